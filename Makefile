@@ -1,0 +1,45 @@
+# Two commands: `make train` runs the main job, `make test` runs every check. Both set up what they need in .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+.PHONY: help train test notebooks pytest lint export lab clean
+
+help: ## what the targets do
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+train: $(VENV)/.ready ## train a small GPT on two local ranks beside plain DDP; results in runs/train (ARGS="--steps 50" passes options)
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m zero_nb.train $(ARGS)
+
+test: lint notebooks pytest ## everything CI checks
+
+notebooks: $(VENV)/.ready ## execute every notebook
+	$(BIN)/nbdev_test --n_workers 1 --timing
+
+pytest: $(VENV)/.ready ## the test suite
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready ## ruff and mypy
+	$(BIN)/ruff check nbs zero_nb tests setup.py
+	$(BIN)/mypy
+
+export: $(VENV)/.ready ## write zero_nb/ and the README from the notebooks, and clean the notebooks
+	$(BIN)/nbdev_export
+	$(BIN)/nbdev_clean
+	$(BIN)/python tests/readme.py
+
+lab: $(VENV)/.ready ## open the notebooks
+	$(BIN)/jupyter lab nbs
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) _proc _docs dist build runs *.egg-info
+
+# torch goes first and alone: a CPU build the machine offers is taken before anything else asks for torch.
+$(VENV)/.ready: settings.ini setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "zero_nb needs Python 3.10 or later, this is " + sys.version.split()[0] + "; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

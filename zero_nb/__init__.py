@@ -1,0 +1,37 @@
+"""Sharded optimizers for plain PyTorch data parallelism.
+
+Public names load their module when first used, so that plans can be made where there is no torch.
+"""
+__version__ = "0.1.0"
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_MODULES = {
+    "sharder": ("ParamSpec", "ShardPlan", "Span", "balanced", "even", "greedy", "mixed", "moves"),
+    "buckets": ("BucketPlan", "pack"),
+    "schedule": ("make_schedule",),
+    "estimate": ("compare", "estimate"),
+    "process_group": ("Group", "agree", "agreeing"),
+    "launch": ("run",),
+    "optimizer": ("ZeroRedundancyOptimizer",),
+}
+__all__ = [name for names in _MODULES.values() for name in names]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from .buckets import BucketPlan, pack
+    from .estimate import compare, estimate
+    from .launch import run
+    from .optimizer import ZeroRedundancyOptimizer
+    from .process_group import Group, agree, agreeing
+    from .schedule import make_schedule
+    from .sharder import ParamSpec, ShardPlan, Span, balanced, even, greedy, mixed, moves
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names: return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]: return [*globals(), *__all__]
