@@ -1,0 +1,170 @@
+"""Properties of bucket plans, for random parameter lists and many ranks."""
+import pickle
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sharder import param_lists
+
+from zero_nb.buckets import MB, Bucket, BucketPlan, Slot, adopt, pack
+from zero_nb.sharder import ParamSpec, ShardPlan, Span, balanced, by_group, even, greedy, mixed, newton_schulz
+
+quick = settings(max_examples=80, deadline=None)
+worlds = st.one_of(st.integers(1, 9), st.sampled_from([64, 1000]))
+leaves = [even, partial(even, align=4), greedy, balanced, partial(balanced, cost=newton_schulz)]
+policies = st.sampled_from([*leaves, mixed, partial(mixed, choose=by_group(greedy, even, partial(balanced, cost=newton_schulz)))])
+options = st.fixed_dictionaries({
+    "capacity_mb": st.sampled_from([64 / MB, 1000 / MB, 25.0]), "first_mb": st.sampled_from([16 / MB, 1.0]), "by_group": st.booleans(),
+    "align": st.sampled_from([1, 4]), "cut": st.booleans(), "equal": st.booleans(),
+})
+
+
+def small(specs):
+    """Leave out giants, whose thousands of tiny buckets would only take time."""
+    return tuple(p for p in specs if p.numel < 20_000)
+
+
+@quick
+@given(param_lists(), worlds, policies, options)
+def test_every_element_has_one_place_and_parts_cover_buckets(specs, world_size, policy, chosen):
+    specs = small(specs)
+    plan = pack(specs, world_size, policy=policy, **chosen)
+    assert plan.shard_plan.params == specs and plan.shard_plan.loads == plan.loads
+    for bucket in plan.buckets:
+        assert bucket.slots and bucket.bounds[0] == 0 and bucket.bounds[-1] == bucket.numel and len(bucket.bounds) == world_size + 1
+        assert {(specs[s.param].dtype, specs[s.param].device) for s in bucket.slots} == {(bucket.dtype, bucket.device)}
+        assert not chosen["by_group"] or {specs[s.param].group for s in bucket.slots} == {bucket.group}
+        assert sum(s.numel for r in range(world_size) for s in bucket.slots_of(r)) == bucket.numel - bucket.padding
+        for r in {0, world_size // 2, world_size - 1}:
+            start, stop = bucket.part(r)
+            assert (stop - start) % chosen["align"] == 0
+            assert all(start <= s.offset and s.offset + s.numel <= stop for s in bucket.slots_of(r))
+            assert bucket.spans(r) == tuple(Span(s.param, s.start, s.stop) for s in bucket.slots_of(r))
+        assert bucket.equal or not chosen["equal"]
+
+
+@quick
+@given(param_lists(), worlds, policies, options)
+def test_bucket_plans_are_read_back(specs, world_size, policy, chosen):
+    plan = pack(small(specs), world_size, policy=policy, **chosen)
+    for again in (BucketPlan.from_text(plan.to_text()), BucketPlan.from_json(plan.to_json()), pickle.loads(pickle.dumps(plan))):
+        assert again == plan and hash(again) == hash(plan) and again.digest == plan.digest
+    assert plan == pack(small(specs), world_size, policy=policy, **chosen)
+
+
+@quick
+@given(param_lists(), worlds, options)
+def test_even_buckets_have_equal_parts_a_limit_and_padding_only_at_ends(specs, world_size, chosen):
+    plan = pack(small(specs), world_size, **chosen)
+    unit = world_size * chosen["align"]
+    for bucket in plan.buckets:
+        assert bucket.equal and bucket.padding < unit
+        used = sum(s.numel for s in bucket.slots) * specs_size(plan, bucket)
+        one = len(bucket.slots) == 1
+        assert used <= max(chosen["capacity_mb"] * MB, unit * specs_size(plan, bucket)) or (one and not chosen["cut"])
+        last = bucket.slots[-1]
+        if one and last.stop < plan.params[last.param].numel: assert bucket.padding == 0
+    assert max(plan.loads) <= sum(b.numel // world_size for b in plan.buckets)
+
+
+def specs_size(plan, bucket): return plan.params[bucket.slots[0].param].itemsize
+
+
+@quick
+@given(param_lists(), worlds, options, st.randoms(use_true_random=False))
+def test_buckets_come_in_the_order_in_which_gradients_complete_them(specs, world_size, chosen, random):
+    specs = small(specs)
+    order = list(range(len(specs)))
+    random.shuffle(order)
+    arrived = {i: when for when, i in enumerate(order)}
+    for plan, when in ((pack(specs, world_size, order=order, **chosen), arrived), (pack(specs, world_size, **chosen), {i: -i for i in order})):
+        complete = [max(when[s.param] for s in bucket.slots) for bucket in plan.buckets]
+        assert complete == sorted(complete)
+        assert all([when[s.param] for s in b.slots] == sorted(when[s.param] for s in b.slots) for b in plan.buckets)
+
+
+@quick
+@given(param_lists(), worlds, st.sampled_from(leaves), st.data())
+def test_adopted_buckets_are_kept(specs, world_size, policy, data):
+    specs = tuple(p for p in small(specs) if p.dtype == "float32" and p.trainable)
+    order = data.draw(st.permutations(range(len(specs))))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(specs)), max_size=4)))
+    theirs = [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(specs)], strict=True)]
+    plan = adopt(specs, world_size, theirs, policy=policy)
+    want = [[i for i in bucket if specs[i].numel] for bucket in theirs]
+    found = [[s.param for s in b.slots] for b in plan.buckets]
+    assert [sorted(b) for b in found] == [sorted(b) for b in want if b]
+    if policy is even: assert found == [b for b in want if b]
+
+
+@quick
+@given(param_lists(), worlds)
+def test_whole_policies_keep_parameters_whole_and_balance_over_all_buckets(specs, world_size):
+    specs = small(specs)
+    plan = pack(specs, world_size, policy=balanced, capacity_mb=1000 / MB)
+    assert all(len(plan.shard_plan.owners(i)) == bool(p.trainable and p.numel) for i, p in enumerate(specs))
+    assert plan.loads == balanced(specs, world_size).loads
+
+
+def test_a_hundred_thousand_parameters():
+    specs = [ParamSpec(f"p{i}", (i % 700 + 1,)) for i in range(100_000)]
+    assert pack(specs, 1024).imbalance < 1.001 and pack(specs, 1024, policy=greedy).imbalance < 1.001
+
+
+def test_a_giant_is_cut_without_padding_inside_and_not_cut_when_told():
+    giant = [ParamSpec("giant", (50_000_017,), "bfloat16"), ParamSpec("after", (3,), "bfloat16")]
+    plan = pack(giant, 8, align=128)
+    assert [b.padding for b in plan.buckets if b.slots[0].param == 0][:-1] == [0] * (len(plan.buckets) - 2)
+    assert all(b.nbytes <= 25 * MB for b in plan.buckets) and all(b.bounds.step % 128 == 0 for b in plan.buckets)
+    assert [len(b.slots) for b in pack(giant, 8, cut=False).buckets] == [1, 1]
+    whole = pack(giant, 8, policy=greedy)
+    assert [b.spans(0) for b in whole.buckets if b.slots[0].param == 0] == [(Span(0, 0, 50_000_017),)]
+
+
+def test_nothing_to_train_is_a_plan_without_buckets():
+    plan = pack([ParamSpec("frozen", (4,), trainable=False), ParamSpec("empty", (0, 3))], 4)
+    assert plan.buckets == () and plan.loads == (0, 0, 0, 0) and plan.imbalance == 1
+    assert pack([], 2).shard_plan == ShardPlan((), ((), ())) and "0 buckets" in pack([], 2)._repr_html_()
+
+
+def test_equal_partials_share_buckets():
+    specs = [ParamSpec(f"p{i}", (4, 4)) for i in range(6)]
+    plan = pack(specs, 2, policy=partial(mixed, choose=lambda spec: partial(balanced, cost=newton_schulz)))
+    assert len(plan.buckets) == 1 and len(plan.buckets[0].slots) == 6
+
+
+two = (ParamSpec("weight", (7,)), ParamSpec("bias", (2,)))
+half = (ParamSpec("weight", (7,)), ParamSpec("half", (2,), "bfloat16"))
+
+
+def bucket(*slots, bounds=(0, 5, 10), dtype="float32", group=None): return Bucket(dtype, "cpu", group, slots, bounds)
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: pack(two, 0), "world_size must be an integer >= 1, got 0"),
+    (lambda: pack(two, 2, capacity_mb=0), "capacity_mb must be above 0"),
+    (lambda: pack(two, 2, capacity_mb="25"), "capacity_mb must be above 0"),
+    (lambda: pack(two, 2, first_mb=-1), "first_mb must be above 0"),
+    (lambda: pack(two, 2, policy="greedi"), "did you mean 'greedy'"),
+    (lambda: pack(two, 2, order=[0]), "missing ['bias']"),
+    (lambda: pack(two, 2, order=[0, 1, 1]), "order must name each trainable parameter once"),
+    (lambda: pack(two, 2, order=[0, 1, 2]), "index below 2"),
+    (lambda: pack([*two, two[0]], 2), "are both called 'weight'"),
+    (lambda: pack(two, 2, policy=lambda specs, world_size, loads: even(specs[:1], 2)), "was asked for 2 parameters"),
+    (lambda: adopt(half, 2, [[0, 1]]), "mixes bfloat16 on cpu and float32 on cpu"),
+    (lambda: adopt(two, 2, [[0]]), "'bias' (2 elements) is placed as []"),
+    (lambda: adopt(two, 2, [[0, 1], [1]]), "every element of every trainable parameter has exactly one place"),
+    (lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 6, 0), Slot(1, 0, 2, 6)),)), "'weight' (7 elements) is placed as [(0, 6)]"),
+    (lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 6)),)), "must start at or after 7"),
+    (lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 9)),)), "end by 10"),
+    (lambda: BucketPlan(two, 3, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7)),)), "is cut for 2 ranks, the plan for 3"),
+    (lambda: BucketPlan(half, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7)),)), "a bucket holds one kind"),
+    (lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7), group=1),)), "a bucket holds one kind"),
+    (lambda: bucket(bounds=(0, 5, 4)), "never fall"),
+    (lambda: bucket(bounds=(1, 5)), "bounds must start at 0"),
+    (lambda: bucket(bounds=(0,)), "one more number than there are ranks"),
+])
+def test_bad_input_has_one_clear_error(call, message):
+    with pytest.raises(ValueError) as caught: call()
+    assert message in str(caught.value)

@@ -1,0 +1,234 @@
+"""Properties of plans, for random parameter lists and many ranks."""
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero_nb.sharder import (
+    POLICIES,
+    Grid,
+    Move,
+    ParamSpec,
+    ShardPlan,
+    Span,
+    balanced,
+    by_group,
+    checked,
+    even,
+    find_policy,
+    greedy,
+    mixed,
+    moves,
+    newton_schulz,
+    spread,
+)
+
+quick = settings(max_examples=60, deadline=None)
+sizes = st.one_of(st.integers(0, 40), st.integers(0, 40), st.sampled_from([1000, 12_345, 10**7]))
+shapes = st.one_of(sizes.map(lambda n: (n,)), st.tuples(st.integers(0, 12), st.integers(1, 12)), st.just(()))
+dtypes = st.sampled_from(["float32", "bfloat16", "float64"])
+
+
+@st.composite
+def param_lists(draw, most=24):
+    rows = draw(st.lists(st.tuples(shapes, dtypes, st.integers(0, 2), st.booleans()), max_size=most))
+    names = draw(st.lists(st.text(max_size=6), min_size=len(rows), max_size=len(rows), unique=True))
+    return tuple(ParamSpec(name, shape, dtype, "cpu", group, not frozen) for name, (shape, dtype, group, frozen) in zip(names, rows, strict=True))
+
+
+worlds = st.one_of(st.integers(1, 9), st.sampled_from([64, 1000, 4096]))
+policies = st.sampled_from([
+    greedy, even, balanced, mixed, partial(even, align=16), partial(balanced, cost=newton_schulz),
+    partial(mixed, choose=by_group(even, partial(balanced, cost=newton_schulz), greedy)),
+])
+
+
+def elements(plan: ShardPlan) -> dict:
+    """Map every element of the smaller parameters to its owner."""
+    return {(p.name, e): r for i, p in enumerate(plan.params) if p.numel <= 13_000 for r, s in plan.owners(i) for e in range(s.start, s.stop)}
+
+
+@quick
+@given(param_lists(), worlds, policies)
+def test_every_trainable_element_has_one_owner_and_nothing_else_has(specs, world_size, policy):
+    plan = policy(specs, world_size)
+    assert plan.params == specs and plan.world_size == world_size
+    assert sum(plan.loads) == sum(p.numel for p in specs if p.trainable)
+    seen = sorted((s.param, s.start, s.stop) for shard in plan.shards for s in shard)
+    for i, p in enumerate(specs):
+        mine = [(a, b) for j, a, b in seen if j == i]
+        assert [a for a, _ in mine] + [p.numel] * bool(mine) == [0] * bool(mine) + [b for _, b in mine]
+        assert bool(mine) == bool(p.trainable and p.numel)
+        assert [s for _, s in plan.owners(i)] == [Span(i, a, b) for a, b in mine]
+
+
+@quick
+@given(param_lists(), worlds, policies)
+def test_plans_are_read_back_from_text_and_json(specs, world_size, policy):
+    plan = policy(specs, world_size)
+    for again in (ShardPlan.from_text(plan.to_text()), ShardPlan.from_json(plan.to_json()), pickle.loads(pickle.dumps(plan))):
+        assert again == plan and hash(again) == hash(plan) and again.digest == plan.digest
+        assert [again.owners(i) for i in range(len(specs))] == [plan.owners(i) for i in range(len(specs))]
+    json.loads(plan.to_json())
+
+
+@quick
+@given(param_lists(), worlds)
+def test_no_plan_is_worse_than_its_bound(specs, world_size):
+    numels = [p.numel for p in specs if p.trainable]
+    total, largest = sum(numels), max(numels, default=0)
+    assert max(even(specs, world_size).loads) == -(-total // world_size)
+    assert max(even(specs, world_size, align=16).loads) < total / world_size + 16
+    assert max(greedy(specs, world_size).loads) <= total / world_size + largest
+    one_group = tuple(replace(p, group=0) for p in specs)
+    assert max(balanced(specs, world_size).loads) <= max(greedy(one_group, world_size).loads)
+    costs = [newton_schulz(p) for p in specs if p.trainable]
+    assert max(balanced(specs, world_size, cost=newton_schulz).weigh(newton_schulz)) <= sum(costs) / world_size + max(costs, default=0)
+
+
+@quick
+@given(param_lists(), worlds, st.data())
+def test_even_fills_up_to_one_level(specs, world_size, data):
+    held = data.draw(st.lists(st.integers(0, 60), min_size=world_size, max_size=world_size))
+    new, total = even(specs, world_size, loads=held).loads, sum(p.numel for p in specs if p.trainable)
+    low, high = 0, max(held) + total  # the lowest level at which there is room for all
+    while low < high: low, high = (low, mid) if sum(max(0, (mid := (low + high) // 2) - h) for h in held) >= total else (mid + 1, high)
+    assert all(n == 0 or h + n <= low for h, n in zip(held, new, strict=True)) and sum(new) == total
+
+
+@quick
+@given(param_lists(16), param_lists(16), st.integers(1, 9), st.integers(1, 9), policies, policies, st.data())
+def test_moves_turn_one_plan_into_the_other_and_move_nothing_twice(specs, extra, before, after, first, second, data):
+    keep = [p for p in specs if data.draw(st.booleans(), label=f"keep {p.name!r}")]
+    added = [p for p in extra if p.name not in {q.name for q in specs}]
+    later = tuple(replace(p, trainable=data.draw(st.booleans()), group=data.draw(st.integers(0, 2))) for p in [*added, *keep])
+    old, new = first(specs, before), second(later, after)
+    owner, want, moved = elements(old), elements(new), set()
+    for m in moves(old, new):
+        name = new.params[m.span.param].name
+        assert m.source != m.destination and m.numel > 0
+        if new.params[m.span.param].numel > 13_000: continue
+        for e in range(m.span.start, m.span.stop):
+            assert (name, e) not in moved and owner[name, e] == m.source
+            moved.add((name, e))
+            owner[name, e] = m.destination
+    assert {key: owner[key] for key in want if key in owner} == {key: r for key, r in want.items() if key in owner}
+    assert moves(new, new) == ()
+
+
+def torch_partition(specs, world_size):
+    """Let torch's own code share out these sizes."""
+    torch = pytest.importorskip("torch")
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    zero = ZeroRedundancyOptimizer.__new__(ZeroRedundancyOptimizer)
+    tensors = [torch.nn.Parameter(torch.empty(p.shape, device="meta")) for p in specs]
+    groups = sorted({p.group for p in specs})
+    zero.world_size, zero._partition_parameters_cache = world_size, []
+    zero.param_groups = [{"params": [t for t, p in zip(tensors, specs, strict=True) if p.group == g]} for g in groups]
+    index = {id(t): i for i, t in enumerate(tensors)}
+    return [sorted(index[id(t)] for group in rank for t in group["params"]) for rank in zero._partition_parameters()]
+
+
+@settings(max_examples=25, deadline=None)
+@given(param_lists(), st.integers(1, 12))
+def test_greedy_agrees_with_torch(specs, world_size):
+    specs = tuple(replace(p, trainable=True) for p in specs)
+    theirs = [[i for i in rank if specs[i].numel] for rank in torch_partition(specs, world_size)] if specs else [[]] * world_size
+    assert [sorted({s.param for s in shard}) for shard in greedy(specs, world_size).shards] == theirs
+
+
+def test_the_hash_seed_changes_nothing_and_torch_is_not_imported():
+    code = """
+import sys
+from functools import partial
+from zero_nb.sharder import *
+from zero_nb.buckets import pack
+specs = [ParamSpec(f"layer{i}.{kind}", shape, dtype, "cpu", i % 3, i % 7 > 0) for i in range(40)
+         for kind, shape, dtype in (("weight", (i, 7), "float32"), ("bias", (i % 5,), "bfloat16"))]
+both = partial(mixed, choose=by_group(even, partial(balanced, cost=newton_schulz)))
+print([f(specs, 5).digest for f in (greedy, even, balanced, mixed, both)], [pack(specs, 5, policy=f, by_group=True).digest for f in (even, "balanced", both)])
+assert "torch" not in sys.modules
+"""
+    said = {subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+            for seed in ("0", "1", "12345")}
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("policy", [even, greedy, balanced])
+def test_a_hundred_thousand_parameters_on_many_ranks(policy):
+    specs = [ParamSpec(f"p{i}", (i % 700 + 1,)) for i in range(100_000)]
+    plan = policy(specs, 4096)
+    assert plan.imbalance < 1.01 and sum(plan.loads) == sum(p.numel for p in specs)
+
+
+def test_even_is_within_a_thousandth_where_ranks_have_a_thousand_elements():
+    specs = [ParamSpec("a", (4096, 1000)), ParamSpec("b", (7,))]
+    assert all(even(specs, n).imbalance <= 1.001 for n in (1, 2, 3, 64, 1000, 4096))
+
+
+def test_refinement_never_hurts_and_finds_what_longest_first_misses():
+    specs = [ParamSpec(f"p{i}", (n,)) for i, n in enumerate((5, 5, 4, 4, 3, 3, 3))]
+    assert max(balanced(specs, 3, rounds=0).loads) == 11 and balanced(specs, 3).loads == (9, 9, 9)
+
+
+def test_a_grid_has_rows_that_shard_and_columns_that_replicate():
+    grid = Grid(4, 3)
+    assert sorted(sum(grid.rows, ())) == sorted(sum(grid.columns, ())) == list(range(12))
+    assert all(grid.place(rank) == (r, k) for r, row in enumerate(grid.rows) for k, rank in enumerate(row))
+
+
+tiny = ParamSpec("weight", (4, 2)), ParamSpec("bias", (2,))
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: even(tiny, 0), "world_size must be an integer >= 1, got 0"),
+    (lambda: greedy(tiny, -1), "world_size must be an integer >= 1, got -1"),
+    (lambda: balanced(tiny, 1.5), "world_size must be an integer >= 1, got 1.5"),
+    (lambda: even(tiny, True), "world_size must be an integer >= 1, got True"),
+    (lambda: ShardPlan(tiny, ()), "world_size must be an integer >= 1, got 0"),
+    (lambda: even(tiny, 2, align=0), "align must be an integer >= 1"),
+    (lambda: even(tiny, 2, loads=[1]), "loads must hold 2 numbers"),
+    (lambda: greedy(tiny, 2, loads=[1, -1]), "loads must hold 2 numbers"),
+    (lambda: ParamSpec("w", (4, -2)), "a shape holds integers >= 0"),
+    (lambda: ParamSpec("w", (4.0,)), "a shape holds integers >= 0"),
+    (lambda: ParamSpec("w", 4), "a shape holds integers >= 0"),
+    (lambda: ParamSpec("w", (4,), "bfloat61"), "did you mean bfloat16"),
+    (lambda: even([*tiny, tiny[0]], 2), "parameters 0 and 2 are both called 'weight'"),
+    (lambda: find_policy("evn"), "did you mean 'even'"),
+    (lambda: find_policy("zzz"), "choose one of greedy, even, balanced, mixed"),
+    (lambda: ShardPlan(tiny, ((Span(0, 0, 8),),)), "element 0 is owned by nobody"),
+    (lambda: ShardPlan(tiny, ((Span(0, 0, 8), Span(1, 0, 2)), (Span(1, 1, 2),))), "element 1 is owned by group_rank 1 and another"),
+    (lambda: ShardPlan(tiny, ((Span(0, 0, 9), Span(1, 0, 2)),)), "element 8 is owned by group_rank 0, and does not exist"),
+    (lambda: ShardPlan((ParamSpec("f", (2,), trainable=False),), ((Span(0, 0, 2),),)), "frozen"),
+    (lambda: ShardPlan(tiny, ((Span(2, 0, 1),),)), "a parameter below 2"),
+    (lambda: ShardPlan(tiny, ((Span(0, 3, 3),),)), "0 <= start < stop"),
+    (lambda: checked(lambda specs, world_size, loads: even(specs[1:], 2), tiny, 2, None), "was asked for 2 parameters over 2 ranks"),
+    (lambda: moves(even(tiny, 2), even([ParamSpec("weight", (2, 4))], 2)), "parameter 'weight' has shape"),
+    (lambda: ShardPlan.from_text("param nonsense\nshard 0"), "a parameter is written as"),
+    (lambda: ShardPlan.from_text("shard 0"), "a span is written as"),
+    (lambda: Grid(0), "world_size must be an integer >= 1"),
+    (lambda: Grid(2, 2).place(4), "global_rank must lie in 0 to 3"),
+])
+def test_bad_input_has_one_clear_error(call, message):
+    with pytest.raises(ValueError) as caught: call()
+    assert message in str(caught.value)
+
+
+def test_a_policy_must_return_a_plan():
+    with pytest.raises(TypeError, match="must return a ShardPlan, got list"): checked(lambda specs, world_size, loads: [], tiny, 2, None)
+
+
+def test_small_things():
+    assert find_policy(even) is even and set(POLICIES) == {"greedy", "even", "balanced", "mixed"}
+    assert spread([0, 0]) == 1 and spread([2, 1]) == pytest.approx(4 / 3)
+    assert Move(0, 1, Span(0, 2, 5)).numel == 3
+    assert even((), 3).loads == (0, 0, 0) and even((), 3).imbalance == 1
+    assert "16 ranks" in even(tiny, 16)._repr_html_()
