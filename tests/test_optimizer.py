@@ -1,0 +1,318 @@
+"""The sharded optimizer against the unsharded one, and its errors on every rank."""
+import os
+import signal
+import tempfile
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from zero_nb.launch import run
+from zero_nb.optimizer import ZeroRedundancyOptimizer
+
+CASES = {
+    "AdamW-fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "AdamW-foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
+    "AdamW-plain": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False}),
+    "AdamW-amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}),
+    "Adam-fused": (torch.optim.Adam, {"lr": 1e-2, "fused": True}),
+    "Adam-plain": (torch.optim.Adam, {"lr": 1e-2, "foreach": False, "weight_decay": 0.1}),
+    "SGD-fused": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "fused": True}),
+    "SGD-nesterov": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "foreach": False}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9, "foreach": False}),
+    "RMSprop-foreach": (torch.optim.RMSprop, {"lr": 1e-3, "centered": True, "foreach": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "foreach": False}),
+    "Adagrad-foreach": (torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.01, "foreach": True}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
+    "Adamax": (torch.optim.Adamax, {"lr": 1e-2}),
+    "ASGD": (torch.optim.ASGD, {"lr": 1e-2}),
+    "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "RAdam": (torch.optim.RAdam, {"lr": 1e-2}),
+    "Rprop": (torch.optim.Rprop, {"lr": 1e-2}),
+}
+STEPS, GLOBAL_BATCH = 20, 12  # 12 divides by 1, 2, 3 and 4
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 17, bias=False), nn.LayerNorm(17), nn.Linear(17, 7))
+
+
+def train(model, optimizer, rank, size, steps=STEPS):
+    """Train on this rank's rows of a global batch that does not depend on the number of ranks."""
+    data = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        batch = torch.randn(GLOBAL_BATCH, 20, generator=data)
+        optimizer.zero_grad()
+        model(batch.chunk(size)[rank]).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def difference(these, those) -> float:
+    """Largest difference, relative to the largest value of each parameter."""
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(these, those, strict=True))
+
+
+def beside_ddp():
+    """Every case: sharded against unsharded under DDP, the same gradients on both sides."""
+    rank, size, out = dist.get_rank(), dist.get_world_size(), {}
+    for name, (kind, options) in CASES.items():
+        plain, sharded = DDP(network()), DDP(network())
+        reference = train(plain, kind(plain.parameters(), **options), rank, size)
+        zero = ZeroRedundancyOptimizer(sharded.named_parameters(), kind, **options)
+        ours = train(sharded, zero, rank, size)
+        elements = sum(v.numel() for s in zero.optim.state.values() for v in s.values() if torch.is_tensor(v) and v.dim())
+        keys = sum(torch.is_tensor(v) and v.dim() > 0 for v in next(iter(zero.optim.state.values())).values()) if elements else 0
+        out[name] = difference(ours, reference), elements, keys, torch.cat([p.flatten() for p in ours])
+    return out
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_equals_the_unsharded_optimizer_on_the_same_gradients(size):
+    total = sum(p.numel() for p in network().parameters())
+    ranks = run(size, beside_ddp)
+    for name in CASES:
+        assert max(rank[name][0] for rank in ranks) <= 1e-6, name
+        assert all(rank[name][3].equal(ranks[0][name][3]) for rank in ranks), f"{name}: replicas differ"
+        keys = ranks[0][name][2]
+        assert sum(rank[name][1] for rank in ranks) == keys * total, f"{name}: state is not held exactly once"
+        assert max(rank[name][1] for rank in ranks) <= keys * (total / size + size), f"{name}: state is not full / N"
+
+
+# One process on the whole batch adds gradients in another order than ranks do: about 1e-7 relative a step in float32. SGD passes that on as it is.
+# Adam-like steps divide by the gradient's own size, so elements whose gradient is nearly zero magnify it; in float64 the same noise is 1e-16
+# and nothing else remains, which is what this test looks at.
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", ["AdamW-fused", "Adam-plain", "SGD-fused", "RMSprop", "Adagrad"])
+def test_equals_one_process_on_the_whole_batch(size, name):
+    kind, options = CASES[name]
+    model = network().double()
+    whole = whole_batch(model, kind(model.parameters(), **options))
+
+    def ranks():
+        model = DDP(network().double())
+        return whole_batch(model, ZeroRedundancyOptimizer(model.parameters(), kind, **options), dist.get_rank(), dist.get_world_size())
+
+    assert max(difference(mine, whole) for mine in run(size, ranks)) <= 1e-6
+
+
+def whole_batch(model, optimizer, rank=0, size=1):
+    data = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        batch = torch.randn(GLOBAL_BATCH, 20, generator=data, dtype=torch.float64)
+        optimizer.zero_grad()
+        model(batch.chunk(size)[rank]).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["SGD-nesterov", "Adagrad", "AdamW-fused"])
+def test_equals_one_process_on_the_whole_batch_in_float32(name):
+    kind, options = CASES[name]
+    model = network()
+    whole = train(model, kind(model.parameters(), **options), 0, 1)
+
+    def ranks():
+        model = DDP(network())
+        return train(model, ZeroRedundancyOptimizer(model.parameters(), kind, **options), dist.get_rank(), dist.get_world_size())
+
+    def plain():
+        model = DDP(network())
+        return train(model, kind(model.parameters(), **options), dist.get_rank(), dist.get_world_size())
+
+    ours, unsharded = run(2, ranks)[0], run(2, plain)[0]
+    assert difference(ours, whole) <= max(1e-6, 1.5 * difference(unsharded, whole))  # no further from one process than DDP itself is
+
+
+def told(f):
+    """Say what f raised."""
+    try: return f() and None
+    except Exception as e: return type(e), str(e)
+
+
+WEIGHT = nn.Parameter(torch.zeros(4, 4))
+BAD = {
+    "no parameters": (lambda: ZeroRedundancyOptimizer([], torch.optim.AdamW), ValueError, "empty parameter list"),
+    "one tensor": (lambda: ZeroRedundancyOptimizer(WEIGHT, torch.optim.AdamW), TypeError, "iterable of Tensors"),
+    "a non-tensor": (lambda: ZeroRedundancyOptimizer([WEIGHT, 3], torch.optim.AdamW), TypeError, "can only optimize Tensors"),
+    "not a leaf": (lambda: ZeroRedundancyOptimizer([WEIGHT * 2], torch.optim.AdamW), ValueError, "non-leaf"),
+    "sparse": (lambda: ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(3, 3).to_sparse())], torch.optim.AdamW), ValueError, "only dense"),
+    "overlapping": (lambda: ZeroRedundancyOptimizer([torch.zeros(1).expand(4).requires_grad_()], torch.optim.AdamW), ValueError, "must be dense"),
+    "unknown option": (lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW, momentun=1), TypeError, "momentun"),
+    "bad value": (lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW, lr=-1.0), ValueError, "Invalid learning rate"),
+    "not a class": (lambda: ZeroRedundancyOptimizer([WEIGHT], "AdamW"), TypeError, "must be a class"),
+    "an instance": (lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.SGD([WEIGHT])), TypeError, "must be a class"),
+    "not element-wise": (lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.LBFGS), ValueError, "not known to be element-wise"),
+    "unknown shard": (lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW, shard="halves"), ValueError, "'halves'"),
+    "bucket size": (lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW, bucket_cap_mb=0), ValueError, "must be above 0"),
+    "twice": (lambda: ZeroRedundancyOptimizer([{"params": [WEIGHT]}, {"params": [WEIGHT]}], torch.optim.AdamW), ValueError, "more than one parameter group"),
+    "frozen to": (lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW).consolidate_state_dict(to=5), ValueError, "must be a rank of the group"),
+    "no state": (lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW).state_dict(), RuntimeError, "consolidate_state_dict"),
+    "stranger's group": (lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW, "group"), Exception, ""),
+}
+
+
+def all_bad(): return {name: told(f) for name, (f, _, _) in BAD.items()}
+
+
+def test_bad_input_is_one_clear_error_on_every_rank():
+    for rank in run(3, all_bad):
+        for name, (_, kind, words) in BAD.items():
+            assert rank[name] is not None, f"{name}: accepted"
+            got, message = rank[name]
+            assert issubclass(got, kind) and words in message, f"{name}: {got.__name__}: {message}"
+
+
+@pytest.mark.parametrize("name", ["no parameters", "a non-tensor", "sparse", "unknown option", "bad value", "not element-wise"])
+def test_bad_input_on_one_rank_is_an_error_on_all(name):
+    f, kind, words = BAD[name]
+    good = lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW)
+    for got, message in run(3, lambda: told(f if dist.get_rank() == 1 else good)): assert issubclass(got, kind) and words in message
+
+
+def test_ranks_go_on_after_an_error_they_all_saw():
+    def recover():
+        assert told(lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW, lr=-1.0 if dist.get_rank() else 0.1))
+        return difference(train(DDP(model := network()), ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW), dist.get_rank(), 2, 2),
+                          network().parameters()) > 0
+
+    assert run(2, recover) == [True, True]
+
+
+def test_a_failed_add_param_group_leaves_the_optimizer_as_it_was():
+    def recover():
+        model = network()
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+        bad = nn.Parameter(torch.zeros(3, 3).to_sparse()) if dist.get_rank() == 1 else nn.Parameter(torch.zeros(3, 3))
+        message = told(lambda: zero.add_param_group({"params": [bad]}))[1]
+        for p in model.parameters(): p.grad = torch.ones_like(p)
+        zero.step()
+        return message, len(zero.param_groups), len(zero.optim.param_groups), len(zero.shards), difference(model.parameters(), network().parameters()) > 0
+
+    for message, *rest in run(3, recover): assert "only dense" in message and rest == [1, 1, 1, True]
+
+
+def test_a_rank_that_dies_before_the_first_collective_is_named_by_the_others():
+    def one_dies():
+        group = dist.new_group(timeout=timedelta(seconds=3))
+        if dist.get_rank() == 1: os.kill(os.getpid(), signal.SIGKILL)
+        message = told(lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW, process_group=group))
+        with open(f"{folder}/{dist.get_rank()}", "w") as f: f.write(f"{message[0].__name__}: {message[1]}")
+
+    def keep_going():  # a rank that ends by itself, so that the others have the time to notice
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        if dist.get_rank() == 1: return "left"
+        return told(lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW, process_group=group))
+
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(RuntimeError, match="rank 1"): run(3, one_dies)
+    left = run(3, keep_going)
+    for kind, message in (left[0], left[2]): assert kind is RuntimeError and message.startswith("rank 1 did not arrive within 2 s")
+
+
+def test_subgroup_without_rank_0():
+    def pair():
+        group = dist.new_group([2, 3])
+        if dist.get_rank() < 2: return None
+        p = nn.Parameter(torch.zeros(9))
+        p.grad = torch.ones(9)
+        zero = ZeroRedundancyOptimizer([p], torch.optim.SGD, process_group=group, lr=1.0)
+        zero.step()
+        zero.consolidate_state_dict(to=1)
+        return p.tolist(), [s.view.numel() for s in zero.shards[0].spans], told(zero.state_dict) is None
+
+    assert run(4, pair) == [None, None, ([-1.0] * 9, [5], False), ([-1.0] * 9, [4], True)]
+
+
+def test_frozen_empty_scalar_and_unused_parameters():
+    def mixed():
+        params = [nn.Parameter(torch.zeros(5)), nn.Parameter(torch.ones(7), requires_grad=False), nn.Parameter(torch.zeros(0)),
+                  nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]
+        zero = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.5, weight_decay=0.0)
+        for i in (0, 3, 5): params[i].grad = torch.ones_like(params[i])
+        zero.step()
+        zero.consolidate_state_dict()
+        state = {i: {k: tuple(v.shape) for k, v in s.items()} for i, s in zero.state_dict()["state"].items()} if dist.get_rank() == 0 else None
+        return [p.detach().float().tolist() for p in params], state
+
+    values, state = run(3, mixed)[0]
+    assert values[1] == [1.0] * 7 and values[2] == [] and values[4] == [0.0] * 4
+    assert values[0] == pytest.approx([-0.5] * 5) and values[3] == pytest.approx(1.5) and values[5] == pytest.approx([-0.5] * 3, rel=1e-2)
+    assert {i: s["exp_avg"] for i, s in state.items()} == {0: (5,), 3: (), 5: (3,)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_dict_moves_between_world_sizes_and_unsharded_training(name):
+    kind, options = CASES[name]
+
+    def save():
+        model = DDP(network())
+        zero = ZeroRedundancyOptimizer(model.parameters(), kind, **options)
+        train(model, zero, dist.get_rank(), dist.get_world_size(), 4)
+        zero.consolidate_state_dict(to=1)
+        model_state = {k: v.clone() for k, v in model.module.state_dict().items()}
+        return model_state, zero.state_dict() if dist.get_rank() == 1 else None
+
+    model_state, saved = run(2, save)[1]
+
+    def go_on(make):
+        model = network()
+        model.load_state_dict(model_state)
+        optimizer = make(model.parameters())
+        optimizer.load_state_dict(torch.load(path, weights_only=True))
+        for p in model.parameters(): p.grad = torch.full_like(p, 0.1)
+        optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(saved, path := f"{folder}/state.pt")
+        plain = go_on(lambda params: kind(params, **options))
+        for mine in run(3, go_on, lambda params: ZeroRedundancyOptimizer(params, kind, **options)): assert difference(mine, plain) <= 1e-6
+
+
+def test_loading_leaves_the_callers_state_dict_alone():
+    def load():
+        model = network()
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+        reference = torch.optim.AdamW(model.parameters())
+        for p in model.parameters(): p.grad = torch.ones_like(p)
+        reference.step()
+        given = reference.state_dict()
+        before = {i: {k: v.clone() for k, v in s.items()} for i, s in given["state"].items()}
+        zero.load_state_dict(given)
+        zero.step()
+        return all(v.equal(before[i][k]) for i, s in given["state"].items() for k, v in s.items()) and "params" in given["param_groups"][0]
+
+    assert run(2, load) == [True, True]
+
+
+def test_a_state_dict_goes_stale_with_the_next_step():
+    zero = ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW)
+    zero.consolidate_state_dict()
+    assert zero.state_dict()["param_groups"][0]["params"] == [0]
+    zero.step()
+    with pytest.raises(RuntimeError, match="after the last step"): zero.state_dict()
+
+
+def test_what_changes_under_the_optimizer_is_an_error():
+    layer = nn.Linear(3, 3)
+    layer.bias.requires_grad_(False)
+    zero = ZeroRedundancyOptimizer(layer.named_parameters(), torch.optim.SGD, lr=0.1)
+    layer.bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="bias was frozen"): zero.step()
+    embedding = nn.Embedding(4, 2, sparse=True)
+    zero = ZeroRedundancyOptimizer(embedding.named_parameters(), torch.optim.SGD, lr=0.1)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"weight has a torch\.sparse_coo gradient"): zero.step()
+
+
+def test_optimizer_hooks_and_kwargs_pass_through():
+    seen = []
+    zero = ZeroRedundancyOptimizer([WEIGHT], torch.optim.SGD, lr=0.1)
+    zero.register_step_pre_hook(lambda optimizer, args, kwargs: seen.append("before"))
+    zero.register_step_post_hook(lambda optimizer, args, kwargs: seen.append("after"))
+    zero.step()
+    assert seen == ["before", "after"]
