@@ -1,0 +1,191 @@
+"""The console script: what it starts, what it refuses, and what it says when a rank fails."""
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from zero_nb import cli
+
+TINY = ["--layers=2", "--width=32", "--heads=2", "--block=32", "--batch=2", "--steps=4", "--eval-every=2", "--sample=8"]
+FAILS_ON_RANK_1 = """
+import os
+if os.environ.get("RANK") == "1":
+    import torch.nn.utils
+    def clip(*args, **kwargs): raise {error}
+    torch.nn.utils.clip_grad_norm_ = clip
+"""
+
+
+def command(*words):
+    script = Path(sys.executable).with_name("zero-nb")
+    return [str(script), *words] if script.exists() else [sys.executable, "-c", "from zero_nb.cli import main; raise SystemExit(main())", *words]
+
+
+def called(*words, **env):
+    return subprocess.run(command(*words), capture_output=True, text=True, timeout=120, env={**os.environ, **env})
+
+
+def refused(capsys, *words):
+    """Call `main` in this process; give its exit status and what it said."""
+    with pytest.raises(SystemExit) as end: cli.main(list(words))
+    told = capsys.readouterr()
+    return end.value.code, told.err, told.out
+
+
+def test_trains_and_resumes(tmp_path):
+    out = tmp_path / "new" / "folder"
+    process = called("train", "--nproc=2", *TINY, f"--out={out}")
+    assert process.returncode == 0 and process.stderr == "", process.stderr
+    assert "MB on each rank" in process.stdout and str(out) in process.stdout
+    process = called("train", "--nproc=1", "--resume", "--no-compare", f"--out={out}")  # complete, so as far again
+    assert process.returncode == 0, process.stderr
+    numbers = json.loads((out / "report.json").read_text())
+    assert (numbers["world size"], list(numbers["losses"]["zero_nb"])) == (1, [str(step) for step in range(1, 9)])
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["train", "--bogus"], "zero-nb train: error: unrecognized arguments: --bogus"),
+    (["train", "--layers", "0"], "zero-nb train: error: --layers must be at least 1, got 0"),
+    (["train", "--layers", "two"], "zero-nb train: error: argument --layers: invalid int value: 'two'"),
+    (["train", "--heads", "3", "--width", "64"], "zero-nb train: error: --width must be an even multiple of --heads, got 64 for 3 heads; --width 66 would do"),
+    (["train", "--optimizer", "lion"], "zero-nb train: error: --optimizer must be one of adamw, adam, sgd, rmsprop, adagrad, got 'lion'"),
+    (["train", "--nproc", "0"], "zero-nb train: error: --nproc must be at least 1, got 0"),
+    (["train", "--port", "70000"], "zero-nb train: error: --port must be from 0 to 65535, got 70000"),
+    (["train", "--resume", "--out", "/nowhere"], "zero-nb train: error: --resume needs a checkpoint, and there is no /nowhere/checkpoint.pt"),
+    (["trane"], "zero-nb: error: argument COMMAND: invalid choice: 'trane'"),
+    ([], "zero-nb: error: the following arguments are required: COMMAND"),
+])
+def test_a_mistake_is_one_line(capsys, monkeypatch, words, says):
+    monkeypatch.setattr(cli, "launch", lambda *args: pytest.fail("processes were started"))
+    status, err, out = refused(capsys, *words)
+    assert status == 2 and err.startswith(says) and err.count("\n") == 1 and out == ""
+
+
+def test_a_port_in_use(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "launch", lambda *args: pytest.fail("processes were started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, err, _ = refused(capsys, "train", f"--port={port}")
+    assert status == 2 and f"--port must be free, and {port} is in use; choose another" in err and err.count("\n") == 1
+
+
+def test_ranks_and_gpus(capsys, monkeypatch):
+    started = []
+    monkeypatch.setattr(cli, "launch", lambda arguments, nproc, port: started.append((nproc, port, arguments)) or ("", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    status, err, _ = refused(capsys, "train", "--nproc=8")
+    assert status == 2 and "--nproc must be at most 4, the GPUs of this machine, got 8; --device cpu runs 8 ranks anyway" in err
+    assert cli.main(["train"]) == cli.main(["train", "--device=cpu"]) == cli.main(["train", "--nproc=8", "--device=cpu", "--no-compare"]) == 0
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert cli.main(["train", "--port=0", "--eval-every=7"]) == 0
+    assert [call[:2] for call in started] == [(4, 0), (2, 0), (8, 0), (2, 0)]
+    assert started[2][2] == ["-m", "zero_nb.train", "--device=cpu", "--no-compare"] and started[3][2][2:] == ["--eval-every=7"]
+
+
+def test_a_missing_package_names_the_extra(capsys, monkeypatch):
+    find = cli.importlib.util.find_spec
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    status, err, _ = refused(capsys, "train")
+    assert status == 2 and "needs rich: pip install 'zero_nb[train]'" in err
+
+
+def test_help(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    status, _, out = refused(capsys, "--help")
+    assert status == 0 and "train a small GPT" in " ".join(out.split())
+    status, _, out = refused(capsys, "train", "--help")
+    assert status == 0 and all(flag in out for flag in ("--nproc", "--port", "--steps", "--optimizer", "--layers", "--resume", "--no-compare"))
+    assert "SUPPRESS" not in out
+    monkeypatch.setitem(cli.COMMANDS, "plan", ("zero_nb.not_there", "say what is needed"))
+    assert "plan" not in refused(capsys, "--help")[2]
+
+
+def test_plan_uses_its_own_module(monkeypatch, tmp_path):
+    Path(tmp_path, "planner_for_a_test.py").write_text("def add_arguments(parser): parser.add_argument('--n', type=int)\ndef main(options): return options.n\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(cli.COMMANDS, "plan", ("planner_for_a_test", "say what is needed"))
+    assert cli.main(["plan", "--n", "7"]) == 7
+
+
+def test_the_command_itself_needs_no_torch():
+    code = "import sys; from zero_nb.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_a_rank_that_raises(tmp_path):
+    Path(tmp_path, "sitecustomize.py").write_text(FAILS_ON_RANK_1.format(error="ZeroDivisionError('no gradient left')"))
+    process = called("train", "--nproc=2", *TINY, f"--out={tmp_path}", PYTHONPATH=str(tmp_path))
+    lines = process.stderr.splitlines()
+    assert process.returncode == 1 and lines[-1] == "zero-nb train: rank 1 failed: ZeroDivisionError: no gradient left"
+    assert process.stderr.count("Traceback") == 1 and "clip_grad_norm_" in process.stderr and len(lines) < 40
+
+
+def test_a_rank_that_is_killed(tmp_path):
+    process = subprocess.Popen(command("train", "--nproc=2", *TINY, "--steps=100000", "--eval-every=1", f"--out={tmp_path}"),
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    stop = threading.Timer(100, process.kill)
+    stop.start()
+    try:
+        assert process.stdout.readline().startswith("step ")
+        ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "zero_nb.train" in child.cmdline()]
+        assert len(ranks) == 2
+        next(child for child in ranks if child.environ()["RANK"] == "1").kill()
+        _, err = process.communicate(timeout=60)
+    finally:
+        stop.cancel()
+        process.kill()
+    assert process.returncode == 1 and err == "zero-nb train: rank 1 was ended by SIGKILL; the machine may have run out of memory\n"
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+
+
+def test_an_interrupt_ends_all_ranks(tmp_path):
+    process = subprocess.Popen(command("train", "--nproc=2", *TINY, "--steps=100000", "--eval-every=1", f"--out={tmp_path}"),
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    stop = threading.Timer(100, process.kill)
+    stop.start()
+    try:
+        assert process.stdout.readline().startswith("step ")
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        stop.cancel()
+        process.kill()
+    assert process.returncode == 130 and err == "zero-nb train: stopped by SIGINT; --resume continues from the last checkpoint\n"
+    deadline = time.monotonic() + 10
+    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks): assert time.monotonic() < deadline
+
+
+def test_a_killed_launcher_leaves_no_rank(tmp_path):
+    process = subprocess.Popen(command("train", "--nproc=2", *TINY, "--steps=100000", "--eval-every=1", f"--out={tmp_path}"),
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    stop = threading.Timer(100, process.kill)
+    stop.start()
+    try:
+        assert process.stdout.readline().startswith("step ")
+        ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "zero_nb.train" in child.cmdline()]
+        process.kill()
+        assert len(ranks) == 2 and psutil.wait_procs(ranks, timeout=30)[1] == []
+    finally:
+        stop.cancel()
+        for left in ranks: left.kill() if left.is_running() else None
+        process.stdout.close()
+
+
+def test_out_that_is_a_file_and_a_shortened_option(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "launch", lambda *args: pytest.fail("processes were started"))
+    file = tmp_path / "file"
+    file.touch()
+    status, err, _ = refused(capsys, "train", f"--out={file}")
+    assert status == 2 and f"--out must be a folder, and {file} is a file" in err
+    status, err, _ = refused(capsys, "train", "--step=3")
+    assert status == 2 and "unrecognized arguments: --step=3" in err
