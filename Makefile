@@ -9,6 +9,7 @@ ARGS   ?=
 help: ## what the targets do
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
+train: export OMP_NUM_THREADS ?= 1
 train: $(VENV)/.ready ## train a small GPT on two local ranks beside plain DDP; results in runs/train (ARGS="--steps 50" passes options)
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m zero_nb.train $(ARGS)
 

@@ -1,0 +1,136 @@
+"""The house style, where a machine can check it."""
+import ast
+import importlib
+import inspect
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "nbs").glob("*.ipynb"))
+PLANS = ("sharder", "buckets", "schedule", "estimate", "draw")
+
+
+def cells(path: Path) -> list[str]:
+    """Give the sources of the code cells that are not empty."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    return [s for c in notebook["cells"] if c["cell_type"] == "code" and (s := "".join(c["source"]).strip())]
+
+
+def exported(path: Path) -> list[str]:
+    """Give the sources of the cells that become the module."""
+    return [s for s in cells(path) if re.match(r"#\|\s*exporti?\b", s)]
+
+
+def module_of(path: Path) -> str | None:
+    """Give the name of the module a notebook makes, if it makes one."""
+    found = [m[1] for s in cells(path) if (m := re.match(r"#\|\s*default_exp\s+(\S+)", s))]
+    return found[0] if found else None
+
+
+MODULES = {m: p for p in NOTEBOOKS if (m := module_of(p))}
+
+
+def imports(module: str, top_level: bool = False) -> set[str]:
+    """Give the dotted names a module imports, anywhere or at its top level; `zero_nb.x` for its siblings."""
+    tree = ast.parse((ROOT / "zero_nb" / f"{module}.py").read_text(encoding="utf-8"))
+    out = set()
+    for node in tree.body if top_level else ast.walk(tree):
+        if isinstance(node, ast.Import): out |= {a.name for a in node.names}
+        if isinstance(node, ast.ImportFrom):
+            base = f"zero_nb.{node.module or ''}".rstrip(".") if node.level else node.module or ""
+            out |= {base} if base != "zero_nb" else {f"zero_nb.{a.name}" for a in node.names}
+    return out
+
+
+@pytest.mark.parametrize("module", [m for m in PLANS if m in MODULES])
+def test_plans_import_the_standard_library_and_each_other(module):
+    allowed = sys.stdlib_module_names | {"zero_nb"}
+    top = imports(module, top_level=True)
+    assert {name.split(".")[0] for name in top} <= allowed
+    assert {n.split(".")[1] for n in top if n.startswith("zero_nb.")} <= set(PLANS)
+
+
+@pytest.mark.parametrize("module", ["sharder", "buckets", "schedule"])
+def test_plans_need_no_torch(module):
+    if module not in MODULES: pytest.fail(f"no notebook makes {module}")
+    code = f"import sys, zero_nb.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_imports_a_later_one(module):
+    order = list(MODULES)
+    siblings = {n.split(".")[1] for n in imports(module) if n.startswith("zero_nb.")}
+    assert all(order.index(s) < order.index(module) for s in siblings), siblings
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_exported_cells_are_short_and_few(path):
+    lengths, total = [len(s.splitlines()) for s in exported(path)], len(json.loads(path.read_text(encoding="utf-8"))["cells"])
+    assert max(lengths, default=0) <= 40
+    assert 3 * len(lengths) <= total, f"{len(lengths)} of {total} cells export"
+    assert not any(re.search(r"^\s*from .* import \*", s, re.M) for s in exported(path))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebooks_have_title_subtitle_and_no_stored_error(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert re.match(r"# \S.*\n\n?> \S", "".join(notebook["cells"][0]["source"]))
+    outputs = [o for c in notebook["cells"] for o in c.get("outputs", [])]
+    assert not any(o["output_type"] == "error" for o in outputs)
+    assert all(len("".join(png)) <= 70_000 for o in outputs if (png := o.get("data", {}).get("image/png")))  # base64 of about 50 kB
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_cells_that_import_do_nothing_else(path):
+    """Building the site executes cells with imports, so a mixed one would run without the cells before it."""
+    for source in cells(path):
+        if re.match(r"%|#\|\s*export", source): continue
+        kinds = {isinstance(node, (ast.Import, ast.ImportFrom)) for node in ast.parse(re.sub(r"^%.*", "", source, flags=re.M)).body}
+        assert len(kinds) < 2, source
+
+
+def test_collectives_are_spelled_in_one_module():
+    names = r"all_reduce|broadcast|reduce_scatter\w*|all_gather\w*|all_to_all\w*|isend|irecv|send|recv|barrier|gather|scatter"
+    for module in set(MODULES) - {"process_group", "launch"}:
+        text = (ROOT / "zero_nb" / f"{module}.py").read_text(encoding="utf-8")
+        assert not re.search(rf"\b(dist|distributed)\.({names})\(", text), module
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_names_are_documented_and_typed(module):
+    loaded = importlib.import_module(f"zero_nb.{module}")
+    for name in loaded.__all__:
+        thing = getattr(loaded, name)
+        if not (inspect.isclass(thing) or inspect.isfunction(thing)): continue
+        assert inspect.getdoc(thing), f"{module}.{name} has no docstring"
+        if inspect.isfunction(thing):
+            signature = inspect.signature(thing)
+            assert signature.return_annotation is not inspect.Signature.empty, f"{module}.{name} does not say what it returns"
+            assert all(p.annotation is not p.empty for p in signature.parameters.values()), f"{module}.{name} has an untyped parameter"
+
+
+def test_modules_are_what_the_notebooks_export_and_notebooks_are_clean(tmp_path):
+    for name in ("nbs", "zero_nb"): shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+    for name in ("settings.ini", "pyproject.toml"): shutil.copy(ROOT / name, tmp_path)
+    for command in ("nbdev_export", "nbdev_clean"): subprocess.run([Path(sys.executable).parent / command], cwd=tmp_path, check=True, capture_output=True)
+    for folder, ending in (("zero_nb", "*.py"), ("nbs", "*.ipynb")):
+        assert [p.name for p in sorted((tmp_path / folder).glob(ending))] == [p.name for p in sorted((ROOT / folder).glob(ending))]
+        for path in (tmp_path / folder).glob(ending):
+            assert path.read_text(encoding="utf-8") == (ROOT / folder / path.name).read_text(encoding="utf-8"), f"{path.name}: run `make export`"
+
+
+def test_exported_names_resolve():
+    import zero_nb
+
+    tree = ast.parse((ROOT / "zero_nb" / "__init__.py").read_text(encoding="utf-8"))
+    typed = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level for alias in node.names}
+    assert sorted(zero_nb.__all__) == sorted(typed)  # what type checkers see is what there is
+    assert all(getattr(zero_nb, name) is not None for name in zero_nb.__all__)
+    with pytest.raises(AttributeError, match="nonsense"): zero_nb.nonsense
