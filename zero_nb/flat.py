@@ -16,7 +16,7 @@ from .process_group import Group
 # %% auto #0
 __all__ = ['flatten', 'flatten_like', 'move_together', 'FlatBucket']
 
-# %% ../nbs/12_flat.ipynb #d092e391
+# %% ../nbs/12_flat.ipynb #451d146d
 def flatten(
     tensor: Tensor, # any shape; dense: no gaps, no element twice
 ) -> Tensor: # 1-D view of the same memory, elements in memory order
@@ -24,6 +24,7 @@ def flatten(
 
     Raises `ValueError` if it has gaps or overlaps (a slice, an expanded tensor).
     """
+    if tensor.is_contiguous(): return tensor.view(-1)
     ordered = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     if ordered.is_contiguous(): return ordered.view(-1)
     raise ValueError(f"a sharded tensor must be dense, got shape {tuple(tensor.shape)}, strides {tensor.stride()}; make it contiguous first")
@@ -36,15 +37,19 @@ def flatten_like(
     if tensor.stride() != layout.stride(): tensor = torch.empty_like(layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return flatten(tensor)
 
-# %% ../nbs/12_flat.ipynb #1db9eb5a
+# %% ../nbs/12_flat.ipynb #3896ccfe
 def _cut(
     slots: Sequence[Slot], # of one bucket
     params: Sequence[Tensor], # all parameters of the plan, by index
 ) -> list[Tensor]: # 1-D views of the parameters' memory, one for each slot
     return [flatten(params[slot.param].detach())[slot.start:slot.stop] for slot in slots]
 
-def _places(slots: Sequence[Slot], flat: Tensor) -> list[Tensor]:
-    return [flat[slot.offset:slot.offset + slot.numel] for slot in slots]
+def _places(slots: Sequence[Slot], flat: Tensor) -> list[Tensor]: # views of the bucket's memory, one for each slot
+    sizes, at = [], 0
+    for slot in slots: # what lies before the slot, then the slot: one call cuts a thousand views
+        sizes += [slot.offset - at, slot.numel]
+        at = slot.offset + slot.numel
+    return list(flat.split([*sizes, flat.numel() - at])[1::2]) if slots else []
 
 def move_together(
     bucket: Bucket, # holds whole parameters
