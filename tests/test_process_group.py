@@ -103,7 +103,8 @@ def test_bad_tensors_are_refused_before_anything_is_sent():
 
     for messages in run(2, refused):
         assert [m and m[0] for m in messages] == ["ValueError"] * 4 + [None]
-        for (_, message), words in zip(messages[:4], ["contiguous tensor", "2 equal parts", "2 equal parts", "no backend"], strict=True): assert words in message
+        said = ["contiguous tensor", "2 equal parts", "2 equal parts", "no backend"]
+        for (_, message), words in zip(messages[:4], said, strict=True): assert words in message
 
 
 def test_a_stranger_to_the_group_is_told_so():

@@ -16,7 +16,7 @@ _MODULES = {
     "launch": ("run",),
     "optimizer": ("ZeroRedundancyOptimizer",),
 }
-__all__ = [name for names in _MODULES.values() for name in names]  # noqa: PLE0604
+__all__ = [name for names in _MODULES.values() for name in names]
 
 if TYPE_CHECKING:
     from .buckets import BucketPlan, pack

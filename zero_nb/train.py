@@ -604,7 +604,7 @@ class _Parser(argparse.ArgumentParser):
         time.sleep(10)
         self.exit(2)
 
-# %% ../nbs/20_train.ipynb #65c29229
+# %% ../nbs/20_train.ipynb #adda5746
 @record
 def _train(config: TrainConfig) -> None:
     try:
@@ -629,6 +629,7 @@ def leave(
     (out / "report.json").write_text(json.dumps(measured(reports), indent=1) + "\n", encoding="utf-8")
     print(table(reports), f"in {out}: checkpoint.pt, curve.png, samples.txt, report.json", sep="\n")
 
+# %% ../nbs/20_train.ipynb #b0457086
 def _follow_launcher() -> None:
     """End this rank when its launcher is gone, and end without a traceback when the launcher is interrupted."""
     def watch(launcher: int) -> None:
