@@ -170,3 +170,18 @@ def test_a_group_of_one_needs_nothing():
     assert (g.ranks, g.size, g.group_rank, g.global_rank, x.tolist()) == ((0,), 1, 0, 0, [0, 1, 2])
     assert [bytes(b) for b in gather_bytes(g, bytearray(b"abc"), 0)] == [b"abc"]
     with pytest.raises(ZeroDivisionError), agreeing(g, "a division"): 1 / 0
+
+
+def test_agreement_leaves_nothing_in_the_store():
+    def keys():
+        g = Group()
+        store = dist.distributed_c10d._get_process_group_store(g.process_group)
+        dist.barrier()
+        before = store.num_keys()
+        dist.barrier()
+        for i in range(3): agree(g, "the work", [str(i)])
+        assert told(lambda: agree(g, "the work", [str(g.group_rank)]))[0] == "ValueError"
+        dist.barrier()
+        return store.num_keys() - before
+
+    assert run(3, keys) == [0, 0, 0]

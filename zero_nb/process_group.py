@@ -207,7 +207,7 @@ def gather_bytes(
             dist.recv(incoming, group.ranks[source], group.process_group)
             yield memoryview(incoming.cpu().numpy().data)
 
-# %% ../nbs/10_process_group.ipynb #eea5580d
+# %% ../nbs/10_process_group.ipynb #a72bb6a6
 def _timeout(group: Group, store: Any) -> timedelta:
     """Give the time limit of the group's collectives, or of its store where the backend does not tell."""
     pg = group.process_group
@@ -229,7 +229,11 @@ def _post(group: Group, payload: str, judge: Callable[[list[str]], str], round_n
         raise RuntimeError(f"{names} did not arrive within {limit.total_seconds():g} s, while rank {group.global_rank} waited at "
                            f"{round_name!r}; look at the output of {names}: died, or took another path") from error
     if group.group_rank == 0: store.set(verdict, judge([store.get(key).decode() for key in keys]))
-    return store.get(verdict).decode()
+    said, readers = store.get(verdict).decode(), f"{verdict}/readers"
+    store.delete_key(keys[group.group_rank])
+    if store.add(readers, 1) == group.size: # the last to read leaves nothing behind
+        for key in (verdict, readers): store.delete_key(key)
+    return said
 
 def _judge_digests(posts: list[str]) -> str:
     reports = [json.loads(post) for post in posts]
