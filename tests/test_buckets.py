@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sharder import param_lists
 
-from zero_nb.buckets import MB, Bucket, BucketPlan, Slot, adopt, pack
+from zero_nb.buckets import MB, Bucket, BucketPlan, Slot, adopt, ddp_buckets, pack
 from zero_nb.sharder import ParamSpec, ShardPlan, Span, balanced, by_group, even, greedy, mixed, newton_schulz
 
 quick = settings(max_examples=80, deadline=None)
@@ -105,6 +105,19 @@ def test_whole_policies_keep_parameters_whole_and_balance_over_all_buckets(specs
     plan = pack(specs, world_size, policy=balanced, capacity_mb=1000 / MB)
     assert all(len(plan.shard_plan.owners(i)) == bool(p.trainable and p.numel) for i, p in enumerate(specs))
     assert plan.loads == balanced(specs, world_size).loads
+
+
+@quick
+@given(param_lists(), st.sampled_from([(16 / MB, 4 / MB), (100 / MB, 100 / MB), (25.0, 1.0), (4000 / MB, 64 / MB)]))
+def test_ddp_buckets_are_those_of_torch(specs, limits):
+    torch = pytest.importorskip("torch")
+    dist = pytest.importorskip("torch.distributed")
+    mine = [i for i, p in reversed(list(enumerate(specs))) if p.trainable and p.numel]
+    if not mine: return
+    tensors = [torch.empty(specs[i].shape, dtype=getattr(torch, specs[i].dtype), device="meta") for i in mine]
+    theirs, _ = dist._compute_bucket_assignment_by_size(tensors, [int(limits[1] * MB), int(limits[0] * MB)], [False] * len(mine))
+    found = ddp_buckets(specs, *limits)
+    assert sorted([mine[k] for k in bucket] for bucket in theirs) == sorted(found)
 
 
 def test_a_hundred_thousand_parameters():

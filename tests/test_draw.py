@@ -1,0 +1,210 @@
+"""Pictures: well-formed, small, in the reader's colours; and the explorer, by hand and in a real browser."""
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sharder import param_lists
+
+from zero_nb.buckets import pack
+from zero_nb.draw import (
+    KINDS,
+    RANKS,
+    Svg,
+    colour,
+    draw_buckets,
+    draw_estimates,
+    draw_moves,
+    draw_ranks,
+    draw_shards,
+    draw_timeline,
+    explore,
+    explorer,
+    short,
+)
+from zero_nb.estimate import MODELS, OPTIMIZERS, STAGES, compare, estimate, find_model
+from zero_nb.schedule import MODES, make_schedule, play
+from zero_nb.sharder import ParamSpec, balanced, even, greedy, mixed, moves
+
+quick = settings(max_examples=40, deadline=None)
+NS = "{http://www.w3.org/2000/svg}"
+
+
+def well_formed(picture: Svg) -> ET.Element:
+    """Parse a picture, and check what holds for every one of them."""
+    root = ET.fromstring(str(picture))
+    assert root.tag == NS + "svg" and root.get("aria-label") and root.get("fill") == "currentColor"
+    assert not {"white", "#fff", "#ffffff", "black", "#000", "#000000"} & {value.lower() for e in root.iter() for value in e.attrib.values()}
+    for rect in root.iter(NS + "rect"):
+        x, y, w, h = (float(rect.get(k)) for k in ("x", "y", "width", "height"))
+        assert w > 0 and h >= 0 and -0.01 <= x <= picture.width + 0.2 and x + w <= picture.width + 1 and y + h <= picture.height + 0.5
+    for text in root.iter(NS + "text"): assert 0 <= float(text.get("x")) <= picture.width and 0 <= float(text.get("y")) <= picture.height
+    assert len(str(picture)) < 50_000
+    return root
+
+
+def texts(root): return " ".join(t.text or "" for t in root.iter(NS + "text"))
+
+
+@quick
+@given(param_lists(), st.sampled_from([1, 2, 9, 16, 17, 1000]), st.sampled_from([even, greedy, balanced, mixed]))
+def test_shards_are_drawn_for_any_plan(specs, world_size, policy):
+    assert f"{world_size} ranks" in texts(well_formed(draw_shards(policy(specs, world_size))))
+
+
+@quick
+@given(param_lists(), st.sampled_from([1, 2, 9, 300]), st.sampled_from([even, greedy]))
+def test_buckets_are_drawn_for_any_plan(specs, world_size, policy):
+    plan = pack([p for p in specs if p.numel < 20_000], world_size, policy=policy)
+    assert f"{len(plan.buckets)} buckets" in texts(well_formed(draw_buckets(plan)))
+
+
+@quick
+@given(param_lists(), st.sampled_from([1, 3, 64, 200]), st.sampled_from([1, 4, 100]))
+def test_moves_are_drawn_for_any_two_plans(specs, before, after):
+    found = moves(even(specs, before), greedy(specs, after))
+    assert well_formed(draw_moves(found, before, after)).get("aria-label") == f"{sum(m.numel for m in found)} elements move"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_timelines_show_every_collective(mode):
+    bars = play(make_schedule(3, mode), lambda e: 1.0)
+    root = well_formed(draw_timeline(bars))
+    tips = [t.text for t in root.iter(NS + "title")]
+    assert all(any(tip.startswith(f"{c}:") for tip in tips) for c in make_schedule(3, mode).collectives)
+    assert well_formed(draw_timeline(())) is not None
+
+
+def test_bars_are_as_long_as_bytes():
+    found = compare("gpt2-xl").estimates
+    widths = {}
+    for rect in well_formed(draw_estimates(found, memory=16e9)).iter(NS + "rect"):
+        if (title := rect.find(NS + "title")) is not None: widths[title.text.rsplit(" ", 2)[0]] = float(rect.get("width"))
+    assert widths["ddp: state"] == pytest.approx(2 * widths["ddp: parameters"], rel=1e-3)
+    assert {name.split(": ")[1] for name in widths} <= set(KINDS)
+    bold = [t.text for t in ET.fromstring(str(draw_estimates(found, memory=16e9))).iter(NS + "text") if t.get("font-weight") == "bold"]
+    assert bold == ["24.9 GB"]
+
+
+def test_curves_go_from_left_to_right_and_labels_do_not_collide():
+    curves = {s: [(n, estimate("gpt2", "adamw", n, s).total) for n in (1, 4, 16)] for s in STAGES}
+    root = well_formed(draw_ranks(curves, memory=1e9))
+    assert len(list(root.iter(NS + "polyline"))) == len(STAGES)
+    ends = sorted(float(t.get("y")) for t in root.iter(NS + "text") if any((t.text or "").startswith(f"{s} ") for s in STAGES))
+    assert all(b - a >= 11 for a, b in pairwise(ends))
+    well_formed(draw_ranks({"one": [(8, 5.0)]}))
+
+
+def test_names_cannot_break_a_picture():
+    specs = [ParamSpec("<script>&\"'", (100,)), ParamSpec("b]]>", (100,))]
+    root = well_formed(draw_buckets(pack(specs, 2)))
+    assert any("<script>&\"'" in (t.text or "") for t in root.iter(NS + "title"))
+
+
+def test_a_saved_picture_stands_alone(tmp_path):
+    path = draw_shards(even(find_model("gpt2")[1], 4)).save(tmp_path / "plan.svg")
+    text = path.read_text(encoding="utf-8")
+    assert "prefers-color-scheme:dark" in text and ET.fromstring(text).tag == NS + "svg"
+    assert "<style>" not in str(draw_shards(even(find_model("gpt2")[1], 4)))  # a style in a notebook would colour the whole page
+
+
+def test_small_functions():
+    assert len({colour(i, 10) for i in range(10)}) == 10 and len({colour(i, 64) for i in range(64)}) > 60
+    assert [short(n) for n in (0, 999, 1500, 2e6)] == ["0", "999", "1.5 k", "2 M"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_setting_of_the_explorer_is_a_picture(stage):
+    for model in MODELS: well_formed(explore(model, "adamw", stage, 64, dtype="bfloat16"))
+    for optimizer in OPTIMIZERS: well_formed(explore("gpt2", optimizer, stage, RANKS[-1], bucket_mb=1))
+
+
+def test_the_explorer_follows_its_controls():
+    pytest.importorskip("ipywidgets")
+    box = explorer()
+    controls, picture = box.children[0].children, box.children[1]
+    for control in controls:
+        before, index = picture.value, control.index
+        control.index = len(control.options) - 1 if index == 0 else 0
+        assert picture.value != before, control.description
+        control.index = index
+        assert picture.value == before
+
+
+def test_the_explorer_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    with pytest.raises(ImportError, match=r"pip install 'zero_nb\[notebook\]'"): explorer()
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None or any(importlib.util.find_spec(name) is None for name in ("playwright", "jupyterlab", "ipywidgets")),
+    reason="needs chromium, playwright, jupyterlab and ipywidgets; this drives the explorer in a real JupyterLab")
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """Run a JupyterLab with one notebook that shows the explorer, and give its address."""
+    cells = [{"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "execution_count": None,
+              "source": "from zero_nb.draw import explorer\nexplorer()"}]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    (tmp_path / "explorer.ipynb").write_text(json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, **{f"JUPYTER_{kind}_DIR": str(tmp_path / kind) for kind in ("CONFIG", "DATA", "RUNTIME")}}
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}",
+               "--ServerApp.port_retries=0", "--IdentityProvider.token=explorer", f"--ServerApp.root_dir={tmp_path}", "--LabApp.news_url=None",
+               "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    with open(tmp_path / "log", "wb") as log:
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        for _ in range(300):
+            if server.poll() is not None: pytest.fail((tmp_path / "log").read_text()[-2000:])
+            with socket.socket() as s:
+                if s.connect_ex(("127.0.0.1", port)) == 0: break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/lab/tree/explorer.ipynb?token=explorer"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try: server.wait(10)
+        except subprocess.TimeoutExpired: os.killpg(server.pid, signal.SIGKILL)
+
+
+@needs_browser
+def test_the_slider_moves_the_picture_in_a_real_jupyterlab(lab):
+    from playwright.sync_api import TimeoutError, sync_playwright
+
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page.goto(lab)
+        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        picture = page.locator(".jp-OutputArea svg[aria-label*='gpt2-xl']").first
+        for _ in range(10):  # a kernel that is not connected yet ignores the first attempts
+            page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status='idle']", timeout=60_000)
+            page.locator(".jp-Notebook .jp-Cell .cm-content").first.click()
+            page.keyboard.press("Shift+Enter")
+            try: picture.wait_for(timeout=6_000)
+            except TimeoutError: continue
+            break
+        before = picture.get_attribute("aria-label")
+        assert "8 ranks" in before and "24.9 GB" not in before
+        shot = picture.screenshot()
+        ranks = page.locator(".widget-hslider", has_text="ranks").locator(".noUi-handle")
+        ranks.focus()
+        for _ in range(2): page.keyboard.press("ArrowRight")
+        page.wait_for_selector(".jp-OutputArea svg[aria-label*='32 ranks']", timeout=20_000)
+        after = page.locator(".jp-OutputArea svg[aria-label*='gpt2-xl']").first
+        assert after.get_attribute("aria-label") == explore(ranks=32).label and after.screenshot() != shot
+        browser.close()

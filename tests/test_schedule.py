@@ -1,0 +1,88 @@
+"""Schedules: what holds for any number of buckets, and every error."""
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero_nb.buckets import pack
+from zero_nb.schedule import MODES, Event, Schedule, agree, make_schedule, peak, play
+from zero_nb.sharder import ParamSpec
+
+quick = settings(max_examples=100, deadline=None)
+any_schedule = st.builds(make_schedule, st.integers(0, 12), st.sampled_from(list(MODES)), lag=st.integers(0, 5), hidden=st.booleans())
+
+
+@quick
+@given(any_schedule)
+def test_schedules_are_read_back_from_their_text(schedule):
+    assert Schedule.parse(str(schedule)) == schedule and hash(Schedule.parse(str(schedule))) == hash(schedule)
+    agree(schedule, Schedule.parse(str(schedule)))
+
+
+@quick
+@given(st.integers(0, 12), st.sampled_from(list(MODES)), st.integers(0, 5), st.booleans())
+def test_every_bucket_lives_once_and_in_order(count, mode, lag, hidden):
+    events = make_schedule(count, mode, lag=lag, hidden=hidden).events
+    how = MODES[mode]
+    life = ["GRAD", how.reduce, "STEP", *["FREE"] * how.free, *["AG"] * how.gather, "FWD"]
+    for i in range(count): assert [e.op for e in events if e.bucket == i] == life
+    assert [e.bucket for e in events if e.op == how.reduce] == list(range(count))
+    assert sum(e.op == "SYNC" for e in events) == (not hidden)
+    if not how.early: assert all(e.phase == "step" for e in events if e.op == "STEP")
+
+
+@quick
+@given(st.integers(1, 12), st.sampled_from(list(MODES)), st.integers(0, 5), st.booleans(), st.lists(st.floats(0, 5), min_size=6, max_size=6))
+def test_play_waits_for_what_it_must(count, mode, lag, hidden, prices):
+    cost = dict(zip(("GRAD", "FWD", "STEP", "AR", "RS", "AG"), prices, strict=True))
+    bars = play(make_schedule(count, mode, lag=lag, hidden=hidden), lambda e: cost[e.op])
+    at = {(b.event.op, b.event.bucket): b for b in bars}
+    for lane in (True, False):
+        line = [b for b in bars if b.event.network is lane]
+        assert all(a.stop <= b.start for a, b in pairwise(line))
+    for i in range(count):
+        assert at["STEP", i].start >= at[MODES[mode].reduce, i].stop >= at["GRAD", i].stop
+        if MODES[mode].gather: assert at["FWD", i].start >= at["AG", i].stop and at["AG", i].start >= at["STEP", i].stop
+    total = sum(b.stop - b.start for b in bars)
+    assert max(sum(b.stop - b.start for b in bars if b.event.network is lane) for lane in (True, False)) <= max(b.stop for b in bars) + 1e-9 <= total + 2e-9
+
+
+@quick
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=10), st.integers(0, 4))
+def test_freeing_keeps_lag_plus_one_buckets(sizes, lag):
+    found = peak(make_schedule(len(sizes), "free", lag=lag), sizes)
+    windows = [sum(sizes[i:i + lag + 1]) for i in range(len(sizes))]
+    assert found == max(windows)
+    assert peak(make_schedule(len(sizes), "interleaved", lag=lag), sizes) == sum(sizes)
+
+
+def test_a_plan_gives_the_number_of_buckets():
+    plan = pack([ParamSpec(f"p{i}", (512, 512)) for i in range(5)], 2, capacity_mb=1, first_mb=1)
+    assert make_schedule(plan, "after") == make_schedule(len(plan.buckets), "after")
+
+
+def test_hidden_gathers_are_read_in_the_order_in_which_they_arrive():
+    events = make_schedule(4, "after", hidden=True).events
+    assert [e.bucket for e in events if e.op == "AG"] == [e.bucket for e in events if e.op == "FWD"] == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: make_schedule(2, "afte"), "unknown mode 'afte', did you mean 'after'"),
+    (lambda: make_schedule(2, "zzz"), "choose one of ddp, dropin, after, interleaved, free"),
+    (lambda: make_schedule(2, "free", lag=-1), "must be >= 0"),
+    (lambda: make_schedule(-1), "must be >= 0"),
+    (lambda: Schedule.parse("backward: 0:RS"), "0:RS comes after nothing"),
+    (lambda: Schedule.parse("backward: 0:GRAD 0:STEP"), "0:STEP comes after GRAD"),
+    (lambda: Schedule.parse("backward: 0:GRAD 0:RS 0:AG"), "0:AG comes after REDUCE"),
+    (lambda: Schedule.parse("backward: 0:GRAD 0:RS 0:FREE"), "0:FREE comes after REDUCE"),
+    (lambda: Schedule.parse("backward: 0:GRAD 0:RS 0:AR"), "0:AR comes after REDUCE"),
+    (lambda: Schedule.parse("backward: 0:GRAD 0:GRAD"), "each at most once"),
+    (lambda: Schedule((Event("step", "WAIT", 0),)), "unknown operation 'WAIT'"),
+    (lambda: agree(make_schedule(2, "ddp"), make_schedule(2, "after")), "collective 0 is 0:AR on group_rank 0 and 0:RS on group_rank 1"),
+    (lambda: agree(make_schedule(2), make_schedule(2), make_schedule(3)), "collective 2 is 0:AG on group_rank 0 and 2:RS on group_rank 2"),
+    (lambda: agree(make_schedule(1, "ddp"), make_schedule(0, "ddp")), "collective 0 is 0:AR on group_rank 0 and nothing on group_rank 1"),
+])
+def test_bad_input_has_one_clear_error(call, message):
+    with pytest.raises(ValueError) as caught: call()
+    assert message in str(caught.value)
