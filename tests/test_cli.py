@@ -109,11 +109,25 @@ def test_help(capsys, monkeypatch):
     assert "plan" not in refused(capsys, "--help")[2]
 
 
-def test_plan_uses_its_own_module(monkeypatch, tmp_path):
-    Path(tmp_path, "planner_for_a_test.py").write_text("def add_arguments(parser): parser.add_argument('--n', type=int)\ndef main(options): return options.n\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(cli.COMMANDS, "plan", ("planner_for_a_test", "say what is needed"))
-    assert cli.main(["plan", "--n", "7"]) == 7
+def test_plan_prints_a_table_and_draws_it(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", "gpt2-xl", "--world-size", "8", "--optimizer", "adamw", "--memory", "24GB"]) == 0
+    text = capsys.readouterr().out
+    assert "fits in 24GB" in text and "drawn in gpt2-xl-8.svg" in text
+    assert Path("gpt2-xl-8.svg").read_text(encoding="utf-8").startswith("<svg")
+    assert cli.main(["plan", "gpt2", "--svg", ""]) == 0 and list(tmp_path.iterdir()) == [tmp_path / "gpt2-xl-8.svg"]
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["plan", "gpt2-xxl"], "gpt2-xl"),
+    (["plan", "gpt2", "--world-size", "0"], "got 0"),
+    (["plan", "gpt2", "--memory", "much"], "much"),
+    (["plan"], "name one model"),
+    (["plan", "gpt2", "--svg", "/nowhere/x.svg"], "--svg must be a file that can be written"),
+])
+def test_a_mistake_in_a_plan_is_one_line(capsys, words, says):
+    status, err, _ = refused(capsys, *words)
+    assert status == 2 and says in err and err.count("\n") == 1 and err.startswith("zero-nb plan: error: ")
 
 
 def test_the_command_itself_needs_no_torch():
