@@ -19,7 +19,7 @@ notebooks: $(VENV)/.ready ## execute every notebook
 	$(BIN)/nbdev_test --n_workers 1 --timing
 
 pytest: $(VENV)/.ready ## the test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(VENV)/.ready ## ruff and mypy
 	$(BIN)/ruff check nbs zero_nb tests setup.py

@@ -155,12 +155,14 @@ def test_the_first_line_that_differs_is_named():
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_rank_that_does_not_come_is_named(gone):
     def waits():
-        g = Group(dist.new_group(timeout=timedelta(seconds=1)))
+        dist.barrier()
+        g = Group(dist.new_group(timeout=timedelta(seconds=3)))
+        dist.barrier()  # all are here, so that only the one that leaves can be late
         if g.group_rank == gone: return None
         return told(lambda: agree(g, "the work", []))
 
     for rank, error in enumerate(run(3, waits)):
-        assert error is None if rank == gone else error[0] == "RuntimeError" and f"rank {gone} did not arrive within 1 s" in error[1]
+        assert error is None if rank == gone else error[0] == "RuntimeError" and f"rank {gone} did not arrive within 3 s" in error[1]
 
 
 def test_a_group_of_one_needs_nothing():
