@@ -2,6 +2,7 @@
 import re
 from pathlib import Path
 
+import nbformat
 from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).parents[1]
@@ -9,7 +10,9 @@ ROOT = Path(__file__).parents[1]
 
 def readme() -> dict[str, str]:
     """Give the files to write, by path: the index notebook as markdown, and its pictures, since code hosts show no inline SVG."""
-    text, _ = MarkdownExporter().from_filename(str(ROOT / "nbs" / "index.ipynb"))
+    notebook = nbformat.read(ROOT / "nbs" / "index.ipynb", as_version=4)
+    notebook.metadata["language_info"] = {"name": "python"}  # a cleaned notebook does not say so
+    text, _ = MarkdownExporter().from_notebook_node(notebook)
     files = {}
 
     def picture(match: re.Match) -> str:
