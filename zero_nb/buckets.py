@@ -73,7 +73,7 @@ class Bucket:
         """Give what a rank owns."""
         return tuple(s.span for s in self.slots_of(group_rank))
 
-# %% ../nbs/02_buckets.ipynb #39ca941c
+# %% ../nbs/02_buckets.ipynb #c6bb1d23
 @dataclass(frozen=True, repr=False)
 class BucketPlan(Written):
     """All buckets, in the order in which their collectives start, checked when built to hold each trainable element once."""
@@ -111,10 +111,10 @@ class BucketPlan(Written):
     @classmethod
     def from_fields(cls, fields: dict[str, list[str]]) -> "BucketPlan":
         """Build the plan that `fields` described."""
-        params, ranks = tuple(map(param_from, fields.get("param", []))), int(fields["ranks"][0])
+        params, ranks = tuple(map(param_from, fields.get("param", []))), _ranks(fields)
         return cls(params, ranks, tuple(_from_text(params, ranks, line) for line in fields.get("bucket", [])))
 
-# %% ../nbs/02_buckets.ipynb #51ffd3c5
+# %% ../nbs/02_buckets.ipynb #5aa9a6e6
 def _held(params: Sequence[ParamSpec], world_size: int, buckets: Sequence[Bucket]) -> None:
     """Raise `ValueError` unless each trainable element has one place, in a bucket of its own kind."""
     pieces: list[list[tuple[int, int]]] = [[] for _ in params]
@@ -122,6 +122,7 @@ def _held(params: Sequence[ParamSpec], world_size: int, buckets: Sequence[Bucket
         if bucket.world_size != world_size: raise ValueError(f"bucket {i} is cut for {bucket.world_size} ranks, the plan for {world_size}; rebuild it")
         end = 0
         for s in bucket.slots:
+            if not 0 <= s.param < len(params): raise ValueError(f"bucket {i}: {s} needs a parameter from 0 to {len(params) - 1}")
             spec = params[s.param]
             if (spec.dtype, spec.device) != (bucket.dtype, bucket.device) or bucket.group not in (None, spec.group):
                 raise ValueError(f"parameter {spec.name!r} is {spec.dtype} on {spec.device} in group {spec.group}; bucket {i} takes {bucket.dtype} on "
@@ -139,13 +140,19 @@ def _held(params: Sequence[ParamSpec], world_size: int, buckets: Sequence[Bucket
             raise ValueError(f"parameter {spec.name!r} ({spec.numel} elements{'' if spec.trainable else ', frozen'}) is placed as {sorted(runs)[:4]}; "
                              "every element of every trainable parameter has exactly one place")
 
-# %% ../nbs/02_buckets.ipynb #2ae82ef1
+# %% ../nbs/02_buckets.ipynb #e3788f39
 def _text(params: Sequence[ParamSpec], bucket: Bucket) -> str:
     bounds = f"{bucket.bounds.step} each" if isinstance(bucket.bounds, range) else " ".join(map(str, bucket.bounds))
     slots = " ".join(f"{run_text(params, s.param, s.start, s.stop)}@{s.offset}" for s in bucket.slots)
     return f"{bucket.dtype} {bucket.device} group {'any' if bucket.group is None else bucket.group} | {slots} | {bounds}"
 
+def _ranks(fields: dict[str, list[str]]) -> int:
+    if len(found := fields.get("ranks", [])) != 1 or not found[0].isdigit():
+        raise ValueError(f"a bucket plan has lines that begin with param, ranks and bucket, one of them 'ranks 8', got {list(fields)[:3]}")
+    return int(found[0])
+
 def _from_text(params: Sequence[ParamSpec], world_size: int, line: str) -> Bucket:
+    if line.count(" | ") != 2: raise ValueError(f"a bucket is written as 'float32 cpu group any | 0@0 1@7 | 5 each', got {line!r}")
     kind, slots, bounds = line.split(" | ")
     dtype, device, _, group = kind.split(" ")
     placed = [(run_from(params, run), int(offset)) for run, offset in (slot.split("@") for slot in slots.split())]
@@ -298,7 +305,7 @@ def _owned_bucket(
             at += s.numel
     return Bucket(kind.dtype, kind.device, kind.group, tuple(slots), tuple(bounds))
 
-# %% ../nbs/02_buckets.ipynb #6c23c1cd
+# %% ../nbs/02_buckets.ipynb #dd06c8d0
 def _owners(
     params: Sequence[ParamSpec],
     world_size: int,
@@ -326,6 +333,7 @@ def _lay(
     params: Sequence[ParamSpec], world_size: int, runs: Iterable[Sequence[int]], kinds: Sequence[Kind], align: int, equal: bool, limit: float,
 ) -> BucketPlan:
     """Turn runs of parameters into buckets; an evenly cut parameter of more than `limit` bytes gets several."""
+    if type(align) is not int or align < 1: raise ValueError(f"align must be an integer >= 1 (elements), got {align!r}")
     owners = _owners(params, world_size, kinds)
     buckets: list[Bucket] = []
     for run in runs:
@@ -357,7 +365,7 @@ def pack(
     runs = _fill(params, _arrivals(params, order), kinds, min(first, limit), limit)
     return _lay(params, world(world_size), runs, kinds, align, equal, limit if cut else math.inf)
 
-# %% ../nbs/02_buckets.ipynb #bb466c07
+# %% ../nbs/02_buckets.ipynb #a18b9ebc
 def adopt(
     specs: Sequence[ParamSpec], # in registration order, the same on every rank
     world_size: int, # ranks in the group, >= 1
@@ -368,6 +376,8 @@ def adopt(
 ) -> BucketPlan:
     """Take the buckets that somebody else filled, and decide who owns which part."""
     params = unique(specs)
+    if wrong := [i for run in buckets for i in run if not 0 <= i < len(params) or not params[i].trainable]:
+        raise ValueError(f"buckets must hold indices of trainable parameters, below {len(params)}, got {wrong[:4]}")
     kinds = _kinds(params, policy, by_group=False)
     runs = [[i for i in run if params[i].numel] for run in buckets]
     for run in filter(None, runs):

@@ -73,15 +73,18 @@ def state_rule(
     if name == "muon": return lambda spec: OPTIMIZERS["muon" if hidden_matrix(spec) else "adamw"]
     return lambda spec: OPTIMIZERS[name]
 
-# %% ../nbs/04_estimate.ipynb #cbb8319d
+# %% ../nbs/04_estimate.ipynb #6e6aca1c
 def _rule_of_class(optimizer_class: type, options: dict[str, Any]) -> Callable[[ParamSpec], State]:
     """Step a matrix of 6 by 4, and see what is kept."""
     import torch
 
     p = torch.nn.Parameter(torch.ones(6, 4))
     p.grad = torch.ones_like(p)
-    optimizer = optimizer_class([p], **({"lr": 1e-3} | options))
-    optimizer.step()
+    try:
+        optimizer = optimizer_class([p], **({"lr": 1e-3} | options))
+        optimizer.step()
+    except Exception as e:
+        raise ValueError(f"{optimizer_class.__name__} cannot step a matrix by itself ({e}); pass a `State` with what it keeps") from e
     kept = [v.numel() for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
     factored, odd = sorted(n for n in kept if n not in (1, 24)) == [4, 6], [n for n in kept if n not in (1, 4, 6, 24)]
     if odd or (24 in kept and factored):
@@ -336,7 +339,7 @@ def _seconds(plan: BucketPlan, stage: str, how: Setup, stepped: float) -> tuple[
     count = len(schedule.collectives) + len(gathers) + len(first.buckets) * (how.replicas > 1)
     return max((bar.stop for bar in bars), default=0.0) + sum(gathers), count
 
-# %% ../nbs/04_estimate.ipynb #3c69d49e
+# %% ../nbs/04_estimate.ipynb #381d83da
 def estimate(
     model: Any, # a name in `MODELS`, "module:function", `ParamSpec`s, or a module
     optimizer: Any = "adamw", # a name in `OPTIMIZERS`, a class, or a `State`
@@ -351,8 +354,9 @@ def estimate(
     if stage not in STAGES: raise unknown("stage", stage, STAGES)
     how = Setup(optimizer, **(setup | {"replicas": 1} if stage == "ddp" else setup))  # plain DDP knows no groups
     name, specs = find_model(model, how.dtype)
-    ranks, rest = divmod(world(world_size), world(how.replicas))
-    if rest: raise ValueError(f"replicas must divide world_size, got {how.replicas} and {world_size}")
+    if type(how.replicas) is not int or how.replicas < 1 or world(world_size) % how.replicas:
+        raise ValueError(f"replicas must divide world_size, got {how.replicas} and {world_size}")
+    ranks = world_size // how.replicas
     plan = how.reducing(specs, ranks) if stage in ("ddp", "torch") else how.buckets(specs, ranks, stage)
     whole = greedy(specs, ranks) if stage == "torch" else None
     loads = whole.loads if whole else plan.loads

@@ -61,7 +61,7 @@ def _check(events: Sequence[Event]) -> None:
             raise ValueError(f"{e} comes after {after} of bucket {e.bucket}; a bucket lives through {', '.join(LIFE)}, each at most once and in this order")
         reached[e.bucket] = at
 
-# %% ../nbs/03_schedule.ipynb #0e2a9640
+# %% ../nbs/03_schedule.ipynb #40c02922
 @dataclass(frozen=True)
 class Schedule:
     """What one rank does in an iteration, in order; checked when built."""
@@ -78,7 +78,8 @@ class Schedule:
     def parse(cls, text: str) -> "Schedule": # what `str` wrote
         """Read a schedule."""
         events = []
-        for phase, _, words in (line.strip().partition(":") for line in text.strip().splitlines()):
+        for phase, colon, words in (line.strip().partition(":") for line in text.strip().splitlines()):
+            if not colon or phase.isdigit(): raise ValueError(f"a line of a schedule is written as 'backward: 0:GRAD 0:RS', got {phase + colon + words!r}")
             for word in words.split():
                 if not (found := re.fullmatch(r"(?:(\d+):)?([A-Z]+)", word)): raise ValueError(f"an event is written as 0:RS or SYNC, got {word!r}")
                 events.append(Event(phase, found[2], int(found[1] or -1)))
