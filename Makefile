@@ -16,7 +16,7 @@ train: $(VENV)/.ready ## train a small GPT on two local ranks beside plain DDP; 
 test: lint notebooks pytest ## everything CI checks
 
 notebooks: $(VENV)/.ready ## execute every notebook
-	$(BIN)/nbdev_test --n_workers 1 --timing
+	$(BIN)/nbdev_test --n_workers 2 --timing
 
 pytest: $(VENV)/.ready ## the test suite
 	$(BIN)/python -m pytest -n auto --dist loadfile
