@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -143,56 +143,41 @@ def test_a_rank_that_raises(tmp_path):
     assert process.stderr.count("Traceback") == 1 and "clip_grad_norm_" in process.stderr and len(lines) < 40
 
 
-def test_a_rank_that_is_killed(tmp_path):
-    process = subprocess.Popen(command("train", "--nproc=2", *TINY, "--steps=100000", "--eval-every=1", f"--out={tmp_path}"),
+@contextmanager
+def training(out):
+    """Start a training that would take hours; give its launcher and its ranks once it has taken a step."""
+    process = subprocess.Popen(command("train", "--nproc=2", *TINY, "--steps=100000", "--eval-every=1", f"--out={out}"),
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    stop = threading.Timer(100, process.kill)
+    stop, ranks = threading.Timer(100, process.kill), []
     stop.start()
     try:
         assert process.stdout.readline().startswith("step ")
         ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "zero_nb.train" in child.cmdline()]
         assert len(ranks) == 2
-        next(child for child in ranks if child.environ()["RANK"] == "1").kill()
-        _, err = process.communicate(timeout=60)
+        yield process, ranks
+        assert psutil.wait_procs(ranks, timeout=30)[1] == []
     finally:
         stop.cancel()
-        process.kill()
-    assert process.returncode == 1 and err == "zero-nb train: rank 1 was ended by SIGKILL; the machine may have run out of memory\n"
-    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+        for left in [process, *ranks]: left.kill() if psutil.pid_exists(left.pid) else None
+        process.communicate()
+
+
+def test_a_rank_that_is_killed(tmp_path):
+    with training(tmp_path) as (process, ranks):
+        next(rank for rank in ranks if rank.environ()["RANK"] == "1").kill()
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1 and err == "zero-nb train: rank 1 was ended by SIGKILL; the machine may have run out of memory\n"
 
 
 def test_an_interrupt_ends_all_ranks(tmp_path):
-    process = subprocess.Popen(command("train", "--nproc=2", *TINY, "--steps=100000", "--eval-every=1", f"--out={tmp_path}"),
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    stop = threading.Timer(100, process.kill)
-    stop.start()
-    try:
-        assert process.stdout.readline().startswith("step ")
-        ranks = psutil.Process(process.pid).children(recursive=True)
+    with training(tmp_path) as (process, _):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    finally:
-        stop.cancel()
-        process.kill()
-    assert process.returncode == 130 and err == "zero-nb train: stopped by SIGINT; --resume continues from the last checkpoint\n"
-    deadline = time.monotonic() + 10
-    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks): assert time.monotonic() < deadline
+        assert process.returncode == 130 and err == "zero-nb train: stopped by SIGINT; --resume continues from the last checkpoint\n"
 
 
 def test_a_killed_launcher_leaves_no_rank(tmp_path):
-    process = subprocess.Popen(command("train", "--nproc=2", *TINY, "--steps=100000", "--eval-every=1", f"--out={tmp_path}"),
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    stop = threading.Timer(100, process.kill)
-    stop.start()
-    try:
-        assert process.stdout.readline().startswith("step ")
-        ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "zero_nb.train" in child.cmdline()]
-        process.kill()
-        assert len(ranks) == 2 and psutil.wait_procs(ranks, timeout=30)[1] == []
-    finally:
-        stop.cancel()
-        for left in ranks: left.kill() if left.is_running() else None
-        process.stdout.close()
+    with training(tmp_path) as (process, _): process.kill()
 
 
 def test_out_that_is_a_file_and_a_shortened_option(capsys, monkeypatch, tmp_path):
