@@ -272,8 +272,11 @@ def test_interrupt_stops_all(tmp_path):
         while not started.exists(): time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt): run(3, f)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs this in the background has it ignored
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt): run(3, f)
+    finally: signal.signal(signal.SIGINT, before)
     thread.join()
 
 
