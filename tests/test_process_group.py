@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from zero_nb.launch import run
-from zero_nb.process_group import Group, agree, agreeing, gather_bytes
+from zero_nb.objects import gather_bytes
+from zero_nb.process_group import Group, agree, agreeing
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
@@ -27,8 +28,8 @@ def every_collective(ranks=None):
         for async_op in (False, True):
             reduced, sent, scattered, gathered = mine.clone(), mine.clone(), mine.clone(), mine.clone()
             source = g.size - 1
-            works = [g.all_reduce(reduced, async_op), g.broadcast(sent, source, async_op)]
-            works += [g.reduce_scatter(scattered, async_op), g.all_gather(gathered, async_op)]
+            works = [g.all_reduce(reduced, async_op=async_op), g.broadcast(sent, source, async_op=async_op)]
+            works += [g.reduce_scatter(scattered, async_op=async_op), g.all_gather(gathered, async_op=async_op)]
             for work in works: work.wait()
             parts = torch.cat([e.chunk(g.size)[r] for r, e in enumerate(everyone)])
             part = slice(5 * g.group_rank, 5 * g.group_rank + 5)
@@ -97,13 +98,13 @@ def told(f):
 def test_bad_tensors_are_refused_before_anything_is_sent():
     def refused():
         g = Group()
-        bad = [(g.all_reduce, torch.zeros(4, 4)[:, 1]), (g.all_gather, torch.zeros(5)), (g.reduce_scatter, torch.zeros(2, 2)),
+        bad = [(g.all_reduce, torch.zeros(4, 4).to_sparse()), (g.all_gather, torch.zeros(5)), (g.reduce_scatter, torch.zeros(2, 2)),
                (g.all_reduce, torch.zeros(3, device="meta")), (g.all_reduce, torch.ones(1))]  # the last one is good: the group is usable afterwards
         return [told(lambda call=call, tensor=tensor: call(tensor)) for call, tensor in bad]
 
     for messages in run(2, refused):
         assert [m and m[0] for m in messages] == ["ValueError"] * 4 + [None]
-        said = ["contiguous tensor", "2 equal parts", "2 equal parts", "no backend"]
+        said = ["dense tensors", "2 equal parts", "tensor of 2 parts", "no backend"]
         for (_, message), words in zip(messages[:4], said, strict=True): assert words in message
 
 

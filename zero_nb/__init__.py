@@ -12,7 +12,8 @@ _MODULES = {
     "buckets": ("BucketPlan", "pack"),
     "schedule": ("make_schedule",),
     "estimate": ("compare", "estimate"),
-    "process_group": ("Group", "agree", "agreeing"),
+    "process_group": ("Group", "agree", "agreeing", "coalescing_manager", "get_global_rank", "get_group_rank", "get_process_group_ranks", "two_level"),
+    "objects": ("broadcast_object_list", "gather_object", "scatter_object_list"),
     "launch": ("run",),
     "optimizer": ("ZeroRedundancyOptimizer",),
 }
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from .buckets import BucketPlan, pack
     from .estimate import compare, estimate
     from .launch import run
+    from .objects import broadcast_object_list, gather_object, scatter_object_list
     from .optimizer import ZeroRedundancyOptimizer
-    from .process_group import Group, agree, agreeing
+    from .process_group import Group, agree, agreeing, coalescing_manager, get_global_rank, get_group_rank, get_process_group_ranks, two_level
     from .schedule import make_schedule
     from .sharder import ParamSpec, ShardPlan, Span, balanced, even, greedy, mixed, moves
 
