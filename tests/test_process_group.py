@@ -1,6 +1,12 @@
 """Collectives against arithmetic on every size of group, and agreement against every way to disagree."""
 import os
+import random
+import subprocess
+import sys
+import threading
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +14,22 @@ import torch.distributed as dist
 
 from zero_nb.launch import run
 from zero_nb.objects import gather_bytes
-from zero_nb.process_group import Group, agree, agreeing
+from zero_nb.process_group import (
+    CHUNK,
+    Group,
+    _named,
+    abort,
+    agree,
+    agreeing,
+    clone,
+    coalescing_manager,
+    destroy,
+    get_global_rank,
+    get_group_rank,
+    get_process_group_ranks,
+    split,
+    two_level,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
@@ -188,3 +209,458 @@ def test_agreement_leaves_nothing_in_the_store():
         return store.num_keys() - before
 
     assert run(3, keys) == [0, 0, 0]
+
+
+MOVED = [torch.bool, torch.uint16, torch.float8_e4m3fn, torch.complex64, torch.int16, torch.bfloat16, torch.float64]
+
+
+def everything(size: int, dtype: torch.dtype, async_op: bool) -> list[str]:
+    """Compare every collective on parts of unequal size with what arithmetic says; return the kinds that were wrong."""
+    g, wrong = Group(), []
+    r, n = g.group_rank, g.size
+    sizes = [size * (1 + rank % 3) if rank != 1 else 0 for rank in range(n)]
+    everyone = [((torch.arange(sum(sizes)) + rank) % 5).to(dtype) for rank in range(n)]
+    bounds = [sum(sizes[:rank]) for rank in range(n + 1)]
+    part = slice(bounds[r], bounds[r + 1])
+    parts = torch.cat([everyone[rank][bounds[rank]:bounds[rank + 1]] for rank in range(n)])
+
+    def same(kind: str, got: torch.Tensor, want: torch.Tensor) -> None:
+        if not got.contiguous().view(torch.uint8).equal(want.contiguous().view(torch.uint8)): wrong.append(kind)
+
+    def on_mine(call, *args, **kwargs):
+        mine = everyone[r].clone()
+        call(mine, *args, async_op=async_op, **kwargs).wait()
+        return mine
+
+    same("broadcast", on_mine(g.broadcast, n - 1), everyone[-1])
+    same("all_gather", on_mine(g.all_gather, sizes), parts)
+    gathered = on_mine(g.gather, n - 1, sizes)
+    same("gather", gathered, parts if r == n - 1 else everyone[r])
+    same("scatter", on_mine(g.scatter, 0, sizes)[part], everyone[0][part])
+    if dtype not in (torch.uint16, torch.float8_e4m3fn, torch.bool):  # torch has no addition for these on a CPU
+        total = torch.stack(everyone).sum(0).to(dtype)
+        same("all_reduce", on_mine(g.all_reduce), total)
+        same("reduce_scatter", on_mine(g.reduce_scatter, sizes)[part], total[part])
+    output = torch.zeros(n * sizes[r], dtype=dtype)
+    g.all_to_all(output, everyone[r], [sizes[r]] * n, sizes, async_op=async_op).wait()
+    same("all_to_all", output, torch.cat([everyone[rank][part] for rank in range(n)]))
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+def test_unequal_parts_of_any_dtype(size, dtype):
+    for async_op in (False, True): assert run(size, everything, 7, dtype, async_op) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parts_of_many_chunks(size):
+    assert run(size, everything, 3 * CHUNK // 8 + 5, torch.float64, True) == [[]] * size
+
+
+def test_a_tensor_with_gaps_is_handled():
+    def gaps():
+        g = Group()
+        whole = torch.full((6, 4), float(g.group_rank + 1))
+        g.all_reduce(whole[:, 1])
+        g.broadcast(whole.t()[2:3], group_rank=1, async_op=True).wait()
+        flat = torch.full((8,), float(g.group_rank))[::2]
+        g.all_gather(flat)
+        return whole[0].tolist(), flat.tolist()
+
+    assert run(2, gaps) == [([1.0, 3.0, 2.0, 1.0], [0.0, 0.0, 1.0, 1.0]), ([2.0, 3.0, 2.0, 2.0], [0.0, 0.0, 1.0, 1.0])]
+
+
+def test_messages_of_a_pair_keep_their_order():
+    def order():
+        g, got = Group(), [torch.zeros(2) for _ in range(20)]
+        def send(i): return g.send(torch.full((2,), float(i)), 1, async_op=True)
+        works = [send(i) if g.group_rank == 0 else g.recv(t, 0, async_op=True) for i, t in enumerate(got)]
+        flat = torch.full((4,), float(g.group_rank))
+        g.all_gather(flat)  # a collective between the two is not confused with them
+        for work in reversed(works): work.wait()
+        return [t[0].item() for t in got], flat.tolist()
+
+    (_, first), (received, second) = run(2, order)
+    assert received == [float(i) for i in range(20)] and first == second == [0.0, 0.0, 1.0, 1.0]
+
+
+# ---- which rank ----
+
+def test_translation_is_torchs_and_checks_more():
+    def translate():
+        said, groups = [], [None, dist.new_group([2, 3]), dist.new_group([0, 3]), dist.new_group([1])]
+        for group in groups:
+            if group is dist.GroupMember.NON_GROUP_MEMBER:
+                said.append(told(lambda group=group: get_process_group_ranks(group)))
+                continue
+            for given in (group, Group(group)):
+                ranks = get_process_group_ranks(given)
+                assert ranks == dist.get_process_group_ranks(group) and type(ranks) is list
+                assert [get_group_rank(given, r) for r in ranks] == list(range(len(ranks)))
+                assert [get_global_rank(given, r) for r in range(len(ranks))] == ranks
+                assert told(lambda given=given, ranks=ranks: get_global_rank(given, len(ranks)))[0] == "ValueError"
+                assert told(lambda given=given: get_global_rank(given, -1))[0] == "ValueError"
+                assert told(lambda given=given: get_group_rank(given, 17))[0] == "ValueError"
+        return said
+
+    for rank, said in enumerate(run(4, translate)):
+        assert len(said) == 3 - [[2, 3], [0, 3], [1]].__str__().count(str(rank))
+        assert all(kind == "ValueError" and f"global rank {rank} is not a member" in message for kind, message in said)
+
+
+def test_translation_without_a_job():
+    assert (get_process_group_ranks(), get_global_rank(None, 0), get_group_rank(None, 0)) == ([0], 0, 0)
+    with pytest.raises(ValueError, match="not initialized"): get_process_group_ranks(object())
+
+
+def test_nested_groups():
+    def nested():
+        outer = split(Group(), [[3, 1, 2]])
+        if outer is None: return None
+        inner = split(outer, [[2], [1, 0]])
+        x = torch.tensor([float(inner.global_rank)])
+        inner.all_reduce(x)
+        return outer.ranks, inner.ranks, inner.group_rank, x.item()
+
+    first, *others = run(4, nested)
+    assert first is None
+    assert {outer for outer, *_ in others} <= {(3, 1, 2), (1, 2, 3)}  # torch before 2.9 sorts
+    assert others[0][1:] in [((1, 3), 0, 4.0), ((2, 1), 1, 3.0)] and all(o[3] == sum(o[1]) for o in others)
+
+
+def test_a_clone_is_apart():
+    def cloned():
+        g = Group()
+        twin = clone(g, timeout=timedelta(seconds=7))
+        a, b = torch.ones(4), torch.ones(4)
+        works = [g.reduce_scatter(a, async_op=True), twin.reduce_scatter(b, async_op=True)]
+        for work in works: work.wait()
+        destroy(twin)
+        g.all_reduce(a)
+        return twin.ranks == g.ranks, twin.process_group is not g.process_group, told(lambda: twin.all_reduce(b))[1]
+
+    assert run(2, cloned) == [(True, True, "this process group was destroyed; make a new one")] * 2
+
+
+def test_splits_that_cannot_be():
+    def bad():
+        g = Group()
+        return [told(call) for call in (lambda: split(g, [[0, 1], [1]]), lambda: split(g, [[0, 5]]), lambda: split(g, [[g.group_rank]]),
+                                        lambda: two_level(2), lambda: two_level(0), lambda: g.all_reduce(torch.ones(1)))]
+
+    for errors in run(3, bad):
+        assert [e and e[0] for e in errors] == ["ValueError"] * 5 + [None]
+        said = ["one part only", "[5] are not in", "disagree", "divide the 3", "divide the 3"]
+        for (_, message), words in zip(errors[:5], said, strict=True): assert words in message
+
+
+def test_split_of_a_process_alone(): assert split(Group(), [[0]]).size == 1 and clone(Group()).ranks == (0,) and two_level(1).inside.size == 1
+
+
+# ---- coalescing ----
+
+def coalesced(seed: int, async_ops: bool) -> list[bool]:
+    """Run a random block and the same calls one by one; compare."""
+    g, dice = Group(), random.Random(seed)
+    plan = []
+    for _ in range(dice.randint(1, 30)):
+        kind, dtype = dice.choice(["all_reduce", "broadcast", "reduce_scatter", "all_gather"]), dice.choice([torch.float32, torch.bfloat16, torch.int64])
+        sizes = [dice.choice([0, 1, 5, 300]) for _ in range(g.size)] if dice.random() < 0.9 else [CHUNK // 4] * g.size
+        plan.append((kind, dtype, sizes, dice.randrange(g.size)))
+    inputs = [((torch.arange(sum(sizes)) + g.group_rank) % 7).to(dtype) for _, dtype, sizes, _ in plan]
+
+    def all_calls(tensors):
+        for (kind, _, sizes, root), t in zip(plan, tensors, strict=True):
+            if kind == "all_reduce": g.all_reduce(t)
+            elif kind == "broadcast": g.broadcast(t, root)
+            else: getattr(g, kind)(t, sizes)
+
+    one_by_one, together = [t.clone() for t in inputs], [t.clone() for t in inputs]
+    all_calls(one_by_one)
+    with coalescing_manager(g, async_ops=async_ops) as block:
+        all_calls(together)
+        assert all(t.equal(i) for t, i in zip(together, inputs, strict=True)), "something was sent inside the block"
+    if async_ops: block.wait()
+    same = []
+    for (kind, _, sizes, _), a, b in zip(plan, one_by_one, together, strict=True):
+        mine = a.split(sizes)[g.group_rank].equal(b.split(sizes)[g.group_rank])
+        same.append(mine if kind == "reduce_scatter" else a.equal(b))
+    return same
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_block_is_its_calls(seed):
+    for same in run(1 + seed % 4, coalesced, seed, seed % 2 == 0): assert all(same)
+
+
+def test_sends_in_a_block():
+    def ping():
+        g, got = Group(), [torch.zeros(3) for _ in range(4)]
+        peer = 1 - g.group_rank
+        with coalescing_manager(g):
+            for i, t in enumerate(got):
+                g.send(torch.full((3,), float(10 * g.group_rank + i)), peer)
+                g.recv(t, peer)
+        return [t[0].item() for t in got]
+
+    assert run(2, ping) == [[10.0, 11.0, 12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]
+
+
+def test_an_exception_in_a_block_sends_nothing():
+    def fails():
+        g, x = Group(), torch.ones(4)
+        def block():
+            with coalescing_manager(g):
+                g.all_reduce(x)
+                raise KeyError("lost")
+        said = told(block)
+        before = x.tolist()
+        g.all_reduce(x)
+        return said, before, x.tolist()
+
+    assert run(2, fails) == [(("KeyError", "'lost'"), [1.0] * 4, [2.0] * 4)] * 2
+
+
+def test_blocks_that_cannot_be():
+    def bad():
+        g, x = Group(), torch.ones(8)
+        other = clone(g)
+
+        def unsupported():
+            with coalescing_manager(g): g.gather(x, 0)
+
+        def overlapping():
+            with coalescing_manager(g): [g.all_reduce(t) for t in (x[:5], x[4:])]
+
+        def nested():
+            with coalescing_manager(g), coalescing_manager(other): pass
+
+        def early():
+            with coalescing_manager(g, async_ops=True): g.all_reduce(x).wait()
+
+        def gaps():
+            with coalescing_manager(g): g.all_reduce(x[::2])
+
+        errors = [told(f) for f in (unsupported, overlapping, nested, early, gaps)]
+        with coalescing_manager(g):
+            g.all_reduce(x)
+            other.all_gather(y := torch.full((2,), float(g.group_rank)))  # another group's collectives are not this block's
+            during = y.tolist()
+        return errors, during, x[0].item()
+
+    for errors, during, total in run(2, bad):
+        assert [kind for kind, _ in errors] == ["ValueError"] * 3 + ["RuntimeError", "ValueError"] and during == [0.0, 1.0] and total == 2.0
+        said = ["gather cannot be coalesced", "same memory appears twice", "already inside", "has not ended", "contiguous"]
+        for (_, message), words in zip(errors, said, strict=True): assert words in message
+
+
+@pytest.mark.parametrize("coalesce", [False, True])
+def test_a_collective_nobody_waited_for(coalesce):
+    def forgets():
+        g, x = Group(), torch.ones(4)
+        def forget():
+            if not coalesce: return g.reduce_scatter(x, async_op=True) and None
+            with coalescing_manager(g, async_ops=True): g.all_reduce(x)
+        forget()
+        return told(lambda: g.all_reduce(torch.ones(1)))
+
+    for kind, message in run(2, forgets):
+        assert kind == "RuntimeError" and "never waited for" in message
+        assert ("1 x all_reduce" if coalesce else "reduce_scatter of 4 float32") in message and ("test_process_group.py:" in message) == coalesce
+
+
+def test_a_block_belongs_to_its_thread():
+    def threads():
+        g, twin, log = Group(), None, []
+        twin = clone(g)
+        def elsewhere():
+            y = torch.ones(2)
+            twin.all_reduce(y)
+            log.append(y.tolist())
+        with coalescing_manager(twin):
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        return log
+
+    assert run(2, threads) == [[[2.0, 2.0]]] * 2
+
+
+# ---- compilers ----
+
+def test_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def fake():
+        g = Group()
+        with FakeTensorMode():
+            x = torch.ones(6)
+            for call in (g.all_reduce, g.reduce_scatter, g.all_gather): call(x)
+            return tuple(x.shape), told(lambda: g.gather(x, 0))[0]
+
+    assert run(2, fake) == [((6,), "NotImplementedError")] * 2
+
+
+# ---- checking ----
+
+def test_detail_checks_every_collective():
+    def differ():
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        g, errors = Group(), []
+        first = g.group_rank == 0
+        kind = torch.float64 if first else torch.float32
+        calls = [lambda: g.all_reduce(torch.zeros(4 + first)), lambda: g.all_reduce(torch.zeros(4, dtype=kind)),
+                 lambda: g.broadcast(torch.zeros(4), int(first)), lambda: g.all_gather(torch.zeros(4), [3, 1] if first else [1, 3]),
+                 lambda: (g.all_gather if first else g.reduce_scatter)(torch.zeros(4)),
+                 lambda: agree(g, "the model", []) if first else g.all_reduce(torch.zeros(1))]
+        errors += [told(call) for call in calls]
+        x = torch.full((4,), 1.0 + first)
+        g.all_reduce(x)
+        with coalescing_manager(g): g.all_gather(x)
+        sizes = [1, 2] if first else [2, 1]
+        g.all_to_all(torch.zeros(3), torch.arange(3.0), sizes, sizes)  # sizes differ between ranks, and may
+        return errors, x.tolist()
+
+    a, b = run(2, differ)
+    assert a[1] == b[1] == [3.0] * 4
+    for (kind, message), (other, same) in zip(a[0], b[0], strict=True):
+        assert kind == other == "ValueError" and message == same and "ranks disagree" in message
+    assert all("test_process_group.py:" in message for _, message in a[0][:5])
+
+
+def test_ranks_that_agree_on_different_things_are_told_so():
+    def differ():
+        g = Group()
+        return told(lambda: agree(g, "loading" if g.group_rank else "saving", []))
+
+    for kind, message in run(2, differ): assert kind == "ValueError" and "'saving'" in message and "'loading'" in message
+
+
+# ---- other backends ----
+
+class Few(dist.ProcessGroup if dist.is_available() else object):
+    """A backend with nothing but broadcast and all-reduce, made of gloo's."""
+
+    def __init__(self, inner):
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+
+    def getBackendName(self): return "few"
+    def allreduce(self, *args): return self.inner.allreduce(*args)
+    def broadcast(self, *args): return self.inner.broadcast(*args)
+
+
+def test_a_backend_with_broadcast_and_all_reduce_only():
+    def few():
+        inner = dist.new_group()
+        dist.Backend.register_backend("few", lambda *args: Few(inner), devices=["cpu"])
+        g = Group(dist.new_group(backend="few"))
+        flat, whole = torch.full((6,), float(g.group_rank)), torch.arange(7.0)
+        g.all_gather(flat)
+        g.reduce_scatter(whole, [1, 2, 4])
+        return g.backends["cpu"], flat.tolist(), whole.split([1, 2, 4])[g.group_rank].tolist()
+
+    got = run(3, few)
+    assert {backend for backend, *_ in got} == {"few"} and all(flat == [0, 0, 1, 1, 2, 2] for _, flat, _ in got)
+    assert [part for *_, part in got] == [[0.0], [3.0, 6.0], [9.0, 12.0, 15.0, 18.0]]
+
+
+def test_both_spellings_of_torch_are_found():
+    class Old:
+        def reduce_scatter_tensor(): return "old"
+    class New(Old):
+        def reduce_scatter_single(): return "new"
+
+    assert [_named(m, "reduce_scatter_single", "reduce_scatter_tensor")() for m in (Old, New)] == ["old", "new"]
+
+
+# ---- ending ----
+
+COLLECTIVES = ["all_reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all", "exchange", "coalescing"]
+
+
+def start(g: Group, kind: str, x: torch.Tensor) -> None:
+    """Run one collective of a kind."""
+    n = g.size
+    if kind in ("broadcast", "gather", "scatter"): getattr(g, kind)(x, 0)
+    elif kind == "all_to_all": g.all_to_all(x.clone(), x)
+    elif kind == "exchange": g.exchange([(x, (g.group_rank + 1) % n)], [(x.clone(), (g.group_rank - 1) % n)])
+    elif kind == "coalescing":
+        with coalescing_manager(g): [g.all_reduce(t) for t in x.chunk(4)]
+    else: getattr(g, kind)(x)
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_a_peer_killed_during_a_collective(kind, tmp_path):
+    """Every other rank says what was running, in time, and can exit normally: six times for each of nine kinds."""
+    code = f"""
+import os, signal, sys, threading
+from datetime import timedelta
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch, torch.distributed as dist
+from test_process_group import start
+from zero_nb.process_group import Group, destroy
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3, timeout=timedelta(seconds=4))
+g, x = Group(), torch.zeros(3 << 18)
+start(g, {kind!r}, x)
+if rank == 2: threading.Timer(0.05 * (1 + int(sys.argv[3])), os.kill, [os.getpid(), signal.SIGKILL]).start()
+try:
+    while True: start(g, {kind!r}, x)
+except RuntimeError as error: print(error)
+destroy(g)
+destroy(g)
+"""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for attempt in range(6):
+        command = [sys.executable, "-c", code]
+        ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / f"store{attempt}"), str(attempt)], stdout=subprocess.PIPE, text=True, env=environ)
+                 for rank in range(3)]
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0, -9]
+        name = {"exchange": "sending to group ranks", "coalescing": "the coalescing block at test_process_group.py"}.get(kind, kind)
+        for words in said[:2]: assert name in words and "failed:" in words, words
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_abort_frees_a_stuck_rank(kind):
+    def stuck():
+        g, x = clone(Group(), timeout=timedelta(seconds=60)), torch.zeros(3 << 18)
+        dist.barrier()
+        if g.group_rank == 0:
+            dist.barrier()  # stays away from the collective until the others are free
+            return None, None
+        timer = threading.Timer(0.3, abort, [g])
+        timer.start()
+        begin = time.monotonic()
+        said = told(lambda: start(g, kind, x))
+        dist.barrier()
+        return said, time.monotonic() - begin < 30
+
+    first, *others = run(3, stuck)
+    assert first == (None, None)
+    for said, early in others:
+        if kind in ("gather", "scatter", "broadcast", "exchange") and said is None: continue  # nothing of it was stuck on this rank
+        assert early and said[0] == "RuntimeError" and "failed" in said[1]
+    assert any(said for said, _ in others)
+
+
+def test_ended_groups_say_so():
+    def ended():
+        g, x = Group(), torch.ones(2)
+        one, two = clone(g), clone(g)
+        abort(one)
+        abort(one)
+        destroy(two)
+        destroy(two)
+        dist.barrier()
+        dist.destroy_process_group()
+        destroy(g)
+        abort(Group())  # alone again, where both do nothing
+        destroy(Group())
+        return told(lambda: one.all_reduce(x)), told(lambda: two.all_reduce(x))
+
+    for aborted, destroyed in run(2, ended):
+        assert aborted == ("RuntimeError", "this process group was aborted; make a new one")
+        assert destroyed == ("RuntimeError", "this process group was destroyed; make a new one")

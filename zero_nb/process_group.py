@@ -249,7 +249,7 @@ def log_once(
     if group.group_rank == 0 and dist.is_available() and dist.get_debug_level() != dist.DebugLevel.OFF:
         logging.getLogger("zero_nb").info(text())
 
-# %% ../nbs/10_process_group.ipynb #4aeededf
+# %% ../nbs/10_process_group.ipynb #99933aab
 class Work:
     """A collective that has started; its result may be read after `wait`."""
 
@@ -262,23 +262,26 @@ class Work:
         self._steps, self._what, self._dropped = steps, what, dropped
         self._error: RuntimeError | None = None
         self.done = False
-        self._go(lambda: next(steps, None))
+        self._advance(to_end=False)
 
-    def _go(self, act: Callable[[], object]) -> None:
-        try: act()
+    def _advance(self, to_end: bool) -> None:
+        """Run the steps to the next `yield`, or to their end."""
+        try:
+            for _ in self._steps:
+                if not to_end: return
         except BaseException as error:
             self.done = True
             if not isinstance(error, RuntimeError): raise
             self._error = RuntimeError(f"{self._what} failed: {error}; a peer may be gone, so look at the output of the other ranks first")
             raise self._error from error
+        self.done = True
 
     def wait(self) -> None:
         """Return when the result is there.
 
         Raises `RuntimeError` if a peer is gone or does not come within the group's timeout."""
         if self._error is not None: raise self._error
-        self._go(lambda: deque(self._steps, maxlen=0))
-        self.done = True
+        self._advance(to_end=True)
 
     def __del__(self) -> None:
         if not getattr(self, "done", True): self._dropped(str(self._what))
@@ -485,7 +488,7 @@ class Collectives(Ranks):
         """Send this rank's part of a 1-D tensor to all ranks, so that each holds all parts. `sizes` as for `reduce_scatter`."""
         return _start(self, Call("all_gather", flat, _parts(self, flat, sizes)), async_op)
 
-# %% ../nbs/10_process_group.ipynb #26ab1f42
+# %% ../nbs/10_process_group.ipynb #ec5add07
 def _parts(
     group: Ranks,
     flat: Tensor, # cut into one part for each rank
@@ -500,22 +503,23 @@ def _parts(
         raise ValueError(f"sizes must be {n} numbers that add up to the tensor's {flat.numel()} elements, got {list(sizes)}")
     return tuple(sizes)
 
+def _check_state(group: Group) -> None:
+    """Refuse to start a collective in a group that cannot carry it."""
+    state = _state(group.process_group)
+    if state.ended: raise RuntimeError(f"this process group was {state.ended}; make a new one")
+    if state.dropped:
+        what = state.dropped[0]
+        state.dropped.clear()
+        raise RuntimeError(f"{what} was started with async_op=True and never waited for, so its result was never there; keep its Work and call wait()")
+
 def _check(group: Group, tensor: Tensor, peers: Sequence[int]) -> None:
+    _check_state(group)
     for peer in peers:
         if peer in range(group.size): continue
         raise ValueError(f"group_rank must be 0 to {group.size - 1} in {group}, got {peer}; get_group_rank() translates a global rank")
     if tensor.layout != torch.strided: raise ValueError(f"a collective moves dense tensors, got {tensor.layout}; send its indices and values apart")
     if group.size > 1 and group.backend(tensor.device) == "none":
         raise ValueError(f"no backend of {group} serves {tensor.device}; initialize the process group with one, e.g. backend='cpu:gloo,cuda:nccl'")
-
-def _check_state(group: Group) -> _State:
-    """Refuse to start a collective in a group that cannot carry it."""
-    state = _state(group.process_group)
-    if state.ended: raise RuntimeError(f"this process group was {state.ended}; make a new one")
-    if state.dropped:
-        what, state.dropped = state.dropped[0], []
-        raise RuntimeError(f"{what} was started with async_op=True and never waited for, so its result was never there; keep its Work and call wait()")
-    return state
 
 # %% ../nbs/10_process_group.ipynb #5fbc8a1e
 def _traced(group: Ranks, call: Call) -> None:
@@ -531,7 +535,7 @@ def _traced(group: Ranks, call: Call) -> None:
     else: raise NotImplementedError(f"{call} cannot be traced; only all_reduce, broadcast, and reduce_scatter and all_gather of equal parts can")
     (mine if call.kind == "reduce_scatter" else call.tensor).copy_(result)
 
-# %% ../nbs/10_process_group.ipynb #95bdc396
+# %% ../nbs/10_process_group.ipynb #689e8a37
 def _block(group: Ranks) -> Any:
     """Give the coalescing block this thread is in, if it is one of this group."""
     block = _COLLECTING.get()
@@ -554,16 +558,16 @@ def _start(group: Any, call: Call, async_op: bool) -> Work:
     block = _block(group)
     if block is not None: return block.add(call)
     _checked(group, call)
-    return _launch(group, call, async_op, lambda: _contiguous(group, call) if call.tensor.numel() else iter(()))
+    still = call.source is None and (group.size == 1 or not call.tensor.numel()) # nothing to move, on any rank
+    return _launch(group, call, async_op, iter(()) if still else _contiguous(group, call))
 
-def _launch(group: Group, what: object, async_op: bool, steps: Callable[[], Iterator[None]]) -> Work:
+def _launch(group: Group, what: object, async_op: bool, steps: Iterator[None]) -> Work:
     """Start a collective, and finish it unless it is asynchronous."""
-    state = _check_state(group)
-    work = Work(steps() if group.size > 1 else iter(()), what, state.dropped.append)
+    work = Work(steps, what, _state(group.process_group).dropped.append)
     if not async_op: work.wait()
     return work
 
-# %% ../nbs/10_process_group.ipynb #b6b4ecd0
+# %% ../nbs/10_process_group.ipynb #06764dba
 def _start_exchange(group: Any, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], async_op: bool) -> Work:
     for tensor, peer in (*sends, *receives):
         _check(group, tensor, [peer])
@@ -572,7 +576,7 @@ def _start_exchange(group: Any, sends: list[tuple[Tensor, int]], receives: list[
     what = f"sending to group ranks {[p for _, p in sends]} and receiving from {[p for _, p in receives]}"
     block = _block(group)
     if block is not None: return block.add_exchange(sends, receives)
-    return _launch(group, what, async_op, lambda: _exchange(group, sends, receives))
+    return _launch(group, what, async_op, _exchange(group, sends, receives))
 
 # %% ../nbs/10_process_group.ipynb #d1a43847
 class Group(Collectives):
@@ -683,7 +687,7 @@ def _merge(group: Any, pack: list[Call]) -> Iterator[None]:
         torch._foreach_copy_([piece for piece, _ in back], [done for _, done in back])
     return steps()
 
-# %% ../nbs/10_process_group.ipynb #d1d3dd22
+# %% ../nbs/10_process_group.ipynb #4414e3f6
 def _natively(group: Any, calls: Sequence[Call]) -> Iterator[None]:
     """Let NCCL group the calls of one kind."""
     pg, device = group.process_group, calls[0].tensor.device
@@ -693,12 +697,12 @@ def _natively(group: Any, calls: Sequence[Call]) -> Iterator[None]:
     yield
     if work is not None: work.wait()
 
-def _coalesced(group: Any, block: Coalesced) -> Iterator[None]:
+def _coalesced(group: Any, calls: list[Call], sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Iterator[None]:
     """Run by run; the first starts at once, each other when the one before it has ended."""
-    for calls in _runs(block.calls):
-        native = len({c.tensor.device for c in calls}) == 1 and group.backend(calls[0].tensor.device) == "nccl"
-        yield from _natively(group, calls) if native else _together([_merge(group, pack) for pack in _packs(calls)])
-    yield from _exchange(group, block.sends, block.receives)
+    for alike in _runs(calls):
+        native = len({c.tensor.device for c in alike}) == 1 and group.backend(alike[0].tensor.device) == "nccl"
+        yield from _natively(group, alike) if native else _together([_merge(group, pack) for pack in _packs(alike)])
+    yield from _exchange(group, sends, receives)
 
 @contextmanager
 def coalescing_manager(
@@ -717,7 +721,9 @@ def coalescing_manager(
     finally: _COLLECTING.reset(token)
     for calls in _runs(block.calls): _check_apart(calls)
     _checked(group, f"a coalescing block of {'; '.join(map(str, block.calls))}")
-    block.work = _launch(group, block, async_ops, lambda: _coalesced(group, block))
+    _check_state(group)
+    steps = _coalesced(group, block.calls, block.sends, block.receives) if group.size > 1 else iter(())
+    block.work = _launch(group, str(block), async_ops, steps) # the work must not keep the block alive
 
 # %% ../nbs/10_process_group.ipynb #677d3f8c
 def _new_group(group: Ranks, members: Sequence[int], timeout: timedelta | None) -> Any:
