@@ -4,7 +4,9 @@ Public names load their module when first used, so that plans can be made where 
 """
 __version__ = "0.1.0"
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 _MODULES = {
@@ -12,6 +14,7 @@ _MODULES = {
     "buckets": ("BucketPlan", "pack"),
     "schedule": ("make_schedule",),
     "estimate": ("compare", "estimate"),
+    "record": ("record", "simulate"),
     "process_group": ("Group", "agree", "agreeing", "coalescing_manager", "get_global_rank", "get_group_rank", "get_process_group_ranks", "two_level"),
     "objects": ("broadcast_object_list", "gather_object", "scatter_object_list"),
     "launch": ("run",),
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from .objects import broadcast_object_list, gather_object, scatter_object_list
     from .optimizer import ZeroRedundancyOptimizer
     from .process_group import Group, agree, agreeing, coalescing_manager, get_global_rank, get_group_rank, get_process_group_ranks, two_level
+    from .record import record, simulate
     from .schedule import make_schedule
     from .sharder import ParamSpec, ShardPlan, Span, balanced, even, greedy, mixed, moves
 
@@ -34,6 +38,16 @@ def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names: return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    """Keeps `zero_nb.record` the function: importing the module of that name would bind it to the module."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in __all__ and isinstance(value, ModuleType)): super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]: return [*globals(), *__all__]
