@@ -54,7 +54,7 @@ def _wire(kind: str, nbytes: int, size: int) -> int | Fraction:
 
 def _whole(number: Fraction | int) -> int | Fraction: return int(number) if number == int(number) else Fraction(number)
 
-# %% ../nbs/09_record.ipynb #1c2a0a91
+# %% ../nbs/09_record.ipynb #15623f71
 class Events:
     """Events in the order they started."""
 
@@ -71,6 +71,7 @@ class Events:
         self._settle()
         return tuple(self._events.copy().values())
 
+    def __reduce__(self) -> Any: return type(self), (self.events,) # what a rank sends to its caller
     def __len__(self) -> int: return len(self._events)
     def __iter__(self) -> Iterator[Event]: return iter(self.events)
     def __getitem__(self, index: Any) -> Any: return type(self)(self.events[index]) if isinstance(index, slice) else self.events[index]
@@ -153,7 +154,7 @@ def _timeline(log: Log, width: int) -> Any:
         body.append(_text(10 + k * (width - 20) / 4, y, f"{k * (last - first) * 250:.3g} ms", anchor, font_size=9))
     return Svg(width, y + 4, "".join(body), f"a timeline of {len(events)} collectives")
 
-# %% ../nbs/09_record.ipynb #2326fb24
+# %% ../nbs/09_record.ipynb #ad531e1f
 class Tape:
     """Opens and closes events, from any thread."""
 
@@ -176,11 +177,12 @@ class Tape:
 
     def close(self, number: int, error: str = "", forget: bool = False) -> None:
         """End an event, unless it has ended before; or forget it, because it never began."""
+        end = time.perf_counter()
         with self.lock:
             logs, _ = self.flying.pop(number, ((), None))
             for log in logs:
                 event = log._events.pop(number, None) if forget else log._events.get(number)
-                if event and not forget: log._events[number] = replace(event, end=time.perf_counter(), error=error)
+                if event and not forget: log._events[number] = replace(event, end=end, error=error)
 
     def settle(self) -> None:
         """End what is over and has not said so yet."""
@@ -192,10 +194,12 @@ def _failure(future: Any) -> str:
     except Exception as error: return type(error).__name__
     return ""
 
-# %% ../nbs/09_record.ipynb #7ac5c460
+# %% ../nbs/09_record.ipynb #bebde350
+_PASSED = ("torch", "zero_nb", "contextlib", "functools", "typing_extensions")  # modules whose lines are nobody's call site
+
 def _site() -> str:
     frame: Any = sys._getframe(3)  # the caller of whoever opened the event
-    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "zero_nb", "contextlib"): frame = frame.f_back
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED: frame = frame.f_back
     if frame is None: return "backward"
     name = Path(frame.f_code.co_filename)
     return f"{'cell' if name.suffix != '.py' or 'ipykernel' in name.parent.name else name.name}:{frame.f_lineno}"
