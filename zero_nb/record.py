@@ -25,7 +25,7 @@ from torch import Tensor
 # %% auto #0
 __all__ = ['Event', 'Events', 'Log', 'Tape', 'RecordedWork', 'RecordingGroup', 'record', 'simulate']
 
-# %% ../nbs/09_record.ipynb #acb1e444
+# %% ../nbs/09_record.ipynb #9bcd010e
 @dataclass(frozen=True)
 class Event:
     """One collective, as this rank saw it."""
@@ -44,13 +44,14 @@ class Event:
 
     def __str__(self) -> str:
         what = f"{self.tensors} x {self.dtype}" if self.tensors > 1 else self.dtype
-        wire = f"{float(self.wire):,.2f}".removesuffix(".00")
-        return f"{self.kind:<14} {self.bytes:>10,} B  wire {wire:>10}  {what}  {self.error}".rstrip()
+        return f"{self.kind:<14} {self.bytes:>10,} B  wire {_figure(self.wire):>10}  {what}  {self.error}".rstrip()
 
 _SHARES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1, "reduce": 1, "all_to_all": 1}  # of (N-1)/N n bytes
 
 def _wire(kind: str, nbytes: int, size: int) -> int | Fraction:
     return nbytes if kind == "send" else _whole(Fraction(_SHARES.get(kind, 0) * (size - 1) * nbytes, size))
+
+def _figure(number: int | Fraction) -> str: return f"{float(number):,.2f}".removesuffix(".00")
 
 def _whole(number: Fraction | int) -> int | Fraction: return int(number) if number == int(number) else Fraction(number)
 
@@ -80,7 +81,7 @@ class Events:
         """Forget all events, those in flight included."""
         self._events.clear()
 
-# %% ../nbs/09_record.ipynb #31a43ec4
+# %% ../nbs/09_record.ipynb #8817afeb
 class Log(Events):
     """Events, and what one asks about them."""
 
@@ -114,22 +115,20 @@ class Log(Events):
         return "\n".join("  " * depth[e.number] + str(e) + f"  {e.site}" * sites for e in events)
 
     def __str__(self) -> str: return self.text()
-    def __repr__(self) -> str: return f"{len(self)} events, {self.wire} bytes on the wire\n{self}".rstrip()
+    def __repr__(self) -> str: return f"{len(self)} event{'s' * (len(self) != 1)}, {_figure(self.wire)} bytes on the wire\n{self}".rstrip()
     def _repr_html_(self) -> str: return _table(self)
 
     def timeline(self, width: int = 760) -> Any: # a picture
         """Draw the events over time; what is in flight has no right end."""
         return _timeline(self, width)
 
-# %% ../nbs/09_record.ipynb #04c57740
+# %% ../nbs/09_record.ipynb #9324dc41
 def _table(log: Log) -> str:
-    events = log.events
-    head = "".join(f"<th>{name}</th>" for name in ("", "kind", "bytes", "wire", "tensors", "dtype", "site", "start, ms", "took, ms"))
+    head = "".join(f"<th>{name}</th>" for name in ("", "kind", "bytes", "wire", "tensors", "dtype", "site", "error"))
     rows = []
-    for e in events:
-        took = f"{1000 * (e.end - e.start):.2f}" if e.end is not None else "in flight"
-        kind = ("&nbsp;" * 4 if e.parent is not None else "") + escape(f"{e.kind} {e.error}")
-        cells = (e.number, kind, f"{e.bytes:,}", escape(str(e.wire)), e.tensors, e.dtype, escape(e.site), f"{1000 * (e.start - events[0].start):.2f}", took)
+    for e in log.events:
+        kind = "&nbsp;" * 4 * (e.parent is not None) + escape(e.kind)
+        cells = (e.number, kind, f"{e.bytes:,}", _figure(e.wire), e.tensors, e.dtype, escape(e.site), e.error)
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
@@ -334,7 +333,23 @@ def _watch(tape: Tape, work: Any, numbers: Sequence[int]) -> Any:
 for _name, _kind in _METHODS.items():
     if hasattr(_GROUP, _name): setattr(_PassingGroup, _name, _recorded(_name, _kind))
 
-# %% ../nbs/09_record.ipynb #3ded3c51
+# %% ../nbs/09_record.ipynb #b1f60294
+def _follow(pg: RecordingGroup, kind: str, tensor: Tensor, steps: Iterator[None]) -> Iterator[None]:
+    nbytes, inside = _nbytes(tensor), pg.tape.inside
+    number, error = pg.tape.open(kind, nbytes, _wire(kind, nbytes, pg.size()), [tensor]), ""
+    try:
+        while True:
+            outer, inside.parent = getattr(inside, "parent", None), number
+            try: next(steps)
+            except StopIteration: return
+            finally: inside.parent = outer
+            yield
+    except Exception as e:
+        error = type(e).__name__
+        raise
+    finally: pg.tape.close(number, error)
+
+# %% ../nbs/09_record.ipynb #e3f196aa
 class RecordingGroup(_PassingGroup):
     """A process group that remembers; made by `record` and `simulate`."""
 
@@ -358,19 +373,7 @@ class RecordingGroup(_PassingGroup):
         steps: Iterator[None], # starts and finishes collectives of this group
     ) -> Iterator[None]: # the same steps
         """Record what a generator starts as steps of one collective."""
-        nbytes, inside = _nbytes(tensor), self.tape.inside
-        number, error = self.tape.open(kind, nbytes, _wire(kind, nbytes, self.size()), [tensor]), ""
-        try:
-            while True:
-                outer, inside.parent = getattr(inside, "parent", None), number
-                try: next(steps)
-                except StopIteration: return
-                finally: inside.parent = outer
-                yield
-        except Exception as e:
-            error = type(e).__name__
-            raise
-        finally: self.tape.close(number, error)
+        return _follow(self, kind, tensor, steps)
 
     def close(self) -> None:
         """Take the group back from torch; its log stays readable and the wrapped group usable. Closing twice is closing."""
@@ -396,20 +399,20 @@ def _available() -> Any:
 
 _NAMES: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()  # by wrapped group, so that counting agrees across ranks
 
-# %% ../nbs/09_record.ipynb #f76cb907
+# %% ../nbs/09_record.ipynb #6adc55aa
 def record(
     process_group: Any = None, # a torch process group this process belongs to; None: the default one
 ) -> RecordingGroup: # the same ranks in the same order, for everything that takes a process group
     """Wrap a process group in one that remembers what it was asked to do.
 
-    Nothing is sent, so ranks need not meet here; but as with all groups, collectives on it are called by all its ranks, and a rank of the group that
-    does not record takes part through the wrapped group. Only the store is the recording group's own: what uses that (`agree`) needs all ranks to record.
+    Nothing is sent, so ranks need not meet here. Collectives on it are, as ever, called by all ranks of the group; a rank that does not record takes
+    part through the wrapped group. Only the store is the recording group's own: what uses that (`agree`) needs all ranks to record.
     Raises `RuntimeError` without a default group, `ValueError` if this process is not a member."""
     dist = _available()
     if not dist.is_initialized(): raise RuntimeError("no process group to record; call init_process_group() first, or simulate(size) for one without peers")
     wrapped = dist.group.WORLD if process_group is None else process_group
     if not isinstance(wrapped, _GROUP) or wrapped not in dist.distributed_c10d._world.pg_map:
-        raise ValueError(f"global rank {dist.get_rank()} can record only a live process group it is a member of, got {wrapped!r}")
+        raise ValueError(f"record() needs a live process group that global rank {dist.get_rank()} is a member of, got {wrapped!r}; call it on its ranks")
     backend, store = dist.distributed_c10d._world.pg_map[wrapped]
     name = f"{wrapped.group_name}/record{next(_NAMES.setdefault(wrapped, itertools.count()))}"
     pg = RecordingGroup(wrapped, name)
