@@ -1,6 +1,8 @@
 """Collectives against arithmetic on every size of group, and agreement against every way to disagree."""
+import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -591,36 +593,52 @@ def start(g: Group, kind: str, x: torch.Tensor) -> None:
     else: getattr(g, kind)(x)
 
 
+def bereaved(rank: int, store: str, kind: str, after: float) -> str:
+    """Run a collective over and over; rank 2 of 3 is killed meanwhile. Returns what the others are told."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=3))
+    g, x, said = Group(), torch.zeros(3 << 18), ""
+    start(g, kind, x)
+    if rank == 2: threading.Timer(after, os.kill, [os.getpid(), signal.SIGKILL]).start()
+    try:
+        while True: start(g, kind, x)
+    except RuntimeError as error: said = str(error)
+    destroy(g)
+    destroy(g)
+    return said
+
+
+def names(kind: str, said: str) -> bool:
+    what = {"exchange": "sending to group ranks", "coalescing": "the coalescing block at test_process_group.py"}.get(kind, kind)
+    return what in said and "failed:" in said
+
+
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_a_peer_killed_during_a_collective(kind, tmp_path):
-    """Every other rank says what was running, in time, and can exit normally: six times for each of nine kinds."""
-    code = f"""
-import os, signal, sys, threading
-from datetime import timedelta
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import torch, torch.distributed as dist
-from test_process_group import start
-from zero_nb.process_group import Group, destroy
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3, timeout=timedelta(seconds=4))
-g, x = Group(), torch.zeros(3 << 18)
-start(g, {kind!r}, x)
-if rank == 2: threading.Timer(0.05 * (1 + int(sys.argv[3])), os.kill, [os.getpid(), signal.SIGKILL]).start()
-try:
-    while True: start(g, {kind!r}, x)
-except RuntimeError as error: print(error)
-destroy(g)
-destroy(g)
-"""
+    """Every other rank says what was running, in time: six jobs for each of nine kinds."""
+    fork = multiprocessing.get_context("fork")
+    heard = {(job, rank): fork.SimpleQueue() for job in range(6) for rank in range(3)}
+
+    def live(job, rank):
+        heard[job, rank].put(bereaved(rank, str(tmp_path / str(job)), kind, 0.1 * (1 + job)))
+        os._exit(0)
+
+    ranks = {key: fork.Process(target=live, args=key) for key in heard}
+    for process in ranks.values(): process.start()
+    for process in ranks.values(): process.join(60)
+    codes = {key: process.exitcode for key, process in ranks.items()}
+    for process in ranks.values(): process.kill()
+    assert codes == {(job, rank): -signal.SIGKILL if rank == 2 else 0 for job, rank in ranks}
+    assert all(names(kind, heard[job, rank].get()) for job, rank in heard if rank < 2)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+def test_a_process_whose_peer_was_killed_exits_normally(kind, tmp_path):
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from test_process_group import bereaved; print(bereaved(int(sys.argv[2]), *sys.argv[3:5], 0.3))"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    for attempt in range(6):
-        command = [sys.executable, "-c", code]
-        ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / f"store{attempt}"), str(attempt)], stdout=subprocess.PIPE, text=True, env=environ)
-                 for rank in range(3)]
-        said = [rank.communicate(timeout=60)[0] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0, -9]
-        name = {"exchange": "sending to group ranks", "coalescing": "the coalescing block at test_process_group.py"}.get(kind, kind)
-        for words in said[:2]: assert name in words and "failed:" in words, words
+    ranks = [subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parent), str(rank), str(tmp_path / "store"), kind],
+                              stdout=subprocess.PIPE, text=True, env=environ) for rank in range(3)]
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, -signal.SIGKILL] and all(names(kind, words) for words in said[:2])
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)

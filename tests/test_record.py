@@ -18,7 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_nb.launch import run
-from zero_nb.process_group import Group, _ring_all_gather, _ring_reduce_scatter, agree
+from zero_nb.process_group import Group, agree
 from zero_nb.record import RecordingGroup, record, simulate
 
 
@@ -188,8 +188,8 @@ def rings(size):
     with record() as pg:
         g = Group(pg)
         x = torch.arange(12 * size, dtype=torch.float32) + g.group_rank
-        for _ in pg.follow("reduce_scatter", x, _ring_reduce_scatter(g, x.chunk(size))): pass
-        for _ in pg.follow("all_gather", x, _ring_all_gather(g, x.chunk(size))): pass
+        g.reduce_scatter(x)
+        g.all_gather(x)
         agree(g, "the tensor", [str(x.tolist())])
         log = pg.log
     n = 48 * size

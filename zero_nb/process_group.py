@@ -110,7 +110,7 @@ def get_group_rank(
     if global_rank in ranks: return ranks.index(global_rank)
     raise ValueError(f"global rank {global_rank} is not part of the group of global ranks {list(ranks)}")
 
-# %% ../nbs/10_process_group.ipynb #e4612b6b
+# %% ../nbs/10_process_group.ipynb #c195d31e
 _TAGS = range(1 << 16, 1 << 30) # of messages inside collectives
 
 @dataclass(eq=False)
@@ -133,6 +133,11 @@ _NO_GROUP = _State() # a process alone
 def _state(process_group: Any) -> _State:
     if process_group is None: return _NO_GROUP
     return _STATES.setdefault(process_group, _State())
+
+def _wire_state(process_group: Any) -> _State:
+    """Give the state of the group that really sends: one that records shares its messages with the one it wraps."""
+    while getattr(process_group, "wrapped", None) is not None: process_group = process_group.wrapped
+    return _state(process_group)
 
 # %% ../nbs/10_process_group.ipynb #829cb471
 def _timeout(group: Ranks) -> timedelta:
@@ -180,7 +185,7 @@ def _judge_lines(posts: list[str]) -> str:
             if here.split(_NOTE)[0] != there.split(_NOTE)[0]: return json.dumps([rank, here, there])
     raise AssertionError("digests differ but the lines are equal")
 
-# %% ../nbs/10_process_group.ipynb #da85d817
+# %% ../nbs/10_process_group.ipynb #5250364a
 def agree(
     group: Ranks, # all its ranks call this
     what: str, # what is agreed on, for the error
@@ -191,7 +196,7 @@ def agree(
 
     Raises `error` where it happened and the same type on the other ranks; `ValueError` with the first line that differs;
     `RuntimeError` naming the ranks that did not arrive within the group's timeout."""
-    state = _state(group.process_group)
+    state = _wire_state(group.process_group)
     if group.size == 1 or _alone(group):
         if error is not None: raise error
         return
@@ -207,7 +212,8 @@ def agree(
     if verdict["differ"]:
         text = zlib.compress(json.dumps(lines).encode()).hex()
         rank, here, there = json.loads(_post(group, text, _judge_lines, f"{turn}/text", what))
-        raise ValueError(f"ranks disagree on {what}: rank {group.ranks[0]} has {here!r}, rank {group.ranks[rank]} has {there!r}; "
+        topic = "what comes next" if what in (here, there) else what
+        raise ValueError(f"ranks disagree on {topic}: rank {group.ranks[0]} has {here!r}, rank {group.ranks[rank]} has {there!r}; "
                          "do the same on every rank")
 
 # %% ../nbs/10_process_group.ipynb #621c7f81
@@ -249,7 +255,7 @@ def log_once(
     if group.group_rank == 0 and dist.is_available() and dist.get_debug_level() != dist.DebugLevel.OFF:
         logging.getLogger("zero_nb").info(text())
 
-# %% ../nbs/10_process_group.ipynb #99933aab
+# %% ../nbs/10_process_group.ipynb #9d83ff5d
 class Work:
     """A collective that has started; its result may be read after `wait`."""
 
@@ -286,6 +292,7 @@ class Work:
     def __del__(self) -> None:
         if not getattr(self, "done", True): self._dropped(str(self._what))
 
+# %% ../nbs/10_process_group.ipynb #67a01088
 def _started(
     start: Callable[[], Any], # begins one of torch's collectives and returns torch's own handle
 ) -> Iterator[None]:
@@ -325,7 +332,7 @@ class Call:
 CHUNK = 1 << 20 # bytes that travel as one message
 _WINDOW = 2 # chunks a reduce-scatter receives ahead of its additions: its scratch memory
 
-# %% ../nbs/10_process_group.ipynb #311db6ed
+# %% ../nbs/10_process_group.ipynb #e056690f
 def _ring(
     group: Ranks,
     parts: Sequence[Tensor], # one for each rank, perhaps of unequal sizes
@@ -339,7 +346,7 @@ def _ring(
     length = max(1, CHUNK // parts[0].element_size())
     chunks = [[c for c in part.split(length) if c.numel()] for part in parts]
     widest = max(map(len, chunks))
-    first = _state(pg).tags((size - 1) * widest)
+    first = _wire_state(pg).tags((size - 1) * widest)
     route = [(first + hop * widest + i, chunk) for hop in range(size - 1) for i, chunk in enumerate(chunks[(origin - 1 - hop) % size])]
     window = _WINDOW if add else len(route)
     scratch = [parts[0].new_empty(min(length, max(map(len, parts)))) for _ in range(_WINDOW)] if add else []
@@ -399,7 +406,7 @@ def _all_to_all(group: Group, call: Call) -> Iterator[None]:
     peers = [peer for peer in range(group.size) if peer != mine]
     return _exchange(group, [(leaving[peer], peer) for peer in peers], [(arriving[peer], peer) for peer in peers])
 
-# %% ../nbs/10_process_group.ipynb #ebe37641
+# %% ../nbs/10_process_group.ipynb #f74955d5
 def _named(module: Any, new: str, old: str) -> Callable[..., Any]:
     """Give a function under its new name, or under the one it has in older torch."""
     return getattr(module, new, None) or getattr(module, old)
@@ -409,7 +416,8 @@ def _or_else(steps: Iterator[None], otherwise: Callable[[], Iterator[None]]) -> 
     try: next(steps)
     except StopIteration: return
     except RuntimeError as error: # also NotImplementedError
-        if not isinstance(error, NotImplementedError) and "support" not in str(error): raise
+        refused = isinstance(error, NotImplementedError) or any(words in str(error) for words in ("support", "No backend type"))
+        if not refused: raise
         yield from otherwise()
         return
     yield
@@ -535,18 +543,24 @@ def _traced(group: Ranks, call: Call) -> None:
     else: raise NotImplementedError(f"{call} cannot be traced; only all_reduce, broadcast, and reduce_scatter and all_gather of equal parts can")
     (mine if call.kind == "reduce_scatter" else call.tensor).copy_(result)
 
-# %% ../nbs/10_process_group.ipynb #689e8a37
+# %% ../nbs/10_process_group.ipynb #b767998e
 def _block(group: Ranks) -> Any:
     """Give the coalescing block this thread is in, if it is one of this group."""
     block = _COLLECTING.get()
     return block if block is not None and block.group.process_group is group.process_group else None
 
+def _steps(group: Group, call: Call) -> Iterator[None]:
+    """Give the steps of a call; a group that records sees what it is made of as parts of it."""
+    steps, native = _STEPS[call.kind](group, call), call.kind in ("all_reduce", "broadcast") and call.tensor.dtype in _KNOWN
+    if native or group.backend(call.tensor.device) != "gloo" or not hasattr(group.process_group, "follow"): return steps
+    return group.process_group.follow(call.kind, call.tensor, steps)
+
 def _contiguous(group: Group, call: Call) -> Iterator[None]:
     """Give the steps of a call whose tensor may have gaps: these go by a copy."""
-    if call.tensor.is_contiguous(): return _STEPS[call.kind](group, call)
+    if call.tensor.is_contiguous(): return _steps(group, call)
     copy = call.tensor.contiguous()
     def steps() -> Iterator[None]:
-        yield from _STEPS[call.kind](group, replace(call, tensor=copy))
+        yield from _steps(group, replace(call, tensor=copy))
         call.tensor.copy_(copy)
     return steps()
 
@@ -650,7 +664,7 @@ class Coalesced:
         kinds = [f"{len(run)} x {run[0].kind}" for run in _runs(self.calls)] + [f"{len(self.sends)} x send"] * bool(self.sends)
         return f"the coalescing block at {self.site} ({', '.join(kinds + [f'{len(self.receives)} x recv'] * bool(self.receives))})"
 
-# %% ../nbs/10_process_group.ipynb #494a64cc
+# %% ../nbs/10_process_group.ipynb #cdc3cbb4
 _MERGED = frozenset({"all_reduce", "broadcast", "reduce_scatter", "all_gather"})
 
 def _runs(calls: Sequence[Call]) -> list[list[Call]]:
@@ -675,13 +689,13 @@ def _packs(calls: Sequence[Call]) -> list[list[Call]]:
 
 def _merge(group: Any, pack: list[Call]) -> Iterator[None]:
     """Run a pack as one collective on one flat tensor, made of the pieces of all, ordered by rank where the kind has parts."""
-    if len(pack) == 1: return _STEPS[pack[0].kind](group, pack[0])
+    if len(pack) == 1: return _steps(group, pack[0])
     parts = [call.split() if call.parts else [call.tensor.view(-1)] for call in pack]
     pieces = [piece for by_rank in zip(*parts, strict=True) for piece in by_rank]
     sizes = tuple(sum(map(len, by_rank)) for by_rank in zip(*parts, strict=True)) if pack[0].parts else ()
     call = replace(pack[0], tensor=torch.cat(pieces), parts=sizes)
     def steps() -> Iterator[None]:
-        yield from _STEPS[call.kind](group, call)
+        yield from _steps(group, call)
         back = list(zip(pieces, call.tensor.split([len(p) for p in pieces]), strict=True))
         if call.kind == "reduce_scatter": back = back[group.group_rank * len(pack):][:len(pack)]
         torch._foreach_copy_([piece for piece, _ in back], [done for _, done in back])
