@@ -103,3 +103,34 @@ def test_every_notebook_becomes_a_page_whose_links_lead_somewhere(tmp_path, monk
 def test_the_sidebar_lists_every_notebook():
     sidebar = (ROOT / "nbs" / "sidebar.yml").read_text(encoding="utf-8")
     assert [p.name for p in (ROOT / "nbs").glob("*.ipynb") if p.name not in sidebar] == []
+
+
+WITHOUT_DISTRIBUTED = """
+import importlib, importlib.abc, sys
+
+class Without(importlib.abc.MetaPathFinder):  # what a build of torch without distributed lacks, taken away just before it is looked for
+    def find_spec(self, name, path, target=None):
+        if name != "torch.distributed": return None
+        import torch._C
+        for gone in ("_c10d_init", "_distributed_c10d", "_rpc_init", "_dist_autograd_init"):
+            if hasattr(torch._C, gone): delattr(torch._C, gone)
+
+sys.meta_path.insert(0, Without())
+import torch
+assert not torch.distributed.is_available()
+import zero_nb
+for name in zero_nb.__all__: getattr(zero_nb, name)
+assert "torch.distributed.rpc" not in sys.modules or not torch.distributed.is_available()
+layer = torch.nn.Linear(4, 4)
+optimizer = zero_nb.ZeroRedundancyOptimizer(layer.parameters(), torch.optim.AdamW, lr=0.1)  # a group of one
+layer(torch.ones(1, 4)).sum().backward()
+optimizer.step()
+for call in (lambda: zero_nb.Group(object()), lambda: zero_nb.record(), lambda: zero_nb.simulate(4), lambda: zero_nb.run(2, print)):
+    try: call()
+    except (ValueError, RuntimeError) as error: assert "built without" in str(error), error
+    else: raise AssertionError("no error")
+"""
+
+
+def test_a_torch_without_distributed_will_do():
+    subprocess.run([sys.executable, "-c", WITHOUT_DISTRIBUTED], check=True)

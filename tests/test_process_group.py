@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zero_nb.launch import run
-from zero_nb.objects import gather_bytes
+from zero_nb.objects import broadcast_object_list, gather_bytes
 from zero_nb.process_group import (
     CHUNK,
     Group,
@@ -682,3 +682,32 @@ def test_ended_groups_say_so():
     for aborted, destroyed in run(2, ended):
         assert aborted == ("RuntimeError", "this process group was aborted; make a new one")
         assert destroyed == ("RuntimeError", "this process group was destroyed; make a new one")
+
+
+def test_destroy_at_interpreter_exit_with_a_live_ddp(tmp_path):
+    code = """
+import atexit, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from zero_nb.process_group import Group, destroy
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+atexit.register(destroy, Group())
+ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+ddp(torch.ones(2, 4)).sum().backward()
+"""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path / str(job))], env=environ) for job in range(3) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0] * 6
+
+
+def test_the_device_of_a_tensor_chooses_the_backend():
+    def several():
+        import torch.testing._internal.distributed.fake_pg
+
+        g = Group(dist.new_group(backend="cpu:gloo,cuda:fake"))
+        x, objects = torch.full((4,), float(g.group_rank)), [g.group_rank]
+        g.all_gather(x)  # by gloo
+        broadcast_object_list(objects, group=g)  # bytes travel on the CPU
+        return g.backends, g.backend(torch.device("cuda", 1)), x.tolist(), objects, clone(g).backends == g.backends
+
+    assert run(2, several) == [({"cpu": "gloo", "cuda": "fake"}, "fake", [0.0, 0.0, 1.0, 1.0], [0], True)] * 2

@@ -250,7 +250,7 @@ def _lines(rank: int, text: bytes) -> str:
     lines = text.decode(errors="replace").removesuffix("\n").split("\n") if text else []
     return "".join(f"[rank{rank}] {line.rstrip().rpartition(chr(13))[2]}\n" for line in lines)
 
-# %% ../nbs/11_launch.ipynb #ef10f4e8
+# %% ../nbs/11_launch.ipynb #f85e28f7
 @cache
 def _warm() -> None:
     parameter = torch.zeros(1, device="cpu", requires_grad=True)
@@ -260,6 +260,7 @@ def _warm() -> None:
 
 def _check(n: int, f: Callable) -> None:
     instead = "use %%torchrun (from `%load_ext zero_nb.launch`) or torchrun"
+    if not dist.is_available(): raise RuntimeError("run() makes a process group, and this torch was built without torch.distributed; install another build")
     if not hasattr(os, "fork"): raise RuntimeError(f"run() forks its ranks, and this system cannot fork; {instead}")
     if not isinstance(n, int) or n < 1: raise ValueError(f"n must be a whole number of ranks, at least 1, not {n!r}")
     if not callable(f): raise TypeError(f"f must be a function, which each rank calls, not a {type(f).__qualname__}")

@@ -328,9 +328,9 @@ class Call:
         parts = f" in parts of {', '.join(map(str, self.parts))}" if len(set(self.parts)) > 1 else ""
         return f"{self.kind}{root} of {self.tensor.numel()} {dtype}{parts}"
 
-# %% ../nbs/10_process_group.ipynb #ff83e9c3
+# %% ../nbs/10_process_group.ipynb #65c2143c
 CHUNK = 1 << 20 # bytes that travel as one message
-_WINDOW = 2 # chunks a reduce-scatter receives ahead of its additions: its scratch memory
+_WINDOW = 4 # chunks a reduce-scatter receives ahead of its additions: its scratch memory
 
 # %% ../nbs/10_process_group.ipynb #e056690f
 def _ring(
