@@ -406,7 +406,7 @@ def _all_to_all(group: Group, call: Call) -> Iterator[None]:
     peers = [peer for peer in range(group.size) if peer != mine]
     return _exchange(group, [(leaving[peer], peer) for peer in peers], [(arriving[peer], peer) for peer in peers])
 
-# %% ../nbs/10_process_group.ipynb #f74955d5
+# %% ../nbs/10_process_group.ipynb #6c1d740c
 def _named(module: Any, new: str, old: str) -> Callable[..., Any]:
     """Give a function under its new name, or under the one it has in older torch."""
     return getattr(module, new, None) or getattr(module, old)
@@ -431,6 +431,7 @@ def _together(works: Sequence[Iterator[None]]) -> Iterator[None]:
 
 def _all_gather(group: Group, call: Call) -> Iterator[None]:
     parts, mine, options = call.split(), group.group_rank, {"group": group.process_group, "async_op": True}
+    if max(call.parts) == call.tensor.numel(): return _broadcast(group, Call("broadcast", call.tensor, root=call.parts.index(max(call.parts)))) # one has all
     if group.backend(call.tensor.device) == "gloo": return _ring(group, parts, mine, add=False)
     if len(set(call.parts)) > 1: start = lambda: torch.distributed.all_gather(parts, parts[mine], **options)
     else: start = lambda: _named(torch.distributed, "all_gather_single", "all_gather_into_tensor")(call.tensor, parts[mine], **options)
