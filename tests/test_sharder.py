@@ -1,5 +1,6 @@
 """Properties of plans, for random parameter lists and many ranks."""
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from zero_nb.sharder import (
     POLICIES,
     Grid,
+    GridPlan,
     Move,
     ParamSpec,
     ShardPlan,
@@ -37,10 +39,10 @@ dtypes = st.sampled_from(["float32", "bfloat16", "float64"])
 
 
 @st.composite
-def param_lists(draw, most=24):
-    rows = draw(st.lists(st.tuples(shapes, dtypes, st.integers(0, 2), st.booleans()), max_size=most))
+def param_lists(draw, most=24, devices=None):
+    rows = draw(st.lists(st.tuples(shapes, dtypes, st.integers(0, 2), st.booleans(), devices or st.just("cpu")), max_size=most))
     names = draw(st.lists(st.text(max_size=6), min_size=len(rows), max_size=len(rows), unique=True))
-    return tuple(ParamSpec(name, shape, dtype, "cpu", group, not frozen) for name, (shape, dtype, group, frozen) in zip(names, rows, strict=True))
+    return tuple(ParamSpec(name, shape, dtype, device, group, not frozen) for name, (shape, dtype, group, frozen, device) in zip(names, rows, strict=True))
 
 
 worlds = st.one_of(st.integers(1, 9), st.sampled_from([64, 1000, 4096]))
@@ -70,7 +72,7 @@ def test_every_trainable_element_has_one_owner_and_nothing_else_has(specs, world
 
 
 @quick
-@given(param_lists(), worlds, policies)
+@given(param_lists(devices=st.text(min_size=1, max_size=5)), worlds, policies)
 def test_plans_are_read_back_from_text_and_json(specs, world_size, policy):
     plan = policy(specs, world_size)
     for again in (ShardPlan.from_text(plan.to_text()), ShardPlan.from_json(plan.to_json()), pickle.loads(pickle.dumps(plan))):
@@ -123,6 +125,61 @@ def test_moves_turn_one_plan_into_the_other_and_move_nothing_twice(specs, extra,
     assert moves(new, new) == ()
 
 
+@quick
+@given(param_lists(12), *[st.integers(1, 5)] * 4, policies, policies, st.sampled_from([None, 1, 2, 3, 8]), st.randoms(use_true_random=False))
+def test_moves_between_grids_give_every_rank_what_it_needs_from_the_nearest(specs, shard, replicate, shard_2, replicate_2, first, second, per_node, rng):
+    specs = tuple(p for p in specs if p.numel <= 13_000)
+    later = tuple(rng.sample(specs, len(specs)))
+    old, new = GridPlan(first(specs, shard), Grid(shard, replicate)), GridPlan(second(later, shard_2), Grid(shard_2, replicate_2))
+    ranks, node = range(max(old.world_size, new.world_size)), per_node or min(shard, shard_2)
+
+    def held(plan):
+        def of(rank): return {(plan.params[s.param].name, e) for s in plan.spans(rank) for e in range(s.start, s.stop)} if rank < plan.world_size else set()
+        return [of(rank) for rank in ranks]
+    before, after, found = held(old), held(new), moves(old, new, per_node=per_node)
+    got, sent = [set() for _ in ranks], [0] * len(ranks)
+    for m in found:
+        run = {(later[m.span.param].name, e) for e in range(m.span.start, m.span.stop)}
+        assert run and run <= before[m.source] and not run & (got[m.destination] | before[m.destination])
+        could = [r for r in ranks if run <= before[r]]
+        best = [r for r in could if r // node == m.destination // node] or could
+        assert m.source in best and sent[m.source] == min(sent[r] for r in best)
+        got[m.destination] |= run
+        sent[m.source] += m.numel
+    assert all(got[r] == after[r] - before[r] for r in ranks)  # applied, the new plan; and nothing needless
+    assert moves(new, new) == () and [(m.span, m.destination) for m in found] == sorted((m.span, m.destination) for m in found)
+
+
+@quick
+@given(param_lists(), st.integers(1, 9), st.integers(1, 9), policies)
+def test_a_plan_is_a_grid_of_one_row(specs, before, after, policy):
+    old, new = policy(specs, before), even(specs, after)
+    assert moves(old, new) == moves(GridPlan(old, Grid(before)), new) == moves(old, GridPlan(new, Grid(after)), per_node=1)
+
+
+@quick
+@given(param_lists(devices=st.text(min_size=1, max_size=5)), st.integers(1, 6), st.integers(1, 6), policies)
+def test_grid_plans_are_read_back_and_their_rows_hold_everything(specs, shard, replicate, policy):
+    plan = GridPlan(policy(specs, shard), Grid(shard, replicate))
+    for again in (GridPlan.from_text(plan.to_text()), GridPlan.from_json(plan.to_json()), pickle.loads(pickle.dumps(plan))):
+        assert again == plan and hash(again) == hash(plan) and again.digest == plan.digest != plan.plan.digest
+    assert len(plan.loads) == plan.world_size == shard * replicate and plan.imbalance == plan.plan.imbalance
+    for i, p in enumerate(specs):
+        assert sum(s.numel for _, s in plan.owners(i)) == replicate * p.numel * p.trainable
+        assert all(s in plan.spans(rank) for rank, s in plan.owners(i))
+    assert f"{replicate} rows" in repr(plan) and "<table>" in plan._repr_html_()
+
+
+def test_moves_for_many_machines():
+    specs = [ParamSpec(f"p{i}", (4096, 1 + i % 9)) for i in range(300)]
+    old, new = (GridPlan(even(specs, 8), Grid(8, rows)) for rows in (256, 512))
+    found = moves(old, new)
+    assert {m.destination for m in found} == {*range(2048, 4096)} and sum(m.numel for m in found) == 256 * sum(p.numel for p in specs)
+    sent = [0] * 2048
+    for m in found: sent[m.source] += m.numel
+    assert max(sent) - min(sent) <= max(old.loads)
+
+
 def torch_partition(specs, world_size):
     """Let torch's own code share out these sizes."""
     torch = pytest.importorskip("torch")
@@ -172,6 +229,7 @@ def test_a_hundred_thousand_parameters_on_many_ranks(policy):
 def test_even_is_within_a_thousandth_where_ranks_have_a_thousand_elements():
     specs = [ParamSpec("a", (4096, 1000)), ParamSpec("b", (7,))]
     assert all(even(specs, n).imbalance <= 1.001 for n in (1, 2, 3, 64, 1000, 4096))
+    assert all(even(specs, n, align=16).imbalance <= 1.001 for n in (1, 2, 3, 64, 255))  # 1,000 units of 16 a rank
 
 
 def test_refinement_never_hurts_and_finds_what_longest_first_misses():
@@ -214,6 +272,30 @@ tiny = ParamSpec("weight", (4, 2)), ParamSpec("bias", (2,))
     (lambda: moves(even(tiny, 2), even([ParamSpec("weight", (2, 4))], 2)), "parameter 'weight' has shape"),
     (lambda: ShardPlan.from_text("param nonsense\nshard 0"), "a parameter is written as"),
     (lambda: ShardPlan.from_text("shard 0"), "a span is written as"),
+    (lambda: GridPlan(even(tiny, 2), Grid(3, 2)), "the plan must be one of 3 ranks, a row of the grid, got one of 2"),
+    (lambda: GridPlan(even(tiny, 2), Grid(2, 2)).spans(4), "global_rank must lie in 0 to 3, got 4"),
+    (lambda: GridPlan.from_text(even(tiny, 2).to_text()), "a GridPlan has one line such as 'rows 2', got []"),
+    (lambda: GridPlan.from_text(even(tiny, 2).to_text() + "\nrows two"), "a GridPlan has one line such as 'rows 2', got ['two']"),
+    (lambda: ShardPlan.from_text(even(tiny, 2).to_text() + "\nrows 2"), "lines of a ShardPlan begin with param, shard, got 'rows'"),
+    (lambda: moves(even(tiny, 2), even(tiny, 3), per_node=0), "per_node must be an integer >= 1 (ranks), got 0"),
+    (lambda: ParamSpec(3, (2,)), "the name of a parameter must be text, got 3"),
+    (lambda: ParamSpec("w", (2,), group="0"), "group must be the index of a param group, an integer >= 0, got '0'"),
+    (lambda: ParamSpec("w", (2,), group=True), "group must be"),
+    (lambda: ParamSpec("w", (2,), group=-1), "group must be"),
+    (lambda: ParamSpec("w", (2,), device=0), "a device is text such as 'cuda', got 0"),
+    (lambda: ParamSpec("w", (2,), device=""), "a device is text"),
+    (lambda: ParamSpec("w", (2,), trainable=None), "trainable must be True or False, got None"),
+    (lambda: ParamSpec("w", (2,), 32), "unknown dtype 32"),
+    (lambda: even(tiny, 2, loads=[math.nan, 1]), "loads must hold 2 numbers >= 0, one for each rank, got nan"),
+    (lambda: greedy(tiny, 2, loads=[1, math.nan]), "got nan"),
+    (lambda: balanced(tiny, 2, loads=[1, math.inf]), "got inf"),
+    (lambda: mixed(tiny, 2, loads=[-1, math.nan]), "got -1"),
+    (lambda: even(tiny, 2, loads=["1", 2]), "got '1'"),
+    (lambda: balanced(tiny, 2, cost=lambda spec: -spec.numel), "the cost of a parameter must be a number >= 0, got -8 for 'weight'"),
+    (lambda: balanced(tiny, 2, cost=lambda spec: math.nan), "got nan for 'weight'"),
+    *[(lambda kind=kind, text=text: kind.from_json(text), f"a {kind.__name__} in JSON is an object of lists of lines")
+      for kind in (ShardPlan, GridPlan) for text in ("[]", "3", "null", '"x"', '{"param": "x"}', '{"shard": [1]}')],
+    (lambda: ShardPlan.from_json("{"), "a ShardPlan is read from the JSON that `to_json` wrote"),
     (lambda: Grid(0), "world_size must be an integer >= 1"),
     (lambda: Grid(2, 2).place(4), "global_rank must lie in 0 to 3"),
 ])
