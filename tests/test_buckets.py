@@ -45,7 +45,7 @@ def test_every_element_has_one_place_and_parts_cover_buckets(specs, world_size, 
 
 
 @quick
-@given(param_lists(), worlds, policies, options)
+@given(param_lists(devices=st.sampled_from(["cpu", "my device", ' a | "b"', "x|y", "\u2028"])), worlds, policies, options)
 def test_bucket_plans_are_read_back(specs, world_size, policy, chosen):
     plan = pack(small(specs), world_size, policy=policy, **chosen)
     for again in (BucketPlan.from_text(plan.to_text()), BucketPlan.from_json(plan.to_json()), pickle.loads(pickle.dumps(plan))):
@@ -174,6 +174,12 @@ def bucket(*slots, bounds=(0, 5, 10), dtype="float32", group=None): return Bucke
     (lambda: BucketPlan(two, 3, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7)),)), "is cut for 2 ranks, the plan for 3"),
     (lambda: BucketPlan(half, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7)),)), "a bucket holds one kind"),
     (lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7), group=1),)), "a bucket holds one kind"),
+    *[(lambda text=text: BucketPlan.from_json(text), "a BucketPlan in JSON is an object of lists of lines") for text in ("[]", "3", '{"ranks": 2}')],
+    (lambda: BucketPlan.from_json("x"), "a BucketPlan is read from the JSON that `to_json` wrote"),
+    (lambda: BucketPlan.from_text("ranks 2\nshard 0"), "lines of a BucketPlan begin with param, ranks, bucket, got 'shard'"),
+    *[(lambda line=line: BucketPlan.from_text(f'param float32[4] cpu group 0 "w"\nranks 2\nbucket {line}'), "a bucket is written as") for line in (
+        "float32 cpu group any | 0@0 | 0 each", "float32 my cpu group any | 0@0 | 2 each", "float32 cpu group x | 0@0 | 2 each",
+        "float32 cpu group any | 0 | 2 each", "float32 cpu group any | 0@0 | two", "float32 cpu group any | 0@0 | ")],
     (lambda: bucket(bounds=(0, 5, 4)), "never fall"),
     (lambda: bucket(bounds=(1, 5)), "bounds must start at 0"),
     (lambda: bucket(bounds=(0,)), "one more number than there are ranks"),

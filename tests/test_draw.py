@@ -33,7 +33,7 @@ from zero_nb.draw import (
     short,
 )
 from zero_nb.estimate import MODELS, OPTIMIZERS, STAGES, compare, estimate, find_model
-from zero_nb.schedule import MODES, make_schedule, play
+from zero_nb.schedule import MODES, Bar, Event, make_schedule, play
 from zero_nb.sharder import ParamSpec, balanced, even, greedy, mixed, moves
 
 quick = settings(max_examples=40, deadline=None)
@@ -83,6 +83,12 @@ def test_timelines_show_every_collective(mode):
     tips = [t.text for t in root.iter(NS + "title")]
     assert all(any(tip.startswith(f"{c}:") for tip in tips) for c in make_schedule(3, mode).collectives)
     assert well_formed(draw_timeline(())) is not None
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1.0, 2.0), (2.0, 1.0), (0.0, float("nan")), (0.0, float("inf"))])
+def test_a_timeline_does_not_run_backwards(start, stop):
+    with pytest.raises(ValueError, match="0:RS must start at 0 s or later and stop after that"):
+        draw_timeline([Bar(Event("backward", "RS", 0), start, stop)])
 
 
 def test_bars_are_as_long_as_bytes():

@@ -223,6 +223,7 @@ def test_bad_shape_files_have_one_error(tmp_path, content, message):
     (lambda: estimate(tiny, policy="evn"), "did you mean 'even'"),
     (lambda: estimate(tiny, capacity_mb=-1), "capacity_mb must be above 0"),
     (lambda: estimate(tiny, dtype="float3"), "unknown dtype 'float3'"),
+    *[(lambda seconds=seconds: estimate(tiny, compute=seconds), "compute must be seconds >= 0") for seconds in (-1.0, math.nan, math.inf, "1")],
     (lambda: find_model("no_such_module:f"), "No module named"),
     (lambda: find_model("json:no_such_function"), "has no attribute"),
     (lambda: main(argparse.Namespace(model=None, shapes=None)), "name one model, or --shapes FILE"),
@@ -231,6 +232,11 @@ def test_bad_shape_files_have_one_error(tmp_path, content, message):
 def test_bad_input_has_one_clear_error(call, message):
     with pytest.raises(ValueError) as caught: call()
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("model", [[1, 2], 3, [("w", (3, 4))]])
+def test_what_is_no_model_has_one_clear_error(model):
+    with pytest.raises(TypeError, match="a model is a module, or `ParamSpec`s, or one of gpt2"): estimate(model)
 
 
 def test_an_own_state_and_policy():

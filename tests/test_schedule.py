@@ -1,4 +1,6 @@
 """Schedules: what holds for any number of buckets, and every error."""
+import math
+import random
 from itertools import pairwise
 
 import pytest
@@ -6,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_nb.buckets import pack
-from zero_nb.schedule import MODES, Event, Schedule, agree, make_schedule, peak, play
+from zero_nb.schedule import MODES, OPS, Event, Schedule, agree, clock, make_schedule, order, peak, play
 from zero_nb.sharder import ParamSpec
 
 quick = settings(max_examples=100, deadline=None)
@@ -49,6 +51,18 @@ def test_play_waits_for_what_it_must(count, mode, lag, hidden, prices):
 
 
 @quick
+@given(st.integers(0, 12), st.sampled_from(list(MODES)), st.integers(0, 5), st.booleans(), st.integers(0, 2**32))
+def test_the_order_and_the_clock_say_what_schedules_and_play_say(count, mode, lag, hidden, seed):
+    rng = random.Random(seed)
+    costs = {op: [rng.random() for _ in range(count)] for op in OPS} | {"FREE": [0.0] * count, "SYNC": [0.0]}
+    schedule = make_schedule(count, mode, lag=lag, hidden=hidden)
+    steps = [step for steps in order(count, mode, lag=lag, hidden=hidden).values() for step in steps]
+    assert steps == [(e.op, e.bucket) for e in schedule.events]
+    assert [*clock(steps, costs)] == [bar[1:] for bar in play(schedule, lambda e: costs[e.op][e.bucket])]
+    assert peak(steps, range(1, count + 1)) == peak(schedule, range(1, count + 1))
+
+
+@quick
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=10), st.integers(0, 4))
 def test_freeing_keeps_lag_plus_one_buckets(sizes, lag):
     found = peak(make_schedule(len(sizes), "free", lag=lag), sizes)
@@ -70,8 +84,13 @@ def test_hidden_gathers_are_read_in_the_order_in_which_they_arrive():
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: make_schedule(2, "afte"), "unknown mode 'afte', did you mean 'after'"),
     (lambda: make_schedule(2, "zzz"), "choose one of ddp, dropin, after, interleaved, free"),
-    (lambda: make_schedule(2, "free", lag=-1), "must be >= 0"),
-    (lambda: make_schedule(-1), "must be >= 0"),
+    (lambda: make_schedule(2, "free", lag=-1), "must be integers >= 0, got -1 and 2"),
+    (lambda: make_schedule(-1), "must be integers >= 0, got 1 and -1"),
+    (lambda: make_schedule(2, "free", lag=1.5), "must be integers >= 0, got 1.5 and 2"),
+    (lambda: order(True), "must be integers >= 0, got 1 and True"),
+    (lambda: play(make_schedule(2), lambda e: -0.1 if e.op == "STEP" else 1.0), "STEP of bucket 0 must take seconds >= 0, got -0.1"),
+    (lambda: play(make_schedule(2), lambda e: math.nan if e.op == "AG" else 1.0), "AG of bucket 0 must take seconds >= 0, got nan"),
+    (lambda: play(make_schedule(2), lambda e: math.inf), "must take seconds >= 0, got inf"),
     (lambda: Schedule.parse("backward: 0:RS"), "0:RS comes after nothing"),
     (lambda: Schedule.parse("backward: 0:GRAD 0:STEP"), "0:STEP comes after GRAD"),
     (lambda: Schedule.parse("backward: 0:GRAD 0:RS 0:AG"), "0:AG comes after REDUCE"),

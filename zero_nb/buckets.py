@@ -5,38 +5,50 @@
 # %% auto #0
 __all__ = ['MB', 'Slot', 'Bucket', 'BucketPlan', 'Kind', 'pack', 'adopt', 'ddp_buckets']
 
-# %% ../nbs/02_buckets.ipynb #69463475
+# %% ../nbs/02_buckets.ipynb #5c8427ff
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
-from .sharder import (ITEMSIZE, Owners, ParamSpec, Policy, ShardPlan, Span, Written, balances, checked, even,
-    find_policy, identity, leaf, param_from, param_text, run_from, run_text, setting, spread, unique, world)
+from .sharder import (DEVICE, ITEMSIZE, Owners, ParamSpec, Policy, ShardPlan, Span, Written, balances, checked, device_from, device_text, even,
+    find_policy, identity, leaf, only, param_from, param_text, run_from, run_text, setting, spread, unique, world)
 
-# %% ../nbs/02_buckets.ipynb #8fcfe839
-@dataclass(frozen=True)
-class Slot:
+# %% ../nbs/02_buckets.ipynb #9d96b660
+class Slot(NamedTuple):
     """Where a run of elements of a parameter sits in a bucket: `[start, stop)` at `[offset, offset + stop - start)`."""
 
     param: int # index in registration order
     start: int # first element, counted in the flattened parameter
     stop: int # one past the last
     offset: int # of element `start`, in the bucket
-    numel = property(lambda self: self.stop - self.start, doc="Number of elements.")
-    span = property(lambda self: Span(self.param, self.start, self.stop), doc="The elements, without their place.")
 
-def _inside(slots: Sequence[Slot], start: int, stop: int) -> Iterator[Slot]:
-    at = max(0, bisect_right(slots, start, key=lambda s: s.offset) - 1)
-    while at < len(slots) and (s := slots[at]).offset < stop:
-        low, high = max(start, s.offset), min(stop, s.offset + s.numel)
-        if low < high: yield Slot(s.param, s.start + low - s.offset, s.start + high - s.offset, low)
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    @property
+    def span(self) -> Span:
+        """The elements, without their place."""
+        return Span(self.param, self.start, self.stop)
+
+def _inside(slots: Sequence[Slot], start: int, stop: int) -> tuple[Slot, ...]:
+    at, found = max(0, bisect_right(slots, start, key=lambda s: s.offset) - 1) if len(slots) > 1 else 0, []
+    while at < len(slots):
+        param, first, last, offset = slots[at]
+        if offset >= stop: break
+        end = offset + last - first
+        low, high = start if start > offset else offset, stop if stop < end else end
+        if low < high: found.append(Slot(param, first + low - offset, first + high - offset, low))
         at += 1
+    return tuple(found)
 
-# %% ../nbs/02_buckets.ipynb #dc7f77fe
+# %% ../nbs/02_buckets.ipynb #5bac5c69
 @dataclass(frozen=True)
 class Bucket:
     """Parameters packed in one flat tensor, and where it is cut."""
@@ -46,17 +58,19 @@ class Bucket:
     group: int | None # param group of all its parameters; None when groups share buckets
     slots: tuple[Slot, ...] # by offset
     bounds: Sequence[int] # group_rank r owns elements [bounds[r], bounds[r+1]); a `range` when all parts are equal, else a tuple
+    padding: int = field(init=False, repr=False, compare=False) # elements that belong to no parameter
 
     def __post_init__(self) -> None:
-        cuts = self.bounds if isinstance(self.bounds, range) else tuple(self.bounds)
+        cuts = self.bounds
         if len(cuts) < 2 or cuts[0] or (cuts.step < 1 if isinstance(cuts, range) else list(cuts) != sorted(cuts)):
             raise ValueError(f"bounds must start at 0, never fall, and hold one more number than there are ranks, got {list(cuts)[:8]}")
-        equal = range(0, cuts[-1] + 1, cuts[1]) if cuts[1] else range(0)
-        if len(equal) == len(cuts) and (isinstance(cuts, range) or tuple(equal) == cuts): cuts = equal
-        object.__setattr__(self, "bounds", cuts)
+        if not isinstance(cuts, range):
+            cuts, equal = tuple(cuts), range(0, cuts[-1] + 1, cuts[1] or 1)
+            if len(equal) == len(cuts) and tuple(equal) == cuts: cuts = equal
+            object.__setattr__(self, "bounds", cuts)
+        object.__setattr__(self, "padding", cuts[-1] - sum([s.stop - s.start for s in self.slots]))
 
     numel = property(lambda self: self.bounds[-1], doc="Elements, padding included.")
-    padding = property(lambda self: self.numel - sum(s.numel for s in self.slots), doc="Elements that belong to no parameter.")
     nbytes = property(lambda self: self.numel * ITEMSIZE[self.dtype], doc="Bytes, padding included.")
     world_size = property(lambda self: len(self.bounds) - 1, doc="Ranks in the group.")
     equal = property(lambda self: isinstance(self.bounds, range), doc="Whether all parts have the same size.")
@@ -67,7 +81,7 @@ class Bucket:
 
     def slots_of(self, group_rank: int) -> tuple[Slot, ...]: # offsets still count from the start of the bucket
         """Give what a rank owns, and where it lies."""
-        return tuple(_inside(self.slots, *self.part(group_rank)))
+        return _inside(self.slots, self.bounds[group_rank], self.bounds[group_rank + 1])
 
     def spans(self, group_rank: int) -> tuple[Span, ...]: # in the order of the bucket
         """Give what a rank owns."""
@@ -114,23 +128,24 @@ class BucketPlan(Written):
         params, ranks = tuple(map(param_from, fields.get("param", []))), _ranks(fields)
         return cls(params, ranks, tuple(_from_text(params, ranks, line) for line in fields.get("bucket", [])))
 
-# %% ../nbs/02_buckets.ipynb #5aa9a6e6
+# %% ../nbs/02_buckets.ipynb #c424ce92
 def _held(params: Sequence[ParamSpec], world_size: int, buckets: Sequence[Bucket]) -> None:
     """Raise `ValueError` unless each trainable element has one place, in a bucket of its own kind."""
     pieces: list[list[tuple[int, int]]] = [[] for _ in params]
     for i, bucket in enumerate(buckets):
         if bucket.world_size != world_size: raise ValueError(f"bucket {i} is cut for {bucket.world_size} ranks, the plan for {world_size}; rebuild it")
-        end = 0
+        end, room = 0, bucket.numel
         for s in bucket.slots:
-            if not 0 <= s.param < len(params): raise ValueError(f"bucket {i}: {s} needs a parameter from 0 to {len(params) - 1}")
-            spec = params[s.param]
-            if (spec.dtype, spec.device) != (bucket.dtype, bucket.device) or bucket.group not in (None, spec.group):
+            param, start, stop, offset = s
+            if not 0 <= param < len(params): raise ValueError(f"bucket {i}: {s} needs a parameter from 0 to {len(params) - 1}")
+            spec = params[param]
+            if spec.dtype != bucket.dtype or spec.device != bucket.device or bucket.group not in (None, spec.group):
                 raise ValueError(f"parameter {spec.name!r} is {spec.dtype} on {spec.device} in group {spec.group}; bucket {i} takes {bucket.dtype} on "
                                  f"{bucket.device} of group {bucket.group}; a bucket holds one kind")
-            if s.offset < end or s.offset + s.numel > bucket.numel:
-                raise ValueError(f"bucket {i}: {s} must start at or after {end} and end by {bucket.numel}; slots are sorted and do not overlap")
-            end = s.offset + s.numel
-            pieces[s.param].append((s.start, s.stop))
+            if offset < end or offset + stop - start > room:
+                raise ValueError(f"bucket {i}: {s} must start at or after {end} and end by {room}; slots are sorted and do not overlap")
+            end = offset + stop - start
+            pieces[param].append((start, stop))
     for spec, runs in zip(params, pieces, strict=True):
         at = 0
         for start, stop in sorted(runs):
@@ -140,28 +155,30 @@ def _held(params: Sequence[ParamSpec], world_size: int, buckets: Sequence[Bucket
             raise ValueError(f"parameter {spec.name!r} ({spec.numel} elements{'' if spec.trainable else ', frozen'}) is placed as {sorted(runs)[:4]}; "
                              "every element of every trainable parameter has exactly one place")
 
-# %% ../nbs/02_buckets.ipynb #e3788f39
+# %% ../nbs/02_buckets.ipynb #d2d17538
 def _text(params: Sequence[ParamSpec], bucket: Bucket) -> str:
     bounds = f"{bucket.bounds.step} each" if isinstance(bucket.bounds, range) else " ".join(map(str, bucket.bounds))
     slots = " ".join(f"{run_text(params, s.param, s.start, s.stop)}@{s.offset}" for s in bucket.slots)
-    return f"{bucket.dtype} {bucket.device} group {'any' if bucket.group is None else bucket.group} | {slots} | {bounds}"
+    return f"{bucket.dtype} {device_text(bucket.device)} group {'any' if bucket.group is None else bucket.group} | {slots} | {bounds}"
 
 def _ranks(fields: dict[str, list[str]]) -> int:
     if len(found := fields.get("ranks", [])) != 1 or not found[0].isdigit():
         raise ValueError(f"a bucket plan has lines that begin with param, ranks and bucket, one of them 'ranks 8', got {list(fields)[:3]}")
+    only(fields, "BucketPlan", "param", "ranks", "bucket")
     return int(found[0])
 
 def _from_text(params: Sequence[ParamSpec], world_size: int, line: str) -> Bucket:
-    if line.count(" | ") != 2: raise ValueError(f"a bucket is written as 'float32 cpu group any | 0@0 1@7 | 5 each', got {line!r}")
-    kind, slots, bounds = line.split(" | ")
-    dtype, device, _, group = kind.split(" ")
+    if not (found := _BUCKET.fullmatch(line)): raise ValueError(f"a bucket is written as 'float32 cpu group any | 0@0 1@7 | 5 each', got {line!r}")
+    dtype, device, group, slots, each, bounds = found.groups()
     placed = [(run_from(params, run), int(offset)) for run, offset in (slot.split("@") for slot in slots.split())]
-    cuts = _equal(int(bounds.split()[0]), world_size) if bounds.endswith("each") else tuple(map(int, bounds.split()))
-    return Bucket(dtype, device, None if group == "any" else int(group), tuple(Slot(s.param, s.start, s.stop, at) for s, at in placed), cuts)
+    cuts = _equal(int(each), world_size) if each else tuple(map(int, bounds.split()))
+    return Bucket(dtype, device_from(device), None if group == "any" else int(group), tuple(Slot(s.param, s.start, s.stop, at) for s, at in placed), cuts)
+
+_BUCKET = re.compile(rf'(\w+) ({DEVICE}) group (any|\d+) \| ((?:[^\s@]+@\d+ ?)*) \| (?:([1-9]\d*) each|((?:\d+ ?)+))')
 
 def _equal(part: int, world_size: int) -> range: return range(0, part * world_size + 1, part)
 
-# %% ../nbs/02_buckets.ipynb #2dd8eb4d
+# %% ../nbs/02_buckets.ipynb #5f84fffb
 def _owned(bucket: Bucket) -> Iterator[tuple[int, Slot]]: # (group_rank, slot cut down to its part)
     for s in bucket.slots:
         at, end = s.offset, s.offset + s.numel
@@ -174,11 +191,12 @@ def _owned(bucket: Bucket) -> Iterator[tuple[int, Slot]]: # (group_rank, slot cu
 def _loads(plan: "BucketPlan") -> tuple[int, ...]:
     loads, steps = [0] * plan.world_size, [0] * (plan.world_size + 1)
     for bucket in plan.buckets:
-        used = bucket.slots[-1].offset + bucket.slots[-1].numel
-        if isinstance(bucket.bounds, range) and used + bucket.padding == bucket.numel:
-            full, rest = divmod(used, bucket.bounds.step)
-            steps[0] += bucket.bounds.step
-            steps[full] -= bucket.bounds.step
+        bounds, (_, start, stop, offset) = bucket.bounds, bucket.slots[-1]
+        used = offset + stop - start
+        if isinstance(bounds, range) and used + bucket.padding == bounds[-1]:
+            full, rest = divmod(used, bounds.step)
+            steps[0] += bounds.step
+            steps[full] -= bounds.step
             if rest: loads[full] += rest
         else:
             for group_rank, s in _owned(bucket): loads[group_rank] += s.numel
@@ -255,7 +273,7 @@ def _fill(
         if filling[kind] is runs[0] and limit - room[kind] >= first: room[kind] = -1
     return sorted(runs, key=lambda run: when[run[-1]])
 
-# %% ../nbs/02_buckets.ipynb #4f5b53a6
+# %% ../nbs/02_buckets.ipynb #5b7a8528
 def _round(n: int, unit: int) -> int: return -(-n // unit) * unit
 
 def _even_buckets(
@@ -270,9 +288,11 @@ def _even_buckets(
     unit, total = world_size * align, sum(params[i].numel for i in run)
     pieces = math.ceil(total / max(unit, limit // unit * unit)) if len(run) == 1 and total > limit else 1
     size = _round(-(-total // pieces), unit)
+    cuts, last = (_equal(_round(n, unit) // world_size, world_size) for n in (size, (total - 1) % size + 1))
     for start in range(0, total, size):
-        slots = _row(params, run) if len(run) > 1 else [Slot(run[0], start, min(total, start + size), 0)]
-        yield Bucket(kind.dtype, kind.device, kind.group, tuple(slots), _equal(_round(min(size, total - start), unit) // world_size, world_size))
+        stop = min(total, start + size)
+        slots = tuple(_row(params, run)) if len(run) > 1 else (Slot(run[0], start, stop, 0),)
+        yield Bucket(kind.dtype, kind.device, kind.group, slots, cuts if stop < total else last)
 
 def _row(params: Sequence[ParamSpec], run: Iterable[int]) -> Iterator[Slot]:
     at = 0
@@ -280,7 +300,7 @@ def _row(params: Sequence[ParamSpec], run: Iterable[int]) -> Iterator[Slot]:
         yield Slot(i, 0, params[i].numel, at)
         at += params[i].numel
 
-# %% ../nbs/02_buckets.ipynb #1d95bcc7
+# %% ../nbs/02_buckets.ipynb #50645391
 def _owned_bucket(
     params: Sequence[ParamSpec],
     run: Sequence[int], # parameter indices
@@ -294,9 +314,11 @@ def _owned_bucket(
     shards: dict[int, list[Span]] = {}
     for i in run:
         for group_rank, s in owners[i]: shards.setdefault(group_rank, []).append(Span(i, s.start, s.stop))
-    sizes = [0] * world_size
-    for group_rank, shard in shards.items(): sizes[group_rank] = _round(sum(s.numel for s in shard), align)
-    bounds = [0, *accumulate([max(sizes)] * world_size if equal else sizes)]
+    sizes = {group_rank: _round(sum(s.numel for s in shards[group_rank]), align) for group_rank in sorted(shards)}
+    bounds = [*range(0, max(sizes.values()) * world_size + 1, max(sizes.values()))] if equal else [0]
+    for group_rank, size in sizes.items(): # most ranks own nothing of a bucket
+        if not equal: bounds += [bounds[-1]] * (group_rank + 1 - len(bounds)) + [bounds[-1] + size]
+    bounds += [bounds[-1]] * (world_size + 1 - len(bounds))
     slots = []
     for group_rank in sorted(shards):
         at = bounds[group_rank]
@@ -305,7 +327,7 @@ def _owned_bucket(
             at += s.numel
     return Bucket(kind.dtype, kind.device, kind.group, tuple(slots), tuple(bounds))
 
-# %% ../nbs/02_buckets.ipynb #dd06c8d0
+# %% ../nbs/02_buckets.ipynb #3616c194
 def _owners(
     params: Sequence[ParamSpec],
     world_size: int,
@@ -335,11 +357,11 @@ def _lay(
     """Turn runs of parameters into buckets; an evenly cut parameter of more than `limit` bytes gets several."""
     if type(align) is not int or align < 1: raise ValueError(f"align must be an integer >= 1 (elements), got {align!r}")
     owners = _owners(params, world_size, kinds)
+    aligns = {kind: math.lcm(align, setting(kind.policy, "align", 1)) for kind in set(kinds) if leaf(kind.policy) is even}
     buckets: list[Bucket] = []
     for run in runs:
         kind = kinds[run[0]]
-        if leaf(kind.policy) is even:
-            buckets += _even_buckets(params, run, kind, world_size, math.lcm(align, setting(kind.policy, "align", 1)), limit / ITEMSIZE[kind.dtype])
+        if kind in aligns: buckets += _even_buckets(params, run, kind, world_size, aligns[kind], limit / ITEMSIZE[kind.dtype])
         else: buckets.append(_owned_bucket(params, run, kind, world_size, owners, align, equal))
     return BucketPlan(tuple(params), world_size, tuple(buckets))
 

@@ -164,12 +164,15 @@ def _parts(bucket: Bucket, y: float, scale: float, most: int) -> list[str]:
         if stop > start: out.append(_rect(70 + start * scale, y, (stop - start) * scale, 8, colour(r, bucket.world_size), tip))
     return out
 
-# %% ../nbs/05_draw.ipynb #a3074ff0
+# %% ../nbs/05_draw.ipynb #8584ed64
 def draw_timeline(
     bars: Sequence[Any], # `zero_nb.schedule.Bar`s, or anything with `event`, `start` and `stop` in seconds
     width: int = 760, # pixels
 ) -> Svg:
     """Draw an iteration: computation on the upper line, collectives on the lower one, coloured by bucket."""
+    for bar in bars:
+        if not 0 <= bar.start <= bar.stop < math.inf:
+            raise ValueError(f"{bar.event} must start at 0 s or later and stop after that, got {bar.start} to {bar.stop}")
     end = max((bar.stop for bar in bars), default=1) or 1
     count, scale = 1 + max((bar.event.bucket for bar in bars), default=0), (width - 80) / end
     body = [_text(64, 32, "compute", "end"), _text(64, 58, "network", "end")]
@@ -267,7 +270,7 @@ def draw_moves(
         body.append(_text(158 + cell * columns, 44 + 16 * k, short(most * k / 4), font_size=9))
     return Svg(width, int(max(cell * rows, 90)) + 40, "".join(body), f"{total} elements move")
 
-# %% ../nbs/05_draw.ipynb #58b616a9
+# %% ../nbs/05_draw.ipynb #d4a937f7
 RANKS = tuple(2**k for k in range(11)) # what the slider offers
 BUCKETS = (("default", 0), ("25", 25), ("50", 50), ("100", 100), ("200", 200), ("400", 400)) # MB
 
@@ -281,8 +284,9 @@ def explore(
     dtype: str = "float32", # of parameters and gradients; float32 master copies for smaller ones
 ) -> Svg: # what a rank needs, beside plain DDP, and whether it fits
     """Draw one setting."""
-    setup: dict[str, Any] = {"dtype": dtype, "master_dtype": "float32", "capacity_mb": bucket_mb or None}
-    found = [estimate(model, optimizer, ranks, s, **setup) for s in dict.fromkeys(("ddp", stage))]
+    setup: dict[str, Any] = {"master_dtype": "float32", "capacity_mb": bucket_mb or None}
+    specs = find_model(model, dtype)[1]
+    found = [estimate(specs, optimizer, ranks, s, **setup) for s in dict.fromkeys(("ddp", stage))]
     limit, e = parse_memory(memory), found[-1]
     picture = draw_estimates(found, memory=limit)
     said = f"{model}, {optimizer}, {stage}, {ranks} ranks: {amount(e.total)}, {'fits' if fits(e, limit) else 'does not fit'} in {memory}"

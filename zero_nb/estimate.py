@@ -8,7 +8,7 @@ __all__ = ['OPTIMIZERS', 'Shapes', 'MODELS', 'MACHINES', 'STAGES', 'IN_FLIGHT', 
            'estimate', 'amount', 'duration', 'table', 'html_table', 'Comparison', 'compare', 'parse_memory', 'fits',
            'fewest_ranks', 'add_arguments', 'main']
 
-# %% ../nbs/04_estimate.ipynb #800346f2
+# %% ../nbs/04_estimate.ipynb #26672cf2
 import argparse
 import importlib
 import json
@@ -17,13 +17,14 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import partial
 from html import escape
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from .buckets import BucketPlan, adopt, ddp_buckets, pack
-from .schedule import MODES, Event, make_schedule, peak, play
+from .schedule import MODES, NETWORK, Step, clock, order, peak
 from .sharder import ITEMSIZE, ParamSpec, Policy, balanced, even, greedy, mixed, newton_schulz, spread, world
 
 # %% ../nbs/04_estimate.ipynb #39a77499
@@ -144,7 +145,7 @@ MODELS: dict[str, Callable[[], Shapes]] = {
     "mixtral-8x7b": partial(llama, 32, 4096, 14336, vocabulary=32000, experts=8), "resnet-50": resnet50, "vit-l": partial(vit, 24, 1024),
 }
 
-# %% ../nbs/04_estimate.ipynb #bc4d85b5
+# %% ../nbs/04_estimate.ipynb #12817a85
 def specs_of(
     model: Any, # a `torch.nn.Module`, on any device, `meta` too
 ) -> tuple[ParamSpec, ...]: # a parameter that is shared (tied) is listed once
@@ -176,9 +177,11 @@ def find_model(
     if isinstance(model, str):
         if model.lower() not in MODELS: raise unknown("model", model, MODELS)
         return model.lower(), tuple(ParamSpec(name, shape, dtype or "float32") for name, shape in MODELS[model.lower()]().items())
-    specs = specs_of(model) if hasattr(model, "named_parameters") else tuple(model)
+    specs = specs_of(model) if hasattr(model, "named_parameters") else tuple(model) if isinstance(model, Iterable) else (model,)
+    if wrong := [type(p).__name__ for p in specs if not isinstance(p, ParamSpec)]:
+        raise TypeError(f"a model is a module, or `ParamSpec`s, or one of {', '.join(MODELS)}; got {wrong[0]}")
     said = type(model).__name__ if hasattr(model, "named_parameters") else f"{len(specs)} parameters"
-    return said, tuple(ParamSpec(p.name, p.shape, dtype or p.dtype, p.device, p.group, p.trainable) for p in specs)
+    return said, tuple(ParamSpec(p.name, p.shape, dtype, p.device, p.group, p.trainable) for p in specs) if dtype else specs
 
 # %% ../nbs/04_estimate.ipynb #ab781395
 @dataclass(frozen=True)
@@ -249,7 +252,7 @@ class Estimate:
 
     def _repr_html_(self) -> str: return html_table([self])
 
-# %% ../nbs/04_estimate.ipynb #78195e37
+# %% ../nbs/04_estimate.ipynb #936d6f83
 IN_FLIGHT = 4 # gathers that may run at a time
 
 def _scratch(plan: BucketPlan) -> int: # bytes
@@ -266,14 +269,15 @@ def _kept(
     """Count what the optimizer keeps of a rank's spans."""
     state = copies = 0
     for s in spans:
-        spec, keeps = specs[s.param], rule(specs[s.param])
+        spec, count = specs[s.param], s.stop - s.start
+        keeps = rule(spec)
         copied = master is not None and ITEMSIZE[master] > spec.itemsize
         size = ITEMSIZE[master] if copied and master else spec.itemsize
-        state += keeps.numbers(spec, s.numel) * size + 4 * keeps.scalars
-        copies += s.numel * size if copied else 0
+        state += keeps.numbers(spec, count) * size + 4 * keeps.scalars
+        copies += count * size if copied else 0
     return state, copies
 
-# %% ../nbs/04_estimate.ipynb #5a21942b
+# %% ../nbs/04_estimate.ipynb #d0f02d51
 @dataclass(frozen=True)
 class Setup:
     """What to train, on what, and how."""
@@ -293,51 +297,51 @@ class Setup:
     hidden: bool = False # gathers run under the next forward
     compute: float = 0.0 # seconds of forward and backward on a rank
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.compute, (int, float)) and 0 <= self.compute < math.inf):
+            raise ValueError(f"compute must be seconds >= 0, of forward and backward on a rank, got {self.compute!r}")
     def sharding(self) -> str | Policy:
         """Choose the policy."""
         if self.policy is not None: return self.policy
         rule = state_rule(self.optimizer)
         return partial(mixed, choose=lambda spec: partial(balanced, cost=newton_schulz) if rule(spec).whole else even)
-
     def buckets(self, specs: Sequence[ParamSpec], ranks: int, stage: str) -> BucketPlan:
         """Pack parameters as a stage does."""
         mb, cut = (1.0, False) if stage == "dropin" else (25.0, True)
         mb, cut = mb if self.capacity_mb is None else self.capacity_mb, cut if self.cut is None else self.cut
         return pack(specs, ranks, policy=self.sharding(), capacity_mb=mb, align=self.align, cut=cut)
-
     def reducing(self, specs: Sequence[ParamSpec], ranks: int) -> BucketPlan:
         """Pack gradients as DDP does."""
         return adopt(specs, ranks, ddp_buckets(specs, self.ddp_mb))
-
     def device(self) -> Machine:
         """Find the machine."""
         if isinstance(self.machine, str) and self.machine not in MACHINES: raise unknown("machine", self.machine, MACHINES)
         return MACHINES[self.machine] if isinstance(self.machine, str) else self.machine
 
-# %% ../nbs/04_estimate.ipynb #dd7489b8
-def _cost(plan: BucketPlan, how: Setup, stepped: float) -> Callable[[Event], float]:
-    """Price events; `stepped` is the bytes that a rank's step reads and writes, shared among buckets by size, like the computation."""
-    machine, total, ranks = how.device(), sum(b.nbytes for b in plan.buckets) or 1, plan.world_size
+# %% ../nbs/04_estimate.ipynb #54414a55
+def _costs(plan: BucketPlan, how: Setup, stepped: float) -> dict[str, Sequence[float]]: # seconds by operation, of each bucket
+    """Price operations; `stepped` is the bytes that a rank's step reads and writes, shared among buckets by size, like the computation."""
+    machine, sizes, ranks = how.device(), [b.nbytes for b in plan.buckets], plan.world_size
+    total, kinds = sum(sizes) or 1, set(sizes) # most buckets are of one size
     busy = {"GRAD": how.compute * 2 / 3, "FWD": how.compute / 3, "STEP": stepped / machine.memory_bandwidth}
-
-    @cache
-    def price(op: str, nbytes: int) -> float: # most buckets are of one size
-        if op in busy: return busy[op] * nbytes / total
+    def network(op: str, nbytes: int) -> float:
         between = machine.across(nbytes / ranks, how.replicas) if op != "AG" and how.replicas > 1 else 0.0
         return machine.seconds(op, nbytes, ranks) + between
-    sizes = [b.nbytes for b in plan.buckets]
-    return lambda e: price(e.op, sizes[e.bucket])
+    prices = {op: {n: all_of * n / total for n in kinds} for op, all_of in busy.items()} | {op: {n: network(op, n) for n in kinds} for op in NETWORK}
+    return {op: [*map(price.__getitem__, sizes)] for op, price in prices.items()} | {"FREE": [0.0] * len(sizes), "SYNC": (0.0,)}
 
-def _seconds(plan: BucketPlan, stage: str, how: Setup, stepped: float) -> tuple[float, int]: # and collectives
-    """Bound the time of a step: play the schedule; behind DDP, gathers come when everything has been stepped."""
-    behind, mode = MODES[STAGES[stage]].reduce == "AR", STAGES[stage]
-    first = how.reducing(plan.params, plan.world_size) if stage == "dropin" else plan
-    schedule = make_schedule(first, "ddp" if behind else mode, lag=how.lag, hidden=how.hidden and not behind)
-    bars = play(schedule, _cost(first, how, stepped))
+def _seconds(plan: BucketPlan, steps: Sequence[Step], stage: str, how: Setup, stepped: float) -> tuple[float, int]: # and collectives
+    """Bound the time of a step: run the clock; behind DDP, gathers come when everything has been stepped."""
+    first, mode = how.reducing(plan.params, plan.world_size) if stage == "dropin" else plan, MODES[STAGES[stage]]
+    if mode.reduce == "AR": mode, steps = MODES["ddp"], _steps(first, "ddp", how)
+    end = max(map(itemgetter(1), clock(steps, _costs(first, how, stepped))), default=0.0)
     owned = [b.nbytes for b in plan.buckets] if stage == "dropin" else [p.nbytes for p in plan.params if p.trainable and p.numel]
     gathers = [how.device().seconds("AG", nbytes, plan.world_size) for nbytes in owned] if stage in ("dropin", "torch") else []
-    count = len(schedule.collectives) + len(gathers) + len(first.buckets) * (how.replicas > 1)
-    return max((bar.stop for bar in bars), default=0.0) + sum(gathers), count
+    return end + sum(gathers), len(first.buckets) * (1 + mode.gather + (how.replicas > 1)) + len(gathers)
+
+def _steps(plan: BucketPlan, mode: str, how: Setup) -> list[Step]:
+    phases = order(len(plan.buckets), mode, lag=how.lag, hidden=how.hidden and MODES[mode].reduce == "RS")
+    return [step for steps in phases.values() for step in steps]
 
 # %% ../nbs/04_estimate.ipynb #381d83da
 def estimate(
@@ -366,17 +370,18 @@ def estimate(
     called, imbalance = getattr(optimizer, "__name__", str(optimizer)), 1.0 if stage == "ddp" else spread(loads)
     return _fill_in(Estimate(name, stage, called, world_size, chosen, imbalance=imbalance), how, specs, plan, owned)
 
-# %% ../nbs/04_estimate.ipynb #a67fc99d
+# %% ../nbs/04_estimate.ipynb #aeb5402f
 def _fill_in(found: Estimate, how: Setup, specs: Sequence[ParamSpec], plan: BucketPlan, owned: Sequence[Any]) -> Estimate:
     """Add bytes, traffic and time."""
     stage, ranks, mode = found.stage, plan.world_size, MODES[STAGES[found.stage]]
     full, ours = sum(p.nbytes for p in specs if p.trainable), stage not in ("ddp", "torch")
     state, master = _kept(specs, owned, state_rule(how.optimizer), how.master_dtype)
-    mine = sum(s.numel * specs[s.param].itemsize for s in owned)
-    padded = sum(b.nbytes for b in plan.buckets)
+    mine = sum((s.stop - s.start) * specs[s.param].itemsize for s in owned)
+    sizes, steps = [b.nbytes for b in plan.buckets], _steps(plan, STAGES[stage], how)
+    padded = sum(sizes)
     part = sum((b.bounds[found.group_rank + 1] - b.bounds[found.group_rank]) * ITEMSIZE[b.dtype] for b in plan.buckets)
-    alive = peak(make_schedule(plan, STAGES[stage], lag=how.lag), [b.nbytes for b in plan.buckets]) if mode.free else 0 if how.bucket_view else full
-    seconds, collectives = _seconds(plan, stage, how, 2 * (state + master) + 3 * mine)
+    alive = peak(steps, sizes) if mode.free else 0 if how.bucket_view else full
+    seconds, collectives = _seconds(plan, steps, stage, how, 2 * (state + master) + 3 * mine)
     reduced = 2 * (ranks - 1) * full // ranks if mode.reduce == "AR" else padded - part
     gathered = {"ddp": 0, "torch": full - mine}.get(stage, padded - part)
     between = 2 * (how.replicas - 1) * (part if mode.reduce == "RS" else full) // how.replicas
