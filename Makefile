@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: help train test notebooks pytest lint export lab clean
+.PHONY: help train test notebooks pytest browser lint export lab clean
 
 help: ## what the targets do
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,8 +18,16 @@ test: lint notebooks pytest ## everything CI checks
 notebooks: $(VENV)/.ready ## execute every notebook
 	$(BIN)/nbdev_test --n_workers 2 --timing
 
-pytest: $(VENV)/.ready ## the test suite
+pytest: $(VENV)/.ready browser ## the test suite
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+browser: ## what the explorer is tested in: installs Debian's chromium where there is no browser and apt-get may be used
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	skip() { echo "no browser: $$1; the explorer's test in a real one will be skipped" >&2; exit 0; }; \
+	command -v apt-get >/dev/null || skip "chromium is not installed, and there is no apt-get"; \
+	root=; [ "$$(id -u)" = 0 ] || { root="sudo -n"; $$root true 2>/dev/null || skip "chromium is not installed, and apt-get needs root"; }; \
+	install() { $$root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; }; \
+	echo "installing chromium"; install 2>/dev/null || { $$root apt-get update -qq && install; } || skip "apt-get cannot install chromium"
 
 lint: $(VENV)/.ready ## ruff and mypy
 	$(BIN)/ruff check nbs zero_nb tests setup.py

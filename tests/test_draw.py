@@ -153,9 +153,9 @@ def test_the_explorer_says_what_to_install(monkeypatch):
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+MISSING = ["chromium"] * (CHROMIUM is None) + [name for name in ("playwright", "jupyterlab", "ipywidgets") if importlib.util.find_spec(name) is None]
 needs_browser = pytest.mark.skipif(
-    CHROMIUM is None or any(importlib.util.find_spec(name) is None for name in ("playwright", "jupyterlab", "ipywidgets")),
-    reason="needs chromium, playwright, jupyterlab and ipywidgets; this drives the explorer in a real JupyterLab")
+    bool(MISSING), reason=f"drives the explorer in a real JupyterLab, and needs {', '.join(MISSING)}, which `make pytest` installs where it can")
 
 
 @pytest.fixture
