@@ -118,8 +118,15 @@ def test_plan_prints_a_table_and_draws_it(capsys, monkeypatch, tmp_path):
     assert cli.main(["plan", "gpt2", "--svg", ""]) == 0 and list(tmp_path.iterdir()) == [tmp_path / "gpt2-xl-8.svg"]
 
 
+def test_plan_finds_a_function_of_the_current_folder(tmp_path):
+    (tmp_path / "mine.py").write_text("import torch\ndef model(): return torch.nn.Linear(30, 10)\n")
+    process = subprocess.run(command("plan", "mine:model", "--svg", ""), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0 and "mine:model: 310 parameters" in process.stdout, process.stderr
+
+
 @pytest.mark.parametrize(("words", "says"), [
     (["plan", "gpt2-xxl"], "gpt2-xl"),
+    (["plan", "gpt2", "--master-dtype", "fp32"], "unknown master_dtype 'fp32'"),
     (["plan", "gpt2", "--world-size", "0"], "got 0"),
     (["plan", "gpt2", "--memory", "much"], "much"),
     (["plan"], "name one model"),

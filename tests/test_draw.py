@@ -2,6 +2,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -152,8 +153,24 @@ def test_the_explorer_says_what_to_install(monkeypatch):
     with pytest.raises(ImportError, match=r"pip install 'zero_nb\[notebook\]'"): explorer()
 
 
+def contrast(colours):
+    """Compare the luminance of two colours such as `rgb(1, 2, 3)`; 4.5 is what WCAG asks of text."""
+    def light(colour):
+        parts = [int(n) / 255 for n in re.findall(r"\d+", colour)[:3]]
+        return sum(w * (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4) for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+    low, high = sorted(map(light, colours))
+    return (high + 0.05) / (low + 0.05)
+
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 MISSING = ["chromium"] * (CHROMIUM is None) + [name for name in ("playwright", "jupyterlab", "ipywidgets") if importlib.util.find_spec(name) is None]
+BACKGROUND = """element => {
+    for (; element; element = element.parentElement) {
+        const colour = getComputedStyle(element).backgroundColor
+        if (!/, 0\\)$/.test(colour)) return colour
+    }
+    return "rgb(255, 255, 255)"
+}"""
 needs_browser = pytest.mark.skipif(
     bool(MISSING), reason=f"drives the explorer in a real JupyterLab, and needs {', '.join(MISSING)}, which `make pytest` installs where it can")
 
@@ -185,6 +202,22 @@ def lab(tmp_path):
         os.killpg(server.pid, signal.SIGTERM)
         try: server.wait(10)
         except subprocess.TimeoutExpired: os.killpg(server.pid, signal.SIGKILL)
+
+
+@needs_browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_saved_picture_is_read_in_both_themes(tmp_path, theme):
+    from playwright.sync_api import sync_playwright
+
+    draw_estimates(compare("gpt2").estimates, "2GB").save(tmp_path / "plan.svg")
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(color_scheme=theme)
+        page.goto(f"file://{tmp_path}/plan.svg")
+        text = page.locator("text").first
+        ink, paper = text.evaluate("e => getComputedStyle(e).fill"), text.evaluate(BACKGROUND)
+        assert contrast((ink, paper)) > 4.5 and (contrast((paper, "rgb(0, 0, 0)")) < 4.5) == (theme == "dark")
+        browser.close()
 
 
 @needs_browser

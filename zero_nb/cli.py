@@ -80,7 +80,7 @@ def launch(
     finally: logging.disable(muted)
     return "", 0
 
-# %% ../nbs/21_cli.ipynb #b9a74edf
+# %% ../nbs/21_cli.ipynb #1f2168bf
 COMMANDS = {"train": ("zero_nb.train", "train a small GPT, beside plain DDP, on local GPUs or on the CPU"),
             "plan": ("zero_nb.estimate", "say what a model and its optimizer need, on how many ranks")}
 NUMBERS = {"--nproc": "ranks to start (default: one for each GPU, or 2 without GPUs)", "--port": "where the ranks meet (default: any that is free)"}
@@ -88,8 +88,10 @@ NUMBERS = {"--nproc": "ranks to start (default: one for each GPU, or 2 without G
 def _plan(parser: Parser, options: Any) -> int:
     """Print what a model needs, and draw it."""
     plan, draw = importlib.import_module("zero_nb.estimate"), importlib.import_module("zero_nb.draw")
+    sys.path.insert(0, os.getcwd())  # module:function means the user's own, as with `python -m`
     try: found = plan.main(options)
     except (ValueError, TypeError) as error: parser.error(str(error))
+    finally: sys.path.remove(os.getcwd())
     if options.svg == "": return 0
     path = options.svg or f"{re.sub(r'[^A-Za-z0-9.-]+', '-', found.estimates[0].model)}-{options.world_size}.svg"
     try: draw.draw_estimates(found.estimates, options.memory).save(path)

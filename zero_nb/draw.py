@@ -22,7 +22,7 @@ from .buckets import Bucket, BucketPlan
 from .estimate import MODELS, OPTIMIZERS, STAGES, Estimate, amount, estimate, find_model, fits, parse_memory
 from .sharder import Move, ShardPlan
 
-# %% ../nbs/05_draw.ipynb #45b075e8
+# %% ../nbs/05_draw.ipynb #9f21a4d1
 @dataclass(frozen=True, repr=False)
 class Svg:
     """A picture as text: a notebook shows it in the colours of its theme, and `save` writes a file that stands alone."""
@@ -44,7 +44,7 @@ class Svg:
 
     def save(self, path: str | Path) -> Path:
         """Write the picture to a file that follows the reader's light or dark theme."""
-        style = "<style>svg{color:#222}@media(prefers-color-scheme:dark){svg{color:#ddd}}</style>"
+        style = "<style>svg{color:#222;background:#fff}@media(prefers-color-scheme:dark){svg{color:#ddd;background:#181818}}</style>"
         Path(path).write_text(self._wrap(style) + "\n", encoding="utf-8")
         return Path(path)
 

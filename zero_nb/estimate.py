@@ -8,7 +8,7 @@ __all__ = ['OPTIMIZERS', 'Shapes', 'MODELS', 'MACHINES', 'STAGES', 'IN_FLIGHT', 
            'estimate', 'amount', 'duration', 'table', 'html_table', 'Comparison', 'compare', 'parse_memory', 'fits',
            'fewest_ranks', 'add_arguments', 'main']
 
-# %% ../nbs/04_estimate.ipynb #26672cf2
+# %% ../nbs/04_estimate.ipynb #2769e7e1
 import argparse
 import importlib
 import json
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from html import escape
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ MODELS: dict[str, Callable[[], Shapes]] = {
     "mixtral-8x7b": partial(llama, 32, 4096, 14336, vocabulary=32000, experts=8), "resnet-50": resnet50, "vit-l": partial(vit, 24, 1024),
 }
 
-# %% ../nbs/04_estimate.ipynb #12817a85
+# %% ../nbs/04_estimate.ipynb #e4dd63ce
 def specs_of(
     model: Any, # a `torch.nn.Module`, on any device, `meta` too
 ) -> tuple[ParamSpec, ...]: # a parameter that is shared (tied) is listed once
@@ -163,6 +163,16 @@ def read_shapes(path: str | Path) -> tuple[ParamSpec, ...]:
     except (TypeError, AttributeError) as e:
         raise ValueError(f'{path} must hold {{"name": [rows, columns], ...}}, or for each name an object with "shape" and perhaps "dtype"; {e}') from e
 
+# %% ../nbs/04_estimate.ipynb #449698a2
+def _made(model: str) -> Any:
+    """Call a function that is named by "module:function"."""
+    module, _, function = model.partition(":")
+    try: made = attrgetter(function)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ValueError(f"model {model!r} must name a function of a module that can be imported; {e}") from e
+    try: return made()
+    except Exception as e: raise ValueError(f"model {model!r} must be made by a call without arguments, which raised {type(e).__name__}: {e}") from e
+
 def find_model(
     model: Any, # a name in `MODELS`, "module:function", parameters, or a module
     dtype: str | None = None, # of all parameters; None leaves them as they are, float32 for a name
@@ -170,10 +180,7 @@ def find_model(
     """Find out the parameters of a model.
 
     Raises `ValueError` for an unknown name, with the nearest ones."""
-    if isinstance(model, str) and ":" in model:
-        module, _, function = model.partition(":")
-        try: return model, find_model(getattr(importlib.import_module(module), function)(), dtype)[1]
-        except (ImportError, AttributeError) as e: raise ValueError(f"model {model!r} must name a function of a module that can be imported; {e}") from e
+    if isinstance(model, str) and ":" in model: return model, find_model(_made(model), dtype)[1]
     if isinstance(model, str):
         if model.lower() not in MODELS: raise unknown("model", model, MODELS)
         return model.lower(), tuple(ParamSpec(name, shape, dtype or "float32") for name, shape in MODELS[model.lower()]().items())
@@ -183,7 +190,7 @@ def find_model(
     said = type(model).__name__ if hasattr(model, "named_parameters") else f"{len(specs)} parameters"
     return said, tuple(ParamSpec(p.name, p.shape, dtype, p.device, p.group, p.trainable) for p in specs) if dtype else specs
 
-# %% ../nbs/04_estimate.ipynb #ab781395
+# %% ../nbs/04_estimate.ipynb #78576991
 @dataclass(frozen=True)
 class Machine:
     """What bounds the time of a step from below."""
@@ -197,6 +204,13 @@ class Machine:
     node_bandwidth: float # bytes per second that a node receives from others
     node_latency: float # seconds for one message between nodes
 
+    def __post_init__(self) -> None:
+        if type(self.per_node) is not int or self.per_node < 1: raise ValueError(f"machine {self.name!r}: per_node must be ranks >= 1, got {self.per_node!r}")
+        for name in ("memory", "memory_bandwidth", "bandwidth", "node_bandwidth", "latency", "node_latency"):
+            n, zero = getattr(self, name), name.endswith("latency")
+            if not (isinstance(n, (int, float)) and (n > 0 or (zero and n == 0))):
+                raise ValueError(f"machine {self.name!r}: {name} must be {'>= 0' if zero else 'above 0'}, got {n!r}")
+
     def seconds(self, op: str, nbytes: float, ranks: int) -> float:
         """Bound the time of a collective ("AR", "RS" or "AG") over all `nbytes` of a bucket: latency of a tree, and bandwidth that nothing can avoid."""
         nodes = -(-ranks // self.per_node)
@@ -208,6 +222,7 @@ class Machine:
         """Bound the time of an all-reduce of `nbytes` for each rank of a node, between nodes."""
         return 2 * (self.node_latency * math.ceil(math.log2(nodes)) + nbytes * self.per_node * (nodes - 1) / nodes / self.node_bandwidth)
 
+# %% ../nbs/04_estimate.ipynb #b8943c21
 MACHINES = {m.name: m for m in (
     Machine("laptop", 8, 4e9, 1e10, 1.3e9, 1e-4, 1e8, 1e-3), # gloo between processes of one machine, measured; Wi-Fi between machines
     Machine("8xH100", 8, 80e9, 3.35e12, 450e9, 5e-6, 50e9, 2e-5), # NVLink 4 inside, one 400 Gb/s adapter for the node
@@ -343,7 +358,7 @@ def _steps(plan: BucketPlan, mode: str, how: Setup) -> list[Step]:
     phases = order(len(plan.buckets), mode, lag=how.lag, hidden=how.hidden and MODES[mode].reduce == "RS")
     return [step for steps in phases.values() for step in steps]
 
-# %% ../nbs/04_estimate.ipynb #381d83da
+# %% ../nbs/04_estimate.ipynb #ee10726d
 def estimate(
     model: Any, # a name in `MODELS`, "module:function", `ParamSpec`s, or a module
     optimizer: Any = "adamw", # a name in `OPTIMIZERS`, a class, or a `State`
@@ -357,6 +372,7 @@ def estimate(
     Raises `ValueError` for an unknown name, or a world size that `replicas` does not divide."""
     if stage not in STAGES: raise unknown("stage", stage, STAGES)
     how = Setup(optimizer, **(setup | {"replicas": 1} if stage == "ddp" else setup))  # plain DDP knows no groups
+    if how.master_dtype not in (None, *ITEMSIZE): raise unknown("master_dtype", how.master_dtype, ITEMSIZE)
     name, specs = find_model(model, how.dtype)
     if type(how.replicas) is not int or how.replicas < 1 or world(world_size) % how.replicas:
         raise ValueError(f"replicas must divide world_size, got {how.replicas} and {world_size}")
