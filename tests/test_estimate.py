@@ -122,7 +122,7 @@ def test_fewest_ranks_is_the_first_that_fits(specs, stage, memory):
 def test_master_copies_are_kept_by_owners():
     specs = [ParamSpec("w", (1000,), "bfloat16"), ParamSpec("b", (8,), "float32")]
     e = estimate(specs, "adamw", 4, master_dtype="float32")
-    assert e.master == 250 * 4 and e.state == 250 * 8 + 4 + 2 * 8 + 4
+    assert e.master == 256 * 4 and e.state == 256 * 8 + 4  # the largest share: a cut inside a parameter lies at a multiple of 16
     assert estimate(specs, "adamw", 4, "ddp", master_dtype="float32").master == 4000
 
 

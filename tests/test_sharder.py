@@ -83,6 +83,13 @@ def test_plans_are_read_back_from_text_and_json(specs, world_size, policy):
 
 @quick
 @given(param_lists(), worlds)
+def test_runs_are_even_but_for_the_alignment_of_their_cuts(specs, world_size):
+    plan, level = runs(specs, world_size), even(specs, world_size)
+    assert all(abs(a - b) <= 16 for a, b in zip(plan.loads, level.loads, strict=True))
+    assert all(span.start % 16 == 0 for shard in plan.shards for span in shard)
+
+
+@given(param_lists(), worlds)
 def test_no_plan_is_worse_than_its_bound(specs, world_size):
     numels = [p.numel for p in specs if p.trainable]
     total, largest = sum(numels), max(numels, default=0)
@@ -261,7 +268,7 @@ tiny = ParamSpec("weight", (4, 2)), ParamSpec("bias", (2,))
     (lambda: ParamSpec("w", (4,), "bfloat61"), "did you mean bfloat16"),
     (lambda: even([*tiny, tiny[0]], 2), "parameters 0 and 2 are both called 'weight'"),
     (lambda: find_policy("evn"), "did you mean 'even'"),
-    (lambda: find_policy("zzz"), "choose one of greedy, even, balanced, mixed"),
+    (lambda: find_policy("zzz"), "choose one of greedy, even, runs, balanced, mixed"),
     (lambda: ShardPlan(tiny, ((Span(0, 0, 8),),)), "element 0 is owned by nobody"),
     (lambda: ShardPlan(tiny, ((Span(0, 0, 8), Span(1, 0, 2)), (Span(1, 1, 2),))), "element 1 is owned by group_rank 1 and another"),
     (lambda: ShardPlan(tiny, ((Span(0, 0, 9), Span(1, 0, 2)),)), "element 8 is owned by group_rank 0, and does not exist"),
@@ -309,7 +316,7 @@ def test_a_policy_must_return_a_plan():
 
 
 def test_small_things():
-    assert find_policy(even) is even and set(POLICIES) == {"greedy", "even", "balanced", "mixed"}
+    assert find_policy(even) is even and set(POLICIES) == {"greedy", "even", "runs", "balanced", "mixed"}
     assert spread([0, 0]) == 1 and spread([2, 1]) == pytest.approx(4 / 3)
     assert Move(0, 1, Span(0, 2, 5)).numel == 3
     assert even((), 3).loads == (0, 0, 0) and even((), 3).imbalance == 1

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 _MODULES = {
-    "sharder": ("ParamSpec", "ShardPlan", "Span", "balanced", "even", "greedy", "mixed", "moves"),
+    "sharder": ("Grid", "GridPlan", "ParamSpec", "ShardPlan", "Span", "balanced", "even", "greedy", "mixed", "moves"),
     "buckets": ("BucketPlan", "pack"),
     "schedule": ("make_schedule",),
     "estimate": ("compare", "estimate"),
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .process_group import Group, agree, agreeing, coalescing_manager, get_global_rank, get_group_rank, get_process_group_ranks, two_level
     from .record import record, simulate
     from .schedule import make_schedule
-    from .sharder import ParamSpec, ShardPlan, Span, balanced, even, greedy, mixed, moves
+    from .sharder import Grid, GridPlan, ParamSpec, ShardPlan, Span, balanced, even, greedy, mixed, moves
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ __all__ = ['OPTIMIZERS', 'Shapes', 'MODELS', 'MACHINES', 'STAGES', 'IN_FLIGHT', 
            'estimate', 'amount', 'duration', 'table', 'html_table', 'Comparison', 'compare', 'parse_memory', 'fits',
            'fewest_ranks', 'add_arguments', 'main']
 
-# %% ../nbs/04_estimate.ipynb #2769e7e1
+# %% ../nbs/04_estimate.ipynb #07572b28
 import argparse
 import importlib
 import json
@@ -25,7 +25,7 @@ from typing import Any
 
 from .buckets import BucketPlan, adopt, ddp_buckets, pack
 from .schedule import MODES, NETWORK, Step, clock, order, peak
-from .sharder import ITEMSIZE, ParamSpec, Policy, balanced, even, greedy, mixed, newton_schulz, spread, world
+from .sharder import ITEMSIZE, ParamSpec, Policy, balanced, even, greedy, mixed, newton_schulz, runs, spread, unique, world
 
 # %% ../nbs/04_estimate.ipynb #39a77499
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ def _kept(
         copies += count * size if copied else 0
     return state, copies
 
-# %% ../nbs/04_estimate.ipynb #d0f02d51
+# %% ../nbs/04_estimate.ipynb #aaab1154
 @dataclass(frozen=True)
 class Setup:
     """What to train, on what, and how."""
@@ -315,16 +315,18 @@ class Setup:
     def __post_init__(self) -> None:
         if not (isinstance(self.compute, (int, float)) and 0 <= self.compute < math.inf):
             raise ValueError(f"compute must be seconds >= 0, of forward and backward on a rank, got {self.compute!r}")
-    def sharding(self) -> str | Policy:
-        """Choose the policy."""
+    def sharding(self, stage: str) -> str | Policy:
+        """Choose the policy of a stage: what is cut is cut in one row where nothing waits for gradients, else bucket by bucket."""
+        cut = runs if stage == "dropin" else even
         if self.policy is not None: return self.policy
         rule = state_rule(self.optimizer)
-        return partial(mixed, choose=lambda spec: partial(balanced, cost=newton_schulz) if rule(spec).whole else even)
+        return partial(mixed, choose=lambda spec: partial(balanced, cost=newton_schulz) if rule(spec).whole else cut)
     def buckets(self, specs: Sequence[ParamSpec], ranks: int, stage: str) -> BucketPlan:
         """Pack parameters as a stage does."""
         mb, cut = (1.0, False) if stage == "dropin" else (25.0, True)
         mb, cut = mb if self.capacity_mb is None else self.capacity_mb, cut if self.cut is None else self.cut
-        return pack(specs, ranks, policy=self.sharding(), capacity_mb=mb, align=self.align, cut=cut)
+        order = range(len(unique(specs))) if stage == "dropin" else None # nothing waits for gradients; what two ranks share lies in one piece
+        return pack(specs, ranks, policy=self.sharding(stage), capacity_mb=mb, align=self.align, cut=cut, order=order)
     def reducing(self, specs: Sequence[ParamSpec], ranks: int) -> BucketPlan:
         """Pack gradients as DDP does."""
         return adopt(specs, ranks, ddp_buckets(specs, self.ddp_mb))
