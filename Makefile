@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: help train test notebooks pytest browser lint export lab clean
+.PHONY: help train bench test notebooks pytest browser lint export lab clean
 
 help: ## what the targets do
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -12,6 +12,9 @@ help: ## what the targets do
 train: export OMP_NUM_THREADS ?= 1
 train: $(VENV)/.ready ## train a small GPT on two local ranks beside plain DDP; results in runs/train (ARGS="--steps 50" passes options)
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m zero_nb.train $(ARGS)
+
+bench: $(VENV)/.ready ## compare with plain DDP and other optimizers at full size (about 20 minutes, 16 GB); what 30_benchmark shows is in nbs/benchmark
+	$(BIN)/python -m zero_nb.bench --out nbs/benchmark $(ARGS)
 
 test: lint notebooks pytest ## everything CI checks
 
