@@ -195,6 +195,29 @@ def test_rows_and_files(tmp_path):
     assert write(replace(REPORT, launches=()), folder) == ["report.json", "table.csv", "table.md"]
 
 
+def test_reports_are_added(tmp_path, capsys):
+    flags = ["--quick", "--ranks", "1", "--variants", "zero", "--parts", "counts", "--out", str(tmp_path)]
+    bench.main([*flags, "--model", "small", "--add"]) # nothing is there yet
+    bench.main([*flags, "--model", "linear", "--add"])
+    found = Report.from_json((tmp_path / "report.json").read_text())
+    assert [(c.model, c.variant) for c in found.counts] == [("small", "ddp"), ("small", "zero"), ("linear", "ddp"), ("linear", "zero")]
+    bench.main([*flags, "--model", "gpt"])
+    assert {c.model for c in Report.from_json((tmp_path / "report.json").read_text()).counts} == {"gpt"}
+    (tmp_path / "report.json").write_text(replace(found, machine=found.machine | {"torch": "1.0"}).to_json())
+    capsys.readouterr()
+    with pytest.raises(SystemExit): bench.main([*flags, "--model", "small", "--add"])
+    with pytest.raises(SystemExit): bench.main([*[f for f in flags if f != "--quick"], "--model", "small", "--add"])
+    first, second = capsys.readouterr().err.splitlines()
+    assert "these differ in torch;" in first and "these differ in torch, size of the models;" in second
+
+
+def test_merging_replaces_what_was_measured_again():
+    new = Report(REPORT.machine, False, (replace(LAUNCH, losses={}), replace(LAUNCH, world_size=2)), (replace(COUNTS[1], state=5),), None, {"x": "y"})
+    both = bench.merged(REPORT, new)
+    assert both.launches == new.launches and both.count("gpt", 4, "zero").state == 5 and both.count("gpt", 4) == COUNTS[0] and len(both.counts) == 3
+    assert both.makings == REPORT.makings and both.left_out == {"fairscale": "not installed", "x": "y"}
+
+
 def test_strays():
     off = replace(LAUNCH, losses={"ddp": 2.5, "zero": 2.502, "torch": float("nan"), "floor": 9.0})
     assert list(bench.strays(replace(REPORT, launches=(off,)))) == ["zero", "torch"]

@@ -42,9 +42,9 @@ from .train import GPT
 # %% auto #0
 __all__ = ['VARIANTS', 'REFERENCE', 'LR', 'WARM_UP', 'TARGETS', 'PARTS', 'Ranks', 'HEADS', 'Model', 'TiedGPT', 'Chain', 'models',
            'Runner', 'Variant', 'variant', 'Job', 'make_job', 'time_rank', 'Spread', 'paired', 'Launch', 'Counts',
-           'state_bytes', 'peak_bytes', 'count_rank', 'counts', 'Makings', 'make_rank', 'Report', 'Target', 'verdicts',
-           'together', 'Options', 'forked', 'under_torchrun', 'measure', 'machine', 'strays', 'rows', 'cells',
-           'markdown', 'draw', 'write', 'show', 'main']
+           'state_bytes', 'peak_bytes', 'count_rank', 'counts', 'Makings', 'make_rank', 'Report', 'check_same',
+           'merged', 'Target', 'verdicts', 'together', 'Options', 'forked', 'under_torchrun', 'measure', 'machine',
+           'strays', 'rows', 'cells', 'markdown', 'draw', 'write', 'show', 'main']
 
 # %% ../nbs/30_benchmark.ipynb #22443b74
 @dataclass(frozen=True)
@@ -471,6 +471,24 @@ def _read(data: dict[str, Any]) -> Report:
     except (KeyError, TypeError) as error:
         raise ValueError(f"this is not a report of this version of zero_nb.bench ({type(error).__name__}: {error}); run the benchmark again") from error
 
+# %% ../nbs/30_benchmark.ipynb #5a22490f
+def check_same(old: Report, facts: dict[str, str], quick: bool) -> None:
+    """Raise `ValueError` unless an old report is of this machine and of these models."""
+    differ = [key for key in sorted(old.machine.keys() | facts.keys()) if key != "date" and old.machine.get(key) != facts.get(key)]
+    if old.quick != quick: differ.append("size of the models")
+    if differ: raise ValueError(f"a report can be added to one of the same machine and models, and these differ in {', '.join(differ)}; choose another --out")
+
+def merged(old: Report, new: Report) -> Report:
+    """Put what was measured now in place of what was measured before.
+
+    Raises `ValueError` if they do not belong together."""
+    check_same(old, new.machine, new.quick)
+    timed = {(launch.model, launch.world_size) for launch in new.launches}
+    counted = {(c.model, c.world_size, c.variant) for c in new.counts}
+    launches = [launch for launch in old.launches if (launch.model, launch.world_size) not in timed]
+    kept = [c for c in old.counts if (c.model, c.world_size, c.variant) not in counted]
+    return Report(new.machine, new.quick, (*launches, *new.launches), (*kept, *new.counts), new.makings or old.makings, old.left_out | new.left_out)
+
 # %% ../nbs/30_benchmark.ipynb #07efadfe
 @dataclass(frozen=True)
 class Target:
@@ -618,7 +636,7 @@ def measure(
     makings = ranks(1, make_rank, *size)[0] if alone else None
     return Report(machine(options), options.quick, tuple(launches), tuple(found), makings, left_out)
 
-# %% ../nbs/30_benchmark.ipynb #14eda79e
+# %% ../nbs/30_benchmark.ipynb #9f7aa9b1
 def machine(options: Options) -> dict[str, str]:
     """Describe when and on what a report was made."""
     processor = platform.processor() or platform.machine()
@@ -628,7 +646,7 @@ def machine(options: Options) -> dict[str, str]:
     gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
     return {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "python": platform.python_version(), "processor": processor,
             "cores": str(os.cpu_count()), **gpu, "threads of a rank": "1" if options.device == "cpu" else str(torch.get_num_threads()),
-            "backend": "nccl" if options.device == "cuda" else "gloo", "rounds": str(options.rounds)}
+            "backend": "nccl" if options.device == "cuda" else "gloo"}
 
 # %% ../nbs/30_benchmark.ipynb #49fcbfa1
 def strays(report: Report) -> dict[str, str]: # by variant: what was seen
@@ -716,7 +734,7 @@ def _draw_ratios(ax: Any, ratios: Sequence[Spread | None], k: int, of: int, n: i
     ax.hlines([y for y, _ in found], [r.low for _, r in found], [r.high for _, r in found], color=color, linewidth=1.5)
     ax.plot([r.median for _, r in found], [y for y, _ in found], "o", color=color, markersize=4, label=f"{n} rank{'s' * (n > 1)}")
 
-# %% ../nbs/30_benchmark.ipynb #2fef580d
+# %% ../nbs/30_benchmark.ipynb #c01bbc56
 def write(report: Report, folder: str | Path) -> list[str]: # names of the files
     """Leave the report in a folder: JSON, CSV, Markdown and, if there are times, a figure."""
     folder = Path(folder)
@@ -747,14 +765,14 @@ def show(report: Report) -> None:
     from rich.table import Table
     tables: list[tuple[str, Sequence[str], Iterable[Sequence[str]]]] = [("the optimizers", HEADS, map(cells, rows(report)))]
     if not report.quick: tables.append(("targets", ("target", "limit", "measured", "met"), verdicts(report)))
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console(width=None if sys.stdout.isatty() else 200, force_jupyter=False)
     for title, heads, lines in tables:
         grid = Table(*heads, title=title, title_justify="left")
         for line in lines: grid.add_row(*line)
         console.print(grid)
     for line in _remarks(report): console.print(line, highlight=False)
 
-# %% ../nbs/30_benchmark.ipynb #de6bc4d0
+# %% ../nbs/30_benchmark.ipynb #1b3a7a5a
 def _parser() -> Parser:
     words = "Compare ways to train in data parallel: times as ratios in one launch, bytes exactly."
     parser = Parser(prog="zero_nb.bench", allow_abbrev=False, description=words)
@@ -766,6 +784,7 @@ def _parser() -> Parser:
     add("--quick", action="store_true", help="shrink the models: a look, not a measurement")
     add("--device", choices=("cpu", "cuda"), default=default.device, help="(default: cpu)")
     add("--parts", nargs="+", default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    add("--add", action="store_true", help="keep what report.json in --out has of other models, world sizes and parts")
     add("--out", default="runs/bench", metavar="FOLDER", help="for report.json, table.csv, table.md, figure.png, figure.svg (default: runs/bench)")
     return parser
 
@@ -779,14 +798,21 @@ def _options(given: Any) -> Options: # of the parsed command line
     once = [tuple(dict.fromkeys(names)) for names in (given.model, ranks, given.variants, given.parts)]
     return Options(once[0], once[1], once[2], given.rounds, given.quick, given.device, once[3])
 
-# %% ../nbs/30_benchmark.ipynb #ec90c1c0
+# %% ../nbs/30_benchmark.ipynb #17d15496
+def _before(given: Any, options: Options) -> Report | None: # what to add to
+    path = Path(given.out, "report.json")
+    if not given.add or not path.exists(): return None
+    old = Report.from_json(path.read_text(encoding="utf-8"))
+    check_same(old, machine(options), options.quick)
+    return old
+
 def main(
     argv: Sequence[str] | None = None, # without the program's name; by default the process's
 ) -> None:
     """Run the benchmark, print its tables and leave its files."""
     parser = _parser()
     given = parser.parse_args(argv)
-    try: options = _options(given)
+    try: old = _before(given, options := _options(given))
     except ValueError as error: parser.error(str(error))
     def say(line: str) -> None: print(line, file=sys.stderr, flush=True)
     if "RANK" not in os.environ: report = measure(options, say=say)
@@ -798,6 +824,7 @@ def main(
         report = measure(options, under_torchrun, say if first else lambda line: None)
         dist.destroy_process_group()
         if not first: return
+    if old: report = merged(old, report)
     show(report)
     print(f"in {given.out}: {', '.join(write(report, given.out))}")
 
