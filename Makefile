@@ -13,7 +13,7 @@ train: export OMP_NUM_THREADS ?= 1
 train: $(VENV)/.ready ## train a small GPT on two local ranks beside plain DDP; results in runs/train (ARGS="--steps 50" passes options)
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m zero_nb.train $(ARGS)
 
-bench: $(VENV)/.ready ## compare with plain DDP and other optimizers at full size (about 20 minutes, 16 GB); what 30_benchmark shows is in nbs/benchmark
+bench: $(VENV)/.ready ## compare with plain DDP and other optimizers at full size (up to an hour, 16 GB); what 30_benchmark shows is in nbs/benchmark
 	$(BIN)/python -m zero_nb.bench --out nbs/benchmark $(ARGS)
 
 test: lint notebooks pytest ## everything CI checks
