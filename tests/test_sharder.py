@@ -29,6 +29,7 @@ from zero_nb.sharder import (
     mixed,
     moves,
     newton_schulz,
+    runs,
     spread,
 )
 
@@ -47,6 +48,7 @@ def param_lists(draw, most=24, devices=None):
 
 worlds = st.one_of(st.integers(1, 9), st.sampled_from([64, 1000, 4096]))
 policies = st.sampled_from([
+    runs,
     greedy, even, balanced, mixed, partial(even, align=16), partial(balanced, cost=newton_schulz),
     partial(mixed, choose=by_group(even, partial(balanced, cost=newton_schulz), greedy)),
 ])
