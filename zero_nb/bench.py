@@ -322,7 +322,7 @@ class Launch:
         times = getattr(self, what)
         return paired(times[ours], times[theirs]) if ours in times and theirs in times else None
 
-# %% ../nbs/30_benchmark.ipynb #644e8c7c
+# %% ../nbs/30_benchmark.ipynb #f1e396bd
 @dataclass(frozen=True)
 class Counts:
     """What one variant costs, in bytes; the largest of all ranks where ranks differ."""
@@ -332,7 +332,7 @@ class Counts:
     world_size: int
     state: int # kept by the optimizer
     peak: int | None # above what the process held before the model was built; None: unknown on this system
-    wire: int | Fraction | None # sent in one iteration; None: the variant uses a group of its own
+    wire: int | Fraction | None # sent in one iteration by a rank, on average; None: the variant uses a group of its own
     step_wire: int | Fraction | None # of these, after backward
     collectives: int | None # in one iteration
     step_collectives: int | None # of these, after backward
@@ -368,7 +368,7 @@ def peak_bytes(
     work()
     return _status("VmHWM") - start
 
-# %% ../nbs/30_benchmark.ipynb #fa0c4022
+# %% ../nbs/30_benchmark.ipynb #d22e6bd1
 def count_rank(
     name: str, # of the variant
     model: Model,
@@ -393,8 +393,10 @@ def count_rank(
     return found
 
 def counts(name: str, model: Model, ranks: Sequence[dict[str, Any]]) -> Counts:
-    """Bring together what `count_rank` returned."""
+    """Bring together what `count_rank` returned: the most that any rank has, and what a rank sends on average."""
     most: dict[str, Any] = {key: None if ranks[0][key] is None else max(r[key] for r in ranks) for key in ranks[0]}
+    for key in ("wire", "step_wire"):
+        if most[key] is not None: most[key] = sum(Fraction(r[key]) for r in ranks) / len(ranks)
     return Counts(model.name, name, len(ranks), **most)
 
 # %% ../nbs/30_benchmark.ipynb #dfc4e4fe
