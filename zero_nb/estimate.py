@@ -292,7 +292,7 @@ def _kept(
         copies += count * size if copied else 0
     return state, copies
 
-# %% ../nbs/04_estimate.ipynb #aaab1154
+# %% ../nbs/04_estimate.ipynb #53f72af4
 @dataclass(frozen=True)
 class Setup:
     """What to train, on what, and how."""
@@ -317,9 +317,8 @@ class Setup:
             raise ValueError(f"compute must be seconds >= 0, of forward and backward on a rank, got {self.compute!r}")
     def sharding(self, stage: str) -> str | Policy:
         """Choose the policy of a stage: what is cut is cut in one row where nothing waits for gradients, else bucket by bucket."""
-        cut = runs if stage == "dropin" else even
         if self.policy is not None: return self.policy
-        rule = state_rule(self.optimizer)
+        rule, cut = state_rule(self.optimizer), runs if stage == "dropin" else even
         return partial(mixed, choose=lambda spec: partial(balanced, cost=newton_schulz) if rule(spec).whole else cut)
     def buckets(self, specs: Sequence[ParamSpec], ranks: int, stage: str) -> BucketPlan:
         """Pack parameters as a stage does."""
