@@ -292,7 +292,7 @@ def _kept(
         copies += count * size if copied else 0
     return state, copies
 
-# %% ../nbs/04_estimate.ipynb #53f72af4
+# %% ../nbs/04_estimate.ipynb #1eaa0983
 @dataclass(frozen=True)
 class Setup:
     """What to train, on what, and how."""
@@ -315,16 +315,15 @@ class Setup:
     def __post_init__(self) -> None:
         if not (isinstance(self.compute, (int, float)) and 0 <= self.compute < math.inf):
             raise ValueError(f"compute must be seconds >= 0, of forward and backward on a rank, got {self.compute!r}")
-    def sharding(self, stage: str) -> str | Policy:
+    def sharding(self, stage: str = "dropin") -> str | Policy:
         """Choose the policy of a stage: what is cut is cut in one row where nothing waits for gradients, else bucket by bucket."""
         if self.policy is not None: return self.policy
         rule, cut = state_rule(self.optimizer), runs if stage == "dropin" else even
         return partial(mixed, choose=lambda spec: partial(balanced, cost=newton_schulz) if rule(spec).whole else cut)
     def buckets(self, specs: Sequence[ParamSpec], ranks: int, stage: str) -> BucketPlan:
         """Pack parameters as a stage does."""
-        mb, cut = (1.0, False) if stage == "dropin" else (25.0, True)
+        mb, cut, order = (1.0, False, range(len(unique(specs)))) if stage == "dropin" else (25.0, True, None) # one row, or as gradients arrive
         mb, cut = mb if self.capacity_mb is None else self.capacity_mb, cut if self.cut is None else self.cut
-        order = range(len(unique(specs))) if stage == "dropin" else None # nothing waits for gradients; what two ranks share lies in one piece
         return pack(specs, ranks, policy=self.sharding(stage), capacity_mb=mb, align=self.align, cut=cut, order=order)
     def reducing(self, specs: Sequence[ParamSpec], ranks: int) -> BucketPlan:
         """Pack gradients as DDP does."""
