@@ -343,10 +343,10 @@ def state_bytes(states: Iterable[dict[str, Any]]) -> int: # bytes on this rank
     local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors] # FSDP's know of the other ranks' parts
     return sum(t.numel() * t.element_size() for t in local)
 
-# %% ../nbs/30_benchmark.ipynb #422f508b
-def _status(key: str) -> int: # bytes
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key + ":"))
+# %% ../nbs/30_benchmark.ipynb #f21fe848
+def _less_files(key: str) -> int: # bytes of this process, VmRSS or VmHWM (its peak), less the pages that mirror files
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * (int(status[key].split()[0]) - int(status["RssFile"].split()[0]))
 
 def peak_bytes(
     device: torch.device, # whose memory
@@ -364,9 +364,9 @@ def peak_bytes(
     except OSError:
         work()
         return None
-    start = _status("VmRSS")
+    start = _less_files("VmRSS")
     work()
-    return _status("VmHWM") - start
+    return _less_files("VmHWM") - start
 
 # %% ../nbs/30_benchmark.ipynb #d22e6bd1
 def count_rank(
