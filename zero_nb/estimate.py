@@ -8,7 +8,7 @@ __all__ = ['OPTIMIZERS', 'Shapes', 'MODELS', 'MACHINES', 'STAGES', 'IN_FLIGHT', 
            'estimate', 'amount', 'duration', 'table', 'html_table', 'Comparison', 'compare', 'parse_memory', 'fits',
            'fewest_ranks', 'add_arguments', 'main']
 
-# %% ../nbs/04_estimate.ipynb #07572b28
+# %% ../nbs/04_estimate.ipynb #581ae44f
 import argparse
 import importlib
 import json
@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from html import escape
+from itertools import groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
-from .buckets import BucketPlan, adopt, ddp_buckets, pack
+from .buckets import Bucket, BucketPlan, Slot, adopt, ddp_buckets, pack
 from .schedule import MODES, NETWORK, Step, clock, order, peak
 from .sharder import ITEMSIZE, ParamSpec, Policy, balanced, even, greedy, mixed, newton_schulz, runs, spread, unique, world
 
@@ -267,29 +268,39 @@ class Estimate:
 
     def _repr_html_(self) -> str: return html_table([self])
 
-# %% ../nbs/04_estimate.ipynb #936d6f83
+# %% ../nbs/04_estimate.ipynb #bf5ee6b9
 IN_FLIGHT = 4 # gathers that may run at a time
 
-def _scratch(plan: BucketPlan) -> int: # bytes
-    """Find the most scratch memory that gathers need at one time."""
-    copied = [0 if len(b.slots) == 1 and not b.padding else b.nbytes for b in plan.buckets]
-    return max((sum(copied[i:i + IN_FLIGHT]) for i in range(len(copied))), default=0)
+def _copied(bucket: Bucket) -> bool: return len(bucket.slots) > 1 or bucket.padding > 0
+
+def _scratch(plan: BucketPlan, group_rank: int) -> int: # bytes
+    """Find the most scratch memory that a step and its gathers need at one time."""
+    copied = [b for b in plan.buckets if _copied(b)] if plan.world_size > 1 else []
+    stepped = sum((b.bounds[group_rank + 1] - b.bounds[group_rank]) * ITEMSIZE[b.dtype] for b in copied)
+    return max((sum(b.nbytes for b in copied[i:i + IN_FLIGHT]) + stepped for i in range(len(copied))), default=0)
+
+def _stepped(plan: BucketPlan, group_rank: int, rule: Callable[[ParamSpec], State]) -> list[list[Slot]]: # those in one list are stepped as one tensor
+    def key(slot: Slot) -> Any: return slot if rule(spec := plan.params[slot.param]).whole else spec.group
+    joined = [b.slots_of(group_rank) for b in plan.buckets if _copied(b) and plan.world_size > 1]
+    apart = [b.slots_of(group_rank) for b in plan.buckets if not (_copied(b) and plan.world_size > 1)]
+    return [list(slots) for owned in joined for _, slots in groupby(owned, key)] + [[slot] for owned in apart for slot in owned]
 
 def _kept(
     specs: Sequence[ParamSpec],
-    spans: Iterable[Any], # or slots
+    stepped: Iterable[Sequence[Any]], # spans or slots; those in one list are stepped as one tensor
     rule: Callable[[ParamSpec], State],
     master: str | None, # dtype
 ) -> tuple[int, int]: # bytes of state, and of the master copy
     """Count what the optimizer keeps of a rank's spans."""
     state = copies = 0
-    for s in spans:
-        spec, count = specs[s.param], s.stop - s.start
-        keeps = rule(spec)
-        copied = master is not None and ITEMSIZE[master] > spec.itemsize
-        size = ITEMSIZE[master] if copied and master else spec.itemsize
-        state += keeps.numbers(spec, count) * size + 4 * keeps.scalars
-        copies += count * size if copied else 0
+    for spans in stepped:
+        for s in spans:
+            spec, count = specs[s.param], s.stop - s.start
+            copied = master is not None and ITEMSIZE[master] > spec.itemsize
+            size = ITEMSIZE[master] if copied and master else spec.itemsize
+            state += rule(spec).numbers(spec, count) * size
+            copies += count * size if copied else 0
+        state += 4 * rule(specs[spans[0].param]).scalars
     return state, copies
 
 # %% ../nbs/04_estimate.ipynb #1eaa0983
@@ -358,7 +369,7 @@ def _steps(plan: BucketPlan, mode: str, how: Setup) -> list[Step]:
     phases = order(len(plan.buckets), mode, lag=how.lag, hidden=how.hidden and MODES[mode].reduce == "RS")
     return [step for steps in phases.values() for step in steps]
 
-# %% ../nbs/04_estimate.ipynb #ee10726d
+# %% ../nbs/04_estimate.ipynb #36893d01
 def estimate(
     model: Any, # a name in `MODELS`, "module:function", `ParamSpec`s, or a module
     optimizer: Any = "adamw", # a name in `OPTIMIZERS`, a class, or a `State`
@@ -382,17 +393,20 @@ def estimate(
     loads = whole.loads if whole else plan.loads
     chosen = max(range(ranks), key=loads.__getitem__) if group_rank is None else group_rank
     if not 0 <= chosen < ranks: raise ValueError(f"group_rank must lie in 0 to {ranks - 1}, got {chosen}")
-    owned = whole.spans(chosen) if whole else [s for b in plan.buckets for s in (b.slots if stage == "ddp" else b.slots_of(chosen))]
+    owned: list[list[Any]]
+    if whole: owned = [[s] for s in whole.spans(chosen)]
+    elif stage == "ddp": owned = [[s] for b in plan.buckets for s in b.slots]
+    else: owned = _stepped(plan, chosen, state_rule(how.optimizer))
     called, imbalance = getattr(optimizer, "__name__", str(optimizer)), 1.0 if stage == "ddp" else spread(loads)
     return _fill_in(Estimate(name, stage, called, world_size, chosen, imbalance=imbalance), how, specs, plan, owned)
 
-# %% ../nbs/04_estimate.ipynb #aeb5402f
-def _fill_in(found: Estimate, how: Setup, specs: Sequence[ParamSpec], plan: BucketPlan, owned: Sequence[Any]) -> Estimate:
+# %% ../nbs/04_estimate.ipynb #d385befd
+def _fill_in(found: Estimate, how: Setup, specs: Sequence[ParamSpec], plan: BucketPlan, owned: Sequence[Sequence[Any]]) -> Estimate:
     """Add bytes, traffic and time."""
     stage, ranks, mode = found.stage, plan.world_size, MODES[STAGES[found.stage]]
     full, ours = sum(p.nbytes for p in specs if p.trainable), stage not in ("ddp", "torch")
     state, master = _kept(specs, owned, state_rule(how.optimizer), how.master_dtype)
-    mine = sum((s.stop - s.start) * specs[s.param].itemsize for s in owned)
+    mine = sum((s.stop - s.start) * specs[s.param].itemsize for spans in owned for s in spans)
     sizes, steps = [b.nbytes for b in plan.buckets], _steps(plan, STAGES[stage], how)
     padded = sum(sizes)
     part = sum((b.bounds[found.group_rank + 1] - b.bounds[found.group_rank]) * ITEMSIZE[b.dtype] for b in plan.buckets)
@@ -403,7 +417,7 @@ def _fill_in(found: Estimate, how: Setup, specs: Sequence[ParamSpec], plan: Buck
     between = 2 * (how.replicas - 1) * (part if mode.reduce == "RS" else full) // how.replicas
     return replace(
         found, parameters=sum(p.nbytes for p in specs), gradients=part if mode.free else full, state=state, master=master,
-        buckets=alive + (_scratch(plan) if ours else 0), padding=sum(b.padding * ITEMSIZE[b.dtype] for b in plan.buckets) if ours else 0,
+        buckets=alive + (_scratch(plan, found.group_rank) if ours else 0), padding=sum(b.padding * ITEMSIZE[b.dtype] for b in plan.buckets) if ours else 0,
         wire=reduced + gathered + between, collectives=collectives, seconds=seconds)
 
 # %% ../nbs/04_estimate.ipynb #7c30a5d4

@@ -216,7 +216,7 @@ def agree(
         raise ValueError(f"ranks disagree on {topic}: rank {group.ranks[0]} has {here!r}, rank {group.ranks[rank]} has {there!r}; "
                          "do the same on every rank")
 
-# %% ../nbs/10_process_group.ipynb #621c7f81
+# %% ../nbs/10_process_group.ipynb #8ba3e81f
 def _alone(group: Ranks) -> bool: # a group whose other ranks are only pretended
     return bool(getattr(group.process_group, "simulated", False)) or "fake" in str(torch.distributed.get_backend_config(group.process_group))
 
@@ -230,7 +230,7 @@ def agreeing(
     error = None
     try: yield
     except Exception as e: error = e
-    agree(group, what, () if error else lines(), error)
+    agree(group, what, () if error or group.size == 1 else lines(), error)
 
 # %% ../nbs/10_process_group.ipynb #a2030784
 def _site() -> str:
