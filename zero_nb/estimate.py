@@ -268,22 +268,23 @@ class Estimate:
 
     def _repr_html_(self) -> str: return html_table([self])
 
-# %% ../nbs/04_estimate.ipynb #bf5ee6b9
+# %% ../nbs/04_estimate.ipynb #f69f4089
 IN_FLIGHT = 4 # gathers that may run at a time
 
-def _copied(bucket: Bucket) -> bool: return len(bucket.slots) > 1 or bucket.padding > 0
+def _copied(plan: BucketPlan, master: str | None) -> list[Bucket]: # a rank alone that keeps no copies steps the user's parameters
+    return [b for b in plan.buckets if len(b.slots) > 1 or b.padding] if plan.world_size > 1 or master else []
 
-def _scratch(plan: BucketPlan, group_rank: int) -> int: # bytes
+def _scratch(plan: BucketPlan, group_rank: int, master: str | None = None) -> int: # bytes
     """Find the most scratch memory that a step and its gathers need at one time."""
-    copied = [b for b in plan.buckets if _copied(b)] if plan.world_size > 1 else []
+    copied = _copied(plan, master)
     stepped = sum((b.bounds[group_rank + 1] - b.bounds[group_rank]) * ITEMSIZE[b.dtype] for b in copied)
     return max((sum(b.nbytes for b in copied[i:i + IN_FLIGHT]) + stepped for i in range(len(copied))), default=0)
 
-def _stepped(plan: BucketPlan, group_rank: int, rule: Callable[[ParamSpec], State]) -> list[list[Slot]]: # those in one list are stepped as one tensor
+def _stepped(plan: BucketPlan, group_rank: int, how: "Setup") -> list[list[Slot]]: # those in one list are stepped as one tensor
+    rule, joined = state_rule(how.optimizer), set(map(id, _copied(plan, how.master_dtype)))
     def key(slot: Slot) -> Any: return slot if rule(spec := plan.params[slot.param]).whole else spec.group
-    joined = [b.slots_of(group_rank) for b in plan.buckets if _copied(b) and plan.world_size > 1]
-    apart = [b.slots_of(group_rank) for b in plan.buckets if not (_copied(b) and plan.world_size > 1)]
-    return [list(slots) for owned in joined for _, slots in groupby(owned, key)] + [[slot] for owned in apart for slot in owned]
+    owned = [(id(b) in joined, b.slots_of(group_rank)) for b in plan.buckets]
+    return [list(group) for together, slots in owned for _, group in groupby(slots, key if together else None)]
 
 def _kept(
     specs: Sequence[ParamSpec],
@@ -369,7 +370,7 @@ def _steps(plan: BucketPlan, mode: str, how: Setup) -> list[Step]:
     phases = order(len(plan.buckets), mode, lag=how.lag, hidden=how.hidden and MODES[mode].reduce == "RS")
     return [step for steps in phases.values() for step in steps]
 
-# %% ../nbs/04_estimate.ipynb #36893d01
+# %% ../nbs/04_estimate.ipynb #ebd0a75f
 def estimate(
     model: Any, # a name in `MODELS`, "module:function", `ParamSpec`s, or a module
     optimizer: Any = "adamw", # a name in `OPTIMIZERS`, a class, or a `State`
@@ -396,11 +397,11 @@ def estimate(
     owned: list[list[Any]]
     if whole: owned = [[s] for s in whole.spans(chosen)]
     elif stage == "ddp": owned = [[s] for b in plan.buckets for s in b.slots]
-    else: owned = _stepped(plan, chosen, state_rule(how.optimizer))
+    else: owned = _stepped(plan, chosen, how)
     called, imbalance = getattr(optimizer, "__name__", str(optimizer)), 1.0 if stage == "ddp" else spread(loads)
     return _fill_in(Estimate(name, stage, called, world_size, chosen, imbalance=imbalance), how, specs, plan, owned)
 
-# %% ../nbs/04_estimate.ipynb #d385befd
+# %% ../nbs/04_estimate.ipynb #adeb07fb
 def _fill_in(found: Estimate, how: Setup, specs: Sequence[ParamSpec], plan: BucketPlan, owned: Sequence[Sequence[Any]]) -> Estimate:
     """Add bytes, traffic and time."""
     stage, ranks, mode = found.stage, plan.world_size, MODES[STAGES[found.stage]]
@@ -417,7 +418,8 @@ def _fill_in(found: Estimate, how: Setup, specs: Sequence[ParamSpec], plan: Buck
     between = 2 * (how.replicas - 1) * (part if mode.reduce == "RS" else full) // how.replicas
     return replace(
         found, parameters=sum(p.nbytes for p in specs), gradients=part if mode.free else full, state=state, master=master,
-        buckets=alive + (_scratch(plan, found.group_rank) if ours else 0), padding=sum(b.padding * ITEMSIZE[b.dtype] for b in plan.buckets) if ours else 0,
+        buckets=alive + (_scratch(plan, found.group_rank, how.master_dtype) if ours else 0),
+        padding=sum(b.padding * ITEMSIZE[b.dtype] for b in plan.buckets) if ours else 0,
         wire=reduced + gathered + between, collectives=collectives, seconds=seconds)
 
 # %% ../nbs/04_estimate.ipynb #7c30a5d4
