@@ -1,0 +1,353 @@
+"""Defects of torch's classes beside ours: the same scenario on both, so that a test here fails on the day torch repairs one."""
+import copy
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.optim import SGD, AdamW, Muon
+
+from zero_nb.launch import run
+from zero_nb.optimizer import ZeroRedundancyOptimizer
+from zero_nb.process_group import Group, coalescing_manager
+
+cuda = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")  # is_available() would keep ranks from being forked
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def ones(params):
+    for p in params: p.grad = torch.ones_like(p) if p.requires_grad else None
+
+
+def told(f):
+    try: return f() and None
+    except Exception as e: return f"{type(e).__name__}: {e}"
+
+
+def held(zero): return sum(v.numel() for s in zero.optim.state.values() for v in s.values() if v.dim())
+
+
+def both(f, size=2, **options):
+    """Run one scenario with torch's class and with ours; every rank's answer."""
+    return tuple(run(size, f, kind, **options) for kind in (TorchZero, ZeroRedundancyOptimizer))
+
+
+# ---- 1. a generator inside a group dict ----
+
+def generator(kind):
+    model = network()
+    zero = kind([{"params": (p for p in model.parameters())}], SGD, lr=1.0)
+    before = model[0].bias.detach().clone()
+    ones(model.parameters())
+    zero.step()
+    return (before - model[0].bias).tolist(), len(zero.param_groups[0]["params"])
+
+
+def test_1_a_generator_in_a_group_trains():
+    torchs, ours = both(generator)
+    assert torchs == [([0.0] * 8, 0)] * 2  # used up while it is checked: nothing trains, and nobody says so
+    for change, count in ours: assert change == pytest.approx([1.0] * 8) and count == 4
+
+
+# ---- 4. Join with nothing but the optimizer, and what it leaves behind ----
+
+def uneven(kind):
+    group, p = dist.new_group(timeout=timedelta(seconds=3)), nn.Parameter(torch.zeros(4))
+    zero = kind([p], SGD, group, lr=1.0)
+    ones([p])
+
+    def join():
+        with Join([zero]):
+            for _ in range(1 + dist.get_rank()): zero.step()
+
+    message = told(join)
+    dist.barrier()
+    return message is None and p.tolist(), zero._join_config.enable
+
+
+def test_4_an_optimizer_may_join_alone_and_keeps_nothing_of_it():
+    torchs, ours = both(uneven)
+    assert [p for p, _ in torchs] == [False, False]  # a joined rank's step says that it has not joined
+    assert all(left for _, left in torchs)  # two more collectives at every step, for ever
+    assert ours == [([-2.0] * 4, False)] * 2
+
+
+# ---- 5. loading ----
+
+def load_from_unsharded(kind):
+    model = network()
+    reference = AdamW(model.parameters())
+    ones(model.parameters())
+    reference.step()
+    given = reference.state_dict()
+    kept = copy.deepcopy(given)
+    kind(model.parameters(), AdamW).load_state_dict(given)
+    same = [given["state"][i] is not None and all(v.equal(kept["state"][i][k]) for k, v in s.items()) for i, s in given["state"].items()]
+    return same, given["param_groups"] == kept["param_groups"]
+
+
+def test_5_loading_leaves_the_callers_state_dict_alone():
+    torchs, ours = both(load_from_unsharded)
+    assert not any(all(same) for same, _ in torchs)  # what other ranks own becomes None, so that one dict cannot be loaded twice
+    assert ours == [([True] * 4, True)] * 2
+
+
+def load_wider(kind):
+    """State of a float32 optimizer for bfloat16 parameters: a plain AdamW casts it."""
+    wide, low = network(), network().bfloat16()
+    reference = AdamW(wide.parameters())
+    ones(wide.parameters())
+    reference.step()
+    zero, plain = kind(low.parameters(), AdamW), AdamW(low.parameters())
+    for optimizer in (plain, zero): optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    dtypes = lambda optimizer: {str(v.dtype) for s in optimizer.state.values() for k, v in s.items() if k != "step"}
+    return dtypes(plain), dtypes(zero.optim)
+
+
+def test_5_loaded_state_has_the_parameters_dtype():
+    torchs, ours = both(load_wider)
+    assert torchs == [({"torch.bfloat16"}, {"torch.float32"})] * 2
+    assert ours == [({"torch.bfloat16"}, {"torch.bfloat16"})] * 2
+
+
+def saved_late(kind):
+    """Consolidate, train on, and then save."""
+    params = [nn.Parameter(torch.zeros(16, 16)) for _ in range(2)]
+    zero = kind(params, AdamW)
+    ones(params)
+    zero.step()
+    zero.consolidate_state_dict(to=0)
+    zero.step()
+    try: return [state["step"].item() for state in zero.state_dict()["state"].values()]
+    except RuntimeError as error: return str(error)
+
+
+def test_5_a_state_dict_is_of_one_step():
+    torchs, ours = both(saved_late)
+    assert torchs[0] == [2.0, 1.0]  # this rank's own part is no copy and has gone on
+    assert all("after the last step" in message for message in ours)
+
+
+def resume_on_the_gpu(kind):
+    model = network().cuda()
+    reference = AdamW(model.parameters(), fused=True)
+    ones(model.parameters())
+    reference.step()
+    zero = kind(model.parameters(), AdamW, fused=True)
+    zero.load_state_dict(reference.state_dict())
+    ones(model.parameters())
+    return told(zero.step)
+
+
+@cuda
+@pytest.mark.cuda
+def test_5_a_fused_optimizer_steps_on_the_gpu_after_loading():
+    torchs, ours = both(resume_on_the_gpu, size=1, backend="cpu:gloo,cuda:nccl")
+    assert torchs != [None]  # its step counters were put on the CPU
+    assert ours == [None]
+
+
+# ---- 6. a class that refuses some parameters ----
+
+def refused(kind):
+    group, start = dist.new_group(timeout=timedelta(seconds=3)), time.monotonic()
+    weight, bias = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
+
+    def train():
+        zero = kind([weight, bias], Muon, group)
+        ones([weight, bias])
+        zero.step()
+
+    message = told(train)
+    waited = time.monotonic() - start
+    dist.barrier()
+    return message, waited, told(lambda: dist.barrier(group))
+
+
+def test_6_a_class_that_refuses_some_parameters_raises_on_all_ranks():
+    torchs, ours = both(refused)
+    (first, waited, broken), (second, _, _) = torchs  # the bias is rank 1's
+    assert "Muon only supports 2D" in second and "Muon" not in first and waited > 2 and broken  # rank 0 waits until its group breaks
+    for message, waited, broken in ours: assert "Muon only supports 2D" in message and waited < 3 and broken is None
+
+
+# ---- 7. frozen parameters ----
+
+def adapters(kind):
+    """Step a frozen base and small trainable adapters, as in LoRA."""
+    base = [nn.Parameter(torch.zeros(256, 16), requires_grad=False) for _ in range(3)]
+    adapter = [nn.Parameter(torch.zeros(16, 16)) for _ in range(8)]
+    zero = kind([*base, *adapter], AdamW)
+    ones(adapter)
+    sent = recorded(zero.step)
+    return held(zero), sent
+
+
+def recorded(step):
+    """Count the elements that torch's broadcasts and sends of this rank carry."""
+    sent, real = [], {name: getattr(dist, name) for name in ("broadcast", "isend")}
+
+    def watch(name):
+        def call(tensor, *args, **kwargs):
+            sent.append(tensor.numel())
+            return real[name](tensor, *args, **kwargs)
+        return call
+
+    for name in real: setattr(dist, name, watch(name))
+    try: step()
+    finally:
+        for name, f in real.items(): setattr(dist, name, f)
+    return sum(sent)
+
+
+def test_7_frozen_parameters_are_neither_counted_nor_sent():
+    torchs, ours = both(adapters, size=4)
+    trainable, everything = 8 * 256, 3 * 4096 + 8 * 256
+    state = [s for s, _ in torchs]
+    assert max(state) == 2 * trainable and sorted(state)[:3] == [0, 0, 0]  # three ranks hold a frozen matrix each, the fourth all of the state
+    assert all(sent == everything for _, sent in torchs)
+    state = [s for s, _ in ours]
+    assert max(state) == min(state) == 2 * trainable / 4
+    assert all(0 < sent <= trainable for _, sent in ours)
+
+
+# ---- 8. names, mixed dtypes, torch.distributed.checkpoint ----
+
+def named(kind):
+    zero = kind(network().named_parameters(), SGD, lr=0.1)
+    return zero.param_groups[0]["param_names"]
+
+
+def test_8_named_parameters_are_taken():
+    def torchs(): return told(lambda: named(TorchZero))
+
+    assert all("TypeError" in message for message in run(2, torchs))
+    assert run(2, named, ZeroRedundancyOptimizer) == [["0.weight", "0.bias", "2.weight", "2.bias"]] * 2
+
+
+def mixed(kind):
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+
+    def train():
+        zero = kind(params, SGD, lr=1.0)
+        ones(params)
+        zero.step()
+
+    return told(train), [p.tolist() for p in params]
+
+
+def test_8_mixed_dtypes_are_taken():
+    torchs, ours = both(mixed)
+    assert all("same dense type" in message for message, _ in torchs)
+    assert ours == [(None, [[-1.0] * 3, [-1.0] * 5, [-1.0] * 2])] * 2
+
+
+def checkpointed(kind):
+    """Do what torch.distributed.checkpoint does to an optimizer, between zero_grad and the next backward."""
+    model = network()
+    zero = kind(model.parameters(), AdamW)
+    ones(model.parameters())
+    zero.step()
+    zero.zero_grad()
+    if kind is TorchZero:
+        for rank in range(2): zero.consolidate_state_dict(rank)
+    else: zero.consolidate_state_dict(None)
+    message = told(lambda: sorted(get_optimizer_state_dict(model, zero)["state"]) == ["0.bias", "0.weight", "2.bias", "2.weight"] or 1 / 0)
+    again = told(lambda: get_optimizer_state_dict(model, zero))
+    return message, again, {float(state["step"]) for state in zero.optim.state.values()}
+
+
+def test_8_torch_distributed_checkpoint_reads_the_state_on_every_rank():
+    torchs, ours = both(checkpointed)
+    assert "not been consolidated on this rank" in torchs[0][0] and torchs[1][0] is None  # only the last rank it was brought to
+    assert all(steps == {3.0} for *_, steps in torchs)  # and every look at it takes another step, with gradients of zero
+    assert ours == [(None, None, {1.0})] * 2
+
+
+def test_8_torch_distributed_checkpoint_writes_the_state_back():
+    def there_and_back():
+        model = network()
+        zero = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+        ones(model.parameters())
+        zero.step()
+        zero.consolidate_state_dict(None)
+        saved, want = get_optimizer_state_dict(model, zero), zero.state_dict()
+        other = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.5)
+        set_optimizer_state_dict(model, other, saved)
+        other.consolidate_state_dict(None)
+        got = other.state_dict()
+        return got["param_groups"][0]["lr"], all(v.equal(got["state"][i][k]) for i, s in want["state"].items() for k, v in s.items())
+
+    assert run(2, there_and_back) == [(1e-3, True)] * 2
+
+
+# ---- 9. the coalescing manager ----
+
+def after_an_exception(torchs):
+    group, x = dist.new_group(timeout=timedelta(seconds=5)), torch.ones(3)
+    try:
+        with _coalescing_manager(group) if torchs else coalescing_manager(group):
+            dist.all_reduce(x.clone(), group=group) if torchs else Group(group).all_reduce(x.clone())
+            raise KeyError("the user's")
+    except KeyError: pass
+    dist.all_reduce(x, group=group) if torchs else Group(group).all_reduce(x)
+    return x.tolist()
+
+
+def test_9_an_exception_in_a_coalescing_block_leaves_the_group_usable():
+    assert run(2, after_an_exception, True) == [[1.0] * 3] * 2  # written down in a block that never ends: nothing is reduced, and nobody says so
+    assert run(2, after_an_exception, False) == [[2.0] * 3] * 2
+
+
+def other_kinds(torchs):
+    group, x, y = dist.new_group(timeout=timedelta(seconds=5)), torch.full((2,), 1.0 + dist.get_rank()), torch.full((2,), 1.0 + dist.get_rank())
+    if not torchs:
+        with coalescing_manager(group):
+            Group(group).all_reduce(x)
+            Group(group).broadcast(y, 1)
+        return x.tolist(), y.tolist()
+    with _coalescing_manager(group):
+        dist.all_reduce(x, group=group)
+        dist.all_reduce(y, op=dist.ReduceOp.MAX, group=group)
+    return x.tolist(), y.tolist()
+
+
+def test_9_mixed_operations_do_not_run_as_the_first_one():
+    assert run(2, other_kinds, True) == [([3.0, 3.0], [3.0, 3.0])] * 2  # the maximum came out as a sum
+    assert run(2, other_kinds, False) == [([3.0, 3.0], [2.0, 2.0])] * 2  # another kind is another run
+
+
+# ---- 10. what is frozen changes ----
+
+def thawing(kind):
+    """Train two of four matrices, then the two others; state elements that this rank took on with each."""
+    layers, taken = [nn.Parameter(torch.zeros(16, 16)) for _ in range(4)], []
+    for i, p in enumerate(layers): p.requires_grad_(i % 2 == 1)
+    zero = kind(layers, AdamW)
+    for trained in (1, 0):
+        for i, p in enumerate(layers): p.requires_grad_(i % 2 == trained)
+        ones(layers)
+        message, before = None, held(zero)
+        try: zero.step()
+        except RuntimeError as error: message = str(error)
+        taken.append(held(zero) - before if message is None else message)
+    return taken
+
+
+def test_10_what_is_unfrozen_is_shared_out_or_refused_never_left_to_one_rank():
+    torchs, ours = both(thawing)
+    assert torchs == [[0, 4 * 256], [4 * 256, 0]]  # whatever is trained, one rank does it all
+    for first, second in ours:
+        assert first == 2 * 256
+        assert second == 2 * 256 or "was frozen; unfreeze it before making the optimizer" in second
+    assert len({str(second) for _, second in ours}) == 1
