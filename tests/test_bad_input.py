@@ -251,9 +251,9 @@ LATER = {
     "a closure that is none": Case(lambda: trained().step("loss"), TypeError, "not callable"),
     "an unknown argument of step": Case(lambda: trained().step(rate=1), TypeError, "'rate'"),
     "a closure that fails": Case(lambda: trained().step(lambda: 1 / 0), ZeroDivisionError, "division"),
-    "a sparse gradient": Case(lambda: sparse_gradient(one=False), RuntimeError, "sparse_coo gradient", "sparse=False"),
-    "a sparse gradient on one rank": Case(lambda: sparse_gradient(one=True), RuntimeError, "weight", "sparse_coo gradient"),
-    "a parameter moved on one rank": Case(moved, RuntimeError, "weight has moved in memory", "before making its optimizer"),
+    "a sparse gradient": Case(lambda: sparse_gradient(one=False), RuntimeError, "weight has a sparse gradient", "sparse=False"),
+    "a sparse gradient on one rank": Case(lambda: sparse_gradient(one=True), RuntimeError, "weight has a sparse gradient", "sparse=False"),
+    "a parameter moved on one rank": Case(moved, ValueError, "what comes next", "planning anew", "moved"),
     "to no rank": Case(lambda: trained().consolidate_state_dict(2), ValueError, "0 to 1", "got 2"),
     "to a negative rank": Case(lambda: trained().consolidate_state_dict(-1), ValueError, "0 to 1", "got -1"),
     "to a rank by name": Case(lambda: trained().consolidate_state_dict("0"), TypeError, "rank of the group", "'0'"),
@@ -353,7 +353,7 @@ DISAGREEING = {
                                  "what comes next", "the first step", "load_state_dict"),
     "one grows, one constructs": Case(other_call(lambda zero: zero.add_param_group({"params": [weight()]}), lambda zero: make([weight()])), ValueError,
                                       "what comes next", "add_param_group", "making"),
-    "unfrozen on one rank": Case(unfrozen, RuntimeError, "weight was frozen", "before making the optimizer"),
+    "unfrozen on one rank": Case(unfrozen, ValueError, "what comes next", "planning anew", "unfrozen"),
 }
 
 

@@ -330,24 +330,19 @@ def test_9_mixed_operations_do_not_run_as_the_first_one():
 # ---- 10. what is frozen changes ----
 
 def thawing(kind):
-    """Train two of four matrices, then the two others; state elements that this rank took on with each."""
+    """Train two of four matrices, then the two others; state elements that this rank keeps for what is trained."""
     layers, taken = [nn.Parameter(torch.zeros(16, 16)) for _ in range(4)], []
     for i, p in enumerate(layers): p.requires_grad_(i % 2 == 1)
     zero = kind(layers, AdamW)
     for trained in (1, 0):
         for i, p in enumerate(layers): p.requires_grad_(i % 2 == trained)
         ones(layers)
-        message, before = None, held(zero)
-        try: zero.step()
-        except RuntimeError as error: message = str(error)
-        taken.append(held(zero) - before if message is None else message)
+        zero.step()
+        taken.append(sum(v.numel() for p, state in zero.optim.state.items() for v in state.values() if p.requires_grad and v.dim()))
     return taken
 
 
-def test_10_what_is_unfrozen_is_shared_out_or_refused_never_left_to_one_rank():
+def test_10_what_is_unfrozen_is_shared_out_anew():
     torchs, ours = both(thawing)
     assert torchs == [[0, 4 * 256], [4 * 256, 0]]  # whatever is trained, one rank does it all
-    for first, second in ours:
-        assert first == 2 * 256
-        assert second == 2 * 256 or "was frozen; unfreeze it before making the optimizer" in second
-    assert len({str(second) for _, second in ours}) == 1
+    assert ours == [[2 * 256, 2 * 256]] * 2
