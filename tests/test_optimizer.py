@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
+from zero_nb.pieces import specs
 from zero_nb.process_group import two_level
 from zero_nb.record import record
 from zero_nb.sharder import ShardPlan, Span
@@ -684,6 +685,16 @@ def test_a_step_that_fails_changes_nothing_and_can_be_repeated():
         return message is not None, same, params[0].equal(-torch.ones(50, 7)), params[1].equal(small()[1] - 1)
 
     assert run(2, fails) == [(True,) * 4] * 2
+
+
+def test_each_device_of_a_process_has_a_name_that_is_the_same_on_all_ranks():
+    class Elsewhere:  # what a plan asks of a parameter
+        layout, shape, dtype, requires_grad = torch.strided, (2,), torch.float32, True
+        def __init__(self, device): self.device = torch.device(device)
+        def is_contiguous(self): return True
+
+    def names(*devices): return [spec.device for spec in specs([{"params": [*map(Elsewhere, devices)]}])]
+    assert names("cuda:0", "cuda:1", "cpu", "cuda:0") == names("cuda:2", "cuda:3", "cpu", "cuda:2") == ["cuda", "cuda+1", "cpu", "cuda"]
 
 
 @pytest.mark.parametrize("size", [2, 3])
