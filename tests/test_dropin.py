@@ -17,7 +17,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import SGD, AdamW, lr_scheduler, swa_utils
 
 from zero_nb.launch import run
-from zero_nb.optimizer import _ELEMENTS, _OPTIONAL, ELEMENTWISE, ZeroRedundancyOptimizer
+from zero_nb.optimizer import ZeroRedundancyOptimizer
+from zero_nb.rules import ELEMENTS, ELEMENTWISE, OPTIONAL
 
 GPU = "cpu:gloo,cuda:nccl"  # the backends of a rank with a GPU
 
@@ -707,7 +708,7 @@ def test_a_gradient_scaler_on_the_gpu():
 @pytest.mark.parametrize("name", sorted(ELEMENTWISE))
 def test_the_keys_that_loading_asks_for_are_those_that_torch_keeps(name):
     kind = getattr(torch.optim, name)
-    for option, key in ((None, None), *_OPTIONAL.items()):
+    for option, key in ((None, None), *OPTIONAL.items()):
         if option is not None and option not in inspect.signature(kind).parameters: continue
         p = nn.Parameter(torch.zeros(2, 3))
         p.grad = torch.ones(2, 3)
@@ -715,4 +716,4 @@ def test_the_keys_that_loading_asks_for_are_those_that_torch_keeps(name):
         optimizer.step()
         state = optimizer.state[p]
         elements = {k for k, v in state.items() if torch.is_tensor(v) and v.shape == p.shape}
-        assert elements == {*_ELEMENTS[name], *([key] if key else [])} and ("step" in state) == (name != "SGD")
+        assert elements == {*ELEMENTS[name], *([key] if key else [])} and ("step" in state) == (name != "SGD")
