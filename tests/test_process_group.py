@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from zero_nb.process_group import (
     split,
     two_level,
 )
+from zero_nb.record import record
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
@@ -506,6 +508,159 @@ def test_fake_tensors():
 
 # ---- checking ----
 
+def unlike(size: int, kind: str, fault: str):
+    """Run a collective in which the last rank's tensor differs; then one in which it does not."""
+    g, n = Group(), dist.get_world_size()
+    numel = {"longer": size + n, "shorter": size - n}.get(fault, size)
+    dtype = {"longer type": torch.float64, "type": torch.int32}.get(fault, torch.float32)
+    odd = torch.ones(numel, dtype=dtype) if g.group_rank == n - 1 else torch.ones(size)
+    before = odd.clone()
+    said = told(lambda: start(g, kind, odd))
+    sent = not odd.equal(before)
+    g.all_reduce(x := torch.ones(1))
+    return said, sent, x.item()
+
+
+@pytest.mark.parametrize("fault", ["longer", "shorter", "longer type", "type"])
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all", "coalescing"])
+def test_tensors_that_differ_between_ranks_are_found_before_they_are_sent(kind, fault):
+    for size in (2, 3):
+        got = run(size, unlike, 24, kind, fault)
+        assert [(kind, sent, total) for (kind, _), sent, total in got] == [("ValueError", False, float(size))] * size
+        assert len({message for (_, message), _, _ in got}) == 1
+        message = got[0][0][1]
+        assert "rank 0 has" in message and f"rank {size - 1} has" in message and f"{6 if kind == 'coalescing' else 24} float32" in message
+        assert message.count("test_process_group.py:") == (1 if kind == "coalescing" else 2)
+
+
+def test_an_empty_tensor_on_one_rank_is_found():
+    def empty(): return told(lambda: Group().all_reduce(torch.ones(3 * dist.get_rank())))
+
+    for kind, message in run(2, empty): assert kind == "ValueError" and "of 0 float32" in message and "of 3 float32" in message
+
+
+def test_wrong_roots_and_kinds_are_found():
+    def wrong():
+        g, r = Group(), dist.get_rank()
+        calls = [lambda: g.broadcast(torch.ones(3), r), lambda: g.gather(torch.ones(4), r), lambda: (g.all_gather if r else g.reduce_scatter)(torch.ones(4)),
+                 lambda: g.all_gather(torch.ones(4), [1, 3] if r else [2, 2]),
+                 lambda: g.all_to_all(torch.ones(4), torch.ones(4), *[[2, 2]] * 2 * r)]
+        return [told(call) for call in calls]
+
+    first, second = run(2, wrong)
+    assert first == second and all(kind == "ValueError" and "ranks disagree on what comes next" in message for kind, message in first)
+
+
+def test_collectives_are_compared_once():
+    def once():
+        g, turns = Group(), []
+        sizes = [1, 2] if g.group_rank else [2, 1]
+        def calls():
+            for root in range(2): g.broadcast(torch.ones(3), root)
+            g.all_reduce(torch.ones(3), async_op=True).wait()
+            g.all_to_all(torch.zeros(3), torch.ones(3), sizes, sizes)
+            with coalescing_manager(g): g.all_gather(torch.ones(4))
+            turns.append(g._wire.turn)
+        calls()
+        calls()
+        Group().all_reduce(torch.ones(3))
+        turns.append(g._wire.turn)
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        calls()
+        return turns
+
+    assert run(2, once) == [[5, 5, 5, 10]] * 2
+
+
+def test_sizes_that_never_repeat_are_compared_a_while(monkeypatch):
+    from zero_nb import process_group
+
+    def ever_new():
+        g = Group()
+        for i in range(20): g.all_reduce(torch.ones(i))
+        return g._wire.turn
+
+    monkeypatch.setattr(process_group, "_COMPARED", 7)
+    assert run(2, ever_new) == [7] * 2
+
+
+@pytest.mark.parametrize(("known", "other"), [("all_reduce", "all_gather"), ("all_gather", "all_reduce"), ("gather", "reduce_scatter")])
+def test_a_rank_that_goes_astray_is_told_of(known, other):
+    """The others do what is known, so they cannot wait to compare it: all say where they were when time is up."""
+    def astray():
+        g, x = clone(Group(), timeout=timedelta(seconds=3)), torch.zeros(12)
+        start(g, known, x)
+        said = told(lambda: start(g, other if g.group_rank == 1 else known, x))
+        dist.barrier()
+        return said
+
+    first, second, _ = run(3, astray)
+    assert first[0] == second[0] == "RuntimeError" and f"{known}" in first[1] and "failed" in first[1]
+    assert f"rank 1 was at '{other} of 12 float32 at test_process_group.py:" in first[1] and f"waited at '{other} of 12 float32 at" in second[1]
+
+
+def test_known_rings_of_unequal_size_do_not_mix():
+    def mixed():
+        g = clone(Group(), timeout=timedelta(seconds=3))
+        for size in (12, 24): g.reduce_scatter(torch.ones(size))
+        x = torch.ones(24 if g.group_rank else 12)
+        said = told(lambda: g.reduce_scatter(x))
+        dist.barrier()
+        return said, x.sum().item() == x.numel()
+
+    for rank, ((kind, message), untouched) in enumerate(run(2, mixed)):
+        assert kind == "RuntimeError" and f"reduce_scatter of {24 if rank else 12} float32 failed" in message and untouched
+
+
+@pytest.mark.parametrize("other", [torch.zeros(4), torch.zeros(3, dtype=torch.int32)], ids=["size", "dtype"])
+def test_unequal_sends_do_not_mix(other):
+    def unequal():
+        g = clone(Group(), timeout=timedelta(seconds=3))
+        said = told(lambda: g.recv(other, 0) if g.group_rank else g.send(torch.ones(3), 1))
+        dist.barrier()
+        return said
+
+    sent, received = run(2, unequal)
+    assert "sending 3 float32 to group rank 1 failed" in sent[1] and f"receiving {len(other)} {str(other.dtype)[6:]} from group rank 0 failed" in received[1]
+    assert other.sum() == 0
+
+
+def test_threads_agree_at_the_same_time(tmp_path):
+    """Two threads of a rank wait for each other's peers; the store, which they share, serves both."""
+    def meet(rank, port):
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=20))
+        groups = [Group(dist.new_group()) for _ in range(2)]
+        dist.barrier()
+        def work(i):
+            if i != rank: time.sleep(0.5)
+            groups[i].all_reduce(torch.ones(3))
+        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(2)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join(10)
+        os._exit(any(thread.is_alive() for thread in threads))
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [multiprocessing.get_context("fork").Process(target=meet, args=(rank, port)) for rank in range(2)]
+    for rank in ranks: rank.start()
+    for rank in ranks: rank.join(30)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks: rank.kill()
+    assert codes == [0, 0]
+
+
+def test_one_rank_may_record_what_all_compare():
+    def some():
+        recorded = record() if dist.get_rank() == 1 else None
+        g, x = Group(recorded), torch.ones(4)
+        g.all_reduce(x)
+        g.reduce_scatter(x)
+        return x.chunk(2)[g.group_rank].tolist()
+
+    assert run(2, some) == [[4.0, 4.0]] * 2
+
+
 def test_detail_checks_every_collective():
     def differ():
         dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -553,11 +708,16 @@ class Few(dist.ProcessGroup if dist.is_available() else object):
     def broadcast(self, *args): return self.inner.broadcast(*args)
 
 
+def with_backend(make):
+    """Give the group of a backend that `make` makes of a gloo group."""
+    inner = dist.new_group()
+    dist.Backend.register_backend("few", lambda *args: make(inner), devices=["cpu"])
+    return Group(dist.new_group(backend="few"))
+
+
 def test_a_backend_with_broadcast_and_all_reduce_only():
     def few():
-        inner = dist.new_group()
-        dist.Backend.register_backend("few", lambda *args: Few(inner), devices=["cpu"])
-        g = Group(dist.new_group(backend="few"))
+        g = with_backend(Few)
         flat, whole = torch.full((6,), float(g.group_rank)), torch.arange(7.0)
         g.all_gather(flat)
         g.reduce_scatter(whole, [1, 2, 4])
@@ -566,6 +726,56 @@ def test_a_backend_with_broadcast_and_all_reduce_only():
     got = run(3, few)
     assert {backend for backend, *_ in got} == {"few"} and all(flat == [0, 0, 1, 1, 2, 2] for _, flat, _ in got)
     assert [part for *_, part in got] == [[0.0], [3.0, 6.0], [9.0, 12.0, 15.0, 18.0]]
+
+
+class Grumpy(Few):
+    """Refuses the halves in words of its own."""
+
+    calls = 0
+
+    def refuse(self, *args): self.calls, _ = self.calls + 1, self.no()
+    def no(self): raise RuntimeError("not today")
+    def __getattribute__(self, name):
+        if name.startswith(("all_gather_single", "_allgather_base", "reduce_scatter_single", "_reduce_scatter_base")): return self.refuse
+        return super().__getattribute__(name)
+
+
+class Tired(Few):
+    """Has the halves, and fails at the second."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.calls = 0
+
+    def gather(self, *args):
+        self.calls += 1
+        if self.calls > 1: raise RuntimeError("this backend does not support being called twice")
+        return self.inner.all_gather_single(*args) if hasattr(self.inner, "all_gather_single") else self.inner._allgather_base(*args)
+
+    def all_gather_single(self, *args): return self.gather(*args)
+    def _allgather_base(self, *args): return self.gather(*args)
+
+
+def test_what_a_backend_refuses_is_asked_for_once():
+    def refused():
+        g, sums = with_backend(Grumpy), []
+        for _ in range(3):
+            flat = torch.full((6,), float(g.group_rank))
+            g.reduce_scatter(flat)
+            g.all_gather(flat)
+            sums.append(flat.tolist())
+        return sums, list(g._state.lacks.values())
+
+    assert run(2, refused) == [([[1.0] * 6] * 3, [True, True])] * 2
+
+
+def test_a_failure_of_what_a_backend_has_is_an_error():
+    def fails():
+        g = with_backend(Tired)
+        return [told(lambda: g.all_gather(torch.ones(4))), list(g._state.lacks.values())]
+
+    for (kind, message), lacks in run(2, fails):
+        assert kind == "RuntimeError" and "all_gather of 4 float32 failed: this backend does not support being called twice" in message and lacks == [False]
 
 
 def test_both_spellings_of_torch_are_found():
@@ -608,7 +818,7 @@ def bereaved(rank: int, store: str, kind: str, after: float) -> str:
 
 
 def names(kind: str, said: str) -> bool:
-    what = {"exchange": "sending to group ranks", "coalescing": "the coalescing block at test_process_group.py"}.get(kind, kind)
+    what = {"exchange": f"sending {3 << 18} float32 to group rank", "coalescing": "the coalescing block at test_process_group.py"}.get(kind, kind)
     return what in said and "failed:" in said
 
 
@@ -641,10 +851,13 @@ def test_a_process_whose_peer_was_killed_exits_normally(kind, tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0, -signal.SIGKILL] and all(names(kind, words) for words in said[:2])
 
 
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("kind", COLLECTIVES)
-def test_abort_frees_a_stuck_rank(kind):
+def test_abort_frees_a_stuck_rank(kind, known):
+    """Stuck in a collective that is known, or where a new one is compared."""
     def stuck():
         g, x = clone(Group(), timeout=timedelta(seconds=60)), torch.zeros(3 << 18)
+        if known: start(g, kind, x)
         dist.barrier()
         if g.group_rank == 0:
             dist.barrier()  # stays away from the collective until the others are free
@@ -660,7 +873,7 @@ def test_abort_frees_a_stuck_rank(kind):
     assert first == (None, None)
     for said, early in others:
         if kind in ("gather", "scatter", "broadcast", "exchange") and said is None: continue  # nothing of it was stuck on this rank
-        assert early and said[0] == "RuntimeError" and "failed" in said[1]
+        assert early and said[0] == "RuntimeError" and ("failed" in said[1] or (not known and "the group was aborted while rank" in said[1]))
     assert any(said for said, _ in others)
 
 
