@@ -1,5 +1,6 @@
 """A recorded group does what the group does, and its log is exact."""
 import inspect
+import os
 import pickle
 import subprocess
 import sys
@@ -413,3 +414,20 @@ def test_exit_without_closing():
 
 
 def test_it_is_a_process_group(): assert issubclass(RecordingGroup, dist.ProcessGroup)
+
+
+LEAVES = """
+import sys
+import torch, torch.distributed as dist, zero_nb
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+group = zero_nb.record()
+if sys.argv[1] == "0" or sys.argv[3] == "both": work = dist.all_reduce(torch.ones(1 << 20), async_op=True, group=group)
+"""
+
+
+@pytest.mark.parametrize("who", ["both", "one"])
+def test_exit_while_a_collective_is_in_flight(tmp_path, who):
+    """Torch's thread calls back while the interpreter is there; that of a rank whose peer never came, too."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [subprocess.Popen([sys.executable, "-c", LEAVES, str(rank), str(tmp_path / str(job)), who], env=environ) for job in range(3) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0] * 6

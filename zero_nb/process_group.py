@@ -269,8 +269,8 @@ def log_once(
     if group.group_rank == 0 and dist.is_available() and dist.get_debug_level() != dist.DebugLevel.OFF:
         logging.getLogger("zero_nb").info(text())
 
-# %% ../nbs/10_process_group.ipynb #88c7b4fc
-def _failed(group: Ranks | None, what: object, error: RuntimeError) -> RuntimeError:
+# %% ../nbs/10_process_group.ipynb #3feeac4b
+def _failed(group: Ranks | None, what: object, error: RuntimeError) -> RuntimeError: # worth raising
     hint = _elsewhere(group) if group else ""
     return RuntimeError(f"{_plain(what)} failed: {error}; {hint or 'a peer may be gone, so look at the output of the other ranks first'}")
 
@@ -284,6 +284,7 @@ def _elsewhere(group: Ranks) -> str:
                 return f"rank {group.ranks[rank]} was at {at!r} instead; do the same on every rank"
     return ""
 
+# %% ../nbs/10_process_group.ipynb #ff3fcee3
 class Work:
     """A collective that has started; its result may be read after `wait`."""
 
@@ -403,7 +404,7 @@ def _ring(
 
     return steps()
 
-# %% ../nbs/10_process_group.ipynb #4c7c6878
+# %% ../nbs/10_process_group.ipynb #9750a73a
 _TOP = (1 << 31) - 1 # the highest tag there is
 _NOBODY_TAG = _TAGS[0] * _MARKS - 1 # nobody sends with this one
 
@@ -430,6 +431,7 @@ def _exchange(
     yield
     for work in works: work.wait()
 
+# %% ../nbs/10_process_group.ipynb #5c2a1018
 def _from_root(group: Group, call: Call) -> Iterator[None]:
     mine, root, parts = group.group_rank, call.root, call.split()
     if mine == root: return _exchange(group, [(part, peer) for peer, part in enumerate(parts) if peer != mine], [])
@@ -447,7 +449,7 @@ def _all_to_all(group: Group, call: Call) -> Iterator[None]:
     peers = [peer for peer in range(group.size) if peer != mine]
     return _exchange(group, [(leaving[peer], peer) for peer in peers], [(arriving[peer], peer) for peer in peers])
 
-# %% ../nbs/10_process_group.ipynb #e8b328ab
+# %% ../nbs/10_process_group.ipynb #c5132704
 def _named(module: Any, new: str, old: str) -> Callable[..., Any]:
     """Give a function under its new name, or under the one it has in older torch."""
     return getattr(module, new, None) or getattr(module, old)
@@ -473,6 +475,7 @@ def _together(works: Sequence[Iterator[None]]) -> Iterator[None]:
     yield
     for steps in works: yield from steps
 
+# %% ../nbs/10_process_group.ipynb #6f17d735
 def _native_all_gather(group: Group, call: Call) -> Iterator[None]:
     parts, mine, options = call.split(), group.group_rank, {"group": group.process_group, "async_op": True}
     if len(set(call.parts)) > 1: return _started(lambda: torch.distributed.all_gather(parts, parts[mine], **options))
@@ -600,7 +603,7 @@ def _traced(group: Ranks, call: Call) -> None:
     else: raise NotImplementedError(f"{call} cannot be traced; only all_reduce, broadcast, and reduce_scatter and all_gather of equal parts can")
     (mine if call.kind == "reduce_scatter" else call.tensor).copy_(result)
 
-# %% ../nbs/10_process_group.ipynb #066ea006
+# %% ../nbs/10_process_group.ipynb #dd435d1d
 def _block(group: Ranks) -> Any:
     """Give the coalescing block this thread is in, if it is one of this group."""
     block = _COLLECTING.get()
@@ -620,6 +623,7 @@ def _by_copy(group: Group, call: Call) -> Iterator[None]:
         call.tensor.copy_(copy)
     return steps()
 
+# %% ../nbs/10_process_group.ipynb #12d75c7f
 def _start(group: Any, call: Call, async_op: bool) -> Work:
     _check(group, call.tensor, call.root if call.kind in _ROOTED else None)
     if torch.compiler.is_compiling() or isinstance(call.tensor, FakeTensor):

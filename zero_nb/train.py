@@ -578,7 +578,7 @@ def draw_losses(
     axes.legend(frameon=False)
     figure.savefig(file, format="png")
 
-# %% ../nbs/20_train.ipynb #1a6b1cb2
+# %% ../nbs/20_train.ipynb #2caf3dd1
 def add_arguments(
     parser: argparse.ArgumentParser, # gets an option for each field of `TrainConfig`
 ) -> None:
@@ -601,7 +601,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") == "0": self.exit(2, f"{self.prog}: error: {message} (--help lists all options)\n")
-        time.sleep(10)
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0": threading.Event().wait() # for the launcher
         self.exit(2)
 
 # %% ../nbs/20_train.ipynb #c7f8b219
