@@ -542,13 +542,13 @@ def test_an_empty_tensor_on_one_rank_is_found():
 def test_wrong_roots_and_kinds_are_found():
     def wrong():
         g, r = Group(), dist.get_rank()
-        calls = [lambda: g.broadcast(torch.ones(3), r), lambda: g.gather(torch.ones(4), r), lambda: (g.all_gather if r else g.reduce_scatter)(torch.ones(4)),
-                 lambda: g.all_gather(torch.ones(4), [1, 3] if r else [2, 2]),
-                 lambda: g.all_to_all(torch.ones(4), torch.ones(4), *[[2, 2]] * 2 * r)]
+        calls = [lambda: g.broadcast(torch.ones(3), r), lambda: g.gather(torch.ones(6), r), lambda: (g.all_gather if r else g.reduce_scatter)(torch.ones(6)),
+                 lambda: g.all_gather(torch.ones(6), [1, 3, 2] if r else [2, 2, 2]),
+                 lambda: g.all_to_all(torch.ones(6), torch.ones(6), *[[2, 2, 2]] * 2 * min(r, 1))]
         return [told(call) for call in calls]
 
-    first, second = run(2, wrong)
-    assert first == second and all(kind == "ValueError" and "ranks disagree on what comes next" in message for kind, message in first)
+    first, second, third = run(3, wrong)
+    assert first == second == third and all(kind == "ValueError" and "ranks disagree on what comes next" in message for kind, message in first)
 
 
 def test_collectives_are_compared_once():

@@ -53,6 +53,37 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
         raise ValueError(f"global rank {dist.get_rank()} is not a member of this process group: {group!r}; "
                          "use a group that torch.distributed made, on the ranks it was made of, before it is destroyed") from None
 
+# %% ../nbs/10_process_group.ipynb #190e4c22
+_TAGS, _MARKS = range(64, 1 << 20), 1 << 10 # messages inside collectives are numbered, and marked by size and dtype
+
+@dataclass(eq=False)
+class _State:
+    """What a process group remembers between collectives; the same on all its ranks."""
+
+    tag: int = 0 # messages so far
+    turn: int = 0 # agreements so far
+    known: set[Any] = field(default_factory=set) # what collectives looked like so far
+    lacks: dict[Any, bool] = field(default_factory=dict) # collectives that were tried on a backend we do not know; True if it has none
+    dropped: list[str] = field(default_factory=list) # collectives nobody waited for
+    ended: str = "" # "aborted" or "destroyed"
+
+    def tags(self, count: int, like: str) -> int:
+        """Reserve `count` tags for messages of a kind, `_MARKS` apart, and give the first."""
+        first, self.tag = self.tag % (len(_TAGS) - count), self.tag + count
+        return _TAGS[first] * _MARKS + zlib.crc32(like.encode()) % _MARKS
+
+_STATES: WeakKeyDictionary[Any, _State] = WeakKeyDictionary() # by process group
+_NO_GROUP = _State() # a process alone
+
+def _state(process_group: Any) -> _State:
+    if process_group is None: return _NO_GROUP
+    return _STATES.setdefault(process_group, _State())
+
+def _wire(process_group: Any) -> Any:
+    """Give the group that really sends: one that records shares messages and agreements with the one it wraps."""
+    while hasattr(getattr(process_group, "wrapped", None), "group_name"): process_group = process_group.wrapped
+    return process_group
+
 # %% ../nbs/10_process_group.ipynb #7e0a3ed6
 class Ranks:
     """Who is in a group, and which of them this process is."""
@@ -108,37 +139,6 @@ def get_group_rank(
     if global_rank in ranks: return ranks.index(global_rank)
     raise ValueError(f"global rank {global_rank} is not part of the group of global ranks {list(ranks)}")
 
-# %% ../nbs/10_process_group.ipynb #190e4c22
-_TAGS, _MARKS = range(64, 1 << 20), 1 << 10 # messages inside collectives are numbered, and marked by size and dtype
-
-@dataclass(eq=False)
-class _State:
-    """What a process group remembers between collectives; the same on all its ranks."""
-
-    tag: int = 0 # messages so far
-    turn: int = 0 # agreements so far
-    known: set[Any] = field(default_factory=set) # what collectives looked like so far
-    lacks: dict[Any, bool] = field(default_factory=dict) # collectives that were tried on a backend we do not know; True if it has none
-    dropped: list[str] = field(default_factory=list) # collectives nobody waited for
-    ended: str = "" # "aborted" or "destroyed"
-
-    def tags(self, count: int, like: str) -> int:
-        """Reserve `count` tags for messages of a kind, `_MARKS` apart, and give the first."""
-        first, self.tag = self.tag % (len(_TAGS) - count), self.tag + count
-        return _TAGS[first] * _MARKS + zlib.crc32(like.encode()) % _MARKS
-
-_STATES: WeakKeyDictionary[Any, _State] = WeakKeyDictionary() # by process group
-_NO_GROUP = _State() # a process alone
-
-def _state(process_group: Any) -> _State:
-    if process_group is None: return _NO_GROUP
-    return _STATES.setdefault(process_group, _State())
-
-def _wire(process_group: Any) -> Any:
-    """Give the group that really sends: one that records shares messages and agreements with the one it wraps."""
-    while hasattr(getattr(process_group, "wrapped", None), "group_name"): process_group = process_group.wrapped
-    return process_group
-
 # %% ../nbs/10_process_group.ipynb #7521c11c
 def _timeout(group: Ranks) -> timedelta:
     """Give the time limit of the group's collectives, or of its store where the backend does not tell."""
@@ -177,7 +177,7 @@ def _post(group: Ranks, payload: str, judge: Callable[[list[str]], str], turn: s
         for key in (verdict, readers): store.delete_key(key)
     return said
 
-# %% ../nbs/10_process_group.ipynb #5a59a3cc
+# %% ../nbs/10_process_group.ipynb #0bc6ce1a
 _NOTE = "  # " # what follows in a line need not be the same on all ranks
 
 def _plain(what: object) -> str: return str(what).replace(_NOTE, " ")
@@ -191,11 +191,11 @@ def _judge_digests(posts: list[str]) -> str:
 def _judge_lines(posts: list[str]) -> str:
     first, *others = (json.loads(zlib.decompress(bytes.fromhex(post))) for post in posts)
     for rank, lines in enumerate(others, 1):
-        for here, there in itertools.zip_longest(first, lines, fillvalue="(nothing)"):
-            if here.split(_NOTE)[0] != there.split(_NOTE)[0]: return json.dumps([rank, here, there])
+        for number, (here, there) in enumerate(itertools.zip_longest(first, lines, fillvalue="(nothing)")):
+            if here.split(_NOTE)[0] != there.split(_NOTE)[0]: return json.dumps([rank, here, there, number == 0])
     raise AssertionError("digests differ but the lines are equal")
 
-# %% ../nbs/10_process_group.ipynb #7b55de89
+# %% ../nbs/10_process_group.ipynb #ed2c2163
 def agree(
     group: Ranks, # all its ranks call this
     what: str, # what is agreed on, for the error
@@ -220,8 +220,8 @@ def agree(
         raise getattr(builtins, kind, RuntimeError)(f"rank {group.ranks[rank]} failed at {what}: {message}")
     if verdict["differ"]:
         text = zlib.compress(json.dumps(lines).encode()).hex()
-        rank, here, there = json.loads(_post(group, text, _judge_lines, f"{turn}/text", what))
-        topic = "what comes next" if what in (here, there) else _plain(what)
+        rank, here, there, is_first = json.loads(_post(group, text, _judge_lines, f"{turn}/text", what))
+        topic = "what comes next" if is_first else _plain(what)
         raise ValueError(f"ranks disagree on {topic}: rank {group.ranks[0]} has {_plain(here)!r}, rank {group.ranks[rank]} has {_plain(there)!r}; "
                          "do the same on every rank")
 
@@ -364,11 +364,11 @@ class Call:
 
 def _dtype(tensor: Tensor) -> str: return str(tensor.dtype).removeprefix("torch.")
 
-# %% ../nbs/10_process_group.ipynb #65c2143c
+# %% ../nbs/10_process_group.ipynb #8df122e0
 CHUNK = 1 << 20 # bytes that travel as one message
-_WINDOW = 4 # chunks a reduce-scatter receives ahead of its additions: its scratch memory
+_WINDOW = 4 # chunks that a reduce-scatter receives ahead of its additions: its scratch memory; two of three times the size between two ranks
 
-# %% ../nbs/10_process_group.ipynb #5ea212ec
+# %% ../nbs/10_process_group.ipynb #7df4edc6
 def _ring(
     group: Ranks,
     parts: Sequence[Tensor], # one for each rank, perhaps of unequal sizes
@@ -379,14 +379,15 @@ def _ring(
     dist: Any = torch.distributed
     size, pg = group.size, group.process_group
     behind, ahead = group.ranks[group.group_rank - 1], group.ranks[(group.group_rank + 1) % size]
-    length = max(1, CHUNK // parts[0].element_size())
+    nbytes, window = (3 * CHUNK, 2) if size == 2 else (CHUNK, _WINDOW)
+    length = max(1, nbytes // parts[0].element_size())
     chunks = [[c for c in part.split(length) if c.numel()] for part in parts]
     widest = max(map(len, chunks))
     first = group._wire.tags((size - 1) * widest, f"{parts[0].dtype} {[len(part) for part in parts]}")
     route = [(first + (hop * widest + i) * _MARKS, chunk) for hop in range(size - 1) for i, chunk in enumerate(chunks[(origin - 1 - hop) % size])]
     last = first + (size - 2) * widest * _MARKS
-    window = _WINDOW if add else len(route)
-    scratch = [parts[0].new_empty(min(length, max(map(len, parts)))) for _ in range(_WINDOW)] if add else []
+    scratch = [parts[0].new_empty(min(length, max(map(len, parts)))) for _ in range(window)] if add else []
+    if not add: window = len(route)
 
     def place(i: int) -> Tensor: return scratch[i % window][:route[i][1].numel()] if add else route[i][1]
     def receive(i: int) -> Any: return dist.irecv(place(i), behind, pg, route[i][0])
