@@ -225,7 +225,7 @@ def agree(
         raise ValueError(f"ranks disagree on {topic}: rank {group.ranks[0]} has {_plain(here)!r}, rank {group.ranks[rank]} has {_plain(there)!r}; "
                          "do the same on every rank")
 
-# %% ../nbs/10_process_group.ipynb #1854e50d
+# %% ../nbs/10_process_group.ipynb #ea491fd8
 def _alone(group: Ranks) -> bool: # a group whose other ranks are only pretended, or that has no store to meet in
     if getattr(group.process_group, "simulated", False): return True
     return "fake" in str(torch.distributed.get_backend_config(group.process_group)) or _store(group) is None
@@ -240,7 +240,7 @@ def agreeing(
     error = None
     try: yield
     except Exception as e: error = e
-    agree(group, what, () if error else lines(), error)
+    agree(group, what, () if error or group.size == 1 else lines(), error)
 
 # %% ../nbs/10_process_group.ipynb #54ff4900
 _COMPARED = 1000 # comparisons of collectives in a group, at most
