@@ -743,7 +743,7 @@ class Coalesced:
         kinds = [f"{len(run)} x {run[0].kind}" for run in _runs(self.calls)] + [f"{len(self.sends)} x send"] * bool(self.sends)
         return f"the coalescing block at {self.site} ({', '.join(kinds + [f'{len(self.receives)} x recv'] * bool(self.receives))})"
 
-# %% ../nbs/10_process_group.ipynb #f8e5e856
+# %% ../nbs/10_process_group.ipynb #b6ff8492
 _MERGED = frozenset({"all_reduce", "broadcast", "reduce_scatter", "all_gather"})
 
 def _runs(calls: Sequence[Call]) -> list[list[Call]]:
@@ -771,6 +771,7 @@ def _packs(calls: Sequence[Call]) -> list[list[Call]]:
         held[key] += nbytes
     return [pack for pack in (*packs, *filling.values()) if pack]
 
+# %% ../nbs/10_process_group.ipynb #673bf7a6
 def _merge(group: Any, pack: list[Call]) -> Iterator[None]:
     """Run a pack as one collective on one flat tensor, made of the pieces of all, ordered by rank where the kind has parts."""
     if len(pack) == 1: return _steps(group, pack[0])
