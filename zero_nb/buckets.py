@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['MB', 'Slot', 'Bucket', 'BucketPlan', 'Kind', 'pack', 'adopt', 'ddp_buckets']
 
-# %% ../nbs/02_buckets.ipynb #5c8427ff
+# %% ../nbs/02_buckets.ipynb #881e59b3
 import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import accumulate
+from itertools import accumulate, groupby, product
 from typing import Any, NamedTuple
 
-from .sharder import (DEVICE, ITEMSIZE, Owners, ParamSpec, Policy, ShardPlan, Span, Written, balances, checked, device_from, device_text, even,
-    find_policy, identity, leaf, only, param_from, param_text, run_from, run_text, setting, spread, unique, world)
+from .sharder import (DEVICE, ITEMSIZE, Owners, ParamSpec, Policy, ShardPlan, Span, Written, balances, checked, described, device_from, device_text,
+    even, find_policy, identity, leaf, movable, only, param_from, param_text, run_from, run_text, setting, spread, unique, world)
 
 # %% ../nbs/02_buckets.ipynb #9d96b660
 class Slot(NamedTuple):
@@ -48,7 +48,7 @@ def _inside(slots: Sequence[Slot], start: int, stop: int) -> tuple[Slot, ...]:
         at += 1
     return tuple(found)
 
-# %% ../nbs/02_buckets.ipynb #5bac5c69
+# %% ../nbs/02_buckets.ipynb #fa7139b8
 @dataclass(frozen=True)
 class Bucket:
     """Parameters packed in one flat tensor, and where it is cut."""
@@ -68,7 +68,7 @@ class Bucket:
             cuts, equal = tuple(cuts), range(0, cuts[-1] + 1, cuts[1] or 1)
             if len(equal) == len(cuts) and tuple(equal) == cuts: cuts = equal
             object.__setattr__(self, "bounds", cuts)
-        object.__setattr__(self, "padding", cuts[-1] - sum([s.stop - s.start for s in self.slots]))
+        object.__setattr__(self, "padding", cuts[-1] - sum([stop - start for _, start, stop, _ in self.slots]))
 
     numel = property(lambda self: self.bounds[-1], doc="Elements, padding included.")
     nbytes = property(lambda self: self.numel * ITEMSIZE[self.dtype], doc="Bytes, padding included.")
@@ -128,37 +128,39 @@ class BucketPlan(Written):
         params, ranks = tuple(map(param_from, fields.get("param", []))), _ranks(fields)
         return cls(params, ranks, tuple(_from_text(params, ranks, line) for line in fields.get("bucket", [])))
 
-# %% ../nbs/02_buckets.ipynb #c424ce92
+# %% ../nbs/02_buckets.ipynb #7485d312
 def _held(params: Sequence[ParamSpec], world_size: int, buckets: Sequence[Bucket]) -> None:
     """Raise `ValueError` unless each trainable element has one place, in a bucket of its own kind."""
-    pieces: list[list[tuple[int, int]]] = [[] for _ in params]
+    count, wanted = len(params), [p.numel if p.trainable else 0 for p in params]
+    whole, parts = set[int](), dict[int, list[tuple[int, int]]]()
     for i, bucket in enumerate(buckets):
         if bucket.world_size != world_size: raise ValueError(f"bucket {i} is cut for {bucket.world_size} ranks, the plan for {world_size}; rebuild it")
-        end, room = 0, bucket.numel
+        end, room, dtype, device, group = 0, bucket.numel, bucket.dtype, bucket.device, bucket.group
         for s in bucket.slots:
             param, start, stop, offset = s
-            if not 0 <= param < len(params): raise ValueError(f"bucket {i}: {s} needs a parameter from 0 to {len(params) - 1}")
+            if not 0 <= param < count: raise ValueError(f"bucket {i}: {s} needs a parameter from 0 to {count - 1}")
             spec = params[param]
-            if spec.dtype != bucket.dtype or spec.device != bucket.device or bucket.group not in (None, spec.group):
-                raise ValueError(f"parameter {spec.name!r} is {spec.dtype} on {spec.device} in group {spec.group}; bucket {i} takes {bucket.dtype} on "
-                                 f"{bucket.device} of group {bucket.group}; a bucket holds one kind")
+            if spec.dtype != dtype or spec.device != device or (group is not None and group != spec.group):
+                raise ValueError(f"parameter {spec.name!r} is {spec.dtype} on {spec.device} in group {spec.group}; bucket {i} takes {dtype} on "
+                                 f"{device} of group {group}; a bucket holds one kind")
             if offset < end or offset + stop - start > room:
                 raise ValueError(f"bucket {i}: {s} must start at or after {end} and end by {room}; slots are sorted and do not overlap")
             end = offset + stop - start
-            pieces[param].append((start, stop))
-    for spec, runs in zip(params, pieces, strict=True):
-        at = 0
-        for start, stop in sorted(runs):
+            if not start and stop == wanted[param] and param not in whole: whole.add(param)
+            else: parts.setdefault(param, []).append((start, stop))
+    for i, elements in enumerate(wanted):
+        if i in whole and i not in parts: continue
+        runs, at = sorted(parts.get(i, []) + [(0, elements)] * (i in whole)), 0
+        for start, stop in runs:
             if start != at or stop <= start: break
             at = stop
-        if at != (spec.numel if spec.trainable else 0) or sum(b - a for a, b in runs) != at:
-            raise ValueError(f"parameter {spec.name!r} ({spec.numel} elements{'' if spec.trainable else ', frozen'}) is placed as {sorted(runs)[:4]}; "
-                             "every element of every trainable parameter has exactly one place")
+        if at != elements or sum(stop - start for start, stop in runs) != at:
+            raise ValueError(f"{described(params[i])} is placed as {runs[:4]}; every element of every trainable parameter has exactly one place")
 
-# %% ../nbs/02_buckets.ipynb #d2d17538
+# %% ../nbs/02_buckets.ipynb #95791af7
 def _text(params: Sequence[ParamSpec], bucket: Bucket) -> str:
     bounds = f"{bucket.bounds.step} each" if isinstance(bucket.bounds, range) else " ".join(map(str, bucket.bounds))
-    slots = " ".join(f"{run_text(params, s.param, s.start, s.stop)}@{s.offset}" for s in bucket.slots)
+    slots = " ".join([f"{run_text(params, param, start, stop)}@{offset}" for param, start, stop, offset in bucket.slots])
     return f"{bucket.dtype} {device_text(bucket.device)} group {'any' if bucket.group is None else bucket.group} | {slots} | {bounds}"
 
 def _ranks(fields: dict[str, list[str]]) -> int:
@@ -236,18 +238,18 @@ def _kinds(params: Sequence[ParamSpec], policy: str | Policy, by_group: bool) ->
         kinds.append(seen.get(key) or seen.setdefault(key, Kind(p.dtype, p.device, group, chosen)))
     return kinds
 
-# %% ../nbs/02_buckets.ipynb #d1222683
+# %% ../nbs/02_buckets.ipynb #6485d2a9
 def _arrivals(params: Sequence[ParamSpec], order: Sequence[int] | None) -> list[int]:
     """Sort the trainable parameters that have elements by the arrival of their gradients."""
-    mine = [i for i, spec in enumerate(params) if spec.trainable and spec.numel]
+    mine = movable(params)
     if order is None: return mine[::-1]
-    if len(set(order)) != len(order) or not set(mine) <= set(order) <= set(range(len(params))):
-        missing = [params[i].name for i in mine if i not in set(order)]
+    named, wanted = set(order), set(mine)
+    if len(named) != len(order) or not wanted <= named <= set(range(len(params))):
+        missing = [params[i].name for i in mine if i not in named]
         raise ValueError(f"order must name each trainable parameter once, by index below {len(params)}; missing {missing[:3]}, got {list(order)[:8]}")
-    wanted = set(mine)
     return [i for i in order if i in wanted]
 
-# %% ../nbs/02_buckets.ipynb #0fca9333
+# %% ../nbs/02_buckets.ipynb #8f0890a4
 def _fill(
     params: Sequence[ParamSpec],
     arrivals: Iterable[int], # parameter indices
@@ -261,16 +263,18 @@ def _fill(
     room: dict[Kind, float] = {}
     when = {i: now for now, i in enumerate(arrivals)}
     for i in when:
-        kind, size = kinds[i], params[i].nbytes
+        kind = kinds[i]
+        size, left = params[i].numel * ITEMSIZE[kind.dtype], room.get(kind, -1)
         if size > limit:
             runs.append([i])
             continue
-        if room.get(kind, -1) < size:
-            room[kind], filling[kind] = limit, []
+        if left < size:
+            left, filling[kind] = limit, []
             runs.append(filling[kind])
-        filling[kind].append(i)
-        room[kind] -= size
-        if filling[kind] is runs[0] and limit - room[kind] >= first: room[kind] = -1
+        run = filling[kind]
+        run.append(i)
+        left -= size
+        room[kind] = -1 if run is runs[0] and limit - left >= first else left
     return sorted(runs, key=lambda run: when[run[-1]])
 
 # %% ../nbs/02_buckets.ipynb #5b7a8528
@@ -300,47 +304,49 @@ def _row(params: Sequence[ParamSpec], run: Iterable[int]) -> Iterator[Slot]:
         yield Slot(i, 0, params[i].numel, at)
         at += params[i].numel
 
-# %% ../nbs/02_buckets.ipynb #50645391
+# %% ../nbs/02_buckets.ipynb #329ab5f7
 def _owned_bucket(
     params: Sequence[ParamSpec],
     run: Sequence[int], # parameter indices
     kind: Kind,
     world_size: int,
-    owners: Mapping[int, Owners], # of each parameter
+    owners: Mapping[int, int | Owners], # of each parameter: the rank that owns all of it, else its owners
     align: int, # each part is a multiple of this many elements
     equal: bool, # whether all parts are padded to the largest
 ) -> Bucket:
     """Lay parameters out by owner, and cut the bucket where the owner changes."""
-    shards: dict[int, list[Span]] = {}
-    for i in run:
-        for group_rank, s in owners[i]: shards.setdefault(group_rank, []).append(Span(i, s.start, s.stop))
-    sizes = {group_rank: _round(sum(s.numel for s in shards[group_rank]), align) for group_rank in sorted(shards)}
+    shards: dict[int, list[tuple[int, int, int]]] = {} # parameter, start, stop
+    for owner, same in groupby(run, key=owners.__getitem__):
+        if isinstance(owner, int): shards.setdefault(owner, []).extend([(i, 0, params[i].numel) for i in same])
+        else:
+            for i, (group_rank, s) in product(same, owner): shards.setdefault(group_rank, []).append((i, s.start, s.stop))
+    sizes = {group_rank: _round(sum([stop - start for _, start, stop in shards[group_rank]]), align) for group_rank in sorted(shards)}
     bounds = [*range(0, max(sizes.values()) * world_size + 1, max(sizes.values()))] if equal else [0]
     for group_rank, size in sizes.items(): # most ranks own nothing of a bucket
         if not equal: bounds += [bounds[-1]] * (group_rank + 1 - len(bounds)) + [bounds[-1] + size]
     bounds += [bounds[-1]] * (world_size + 1 - len(bounds))
     slots = []
-    for group_rank in sorted(shards):
+    for group_rank in sizes:
         at = bounds[group_rank]
-        for s in shards[group_rank]:
-            slots.append(Slot(s.param, s.start, s.stop, at))
-            at += s.numel
+        for param, start, stop in shards[group_rank]:
+            slots.append(Slot(param, start, stop, at))
+            at += stop - start
     return Bucket(kind.dtype, kind.device, kind.group, tuple(slots), tuple(bounds))
 
-# %% ../nbs/02_buckets.ipynb #3616c194
+# %% ../nbs/02_buckets.ipynb #4f099bc6
 def _owners(
     params: Sequence[ParamSpec],
     world_size: int,
     kinds: Sequence[Kind], # of each parameter
-) -> dict[int, Owners]: # of the parameters that are not cut evenly
+) -> dict[int, int | Owners]: # of the parameters that are not cut evenly
     """Ask each policy once; one that balances the same cost as an earlier one is told what each rank got."""
     decided: dict[Kind, list[int]] = {}
-    for i, kind in enumerate(kinds):
-        if params[i].trainable: decided.setdefault(kind, []).append(i)
+    for i, (spec, kind) in enumerate(zip(params, kinds, strict=True)):
+        if spec.trainable: decided.setdefault(kind, []).append(i)
     asked: dict[Any, tuple[Policy, list[int]]] = {}
     for kind, mine in decided.items():
         if leaf(kind.policy) is not even: asked.setdefault(identity(kind.policy), (kind.policy, []))[1].extend(mine)
-    owners: dict[int, Owners] = {}
+    owners: dict[int, int | Owners] = {}
     loads: dict[Any, list[float]] = {}
     for policy, mine in asked.values():
         cost = balances(policy)
@@ -348,7 +354,7 @@ def _owners(
         mine.sort()
         plan = checked(policy, [params[i] for i in mine], world_size, so_far)
         if len(asked) > 1: loads[cost] = [a + b for a, b in zip(so_far, plan.weigh(cost), strict=True)]
-        owners.update((i, plan.owners(k)) for k, i in enumerate(mine))
+        owners.update(zip(mine, plan.by_param, strict=True))
     return owners
 
 def _lay(
