@@ -1,18 +1,19 @@
 """Properties of bucket plans, for random parameter lists and many ranks."""
 import pickle
+import random
 from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sharder import param_lists
+from test_sharder import calls, damaged, param_lists
 
 from zero_nb.buckets import MB, Bucket, BucketPlan, Slot, adopt, ddp_buckets, pack
-from zero_nb.sharder import ParamSpec, ShardPlan, Span, balanced, by_group, even, greedy, mixed, newton_schulz
+from zero_nb.sharder import ParamSpec, ShardPlan, Span, balanced, by_group, even, greedy, mixed, newton_schulz, runs
 
 quick = settings(max_examples=80, deadline=None)
 worlds = st.one_of(st.integers(1, 9), st.sampled_from([64, 1000]))
-leaves = [even, partial(even, align=4), greedy, balanced, partial(balanced, cost=newton_schulz)]
+leaves = [even, partial(even, align=4), runs, greedy, balanced, partial(balanced, cost=newton_schulz)]
 policies = st.sampled_from([*leaves, mixed, partial(mixed, choose=by_group(greedy, even, partial(balanced, cost=newton_schulz)))])
 options = st.fixed_dictionaries({
     "capacity_mb": st.sampled_from([64 / MB, 1000 / MB, 25.0]), "first_mb": st.sampled_from([16 / MB, 1.0]), "by_group": st.booleans(),
@@ -123,6 +124,33 @@ def test_ddp_buckets_are_those_of_torch(specs, limits):
 def test_a_hundred_thousand_parameters():
     specs = [ParamSpec(f"p{i}", (i % 700 + 1,)) for i in range(100_000)]
     assert pack(specs, 1024).imbalance < 1.001 and pack(specs, 1024, policy=greedy).imbalance < 1.001
+
+
+@settings(max_examples=300, deadline=None)
+@given(param_lists(5), st.sampled_from(leaves), st.booleans(), st.integers(0, 2**32))
+def test_a_bucket_plan_is_built_exactly_if_every_element_has_one_place(specs, policy, by_group, seed):
+    specs, rng = tuple(p for p in specs if p.numel <= 200), random.Random(seed)
+    packed = pack(specs, 2, policy=policy, capacity_mb=64 / MB, by_group=by_group)
+    if not packed.buckets: return
+    k = rng.randrange(len(packed.buckets))
+    old = packed.buckets[k]
+    bucket = Bucket(old.dtype, old.device, old.group, tuple(damaged(rng, list(old.slots))), old.bounds)
+    buckets = (*packed.buckets[:k], bucket, *packed.buckets[k + 1:])
+    placed = sorted((s.param, e) for b in buckets for s in b.slots for e in range(s.start, s.stop))
+    once = placed == [(i, e) for i, p in enumerate(specs) if p.trainable for e in range(p.numel)]
+    ends = [0, *(s.offset + s.stop - s.start for s in bucket.slots)]
+    apart = all(s.start < s.stop and s.offset >= end for s, end in zip(bucket.slots, ends, strict=False)) and ends[-1] <= bucket.numel
+    same = once and all(specs[s.param].dtype == bucket.dtype and bucket.group in (None, specs[s.param].group) for s in bucket.slots)
+    if apart and same: assert BucketPlan(specs, 2, buckets).buckets == buckets
+    else:
+        with pytest.raises(ValueError, match=r"needs a parameter|holds one kind|must start at or after|has exactly one place"): BucketPlan(specs, 2, buckets)
+
+
+@pytest.mark.parametrize("policy", [even, runs, greedy, balanced, partial(mixed, choose=by_group(runs))])
+def test_the_work_of_packing_is_a_few_calls_for_each_parameter_whatever_the_ranks(policy):
+    specs = [ParamSpec(f"p{i}", (8,)) for i in range(4000)]
+    found = [calls(lambda n=n: pack(specs, n, policy=policy, capacity_mb=1.0, order=range(4000)).digest) / 4000 for n in (1, 8, 250)]
+    assert max(found) < 30, found
 
 
 def test_a_giant_is_cut_without_padding_inside_and_not_cut_when_told():

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import pickle
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -71,6 +72,7 @@ def test_every_trainable_element_has_one_owner_and_nothing_else_has(specs, world
         assert [a for a, _ in mine] + [p.numel] * bool(mine) == [0] * bool(mine) + [b for _, b in mine]
         assert bool(mine) == bool(p.trainable and p.numel)
         assert [s for _, s in plan.owners(i)] == [Span(i, a, b) for a, b in mine]
+        assert plan.by_param[i] == (plan.owners(i)[0][0] if len(mine) == 1 else plan.owners(i))
 
 
 @quick
@@ -79,7 +81,7 @@ def test_plans_are_read_back_from_text_and_json(specs, world_size, policy):
     plan = policy(specs, world_size)
     for again in (ShardPlan.from_text(plan.to_text()), ShardPlan.from_json(plan.to_json()), pickle.loads(pickle.dumps(plan))):
         assert again == plan and hash(again) == hash(plan) and again.digest == plan.digest
-        assert [again.owners(i) for i in range(len(specs))] == [plan.owners(i) for i in range(len(specs))]
+        assert again.by_param == plan.by_param
     json.loads(plan.to_json())
 
 
@@ -89,6 +91,56 @@ def test_runs_are_even_but_for_the_alignment_of_their_cuts(specs, world_size):
     plan, level = runs(specs, world_size), even(specs, world_size)
     assert all(abs(a - b) <= 16 for a, b in zip(plan.loads, level.loads, strict=True))
     assert all(span.start % 16 == 0 for shard in plan.shards for span in shard)
+
+
+@quick
+@given(param_lists(), worlds, st.sampled_from([None, 3, 40]), st.integers(0, 2**32))
+def test_runs_cut_where_even_does_but_at_the_nearest_sixteenth_element(specs, world_size, most, seed):
+    held = most and random.Random(seed).choices(range(most), k=world_size)
+    plan, level = runs(specs, world_size, loads=held), even(specs, world_size, loads=held)
+    for i, spec in enumerate(specs):
+        ranks, starts = [r for r, _ in level.owners(i)], [min((s.start + 8) // 16 * 16, spec.numel) for _, s in level.owners(i)]
+        want = [(r, Span(i, a, b)) for r, a, b in zip(ranks, starts, [*starts, spec.numel][1:], strict=True) if a < b]
+        assert list(plan.owners(i)) == want
+
+
+@quick
+@given(param_lists(), worlds, st.sampled_from([1, 16]))
+def test_even_cuts_the_row_into_equal_runs(specs, world_size, align):
+    specs = [p for p in specs if p.numel <= 13_000]
+    plan, at = even(specs, world_size, align=align), 0
+    each = -(-sum(p.numel for p in specs if p.trainable) // world_size)
+    each += -each % align
+    for i, spec in enumerate(specs):
+        owned = [r for r, s in plan.owners(i) for _ in range(s.start, s.stop)]
+        assert owned == [(at + e) // each for e in range(len(owned))] and len(owned) == spec.numel * spec.trainable
+        at += len(owned)
+
+
+def damaged(rng, spans):
+    """Lose, repeat, lengthen, shorten or shift one of these tuples, or none."""
+    k = rng.randrange(len(spans))
+    at, by = rng.randrange(len(spans[k])), rng.randint(-2, 2)
+    other = type(spans[k])(*(n + by * (field == at) for field, n in enumerate(spans[k])))
+    return [*spans[:k], *rng.choice([[], [spans[k]] * 2, [other], [spans[k]]]), *spans[k + 1:]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(param_lists(6), st.integers(1, 4), st.integers(0, 2**32))
+def test_a_plan_is_built_exactly_if_every_element_has_one_owner(specs, world_size, seed):
+    specs, rng = tuple(p for p in specs if p.numel <= 200), random.Random(seed)
+    spans = [Span(i, e, min(e + 3, p.numel)) for i, p in enumerate(specs) if p.trainable for e in range(0, p.numel, 3)]
+    if not spans: return
+    for _ in range(rng.randrange(3)): spans = damaged(rng, spans) or spans
+    shards = [[] for _ in range(world_size)]
+    for s in spans: rng.choice(shards).append(s)
+    counts = {(i, e): 0 for i, p in enumerate(specs) if p.trainable for e in range(p.numel)}
+    for s in spans:
+        for e in range(s.start, s.stop): counts[s.param, e] = counts.get((s.param, e), 0) + 1
+    fits = all(s.start < s.stop for s in spans) and len(counts) == sum(p.numel for p in specs if p.trainable) and set(counts.values()) == {1}
+    if fits: assert ShardPlan(specs, shards) == ShardPlan(specs, [shard[::-1] for shard in shards])
+    else:
+        with pytest.raises(ValueError, match=r"a span needs|is owned by"): ShardPlan(specs, shards)
 
 
 @given(param_lists(), worlds)
@@ -235,6 +287,26 @@ def test_a_hundred_thousand_parameters_on_many_ranks(policy):
     assert plan.imbalance < 1.01 and sum(plan.loads) == sum(p.numel for p in specs)
 
 
+def calls(f):
+    """Count the functions that a call makes others call."""
+    count = 0
+
+    def counted(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+    before = sys.getprofile()
+    sys.setprofile(counted)
+    try: f()
+    finally: sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize(("policy", "most"), [(even, 4), (runs, 4), (greedy, 9), (balanced, 9)])
+def test_the_work_of_a_plan_is_a_few_calls_for_each_parameter_whatever_the_ranks(policy, most):
+    specs = [ParamSpec(f"p{i}", (8,)) for i in range(4000)]
+    assert all(calls(lambda n=n: policy(specs, n)) < most * len(specs) for n in (1, 8, 250))
+
+
 def test_even_is_within_a_thousandth_where_ranks_have_a_thousand_elements():
     specs = [ParamSpec("a", (4096, 1000)), ParamSpec("b", (7,))]
     assert all(even(specs, n).imbalance <= 1.001 for n in (1, 2, 3, 64, 1000, 4096))
@@ -277,6 +349,10 @@ tiny = ParamSpec("weight", (4, 2)), ParamSpec("bias", (2,))
     (lambda: ShardPlan((ParamSpec("f", (2,), trainable=False),), ((Span(0, 0, 2),),)), "frozen"),
     (lambda: ShardPlan(tiny, ((Span(2, 0, 1),),)), "a parameter below 2"),
     (lambda: ShardPlan(tiny, ((Span(0, 3, 3),),)), "0 <= start < stop"),
+    (lambda: ShardPlan(tiny, ((Span(-1, -1, 2),),)), "a span needs 0 <= start < stop"),
+    (lambda: ShardPlan(tiny, ((Span(0, 0, 8), Span(1, 0, 2)), (Span(0, 0, 8),))), "element 0 is owned by group_rank 1 and another"),
+    (lambda: ShardPlan(tiny, ((Span(0, 0, 4), Span(1, 0, 2)), (Span(0, 0, 8),))), "element 0 is owned by group_rank 1 and another"),
+    (lambda: ShardPlan(tiny, ((Span(0, 0, 8), Span(1, 0, 2)), (Span(0, 6, 8),))), "element 6 is owned by group_rank 1 and another"),
     (lambda: checked(lambda specs, world_size, loads: even(specs[1:], 2), tiny, 2, None), "was asked for 2 parameters over 2 ranks"),
     (lambda: moves(even(tiny, 2), even([ParamSpec("weight", (2, 4))], 2)), "parameter 'weight' has shape"),
     (lambda: ShardPlan.from_text("param nonsense\nshard 0"), "a parameter is written as"),

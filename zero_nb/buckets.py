@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['MB', 'Slot', 'Bucket', 'BucketPlan', 'Kind', 'pack', 'adopt', 'ddp_buckets']
 
-# %% ../nbs/02_buckets.ipynb #881e59b3
+# %% ../nbs/02_buckets.ipynb #f898feaa
 import math
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import accumulate, groupby, product
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from .sharder import (DEVICE, ITEMSIZE, Owners, ParamSpec, Policy, ShardPlan, Span, Written, balances, checked, described, device_from, device_text,
@@ -304,7 +305,7 @@ def _row(params: Sequence[ParamSpec], run: Iterable[int]) -> Iterator[Slot]:
         yield Slot(i, 0, params[i].numel, at)
         at += params[i].numel
 
-# %% ../nbs/02_buckets.ipynb #329ab5f7
+# %% ../nbs/02_buckets.ipynb #e2e229e9
 def _owned_bucket(
     params: Sequence[ParamSpec],
     run: Sequence[int], # parameter indices
@@ -315,11 +316,11 @@ def _owned_bucket(
     equal: bool, # whether all parts are padded to the largest
 ) -> Bucket:
     """Lay parameters out by owner, and cut the bucket where the owner changes."""
-    shards: dict[int, list[tuple[int, int, int]]] = {} # parameter, start, stop
-    for owner, same in groupby(run, key=owners.__getitem__):
-        if isinstance(owner, int): shards.setdefault(owner, []).extend([(i, 0, params[i].numel) for i in same])
+    shards = defaultdict[int, list[tuple[int, int, int]]](list) # parameter, start, stop
+    for i in run:
+        if isinstance(owner := owners[i], int): shards[owner].append((i, 0, params[i].numel))
         else:
-            for i, (group_rank, s) in product(same, owner): shards.setdefault(group_rank, []).append((i, s.start, s.stop))
+            for group_rank, s in owner: shards[group_rank].append((i, s.start, s.stop))
     sizes = {group_rank: _round(sum([stop - start for _, start, stop in shards[group_rank]]), align) for group_rank in sorted(shards)}
     bounds = [*range(0, max(sizes.values()) * world_size + 1, max(sizes.values()))] if equal else [0]
     for group_rank, size in sizes.items(): # most ranks own nothing of a bucket

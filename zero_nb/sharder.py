@@ -259,17 +259,17 @@ class ShardPlan(Written):
     def __repr__(self) -> str: return f"ShardPlan({_summary(self)}, digest {self.digest})"
     def _repr_html_(self) -> str: return _table(self)
 
-# %% ../nbs/01_sharder.ipynb #cb9acfe0
+# %% ../nbs/01_sharder.ipynb #6929db03
 def _price(cost: Callable[[ParamSpec], float], spec: ParamSpec, s: Span) -> float:
     return cost(spec) if s.numel == spec.numel else cost(spec) * s.numel / spec.numel
 
 def unique(specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
     """Check that every name is used once."""
     specs, seen = tuple(specs), dict[str, int]()
-    if len({spec.name for spec in specs}) < len(specs):
-        first, i = next((first, i) for i, spec in enumerate(specs) if (first := seen.setdefault(spec.name, i)) != i)
-        raise ValueError(f"parameters {first} and {i} are both called {specs[i].name!r}; a name is unique, and a shared (tied) parameter is listed once")
-    return specs
+    if len({spec.name for spec in specs}) == len(specs): return specs
+    for i, spec in enumerate(specs):
+        if (first := seen.setdefault(spec.name, i)) != i: break
+    raise ValueError(f"parameters {first} and {i} are both called {spec.name!r}; a name is unique, and a shared (tied) parameter is listed once")
 
 def world(size: Any) -> int:
     """Check a world size."""
@@ -291,7 +291,7 @@ def _table(plan: "ShardPlan") -> str:
     rest = f"<br>{plan.world_size - len(shown)} more ranks lie between the last two lines." if plan.world_size > 9 else ""
     return f"<p>{escape(_summary(plan))}{rest}</p><table><tr><th>rank<th>elements<th>spans<th>load</tr>{rows}</table>"
 
-# %% ../nbs/01_sharder.ipynb #06c392f0
+# %% ../nbs/01_sharder.ipynb #e5fe8cec
 Cost = Callable[[ParamSpec], float]
 
 class Policy(Protocol):
@@ -315,12 +315,24 @@ def movable(specs: Iterable[ParamSpec]) -> list[int]:
     """List the parameters that somebody must own: trainable ones that have elements."""
     return [i for i, spec in enumerate(specs) if spec.trainable and spec.numel]
 
-def _whole(specs: Sequence[ParamSpec], world_size: int, owned: Iterable[tuple[int, int]]) -> ShardPlan:
-    shards: list[list[Span]] = [[] for _ in range(world_size)]
-    for param, group_rank in owned: shards[group_rank].append(Span(param, 0, specs[param].numel))
-    return ShardPlan(tuple(specs), tuple(map(tuple, shards)))
+Priced = tuple[float, int] # cost of a parameter, and its index
 
-# %% ../nbs/01_sharder.ipynb #eca0d46e
+def _deal(items: Iterable[Priced], loads: list[float]) -> list[list[Priced]]: # of each rank
+    """Give each parameter in turn to the rank that holds least, the lowest of equal ones, and add its cost to the loads."""
+    heap = [(load, group_rank) for group_rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    held: list[list[Priced]] = [[] for _ in loads]
+    for item in items:
+        load, group_rank = heap[0]
+        loads[group_rank] = load + item[0]
+        heapq.heapreplace(heap, (loads[group_rank], group_rank))
+        held[group_rank].append(item)
+    return held
+
+def _whole(specs: Sequence[ParamSpec], held: Iterable[Iterable[Priced]]) -> ShardPlan:
+    return ShardPlan(tuple(specs), tuple(tuple([Span(i, 0, specs[i].numel) for _, i in items]) for items in held))
+
+# %% ../nbs/01_sharder.ipynb #40fa9ca4
 def greedy(
     specs: Sequence[ParamSpec], # in registration order, the same on every rank
     world_size: int, # ranks in the group, >= 1
@@ -329,14 +341,9 @@ def greedy(
     """Give each parameter, largest first and one param group after another, to the rank with the fewest elements.
 
     Source: the rule of torch.distributed.optim.ZeroRedundancyOptimizer."""
-    heap = [(load, group_rank) for group_rank, load in enumerate(_start(world_size, loads))]
-    heapq.heapify(heap)
-    owned = []
-    for i in sorted(movable(specs), key=lambda i: (specs[i].group, -specs[i].numel)):
-        load, group_rank = heap[0]
-        heapq.heapreplace(heap, (load + specs[i].numel, group_rank))
-        owned.append((i, group_rank))
-    return _whole(specs, world_size, owned)
+    sizes = [(specs[i].numel, i) for i in movable(specs)]
+    largest_first = sorted(sizes, key=lambda item: (specs[item[1]].group, -item[0]))
+    return _whole(specs, _deal(largest_first, _start(world_size, loads)))
 
 # %% ../nbs/01_sharder.ipynb #354190a3
 def _row(specs: Sequence[ParamSpec]) -> tuple[list[Span], list[int]]: # what must be owned, end to end; where each begins, and where the last ends
@@ -404,9 +411,7 @@ def newton_schulz(spec: ParamSpec) -> int: # for a matrix max * min**2; trailing
     rows, columns = spec.shape[0], math.prod(spec.shape[1:])
     return max(rows, columns) * min(rows, columns) ** 2
 
-# %% ../nbs/01_sharder.ipynb #03427dcd
-Priced = tuple[float, int] # cost of a parameter, and its index
-
+# %% ../nbs/01_sharder.ipynb #a32706d8
 def _exchange(heavy: Sequence[Priced], light: Sequence[Priced], gap: float) -> tuple[Priced, Priced | None] | None: # what goes, and what comes back
     """Find the move or swap that brings two ranks closest together; both lists are sorted, `gap` is how much more the heavy one holds."""
     best, found = gap, None
@@ -433,7 +438,7 @@ def _refine(held: list[list[Priced]], loads: list[float], rounds: int) -> None:
         change = gives[0] - (takes[0] if takes else 0)
         loads[top], loads[low] = loads[top] - change, loads[low] + change
 
-# %% ../nbs/01_sharder.ipynb #a413603d
+# %% ../nbs/01_sharder.ipynb #da0f8233
 def balanced(
     specs: Sequence[ParamSpec], # in registration order, the same on every rank
     world_size: int, # ranks in the group, >= 1
@@ -445,19 +450,12 @@ def balanced(
 
     Source: Graham 1969, bounds on multiprocessing timing anomalies (longest processing time first)."""
     total = _start(world_size, loads)
-    heap = [(load, group_rank) for group_rank, load in enumerate(total)]
-    heapq.heapify(heap)
-    held: list[list[Priced]] = [[] for _ in total]
     prices = [(cost(specs[i]), i) for i in movable(specs)]
     if wrong := [(price, i) for price, i in prices if not 0 <= price < math.inf]:
         raise ValueError(f"the cost of a parameter must be a number >= 0, got {wrong[0][0]!r} for {specs[wrong[0][1]].name!r}")
-    for price, i in sorted(prices, key=itemgetter(0), reverse=True): # of equal cost, the first registered first
-        load, group_rank = heap[0]
-        heapq.heapreplace(heap, (load + price, group_rank))
-        held[group_rank].append((price, i))
-        total[group_rank] = load + price
+    held = _deal(sorted(prices, key=itemgetter(0), reverse=True), total) # of equal cost, the first registered first
     _refine(held, total, rounds)
-    return _whole(specs, world_size, ((i, group_rank) for group_rank, items in enumerate(held) for _, i in items))
+    return _whole(specs, held)
 
 # %% ../nbs/01_sharder.ipynb #08d66ef3
 Choice = Callable[[ParamSpec], Policy]
