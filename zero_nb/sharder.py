@@ -411,7 +411,7 @@ def newton_schulz(spec: ParamSpec) -> int: # for a matrix max * min**2; trailing
     rows, columns = spec.shape[0], math.prod(spec.shape[1:])
     return max(rows, columns) * min(rows, columns) ** 2
 
-# %% ../nbs/01_sharder.ipynb #a32706d8
+# %% ../nbs/01_sharder.ipynb #e753a6d2
 def _exchange(heavy: Sequence[Priced], light: Sequence[Priced], gap: float) -> tuple[Priced, Priced | None] | None: # what goes, and what comes back
     """Find the move or swap that brings two ranks closest together; both lists are sorted, `gap` is how much more the heavy one holds."""
     best, found = gap, None
@@ -426,10 +426,10 @@ def _exchange(heavy: Sequence[Priced], light: Sequence[Priced], gap: float) -> t
 def _refine(held: list[list[Priced]], loads: list[float], rounds: int) -> None:
     """Relieve the heaviest rank by one move or swap at a time, while that lowers its load."""
     for _ in range(rounds):
-        top = max(range(len(loads)), key=loads.__getitem__)
+        top = loads.index(max(loads))
         if loads[top] == min(loads): return
         heavy = sorted(held[top])
-        for low in heapq.nsmallest(8, range(len(loads)), key=loads.__getitem__):
+        for _, low in heapq.nsmallest(8, zip(loads, range(len(loads)), strict=True)):
             if found := _exchange(heavy, sorted(held[low]), loads[top] - loads[low]): break
         else: return
         gives, takes = found
