@@ -1,7 +1,9 @@
 """Properties of bucket plans, for random parameter lists and many ranks."""
 import pickle
 import random
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -73,6 +75,16 @@ def specs_size(plan, bucket): return plan.params[bucket.slots[0].param].itemsize
 
 
 @quick
+@given(param_lists())
+def test_buckets_are_filled_to_their_limit_and_the_first_closes_early(specs):
+    specs = [replace(p, dtype="float32") for p in specs if p.trainable and 0 < p.nbytes <= 500]
+    filled = [[specs[s.param].nbytes for s in b.slots] for b in pack(specs, 1, capacity_mb=1000 / MB, first_mb=200 / MB).buckets]
+    for i, (mine, following) in enumerate(pairwise(filled)):
+        assert sum(mine) <= 1000 and (sum(mine) + following[0] > 1000 or (i == 0 and sum(mine) >= 200 > sum(mine[:-1])))
+    assert not filled or sum(filled[0][:-1]) < 200
+
+
+@quick
 @given(param_lists(), worlds, options, st.randoms(use_true_random=False))
 def test_buckets_come_in_the_order_in_which_gradients_complete_them(specs, world_size, chosen, random):
     specs = small(specs)
@@ -94,7 +106,7 @@ def test_adopted_buckets_are_kept(specs, world_size, policy, data):
     theirs = [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(specs)], strict=True)]
     plan = adopt(specs, world_size, theirs, policy=policy)
     want = [[i for i in bucket if specs[i].numel] for bucket in theirs]
-    found = [[s.param for s in b.slots] for b in plan.buckets]
+    found = [[*dict.fromkeys(s.param for s in b.slots)] for b in plan.buckets]  # runs may cut one in two
     assert [sorted(b) for b in found] == [sorted(b) for b in want if b]
     if policy is even: assert found == [b for b in want if b]
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -138,11 +139,15 @@ def test_a_plan_is_built_exactly_if_every_element_has_one_owner(specs, world_siz
     for s in spans:
         for e in range(s.start, s.stop): counts[s.param, e] = counts.get((s.param, e), 0) + 1
     fits = all(s.start < s.stop for s in spans) and len(counts) == sum(p.numel for p in specs if p.trainable) and set(counts.values()) == {1}
-    if fits: assert ShardPlan(specs, shards) == ShardPlan(specs, [shard[::-1] for shard in shards])
+    if fits:
+        plan = ShardPlan(specs, shards)
+        assert plan == ShardPlan(specs, [shard[::-1] for shard in shards])
+        assert all((a.param, a.stop) != (b.param, b.start) and a < b for shard in plan.shards for a, b in pairwise(shard))
     else:
         with pytest.raises(ValueError, match=r"a span needs|is owned by"): ShardPlan(specs, shards)
 
 
+@quick
 @given(param_lists(), worlds)
 def test_no_plan_is_worse_than_its_bound(specs, world_size):
     numels = [p.numel for p in specs if p.trainable]

@@ -217,7 +217,7 @@ def run_from(params: Sequence[ParamSpec], text: str) -> Span:
     param, start, stop = found.groups()
     return Span(int(param), int(start or 0), int(stop) if stop else params[int(param)].numel)
 
-# %% ../nbs/01_sharder.ipynb #57a03502
+# %% ../nbs/01_sharder.ipynb #a19c5861
 @dataclass(frozen=True, repr=False)
 class ShardPlan(Written):
     """Who owns what: one shard for each rank, checked when built to own each trainable element exactly once."""
@@ -241,8 +241,7 @@ class ShardPlan(Written):
         return self.shards[group_rank]
     def owners(self, param: int) -> Owners: # (group_rank, span), by span
         """Tell who owns a parameter, and which part of it."""
-        owner = self.by_param[param]
-        return ((owner, Span(param, 0, self.params[param].numel)),) if isinstance(owner, int) else owner
+        return ((owner, Span(param, 0, self.params[param].numel)),) if isinstance(owner := self.by_param[param], int) else owner
     def fields(self) -> dict[str, list[str]]:
         """Give the plan as lines of text, by what they are about."""
         shards = [" ".join(run_text(self.params, *s) for s in shard) for shard in self.shards]
@@ -291,7 +290,7 @@ def _table(plan: "ShardPlan") -> str:
     rest = f"<br>{plan.world_size - len(shown)} more ranks lie between the last two lines." if plan.world_size > 9 else ""
     return f"<p>{escape(_summary(plan))}{rest}</p><table><tr><th>rank<th>elements<th>spans<th>load</tr>{rows}</table>"
 
-# %% ../nbs/01_sharder.ipynb #e5fe8cec
+# %% ../nbs/01_sharder.ipynb #45b00285
 Cost = Callable[[ParamSpec], float]
 
 class Policy(Protocol):
@@ -315,6 +314,7 @@ def movable(specs: Iterable[ParamSpec]) -> list[int]:
     """List the parameters that somebody must own: trainable ones that have elements."""
     return [i for i, spec in enumerate(specs) if spec.trainable and spec.numel]
 
+# %% ../nbs/01_sharder.ipynb #3f11c859
 Priced = tuple[float, int] # cost of a parameter, and its index
 
 def _deal(items: Iterable[Priced], loads: list[float]) -> list[list[Priced]]: # of each rank
