@@ -399,7 +399,7 @@ def counts(name: str, model: Model, ranks: Sequence[dict[str, Any]]) -> Counts:
         if most[key] is not None: most[key] = sum(Fraction(r[key]) for r in ranks) / len(ranks)
     return Counts(model.name, name, len(ranks), **most)
 
-# %% ../nbs/30_benchmark.ipynb #dfc4e4fe
+# %% ../nbs/30_benchmark.ipynb #8eefc0cf
 @dataclass(frozen=True)
 class Makings:
     """Seconds that constructors took, one for each round."""
@@ -415,7 +415,7 @@ def make_rank(parameters: int, world_size: int, rounds: int) -> Makings: # on on
     """Time constructors, taking turns."""
     from torch.distributed.optim import ZeroRedundancyOptimizer as Torchs
     params = [nn.Parameter(torch.zeros(8)) for _ in range(parameters)]
-    with simulate(world_size) as many:
+    with simulate(1), simulate(world_size) as many: # the first is the default group
         ways: dict[str, Callable[[], Any]] = {
             "adamw": lambda: AdamW(params, lr=LR, fused=True), "zero": lambda: ZeroRedundancyOptimizer(params, AdamW, lr=LR),
             "zero_many": lambda: ZeroRedundancyOptimizer(params, AdamW, process_group=many, lr=LR),

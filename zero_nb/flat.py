@@ -39,13 +39,17 @@ def flatten_like(
     if tensor.stride() != layout.stride(): tensor = torch.empty_like(layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return flatten(tensor)
 
-# %% ../nbs/12_flat.ipynb #4775763d
+# %% ../nbs/12_flat.ipynb #e4bb9212
 def _stretches(slots: Sequence[Slot], runs: Sequence[Tensor]) -> Iterator[tuple[int, list[int], list[Tensor]]]: # runs with nothing between them
     first = 0
     for i, slot in enumerate(slots, 1): # offset of the first, length of each, and each
         if i == len(slots) or slots[i].offset != slot.offset + slot.numel:
             yield slots[first].offset, [s.stop - s.start for s in slots[first:i]], list(runs[first:i])
             first = i
+
+def _run(param: Tensor, slot: Slot) -> Tensor: # 1-D view of a slot's elements in the parameter's memory
+    flat = flatten(param.detach())
+    return flat if slot.numel == flat.numel() else flat[slot.start:slot.stop]
 
 def _within(slots: Sequence[Slot], runs: Sequence[Tensor], parts: Sequence[Slot]) -> list[Tensor]: # of the runs of slots, those of parts of them
     starts, out = [slot.offset for slot in slots], []
@@ -77,7 +81,7 @@ def _alone(bucket: Bucket, params: Sequence[Tensor]) -> Tensor | None:
     run = flatten(params[first.param].detach())[first.start:first.start + bucket.numel]
     return run if sum(slot.numel for slot in bucket.slots) == bucket.numel else None
 
-# %% ../nbs/12_flat.ipynb #a1de17cf
+# %% ../nbs/12_flat.ipynb #69d82b53
 class FlatBucket:
     """The memory of one bucket: its parameters' elements, apart or together."""
 
@@ -94,7 +98,7 @@ class FlatBucket:
         self.sizes = None if bucket.equal else [stop - start for start, stop in map(bucket.part, range(group.size))]
         self.flat = move_together(bucket, params) if as_views else _alone(bucket, params)
         if self.flat is not None: self.runs, self.mine = [], [self.flat[s.offset:s.offset + s.numel] for s in self.owned]
-        else: self.runs = [flatten(params[s.param].detach())[s.start:s.stop] for s in bucket.slots]
+        else: self.runs = [_run(params[slot.param], slot) for slot in bucket.slots]
         if self.runs: self.mine = _within(bucket.slots, self.runs, self.owned)
         self.stretches = list(_stretches(bucket.slots, self.runs)) if self.runs else []
 

@@ -25,7 +25,7 @@ from .sharder import ParamSpec
 __all__ = ['Run', 'SCALARS', 'specs', 'Piece', 'look', 'Shard', 'per_element', 'split_piece', 'open_pieces', 'close_pieces',
            'rest', 'settle']
 
-# %% ../nbs/12a_pieces.ipynb #5a2d6eab
+# %% ../nbs/12a_pieces.ipynb #a739f8fc
 def _names(group: dict[str, Any], index: int) -> list[str]:
     return group.get("param_names") or [f"group {index} parameter {i}" for i in range(len(group["params"]))]
 
@@ -41,14 +41,15 @@ def specs(
 
     Raises `ValueError` for a parameter that cannot be cut: sparse, or not dense in memory.
     """
-    out, devices = [], dict[str, dict[torch.device, str]]()
+    out, devices, dtypes = [], dict[str, dict[torch.device, str]](), dict[torch.dtype, str]()
     for index, group in enumerate(param_groups, first):
         for name, p in zip(_names(group, index), group["params"], strict=True):
             if p.layout != torch.strided: raise ValueError(f"{name} is {p.layout}, only dense ones can be sharded; give it an optimizer of its own")
             if not p.is_contiguous(): _check_dense(name, p)
             seen = devices.setdefault(p.device.type, {}) # a process may have several; each rank calls its first one by the same name
             device = seen.get(p.device) or seen.setdefault(p.device, p.device.type + (f"+{len(seen)}" if seen else ""))
-            out.append(ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), device, index, p.requires_grad))
+            dtype = dtypes.get(p.dtype) or dtypes.setdefault(p.dtype, str(p.dtype).removeprefix("torch."))
+            out.append(ParamSpec(name, tuple(p.shape), dtype, device, index, p.requires_grad))
     return out
 
 # %% ../nbs/12a_pieces.ipynb #ba7bdf21

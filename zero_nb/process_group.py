@@ -225,7 +225,7 @@ def agree(
         raise ValueError(f"ranks disagree on {topic}: rank {group.ranks[0]} has {_plain(here)!r}, rank {group.ranks[rank]} has {_plain(there)!r}; "
                          "do the same on every rank")
 
-# %% ../nbs/10_process_group.ipynb #ea491fd8
+# %% ../nbs/10_process_group.ipynb #34831fed
 def _alone(group: Ranks) -> bool: # a group whose other ranks are only pretended, or that has no store to meet in
     if getattr(group.process_group, "simulated", False): return True
     return "fake" in str(torch.distributed.get_backend_config(group.process_group)) or _store(group) is None
@@ -237,10 +237,13 @@ def agreeing(
     lines: Callable[[], Sequence[str]] = lambda: (), # describes the result, which must be the same on every rank
 ) -> Iterator[None]:
     """Do something on every rank, and raise on every rank what went wrong on one."""
-    error = None
-    try: yield
+    error: Exception | None = None
+    said: Sequence[str] = ()
+    try:
+        yield
+        if group.size > 1: said = lines()
     except Exception as e: error = e
-    agree(group, what, () if error or group.size == 1 else lines(), error)
+    agree(group, what, said, error)
 
 # %% ../nbs/10_process_group.ipynb #54ff4900
 _COMPARED = 1000 # comparisons of collectives in a group, at most

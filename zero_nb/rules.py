@@ -87,7 +87,7 @@ class Settings:
         """Give the options of all groups of a class."""
         return self.defaults if optimizer_class is self.optimizer_class else {}
 
-# %% ../nbs/12b_rules.ipynb #cc96f561
+# %% ../nbs/12b_rules.ipynb #4c352aad
 def read_params(params: Any, what: str = "params") -> list[Any]:
     """Read parameters once, in an order that is the same on every rank."""
     if isinstance(params, (set, frozenset)): raise TypeError(f"{what} must have an order that is the same on every rank, got a set; pass a list")
@@ -95,13 +95,16 @@ def read_params(params: Any, what: str = "params") -> list[Any]:
     if isinstance(params, (Tensor, dict, str)) or not isinstance(params, Iterable):
         raise TypeError(f"{what} must be an iterable of Tensors, (name, Tensor) pairs or group dicts, got one {type(params).__name__}")
     items = [read_group(p) if isinstance(p, dict) else p for p in params]
-    if len({isinstance(p, dict) for p in items}) > 1: raise TypeError(f"{what} must hold Tensors or group dicts, got both; put the Tensors into a group dict")
-    pair = next((p for p in items if isinstance(p, tuple) and len(p) != 2), None)
+    kinds = {type(p) for p in items} # a few, of however many parameters
+    if len({issubclass(kind, dict) for kind in kinds}) > 1:
+        raise TypeError(f"{what} must hold Tensors or group dicts, got both; put the Tensors into a group dict")
+    pairs = any(issubclass(kind, tuple) for kind in kinds)
+    pair = next((p for p in items if isinstance(p, tuple) and len(p) != 2), None) if pairs else None
     if pair is not None: raise TypeError(f"{what} must hold (name, Tensor) pairs, got a tuple of {len(pair)}")
-    seen: dict[int, int] = {}
-    for i, p in enumerate(p[1] if isinstance(p, tuple) else p for p in items):
-        if seen.setdefault(id(p), i) == i: continue
-        raise ValueError(f"parameters {seen[id(p)]} and {i} of {what} are the same; a shared (tied) parameter is listed once")
+    ids = [id(p[1] if isinstance(p, tuple) else p) for p in items] if pairs else [*map(id, items)]
+    if len(set(ids)) < len(ids):
+        again = next(i for i, known in enumerate(ids) if known in ids[:i])
+        raise ValueError(f"parameters {ids.index(ids[again])} and {again} of {what} are the same; a shared (tied) parameter is listed once")
     return items
 
 def read_group(
@@ -115,7 +118,7 @@ def read_group(
     params = group["params"]
     return {**group, "params": [params] if isinstance(params, Tensor) else read_params(params, "'params' of a group")}
 
-# %% ../nbs/12b_rules.ipynb #f106d23a
+# %% ../nbs/12b_rules.ipynb #c1b5459f
 def _check_class(optimizer_class: Any) -> None:
     name = getattr(optimizer_class, "__name__", "")
     if getattr(optimizer_class, "__module__", "").startswith("torch.distributed.optim.functional_"):
@@ -130,9 +133,9 @@ def check_group(group: dict[str, Any], settings: Settings) -> None:
     _check_class(group.get("optimizer_class", settings.optimizer_class))
     if {**settings.defaults, **group}.get("differentiable"):
         raise ValueError("differentiable must be False: what is sent between ranks has no gradient; use the unsharded optimizer to differentiate a step")
+    if (wide := settings.master_dtype) is None: return
     for i, p in enumerate(p[1] if isinstance(p, tuple) else p for p in group["params"]):
-        wide = settings.master_dtype
-        if wide is not None and isinstance(p, Tensor) and p.is_floating_point() and torch.promote_types(p.dtype, wide) != wide:
+        if isinstance(p, Tensor) and p.is_floating_point() and torch.promote_types(p.dtype, wide) != wide:
             raise ValueError(f"master_dtype must hold every value of the parameters, {wide} does not hold {p.dtype}, the dtype of parameter {i} of its group")
 
 def check_settings(params: list[Any], settings: Settings, overlap_with_ddp: Any) -> list[str]: # what of them must be the same on all ranks
