@@ -43,7 +43,7 @@ dtypes = st.sampled_from(["float32", "bfloat16", "float64"])
 
 @st.composite
 def param_lists(draw, most=24, devices=None):
-    rows = draw(st.lists(st.tuples(shapes, dtypes, st.integers(0, 2), st.booleans(), devices or st.just("cpu")), max_size=most))
+    rows = draw(st.lists(st.tuples(shapes, dtypes, st.integers(0, 2), st.booleans(), st.just("cpu") if devices is None else devices), max_size=most))
     names = draw(st.lists(st.text(max_size=6), min_size=len(rows), max_size=len(rows), unique=True))
     return tuple(ParamSpec(name, shape, dtype, device, group, not frozen) for name, (shape, dtype, group, frozen, device) in zip(names, rows, strict=True))
 

@@ -352,9 +352,9 @@ def _changed(optimizer: torch.optim.Optimizer, hooks: dict[int, Any], state_dict
     for hook in hooks.values(): state_dict = state_dict if (given := hook(optimizer, state_dict)) is None else given
     return state_dict
 
-# %% ../nbs/13_optimizer.ipynb #4f54b727
+# %% ../nbs/13_optimizer.ipynb #1222bfaa
 class CheckedState(ShardedStep):
-    """The half of the optimizer that looks at what comes in."""
+    """The part of the optimizer that looks at what comes in."""
 
     def __init__(self, params: Any, group: Group, settings: Settings, overlap_with_ddp: bool):
         with agreeing(group, f"making {type(self).__name__}", lambda: shared):
@@ -380,9 +380,9 @@ class CheckedState(ShardedStep):
         if to is None: broadcast_object_list(full := [self._full], group=self.group, group_src=0, weights_only=True)
         if to is None: self._full = full[0]
 
-# %% ../nbs/13_optimizer.ipynb #9d8b10da
+# %% ../nbs/13_optimizer.ipynb #05de1d67
 class HookedState(CheckedState):
-    """The half of the optimizer that calls the hooks of state dicts."""
+    """The part of the optimizer that calls the hooks of state dicts."""
 
     def state_dict(self) -> dict[str, Any]:
         """Give the state dict of the unsharded optimizer, after `consolidate_state_dict` and before the next step.
@@ -401,9 +401,9 @@ class HookedState(CheckedState):
         with _without_hooks(self): super().load_state_dict(read)
         for hook in self._optimizer_load_state_dict_post_hooks.values(): hook(self)
 
-# %% ../nbs/13_optimizer.ipynb #9cc410a7
+# %% ../nbs/13_optimizer.ipynb #3ff44a61
 class Copyable(HookedState):
-    """The half of the optimizer that may be copied, and looked into."""
+    """The part of the optimizer that may be copied, and looked into."""
 
     @property
     def state(self) -> Any:
@@ -444,9 +444,9 @@ class _GoOn(_JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         _Joinable.__init__(self.optimizer) # and what follows the block is not about joining
 
-# %% ../nbs/13_optimizer.ipynb #dd4ecbe7
+# %% ../nbs/13_optimizer.ipynb #13a0c5b7
 class DropIn(Copyable, _Joinable):
-    """The half of the optimizer with torch's attributes, which takes part in `Join`."""
+    """The part of the optimizer with torch's attributes, which takes part in `Join`."""
 
     initialized = True # for code that asks torch's class
 
