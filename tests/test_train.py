@@ -55,7 +55,7 @@ def test_report(job):
         assert sides["zero_nb"]["parameters"] >= 4 * numbers["parameters"] == sides["plain DDP"]["parameters"]
         assert 8 * numbers["parameters"] <= sides["plain DDP"]["optimizer state"] < 8.1 * numbers["parameters"] + 1000
     together = sum(sides["zero_nb"]["optimizer state"] for sides in numbers["bytes by rank"])
-    assert 8 * numbers["parameters"] < together < 1.05 * sides["plain DDP"]["optimizer state"]  # neighbours share their step counts
+    assert 8 * numbers["parameters"] < together <= sides["plain DDP"]["optimizer state"]  # neighbours share their step counts
 
 
 def test_output_is_lines(job):

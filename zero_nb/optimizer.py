@@ -284,7 +284,7 @@ class LoadedState(ShardedState):
         rest(shard)
         for optim in optims: _load_local(optim, {id(piece.view): state for piece, state in dealt})
 
-# %% ../nbs/13_optimizer.ipynb #dacefb27
+# %% ../nbs/13_optimizer.ipynb #4109d3cc
 def _wanted(entry: Entry, plan: BucketPlan, first: int, group_rank: int) -> bool: # whether a rank owns elements that the state is about
     owned = {slot.param + first: slot for bucket in plan.buckets for slot in bucket.slots_of(group_rank)}
     return any(index in owned for index, _, _ in entry[0])
@@ -305,7 +305,6 @@ class ShardedChanges(LoadedState):
         self.shards[place] = new
         for i in old.groups: self.local_groups()[i]["params"] = _views(self.param_groups[i], new)
         self._give(new, self._cuts(new, received))
-        rest(new)
         return new
 
 # %% ../nbs/13_optimizer.ipynb #2b845c37
