@@ -278,7 +278,7 @@ def _fill(
         room[kind] = -1 if run is runs[0] and limit - left >= first else left
     return sorted(runs, key=lambda run: when[run[-1]])
 
-# %% ../nbs/02_buckets.ipynb #5b7a8528
+# %% ../nbs/02_buckets.ipynb #69e3d8cd
 def _round(n: int, unit: int) -> int: return -(-n // unit) * unit
 
 def _even_buckets(
@@ -288,16 +288,18 @@ def _even_buckets(
     world_size: int,
     align: int, # each part is a multiple of this many elements
     limit: float, # elements; a single parameter that is larger is cut into several buckets
+    pad: bool, # whether the last parts are filled up to the size of the others
 ) -> Iterator[Bucket]:
     """Lay parameters out one after another, and cut the bucket into equal parts."""
     unit, total = world_size * align, sum(params[i].numel for i in run)
     pieces = math.ceil(total / max(unit, limit // unit * unit)) if len(run) == 1 and total > limit else 1
     size = _round(-(-total // pieces), unit)
-    cuts, last = (_equal(_round(n, unit) // world_size, world_size) for n in (size, (total - 1) % size + 1))
     for start in range(0, total, size):
         stop = min(total, start + size)
+        part = _round(-(-(stop - start) // world_size), align)
+        cuts = _equal(part, world_size) if pad else tuple(min(part * r, stop - start) for r in range(world_size + 1))
         slots = tuple(_row(params, run)) if len(run) > 1 else (Slot(run[0], start, stop, 0),)
-        yield Bucket(kind.dtype, kind.device, kind.group, slots, cuts if stop < total else last)
+        yield Bucket(kind.dtype, kind.device, kind.group, slots, cuts)
 
 def _row(params: Sequence[ParamSpec], run: Iterable[int]) -> Iterator[Slot]:
     at = 0
@@ -334,7 +336,7 @@ def _owned_bucket(
             at += stop - start
     return Bucket(kind.dtype, kind.device, kind.group, tuple(slots), tuple(bounds))
 
-# %% ../nbs/02_buckets.ipynb #4f099bc6
+# %% ../nbs/02_buckets.ipynb #3cf5ed49
 def _owners(
     params: Sequence[ParamSpec],
     world_size: int,
@@ -360,6 +362,7 @@ def _owners(
 
 def _lay(
     params: Sequence[ParamSpec], world_size: int, runs: Iterable[Sequence[int]], kinds: Sequence[Kind], align: int, equal: bool, limit: float,
+    pad: bool = True,
 ) -> BucketPlan:
     """Turn runs of parameters into buckets; an evenly cut parameter of more than `limit` bytes gets several."""
     if type(align) is not int or align < 1: raise ValueError(f"align must be an integer >= 1 (elements), got {align!r}")
@@ -368,7 +371,7 @@ def _lay(
     buckets: list[Bucket] = []
     for run in runs:
         kind = kinds[run[0]]
-        if kind in aligns: buckets += _even_buckets(params, run, kind, world_size, aligns[kind], limit / ITEMSIZE[kind.dtype])
+        if kind in aligns: buckets += _even_buckets(params, run, kind, world_size, aligns[kind], limit / ITEMSIZE[kind.dtype], pad)
         else: buckets.append(_owned_bucket(params, run, kind, world_size, owners, align, equal))
     return BucketPlan(tuple(params), world_size, tuple(buckets))
 
@@ -394,7 +397,7 @@ def pack(
     runs = _fill(params, _arrivals(params, order), kinds, min(first, limit), limit)
     return _lay(params, world(world_size), runs, kinds, align, equal, limit if cut else math.inf)
 
-# %% ../nbs/02_buckets.ipynb #a18b9ebc
+# %% ../nbs/02_buckets.ipynb #9c31190b
 def adopt(
     specs: Sequence[ParamSpec], # in registration order, the same on every rank
     world_size: int, # ranks in the group, >= 1
@@ -402,18 +405,21 @@ def adopt(
     *, policy: str | Policy = even, # decides who owns what
     align: int = 1, # every part is a multiple of this many elements
     equal: bool = False, # whether parts of whole parameters are padded to equal size
+    pad: bool = True, # whether the last parts of evenly cut buckets are filled up to the size of the others
 ) -> BucketPlan:
     """Take the buckets that somebody else filled, and decide who owns which part."""
     params = unique(specs)
     if wrong := [i for run in buckets for i in run if not 0 <= i < len(params) or not params[i].trainable]:
         raise ValueError(f"buckets must hold indices of trainable parameters, below {len(params)}, got {wrong[:4]}")
     kinds = _kinds(params, policy, by_group=False)
-    runs = [[i for i in run if params[i].numel] for run in buckets]
-    for run in filter(None, runs):
-        if len(found := {kinds[i] for i in run}) > 1:
-            said = " and ".join(sorted(f"{k.dtype} on {k.device}" for k in found))
-            raise ValueError(f"the bucket of {params[run[0]].name!r} mixes {said}; one dtype, device and policy for each bucket")
-    return _lay(params, world(world_size), list(filter(None, runs)), kinds, align, equal, math.inf)
+    runs: list[list[int]] = []
+    for run in ([i for i in run if params[i].numel] for run in buckets):
+        if len(found := {f"{params[i].dtype} on {params[i].device}" for i in run}) > 1:
+            raise ValueError(f"the bucket of {params[run[0]].name!r} mixes {' and '.join(sorted(found))}; one dtype and device for each bucket")
+        alike: dict[Kind, list[int]] = {}
+        for i in run: alike.setdefault(kinds[i], []).append(i)
+        runs += alike.values()
+    return _lay(params, world(world_size), runs, kinds, align, equal, math.inf, pad)
 
 # %% ../nbs/02_buckets.ipynb #c4f8fc87
 def ddp_buckets(

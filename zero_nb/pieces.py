@@ -22,8 +22,8 @@ from .process_group import Group
 from .sharder import ParamSpec
 
 # %% auto #0
-__all__ = ['Run', 'SCALARS', 'specs', 'Piece', 'look', 'Shard', 'per_element', 'split_piece', 'open_pieces', 'close_pieces',
-           'rest', 'settle']
+__all__ = ['Run', 'SCALARS', 'specs', 'Piece', 'look', 'Shard', 'per_element', 'split_piece', 'open_pieces', 'open_bucket',
+           'close_pieces', 'rest', 'settle']
 
 # %% ../nbs/12a_pieces.ipynb #a739f8fc
 def _names(group: dict[str, Any], index: int) -> list[str]:
@@ -52,7 +52,7 @@ def specs(
             out.append(ParamSpec(name, tuple(p.shape), dtype, device, index, p.requires_grad))
     return out
 
-# %% ../nbs/12a_pieces.ipynb #ba7bdf21
+# %% ../nbs/12a_pieces.ipynb #c8e6556d
 Run = tuple[int, int, int] # index of a parameter in the optimizer; first element, in the parameter's memory order; one past the last
 
 @dataclass(eq=False)
@@ -64,8 +64,9 @@ class Piece:
     view: Tensor # what is stepped: the user's parameter, a view, or a copy in a wider dtype
     memory: Tensor # the elements in the model; of no size while they do not lie side by side
     whole: bool = False # all elements of one parameter, in its shape; else 1-D
-    bucket: FlatBucket | None = None # brings elements side by side that do not lie so, for the time of a step
+    bucket: FlatBucket | None = None # that the elements are in
     at: int = 0 # of the first element, among those that this rank owns of the bucket
+    loaded: bool = False # the elements do not lie side by side; the bucket brings them so for the time of a step
     versions: list[int] = field(default_factory=list) # of the parameters, when the copy was rounded into them
 
     direct = property(lambda self: self.view is self.params[0], doc="Whether the optimizer steps the user's parameter.")
@@ -74,7 +75,7 @@ class Piece:
 
     def read(self) -> Tensor:
         """Give the elements as they are in the model, side by side."""
-        return self.memory if self.bucket is None else self.bucket.load()[self.at:self.at + self.numel]
+        return self.bucket.load()[self.at:self.at + self.numel] if self.loaded and self.bucket else self.memory
 
     def gradient(self, grads: Sequence[Tensor]) -> Tensor:
         """Lay this piece's part of the parameters' gradients side by side: a view where there is one."""
@@ -87,26 +88,25 @@ class Piece:
     def _row_major(self) -> bool: # and none of them cut
         return all(p.is_contiguous() and b - a == p.numel() for p, (_, a, b) in zip(self.params, self.runs, strict=True))
 
-# %% ../nbs/12a_pieces.ipynb #8a48178c
-def _enter(piece: Piece, grads: Sequence[Tensor | None]) -> None:
-    """Give the view of a piece its memory and its gradient; all parameters have a gradient, or none."""
+# %% ../nbs/12a_pieces.ipynb #5f2ec90f
+def _enter(piece: Piece, gradient: Tensor | None) -> None:
+    """Give the view of a piece its memory and its gradient."""
     piece.memory = piece.read()
     if not piece.master: piece.view.data = piece.memory
     elif piece.versions != (now := [p._version for p in piece.params]):
         kept = piece.view.to(piece.memory.dtype) == piece.memory
         piece.view.copy_(torch.where(kept, piece.view, piece.memory.to(piece.view.dtype)))
         piece.versions = now
-    found = [g for g in grads if g is not None]
-    piece.view.grad = piece.gradient(found).to(piece.view.dtype) if found else None
+    piece.view.grad = None if gradient is None else gradient.to(piece.view.dtype)
 
 def _leave(piece: Piece) -> None:
     """Let go of what lasts for a step only."""
     piece.view.grad = None # the parameters keep theirs
-    if piece.bucket is None: return
+    if not piece.loaded: return
     piece.memory = piece.memory.new_empty(0)
     if not piece.master: piece.view.data = piece.memory
 
-# %% ../nbs/12a_pieces.ipynb #dc6dfdc4
+# %% ../nbs/12a_pieces.ipynb #4d4887c9
 def _in_turn(buckets: Sequence[FlatBucket]) -> list[FlatBucket]: # by the rank that owns most
     by_owner: dict[int, list[FlatBucket]] = {}
     for bucket in buckets:
@@ -131,10 +131,11 @@ class Shard:
         master_dtype: torch.dtype | None = None, # of the copy of each piece that is stepped; None: no copy
         merges: Sequence[bool] = (), # of each parameter: whether it may be stepped together with others; none may: empty
         groups: range = range(1), # indices of the param groups that these parameters are in
+        borrows: bool = True, # where a rank steps all of a parameter, the user's tensor itself is stepped, with the user's gradient
     ):
         self.make_plan, self.params, self.group, self.first, self.master_dtype, self.groups = plan, params, group, first, master_dtype, groups
         self.merges = merges or [False] * len(params)
-        self.alone = group.size == 1 and not as_views and master_dtype is None
+        self.borrows, self.alone = borrows, borrows and group.size == 1 and not as_views and master_dtype is None
         self.buckets = [] if self.alone else [FlatBucket(bucket, params, group, as_views) for bucket in self.plan.buckets]
         self.turns = _in_turn(self.buckets)
         self.seen = [] if self.alone else look(params)
@@ -147,7 +148,7 @@ class Shard:
         if self.alone: return [Piece([(self.first + i, 0, p.numel())], [p], p, p.detach(), True) for i, p in enumerate(self.params)]
         return [piece for bucket in self.buckets for piece in _pieces(self, bucket)]
 
-# %% ../nbs/12a_pieces.ipynb #4254e581
+# %% ../nbs/12a_pieces.ipynb #2bde25d1
 def _pieces(shard: Shard, bucket: FlatBucket) -> Iterator[Piece]:
     def key(owned: tuple[Slot, Tensor]) -> Any: # neighbours with equal keys are stepped as one tensor
         param = owned[0].param
@@ -161,12 +162,12 @@ def _piece(shard: Shard, bucket: FlatBucket, slots: tuple[Slot, ...], runs: tupl
     if whole: memory = params[0].detach()
     elif len(runs) == 1 and not loaded: memory = runs[0]
     else: memory = bucket.load()[at:at + last.offset + last.numel - first.offset]
-    view = params[0] if whole else Parameter(memory)
+    view = params[0] if whole and shard.borrows else Parameter(memory)
     if shard.master_dtype not in (None, view.dtype) and view.is_floating_point(): view = Parameter(memory.to(shard.master_dtype))
     owned = [(slot.param + shard.first, slot.start, slot.stop) for slot in slots]
-    return Piece(owned, params, view, memory, whole, bucket if loaded else None, at, [p._version for p in params])
+    return Piece(owned, params, view, memory, whole, bucket, at, loaded, [p._version for p in params])
 
-# %% ../nbs/12a_pieces.ipynb #2f2bed6f
+# %% ../nbs/12a_pieces.ipynb #a8bf1451
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"}) # state of torch's element-wise classes that is one number for a parameter
 
 def per_element(key: str, value: Any, numel: int) -> bool:
@@ -180,7 +181,7 @@ def _parts(piece: Piece, marks: Sequence[Any]) -> Iterator[tuple[Piece, slice]]:
         where = slice(at, at := at + sum(stop - start for _, start, stop in piece.runs[members]))
         memory, runs, params, versions = piece.memory[where], piece.runs[members], piece.params[members], piece.versions[members]
         view = Parameter(piece.view.detach()[where] if piece.master else memory)
-        yield Piece(runs, params, view, memory, False, piece.bucket, piece.at + where.start, versions), where
+        yield Piece(runs, params, view, memory, False, piece.bucket, piece.at + where.start, piece.loaded, versions), where
 
 def split_piece(
     optims: Iterable[torch.optim.Optimizer], # one of which steps the piece
@@ -199,7 +200,7 @@ def split_piece(
         if state: optim.state[part.view] = {k: v[where].clone() if per_element(k, v, piece.numel) else deepcopy(v) for k, v in state.items()}
     return pieces
 
-# %% ../nbs/12a_pieces.ipynb #32b39737
+# %% ../nbs/12a_pieces.ipynb #44d10b1e
 def _gradients(shard: Shard) -> list[Tensor | None]: # one for each parameter
     """Look up the gradients; `RuntimeError` for a sparse one."""
     grads = [p.grad for p in shard.params]
@@ -213,13 +214,37 @@ def open_pieces(optims: Iterable[torch.optim.Optimizer], shard: Shard) -> None:
     grads = _gradients(shard)
     def mine(piece: Piece) -> list[Tensor | None]: return [grads[index - shard.first] for index, _, _ in piece.runs]
     for piece in [piece for piece in shard.pieces if not piece.direct]:
-        for part in split_piece(optims, shard, piece, [g is None for g in mine(piece)]): _enter(part, mine(part))
+        for part in split_piece(optims, shard, piece, [g is None for g in mine(piece)]):
+            _enter(part, part.gradient([g for g in mine(part) if g is not None]) if mine(part)[0] is not None else None)
 
-# %% ../nbs/12a_pieces.ipynb #c9b4b730
+# %% ../nbs/12a_pieces.ipynb #923e473e
+def _slice(piece: Piece, part: Tensor) -> Tensor: # a view, in the shape of the piece
+    flat = part[piece.at:piece.at + piece.numel]
+    return flat.as_strided(piece.params[0].shape, piece.params[0].stride()) if piece.whole else flat
+
 @torch.no_grad()
-def close_pieces(shard: Shard) -> None:
+def open_bucket(
+    optims: Iterable[torch.optim.Optimizer], # which step the pieces
+    shard: Shard, # made with `borrows=False`
+    bucket: FlatBucket, # of the shard
+    part: Tensor, # 1-D, gradients of what this rank owns of the bucket
+    lacks: Sequence[bool], # for each parameter of the shard, whether it has no gradient on any rank
+) -> list[Piece]: # those of the bucket
+    """Give the views of one bucket their memory and their gradients."""
+    opened = []
+    for piece in [piece for piece in shard.pieces if piece.bucket is bucket]:
+        for one in split_piece(optims, shard, piece, [lacks[index - shard.first] for index, _, _ in piece.runs]):
+            _enter(one, None if lacks[one.runs[0][0] - shard.first] else _slice(one, part))
+            opened.append(one)
+    return opened
+
+# %% ../nbs/12a_pieces.ipynb #a123b687
+@torch.no_grad()
+def close_pieces(
+    pieces: Iterable[Piece], # all of some buckets
+) -> None:
     """Round copies into the model; what was stepped in a bucket's memory waits there to be gathered."""
-    for piece in shard.pieces:
+    for piece in pieces:
         if piece.master: piece.memory.copy_(piece.view)
         if not piece.direct: _leave(piece)
 
@@ -229,7 +254,7 @@ def rest(shard: Shard) -> None:
         if not piece.direct: _leave(piece)
     for bucket in shard.buckets: bucket.part = None
 
-def settle(shard: Shard) -> None:
+def settle(pieces: Iterable[Piece]) -> None:
     """Note that what is in the parameters now has come from the copies."""
-    for piece in shard.pieces:
+    for piece in pieces:
         if piece.master: piece.versions = [p._version for p in piece.params]
