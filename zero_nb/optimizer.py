@@ -79,7 +79,7 @@ def _plan(groups: list[dict[str, Any]], first: int, rules: list[Rule], world_siz
     params = specs(groups, first) # in one row as they were registered, so that what two ranks share lies in one piece
     return pack(params, world_size, policy=policy, capacity_mb=settings.bucket_cap_mb, cut=False, order=range(len(params)))
 
-# %% ../nbs/13_optimizer.ipynb #fce36de0
+# %% ../nbs/13_optimizer.ipynb #a5a49265
 class LocalOptimizers(torch.optim.Optimizer):
     """The part of the optimizer that turns param groups into shards, and into groups of local optimizers."""
 
@@ -95,6 +95,14 @@ class LocalOptimizers(torch.optim.Optimizer):
         """Give the local optimizers' groups, in the order of `param_groups`."""
         left = {kind: iter(optim.param_groups) for kind, optim in self.optims.items()}
         return [next(left[rule.optimizer_class]) for rule in self.rules]
+
+    def take_options(self) -> None:
+        """Give the user's options, which a scheduler may have changed, to the local optimizers."""
+        _sync(self.param_groups, self.local_groups())
+
+    def give_options(self) -> None:
+        """Show the user what a step has changed in the local optimizers' options."""
+        _sync(self.local_groups(), self.param_groups)
 
     def _shard(self, groups: range, plan: Callable[[], BucketPlan] | None = None) -> Shard:
         """Plan param groups, by index, and find this rank's pieces of them; where others made the buckets, they give the plan, and the gradients."""
@@ -115,7 +123,7 @@ class LocalOptimizers(torch.optim.Optimizer):
         for kind, mine in local.items():
             if kind not in self.optims: self.optims[kind] = kind(mine, **settings.options(kind))
             else: self.optims[kind].add_param_group(mine[0]) # groups that come later come one by one
-        _sync(self.local_groups(), self.param_groups)
+        self.give_options()
         self.defaults = dict(self.optims.get(settings.optimizer_class, self.optim).defaults)
         if not shard.alone: rest(shard)
         self.shards.append(shard)
@@ -200,14 +208,16 @@ def _cut(state: dict[str, Any], run: Run, param: Tensor, whole: bool, elementwis
         out[key] = flatten_like(value, param)[run[1]:run[2]].clone() if many else deepcopy(value)
     return out
 
-# %% ../nbs/13_optimizer.ipynb #c76d6c24
+# %% ../nbs/13_optimizer.ipynb #fd9bfde0
 class ShardedState(ShardedParameters):
     """The part of the optimizer that saves."""
 
     _full: dict[str, Any] | None = None # the consolidated state dict, until the next step
     _parked: tuple[Entry, ...] = () # state of parameters that were frozen after they had been stepped
 
-    def _params(self) -> list[Tensor]: return [p for shard in self.shards for p in shard.params]
+    def params(self) -> list[Tensor]:
+        """Give all parameters, in the order in which they were registered."""
+        return [p for shard in self.shards for p in shard.params]
 
     def _entries(self) -> list[Entry]: # of this rank
         return [*self._parked, *(_entry(self.optims.values(), piece) for shard in self.shards for piece in shard.pieces)]
@@ -228,7 +238,7 @@ class ShardedState(ShardedParameters):
             if not 0 <= to < self.group.size: raise ValueError(f"to must be a rank of the group, 0 to {self.group.size - 1}, got {to}")
             entries = self._entries()
         full: dict[int, dict[str, Any]] = {}
-        for entry in self._sent(entries, to): _join(full, entry, self._params())
+        for entry in self._sent(entries, to): _join(full, entry, self.params())
         if self.group.group_rank == to: self._full = {"state": dict(sorted(full.items())), "param_groups": super().state_dict()["param_groups"]}
 
     def state_dict(self) -> dict[str, Any]:
@@ -312,32 +322,34 @@ def _assembled(piece: Piece, run: Run, param: Tensor, found: Sequence[Entry]) ->
     if not piece.whole: return joined
     return {k: v.as_strided(param.shape, param.stride()) if _is_row(v) else v for k, v in joined.items()}
 
-# %% ../nbs/13_optimizer.ipynb #4ad844f2
+# %% ../nbs/13_optimizer.ipynb #dcc08223
 class ShardedChanges(LoadedState):
     """The part of the optimizer that follows what is frozen and what is not, and who fills the buckets."""
 
-    def _replan(self, olds: Sequence[Shard], why: str, plan: Callable[[], BucketPlan] | None = None) -> Shard:
+    def replan(self, olds: Sequence[Shard], why: str, plan: Callable[[], BucketPlan] | None = None) -> Shard:
         """Plan the parameters of neighbouring shards anew, as one, and move their state to its new owners; all ranks call this."""
         first, found = self.shards.index(olds[0]), list[Entry]()
         with agreeing(self.group, f"planning anew {why}", lambda: _lines(self.rules, self.param_groups, [new])):
             new = self._shard(range(olds[0].groups.start, olds[-1].groups.stop), plan)
             entries = [*self._parked, *(_entry(self.optims.values(), piece) for old in olds for piece in old.pieces)]
         for to in range(self.group.size): found += self._sent(list(_wanted(entries, new, to)), to)
-        frozen = [not p.requires_grad for p in self._params()]
+        frozen = [not p.requires_grad for p in self.params()]
         self._parked = tuple(([run], whole, state) for entry in entries for run, whole, state in _apart(entry) if frozen[run[0]])
         self.shards[first:first + len(olds)] = [new]
         for i in new.groups: self.local_groups()[i]["params"] = _views(self.param_groups[i], new)
         self._give(new, [(piece, [_assembled(piece, run, p, found) for run, p in zip(piece.runs, piece.params, strict=True)]) for piece in new.pieces])
         return new
 
-# %% ../nbs/13_optimizer.ipynb #e5c517f0
+# %% ../nbs/13_optimizer.ipynb #7d21f2d9
 class ShardedStep(ShardedChanges):
     """The part of the optimizer that steps."""
 
+    driver: Callable[[dict[str, Any]], None] | None = None # takes the steps, while one is attached (14_overlap)
     _agreed = 0 # param groups that all ranks have stepped
 
     @contextmanager
-    def _arriving(self) -> Iterator[None]: # at the part of a step that can fail on one rank alone
+    def arriving(self) -> Iterator[None]:
+        """Enclose the part of a step that can fail on one rank alone; what fails in the first step is an error on every rank."""
         if len(self.param_groups) == self._agreed: yield
         else:
             with agreeing(self.group, "the first step", lambda: describe_state({"param_groups": self.param_groups})): yield
@@ -346,13 +358,13 @@ class ShardedStep(ShardedChanges):
     def _step(self, kwargs: dict[str, Any]) -> None:
         shards = [shard for shard in self.shards if not shard.alone]
         why = "for parameters that were frozen, unfrozen or moved"
-        shards = [shard if shard.seen == look(shard.params) else self._replan([shard], why) for shard in shards]
+        shards = [shard if shard.seen == look(shard.params) else self.replan([shard], why) for shard in shards]
         try:
-            with self._arriving():
+            with self.arriving():
                 for shard in shards: open_pieces(self.optims.values(), shard)
-                _sync(self.param_groups, self.local_groups())
+                self.take_options()
                 for optim in self.optims.values(): optim.step(**kwargs)
-            _sync(self.local_groups(), self.param_groups)
+            self.give_options()
         except Exception:
             for shard in shards: rest(shard)
             raise
@@ -375,7 +387,7 @@ def _changed(optimizer: torch.optim.Optimizer, hooks: dict[int, Any], state_dict
     for hook in hooks.values(): state_dict = state_dict if (given := hook(optimizer, state_dict)) is None else given
     return state_dict
 
-# %% ../nbs/13_optimizer.ipynb #1222bfaa
+# %% ../nbs/13_optimizer.ipynb #6ba4a926
 class CheckedState(ShardedStep):
     """The part of the optimizer that looks at what comes in."""
 
@@ -388,8 +400,11 @@ class CheckedState(ShardedStep):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters while training, as `torch.optim.Optimizer.add_param_group`; all ranks call this."""
         if "process_group" in vars(self): # the constructor has looked at its own
-            with agreeing(self.group, "add_param_group"): check_group(param_group := read_group(param_group), self.settings)
-            _sync(self.param_groups, self.local_groups()) # what a scheduler has written since the last step is not lost
+            with agreeing(self.group, "add_param_group"):
+                if self.driver: raise RuntimeError("parameters cannot be added while the step is overlapped, for DDP does not reduce their gradients; "
+                                                   "detach the overlap, and wrap the model again")
+                check_group(param_group := read_group(param_group), self.settings)
+            self.take_options() # what a scheduler has written since the last step is not lost
         super().add_param_group(param_group)
 
     def consolidate_state_dict(
@@ -498,13 +513,13 @@ class DropIn(Copyable, _Joinable):
         self._full = None
         if self.process_group is not None: _Join.Join.notify_join_context(self)
 
-# %% ../nbs/13_optimizer.ipynb #c0c7e1a6
-def _sharing(process_group: Any) -> Group:
-    """Find the ranks that share the state: of two levels those inside a node, for the others hold the same."""
+# %% ../nbs/13_optimizer.ipynb #4046d946
+def _levels(process_group: Any) -> tuple[Group, Group | None]:
+    """Find the ranks that share the state, and of two levels those that hold the same part of it."""
     if getattr(process_group, "ndim", 1) == 2: process_group = two_level(process_group)
-    return process_group.inside if isinstance(process_group, TwoLevel) else Group(process_group)
+    return process_group if isinstance(process_group, TwoLevel) else (Group(process_group), None)
 
-# %% ../nbs/13_optimizer.ipynb #4446cde4
+# %% ../nbs/13_optimizer.ipynb #aebdcc74
 class ZeroRedundancyOptimizer(DropIn):
     """Shard the state of a `torch.optim` class over the ranks of `DistributedDataParallel` (ZeRO stage 1).
 
@@ -519,7 +534,7 @@ class ZeroRedundancyOptimizer(DropIn):
         optimizer_class: type[torch.optim.Optimizer], # for example `torch.optim.AdamW`
         process_group: Any = None, # ranks that share the state; of two levels (`two_level`, a 2-D `DeviceMesh`) those of a node; None: all ranks of the job
         parameters_as_bucket_view: bool = False, # move parameters into the buckets: no copies in `step`, at the price of new memory addresses
-        overlap_with_ddp: bool = False, # torch's step inside DDP's backward; refused
+        overlap_with_ddp: bool = False, # for code written for torch's class; what overlaps is a hook on the model (14_overlap)
         *,
         shard: str | Policy = "auto", # "auto": even for known element-wise classes, else whole; "even", "whole", "greedy", or a policy
         master_dtype: torch.dtype | None = None, # keep and step a copy of this rank's pieces in this dtype, for parameters of lower precision
@@ -527,12 +542,13 @@ class ZeroRedundancyOptimizer(DropIn):
         **defaults: Any, # options of `optimizer_class`, for example lr
     ):
         kept = Settings(optimizer_class, defaults, shard, parameters_as_bucket_view, bucket_cap_mb, master_dtype)
-        super().__init__(params, _sharing(process_group), kept, overlap_with_ddp)
+        sharing, self.across = _levels(process_group)
+        super().__init__(params, sharing, kept, overlap_with_ddp)
 
     @torch._disable_dynamo # a compiled training step may call it, but no compiler follows into the agreement of ranks
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step this rank's pieces and bring all parameters to all ranks; returns the loss of `closure`, which is called once. All ranks call this."""
         self._begin_step()
         with torch.enable_grad(): loss = None if closure is None else closure()
-        self._step(kwargs)
+        (self.driver or self._step)(kwargs)
         return loss

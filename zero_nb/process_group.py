@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 # %% auto #0
 __all__ = ['CHUNK', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank', 'agree', 'agreeing', 'log_once',
            'Work', 'Call', 'Collectives', 'Group', 'Coalesced', 'coalescing_manager', 'split', 'clone', 'TwoLevel',
-           'two_level', 'abort', 'destroy']
+           'two_level', 'abort', 'fail', 'destroy']
 
 # %% ../nbs/10_process_group.ipynb #c5500ccf
 def _ready() -> bool:
@@ -139,7 +139,7 @@ def get_group_rank(
     if global_rank in ranks: return ranks.index(global_rank)
     raise ValueError(f"global rank {global_rank} is not part of the group of global ranks {list(ranks)}")
 
-# %% ../nbs/10_process_group.ipynb #7521c11c
+# %% ../nbs/10_process_group.ipynb #7fc3cc66
 def _timeout(group: Ranks) -> timedelta:
     """Give the time limit of the group's collectives, or of its store where the backend does not tell."""
     pg = group.process_group
@@ -150,11 +150,13 @@ def _store(group: Ranks) -> Any:
     from torch.distributed.distributed_c10d import _get_process_group_store
     return _get_process_group_store(_wire(group.process_group))
 
-def _come(group: Ranks, store: Any, keys: list[str]) -> bool: # False: time is up
+_LAST_WORDS = "zero_nb/failed" # key of what a rank said that left the group because of an error
+
+def _come(group: Ranks, store: Any, keys: list[str]) -> bool: # False: they will not come
     """Look for keys until they are there. Between two looks other threads have the store, which answers one at a time."""
     begin, limit, waited = time.monotonic(), _timeout(group).total_seconds(), 0.0
     while not store.check(keys):
-        if waited > limit or group._state.ended: return False
+        if waited > limit or group._state.ended or (waited > 0.05 and store.check([_LAST_WORDS])): return False
         time.sleep(min(max(waited / 10, 1e-4), 0.1))
         waited = time.monotonic() - begin
     return True
@@ -166,6 +168,7 @@ def _post(group: Ranks, payload: str, judge: Callable[[list[str]], str], turn: s
     store.set(keys[group.group_rank], payload)
     if not _come(group, store, keys if group.group_rank == 0 else [verdict]):
         if group._state.ended: raise RuntimeError(f"the group was {group._state.ended} while rank {group.global_rank} waited at {_plain(what)!r}")
+        if store.check([_LAST_WORDS]): raise RuntimeError(f"{store.get(_LAST_WORDS).decode()}, while rank {group.global_rank} waited at {_plain(what)!r}")
         late = [group.ranks[r] for r, key in enumerate(keys) if not store.check([key])] or [group.ranks[0]]
         names = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
         raise RuntimeError(f"{names} did not arrive within {_timeout(group).total_seconds():g} s, while rank {group.global_rank} waited at "
@@ -272,15 +275,16 @@ def log_once(
     if group.group_rank == 0 and dist.is_available() and dist.get_debug_level() != dist.DebugLevel.OFF:
         logging.getLogger("zero_nb").info(text())
 
-# %% ../nbs/10_process_group.ipynb #3feeac4b
+# %% ../nbs/10_process_group.ipynb #6f46094a
 def _failed(group: Ranks | None, what: object, error: RuntimeError) -> RuntimeError: # worth raising
     hint = _elsewhere(group) if group else ""
     return RuntimeError(f"{_plain(what)} failed: {error}; {hint or 'a peer may be gone, so look at the output of the other ranks first'}")
 
 def _elsewhere(group: Ranks) -> str:
-    """Tell of a rank that waits for this one to compare another collective."""
+    """Tell of a rank that has failed, or that waits for this one to compare another collective."""
     with suppress(Exception): # the store may be gone as well
         store = _store(group)
+        if store.check([_LAST_WORDS]): return store.get(_LAST_WORDS).decode()
         for rank, key in ((rank, f"zero_nb/{group._wire.turn}/{rank}") for rank in range(group.size) if rank != group.group_rank):
             if store.check([key]):
                 at = _plain(json.loads(store.get(key))["what"])
@@ -371,7 +375,7 @@ def _dtype(tensor: Tensor) -> str: return str(tensor.dtype).removeprefix("torch.
 CHUNK = 1 << 20 # bytes that travel as one message
 _WINDOW = 4 # chunks that a reduce-scatter receives ahead of its additions: its scratch memory; two of three times the size between two ranks
 
-# %% ../nbs/10_process_group.ipynb #7df4edc6
+# %% ../nbs/10_process_group.ipynb #403fa6cb
 def _ring(
     group: Ranks,
     parts: Sequence[Tensor], # one for each rank, perhaps of unequal sizes
@@ -400,13 +404,17 @@ def _ring(
         leaving = [dist.isend(chunk, ahead, pg, first + i * _MARKS) for i, chunk in enumerate(chunks[origin])]
         yield
         for i, (tag, chunk) in enumerate(route):
-            arriving.popleft().wait()
+            _settled(arriving.popleft(), "nothing came from rank", behind)
             if add: chunk += place(i)
             if tag < last: leaving.append(dist.isend(chunk, ahead, pg, tag + widest * _MARKS)) # unless it is home
             if i + window < len(route): arriving.append(receive(i + window))
-        for work in leaving: work.wait()
+        for work in leaving: _settled(work, "nothing went to rank", ahead)
 
     return steps()
+
+def _settled(work: Any, trouble: str, global_rank: int) -> None: # wait, and name who did not play its part
+    try: work.wait()
+    except RuntimeError as error: raise RuntimeError(f"{trouble} {global_rank}: {error}") from error
 
 # %% ../nbs/10_process_group.ipynb #9750a73a
 _TOP = (1 << 31) - 1 # the highest tag there is
@@ -887,7 +895,7 @@ def two_level(
     assert inside is not None and across is not None, "every rank is in a row and in a column"
     return TwoLevel(inside, across)
 
-# %% ../nbs/10_process_group.ipynb #040e5f30
+# %% ../nbs/10_process_group.ipynb #9f7f9d7f
 def abort(
     group: Group, # unusable afterwards
 ) -> None:
@@ -903,6 +911,16 @@ def abort(
             with suppress(RuntimeError): # the time-out is what this is for; or the peer has closed the connection already
                 dist.irecv(torch.empty(1), group.ranks[group.group_rank - 1], pg, _NOBODY_TAG).wait(timedelta(milliseconds=1))
         elif backend != "fake": pg._get_backend(torch.device(device)).abort()
+
+def fail(
+    group: Group, # unusable afterwards
+    error: BaseException, # what went wrong on this rank
+) -> None:
+    """Leave a group because of an error, so that no other rank waits for this one: their collectives raise, and say what it was."""
+    with suppress(Exception): # the store may be gone
+        store = _store(group)
+        if not store.check([_LAST_WORDS]): store.set(_LAST_WORDS, f"rank {group.global_rank} failed with {type(error).__name__}: {error}")
+    abort(group)
 
 def destroy(
     group: Group, # unusable afterwards

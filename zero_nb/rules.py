@@ -118,7 +118,7 @@ def read_group(
     params = group["params"]
     return {**group, "params": [params] if isinstance(params, Tensor) else read_params(params, "'params' of a group")}
 
-# %% ../nbs/12b_rules.ipynb #c1b5459f
+# %% ../nbs/12b_rules.ipynb #fbfabfc4
 def _check_class(optimizer_class: Any) -> None:
     name = getattr(optimizer_class, "__name__", "")
     if getattr(optimizer_class, "__module__", "").startswith("torch.distributed.optim.functional_"):
@@ -141,13 +141,10 @@ def check_group(group: dict[str, Any], settings: Settings) -> None:
 def check_settings(params: list[Any], settings: Settings, overlap_with_ddp: Any) -> list[str]: # what of them must be the same on all ranks
     """Refuse settings that cannot work.
 
-    Raises `TypeError`, `ValueError`, or `NotImplementedError` for `overlap_with_ddp=True`."""
+    Raises `TypeError` or `ValueError`."""
     wide, views = settings.master_dtype, settings.as_views
     for name, value in (("parameters_as_bucket_view", views), ("overlap_with_ddp", overlap_with_ddp)):
         if not isinstance(value, (bool, int)) or value not in (0, 1): raise TypeError(f"{name} must be True or False, got {value!r}; options go by keyword")
-    if overlap_with_ddp:
-        raise NotImplementedError("overlap_with_ddp=True is not there yet; leave it out, register no hook on the model and call step() after backward(), "
-                                  "where parameters_as_bucket_view=True saves the copies")
     if wide is not None and not (isinstance(wide, torch.dtype) and wide.is_floating_point):
         raise TypeError(f"master_dtype must be a floating-point dtype such as torch.float32, or None, got {wide!r}")
     for group in params if isinstance(next(iter(params), None), dict) else [{"params": params}]: check_group(group, settings)
