@@ -265,7 +265,8 @@ def _dealt(optims: Iterable[torch.optim.Optimizer], shard: Shard, piece: Piece, 
 def _load_local(optim: torch.optim.Optimizer, states: dict[int, dict[str, Any]]) -> None:
     """Load the states of views, by their id, into the local optimizer that steps them; others keep what they have."""
     views = [view for group in optim.param_groups for view in group["params"]]
-    state = {i: found for i, view in enumerate(views) if (found := states.get(id(view), optim.state.get(view)))}
+    kept: dict[Any, Any] = {key: value for key, value in optim.state.items() if not isinstance(key, Tensor)} # of no parameter
+    state = kept | {i: found for i, view in enumerate(views) if (found := states.get(id(view), optim.state.get(view)))}
     optim.state.clear()
     optim.load_state_dict({"state": state, "param_groups": optim.state_dict()["param_groups"]})
 
