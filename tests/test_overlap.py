@@ -294,3 +294,356 @@ def test_half_precision_travels_where_the_users_hook_asks_for_it():
         return sorted({(e.kind, e.dtype) for e in group.log.events if e.kind in ("reduce_scatter", "all_gather") and e.parent is None}), apart(model)
 
     for kinds, differs in run(2, sent): assert ("reduce_scatter", "bfloat16") in kinds and ("reduce_scatter", "float32") not in kinds and not differs
+
+
+# ---- what travels, and when ----
+
+def traffic(interleaved, **more):
+    """Record an iteration of plain DDP and one of ours; give the bytes on the wire, ours by kind, and what was started beside what was planned."""
+    theirs, group = record(), record()
+    plain, ours = DDP(network(), process_group=theirs, bucket_cap_mb=CAP), DDP(network(), process_group=group, bucket_cap_mb=CAP)
+    zero = sharded("adamw", ours, False, process_group=group)
+    handle = overlap(ours, zero, interleaved=interleaved, **more)
+    for step in range(4):
+        with theirs.recording() as their_log: backward(plain, "plain", step)
+        with group.recording() as log: backward(ours, "plain", step)
+    outer = [e for e in log.events if e.parent is None]
+    names = {"reduce_scatter": "RS", "all_gather": "AG"}
+    sizes = [b.bucket.numel * 8 for b in handle.runner.shard.buckets]
+    planned = [(op, sizes[int(i)]) for i, op in (word.split(":") for word in handle.schedule.collectives)]
+    wire = {kind: sum(e.wire for e in outer if e.kind == kind) for kind in names}
+    return sum(e.wire for e in their_log.events), wire, [(names[e.kind], e.bytes) for e in outer] == planned, len(planned), flat(ours).numel() * 8
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_traffic_is_ddps_and_collectives_start_as_planned(size):
+    for rank in run(size, lambda: [traffic(interleaved) for interleaved in (False, True)]):
+        for theirs, ours, in_order, count, nbytes in rank:
+            assert theirs * size == 2 * (size - 1) * nbytes
+            assert ours == {"reduce_scatter": theirs / 2, "all_gather": theirs / 2} and in_order and count == 10
+
+
+def test_a_lag_is_kept():
+    for rank in run(2, lambda: [traffic(True, lag=lag)[2] for lag in (0, 3, 9)]): assert rank == [True] * 3
+
+
+# ---- who takes part ----
+
+def some(interleaved, ranks):
+    """Train on a subgroup, in which global rank 0 is not."""
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in ranks: return None
+    plain, ours = (DDP(network(), process_group=group, bucket_cap_mb=CAP) for _ in range(2))
+    optimizer, zero, worst = unsharded("adamw", plain, False), sharded("adamw", ours, False, process_group=group), 0.0
+    overlap(ours, zero, interleaved=interleaved)
+    for step in range(5):
+        for model, o in ((plain, optimizer), (ours, zero)):
+            backward(model, "plain", step)
+            o.step()
+            o.zero_grad()
+        worst = max(worst, (flat(plain) - flat(ours)).abs().max().item(), apart(ours, group))
+    return worst < 1e-9
+
+
+def test_a_subgroup_without_global_rank_0_trains():
+    assert run(3, lambda: [some(interleaved, [1, 2]) for interleaved in (False, True)]) == [[None, None], [True, True], [True, True]]
+
+
+def hybrid(interleaved):
+    plain, ours = (DDP(network(), bucket_cap_mb=CAP) for _ in range(2))
+    optimizer, zero, worst = unsharded("adamw", plain, False), sharded("adamw", ours, False, process_group=two_level(2)), 0.0
+    assert zero.group.size == 2 and zero.across.size == 2
+    overlap(ours, zero, interleaved=interleaved)
+    for step in range(5):
+        for model, o in ((plain, optimizer), (ours, zero)):
+            backward(model, "plain", step)
+            o.step()
+            o.zero_grad()
+        worst = max(worst, (flat(plain) - flat(ours)).abs().max().item(), apart(ours))
+    return worst < 1e-9
+
+
+def test_state_may_be_shared_inside_nodes_while_gradients_are_averaged_across():
+    assert run(4, lambda: [hybrid(False), hybrid(True)]) == [[True, True]] * 4
+
+
+# ---- scaled gradients ----
+
+def scaled():
+    """Train beside plain DDP with a scaler each, on a loss that is infinite on one rank now and then."""
+    plain, ours = (DDP(network(torch.float32), bucket_cap_mb=CAP) for _ in range(2))
+    optimizer, zero = unsharded("adamw", plain, False), sharded("adamw", ours, False)
+    scalers, seen = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) for _ in range(2)], []
+    overlap(ours, zero, scaler=scalers[1], max_grad_norm=0.3)
+    for step in range(12):
+        for model, o, scaler in ((plain, optimizer, scalers[0]), (ours, zero, scalers[1])):
+            before, data = flat(model), batch(step, dtype=torch.float32)
+            if step in (0, 5, 6) and dist.get_rank() == dist.get_world_size() - 1: data[0, 0] = torch.inf
+            scaler.scale(model(data).square().mean()).backward()
+            if o is optimizer:
+                scaler.unscale_(o)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            scaler.step(o)
+            scaler.update()
+            o.zero_grad()
+            skipped = torch.equal(before, flat(model))
+        seen.append((skipped, scalers[0].get_scale(), scalers[1].get_scale()))
+        if not skipped and (flat(plain) - flat(ours)).abs().max() > 1e-4 or apart(ours): return step
+    return [skipped for skipped, _, _ in seen] == [step in (0, 5, 6) for step in range(12)] and all(a == b for _, a, b in seen)
+
+
+def test_a_scaler_skips_on_every_rank_and_scales_as_without_overlap():
+    for size in (2, 3): assert run(size, scaled) == [True] * size
+
+
+# ---- checkpoints ----
+
+def state_of(optimizer):
+    if isinstance(optimizer, ZeroRedundancyOptimizer): optimizer.consolidate_state_dict(to=None)
+    return optimizer.state_dict()
+
+
+def close(one, other):
+    """Tell if two state dicts hold the same values."""
+    if set(one["state"]) != set(other["state"]): return False
+    pairs = [(v, other["state"][i][k]) for i, s in one["state"].items() for k, v in s.items()]
+    return all(torch.allclose(torch.as_tensor(a).double(), torch.as_tensor(b).double(), atol=1e-9) for a, b in pairs)
+
+
+def resumed(interleaved, at, mixed):
+    """Train, save after `at` steps, load into a fresh pair (of the other kind if `mixed`), and go on; beside training straight through."""
+    def fresh(is_sharded, state=None):
+        model = DDP(network(), bucket_cap_mb=CAP)
+        if state: model.module.load_state_dict(state[0])
+        optimizer = sharded("adamw", model, True) if is_sharded else unsharded("adamw", model, True)
+        if is_sharded: overlap(model, optimizer, interleaved=interleaved)
+        if state: optimizer.load_state_dict(copy.deepcopy(state[1]))  # torch steps what it was given
+        return model, optimizer
+
+    def go_on(model, optimizer, steps):
+        for step in steps:
+            backward(model, "plain", step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    straight, first = fresh(False), fresh(True)
+    go_on(*straight, range(at))
+    go_on(*first, range(at))
+    saved = [(copy.deepcopy(model.module.state_dict()), copy.deepcopy(state_of(o))) for model, o in (straight, first)]
+    same = close(saved[0][1], saved[1][1])
+    second = fresh(not mixed, saved[1]), fresh(True, saved[0])  # ours goes on as ours or as torch's, and torch's as ours
+    for pair in (straight, first, *second): go_on(*pair, range(at, at + 4))
+    same &= all(close(state_of(straight[1]), state_of(o)) for _, o in (first, *second))
+    first[1].load_state_dict(saved[1][1])  # and in the middle of training
+    first[0].module.load_state_dict(saved[1][0])
+    go_on(*first, range(at, at + 4))
+    same &= close(state_of(straight[1]), state_of(first[1]))
+    return same and max((flat(straight[0]) - flat(model)).abs().max().item() for model, _ in (first, *second)) < 1e-9
+
+
+def test_checkpoints_go_to_and_from_unsharded_training_at_any_step():
+    """After no step, before and after DDP has filled its buckets anew, and after many."""
+    cases = [(False, 1, True), (True, 2, False), (True, 4, True), (False, 5, False)]
+    for rank in run(3, lambda: [resumed(*case) for case in cases]): assert rank == [True] * len(cases)
+
+
+# ---- models that change ----
+
+def thawing(interleaved, unused):
+    """Freeze a layer, and thaw it; beside plain DDP, which takes that only if it looks for unused parameters."""
+    plain, ours = (DDP(network(), bucket_cap_mb=CAP, find_unused_parameters=unused) for _ in range(2))
+    optimizer, zero, worst = unsharded("adamw", plain, False), sharded("adamw", ours, False), 0.0
+    overlap(ours, zero, interleaved=interleaved)
+    for step in range(12):
+        for model, o in ((plain, optimizer), (ours, zero)):
+            if step in (4, 8): model.module.middle[1].requires_grad_(step == 8)
+            backward(model, "plain", step)
+            o.step()
+            o.zero_grad()
+        worst = max(worst, (flat(plain) - flat(ours)).abs().max().item(), apart(ours))
+    return worst < 1e-9
+
+
+def test_layers_may_be_frozen_and_thawed():
+    for rank in run(2, lambda: [thawing(interleaved, True) for interleaved in (False, True)]): assert rank == [True, True]
+
+
+def wrapped_too_early():
+    """Thaw a layer that was frozen when DDP was made."""
+    model = network()
+    model.last.requires_grad_(False)
+    ours = DDP(model, bucket_cap_mb=CAP)
+    zero = sharded("adamw", ours, False)
+    overlap(ours, zero)
+    for step in range(3): backward(ours, "plain", step)
+    model.last.requires_grad_(True)
+    return told(lambda: backward(ours, "plain", 3))
+
+
+def test_a_layer_that_ddp_does_not_reduce_is_named():
+    for kind, message in run(2, wrapped_too_early): assert kind in ("ValueError", "RuntimeError") and "frozen when DDP was made" in message
+
+
+def attach_again(interleaved):
+    """Detach, attach again, wrap the model anew, and attach to that."""
+    plain, model = DDP(network(), bucket_cap_mb=CAP), network()
+    ours = DDP(model, bucket_cap_mb=CAP)
+    optimizer, zero = unsharded("adamw", plain, False), sharded("adamw", ours, False)
+    worst, handle = 0.0, overlap(ours, zero, interleaved=interleaved)
+    for step in range(16):
+        if step in (4, 12): handle.detach()
+        if step == 6: handle = overlap(ours, zero, interleaved=not interleaved)
+        if step == 9:
+            handle.detach()
+            del ours
+            ours = DDP(model, bucket_cap_mb=2 * CAP)
+            with overlap(ours, zero, interleaved=interleaved) as handle: backward(ours, "plain", step)
+            handle = overlap(ours, zero, interleaved=interleaved)
+        elif step: backward(ours, "plain", step)
+        backward(plain, "plain", step) if step else None
+        for o in (optimizer, zero):
+            if step != 9 or o is optimizer: o.step()
+            o.zero_grad()
+        with torch.no_grad(): ours.eval()(batch(step)), ours.train()  # an evaluation in between
+        worst = max(worst, (flat(plain) - flat(ours)).abs().max().item(), apart(ours))
+    return worst < 1e-9
+
+
+def test_overlap_may_be_detached_and_attached_again_to_the_same_or_a_new_ddp():
+    for rank in run(3, lambda: [attach_again(interleaved) for interleaved in (False, True)]): assert rank == [True, True]
+
+
+# ---- what goes wrong ----
+
+class Refusing(torch.autograd.Function):
+    """Raises in backward on the last rank, at a step."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails: raise ArithmeticError("no gradient here")
+        return gradient, None
+
+
+class Faulty(Net):
+    """A model that fails where it is told to."""
+
+    def forward(self, x, where=""):
+        if where == "forward": raise ArithmeticError("no forward here")
+        x = self.first(x).tanh()
+        for i, layer in enumerate(self.middle): x = Refusing.apply(x + layer(x).tanh(), where == f"backward {i}")
+        return self.last(x)
+
+
+def failing_at(where, step, interleaved):
+    """Let one rank fail; every rank's error, and how long it took to come."""
+    torch.manual_seed(0)
+    model = DDP(Faulty().double(), bucket_cap_mb=CAP)
+    zero = sharded("sgd", model, False)
+    mine, now = dist.get_rank() == dist.get_world_size() - 1, 0
+
+    def hook(state, bucket):
+        if where == "hook" and mine and now == step: raise ArithmeticError("no hook here")
+        return default_hooks.allreduce_hook(None, bucket)
+
+    if where == "step":
+        for optim in zero.optims.values():
+            optim.register_step_pre_hook(lambda *_: 1 / 0 if mine and now == step else None)
+    overlap(model, zero, hook=hook if where == "hook" else None, interleaved=interleaved)
+    begin = time.monotonic()
+    try:
+        for now in range(step + 3): model(batch(now), where if mine and now == step else "").square().mean().backward()
+    except Exception as error: return type(error).__name__, str(error), time.monotonic() - begin
+    finally: dist.barrier = None  # nothing meets after an error
+
+
+FAULTS = [("forward", "no forward here"), ("backward 3", "no gradient here"), ("backward 0", "no gradient here"), ("hook", "no hook here"),
+          ("step", "division by zero")]
+
+
+@pytest.mark.parametrize("where,word", FAULTS, ids=[where for where, _ in FAULTS])
+def test_a_rank_that_fails_ends_all_of_them_with_an_error_that_names_it(where, word):
+    """In the first iteration, in which state moves, and in a later one, while buckets arrive."""
+    for size, step, interleaved in ((2, 0, False), (3, 1, True), (3, 4, True), (2, 4, False)):
+        found = run(size, failing_at, where, step, interleaved, timeout=60, group_timeout=30)
+        assert word in found[-1][1], found
+        for kind, message, seconds in found[:-1]: assert kind in ("RuntimeError", "ZeroDivisionError") and f"rank {size - 1}" in message and seconds < 20, found
+
+
+def refusals():
+    """Every argument that cannot work, with the answer to it."""
+    model = DDP(network(), bucket_cap_mb=CAP)
+    params, extra = list(model.parameters()), nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    def zero(given=params, **more): return ZeroRedundancyOptimizer(given, SGD, lr=0.1, **more)
+    taken, halves = zero(), (dist.new_group([0]), dist.new_group([1]))
+    taken.driver = lambda kwargs: None
+    hooked = DDP(network())
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    ours, inner, mine = zero(), default_hooks.allreduce_hook, halves[dist.get_rank()]
+    calls = [
+        lambda: overlap(model.module, ours), lambda: overlap(model, SGD(params, lr=0.1)), lambda: overlap(model, ours, hook="mean"),
+        lambda: overlap(model, ours, interleaved=True, max_grad_norm=1.0), lambda: overlap(model, ours, interleaved=True, scaler=torch.amp.GradScaler("cpu")),
+        lambda: overlap(model, ours, lag=-1), lambda: overlap(model, ours, max_grad_norm=0), lambda: overlap(model, taken),
+        lambda: overlap(model, zero(params[1:])), lambda: overlap(model, zero([*params, extra])), lambda: overlap(model, zero(process_group=mine)),
+        lambda: overlap(hooked, zero(hooked.parameters())), lambda: overlap(model, ours, interleaved=dist.get_rank() == 0),
+        lambda: hook_with_zero_step(inner, model.module, ours), lambda: hook_with_zero_step_interleaved("mean", model, ours)]
+    found = [told(call) for call in calls]
+    assert ours.driver is None and told(lambda: overlap(model, ours)) is None  # nothing was left behind
+    return found
+
+
+REFUSED = [("TypeError", "DistributedDataParallel, got Net"), ("TypeError", "zero_nb's"), ("TypeError", "'mean'"), ("ValueError", "interleaved=False"),
+           ("ValueError", "interleaved=False"), ("ValueError", "-1"), ("ValueError", "above 0, got 0"), ("RuntimeError", "overlapped already"),
+           ("ValueError", "first.weight of the model is not in the optimizer"), ("ValueError", "(3,) of the optimizer is not in the model"),
+           ("ValueError", "make both with the same ranks"), ("RuntimeError", "a comm hook already, allreduce_hook"), ("ValueError", "disagree"),
+           ("TypeError", "DistributedDataParallel, got Net"), ("TypeError", "'mean'")]
+
+
+def test_what_cannot_work_is_refused_on_every_rank_and_leaves_nothing_behind():
+    for rank in run(2, refusals):
+        for (kind, word), found in zip(REFUSED, rank, strict=True): assert found and found[0] == kind and word in found[1], (word, found)
+
+
+def misuse():
+    """Call step() where it cannot mean what it says."""
+    model = DDP(network(), bucket_cap_mb=CAP)
+    zero = sharded("adamw", model, False)
+    hook = hook_with_zero_step(default_hooks.allreduce_hook, model, zero)
+    backward(model, "plain", 0)
+    found = [told(zero.step)]  # the hook was not registered
+    zero.zero_grad()
+    model.register_comm_hook(None, hook)
+    for step in range(2): backward(model, "plain", step)
+    found.append(told(zero.step))  # two steps
+    with model.no_sync(): backward(model, "plain", 2)
+    found += [told(zero.step), told(lambda: zero.step(grad_scaler=None)), told(lambda: zero.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}))]
+    backward(model, "plain", 3)
+    return [*found, told(zero.step), apart(model)]
+
+
+def test_a_step_that_does_not_mean_what_it_says_is_an_error():
+    words = [("RuntimeError", "register the hook"), ("RuntimeError", "2 calls of backward"), ("RuntimeError", "no_sync"), ("TypeError", "grad_scaler"),
+             ("RuntimeError", "detach the overlap")]
+    for rank in run(2, misuse):
+        assert rank[5:] == [None, 0.0]
+        for (kind, word), found in zip(words, rank[:5], strict=True): assert found and found[0] == kind and word in found[1], (word, found)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_many_iterations_end_and_replicas_agree(size):
+    def many():
+        group = dist.new_group(timeout=timedelta(seconds=30))
+        models = [DDP(network(torch.float32), process_group=group, bucket_cap_mb=CAP, find_unused_parameters=unused) for unused in (False, True)]
+        for interleaved, model in enumerate(models): overlap(model, sharded("adamw", model, False, process_group=group), interleaved=bool(interleaved))
+        for step in range(MANY):
+            for feature, model in zip(("plain", "unused"), models, strict=True): backward(model, feature, step)
+        return [apart(model) for model in models]
+
+    assert run(size, many, timeout=600) == [[0.0, 0.0]] * size
+
+
+MANY = 60
