@@ -222,8 +222,7 @@ SETTINGS = {
     "views as text": Case(lambda: make([weight()], AdamW, None, "yes"), TypeError, "parameters_as_bucket_view", "'yes'"),
     "the rate by position": Case(lambda: make([weight()], AdamW, None, 1e-3), TypeError, "parameters_as_bucket_view", "by keyword"),
     "overlap as text": Case(lambda: make([weight()], overlap_with_ddp="yes"), TypeError, "overlap_with_ddp", "'yes'"),
-    "overlap": Case(lambda: make([weight()], overlap_with_ddp=True), NotImplementedError, "overlap_with_ddp", "call step() after backward()"),
-    "overlap by position": Case(lambda: make([weight()], AdamW, None, False, True), NotImplementedError, "leave it out"),
+    "overlap by position": Case(lambda: make([weight()], AdamW, None, False, "after"), TypeError, "overlap_with_ddp", "'after'"),
     "too many by position": Case(lambda: make([weight()], AdamW, None, False, False, 1e-3), TypeError, "positional"),
     "a group by name": Case(lambda: make([weight()], AdamW, "gloo"), ValueError, "not a member", "'gloo'"),
     "a group of a list": Case(lambda: make([weight()], AdamW, [0, 1]), ValueError, "not a member", "[0, 1]"),
@@ -322,7 +321,7 @@ DISAGREEING = {
         "no parameters", "None", "a model", "a set", "a non-tensor", "twice in a list", "a sparse parameter", "no class", "itself", "couples everything",
         "an unknown option", "a negative rate", "differentiable", "two kernels")},
     **{f"{name}, on one rank": Case(spoilt(SETTINGS[name]), SETTINGS[name].kind, *SETTINGS[name].words) for name in (
-        "an unknown shard", "an integer master dtype", "the rate by position", "overlap")},
+        "an unknown shard", "an integer master dtype", "the rate by position", "overlap as text")},
     **{f"{name}, on one rank": Case(spoilt(SETTINGS[name], lambda: make([weight()], shard=balanced)), SETTINGS[name].kind, *SETTINGS[name].words) for name in (
         "a policy that fails", "a policy that says nothing", "a policy that forgets")},
     "a bucket of nothing, on one rank": Case(lambda: make([weight()], bucket_cap_mb=on_one(0, 1)), ValueError, "bucket_cap_mb=0"),

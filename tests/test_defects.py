@@ -7,14 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.distributed.optim.functional_sgd import _FunctionalSGD
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
 
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
+from zero_nb.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_nb.process_group import Group, coalescing_manager
 
 cuda = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")  # is_available() would keep ranks from being forked
@@ -57,6 +62,59 @@ def test_1_a_generator_in_a_group_trains():
     torchs, ours = both(generator)
     assert torchs == [([0.0] * 8, 0)] * 2  # used up while it is checked: nothing trains, and nobody says so
     for change, count in ours: assert change == pytest.approx([1.0] * 8) and count == 4
+
+
+# ---- 2 and 3. overlap ----
+
+HOOKS = {TorchZero: (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved),
+         ZeroRedundancyOptimizer: (hook_with_zero_step, hook_with_zero_step_interleaved)}
+
+
+def overlapped(kind, optimizer_class, interleaved, ranks=(0, 1), groups=1, pretend=False):
+    """Give, for each of four iterations, whether it has changed all parameters; or what was said."""
+    group = dist.new_group(list(ranks))
+    if dist.get_rank() not in ranks: return None
+    model = DDP(network(), process_group=group, bucket_cap_mb=1e-4)
+    params = list(model.parameters())
+    given = params if groups == 1 else [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
+    if pretend: dist.get_backend = lambda *_: "nccl"  # torch's hook asks for nothing else of NCCL
+    changed = []
+
+    def trained():
+        zero = kind(given, optimizer_class, group, overlap_with_ddp=True, lr=0.1)
+        model.register_comm_hook(None, HOOKS[kind][interleaved](allreduce_hook, model, zero))
+        for _ in range(4):
+            before = [p.detach().clone() for p in params]
+            model(torch.ones(2, 6)).square().mean().backward()
+            zero.step()
+            zero.zero_grad()
+            changed.append(all(not torch.equal(a, b) for a, b in zip(before, params, strict=True)))
+
+    return told(trained) or changed
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_2_overlap_trains_a_subgroup(interleaved):
+    refused = run(4, overlapped, TorchZero, _FunctionalSGD, interleaved, (2, 3))  # where it is not, the third backward never ends
+    ours = run(4, overlapped, ZeroRedundancyOptimizer, SGD, interleaved, (2, 3))
+    assert all("may meet hangs" in rank for rank in refused[2:])
+    assert ours == [None, None, [True] * 4, [True] * 4]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_3_overlap_steps_from_the_first_iteration_on_gloo_and_any_class(interleaved):
+    refused = run(2, overlapped, TorchZero, _FunctionalSGD, interleaved)
+    assert all("may meet hangs" in rank for rank in refused)
+    late = run(2, overlapped, TorchZero, _FunctionalSGD, interleaved, pretend=True, timeout=60)
+    assert all(rank[:2] == [False, False] for rank in late)
+    assert run(2, overlapped, ZeroRedundancyOptimizer, SGD, interleaved) == [[True] * 4] * 2
+
+
+def test_3_overlap_takes_plain_classes_and_several_groups():
+    for kind, groups in ((AdamW, 1), (_FunctionalSGD, 2)):
+        torchs = run(2, overlapped, TorchZero, kind, False, groups=groups, pretend=True, timeout=60)
+        assert not any(rank == [True] * 4 for rank in torchs), torchs
+        assert run(2, overlapped, ZeroRedundancyOptimizer, SGD if kind is _FunctionalSGD else kind, False, groups=groups) == [[True] * 4] * 2
 
 
 # ---- 4. Join with nothing but the optimizer, and what it leaves behind ----

@@ -19,6 +19,7 @@ _MODULES = {
     "objects": ("broadcast_object_list", "gather_object", "scatter_object_list"),
     "launch": ("run",),
     "optimizer": ("ZeroRedundancyOptimizer",),
+    "overlap": ("hook_with_zero_step", "hook_with_zero_step_interleaved", "overlap"),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .launch import run
     from .objects import broadcast_object_list, gather_object, scatter_object_list
     from .optimizer import ZeroRedundancyOptimizer
+    from .overlap import hook_with_zero_step, hook_with_zero_step_interleaved, overlap
     from .process_group import Group, agree, agreeing, coalescing_manager, get_global_rank, get_group_rank, get_process_group_ranks, two_level
     from .record import record, simulate
     from .schedule import make_schedule
@@ -41,7 +43,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """Keeps `zero_nb.record` the function: importing the module of that name would bind it to the module."""
+    """Keeps `zero_nb.record` and `zero_nb.overlap` the functions: importing a module of that name would bind it to the module."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in __all__ and isinstance(value, ModuleType)): super().__setattr__(name, value)
