@@ -28,10 +28,10 @@ from .sharder import Policy, by_group, even, mixed, runs
 if TYPE_CHECKING: from typing_extensions import Self
 
 # %% auto #0
-__all__ = ['Finish', 'Copy', 'start_mean', 'Runner', 'Layout', 'find_layout', 'plan_buckets', 'AtEnd', 'at_end', 'found_tensors',
-           'failing', 'norm_of', 'clip_parts', 'Way', 'check_pair', 'done', 'beside', 'Arrivals', 'Averages',
-           'Backward', 'Switch', 'find_switch', 'Attached', 'Overlap', 'overlap', 'hook_with_zero_step',
-           'hook_with_zero_step_interleaved']
+__all__ = ['Finish', 'Copy', 'start_mean', 'Prepared', 'Runner', 'plan_buckets', 'Layout', 'find_layout', 'AtEnd', 'at_end',
+           'found_tensors', 'failing', 'norm_of', 'clip_parts', 'Way', 'check_pair', 'done', 'beside', 'Noted',
+           'Arrivals', 'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Attached', 'Overlap', 'overlap',
+           'hook_with_zero_step', 'hook_with_zero_step_interleaved']
 
 # %% ../nbs/14_overlap.ipynb #da6950d3
 Finish = Callable[[], Tensor] # waits for a reduction, and gives what this rank owns of the bucket: the mean over all ranks, 1-D
@@ -53,9 +53,9 @@ def start_mean(
         return sent[part].div_(size) if sent is gradient else sent[part].to(gradient.dtype)
     return finish
 
-# %% ../nbs/14_overlap.ipynb #3b8dbd93
-class Runner:
-    """Runs a schedule on the buckets of a shard, one iteration after another."""
+# %% ../nbs/14_overlap.ipynb #a4211a1d
+class Prepared:
+    """A schedule, the buckets of a shard that it is for, and what an iteration has under way."""
 
     def __init__(
         self,
@@ -79,6 +79,10 @@ class Runner:
         self.parts: dict[int, Tensor] = {} # reduced, and not yet stepped
         self.gathers: dict[int, Work] = {}
 
+# %% ../nbs/14_overlap.ipynb #f6c607d0
+class Runner(Prepared):
+    """Runs a schedule on the buckets of a shard, one iteration after another."""
+
     def arrive(self, index: int, gradient: Tensor) -> None:
         """Take the gradient of a bucket, and do what the schedule has before the next one."""
         if len(self.todo) == len(self.phases["backward"]): self.zero.take_options()
@@ -101,9 +105,7 @@ class Runner:
 
     def _do(self, op: str, i: int) -> None: _OPS[op](self, i)
 
-# %% ../nbs/14_overlap.ipynb #6b533997
-def _do_nothing(self: Runner, i: int) -> None: pass
-
+# %% ../nbs/14_overlap.ipynb #669e8fd1
 def _reduce(self: Runner, i: int) -> None:
     if len(self.reducing) == IN_FLIGHT: self.part(next(iter(self.reducing)))
     self.reducing[i] = self.start(i, self.gradients[i])
@@ -137,6 +139,17 @@ def _wait(self: Runner, i: int) -> None:
 _OPS: dict[str, Callable[[Runner, int], None]] = {
     "GRAD": lambda runner, i: None, "RS": _reduce, "STEP": _step, "FREE": lambda runner, i: None, "AG": _gather, "SYNC": _wait}
 
+# %% ../nbs/14_overlap.ipynb #30ff28b0
+def plan_buckets(zero: ZeroRedundancyOptimizer, given: Sequence[Sequence[int]]) -> BucketPlan:
+    """Plan the buckets that somebody else filled: evenly cut in place, unless an optimizer wants whole parameters."""
+    policies: list[Policy] = [even if rule.policy is runs else rule.policy for rule in zero.rules]
+    params = specs(zero.param_groups)
+    trained = [[i for i in run if params[i].trainable] for run in given]
+    if left := {i for i, p in enumerate(params) if p.trainable} - {i for run in trained for i in run}:
+        raise ValueError(f"{params[min(left)].name} is trained, but the model does not reduce its gradient: it was frozen when DDP was made, "
+                         "or is not in the model; wrap the model again")
+    return adopt(params, zero.group.size, trained, policy=partial(mixed, choose=by_group(*policies)), align=16, pad=False)
+
 # %% ../nbs/14_overlap.ipynb #e6c762e4
 Copy = tuple[int, int, int] # from where in one flat tensor, to where in another, how many elements
 
@@ -160,7 +173,7 @@ class Layout:
         for start, to, count in self.copies[i]: flat[to:to + count] = buffer[start:start + count]
         return flat
 
-# %% ../nbs/14_overlap.ipynb #c7cb4eb1
+# %% ../nbs/14_overlap.ipynb #3d8fce71
 def _copies(slots: Sequence[Slot], offsets: dict[int, int]) -> Iterator[Copy]: # what goes together, as one
     whence, to, count = 0, 0, 0
     for slot in slots:
@@ -174,26 +187,15 @@ def _copies(slots: Sequence[Slot], offsets: dict[int, int]) -> Iterator[Copy]: #
 def find_layout(plan: BucketPlan, given: Sequence[Sequence[int]], params: Sequence[Tensor]) -> Layout:
     """Find the buckets of a plan in the runs of parameters that it was made of."""
     home, offsets, sizes = dict[int, int](), dict[int, int](), [0] * len(given)
-    for j, run in enumerate(given):
-        home.update(dict.fromkeys(run, j))
-        for i in run:
+    for j, members in enumerate(given):
+        home.update(dict.fromkeys(members, j))
+        for i in members:
             offsets[i] = sizes[j]
             sizes[j] += params[i].numel()
     return Layout(tuple(map(tuple, given)), tuple(sizes), tuple(home[bucket.slots[0].param] for bucket in plan.buckets),
                   tuple(tuple(_copies(bucket.slots, offsets)) for bucket in plan.buckets))
 
-# %% ../nbs/14_overlap.ipynb #30ff28b0
-def plan_buckets(zero: ZeroRedundancyOptimizer, given: Sequence[Sequence[int]]) -> BucketPlan:
-    """Plan the buckets that somebody else filled: evenly cut in place, unless an optimizer wants whole parameters."""
-    policies: list[Policy] = [even if rule.policy is runs else rule.policy for rule in zero.rules]
-    params = specs(zero.param_groups)
-    trained = [[i for i in run if params[i].trainable] for run in given]
-    if left := {i for i, p in enumerate(params) if p.trainable} - {i for run in trained for i in run}:
-        raise ValueError(f"{params[min(left)].name} is trained, but the model does not reduce its gradient: it was frozen when DDP was made, "
-                         "or is not in the model; wrap the model again")
-    return adopt(params, zero.group.size, trained, policy=partial(mixed, choose=by_group(*policies)), align=16, pad=False)
-
-# %% ../nbs/14_overlap.ipynb #edd45214
+# %% ../nbs/14_overlap.ipynb #af8357e4
 class AtEnd:
     """Is called at the end of backward; if backward fails, is deleted without having been called, and tells the other ranks."""
 
@@ -214,6 +216,7 @@ def at_end(call: Callable[[], None], group: Group) -> bool: # False: there is no
     except RuntimeError: end.called = True
     return not end.called
 
+# %% ../nbs/14_overlap.ipynb #886699e2
 def found_tensors(value: Any) -> Iterator[Tensor]:
     """Give the tensors that a backward may begin at, in what a model returns: containers and dataclasses of them."""
     if isinstance(value, Tensor):
@@ -223,6 +226,7 @@ def found_tensors(value: Any) -> Iterator[Tensor]:
         for item in value: yield from found_tensors(item)
     elif is_dataclass(value): yield from found_tensors(list(vars(value).values()))
 
+# %% ../nbs/14_overlap.ipynb #0ed0f1f3
 @contextmanager
 def failing(group: Group) -> Iterator[None]:
     """Tell the other ranks of an error in the block."""
@@ -334,9 +338,9 @@ def beside(stream: Any) -> Iterator[None]:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream): yield
 
-# %% ../nbs/14_overlap.ipynb #b25b9f93
-class Arrivals:
-    """What DDP's hook sees of an iteration: the buckets, as they are filled."""
+# %% ../nbs/14_overlap.ipynb #1e61fa72
+class Noted:
+    """What is known of the model, and what DDP's hook has seen of an iteration."""
 
     zero: ZeroRedundancyOptimizer
     way: Way
@@ -355,6 +359,10 @@ class Arrivals:
         self.has: list[list[bool]] = [] # whether each of them has a gradient on this rank
         self.buffers: list[Tensor] = []
         self.futures: list[Any] = []
+
+# %% ../nbs/14_overlap.ipynb #0db42344
+class Arrivals(Noted):
+    """What happens while buckets are filled."""
 
     def arrived(self, bucket: Any, state: Any) -> Any: # a future, for DDP
         """Take a bucket that all of this rank's gradients are in."""
@@ -384,11 +392,12 @@ class Arrivals:
 
     def _finish(self) -> None: raise NotImplementedError
 
-# %% ../nbs/14_overlap.ipynb #9ac5141e
+# %% ../nbs/14_overlap.ipynb #7ebb1065
 def _come(future: Any) -> Iterator[None]: # as the steps of a collective, whose errors tell of the rank that failed
     yield
     future.wait()
 
+# %% ../nbs/14_overlap.ipynb #4c7cad73
 class Averages(Arrivals):
     """How buckets become averages, and which parameters have a gradient on some rank."""
 
@@ -431,12 +440,11 @@ def _remembered(optims: Iterable[torch.optim.Optimizer]) -> str:
     others = [{k: v for k, v in optim.state.items() if not isinstance(k, Tensor)} for optim in optims]
     return str([groups, others, [{k: v for k, v in vars(optim).items() if isinstance(v, (int, float))} for optim in optims]])
 
-# %% ../nbs/14_overlap.ipynb #aebc4aa3
-class Backward(Averages):
-    """What happens when backward is over."""
+# %% ../nbs/14_overlap.ipynb #8a1fed16
+class Late(Averages):
+    """What happens when backward is over, where buckets are not known beforehand."""
 
     apart = True # whether the optimizer's classes may step bucket by bucket
-    taken = 0 # steps since `step` was called
 
     def _run(self, shard: Shard) -> Runner:
         early = self.way.interleaved and self.apart
@@ -461,6 +469,12 @@ class Backward(Averages):
         self.apart, self.runner = False, self._run(self.runner.shard)
         if self.way.interleaved: warnings.warn(f"{type(self.zero.optim).__name__} counts its steps in its param groups, so all buckets are stepped "
                                                "together when backward is over, as with interleaved=False", stacklevel=2)
+
+# %% ../nbs/14_overlap.ipynb #7f581570
+class Backward(Late):
+    """What happens when backward is over."""
+
+    taken = 0 # steps since `step` was called
 
     def _finish(self) -> None:
         with failing(self.zero.group), torch.no_grad(), beside(self.stream):
