@@ -360,7 +360,7 @@ class Noted:
         self.buffers: list[Tensor] = []
         self.futures: list[Any] = []
 
-# %% ../nbs/14_overlap.ipynb #0db42344
+# %% ../nbs/14_overlap.ipynb #08e8d25b
 class Arrivals(Noted):
     """What happens while buckets are filled."""
 
@@ -372,7 +372,8 @@ class Arrivals(Noted):
             self.has.append([self.inside and p.grad is not None for p in bucket.parameters()] if self.some_unused else [])
             self.buffers.append(bucket.buffer())
             self.futures.append(self.way.hook(state, bucket) if self.way.wire == "kept" else done(bucket.buffer()))
-            if self.live: self._go_on(self.running, bucket.index())
+            with beside(self.stream):
+                if self.live: self._go_on(self.running, bucket.index())
         if not self.inside and bucket.is_last(): self._finish()
         return self.futures[-1] if self.futures else done(bucket.buffer())
 
