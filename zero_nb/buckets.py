@@ -375,7 +375,7 @@ def _lay(
         else: buckets.append(_owned_bucket(params, run, kind, world_size, owners, align, equal))
     return BucketPlan(tuple(params), world_size, tuple(buckets))
 
-# %% ../nbs/02_buckets.ipynb #93801206
+# %% ../nbs/02_buckets.ipynb #2d80bb28
 def pack(
     specs: Sequence[ParamSpec], # in registration order, the same on every rank
     world_size: int, # ranks in the group, >= 1
@@ -387,6 +387,7 @@ def pack(
     align: int = 1, # every part is a multiple of this many elements
     cut: bool = True, # whether an evenly cut parameter larger than a bucket gets several, else one
     equal: bool = False, # whether parts of whole parameters are padded to equal size
+    pad: bool = True, # whether the last parts of evenly cut buckets are filled up to the size of the others
 ) -> BucketPlan:
     """Pack parameters into buckets and decide who owns which part.
 
@@ -395,7 +396,7 @@ def pack(
     limit, first = (_bytes(name, mb) for name, mb in (("capacity_mb", capacity_mb), ("first_mb", first_mb)))
     kinds = _kinds(params, policy, by_group)
     runs = _fill(params, _arrivals(params, order), kinds, min(first, limit), limit)
-    return _lay(params, world(world_size), runs, kinds, align, equal, limit if cut else math.inf)
+    return _lay(params, world(world_size), runs, kinds, align, equal, limit if cut else math.inf, pad)
 
 # %% ../nbs/02_buckets.ipynb #9c31190b
 def adopt(

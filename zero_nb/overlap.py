@@ -49,7 +49,7 @@ def start_mean(
         return sent[part].div_(size) if sent is gradient else sent[part].to(gradient.dtype)
     return finish
 
-# %% ../nbs/14_overlap.ipynb #3b8dbd93
+# %% ../nbs/14_overlap.ipynb #aa146610
 class Runner:
     """Runs a schedule on the buckets of a shard, one iteration after another."""
 
@@ -92,12 +92,19 @@ class Runner:
 
     def part(self, i: int) -> Tensor:
         """Wait for a reduction, and give what this rank owns of the bucket."""
-        if i not in self.parts: self.parts[i] = self.reducing.pop(i)()
+        if i not in self.parts:
+            self.parts[i] = self.reducing.pop(i)()
+            del self.gradients[i] # whoever made the bucket may let it go
         return self.parts[i]
+
+    def settle(self) -> None:
+        """Note that all parameters have arrived."""
+        settle(self.shard.pieces)
+        self.zero.give_options()
 
     def _do(self, op: str, i: int) -> None: _OPS[op](self, i)
 
-# %% ../nbs/14_overlap.ipynb #6b533997
+# %% ../nbs/14_overlap.ipynb #47683c49
 def _do_nothing(self: Runner, i: int) -> None: pass
 
 def _reduce(self: Runner, i: int) -> None:
@@ -108,7 +115,7 @@ def _step(self: Runner, i: int) -> None:
     pieces = open_bucket(self.zero.optims.values(), self.shard, self.shard.buckets[i], self.part(i), self.lacks)
     for optim in self.zero.optims.values() if pieces else (): optim.step()
     close_pieces(pieces)
-    del self.parts[i], self.gradients[i]
+    del self.parts[i]
 
 def _step_all(self: Runner) -> None:
     optims, count = self.zero.optims.values(), len(self.shard.buckets)
@@ -118,7 +125,6 @@ def _step_all(self: Runner) -> None:
         for optim in optims: optim.step()
     close_pieces(pieces)
     self.parts.clear()
-    self.gradients.clear()
 
 def _gather(self: Runner, i: int) -> None:
     flying = [j for j, work in self.gathers.items() if not work.done and self.shard.buckets[j].flat is None]
@@ -127,8 +133,7 @@ def _gather(self: Runner, i: int) -> None:
 
 def _wait(self: Runner, i: int) -> None:
     for work in self.gathers.values(): work.wait()
-    settle(self.shard.pieces)
-    self.zero.give_options()
+    self.settle()
 
 _OPS: dict[str, Callable[[Runner, int], None]] = {
     "GRAD": lambda runner, i: None, "RS": _reduce, "STEP": _step, "FREE": lambda runner, i: None, "AG": _gather, "SYNC": _wait}
