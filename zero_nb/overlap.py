@@ -49,7 +49,7 @@ def start_mean(
         return sent[part].div_(size) if sent is gradient else sent[part].to(gradient.dtype)
     return finish
 
-# %% ../nbs/14_overlap.ipynb #aa146610
+# %% ../nbs/14_overlap.ipynb #16de6631
 class Runner:
     """Runs a schedule on the buckets of a shard, one iteration after another."""
 
@@ -59,9 +59,10 @@ class Runner:
         shard: Shard, # all its parameters, made with `borrows=False`
         start: Callable[[int, Tensor], Finish], # starts to average a bucket over all ranks
         judge: Callable[[list[Tensor]], bool] | None = None, # looks at all averages before the first step, and tells if there is to be one
+        release: Callable[[int], None] = lambda i: None, # told when the gradient of a bucket is no longer needed, by schedules that say so
         **how: Any, # of the schedule, as for `order`
     ):
-        self.zero, self.shard, self.start, self.judge = zero, shard, start, judge
+        self.zero, self.shard, self.start, self.judge, self.release = zero, shard, start, judge, release
         self.phases = order(len(shard.buckets), **how)
         self.schedule = make_schedule(len(shard.buckets), **how)
         self.lacks = [False] * len(shard.params) # of each parameter, whether no rank has a gradient
@@ -104,7 +105,7 @@ class Runner:
 
     def _do(self, op: str, i: int) -> None: _OPS[op](self, i)
 
-# %% ../nbs/14_overlap.ipynb #47683c49
+# %% ../nbs/14_overlap.ipynb #3aa9b2e9
 def _do_nothing(self: Runner, i: int) -> None: pass
 
 def _reduce(self: Runner, i: int) -> None:
@@ -136,7 +137,7 @@ def _wait(self: Runner, i: int) -> None:
     self.settle()
 
 _OPS: dict[str, Callable[[Runner, int], None]] = {
-    "GRAD": lambda runner, i: None, "RS": _reduce, "STEP": _step, "FREE": lambda runner, i: None, "AG": _gather, "SYNC": _wait}
+    "GRAD": lambda runner, i: None, "RS": _reduce, "STEP": _step, "FREE": lambda runner, i: runner.release(i), "AG": _gather, "SYNC": _wait}
 
 # %% ../nbs/14_overlap.ipynb #71d075ed
 Spots = list[tuple[int, int]] # runs [start, stop) of a flat gradient

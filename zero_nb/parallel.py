@@ -27,8 +27,8 @@ from .schedule import Schedule
 from .sharder import Policy, by_group, even, mixed, runs
 
 # %% auto #0
-__all__ = ['Arriving', 'Reads', 'Setup', 'plan_arrivals', 'lay', 'Homes', 'Gradients', 'Averaged', 'Backward', 'DataParallel',
-           'Parallel', 'data_parallel']
+__all__ = ['Arriving', 'Reads', 'Setup', 'plan_arrivals', 'Pool', 'lay', 'Homes', 'Gradients', 'Averaged', 'Backward',
+           'DataParallel', 'Parallel', 'data_parallel']
 
 # %% ../nbs/14a_parallel.ipynb #6fdd4b5f
 class Arriving(dict[str, Any]):
@@ -74,7 +74,7 @@ class Reads:
         for m in self.modules:
             if isinstance(m._parameters, Arriving): m._parameters = dict(zip(dict.keys(m._parameters), dict.values(m._parameters), strict=True))
 
-# %% ../nbs/14a_parallel.ipynb #e50a0822
+# %% ../nbs/14a_parallel.ipynb #82af25f4
 @dataclass(frozen=True)
 class Setup:
     """How a module is to be trained."""
@@ -82,7 +82,8 @@ class Setup:
     interleaved: bool = False # step each bucket during backward, else all after it
     lag: int = 1 # buckets between a reduction and its step, if interleaved
     hidden: bool = True # parameters arrive while the next forward runs, else before backward returns
-    bucket_cap_mb: float = 25.0 # MB (2**20 bytes) of a bucket
+    bucket_cap_mb: float = 1.0 # MB (2**20 bytes): parameters up to this size travel together, larger ones alone and without a copy
+    cut_mb: float = 25.0 # MB: larger parameters are cut into pieces of this size
     find_unused_parameters: bool = False # parameters without a gradient may change from one iteration to the next
     buffers: str = "broadcast" # before each forward in training, from the first rank; "average", or "local": leave them alone
     max_grad_norm: float | None = None # clip the gradient to this norm
@@ -94,34 +95,63 @@ class Setup:
         """Tell if all gradients are looked at before the first step."""
         return self.max_grad_norm is not None or (self.scaler is not None and self.scaler.is_enabled())
 
-# %% ../nbs/14a_parallel.ipynb #9950c974
-def plan_arrivals(zero: ZeroRedundancyOptimizer, arrivals: Sequence[int], capacity_mb: float) -> BucketPlan:
-    """Plan buckets in the order in which gradients arrive; parameters larger than one are cut into several."""
+# %% ../nbs/14a_parallel.ipynb #16b8678d
+def plan_arrivals(zero: ZeroRedundancyOptimizer, arrivals: Sequence[int], capacity_mb: float, cut_mb: float) -> BucketPlan:
+    """Plan buckets in the order in which gradients arrive: small parameters together, large ones alone, very large ones in pieces."""
     policies: list[Policy] = [even if rule.policy is runs else rule.policy for rule in zero.rules]
     params = specs(zero.param_groups)
-    first, named = min(1.0, capacity_mb), set(arrivals)
+    named = set(arrivals)
     arrivals = [*arrivals, *(i for i in reversed(range(len(params))) if i not in named)] # those that had no gradient
     choose = partial(mixed, choose=by_group(*policies))
-    return pack(params, zero.group.size, policy=choose, capacity_mb=capacity_mb, first_mb=first, order=arrivals, align=16, pad=False)
+    return pack(params, zero.group.size, policy=choose, capacity_mb=capacity_mb, order=arrivals, align=16, cut_mb=cut_mb, pad=False)
 
-# %% ../nbs/14a_parallel.ipynb #bfed18bc
-def lay(slots: Sequence[Slot], numel: int, params: Sequence[Tensor]) -> Tensor: # 1-D, a view where one parameter fills the bucket
+# %% ../nbs/14a_parallel.ipynb #8daac78d
+class Pool:
+    """Memory for flat tensors that come and go: what is given back is taken again, pages and all."""
+
+    def __init__(self) -> None:
+        self.free: dict[Any, list[Tensor]] = {}
+        self.lent: set[int] = set() # ids
+
+    def take(
+        self,
+        like: Tensor, # of the same dtype and device
+        numel: int,
+    ) -> Tensor: # 1-D, anything may be in it
+        """Take a tensor out of the pool, or a new one."""
+        waiting = self.free.get((numel, like.dtype, like.device))
+        flat = waiting.pop() if waiting else like.detach().new_empty(numel)
+        if flat.device.type == "cpu": self.lent.add(id(flat)) # on a GPU the allocator of torch keeps memory, and knows what streams still read
+        return flat
+
+    def give(self, flat: Tensor) -> None:
+        """Give a tensor back, if it is out of the pool."""
+        if id(flat) not in self.lent: return
+        self.lent.remove(id(flat))
+        self.free.setdefault((flat.numel(), flat.dtype, flat.device), []).append(flat)
+
+# %% ../nbs/14a_parallel.ipynb #77bafc8b
+def lay(
+    slots: Sequence[Slot], # of a bucket
+    numel: int, # of the bucket
+    params: Sequence[Tensor], # all parameters of the plan, by index
+    pool: Pool, # to take memory from
+) -> Tensor: # 1-D; on a GPU a view, where one parameter fills the bucket
     """Lay the gradients of a bucket side by side; zeros where there is none."""
-    first = params[slots[0].param]
-    if len(slots) == 1 and first.grad is not None and slots[0].numel == numel: return flatten_like(first.grad, first.detach())[slots[0].start:slots[0].stop]
-    if sum(slot.numel for slot in slots) == numel and all(params[slot.param].grad is not None for slot in slots):
-        return torch.cat([flatten_like(p.grad, p.detach())[slot.start:slot.stop] for slot in slots if (p := params[slot.param]).grad is not None])
-    flat = first.detach().new_zeros(numel)
-    for slot in slots:
-        p = params[slot.param]
-        if p.grad is not None: flat[slot.offset:slot.offset + slot.numel] = flatten_like(p.grad, p.detach())[slot.start:slot.stop]
+    found = [(slot, p.grad, p.detach()) for slot in slots if (p := params[slot.param]).grad is not None]
+    grads = [flatten_like(grad, p)[slot.start:slot.stop] for slot, grad, p in found]
+    if len(grads) == 1 and len(grads[0]) == numel and grads[0].device.type != "cpu": return grads[0]
+    flat = pool.take(params[slots[0].param], numel)
+    if sum(map(len, grads)) < numel: flat.zero_()
+    if grads: torch._foreach_copy_([flat[slot.offset:slot.offset + slot.numel] for slot, _, _ in found], grads)
     return flat
 
-# %% ../nbs/14a_parallel.ipynb #b00c6585
+# %% ../nbs/14a_parallel.ipynb #0f9c057c
 class Homes:
     """Where the gradient of each parameter goes."""
 
-    def __init__(self, plan: BucketPlan, count: int, lacks: Sequence[bool]):
+    def __init__(self, plan: BucketPlan, count: int, lacks: Sequence[bool], pool: Pool):
+        self.pool = pool
         self.slots = [bucket.slots for bucket in plan.buckets]
         self.sizes = [bucket.numel for bucket in plan.buckets]
         self.of: list[list[int]] = [[] for _ in range(count)] # by parameter: the buckets it is in
@@ -145,7 +175,7 @@ class Homes:
         """Lay the gradient of a bucket, and let go of those of parameters that are in no other."""
         slots, self.filled[i] = self.slots[i], True
         has = [params[slot.param].grad is not None for slot in slots]
-        gradient = lay(slots, self.sizes[i], params)
+        gradient = lay(slots, self.sizes[i], params, self.pool)
         for slot in slots:
             self.unread[slot.param] -= 1
             if not self.unread[slot.param]: params[slot.param].grad = None
@@ -213,11 +243,13 @@ class Gradients(ABC):
         if self.stream: gradient.record_stream(self.stream)
         self.running.arrive(i, gradient)
 
-# %% ../nbs/14a_parallel.ipynb #ff6bdc82
+# %% ../nbs/14a_parallel.ipynb #1e439b80
 class Averaged(Gradients):
     """How buckets become averages, and which parameters have a gradient on some rank."""
 
     grad_norm: Tensor | None = None # before it was clipped, of the last step
+    parts: dict[int, Tensor] # of each bucket: memory for the average of what this rank owns, if all wait for the end of backward
+    held: dict[int, Tensor] # gradients in which the average of this rank's part lies
 
     def _everywhere(self, tensor: Tensor) -> None: # add up over all ranks
         self.zero.group.all_reduce(tensor)
@@ -233,8 +265,16 @@ class Averaged(Gradients):
         def finish() -> Tensor:
             if used is not None:
                 for slot, count in zip(slots, used.tolist(), strict=True): running.lacks[slot.param] = not count
-            return mean().clone() # a copy of this rank's part, so that the rest can go
+            part = mean()
+            if self.setup.interleaved and self.live: self.held[i] = gradient
+            else: # the part waits long for its step, and the rest need not
+                if i not in self.parts: self.parts[i] = torch.empty_like(part)
+                part = self.parts[i].copy_(part)
+                self.homes.pool.give(gradient)
+            return part
         return finish
+
+    def _release(self, i: int) -> None: self.homes.pool.give(self.held.pop(i))
 
     def _judge(self, parts: list[Tensor]) -> bool: # whether to step
         setup, group = self.setup, self.zero.group
@@ -244,13 +284,14 @@ class Averaged(Gradients):
         if setup.max_grad_norm is not None: self.grad_norm = clip_parts(group, parts, setup.max_grad_norm, setup.norm_type)
         return True
 
-# %% ../nbs/14a_parallel.ipynb #d287bd20
+# %% ../nbs/14a_parallel.ipynb #5a8a6759
 class Backward(Averaged):
     """What happens when backward is over."""
 
     stepped = False # since the last call of `step`
     pending: Runner | None = None # some of whose parameters may be on their way
     reads: Reads
+    pool: Pool
     index: dict[int, int] # of each parameter in the optimizer, by id
 
     def _late(self) -> None:
@@ -259,11 +300,12 @@ class Backward(Averaged):
         order = [self.arrivals]
         broadcast_object_list(order, group=zero.group, group_src=0, weights_only=True)
         if self.runner is None or self.runner.shard.seen != look(self.params):
-            shard = zero.replan(zero.shards, "in the order in which gradients come", partial(plan_arrivals, zero, order[0], setup.bucket_cap_mb))
-            how = {"mode": "interleaved" if setup.interleaved else "after", "lag": setup.lag, "hidden": setup.hidden}
-            self.runner = Runner(zero, shard, self._start, judge, **how)
+            shard = zero.replan(zero.shards, "in the order in which gradients come", partial(plan_arrivals, zero, order[0], setup.bucket_cap_mb, setup.cut_mb))
+            self.parts, self.held = {}, {}
+            how = {"mode": "free" if setup.interleaved else "after", "lag": setup.lag, "hidden": setup.hidden}
+            self.runner = Runner(zero, shard, self._start, judge, self._release, **how)
         self.running = Runner(zero, self.runner.shard, self._start, judge, hidden=setup.hidden)
-        self.homes = Homes(self.runner.shard.plan, len(self.params), [False] * len(self.params))
+        self.homes = Homes(self.runner.shard.plan, len(self.params), [False] * len(self.params), self.pool)
         for i in range(len(self.homes.slots)): self.fill(i)
 
     def finish(self) -> None:
@@ -274,7 +316,8 @@ class Backward(Averaged):
             else: self._fill_rest()
             assert self.running is not None and self.runner is not None, "there is a runner"
             stepped = self.running.finish(together=late or not self.apart)
-            if late and not self.setup.find_unused_parameters: self.homes = Homes(self.runner.shard.plan, len(self.params), self.running.lacks)
+            if late and not self.setup.find_unused_parameters:
+                self.homes = Homes(self.runner.shard.plan, len(self.params), self.running.lacks, self.pool)
             self.runner.lacks = self.running.lacks
             self.zero._full = None # the consolidated state is one of the past
         self.pending, self.stepped = self.running, True
@@ -361,7 +404,7 @@ def _check(module: Any, zero: Any, setup: Setup) -> None:
         p = next(p for p in zero.params() if id(p) in strange)
         raise ValueError(f"the optimizer has a parameter of shape {tuple(p.shape)} that is not in the module; make it of module.parameters()")
 
-# %% ../nbs/14a_parallel.ipynb #2232a6a8
+# %% ../nbs/14a_parallel.ipynb #03f43821
 class DataParallel(Backward):
     """A module whose gradients are averaged and stepped inside backward; made by `data_parallel`."""
 
@@ -369,7 +412,7 @@ class DataParallel(Backward):
         with agreeing(zero.group if isinstance(zero, ZeroRedundancyOptimizer) else Group(), "data_parallel", lambda: [str(setup)]): _check(module, zero, setup)
         self.module, self.zero, self.setup, self.params = module, zero, setup, zero.params()
         self.index = {id(p): i for i, p in enumerate(self.params)}
-        self.reads = Reads(module, self.wait)
+        self.reads, self.pool = Reads(module, self.wait), Pool()
         self.stream = torch.cuda.Stream(zero.join_device) if zero.join_device.type == "cuda" else None
         self.forget()
         _start_alike(module, zero)
