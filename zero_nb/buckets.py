@@ -375,7 +375,7 @@ def _lay(
         else: buckets.append(_owned_bucket(params, run, kind, world_size, owners, align, equal))
     return BucketPlan(tuple(params), world_size, tuple(buckets))
 
-# %% ../nbs/02_buckets.ipynb #93801206
+# %% ../nbs/02_buckets.ipynb #1696d17a
 def pack(
     specs: Sequence[ParamSpec], # in registration order, the same on every rank
     world_size: int, # ranks in the group, >= 1
@@ -385,8 +385,10 @@ def pack(
     order: Sequence[int] | None = None, # in which gradients arrive; None for the reverse of registration
     by_group: bool = False, # whether each param group has buckets of its own
     align: int = 1, # every part is a multiple of this many elements
-    cut: bool = True, # whether an evenly cut parameter larger than a bucket gets several, else one
+    cut: bool = True, # whether an evenly cut parameter larger than `cut_mb` gets several buckets, else one
+    cut_mb: float | None = None, # MB of such a bucket; None: as `capacity_mb`
     equal: bool = False, # whether parts of whole parameters are padded to equal size
+    pad: bool = True, # whether the last parts of evenly cut buckets are filled up to the size of the others
 ) -> BucketPlan:
     """Pack parameters into buckets and decide who owns which part.
 
@@ -394,8 +396,9 @@ def pack(
     params = unique(specs)
     limit, first = (_bytes(name, mb) for name, mb in (("capacity_mb", capacity_mb), ("first_mb", first_mb)))
     kinds = _kinds(params, policy, by_group)
+    most = limit if cut_mb is None else _bytes("cut_mb", cut_mb)
     runs = _fill(params, _arrivals(params, order), kinds, min(first, limit), limit)
-    return _lay(params, world(world_size), runs, kinds, align, equal, limit if cut else math.inf)
+    return _lay(params, world(world_size), runs, kinds, align, equal, most if cut else math.inf, pad)
 
 # %% ../nbs/02_buckets.ipynb #9c31190b
 def adopt(

@@ -81,7 +81,7 @@ def _alone(bucket: Bucket, params: Sequence[Tensor]) -> Tensor | None:
     run = flatten(params[first.param].detach())[first.start:first.start + bucket.numel]
     return run if sum(slot.numel for slot in bucket.slots) == bucket.numel else None
 
-# %% ../nbs/12_flat.ipynb #69d82b53
+# %% ../nbs/12_flat.ipynb #54eb9157
 class FlatBucket:
     """The memory of one bucket: its parameters' elements, apart or together."""
 
@@ -96,7 +96,8 @@ class FlatBucket:
     ):
         self.bucket, self.group, self.owned = bucket, group, bucket.slots_of(group.group_rank)
         self.sizes = None if bucket.equal else [stop - start for start, stop in map(bucket.part, range(group.size))]
-        self.flat = move_together(bucket, params) if as_views else _alone(bucket, params)
+        self.flat = _alone(bucket, params)
+        if self.flat is None and as_views: self.flat = move_together(bucket, params)
         if self.flat is not None: self.runs, self.mine = [], [self.flat[s.offset:s.offset + s.numel] for s in self.owned]
         else: self.runs = [_run(params[slot.param], slot) for slot in bucket.slots]
         if self.runs: self.mine = _within(bucket.slots, self.runs, self.owned)

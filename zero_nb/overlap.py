@@ -53,7 +53,7 @@ def start_mean(
         return sent[part].div_(size) if sent is gradient else sent[part].to(gradient.dtype)
     return finish
 
-# %% ../nbs/14_overlap.ipynb #a4211a1d
+# %% ../nbs/14_overlap.ipynb #01f4a54f
 class Prepared:
     """A schedule, the buckets of a shard that it is for, and what an iteration has under way."""
 
@@ -63,9 +63,10 @@ class Prepared:
         shard: Shard, # all its parameters, made with `borrows=False`
         start: Callable[[int, Tensor], Finish], # starts to average a bucket over all ranks
         judge: Callable[[list[Tensor]], bool] | None = None, # looks at all averages before the first step, and tells if there is to be one
+        release: Callable[[int], None] = lambda i: None, # told when the gradient of a bucket is no longer needed, by schedules that say so
         **how: Any, # of the schedule, as for `order`
     ):
-        self.zero, self.shard, self.start, self.judge = zero, shard, start, judge
+        self.zero, self.shard, self.start, self.judge, self.release = zero, shard, start, judge, release
         self.phases = order(len(shard.buckets), **how)
         self.schedule = make_schedule(len(shard.buckets), **how)
         self.lacks = [False] * len(shard.params) # of each parameter, whether no rank has a gradient
@@ -79,7 +80,7 @@ class Prepared:
         self.parts: dict[int, Tensor] = {} # reduced, and not yet stepped
         self.gathers: dict[int, Work] = {}
 
-# %% ../nbs/14_overlap.ipynb #f6c607d0
+# %% ../nbs/14_overlap.ipynb #8883a52f
 class Runner(Prepared):
     """Runs a schedule on the buckets of a shard, one iteration after another."""
 
@@ -100,12 +101,19 @@ class Runner(Prepared):
 
     def part(self, i: int) -> Tensor:
         """Wait for a reduction, and give what this rank owns of the bucket."""
-        if i not in self.parts: self.parts[i] = self.reducing.pop(i)()
+        if i not in self.parts:
+            self.parts[i] = self.reducing.pop(i)()
+            del self.gradients[i] # whoever made the bucket may let it go
         return self.parts[i]
+
+    def settle(self) -> None:
+        """Note that all parameters have arrived."""
+        settle(self.shard.pieces)
+        self.zero.give_options()
 
     def _do(self, op: str, i: int) -> None: _OPS[op](self, i)
 
-# %% ../nbs/14_overlap.ipynb #669e8fd1
+# %% ../nbs/14_overlap.ipynb #d5502958
 def _reduce(self: Runner, i: int) -> None:
     if len(self.reducing) == IN_FLIGHT: self.part(next(iter(self.reducing)))
     self.reducing[i] = self.start(i, self.gradients[i])
@@ -114,7 +122,7 @@ def _step(self: Runner, i: int) -> None:
     pieces = open_bucket(self.zero.optims.values(), self.shard, self.shard.buckets[i], self.part(i), self.lacks)
     for optim in self.zero.optims.values() if pieces else (): optim.step()
     close_pieces(pieces)
-    del self.parts[i], self.gradients[i]
+    del self.parts[i]
 
 def _step_all(self: Runner) -> None:
     optims, count = self.zero.optims.values(), len(self.shard.buckets)
@@ -124,7 +132,6 @@ def _step_all(self: Runner) -> None:
         for optim in optims: optim.step()
     close_pieces(pieces)
     self.parts.clear()
-    self.gradients.clear()
 
 def _gather(self: Runner, i: int) -> None:
     flying = [j for j, work in self.gathers.items() if not work.done and self.shard.buckets[j].flat is None]
@@ -133,11 +140,10 @@ def _gather(self: Runner, i: int) -> None:
 
 def _wait(self: Runner, i: int) -> None:
     for work in self.gathers.values(): work.wait()
-    settle(self.shard.pieces)
-    self.zero.give_options()
+    self.settle()
 
 _OPS: dict[str, Callable[[Runner, int], None]] = {
-    "GRAD": lambda runner, i: None, "RS": _reduce, "STEP": _step, "FREE": lambda runner, i: None, "AG": _gather, "SYNC": _wait}
+    "GRAD": lambda runner, i: None, "RS": _reduce, "STEP": _step, "FREE": lambda runner, i: runner.release(i), "AG": _gather, "SYNC": _wait}
 
 # %% ../nbs/14_overlap.ipynb #30ff28b0
 def plan_buckets(zero: ZeroRedundancyOptimizer, given: Sequence[Sequence[int]]) -> BucketPlan:
