@@ -26,7 +26,7 @@ from .rules import Rule, Settings, check_group, check_settings, choose_fused, de
 from .sharder import Policy, by_group, mixed, runs
 
 # %% auto #0
-__all__ = ['IN_FLIGHT', 'MASTER', 'Entry', 'LocalOptimizers', 'ShardedParameters', 'ShardedState', 'LoadedState',
+__all__ = ['IN_FLIGHT', 'MASTER', 'Entry', 'LocalOptimizers', 'LocalShards', 'ShardedParameters', 'ShardedState', 'LoadedState',
            'ShardedChanges', 'ShardedStep', 'CheckedState', 'HookedState', 'Copyable', 'DropIn',
            'ZeroRedundancyOptimizer']
 
@@ -79,9 +79,9 @@ def _plan(groups: list[dict[str, Any]], first: int, rules: list[Rule], world_siz
     params = specs(groups, first) # in one row as they were registered, so that what two ranks share lies in one piece
     return pack(params, world_size, policy=policy, capacity_mb=settings.bucket_cap_mb, cut=False, order=range(len(params)))
 
-# %% ../nbs/13_optimizer.ipynb #a5a49265
+# %% ../nbs/13_optimizer.ipynb #3a4ac3d8
 class LocalOptimizers(torch.optim.Optimizer):
-    """The part of the optimizer that turns param groups into shards, and into groups of local optimizers."""
+    """The part of the optimizer that knows its local optimizers, and what they share with the user."""
 
     group: Group # ranks that share the state
     settings: Settings
@@ -103,6 +103,10 @@ class LocalOptimizers(torch.optim.Optimizer):
     def give_options(self) -> None:
         """Show the user what a step has changed in the local optimizers' options."""
         _sync(self.local_groups(), self.param_groups)
+
+# %% ../nbs/13_optimizer.ipynb #94cfd082
+class LocalShards(LocalOptimizers):
+    """The part of the optimizer that plans param groups, and gives this rank's pieces to their optimizers."""
 
     def _shard(self, groups: range, plan: Callable[[], BucketPlan] | None = None) -> Shard:
         """Plan param groups, by index, and find this rank's pieces of them; where others made the buckets, they give the plan, and the gradients."""
@@ -128,8 +132,8 @@ class LocalOptimizers(torch.optim.Optimizer):
         if not shard.alone: rest(shard)
         self.shards.append(shard)
 
-# %% ../nbs/13_optimizer.ipynb #4468fb37
-class ShardedParameters(LocalOptimizers):
+# %% ../nbs/13_optimizer.ipynb #a11877f6
+class ShardedParameters(LocalShards):
     """Taking parameters: each change is agreed on by all ranks, or is an error on all of them."""
 
     def __init__(self, params: Any, group: Group, settings: Settings):
@@ -208,7 +212,7 @@ def _cut(state: dict[str, Any], run: Run, param: Tensor, whole: bool, elementwis
         out[key] = flatten_like(value, param)[run[1]:run[2]].clone() if many else deepcopy(value)
     return out
 
-# %% ../nbs/13_optimizer.ipynb #fd9bfde0
+# %% ../nbs/13_optimizer.ipynb #13d52936
 class ShardedState(ShardedParameters):
     """The part of the optimizer that saves."""
 
@@ -244,8 +248,7 @@ class ShardedState(ShardedParameters):
     def state_dict(self) -> dict[str, Any]:
         """Give the state dict of the unsharded optimizer, after `consolidate_state_dict` and before the next step.
 
-        Raises `RuntimeError` on ranks that hold none, as torch's class does.
-        """
+        Raises `RuntimeError` on ranks that hold none, as torch's class does."""
         if self._full is not None: return dict(self._full)
         raise RuntimeError(f"rank {self.group.global_rank} holds no consolidated state; call consolidate_state_dict(to=...) on all ranks "
                            "after the last step, and state_dict() on the rank it went to")

@@ -106,7 +106,7 @@ def _leave(piece: Piece) -> None:
     piece.memory = piece.memory.new_empty(0)
     if not piece.master: piece.view.data = piece.memory
 
-# %% ../nbs/12a_pieces.ipynb #4d4887c9
+# %% ../nbs/12a_pieces.ipynb #39017363
 def _in_turn(buckets: Sequence[FlatBucket]) -> list[FlatBucket]: # by the rank that owns most
     by_owner: dict[int, list[FlatBucket]] = {}
     for bucket in buckets:
@@ -118,6 +118,7 @@ def look(params: Iterable[Tensor]) -> list[Any]:
     """Note what a plan and its buckets depend on and a user may change: where parameters are, and which are frozen."""
     return [p.data_ptr() if p.requires_grad else None for p in params]
 
+# %% ../nbs/12a_pieces.ipynb #3e0ef5a5
 class Shard:
     """What this rank steps of some parameters, and the buckets that bring it back to the others."""
 
