@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
+from torch.utils.checkpoint import checkpoint
 
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
@@ -444,6 +445,64 @@ def test_checkpoints_go_to_and_from_unsharded_training_at_any_step():
     """After no step, before and after DDP has filled its buckets anew, and after many."""
     cases = [(False, 1, True), (True, 2, False), (True, 4, True), (False, 5, False)]
     for rank in run(3, lambda: [resumed(*case) for case in cases]): assert rank == [True] * len(cases)
+
+
+# ---- other loops ----
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Linear(40, 3)).double()
+
+
+def tied():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    model[4].weight = model[0].weight
+    return model
+
+
+def simply(model, step): model(batch(step)).square().mean().backward()
+
+
+def changing(model, step):
+    """Accumulate over parts that use other layers, other ones on each rank."""
+    with model.no_sync(): model(batch(step, 1), (0, 1) if dist.get_rank() == 0 else (2,)).square().mean().backward()
+    model(batch(step, 2), (0, 3) if step % 2 else (1,)).square().mean().backward()
+
+
+def recomputed(model, step):
+    """Run the forward again inside backward, where it is cut short by an exception."""
+    checkpoint(lambda x: model(x), batch(step), use_reentrant=False).square().mean().backward()
+
+
+def doubled(model, step): (model(batch(step)).square().mean() + model(batch(step, 1)).square().mean()).backward()
+
+
+LOOPS = {
+    "batch norm": (normed, {}, simply), "tied weights": (tied, {}, simply), "layers that change while they accumulate":
+    (network, {"find_unused_parameters": True, "gradient_as_bucket_view": True}, changing), "checkpoint": (network, {}, recomputed),
+    "two forwards": (network, {}, doubled), "a closure": (network, {}, simply)}
+
+
+def looped(name, interleaved):
+    build, options, iterate = LOOPS[name]
+    plain, ours = (DDP(build(), bucket_cap_mb=CAP, **options) for _ in range(2))
+    optimizer, zero, worst = unsharded("sgd", plain, False), sharded("sgd", ours, False), 0.0
+    overlap(ours, zero, interleaved=interleaved)
+    for step in range(5):
+        for model, o in ((plain, optimizer), (ours, zero)):
+            if name == "a closure": o.step(partial(iterate, model, step))
+            else:
+                iterate(model, step)
+                o.step()
+            o.zero_grad()
+        worst = max(worst, (flat(plain) - flat(ours)).abs().max().item(), apart(ours))
+    return worst + max([(a - b).abs().max().item() for a, b in zip(plain.buffers(), ours.buffers(), strict=True)], default=0)
+
+
+def test_other_loops_are_those_of_ddp_too():
+    for rank in run(3, lambda: {(name, interleaved): looped(name, interleaved) for name in LOOPS for interleaved in (False, True)}):
+        assert max(rank.values()) < 1e-8, rank
 
 
 # ---- models that change ----

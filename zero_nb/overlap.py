@@ -567,7 +567,7 @@ class Attached(Backward):
     def __enter__(self) -> Self: return self
     def __exit__(self, kind: Any, *_: object) -> None: self.detach() if kind is None else self.leave()
 
-# %% ../nbs/14_overlap.ipynb #30e01586
+# %% ../nbs/14_overlap.ipynb #b6ad120d
 class Overlap(Attached):
     """A model and an optimizer whose step runs inside backward; made by `overlap`."""
 
@@ -587,7 +587,7 @@ class Overlap(Attached):
         self.handles = [ddp.register_forward_pre_hook(self._before), ddp.register_forward_hook(self._after, always_call=True)]
 
     def _before(self, module: Any, args: Any) -> None:
-        if not self.seen or not torch.is_grad_enabled(): return
+        if not self.seen or not torch.is_grad_enabled() or self._entered(): return # a checkpoint runs forward inside backward
         error = RuntimeError("the last backward did not come to its end, so the gradients of this rank are not in step with those of the others")
         fail(self.zero.group, error)
         raise error
@@ -595,18 +595,20 @@ class Overlap(Attached):
     def _after(self, module: Any, args: Any, output: Any) -> None:
         error = sys.exc_info()[1]
         if not torch.is_grad_enabled(): return
-        if output is None and error is not None and module.training: fail(self.zero.group, error)
-        for tensor in found_tensors(output): tensor.register_hook(self._entered)
+        if output is None and error is not None and module.training and not self._entered(): fail(self.zero.group, error)
+        for tensor in found_tensors(output): tensor.register_hook(self._watch)
 
-    def _entered(self, gradient: Tensor) -> None: # backward has come to the model, and may fail before the first bucket is full
-        at_end(lambda: None, self.zero.group)
+    def _watch(self, gradient: Tensor) -> None: self._entered()
+
+    def _entered(self) -> bool: # whether backward runs; it may fail before the first bucket is full
+        return at_end(lambda: None, self.zero.group)
 
     @property
     def schedule(self) -> Schedule | None:
         """What runs when; None until the first backward is over."""
         return self.runner.schedule if self.runner else None
 
-# %% ../nbs/14_overlap.ipynb #996357de
+# %% ../nbs/14_overlap.ipynb #caf79f28
 def overlap(
     ddp: Any, # DistributedDataParallel, without a comm hook
     zero: ZeroRedundancyOptimizer, # of all its parameters
@@ -621,7 +623,8 @@ def overlap(
 ) -> Overlap: # `detach` it, or use it in a `with` block
     """Step inside `backward`, on gradients that are reduce-scattered while they arrive. All ranks call this.
 
-    When `backward` returns, the parameters are those after the step on every rank, and `.grad` is None; `zero.step()` may be called and does nothing.
+    When `backward` returns, the parameters are those after the step on every rank, and `.grad` is None, unless a hook of the user's has averaged it;
+    `zero.step()` may be called and does nothing. Each backward outside `no_sync` is a step.
     Raises `TypeError`, `ValueError` or `RuntimeError` on every rank for what does not go together."""
     return Overlap(ddp, zero, Way(hook, state, interleaved, lag, max_grad_norm, norm_type, scaler))
 
