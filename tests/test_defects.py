@@ -71,7 +71,7 @@ HOOKS = {TorchZero: (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_
 
 
 def overlapped(kind, optimizer_class, interleaved, ranks=(0, 1), groups=1, pretend=False):
-    """Give, for each of four iterations, whether it has changed all parameters; or what was said."""
+    """Give, for each of four iterations (two, where torch's may hang in the third), whether it has changed all parameters; or what was said."""
     group = dist.new_group(list(ranks))
     if dist.get_rank() not in ranks: return None
     model = DDP(network(), process_group=group, bucket_cap_mb=1e-4)
@@ -83,7 +83,7 @@ def overlapped(kind, optimizer_class, interleaved, ranks=(0, 1), groups=1, prete
     def trained():
         zero = kind(given, optimizer_class, group, overlap_with_ddp=True, lr=0.1)
         model.register_comm_hook(None, HOOKS[kind][interleaved](allreduce_hook, model, zero))
-        for _ in range(4):
+        for _ in range(2 if pretend else 4):
             before = [p.detach().clone() for p in params]
             model(torch.ones(2, 6)).square().mean().backward()
             zero.step()
@@ -106,15 +106,13 @@ def test_3_overlap_steps_from_the_first_iteration_on_gloo_and_any_class(interlea
     refused = run(2, overlapped, TorchZero, _FunctionalSGD, interleaved)
     assert all("may meet hangs" in rank for rank in refused)
     late = run(2, overlapped, TorchZero, _FunctionalSGD, interleaved, pretend=True, timeout=60)
-    assert all(rank[:2] == [False, False] for rank in late)
+    assert late == [[False, False]] * 2
     assert run(2, overlapped, ZeroRedundancyOptimizer, SGD, interleaved) == [[True] * 4] * 2
 
 
 def test_3_overlap_takes_plain_classes_and_several_groups():
-    for kind, groups in ((AdamW, 1), (_FunctionalSGD, 2)):
-        torchs = run(2, overlapped, TorchZero, kind, False, groups=groups, pretend=True, timeout=60)
-        assert not any(rank == [True] * 4 for rank in torchs), torchs
-        assert run(2, overlapped, ZeroRedundancyOptimizer, SGD if kind is _FunctionalSGD else kind, False, groups=groups) == [[True] * 4] * 2
+    """Torch's, which never comes so far on gloo, asks for a functional class and one group."""
+    for kind, groups in ((AdamW, 1), (SGD, 2)): assert run(2, overlapped, ZeroRedundancyOptimizer, kind, False, groups=groups) == [[True] * 4] * 2
 
 
 # ---- 4. Join with nothing but the optimizer, and what it leaves behind ----
