@@ -19,6 +19,7 @@ _MODULES = {
     "objects": ("broadcast_object_list", "gather_object", "scatter_object_list"),
     "launch": ("run",),
     "optimizer": ("ZeroRedundancyOptimizer",),
+    "parallel": ("data_parallel",),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .launch import run
     from .objects import broadcast_object_list, gather_object, scatter_object_list
     from .optimizer import ZeroRedundancyOptimizer
+    from .parallel import data_parallel
     from .process_group import Group, agree, agreeing, coalescing_manager, get_global_rank, get_group_rank, get_process_group_ranks, two_level
     from .record import record, simulate
     from .schedule import make_schedule
