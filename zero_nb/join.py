@@ -347,7 +347,7 @@ class Present:
         weight = (len(counts) - 1) * (samples / counts[0] if divide_by == "samples" else 1 / counts[1:].sum())
         return grad * weight.to(grad.device)
 
-# %% ../nbs/15_join.ipynb #27d6f039
+# %% ../nbs/15_join.ipynb #6ee0ac27
 def _split(value: Any, params: Sequence[Tensor]) -> list[Tensor]:
     """Give each parameter's part of a bucket, in its memory order; nothing if a hook has kept the gradients to itself."""
     value = value[0] if isinstance(value, (list, tuple)) else value
@@ -365,14 +365,15 @@ def _set_grad(param: Tensor, grad: Tensor) -> None:
     if param.grad is None or grad.is_sparse: param.grad = grad.to(param.dtype)
     else: param.grad.copy_(grad)
 
-def _used(ddp: Any, group: Group) -> set[int]: # by id, the parameters that a backward has reached on some rank
+def _used(ddp: Any, unsynced: bool) -> set[int]: # by id, the parameters that a backward has reached on some rank
     params = ddp._build_params_for_reducer()[0]
     if not ddp.find_unused_parameters or ddp.static_graph: return set(map(id, params))
     used = torch.zeros_like(ddp.reducer._get_local_used_map())
-    group.all_reduce(used)
+    used.copy_(torch.tensor([int(unsynced and p.grad is not None) for p in params]))
+    ddp.process_group.allreduce([used]).wait() # the others' is the reducer's own, which is not compared
     return {id(p) for p, n in zip(params, used.tolist(), strict=True) if n}
 
-# %% ../nbs/15_join.ipynb #da634d56
+# %% ../nbs/15_join.ipynb #111650cd
 @torch.no_grad()
 def reduce_nothing(
     ddp: Any, # DistributedDataParallel
@@ -387,10 +388,11 @@ def reduce_nothing(
             if param.grad is not None: part.copy_(param.grad if hooked else param.grad / group.size)
     works = [ddp.reducer._run_comm_hook(bucket) for bucket in buckets]
     reduced = [(bucket.parameters(), work.wait()) for bucket, work in zip(buckets, works, strict=True)]
-    used = _used(ddp, group)
+    used = _used(ddp, unsynced)
     for params, value in reduced:
         for param, grad in zip(params, _split(value, params), strict=False):
             if id(param) in used: _set_grad(param, grad)
+            else: param.grad = None
     ddp.reducer._push_all_rebuilt_params()
 
 # %% ../nbs/15_join.ipynb #386242d4
@@ -432,16 +434,19 @@ class _Buffers(_Part):
         ddp._assign_modules_buffers()
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)): ddp._sync_module_buffers(group_rank)
 
-# %% ../nbs/15_join.ipynb #6a6ccae2
+# %% ../nbs/15_join.ipynb #5ee4df61
 class _Forward(_Buffers):
     """The part of a model that listens to forward."""
 
     weigh: Callable[[Tensor], Tensor] | None = None # a gradient of the output of the last forward
     inside = False # a backward
+    told = False # of its reduction
 
     def attach(self) -> None:
         super().attach()
-        self.handles = [self.joinable.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True), self.joinable.register_forward_hook(self.after)]
+        ddp, each = self.joinable, [p for p in self.joinable.parameters() if p.requires_grad] if self.block.several else []
+        self.handles = [ddp.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True), ddp.register_forward_hook(self.after),
+                        *(p.register_post_accumulate_grad_hook(self.reached) for p in each)]
 
     @torch._disable_dynamo
     def before(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -459,11 +464,13 @@ class _Forward(_Buffers):
         if calls: present = block.call(module.device, samples)
         if counts: block.begin(present)
         if buffers and present: self.send_buffers(present.ranks()[-1])
-        self.inside, self.weigh = False, partial(present.weigh, divide_by=block.divide_by, samples=samples) if weighted and present else None
+        self.inside = self.told = False
+        self.weigh = partial(present.weigh, divide_by=block.divide_by, samples=samples) if weighted and present else None
 
     def after(self, module: Any, args: Any, output: Any) -> None: raise NotImplementedError
+    def reached(self, param: Tensor) -> None: raise NotImplementedError
 
-# %% ../nbs/15_join.ipynb #1ce506c5
+# %% ../nbs/15_join.ipynb #5dcefd29
 class _Model(_Forward):
     """DistributedDataParallel in a block: what it sends is announced, and gradients are weighted where they enter its output."""
 
@@ -482,8 +489,13 @@ class _Model(_Forward):
         raise ValueError(f"divide_by={self.block.divide_by!r} needs the tensors of the model's output, got {type(output).__name__}; "
                          "return tensors, or tuples, lists, dicts or dataclasses of them")
 
+    def reached(self, param: Tensor) -> None:
+        """Announce the reduction when the backward of several models comes to this one."""
+        if self.inside and not self.told and _LISTENING.get(id(self.joinable)) is self: self.announce()
+
     def announce(self) -> None:
         """Announce the reduction of a backward, if there is one."""
+        self.told = True
         if self.expects: self.block.tell(self.index, "backward")
         self.unsynced, self.expects = not self.expects, False
 
@@ -492,14 +504,14 @@ class _Model(_Forward):
         if _LISTENING.get(id(self.joinable)) is not self: return None
         if not self.inside:
             self.inside = True
-            self.announce()
+            if not self.block.several: self.announce()
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: queue(self.over)) # after what DDP does at the end of a backward
         return None if weigh is None else weigh(grad)
 
     def over(self) -> None:
         """Remember which gradients were reduced."""
-        self.inside = False
+        self.inside = self.told = False
         self.block.mark(self.joinable)
 
     def replay(self, event: Event) -> None:
@@ -511,7 +523,7 @@ class _Model(_Forward):
             return
         present = self.block.call(ddp.device, None) if options["calls"] else None
         if options["buffers"]: self.send_buffers(present.ranks()[-1] if present else options["root"])
-        if options["rebuild"]: ddp.reducer._rebuild_buckets()
+        if options["rebuild"] and ddp.reducer._rebuild_buckets(): ddp._has_rebuilt_buckets = True
 
 def _tensors(value: Any) -> list[Tensor]: # in what a model takes or returns
     if isinstance(value, Tensor): return [value]
@@ -519,7 +531,7 @@ def _tensors(value: Any) -> list[Tensor]: # in what a model takes or returns
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return [t for item in items for t in _tensors(item)]
 
-# %% ../nbs/15_join.ipynb #546de0eb
+# %% ../nbs/15_join.ipynb #df32a87b
 class _Stopped(BaseException):
     """Ends the loop of a rank that has data, because another has none; no `except Exception` catches it."""
 
@@ -529,6 +541,7 @@ class Block:
     group: Group
     parts: list[_Part]
     counter: _Part # whose calls are the iterations
+    several: bool # models, whose backwards may be one
     divide_by: str
     policy: str
     enable: bool
@@ -791,7 +804,7 @@ class Entering(Declaring):
             for part in reversed(self.parts): part.restore()
         return stopped
 
-# %% ../nbs/15_join.ipynb #ade455f8
+# %% ../nbs/15_join.ipynb #df4ec9ab
 class Join(Entering):
     """A block in which ranks may have different amounts of data.
 
@@ -822,6 +835,7 @@ class Join(Entering):
         self.riders, speak = _ride(self.parts), [part for part in self.parts if _speaks(part)]
         if not speak: raise ValueError("no joinable announces its iterations; call Join.notify_join_context(self) in one, before its collectives")
         self.counter = next((part for part in speak if isinstance(part, _Model)), speak[0])
+        self.several = sum(isinstance(part, _Model) for part in speak) > 1
         if self.divide_by != "world_size" and not isinstance(self.counter, _Model):
             raise ValueError(f"divide_by={self.divide_by!r} weights the gradients of a DistributedDataParallel, and none is among the joinables")
 
