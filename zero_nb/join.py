@@ -531,7 +531,7 @@ def _tensors(value: Any) -> list[Tensor]: # in what a model takes or returns
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return [t for item in items for t in _tensors(item)]
 
-# %% ../nbs/15_join.ipynb #df32a87b
+# %% ../nbs/15_join.ipynb #9a28c7d3
 class _Stopped(BaseException):
     """Ends the loop of a rank that has data, because another has none; no `except Exception` catches it."""
 
@@ -552,6 +552,7 @@ class Block:
     declared: Roll | None = None # who will have data when, where all ranks know before
     turn = taken = 0 # iterations so far, and batches of the loader
     called = Present(torch.empty(0)) # the last count
+    fault: Exception | None = None # raised on all ranks because one has no data
     marks: dict[int, tuple[int, int]] # by the id of a parameter: the gradient that was reduced, and its version
 
     @property
@@ -575,7 +576,8 @@ class Block:
         if self.gated and present is not None and len(there := present.ranks()) < self.group.size:
             if self.policy == "stop": raise _Stopped
             gone = [rank for r, rank in enumerate(self.group.ranks) if r not in there]
-            raise RuntimeError(f"Detected at least one rank that exhausted inputs. Throwing across all ranks. Ranks {gone} had {self.turn} iterations")
+            self.fault = RuntimeError(f"Detected at least one rank that exhausted inputs. Throwing across all ranks. Ranks {gone} had {self.turn} iterations")
+            raise self.fault
         self.turn += 1
 
 # %% ../nbs/15_join.ipynb #bd4f3d43
@@ -617,11 +619,14 @@ class Counting(Block):
         self.warned = self.warned or touched
         return touched
 
-# %% ../nbs/15_join.ipynb #3da4a867
+# %% ../nbs/15_join.ipynb #607b073a
 _SKEW = 1000 # iterations
 
 class Shadowing(Counting):
     """The part of a block that a rank without data runs."""
+
+    def check_loops(self, taken: list[int]) -> None:
+        """Raise if a rank did not do what it declared."""
 
     riders: dict[int, list[_Part]] # parts that announce nothing, by the part they go with
     root = 0 # group rank of the last joiner whose state counts
@@ -642,22 +647,26 @@ class Shadowing(Counting):
 
     def end(self, stopped: bool) -> None:
         """Wait until no rank has data, and let the joinables finish."""
+        self.called.known()
         if self.gated and not stopped and (there := self.call(_device(self.counter.joinable), None).ranks()) and self.policy == "raise":
-            raise RuntimeError(f"Rank {self.group.global_rank} exhausted all inputs. Ranks {[self.group.ranks[r] for r in there]} had more than {self.turn}")
+            others = [self.group.ranks[r] for r in there]
+            self.fault = RuntimeError(f"Rank {self.group.global_rank} exhausted all inputs. Ranks {others} had more than {self.turn}")
+            raise self.fault
         me, used = self.log.me, self.taken - (stopped and self.taken > 0)
         dropped = self.declared.batches[me] - used if self.declared and self.policy == "stop" else int(stopped)
         kept = [part.keep() for part in self.parts]
-        self.log.collect("end", {"events": self.log.number, "batches": used or self.turn, "dropped": dropped, "kept": kept})
+        self.log.collect("end", {"events": self.log.number, "taken": self.taken, "batches": used or self.turn, "dropped": dropped, "kept": kept})
         self.shadow()
         ends, most = self.log.ends, max(end["events"] for end in self.log.ends)
         self.roll = Roll(tuple(end["batches"] for end in ends), tuple(end["dropped"] for end in ends))
         with agreeing(self.group, "leaving Join"):
             self.root = max(r for r, end in enumerate(ends) if end["events"] == most)
             self.called.known()
+            self.check_loops([end["taken"] for end in ends])
             for part, kept in zip(self.parts, ends[self.root]["kept"], strict=True): part.finish(ends[me]["events"] == most, kept)
         self.log.clear()
 
-# %% ../nbs/15_join.ipynb #cf9795f6
+# %% ../nbs/15_join.ipynb #d71d23f0
 def _lengths(batches: Any) -> dict[str, Any]: # how many batches there are, and how many samples are in each and in the last
     try: n = len(batches)
     except TypeError: return {"batches": None, "sizes": None}
@@ -680,6 +689,14 @@ class Declaring(Shadowing):
         for batch in islice(batches, limit):
             self.taken += 1
             yield batch
+
+    def check_loops(self, taken: list[int]) -> None:
+        """Raise if a rank left its loop while others went on as if it had data."""
+        if self.declared is None or (self.divide_by == "world_size" and not any(part.buffers for part in self.parts if isinstance(part, _Model))): return
+        for rank, used, n in zip(self.group.ranks, taken, self.declared.batches, strict=False):
+            if used < min(n, max(taken)):
+                raise RuntimeError(f"rank {rank} left its loop after {used} of {n} batches while others went on, and they have counted on it; leave the loop "
+                                   "on all ranks, or iterate without join.loader()")
 
     def declare(self, batches: Any) -> int | None: # how many batches may be taken
         """Exchange how many batches each rank has."""
@@ -758,7 +775,7 @@ def _group_of(joinables: Sequence[Any]) -> Any:
     if any(group != groups[0] for group in groups): raise ValueError("Using join context manager with multiple process groups; its joinables must share one")
     return groups[0] if groups else None
 
-# %% ../nbs/15_join.ipynb #049d0ca9
+# %% ../nbs/15_join.ipynb #c61c6cef
 class Entering(Declaring):
     """The part of a block that enters and leaves."""
 
@@ -772,7 +789,8 @@ class Entering(Declaring):
     def leave(self, error: BaseException) -> None:
         """Let the others know of an error; raise theirs if it came first."""
         if self.called.work is not None: self.called.work.done = True # it may never be
-        if isinstance(error, RuntimeError) and (said := self.log.failed()):
+        if error is self.fault: return
+        if isinstance(error, RuntimeError) and (said := self.log.failed()) and said not in str(error):
             raise RuntimeError(f"{said}; rank {self.group.global_rank} cannot go on without it") from error
         self.log.fail(error, self.turn)
 
@@ -783,7 +801,7 @@ class Entering(Declaring):
             if self.policy == "shadow":
                 for part in self.parts: part.check()
         self.log, self.marks, self.roll, self.declared, self.looped, self.warned = Reader(Board(self.group, "join")), {}, None, None, False, False
-        self.turn, self.taken, self.called = 0, 0, Present(torch.empty(0))
+        self.turn, self.taken, self.called, self.fault = 0, 0, Present(torch.empty(0)), None
         for part in self.parts: part.attach()
         self.watch = _Watch(self.log)
         return self
@@ -793,12 +811,12 @@ class Entering(Declaring):
         stopped = isinstance(error, _Stopped)
         try:
             for part in self.parts: part.detach()
-            if error is None or stopped: self.called.known()
-            if error is None or stopped: self.end(stopped)
-            else: self.leave(error)
-        except Exception as failure:
-            self.log.fail(failure, self.turn)
-            raise
+            if error is not None and not stopped: self.leave(error)
+            else:
+                try: self.end(stopped)
+                except Exception as failure:
+                    self.leave(failure)
+                    raise
         finally:
             self.watch.stop()
             for part in reversed(self.parts): part.restore()
