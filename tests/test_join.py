@@ -1,7 +1,5 @@
 """Join: who had data when, what is sent, and what becomes of the model."""
 import copy
-import functools
-import json
 import pickle
 import time
 import warnings
@@ -20,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from zero_nb.join import Join, Joinable, JoinHook, Log, Reader, Roll, draw_roll
+from zero_nb.join import Join, Joinable, JoinHook, Reader, Roll, draw_roll, shadowed_by
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
 from zero_nb.process_group import Board, Group, Ranks
@@ -863,3 +861,54 @@ def notes_left():
 
 def test_the_store_does_not_fill_up():
     assert all(left <= 4 for left in run(2, notes_left))  # what collectives leave when first used
+
+
+class Centred(nn.Module):
+    """Subtracts the mean over all ranks, and says what a rank without data sends."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def send(self, x):
+        sums = torch.cat([x.sum(0), torch.tensor([float(len(x))])])
+        dist.all_reduce(sums)
+        self.counts.append(int(sums[-1]))
+        return sums[:-1] / sums[-1]
+
+    @shadowed_by(lambda self: self.send(torch.zeros(0, 6)))
+    def forward(self, x): return x - self.send(x.detach())
+
+
+def declared(counts):
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(Centred(), nn.Linear(6, 5)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+    with Join([model, optimizer], divide_by="samples"):
+        for x in batches(counts[dist.get_rank()]):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    model.module[0].send(torch.ones(1, 6))  # outside, nobody listens
+    return flat(model), model.module[0].counts
+
+
+def test_a_module_that_declares_its_collectives():
+    ranks = run(3, declared, (1, 3, 0))
+    assert all(counts == [8, 4, 4, 3] and gap(params, ranks[0][0]) == 0 for params, counts in ranks)
+
+
+def statically(**options):
+    rank, model = dist.get_rank(), DDP(network(), **options)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+    with Join([model, optimizer], divide_by="samples"):
+        for x in batches((3, 5)[rank]):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("options", [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-4}, {"broadcast_buffers": False}], ids=str)
+def test_settings_of_the_model(options):
+    assert all(gap(params, alone((3, 5), "samples", (4, 4))) < 1e-6 for params in run(2, statically, **options))
