@@ -128,7 +128,7 @@ def kinds_sent(join_kind, by, kind="ours", norm=False, lengths=(4, 4), **options
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
                 optimizer.step()
-            counts.append(len([event for event in log if event.parent is None]))
+            counts.append(len(log.collectives()))
         return counts
 
     iterate(batches(3))  # buckets are rebuilt once
@@ -670,7 +670,7 @@ def loaded(sizes, by, norm=False, drop_last=False, stream=False, counted=False):
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
                 optimizer.step()
-            sent.append(len(log.top() if hasattr(log, "top") else [e for e in log if e.parent is None]))
+            sent.append(len(log.collectives()))
     return flat(model), join.roll.batches, sent[2:]
 
 

@@ -642,7 +642,7 @@ class Counting(Block):
         self.warned = self.warned or touched
         return touched
 
-# %% ../nbs/15_join.ipynb #607b073a
+# %% ../nbs/15_join.ipynb #a3e837b2
 _SKEW = 1000 # iterations
 
 class Shadowing(Counting):
@@ -652,13 +652,19 @@ class Shadowing(Counting):
         """Raise if a rank did not do what it declared."""
 
     riders: dict[int, list[_Part]] # parts that announce nothing, by the part they go with
+    bar: Any = None # shows iterations
     root = 0 # group rank of the last joiner whose state counts
+
+    def advance(self, iterations: int) -> None:
+        """Show progress, if a bar is wanted."""
+        if self.bar is not None and iterations: self.bar.update(iterations)
 
     def shadow(self) -> None:
         """Do what ranks with data announce, until none has any."""
         own, warned = self.turn, False
         while event := self.log.next():
             if event.what == "enter": raise RuntimeError("a rank with data entered a Join block inside this one, where ranks without data cannot follow")
+            self.advance(event.turn - self.turn)
             self.turn = event.turn
             self.parts[event.part].replay(event)
             for rider in self.riders.get(event.part, ()) if event.what != "forward" else (): rider.hook.main_hook()
@@ -689,7 +695,7 @@ class Shadowing(Counting):
             for part, kept in zip(self.parts, ends[self.root]["kept"], strict=True): part.finish(ends[me]["events"] == most, kept)
         self.log.clear()
 
-# %% ../nbs/15_join.ipynb #d71d23f0
+# %% ../nbs/15_join.ipynb #635cde64
 def _lengths(batches: Any) -> dict[str, Any]: # how many batches there are, and how many samples are in each and in the last
     try: n = len(batches)
     except TypeError: return {"batches": None, "sizes": None}
@@ -705,13 +711,15 @@ class Declaring(Shadowing):
     def loader(
         self,
         batches: Iterable[Any], # this rank's, for example a `DataLoader`; all ranks call this, also those without any
-        progress: bool = False, # show a bar on the first rank, as long as the longest rank's data
+        progress: Callable[..., Any] | None = None, # makes a bar of as many iterations as any rank has, with `update` and `close`: tqdm, for example
     ) -> Iterator[Any]: # the same batches; with policy="stop" as many as the rank with fewest has
         """Iterate over this rank's batches once, and let all ranks know how many there are."""
         limit = self.declare(batches) if self.enable else None
+        if progress is not None: self.bar = progress(total=limit or (max(self.declared.batches) if self.declared else None))
         for batch in islice(batches, limit):
             self.taken += 1
             yield batch
+            self.advance(1)
 
     def check_loops(self, taken: list[int]) -> None:
         """Raise if a rank left its loop while others went on as if it had data."""
@@ -798,7 +806,7 @@ def _group_of(joinables: Sequence[Any]) -> Any:
     if any(group != groups[0] for group in groups): raise ValueError("Using join context manager with multiple process groups; its joinables must share one")
     return groups[0] if groups else None
 
-# %% ../nbs/15_join.ipynb #c61c6cef
+# %% ../nbs/15_join.ipynb #d77a5938
 class Entering(Declaring):
     """The part of a block that enters and leaves."""
 
@@ -824,7 +832,7 @@ class Entering(Declaring):
             if self.policy == "shadow":
                 for part in self.parts: part.check()
         self.log, self.marks, self.roll, self.declared, self.looped, self.warned = Reader(Board(self.group, "join")), {}, None, None, False, False
-        self.turn, self.taken, self.called, self.fault = 0, 0, Present(torch.empty(0)), None
+        self.turn, self.taken, self.called, self.fault, self.bar = 0, 0, Present(torch.empty(0)), None, None
         for part in self.parts: part.attach()
         self.watch = _Watch(self.log)
         return self
@@ -842,6 +850,7 @@ class Entering(Declaring):
                     raise
         finally:
             self.watch.stop()
+            if self.bar is not None: self.bar.close()
             for part in reversed(self.parts): part.restore()
         return stopped
 
