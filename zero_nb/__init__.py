@@ -19,13 +19,14 @@ _MODULES = {
     "objects": ("broadcast_object_list", "gather_object", "scatter_object_list"),
     "launch": ("run",),
     "optimizer": ("ZeroRedundancyOptimizer",),
-    "parallel": ("data_parallel",),
+    "join": ("Join", "JoinHook", "Joinable", "Roll", "shadowed_by"),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 
 if TYPE_CHECKING:
     from .buckets import BucketPlan, pack
     from .estimate import compare, estimate
+    from .join import Join, Joinable, JoinHook, Roll, shadowed_by
     from .launch import run
     from .objects import broadcast_object_list, gather_object, scatter_object_list
     from .optimizer import ZeroRedundancyOptimizer

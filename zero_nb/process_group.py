@@ -31,8 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 # %% auto #0
 __all__ = ['CHUNK', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank', 'agree', 'agreeing', 'log_once',
-           'Work', 'Call', 'Board', 'Collectives', 'Group', 'Coalesced', 'coalescing_manager', 'split', 'clone',
-           'TwoLevel', 'two_level', 'abort', 'destroy']
+           'Work', 'Call', 'Board', 'patience', 'elsewhere', 'Collectives', 'Group', 'Coalesced', 'coalescing_manager',
+           'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'destroy']
 
 # %% ../nbs/10_process_group.ipynb #c5500ccf
 def _ready() -> bool:
@@ -371,7 +371,7 @@ class Call:
 
 def _dtype(tensor: Tensor) -> str: return str(tensor.dtype).removeprefix("torch.")
 
-# %% ../nbs/10_process_group.ipynb #53e82346
+# %% ../nbs/10_process_group.ipynb #1ff6ab16
 class Board:
     """Notes that the ranks of a group leave for each other in its store; none waits for another to write, or to look."""
 
@@ -380,43 +380,43 @@ class Board:
         group: Ranks,
         name: str, # the same on all ranks; they make the board between the same two agreements
     ):
-        self.group, self.name = group, f"{name}/{group._wire.turn}"
+        self.group, self._prefix = group, f"zero_nb/board/{name}/{group._wire.turn}/"
         self.alone = group.size == 1 or _alone(group)
         self._own: dict[str, str] = {} # in the place of a store, where nobody else looks
-
-    def _key(self, key: str) -> str: return f"zero_nb/board/{self.name}/{key}"
 
     def put(self, key: str, note: str) -> None:
         """Leave a note, in the place of an older one."""
         if self.alone: self._own[key] = note
-        else: _store(self.group).set(self._key(key), note)
+        else: _store(self.group).set(self._prefix + key, note)
 
     def see(self, key: str) -> str | None:
         """Give a note, if there is one."""
         if self.alone: return self._own.get(key)
-        store = _store(self.group)
-        return store.get(self._key(key)).decode() if store.check([self._key(key)]) else None
+        store, key = _store(self.group), self._prefix + key
+        return store.get(key).decode() if store.check([key]) else None
 
     def add(self, key: str) -> int:
         """Count to one more than any rank has, and give that number."""
-        if not self.alone: return _store(self.group).add(self._key(key), 1)
+        if not self.alone: return _store(self.group).add(self._prefix + key, 1)
         self._own[key] = str(int(self._own.get(key, 0)) + 1)
         return int(self._own[key])
 
     def remove(self, *keys: str) -> None:
         """Take notes and counts away."""
-        if self.alone: self._own = {key: note for key, note in self._own.items() if key not in keys}
-        else:
-            for key in keys: _store(self.group).delete_key(self._key(key))
+        for key in keys: self._own.pop(key, None) if self.alone else _store(self.group).delete_key(self._prefix + key)
 
-    @property
-    def patience(self) -> float:
-        """Seconds that ranks wait for each other: the time limit of the group's collectives."""
-        return _timeout(self.group).total_seconds()
+# %% ../nbs/10_process_group.ipynb #d894b3a1
+def patience(
+    group: Ranks, # of more than one rank
+) -> float: # seconds that ranks wait for each other: the time limit of the group's collectives
+    """Tell how long to wait for another rank."""
+    return _timeout(group).total_seconds()
 
-    def elsewhere(self) -> str:
-        """Tell of a rank that waits for all others to agree on something, or to compare a collective."""
-        return "" if self.alone else _elsewhere(self.group)
+def elsewhere(
+    group: Ranks,
+) -> str: # "" if nobody waits
+    """Tell of a rank that waits for all others, to agree on something or to compare a collective."""
+    return "" if group.size == 1 or _alone(group) else _elsewhere(group)
 
 # %% ../nbs/10_process_group.ipynb #8df122e0
 CHUNK = 1 << 20 # bytes that travel as one message
