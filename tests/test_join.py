@@ -790,6 +790,7 @@ def nested():
 
     with Join([model, optimizer]) as outer:
         train(2)
+        assert told(outer.__enter__) == ("RuntimeError", "this Join block is running; make another one to nest")
         for _ in range(2):
             with Join([optimizer, model], divide_by="active") as inner: train(1 + rank)
             rolls.append(inner.roll.batches)

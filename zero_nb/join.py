@@ -29,7 +29,7 @@ __all__ = ['SLOTS', 'Joinable', 'JoinHook', 'Roll', 'draw_roll', 'Event', 'Log',
            'shadowed_by', 'Block', 'Calling', 'Counting', 'Shadowing', 'Ending', 'Declaring', 'Leaving', 'Entering',
            'Join']
 
-# %% ../nbs/15_join.ipynb #d5ed22ef
+# %% ../nbs/15_join.ipynb #308d9eb0
 @dataclass(frozen=True)
 class Roll:
     """Who had data when: the iterations of each rank."""
@@ -48,13 +48,12 @@ class Roll:
 
     def _rows(self) -> list[tuple[int, int, int]]: # used, dropped, and without data
         lost = self.dropped or (0,) * len(self.batches)
-        most = max(n + d for n, d in zip(self.batches, lost, strict=True))
-        return [(n, d, most - n - d) for n, d in zip(self.batches, lost, strict=True)]
+        return [(n, d, max(0, max(self.batches) - n - d)) for n, d in zip(self.batches, lost, strict=True)]
 
     def __str__(self) -> str:
         return "\n".join(f"rank {r} {'#' * n}{'x' * d}{'.' * rest} {n}" + f", {d} dropped" * bool(d) for r, (n, d, rest) in enumerate(self._rows()))
 
-# %% ../nbs/15_join.ipynb #80ab8d4e
+# %% ../nbs/15_join.ipynb #7f4101c6
 def _bar(x: float, y: float, width: float, fill: str, title: str) -> str:
     box = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="16" fill="{fill}" stroke="#fff" stroke-width=".5"'
     return f"<rect {box}><title>{title}</title></rect>" if width else ""
@@ -65,7 +64,7 @@ def draw_roll(
 ) -> str: # SVG
     """Draw who had data when, one row a rank: used, dropped, and iterations done for others."""
     rows, out = roll._rows(), []
-    unit = width / max(1, sum(rows[0]))
+    unit = width / max(1, *map(sum, rows))
     for r, (n, d, rest) in enumerate(rows):
         y = 22 * r + 4
         out.append(f'<text x="0" y="{y + 12}">rank {r}</text>')
@@ -845,12 +844,13 @@ class Leaving(Declaring):
             raise RuntimeError(f"{said}; rank {self.group.global_rank} cannot go on without it") from error
         self.log.fail(error, self.turn)
 
-# %% ../nbs/15_join.ipynb #0c522d77
+# %% ../nbs/15_join.ipynb #02b7fb3e
 class Entering(Leaving):
     """The part of a block that enters and leaves."""
 
     def __enter__(self) -> Any:
         if not self.enable: return self
+        if any(_LISTENING.get(id(part.joinable)) is part for part in self.parts): raise RuntimeError("this Join block is running; make another one to nest")
         for outer in {id(part.block): part.block for mine in self.parts if (part := _LISTENING.get(id(mine.joinable)))}.values(): outer.tell(-1, "enter")
         with agreeing(self.group, "entering Join", self.lines):
             if self.policy == "shadow":

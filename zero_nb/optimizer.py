@@ -482,7 +482,7 @@ class _GoOn(_JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         _Joinable.__init__(self.optimizer) # and what follows the block is not about joining
 
-# %% ../nbs/13_optimizer.ipynb #72156130
+# %% ../nbs/13_optimizer.ipynb #5abaaecd
 class DropIn(Copyable, _Joinable):
     """The part of the optimizer with torch's attributes, which takes part in `Join`."""
 
@@ -511,7 +511,7 @@ class DropIn(Copyable, _Joinable):
     def _begin_step(self) -> None:
         """Forget the consolidated state, and let ranks without data know that this one steps."""
         self._full = None
-        if torch.distributed.is_available(): _Join.Join.notify_join_context(self)
+        if self.process_group is not None or torch.distributed.is_available(): _Join.Join.notify_join_context(self) # a copy has no process group to ask for
 
 # %% ../nbs/13_optimizer.ipynb #4046d946
 def _levels(process_group: Any) -> tuple[Group, Group | None]:
