@@ -942,7 +942,7 @@ def two_level(
     assert inside is not None and across is not None, "every rank is in a row and in a column"
     return TwoLevel(inside, across)
 
-# %% ../nbs/10_process_group.ipynb #9f7f9d7f
+# %% ../nbs/10_process_group.ipynb #523c674b
 def abort(
     group: Group, # unusable afterwards
 ) -> None:
@@ -955,8 +955,8 @@ def abort(
     for backend, device in {name: device for device, name in reversed(group.backends.items())}.items():
         if backend == "gloo":
             dist: Any = torch.distributed
-            with suppress(RuntimeError): # the time-out is what this is for; or the peer has closed the connection already
-                dist.irecv(torch.empty(1), group.ranks[group.group_rank - 1], pg, _NOBODY_TAG).wait(timedelta(milliseconds=1))
+            for rank in (rank for rank in group.ranks if rank != group.global_rank): # all fail at once after the first time-out
+                with suppress(RuntimeError): dist.irecv(torch.empty(1), rank, pg, _NOBODY_TAG).wait(timedelta(milliseconds=1))
         elif backend != "fake": pg._get_backend(torch.device(device)).abort()
 
 def fail(
