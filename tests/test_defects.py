@@ -1,6 +1,7 @@
 """Defects of torch's classes beside ours: the same scenario on both, so that a test here fails on the day torch repairs one."""
 import copy
 import time
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -17,10 +18,12 @@ from torch.distributed.optim.functional_sgd import _FunctionalSGD
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
 
+from zero_nb.join import Join as OurJoin
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
 from zero_nb.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_nb.process_group import Group, coalescing_manager
+from zero_nb.record import record
 
 cuda = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")  # is_available() would keep ranks from being forked
 
@@ -136,6 +139,97 @@ def test_4_an_optimizer_may_join_alone_and_keeps_nothing_of_it():
     assert [p for p, _ in torchs] == [False, False]  # a joined rank's step says that it has not joined
     assert all(left for _, left in torchs)  # two more collectives at every step, for ever
     assert ours == [([-2.0] * 4, False)] * 2
+
+
+def joined(kinds, first="ddp", optimizer=None, lengths=(1, 4), group=None):
+    """Train on uneven inputs with a Join and an optimizer, the optimizer first or second among the joinables."""
+    join, zero = kinds
+    model = DDP(network(), process_group=group)
+    optimizer = (optimizer or zero)(model.parameters(), AdamW, group, lr=1e-2)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    joinables = [j for j in (model, optimizer) if isinstance(j, Joinable)]
+    with join(joinables if first == "ddp" else joinables[::-1]):
+        for _ in range(lengths[dist.get_rank()]):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=data)).square().mean().backward()
+            optimizer.step()
+    return model, optimizer
+
+
+JOINS = (Join, TorchZero), (OurJoin, ZeroRedundancyOptimizer)
+
+
+def parameters(kinds, first, optimizer=None):
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    try: model, _ = joined(kinds, first, optimizer, group=group)
+    except RuntimeError: return None
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def unsharded(params, kind, group, **options): return kind(params, **options)
+
+
+def test_4_joinables_may_come_in_any_order():
+    torchs, ours = (run(2, parameters, kinds, "zero") for kinds in JOINS)
+    assert None in torchs  # collectives of the two are not in the order of the ranks with data
+    assert ours[0] == ours[1] == run(2, parameters, JOINS[1], "ddp")[0]
+
+
+def test_4_a_rank_without_data_steps_with_the_gradients_of_the_others():
+    wanted = run(2, parameters, (Join, None), "ddp", unsharded)[1]  # whose last joiner has stepped all parameters itself
+    torchs, ours = (run(2, parameters, kinds, "ddp")[0] for kinds in JOINS)
+    assert ours == pytest.approx(wanted, abs=1e-6)
+    assert torchs != pytest.approx(wanted, abs=1e-4)  # its part of the parameters is stepped with its own last gradients
+
+
+def afterwards(kinds):
+    """Count what an evaluation sends after the block, and see whether rank 0 may do one alone."""
+    group = record(dist.new_group(timeout=timedelta(seconds=3)))
+    model, _ = joined(kinds, group=group)
+    model.require_forward_param_sync = False
+    with torch.no_grad(), group.recording() as log:
+        if dist.get_rank() == 0: model(torch.ones(1, 6))
+    return len(log)
+
+
+def test_4_nothing_is_sent_once_the_block_has_ended():
+    torchs, ours = (run(2, afterwards, kinds) for kinds in JOINS)
+    assert torchs == [2, 0]  # which the other ranks meet with whatever they send next
+    assert ours == [0, 0]
+
+
+class Counter(Joinable):
+    """Sends one number in an iteration."""
+
+    def __init__(self): super().__init__()
+    def send(self): dist.all_reduce(torch.ones(1))
+
+    def __call__(self):
+        Join.notify_join_context(self)
+        self.send()
+
+    def join_hook(self, **kwargs):
+        hook = JoinHook()
+        hook.main_hook = self.send
+        return hook
+
+    join_device = property(lambda self: torch.device("cpu"))
+    join_process_group = property(lambda self: dist.group.WORLD)
+
+
+def far_apart(kinds):
+    counter, filters = Counter(), list(warnings.filters)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        with kinds[0]([counter]):
+            for _ in range(1005 * dist.get_rank()): counter()
+        return len([w for w in caught if "skew" in str(w.message)]), warnings.filters == before, len(filters)
+
+
+def test_4_warnings_come_once_and_keep_their_filters():
+    torchs, ours = (run(2, far_apart, kinds) for kinds in JOINS)
+    assert [same for _, same, _ in torchs] == [False, False] and [(n, same) for n, same, _ in ours] == [(1, True), (0, True)]
 
 
 # ---- 5. loading ----

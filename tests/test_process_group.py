@@ -924,3 +924,24 @@ def test_the_device_of_a_tensor_chooses_the_backend():
         return g.backends, g.backend(torch.device("cuda", 1)), x.tolist(), objects, clone(g).backends == g.backends
 
     assert run(2, several) == [({"cpu": "gloo", "cuda": "fake"}, "fake", [0.0, 0.0, 1.0, 1.0], [0], True)] * 2
+
+
+def abort_after_another():
+    """Be stuck with rank 2 when rank 0, the peer before this one, has closed its connections already."""
+    group, rank, said = Group(dist.new_group()), dist.get_rank(), []
+    group.all_reduce(torch.ones(1))  # connections are there
+    dist.barrier()
+    if rank == 0: abort(group)
+    dist.barrier()
+    if rank == 1:
+        stuck = threading.Thread(target=lambda: said.append(told(lambda: group.recv(torch.ones(1), 2))))
+        stuck.start()
+        time.sleep(0.5)
+        abort(group)
+        stuck.join(30)
+    dist.barrier()
+    return said
+
+
+def test_abort_frees_a_rank_whatever_another_has_aborted():
+    assert len(run(3, abort_after_another, timeout=60)[1]) == 1

@@ -20,16 +20,20 @@ _MODULES = {
     "launch": ("run",),
     "optimizer": ("ZeroRedundancyOptimizer",),
     "overlap": ("hook_with_zero_step", "hook_with_zero_step_interleaved", "overlap"),
+    "parallel": ("data_parallel",),
+    "join": ("Join", "JoinHook", "Joinable", "Roll", "shadowed_by"),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 
 if TYPE_CHECKING:
     from .buckets import BucketPlan, pack
     from .estimate import compare, estimate
+    from .join import Join, Joinable, JoinHook, Roll, shadowed_by
     from .launch import run
     from .objects import broadcast_object_list, gather_object, scatter_object_list
     from .optimizer import ZeroRedundancyOptimizer
     from .overlap import hook_with_zero_step, hook_with_zero_step_interleaved, overlap
+    from .parallel import data_parallel
     from .process_group import Group, agree, agreeing, coalescing_manager, get_global_rank, get_group_rank, get_process_group_ranks, two_level
     from .record import record, simulate
     from .schedule import make_schedule

@@ -164,29 +164,34 @@ def _parts(bucket: Bucket, y: float, scale: float, most: int) -> list[str]:
         if stop > start: out.append(_rect(70 + start * scale, y, (stop - start) * scale, 8, colour(r, bucket.world_size), tip))
     return out
 
-# %% ../nbs/05_draw.ipynb #8584ed64
+# %% ../nbs/05_draw.ipynb #4c50879e
 def draw_timeline(
     bars: Sequence[Any], # `zero_nb.schedule.Bar`s, or anything with `event`, `start` and `stop` in seconds
     width: int = 760, # pixels
 ) -> Svg:
-    """Draw an iteration: computation on the upper line, collectives on the lower one, coloured by bucket."""
+    """Draw an iteration: computation on the upper line, collectives below it, coloured by bucket; those in flight at once have a line each."""
     for bar in bars:
         if not 0 <= bar.start <= bar.stop < math.inf:
             raise ValueError(f"{bar.event} must start at 0 s or later and stop after that, got {bar.start} to {bar.stop}")
     end = max((bar.stop for bar in bars), default=1) or 1
     count, scale = 1 + max((bar.event.bucket for bar in bars), default=0), (width - 80) / end
-    body = [_text(64, 32, "compute", "end"), _text(64, 58, "network", "end")]
-    for bar in bars:
-        x, w, y, op = 70 + bar.start * scale, (bar.stop - bar.start) * scale, 44 if bar.event.network else 18, bar.event.op
+    body, lines = [_text(64, 32, "compute", "end"), _text(64, 58, "network", "end")], [0.0] # when each line of the network is free
+    for bar in sorted(bars, key=lambda bar: bar.start):
+        x, w, y, op = 70 + bar.start * scale, (bar.stop - bar.start) * scale, 18, bar.event.op
         if not w: continue
+        if bar.event.network:
+            line = next((i for i, free in enumerate(lines) if free <= bar.start), len(lines))
+            lines[line:line + 1] = [bar.stop]
+            y = 44 + 22 * line
         body.append(_rect(x, y, w, 20, colour(bar.event.bucket, count), f"{bar.event}: {bar.start:.4g} to {bar.stop:.4g} s", fill_opacity=OPACITY[op]))
         if w > 40: body.append(_text(x + w / 2, y + 14, str(bar.event), "middle", font_size=9))
     unit, per = ("s", 1) if end >= 1 else ("ms", 1000) if end >= 1e-3 else ("us", 1e6)
     ticks = [k * end / 4 for k in range(5)]
-    body += [_text(70 + t * scale, 82, f"{t * per:.3g} {unit}", "end" if t == end else "middle", font_size=9) for t in ticks]
+    foot = 60 + 22 * len(lines)
+    body += [_text(70 + t * scale, foot, f"{t * per:.3g} {unit}", "end" if t == end else "middle", font_size=9) for t in ticks]
     shares = {op: sum(bar.stop - bar.start for bar in bars if bar.event.op == op) / end for op in OPACITY}
     said = ", ".join(f"{op} {share:.0%}" for op, share in shares.items() if share)
-    return Svg(width, 88, _text(70, 12, said) + "".join(body), f"a timeline of {len(bars)} events")
+    return Svg(width, foot + 6, _text(70, 12, said) + "".join(body), f"a timeline of {len(bars)} events")
 
 OPACITY = {"GRAD": 0.55, "FWD": 0.3, "STEP": 1, "AR": 0.8, "RS": 0.8, "AG": 0.45}
 

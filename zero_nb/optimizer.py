@@ -486,7 +486,7 @@ class _GoOn(_JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         _Joinable.__init__(self.optimizer) # and what follows the block is not about joining
 
-# %% ../nbs/13_optimizer.ipynb #13a0c5b7
+# %% ../nbs/13_optimizer.ipynb #5abaaecd
 class DropIn(Copyable, _Joinable):
     """The part of the optimizer with torch's attributes, which takes part in `Join`."""
 
@@ -513,9 +513,9 @@ class DropIn(Copyable, _Joinable):
         return self.process_group
 
     def _begin_step(self) -> None:
-        """Forget the consolidated state, and let ranks that have joined know that this one has not."""
+        """Forget the consolidated state, and let ranks without data know that this one steps."""
         self._full = None
-        if self.process_group is not None: _Join.Join.notify_join_context(self)
+        if self.process_group is not None or torch.distributed.is_available(): _Join.Join.notify_join_context(self) # a copy has no process group to ask for
 
 # %% ../nbs/13_optimizer.ipynb #4046d946
 def _levels(process_group: Any) -> tuple[Group, Group | None]:
@@ -523,7 +523,7 @@ def _levels(process_group: Any) -> tuple[Group, Group | None]:
     if getattr(process_group, "ndim", 1) == 2: process_group = two_level(process_group)
     return process_group if isinstance(process_group, TwoLevel) else (Group(process_group), None)
 
-# %% ../nbs/13_optimizer.ipynb #aebdcc74
+# %% ../nbs/13_optimizer.ipynb #50ba778b
 class ZeroRedundancyOptimizer(DropIn):
     """Shard the state of a `torch.optim` class over the ranks of `DistributedDataParallel` (ZeRO stage 1).
 
@@ -552,7 +552,7 @@ class ZeroRedundancyOptimizer(DropIn):
     @torch._disable_dynamo # a compiled training step may call it, but no compiler follows into the agreement of ranks
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step this rank's pieces and bring all parameters to all ranks; returns the loss of `closure`, which is called once. All ranks call this."""
-        self._begin_step()
         with torch.enable_grad(): loss = None if closure is None else closure()
-        (self.driver or self._step)(kwargs)
+        self._begin_step()
+        self._step(kwargs)
         return loss

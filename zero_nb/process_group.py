@@ -31,8 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 # %% auto #0
 __all__ = ['CHUNK', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank', 'agree', 'agreeing', 'log_once',
-           'Work', 'Call', 'Collectives', 'Group', 'Coalesced', 'coalescing_manager', 'split', 'clone', 'TwoLevel',
-           'two_level', 'abort', 'fail', 'destroy']
+           'Work', 'Call', 'Board', 'patience', 'elsewhere', 'Collectives', 'Group', 'Coalesced', 'coalescing_manager',
+           'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'fail', 'destroy']
 
 # %% ../nbs/10_process_group.ipynb #c5500ccf
 def _ready() -> bool:
@@ -370,6 +370,53 @@ class Call:
         return f"{self.kind}{root} of {self.tensor.numel()} {_dtype(self.tensor)}{parts}"
 
 def _dtype(tensor: Tensor) -> str: return str(tensor.dtype).removeprefix("torch.")
+
+# %% ../nbs/10_process_group.ipynb #1ff6ab16
+class Board:
+    """Notes that the ranks of a group leave for each other in its store; none waits for another to write, or to look."""
+
+    def __init__(
+        self,
+        group: Ranks,
+        name: str, # the same on all ranks; they make the board between the same two agreements
+    ):
+        self.group, self._prefix = group, f"zero_nb/board/{name}/{group._wire.turn}/"
+        self.alone = group.size == 1 or _alone(group)
+        self._own: dict[str, str] = {} # in the place of a store, where nobody else looks
+
+    def put(self, key: str, note: str) -> None:
+        """Leave a note, in the place of an older one."""
+        if self.alone: self._own[key] = note
+        else: _store(self.group).set(self._prefix + key, note)
+
+    def see(self, key: str) -> str | None:
+        """Give a note, if there is one."""
+        if self.alone: return self._own.get(key)
+        store, key = _store(self.group), self._prefix + key
+        return store.get(key).decode() if store.check([key]) else None
+
+    def add(self, key: str) -> int:
+        """Count to one more than any rank has, and give that number."""
+        if not self.alone: return _store(self.group).add(self._prefix + key, 1)
+        self._own[key] = str(int(self._own.get(key, 0)) + 1)
+        return int(self._own[key])
+
+    def remove(self, *keys: str) -> None:
+        """Take notes and counts away."""
+        for key in keys: self._own.pop(key, None) if self.alone else _store(self.group).delete_key(self._prefix + key)
+
+# %% ../nbs/10_process_group.ipynb #d894b3a1
+def patience(
+    group: Ranks, # of more than one rank
+) -> float: # seconds that ranks wait for each other: the time limit of the group's collectives
+    """Tell how long to wait for another rank."""
+    return _timeout(group).total_seconds()
+
+def elsewhere(
+    group: Ranks,
+) -> str: # "" if nobody waits
+    """Tell of a rank that waits for all others, to agree on something or to compare a collective."""
+    return "" if group.size == 1 or _alone(group) else _elsewhere(group)
 
 # %% ../nbs/10_process_group.ipynb #8df122e0
 CHUNK = 1 << 20 # bytes that travel as one message
@@ -895,7 +942,7 @@ def two_level(
     assert inside is not None and across is not None, "every rank is in a row and in a column"
     return TwoLevel(inside, across)
 
-# %% ../nbs/10_process_group.ipynb #b9a1c1be
+# %% ../nbs/10_process_group.ipynb #523c674b
 def abort(
     group: Group, # unusable afterwards
 ) -> None:
@@ -908,8 +955,8 @@ def abort(
     for backend, device in {name: device for device, name in reversed(group.backends.items())}.items():
         if backend == "gloo":
             dist: Any = torch.distributed
-            for peer in (rank for rank in group.ranks if rank != group.global_rank): # a closed connection raises at once, and closes no other one
-                with suppress(RuntimeError): dist.irecv(torch.empty(1), peer, pg, _NOBODY_TAG).wait(timedelta(milliseconds=1))
+            for rank in (rank for rank in group.ranks if rank != group.global_rank): # all fail at once after the first time-out
+                with suppress(RuntimeError): dist.irecv(torch.empty(1), rank, pg, _NOBODY_TAG).wait(timedelta(milliseconds=1))
         elif backend != "fake": pg._get_backend(torch.device(device)).abort()
 
 def fail(

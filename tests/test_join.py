@@ -1,0 +1,915 @@
+"""Join: who had data when, what is sent, and what becomes of the model."""
+import copy
+import pickle
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import Joinable as TorchJoinable
+from torch.distributed.algorithms.join import JoinHook as TorchHook
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, AdamW, lr_scheduler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from zero_nb.join import Join, Joinable, JoinHook, Reader, Roll, draw_roll, shadowed_by
+from zero_nb.launch import run
+from zero_nb.optimizer import ZeroRedundancyOptimizer
+from zero_nb.process_group import Board, Group, Ranks
+from zero_nb.record import record, simulate
+
+
+def network(*between):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), *between, nn.Tanh(), nn.Linear(9, 5))
+
+
+def batches(n, rank=None, size=4):
+    data = torch.Generator().manual_seed(100 * (dist.get_rank() if rank is None else rank))
+    return [torch.randn(size, 6, generator=data) for _ in range(n)]
+
+
+def flat(model): return torch.cat([p.detach().flatten() for p in model.parameters()])
+def gap(a, b): return (a - b).abs().max().item()
+
+
+def told(f):
+    try: return f() and None
+    except Exception as e: return type(e).__name__, str(e)
+
+
+def optimizer_of(kind, params, group=None):
+    if kind == "plain": return AdamW(params, lr=1e-2)
+    return {"ours": ZeroRedundancyOptimizer, "torch": TorchZero}[kind](params, AdamW, group, lr=1e-2)
+
+
+def alone(counts, by, sizes=None, n=None, clip=None, every=1):
+    """Train in one process on the union of all ranks' data."""
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    data = [batches(count, rank, 4 + rank if sizes is None else sizes[rank]) for rank, count in enumerate(counts)]
+    for k in range(max(counts)):
+        there = [mine[k] for mine in data if len(mine) > k]
+        if by == "samples": loss = model(torch.cat(there)).square().mean()
+        else: loss = sum(model(x).square().mean() for x in there) / (len(there) if by == "active" else len(counts))
+        (loss / every).backward()
+        if (k + 1) % every: continue
+        if clip: nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+# ---- the value ----
+
+def test_a_roll_tells_who_had_data_when():
+    roll = Roll((5, 1, 17, 0), (0, 2, 0, 0), ((4, 3), (4, 4), None, (4, 0)))
+    assert [roll.active(i) for i in (0, 1, 5, 17)] == [(0, 1, 2), (0, 2), (2,), ()]
+    assert [roll.samples(i)[:2] for i in (0, 1, 4, 5)] == [(4, 4), (4, 0), (3, 0), (0, 0)]
+    assert str(roll).splitlines()[1] == "rank 1 #xx.............. 1, 2 dropped"
+    assert draw_roll(roll).count("<rect") == 5 + 1 + 17 + 1 + 3 and draw_roll(Roll((100_000, 1))).count("<rect") < 5 and "<svg" in draw_roll(Roll((0, 0)))
+    assert hash(roll) == hash(Roll((5, 1, 17, 0), (0, 2, 0, 0), ((4, 3), (4, 4), None, (4, 0))))
+
+
+# ---- parity with one process that sees all data ----
+
+def uneven(counts, by, kind="ours", turned=False, **options):
+    rank = dist.get_rank()
+    model = DDP(network(), gradient_as_bucket_view=kind == "torch")
+    optimizer = optimizer_of(kind, model.parameters())
+    with Join([optimizer, model] if turned else [model, optimizer], divide_by=by, **options) as join:
+        for x in batches(counts[rank], size=4 + rank):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    return flat(model), join.roll.batches, model._join_config.enable
+
+
+@pytest.mark.parametrize("counts", [(0, 1, 5, 17), (17, 5, 1, 0), (3, 3, 3), (2, 0), (4, 2, 4), (3,), (0, 0)], ids=str)
+@pytest.mark.parametrize("by", ["world_size", "active", "samples"])
+def test_uneven_training_is_that_of_one_process(counts, by):
+    ranks = run(len(counts), uneven, counts, by)
+    assert all(roll == counts and not left for _, roll, left in ranks)
+    assert all(gap(params, alone(counts, by)) < 1e-6 for params, _, _ in ranks)
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch", "plain"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("by", ["world_size", "samples"])
+def test_any_optimizer_in_any_order(kind, turned, by):
+    counts = (1, 5, 0)
+    assert all(gap(params, alone(counts, by)) < 1e-6 for params, _, _ in run(3, uneven, counts, by, kind, turned))
+
+
+def test_torchs_name_for_dividing_by_the_active_ranks():
+    counts = (1, 4)
+    for by, options in {"world_size": {}, "active": {"divide_by_initial_world_size": False}}.items():
+        assert all(gap(params, alone(counts, by)) < 1e-6 for params, _, _ in run(2, uneven, counts, None, **options))
+
+
+# ---- what is sent ----
+
+def kinds_sent(join_kind, by, kind="ours", norm=False, lengths=(4, 4), **options):
+    """Count collectives in each iteration with Join, without, and after the block."""
+    pg, rank = record(), dist.get_rank()
+    model = DDP(network(nn.BatchNorm1d(9)) if norm else network(), process_group=pg)
+    optimizer = optimizer_of(kind, model.parameters(), pg)
+
+    def iterate(data):
+        counts = []
+        for x in data:
+            with pg.recording() as log:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            counts.append(len(log.collectives()))
+        return counts
+
+    iterate(batches(3))  # buckets are rebuilt once
+    before = iterate(batches(1))
+    join = join_kind([model, optimizer], **({"divide_by": by} if by else {}), **options)
+    with join: inside = iterate(batches(lengths[rank]) if not options.get("loader") else join.loader(batches(lengths[rank])))
+    after = iterate(batches(2))
+    return before[0], inside, after
+
+
+@pytest.mark.parametrize("kind", ["ours", "plain"])
+def test_nobody_asks_who_is_there_where_nobody_needs_to_know(kind):
+    for before, inside, after in run(2, kinds_sent, Join, "world_size", kind): assert {before} == set(inside) == set(after)
+
+
+@pytest.mark.parametrize(("by", "norm", "policy"), [
+    ("active", False, "shadow"), ("samples", False, "shadow"), ("world_size", True, "shadow"), ("samples", True, "shadow"), ("world_size", False, "raise"),
+    ("samples", True, "stop")])
+def test_one_small_collective_is_enough_where_somebody_does(by, norm, policy):
+    for before, inside, after in run(2, kinds_sent, Join, by, norm=norm, policy=policy):
+        assert set(inside) == {before + 1} and set(after) == {before}
+
+
+def test_torchs_join_asks_twice_and_goes_on_asking():
+    for before, inside, after in run(2, kinds_sent, TorchJoin, None): assert set(inside) == set(after) == {before + 2}
+
+
+# ---- what a training loop may do ----
+
+def loop(counts, every=1, clip=None, by="samples", norm=False, hook=None, kind="ours", **ddp):
+    """Train with what is asked for; parameters and buffers of this rank."""
+    rank = dist.get_rank()
+    model = DDP(network(nn.BatchNorm1d(9)) if norm else network(), **ddp)
+    if hook == "power": model.register_comm_hook(powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
+    elif hook == "builtin": model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    elif hook: model.register_comm_hook(None, hook)
+    optimizer = optimizer_of(kind, model.parameters())
+    clipping = {"before_step": lambda optimizer: nn.utils.clip_grad_norm_(model.parameters(), clip)} if clip else {}
+    with Join([model, optimizer], divide_by=by, **clipping):
+        for k, x in enumerate(batches(counts[rank], size=4 + rank)):
+            with torch.no_grad(): model(x)  # an evaluation in between
+            if (k + 1) % every:
+                with model.no_sync(): (model(x).square().mean() / every).backward()
+            else:
+                (model(x).square().mean() / every).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return flat(model), [b.clone() for b in model.buffers()]
+
+
+@pytest.mark.parametrize("by", ["world_size", "active", "samples"])
+@pytest.mark.parametrize("options", [{"hook": default_hooks.allreduce_hook}, {"hook": "builtin"}, {"gradient_as_bucket_view": True}, {}],
+                         ids=["hook", "builtin", "views", "plain"])
+def test_gradient_accumulation_keeps_what_a_rank_had_accumulated(by, options):
+    counts, every = (6, 2, 3, 9), 3  # rank 1 ends in the middle of an accumulation
+    ranks = run(4, loop, counts, every, by=by, **options)
+    assert all(gap(params, alone(counts, by, every=every)) < 1e-6 for params, _ in ranks)
+
+
+@pytest.mark.parametrize("kind", ["ours", "plain"])
+def test_clipping_is_repeated_where_join_is_told(kind):
+    counts = (4, 1, 0)
+    assert all(gap(params, alone(counts, "samples", clip=0.05)) < 1e-6 for params, _ in run(3, loop, counts, clip=0.05, kind=kind))
+
+
+def clipped_by_hand(counts):
+    model = DDP(network())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+
+    def train():
+        with Join([model, optimizer]):
+            for x in batches(counts[dist.get_rank()]):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        failure = told(train)
+    return failure, [str(w.message) for w in caught if "before_step" in str(w.message)]
+
+
+def test_clipping_by_hand_is_refused_where_it_cannot_be_repeated():
+    even = run(2, clipped_by_hand, (3, 3))
+    assert all(failure is None and len(said) == 1 for failure, said in even)  # said once, and harmless as long as nobody runs out
+    for failure, _ in run(2, clipped_by_hand, (3, 1)): assert failure[0] == "RuntimeError" and "before_step" in failure[1]
+
+
+@pytest.mark.parametrize("hook", [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, "power", "builtin"])
+def test_comm_hooks_see_zeros(hook):
+    counts = (1, 5, 0)
+    ranks = run(3, loop, counts, hook=hook)
+    assert all(gap(params, ranks[0][0]) == 0 for params, _ in ranks)
+    assert gap(ranks[0][0], alone(counts, "samples")) < {"power": 0.2, default_hooks.fp16_compress_hook: 1e-2}.get(hook, 1e-6)
+
+
+@pytest.mark.parametrize("by", ["world_size", "samples"])
+def test_batch_norm_is_the_last_joiners_on_all_ranks(by):
+    """Buffers come from a rank that has data, here from rank 2 and then from rank 1."""
+    ranks = run(3, loop, (0, 5, 2), norm=True, by=by)
+    for params, buffers in ranks:
+        assert gap(params, ranks[1][0]) == 0 and all(map(torch.equal, buffers, ranks[1][1]))
+    # 2 forwards in each of 5 iterations; the first gets what the root has
+    assert ranks[0][1][2].item() == 10 and not torch.equal(ranks[0][1][0], torch.zeros(9))
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, or a third that nobody does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 5) for _ in range(3))
+
+    def forward(self, x, which): return {"out": self.layers[which](x), "aside": "text"}
+
+
+def branches(counts):
+    rank = dist.get_rank()
+    model = DDP(Branches(), find_unused_parameters=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2, weight_decay=0.1)
+    with Join([model, optimizer], divide_by="samples"):
+        for k, x in enumerate(batches(counts[rank], size=4 + rank)):
+            optimizer.zero_grad()
+            model(x, which=(k + rank) % 2)["out"].square().mean().backward()
+            optimizer.step()
+    return flat(model)
+
+
+def test_parameters_that_no_rank_uses_are_left_alone():
+    counts = (1, 5, 0)
+    model = Branches()
+    optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    data = [batches(n, rank, 4 + rank) for rank, n in enumerate(counts)]
+    for k in range(5):
+        optimizer.zero_grad()
+        there = [(mine[k], (k + rank) % 2) for rank, mine in enumerate(data) if len(mine) > k]
+        torch.cat([model(x, which)["out"] for x, which in there]).square().mean().backward()
+        optimizer.step()
+    assert all(gap(params, flat(model)) < 1e-6 for params in run(3, branches, counts))
+
+
+def in_format(counts):
+    """Channels last, where memory order is not the order of dimensions."""
+    rank, data = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=torch.channels_last)
+    model = DDP(plain)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+    reference = DDP(copy.deepcopy(plain))
+    theirs = AdamW(reference.parameters(), lr=1e-2)
+    images = [torch.randn(2, 3, 4, 4, generator=data) for _ in range(counts[rank])]
+    for m, o in ((model, optimizer), (reference, theirs)):
+        with Join([m, o]):
+            for x in images:
+                o.zero_grad()
+                m(x).square().mean().backward()
+                o.step()
+    return flat(model), flat(reference), flat(plain)
+
+
+def test_gradients_keep_their_memory_format():
+    ranks = run(2, in_format, (1, 4))
+    assert all(gap(ours, theirs) < 1e-6 and gap(ours, ranks[0][0]) == 0 for ours, theirs, _ in ranks)
+
+
+def wanted_twice():
+    """Step with a closure, so that forward and backward come inside the step."""
+    model = DDP(network())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    with Join([model, optimizer]):
+        for x in batches(1 + 2 * dist.get_rank()):
+            def closure(x=x):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+            optimizer.step(closure)
+    return flat(model)
+
+
+def test_a_step_with_a_closure():
+    ranks = run(2, wanted_twice)
+    assert gap(*ranks) == 0
+
+
+def several():
+    """Two forwards and one backward, in a block with two models."""
+    rank = dist.get_rank()
+    a, b = DDP(network()), DDP(nn.Linear(5, 3))
+    dist.broadcast(b.module.weight.data, 0)
+    optimizers = [ZeroRedundancyOptimizer(m.parameters(), SGD, lr=0.1) for m in (a, b)]
+    with Join([*optimizers, b, a], divide_by="active") as join:
+        for x in batches(2 + rank):
+            for optimizer in optimizers: optimizer.zero_grad()
+            (b(a(x)).square().mean() + a(-x).square().mean()).backward()
+            for optimizer in optimizers: optimizer.step()
+    return torch.cat([flat(a), flat(b)]), join.roll.batches
+
+
+def test_several_models_and_several_forwards_for_one_backward():
+    ranks = run(2, several)
+    assert gap(ranks[0][0], ranks[1][0]) == 0 and ranks[0][1] == (2, 3)
+
+
+def scheduled(counts, among, kind):
+    model = DDP(network())
+    optimizer = optimizer_of(kind, model.parameters())
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    out = []
+    for _ in range(2):
+        with Join([model, optimizer, *([scheduler] if among else [])]):
+            for x in batches(counts[dist.get_rank()]):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                scheduler.step()
+        out.append((scheduler.last_epoch, optimizer.param_groups[0]["lr"]))
+    return flat(model), out
+
+
+@pytest.mark.parametrize("kind", ["ours", "plain"])
+def test_learning_rates_are_those_of_ranks_with_data(kind):
+    ranks = run(2, scheduled, (1, 4), True, kind)
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for _ in range(2):
+        for k in range(4):
+            optimizer.zero_grad()
+            (sum(model(x[0]).square().mean() for x in (batches(1, 0)[k:k + 1], batches(4, 1)[k:k + 1]) if x) / 2).backward()
+            optimizer.step()
+            scheduler.step()
+    assert all(gap(params, flat(model)) < 1e-6 and [n for n, _ in steps] == [4, 8] for params, steps in ranks)
+    assert ranks[0][1] == ranks[1][1]
+
+
+# ---- drop-in ----
+
+class Counter(TorchJoinable):
+    """The joinable of torch's tutorial: counts inputs over all ranks."""
+
+    def __init__(self, group=None):
+        super().__init__()
+        self.group = group or dist.group.WORLD
+        self.count, self.total = torch.zeros(1), torch.zeros(1)
+        self.seen = []
+
+    def __call__(self):
+        work = TorchJoin.notify_join_context(self)
+        if work is not None: work.wait()
+        self.count += 1
+        total = torch.ones(1)
+        dist.all_reduce(total, group=self.group)
+        self.total += total
+
+    def join_hook(self, **kwargs):
+        counter = self
+        counter.seen.append(kwargs)
+
+        class Hook(TorchHook):
+            def main_hook(self): dist.all_reduce(torch.zeros(1), group=counter.group)
+            def post_hook(self, is_last_joiner):
+                counter.seen.append(is_last_joiner)
+                common = torch.tensor([dist.get_rank() if is_last_joiner else -1])
+                dist.all_reduce(common, dist.ReduceOp.MAX, group=counter.group)
+                dist.broadcast(counter.total, common.item(), group=counter.group)
+        return Hook()
+
+    @property
+    def join_device(self): return torch.device("cpu")
+    @property
+    def join_process_group(self): return self.group
+
+
+def count(kind, lengths, **options):
+    counter = Counter()
+    joining = kind([counter], sync_max_count=True, **options)
+    with joining:
+        for _ in range(lengths[dist.get_rank()]): counter()
+    return counter.total.item(), counter.seen
+
+
+@pytest.mark.parametrize("lengths", [(1, 5, 0), (3, 3), (0, 0)], ids=str)
+def test_a_joinable_as_torchs_tutorial_writes_it(lengths):
+    torchs, ours = (run(len(lengths), count, kind, lengths) for kind in (TorchJoin, Join))
+    assert ours == torchs
+    assert all(total == sum(lengths) and seen == [{"sync_max_count": True}, n == max(lengths)] for (total, seen), n in zip(ours, lengths, strict=True))
+
+
+class Ours(Joinable):
+    """Says what it does by our names, and is joined by torch's class as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = torch.zeros(1)
+
+    def __call__(self, x=1.0):
+        Join.notify_join_context(self)
+        x = torch.tensor([x])
+        dist.all_reduce(x)
+        self.total += x
+
+    def join_hook(self, **kwargs):
+        joinable = self
+
+        class Hook(JoinHook):
+            def main_hook(self): joinable(0.0)
+        return Hook()
+
+    join_device = property(lambda self: torch.device("cpu"))
+    join_process_group = property(lambda self: dist.group.WORLD)
+
+
+def together():
+    """Join one of the user's, a silent one, a model, and an optimizer."""
+    rank, order = dist.get_rank(), []
+    model, mine = DDP(network()), Ours()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+
+    class Silent(TorchJoinable):
+        def __init__(self): super().__init__()
+        def join_hook(self, **kwargs):
+            class Hook(JoinHook):
+                def main_hook(self): order.append(model.module[0].weight.grad.norm().item() > 0)
+            return Hook()
+        join_device, join_process_group = Ours.join_device, Ours.join_process_group
+
+    silent = Silent()
+    with Join([model, silent, optimizer, mine]):
+        for x in batches((1, 4)[rank]):
+            optimizer.zero_grad()
+            mine(1.0)
+            model(x).square().mean().backward()
+            optimizer.step()
+    return flat(model), mine.total.item(), order
+
+
+def test_joinables_that_say_nothing_follow_those_that_do():
+    ranks = run(2, together)
+    assert all(gap(params, alone((1, 4), "world_size", (4, 4))) < 1e-6 and total == 5 for params, total, _ in ranks)
+    assert ranks[0][2] == [True] * 3 and ranks[1][2] == []  # the gradients are there when the one after the model is called
+
+
+def refusals():
+    model, counter = DDP(network()), Counter()
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+
+    class Forgot(Ours):
+        def __init__(self): pass
+
+    class Mute(TorchJoinable):
+        def __init__(self): super().__init__()
+        def join_hook(self, **kwargs): return JoinHook()
+        join_device = property(lambda self: torch.device("cpu"))
+        join_process_group = property(lambda self: dist.group.WORLD)
+
+    other = dist.new_group()
+    return [told(lambda: Join([])), told(lambda: Join([model, Counter(other)])), told(lambda: Join([Forgot()])), told(lambda: Join([object()])),
+            told(lambda: Join([model, model])), told(lambda: Join([Mute()])), told(lambda: Join([zero], divide_by="samples")),
+            told(lambda: Join([model], divide_by="batches")), told(lambda: Join([model], policy="go on")), told(lambda: Join([counter, network()])),
+            told(lambda: TorchJoin([model, Counter(other)]))]
+
+
+def test_what_join_refuses():
+    for errors in run(2, refusals):
+        kinds = [error[0] for error in errors]
+        assert kinds == ["ValueError", "ValueError", "AssertionError", "TypeError"] + ["ValueError"] * 5 + ["TypeError", "ValueError"]
+        words = ["at least one joinable", "multiple process groups", "constructor", "object", "once", "notify_join_context", "DistributedDataParallel",
+                 "samples", "shadow", "Sequential", "multiple process groups"]
+        assert all(word in error[1] for word, error in zip(words, errors, strict=True))
+
+
+def quiet(kind):
+    """Compare filters, configurations and hooks before and after."""
+    model = DDP(network(nn.BatchNorm1d(9)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    plain = SGD(model.parameters(), lr=0.1)
+
+    def state(): return (model._join_config, optimizer._join_config, model.forward_sync_buffers, len(model._forward_hooks), len(model._forward_pre_hooks),
+                         len(plain._optimizer_step_pre_hooks), len(plain._optimizer_step_post_hooks), model.require_forward_param_sync)
+    before, filters = state(), list(warnings.filters)
+    joinables = [model, optimizer, plain] if kind is Join else [model, optimizer]
+    for _ in range(2):
+        with kind(joinables):
+            for x in batches(1 + dist.get_rank()):
+                model(x).sum().backward()
+                optimizer.step()
+
+    def fails():
+        with kind(joinables):
+            for x in batches(1): model(x).sum().backward()
+            raise KeyError("mine")
+    error = told(fails)
+    return state() == before, warnings.filters == filters, error
+
+
+def test_nothing_is_left_behind():
+    assert run(2, quiet, Join) == [(True, True, ("KeyError", "'mine'"))] * 2
+    assert all(not same or not filters for same, filters, _ in run(2, quiet, TorchJoin))
+
+
+def skewed():
+    counter, heard = Counter(), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Join([counter]):
+            for _ in range(1 + 1003 * dist.get_rank()): counter()
+        heard = [str(w.message) for w in caught if "skew" in str(w.message)]
+    return heard, counter.total.item()
+
+
+def test_skew_is_told_once():
+    (heard, total), other = run(2, skewed)
+    assert len(heard) == 1 and "greater than 1000" in heard[0] and "rank 0" in heard[0] and total == 1005 and other == ([], 1005)
+
+
+def disabled():
+    model, counter = DDP(network()), Counter()
+    with Join([model, counter], enable=False) as join:
+        for x in join.loader(batches(2)):
+            model(x).sum().backward()
+            counter()
+    return counter.total.item(), join.roll, model._join_config.enable
+
+
+def test_it_can_be_switched_off(): assert run(2, disabled) == [(4, None, False)] * 2
+
+
+def on_a_subgroup():
+    group = dist.new_group([1, 3])
+    if dist.get_rank() not in (1, 3): return None
+    model = DDP(network(), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, group, lr=1e-2)
+    with Join([model, optimizer], divide_by="samples") as join:
+        for x in batches({1: 1, 3: 4}[dist.get_rank()], dist.get_rank() // 2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    return flat(model), join.roll.batches
+
+
+def test_subgroups():
+    ranks = [rank for rank in run(4, on_a_subgroup) if rank is not None]
+    assert len(ranks) == 2 and all(gap(params, alone((1, 4), "samples", (4, 4))) < 1e-6 and roll == (1, 4) for params, roll in ranks)
+
+
+def in_one_process():
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer, seen = ZeroRedundancyOptimizer([parameter], SGD, lr=1.0), []
+    with Join([optimizer], before_step=seen.append) as join:
+        for _ in join.loader([1, 2]):
+            parameter.grad = torch.ones(3)
+            optimizer.step()
+    return parameter.tolist(), join.roll, len(seen)
+
+
+def test_a_process_alone():
+    assert in_one_process() == ([-2.0] * 3, Roll((2,), (0,)), 2)
+    with simulate(4, 2):
+        assert in_one_process()[0] == [-2.0] * 3
+
+
+def copied():
+    model = DDP(network())
+    counter = Counter()
+    with Join([model, counter]):
+        inside = pickle.loads(pickle.dumps(counter._join_config)), copy.deepcopy(counter._join_config)
+    return [config.enable or config.is_first_joinable for config in inside], type(inside[0]).__name__
+
+
+def test_a_copy_is_not_in_the_block(): assert run(2, copied) == [([False, False], "_JoinConfig")] * 2
+
+
+# ---- what a rank without data does ----
+
+def policies(policy, counts, how="plain", throw=False):
+    """Train by a policy; what is raised, how many iterations were done, and where."""
+    rank = dist.get_rank()
+    model = DDP(network(nn.BatchNorm1d(9)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+    join, done, mine = Join([model, optimizer], throw_on_early_termination=throw, policy=policy), [], batches(counts[rank])
+
+    def train():
+        with join:
+            for x in {"plain": lambda: mine, "loader": lambda: join.loader(mine), "stream": lambda: join.loader(iter(mine))}[how]():
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                done.append(1)
+
+    error = told(train)
+    model(torch.ones(2, 6))  # nothing is sent but buffers, and all ranks are here
+    return error, len(done), join.roll, flat(model)
+
+
+@pytest.mark.parametrize("counts", [(1, 5, 0), (3, 3), (2, 4)], ids=str)
+@pytest.mark.parametrize("how", ["plain", "loader", "stream"])
+def test_all_stop_with_the_shortest(counts, how):
+    few = min(counts)
+    dropped = tuple(n - few if how == "loader" else int(n > few) for n in counts)  # a rank that is asked knows of one
+    for error, done, roll, params in (ranks := run(len(counts), policies, "stop", counts, how)):
+        assert error is None and done == few and roll == Roll((few,) * len(counts), dropped) and gap(params, ranks[0][3]) == 0
+
+
+@pytest.mark.parametrize("how", ["plain", "loader", "stream"])
+@pytest.mark.parametrize("throw", [True, False])
+def test_all_raise_with_the_shortest(how, throw):
+    ranks = run(3, policies, None if throw else "raise", (2, 4, 2), how, throw)
+    for rank, (error, done, _, _) in enumerate(ranks):
+        assert error[0] == "RuntimeError" and done == (0 if how == "loader" else 2)
+        torchs = "Detected at least one rank that exhausted inputs. Throwing across all ranks." if rank == 1 else f"Rank {rank} exhausted all inputs."
+        assert ("2, 4, 2" if how == "loader" else torchs) in error[1]
+    assert all(error is None and done == 3 for error, done, _, _ in run(2, policies, "raise", (3, 3), how))
+
+
+# ---- knowing before ----
+
+class Stream(IterableDataset):
+    """Data of unknown length."""
+
+    def __init__(self, n): self.n = n
+    def __iter__(self): return iter(torch.ones(6) for _ in range(self.n))
+
+
+def loaded(sizes, by, norm=False, drop_last=False, stream=False, counted=False):
+    """Train from a DataLoader; parameters, the roll, and collectives in each iteration."""
+    rank, pg = dist.get_rank(), record()
+    model = DDP(network(nn.BatchNorm1d(9)) if norm else network(), process_group=pg)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, pg, lr=1e-2)
+    rows = torch.cat(batches(10, rank))[:sizes[rank]]
+    data = DataLoader(Stream(sizes[rank]) if stream else TensorDataset(rows), batch_size=4, drop_last=drop_last)
+    sent = []
+    with Join([model, optimizer], divide_by=by, samples=(lambda x: len(x)) if counted else None) as join:
+        for batch in join.loader(data):
+            with pg.recording() as log:
+                x, = batch if isinstance(batch, list) else (batch,)
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            sent.append(len(log.collectives()))
+    return flat(model), join.roll.batches, sent[2:]
+
+
+@pytest.mark.parametrize("by", ["world_size", "active", "samples"])
+def test_where_lengths_are_known_nothing_is_asked(by):
+    sizes = (5, 17, 0, 8)
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    data = [[*torch.cat(batches(10, rank))[:n].split(4)] if n else [] for rank, n in enumerate(sizes)]
+    for k in range(5):
+        there = [mine[k] for mine in data if len(mine) > k]
+        optimizer.zero_grad()
+        if by == "samples": model(torch.cat(there)).square().mean().backward()
+        else: (sum(model(x).square().mean() for x in there) / (len(there) if by == "active" else 4)).backward()
+        optimizer.step()
+    known, counted, stream = (run(4, loaded, sizes, by, **how) for how in ({}, {"counted": True}, {"stream": True}))
+    assert all(gap(params, flat(model)) < 1e-6 and roll == (2, 5, 0, 2) for params, roll, _ in [*known, *counted])
+    assert all(roll == (2, 5, 0, 2) for _, roll, _ in stream)
+    base, asked = known[1][2], {"world_size": 0, "active": 1, "samples": 1}[by]
+    assert counted[1][2] == [n + (by == "samples") for n in base] and stream[1][2] == [n + asked for n in base]
+
+
+def test_buffers_and_incomplete_batches_of_a_loader():
+    ranks = run(3, loaded, (6, 18, 0), "samples", norm=True)
+    assert all(gap(params, ranks[1][0]) == 0 and roll == (2, 5, 0) for params, roll, _ in ranks)
+    assert all(roll == (1, 4, 0) for _, roll, _ in run(3, loaded, (5, 17, 0), "samples", drop_last=True))
+
+
+def misused(how):
+    rank, model = dist.get_rank(), DDP(network())
+
+    def train():
+        with Join([model], divide_by="samples") as join:
+            if how == "skipped" and rank == 1: return
+            for k, x in enumerate(join.loader(DataLoader(torch.cat(batches(4)), batch_size=4))):
+                if how == "halves": x = x[:2]
+                if how == "left" and rank == 1 and k == 1: break
+                model(x).square().mean().backward()
+            if how == "twice": next(join.loader([1]))
+    return told(train)
+
+
+@pytest.mark.parametrize(("how", "kind", "words"), [
+    ("skipped", "RuntimeError", "without calling join.loader()"), ("halves", "ValueError", "whole batches"), ("twice", "RuntimeError", "one loop"),
+    ("left", "RuntimeError", "left its loop after 2 of 4 batches")])
+def test_a_loader_that_is_misused(how, kind, words):
+    errors = run(2, misused, how)
+    assert all(error is not None for error in errors) and any(error[0] == kind and words in error[1] for error in errors), errors
+
+
+# ---- when something fails ----
+
+class Own(Exception):
+    """A user's."""
+
+
+def fails(how, kind="ours", seconds=100):
+    """Raise in one rank's loop; what each rank is told, and how long it took."""
+    rank = dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    model = DDP(network(), process_group=group)
+    optimizer = optimizer_of(kind, model.parameters(), group)
+
+    def train():
+        with Join([model, optimizer], divide_by="samples"):
+            for k, x in enumerate(batches((2, 6, 6)[rank])):
+                optimizer.zero_grad()
+                if k == 3 and (how == "all" or rank == 2):
+                    if how == "consolidate": optimizer.consolidate_state_dict()
+                    if how == "nested":
+                        with Join([model, optimizer]): pass
+                    raise Own(f"in the data of rank {rank}")
+                if how in ("consolidate", "nested") and k == 3:
+                    if how == "consolidate": optimizer.consolidate_state_dict()
+                    with Join([model, optimizer]): pass
+                model(x).square().mean().backward()
+                optimizer.step()
+
+    begin = time.monotonic()
+    error = told(train)
+    took = time.monotonic() - begin
+    dist.barrier()  # the job's own group is whole
+    return error, took, model._join_config.enable, len(model._forward_hooks)
+
+
+@pytest.mark.parametrize("kind", ["ours", "plain"])
+def test_an_error_in_one_loop_reaches_all_ranks(kind):
+    ranks = run(3, fails, "one", kind)
+    assert ranks[2][0] == ("Own", "in the data of rank 2") and ranks[2][1] < 50
+    for error, took, left, hooks in ranks[:2]:
+        assert error[0] == "RuntimeError" and "rank 2 left the Join block after 3 iterations: Own: in the data of rank 2" in error[1]
+        assert took < 50 and not left and not hooks  # long before the group's time limit
+
+
+def test_an_error_on_all_ranks_with_data_is_theirs():
+    ranks = run(3, fails, "all")
+    assert [error[0] for error, *_ in ranks] == ["RuntimeError", "Own", "Own"]
+
+
+@pytest.mark.parametrize(("how", "words"), [("consolidate", "consolidate_state_dict"), ("nested", "entered a Join block inside")])
+def test_what_ranks_without_data_cannot_follow_is_an_error(how, words):
+    ranks = run(3, fails, how)
+    assert all(error[0] == "RuntimeError" and took < 50 for error, took, *_ in ranks) and any(words in error[1] for error, *_ in ranks), ranks
+
+
+def nested():
+    rank = dist.get_rank()
+    model = DDP(network())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+    rolls = []
+
+    def train(n, first=0):
+        for x in batches(n + first)[first:]:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    with Join([model, optimizer]) as outer:
+        train(2)
+        assert told(outer.__enter__) == ("RuntimeError", "this Join block is running; make another one to nest")
+        for _ in range(2):
+            with Join([optimizer, model], divide_by="active") as inner: train(1 + rank)
+            rolls.append(inner.roll.batches)
+        train(1 + 2 * rank)
+    again = outer
+    with again: train(2 - rank)
+    return flat(model), rolls, again.roll.batches
+
+
+def test_blocks_may_be_nested_and_entered_again():
+    ranks = run(2, nested)
+    assert gap(ranks[0][0], ranks[1][0]) == 0 and all(rolls == [(1, 2)] * 2 and again == (2, 1) for _, rolls, again in ranks)
+
+
+def disagree(how):
+    model = DDP(network())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    if how == "lr": optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
+    first = dist.get_rank() == 0
+    def train():
+        with Join([optimizer, model] if how == "joinables" and first else [model, optimizer], policy="stop" if how == "policy" and first else "shadow"): pass
+    return told(train)
+
+
+@pytest.mark.parametrize("how", ["lr", "joinables", "policy"])
+def test_ranks_that_disagree_are_told(how):
+    for error in run(2, disagree, how): assert error[0] == "ValueError" and "entering Join" in error[1]
+
+
+def unfollowed(how):
+    between = {"norm": [nn.SyncBatchNorm(9)]}.get(how, [])
+    model = DDP(network())
+    if between: model.module.add_module("1", between[0])
+    if how == "hook": model._register_buffer_comm_hook(None, lambda *_: None)
+    def train():
+        with Join([model]): pass
+    return told(train)
+
+
+@pytest.mark.parametrize(("how", "words"), [("norm", "SyncBatchNorm '1'"), ("hook", "buffer hook")])
+def test_what_cannot_be_shadowed_is_refused_on_entry(how, words):
+    for error in run(2, unfollowed, how): assert error[0] == "ValueError" and words in error[1] and "policy='stop'" in error[1]
+
+
+def reads():
+    log = Reader(Board(Ranks(), "test"))
+    if dist.get_rank() == 0:
+        for i in range(300): log.tell(0, "hook", i, {})
+        log.collect("end", {"events": log.number})
+        return None
+    while not log.see("0/end"): pass
+    return told(lambda: next(iter(log.next, None)))
+
+
+def test_a_rank_that_lags_too_far_is_told():
+    assert "more than 128 events ahead" in run(2, reads)[1][1]
+
+
+def notes_left():
+    from zero_nb.process_group import _store
+    model = DDP(network())
+    before = _store(Group()).num_keys()
+    for _ in range(3):
+        with Join([model]) as join:
+            for x in join.loader(batches(1 + 3 * dist.get_rank())): model(x).sum().backward()
+    dist.barrier()
+    return _store(Group()).num_keys() - before
+
+
+def test_the_store_does_not_fill_up():
+    assert all(left <= 4 for left in run(2, notes_left))  # what collectives leave when first used
+
+
+class Centred(nn.Module):
+    """Subtracts the mean over all ranks, and says what a rank without data sends."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def send(self, x):
+        sums = torch.cat([x.sum(0), torch.tensor([float(len(x))])])
+        dist.all_reduce(sums)
+        self.counts.append(int(sums[-1]))
+        return sums[:-1] / sums[-1]
+
+    @shadowed_by(lambda self: self.send(torch.zeros(0, 6)))
+    def forward(self, x): return x - self.send(x.detach())
+
+
+def declared(counts):
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(Centred(), nn.Linear(6, 5)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+    with Join([model, optimizer], divide_by="samples"):
+        for x in batches(counts[dist.get_rank()]):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    model.module[0].send(torch.ones(1, 6))  # outside, nobody listens
+    return flat(model), model.module[0].counts
+
+
+def test_a_module_that_declares_its_collectives():
+    ranks = run(3, declared, (1, 3, 0))
+    assert all(counts == [8, 4, 4, 3] and gap(params, ranks[0][0]) == 0 for params, counts in ranks)
+
+
+def statically(**options):
+    rank, model = dist.get_rank(), DDP(network(), **options)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+    with Join([model, optimizer], divide_by="samples"):
+        for x in batches((3, 5)[rank]):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("options", [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-4}, {"broadcast_buffers": False}], ids=str)
+def test_settings_of_the_model(options):
+    assert all(gap(params, alone((3, 5), "samples", (4, 4))) < 1e-6 for params in run(2, statically, **options))
