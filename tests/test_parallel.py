@@ -1,0 +1,838 @@
+"""Training without DDP: the same numbers as DDP and a plain optimizer, in every mode; what may go wrong goes wrong on every rank."""
+import contextlib
+import copy
+import io
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, AdamW, Muon
+from torch.utils.checkpoint import checkpoint
+
+from zero_nb.launch import run
+from zero_nb.optimizer import ZeroRedundancyOptimizer
+from zero_nb.parallel import data_parallel
+from zero_nb.process_group import two_level
+from zero_nb.record import record
+
+SMALL = {"bucket_cap_mb": 0.002, "cut_mb": 0.004}  # buckets of 2 kB, and larger parameters in pieces of 4 kB: several of each in small models
+MODES = {f"{'interleaved' if early else 'after'}{'-hidden' if hidden else ''}": {"interleaved": early, "hidden": hidden}
+         for early in (False, True) for hidden in (False, True)}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 25, bias=False), nn.LayerNorm(25), nn.Linear(25, 5)).double()
+
+
+def batch(step, rank=None, rows=6, width=12, dtype=torch.float64):
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank), dtype=dtype)
+
+
+def flat(params): return torch.cat([p.detach().flatten() for p in params])
+
+
+def replicas(model, group=None):
+    mine = flat(model.parameters())
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    return all(torch.equal(mine, other) for other in every)
+
+
+def told(f):
+    try: return f() and None
+    except Exception as e: return f"{type(e).__name__}: {e}"
+
+
+def adamw(params): return {"params": params, "lr": 1e-2, "weight_decay": 0.1}
+def momentum(params): return {"params": params, "optimizer_class": SGD, "lr": 0.1, "momentum": 0.9}
+def muon(params): return {"params": params, "optimizer_class": Muon, "lr": 0.02}
+
+
+def one_adamw(model): return [adamw(list(model.parameters()))]
+def one_sgd(model): return [momentum(list(model.parameters()))]
+def two_rates(model):
+    found = list(model.parameters())
+    return [adamw(found[:2]), {**adamw(found[2:]), "lr": 3e-3}]
+def muon_adamw(model):
+    found = list(model.parameters())
+    return [muon([p for p in found if p.dim() == 2]), adamw([p for p in found if p.dim() != 2])]
+
+
+def plainly(groups):
+    """Unsharded optimizers, one for each group."""
+    def one(group):
+        options = {k: v for k, v in group.items() if k not in ("params", "optimizer_class")}
+        return group.get("optimizer_class", AdamW)(group["params"], **options)
+    return [one(group) for group in groups]
+
+
+def sharded(groups, process_group=None, **options): return ZeroRedundancyOptimizer(groups, AdamW, process_group, lr=1e-2, **options)
+
+
+def rates(optimizers): return [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.3) for o in optimizers]
+
+
+def compare(groups=one_adamw, make=network, steps=6, micro=1, clip=None, scheduled=False, options=None, ddp=None, forwards=1, data=batch, **setup):
+    """Train a model both ways; the largest difference of a parameter or buffer, seen after some steps: others leave parameters on their way."""
+    one, other = make(), make()
+    wrapped, optims = DDP(one, **(ddp or {})), plainly(groups(one))
+    zero = sharded(groups(other), **(options or {}))
+    handle = data_parallel(other, zero, **{**SMALL, "max_grad_norm": clip, **setup})
+    schedulers, worst = rates([*optims, zero]) if scheduled else [], 0.0
+    for i in range(steps):
+        for m in range(micro):
+            for model, context in ((wrapped, wrapped.no_sync), (other, handle.no_sync)):
+                with context() if m < micro - 1 else contextlib.nullcontext():
+                    sum(model(data(10 * i + m + 100 * k)).square().mean() for k in range(forwards)).backward()
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(one.parameters(), clip)
+            assert norm > clip, "something is clipped"
+            assert torch.allclose(norm, handle.grad_norm, rtol=1e-9), (norm, handle.grad_norm)
+        for o in [*optims, zero]: o.step()
+        for s in schedulers: s.step()
+        for o in [*optims, zero]: o.zero_grad()
+        if i in (2, steps - 2): continue
+        pairs = zip([*one.parameters(), *one.buffers()], [*other.parameters(), *other.buffers()], strict=True)
+        worst = max(worst, *(float((a.detach().double() - b.detach().double()).abs().max()) for a, b in pairs))
+        assert all(p.grad is None for p in other.parameters()), f"step {i}: a gradient is left"
+        assert replicas(other), f"step {i}: replicas differ"
+    before = network() if make is network else make()
+    assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), other.parameters(), strict=True)), "something was learnt"
+    return worst
+
+
+KINDS = {"AdamW": one_adamw, "SGD": one_sgd, "Muon+AdamW": muon_adamw}
+
+
+def everything():
+    return {(mode, kind): compare(groups, steps=4, **setup) for mode, setup in MODES.items() for kind, groups in KINDS.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_equals_ddp_in_every_mode(size):
+    for rank in run(size, everything):
+        for name, worst in rank.items(): assert worst < 1e-9, name
+
+
+class Sized(nn.Module):
+    """One parameter of more than two megabytes' worth of pieces."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(12, 333).double(), nn.Linear(333, 7).double()
+
+    def forward(self, x): return self.last(self.first(x).tanh())
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.a, self.b, self.mid = nn.Linear(12, 20).double(), nn.Linear(12, 20).double(), nn.Linear(20, 12).double()
+        self.b.weight = self.a.weight
+
+    def forward(self, x): return self.b(self.mid(self.a(x).tanh()).tanh())
+
+
+class Recomputed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(3)
+        self.inside, self.reentrant = nn.ModuleList(nn.Linear(12, 12) for _ in range(4)).double(), reentrant
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for layer in self.inside: x = checkpoint(lambda y, layer=layer: layer(y).tanh(), x, use_reentrant=self.reentrant)
+        return x
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.gru, self.out = nn.GRU(12, 9, 2).double(), nn.Linear(9, 3).double()
+
+    def forward(self, x): return self.out(self.gru(x[None])[0])
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layer = nn.TransformerEncoderLayer(12, 3, 24, dropout=0.0, batch_first=True).double()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(12).double()) for _ in range(2)])
+
+    def forward(self, x): return self.layer(x[None] * self.scales[0]) * self.scales[1]
+
+
+class Never(nn.Module):
+    """Has parameters that no forward reads."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.read, self.unread = nn.Linear(12, 20).double(), nn.Linear(20, 12).double()
+
+    def forward(self, x): return self.read(x)
+
+
+def normed():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(12, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 4)).double()
+
+
+def compiled(backend): return lambda: torch.compile(network(), backend=backend)
+
+
+def cases(early):
+    setup = {"interleaved": early}
+    out = {
+        "groups": compare(two_rates, **setup), "scheduler": compare(two_rates, scheduled=True, **setup), "accumulation": compare(micro=3, **setup),
+        "views": compare(options={"parameters_as_bucket_view": True}, **setup), "cut": compare(make=Sized, **setup),
+        "tiny": compare(**{**setup, "bucket_cap_mb": 1e-6, "cut_mb": 1e-4}), "one bucket": compare(bucket_cap_mb=1.0, **setup),
+        "lag 0": compare(lag=0, **setup), "lag 3": compare(lag=3, **setup), "lag 99": compare(lag=99, **setup),
+        "tied": compare(make=Tied, ddp={"find_unused_parameters": False}, **setup), "forwards": compare(forwards=3, **setup),
+        "reentrant": compare(make=lambda: Recomputed(True), **setup), "recomputed": compare(make=lambda: Recomputed(False), **setup),
+        "GRU": compare(make=Recurrent, **setup), "attention": compare(make=Attending, **setup),
+        "never read": compare(make=Never, ddp={"find_unused_parameters": True}, **setup),
+        "never, looked for": compare(make=Never, ddp={"find_unused_parameters": True}, find_unused_parameters=True, **setup),
+        "BatchNorm": compare(make=normed, **setup), "SGD groups": compare(lambda m: [momentum(p) for p in ([*m.parameters()][:3], [*m.parameters()][3:])], **setup),
+    }
+    if not early: out |= {"clipped": compare(clip=0.05, steps=4), "clipped two": compare(two_rates, clip=0.05, micro=2), "clipped by inf": clipped_by_inf()}
+    return out
+
+
+def clipped_by_inf():
+    one, other = network(), network()
+    wrapped, optim, zero = DDP(one), AdamW(one.parameters(), lr=1e-2), sharded(one_adamw(other))
+    handle = data_parallel(other, zero, max_grad_norm=0.01, norm_type=float("inf"), **SMALL)
+    wrapped(batch(0)).square().mean().backward()
+    other(batch(0)).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(one.parameters(), 0.01, norm_type=float("inf"))
+    return float((norm - handle.grad_norm).abs()) + 0 * optim.defaults["lr"]
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_equals_ddp_for_whatever_is_trained(size, early):
+    for rank in run(size, cases, early):
+        for name, worst in rank.items(): assert worst < 1e-9, name
+
+
+def compiling(before, backend):
+    one, other = network(), network()
+    wrapped, optim = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1)
+    zero = sharded(one_adamw(other))
+    if before: other = torch.compile(other, backend=backend)
+    handle = data_parallel(other, zero, **SMALL)
+    called = other if before else torch.compile(other, backend=backend)
+    for i in range(4):
+        wrapped(batch(i)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        called(batch(i)).square().mean().backward()
+        zero.step()
+        assert all(p.grad is None for p in other.parameters()) and replicas(other)
+    assert handle.schedule
+    return max(float((a - b).detach().abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def compiling_all(): return {(before, backend): compiling(before, backend) for before in (True, False) for backend in ("eager", "aot_eager")}
+
+
+def test_compiled_modules_train_alike():
+    for rank in run(2, compiling_all):
+        for name, worst in rank.items(): assert worst < 1e-9, name
+
+
+def halves(early):
+    """bfloat16 parameters with float32 masters, beside DDP with the same sharded optimizer: gradients are rounded alike, but added in another order."""
+    one, other = network().bfloat16(), network().bfloat16()
+    wrapped, ref = DDP(one), sharded(one_adamw(one), master_dtype=torch.float32)
+    zero = sharded(one_adamw(other), master_dtype=torch.float32)
+    data_parallel(other, zero, interleaved=early, **SMALL)
+    for i in range(5):
+        for model in (wrapped, other): model(batch(i, dtype=torch.bfloat16)).float().square().mean().backward()
+        ref.step()
+        ref.zero_grad()
+        zero.step()
+    masters = [piece.view for shard in zero.shards for piece in shard.pieces]
+    assert all(view.dtype == torch.float32 for view in masters) and replicas(other)
+    return max(float((a - b).detach().abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def halves_both(): return halves(False), halves(True)
+
+
+def test_float32_masters_of_bfloat16_parameters():
+    for size in (1, 3):
+        for worst in run(size, halves_both): assert max(worst) <= (0.0 if size == 1 else 0.01)  # the last bit of bfloat16, at this size of parameter
+
+
+def moved(early):
+    """The state comes from an unsharded AdamW and goes back to one, in the middle."""
+    one, other = network(), network()
+    wrapped, optim = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1)
+    for i in range(3):
+        wrapped(batch(i)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    other.load_state_dict(one.state_dict())
+    zero = sharded(one_adamw(other))
+    data_parallel(other, zero, interleaved=early, **SMALL)
+    first = copy.deepcopy(optim.state_dict())
+    zero.load_state_dict(copy.deepcopy(first))
+    for i in range(3, 6):
+        for model in (wrapped, other): model(batch(i)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    zero.load_state_dict(copy.deepcopy(optim.state_dict()))  # while parameters are on their way, and the buckets are planned
+    for i in range(6, 9):
+        for model in (wrapped, other): model(batch(i)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    zero.consolidate_state_dict(to=None)
+    third = network()
+    third.load_state_dict(other.state_dict())
+    plain = AdamW(third.parameters(), lr=1e-2, weight_decay=0.1)
+    plain.load_state_dict(zero.state_dict())
+    again = DDP(third)
+    for i in range(9, 11):
+        for model in (wrapped, other, again): model(batch(i)).square().mean().backward()
+        for o in (optim, plain):
+            o.step()
+            o.zero_grad()
+    mine = flat(one.parameters())
+    return float((mine - flat(other.parameters())).abs().max()), float((mine - flat(third.parameters())).abs().max())
+
+
+def moved_both(): return moved(False), moved(True)
+
+
+def test_state_comes_and_goes_in_the_middle():
+    for rank in run(3, moved_both):
+        for worst in rank: assert max(worst) < 1e-9
+
+
+def buffers():
+    out = {}
+    for how in ("broadcast", "average", "local"):
+        model = normed()
+        with torch.no_grad(): model[0].weight.add_(dist.get_rank())  # ranks begin apart
+        data_parallel(model, sharded(one_adamw(model)), buffers=how, **SMALL)
+        out[how, "first"] = model[0].weight.detach().clone()
+        for i in range(3): model(batch(i)).square().mean().backward()
+        before = model[1].running_mean.clone()
+        model(batch(3))
+        model.eval()
+        model(batch(4))
+        out[how] = before, model[1].running_mean.clone(), int(model[1].num_batches_tracked), model[0](batch(3)).mean(0).detach()
+    return out
+
+
+def test_buffers_are_broadcast_averaged_or_left_alone():
+    first, second = run(2, buffers)
+    assert torch.equal(first["average", "first"], second["average", "first"]) and torch.equal(first["average", "first"], normed()[0].weight)
+    for how, begin in (("broadcast", lambda a, b, own: a), ("average", lambda a, b, own: (a + b) / 2), ("local", lambda a, b, own: own)):
+        for rank in (first, second):
+            _, after, count, mean = rank[how]
+            expected = begin(first[how][0], second[how][0], rank[how][0]) * 0.9 + 0.1 * mean
+            assert torch.allclose(after, expected) and count == 4, how
+    assert not torch.equal(first["local"][1], second["local"][1])
+
+
+class Choosing(nn.Module):
+    """Reads other parameters on other ranks and steps."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(8)
+        self.ways, self.out = nn.ModuleList(nn.Linear(12, 12) for _ in range(3)).double(), nn.Linear(12, 3).double()
+
+    def forward(self, x, ways):
+        for i in ways: x = self.ways[i](x).tanh()
+        return self.out(x)
+
+
+CHOICES = [lambda rank: [0, 1, 2], lambda rank: [rank % 3], lambda rank: [], lambda rank: [0], lambda rank: [2, 1] if rank else [], lambda rank: [0, 1, 2]]
+
+
+def choosing(early, first=0):
+    one, other = Choosing(), Choosing()
+    wrapped, optim = DDP(one, find_unused_parameters=True), AdamW(one.parameters(), lr=1e-2)
+    zero = sharded([{**adamw(list(other.parameters())), "weight_decay": 0.01}])
+    data_parallel(other, zero, interleaved=early, find_unused_parameters=True, **SMALL)
+    for i in range(first, len(CHOICES)):
+        for model in (wrapped, other): model(batch(i), CHOICES[i](dist.get_rank())).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        zero.step()
+        zero.zero_grad()
+    assert replicas(other)
+    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+
+
+def choosing_all(): return {(early, first): choosing(early, first) for early in (False, True) for first in (0, 1)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parameters_without_a_gradient_may_change(size):
+    for rank in run(size, choosing_all):
+        for name, worst in rank.items(): assert worst < 1e-9, name
+
+
+def surprised(lack, early):
+    model = Choosing()
+    data_parallel(model, sharded(one_adamw(model)), interleaved=early, **SMALL)
+    odd = dist.get_rank() == 1
+    common, other = ([0, 1], [0]) if lack else ([0], [0, 1])
+    def go():
+        for i in range(5): model(batch(i), other if odd and i == 3 else common).square().mean().backward()
+        return list(model.parameters())
+    return told(go)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("lack", [True, False])
+def test_a_change_that_was_not_announced_is_an_error_on_every_rank(lack, early):
+    messages = run(3, surprised, lack, early, timeout=60)
+    assert "find_unused_parameters=True" in messages[1], messages
+    assert ("no gradient in this backward, but did before" if lack else "got a gradient in this backward, but did not before") in messages[1]
+    assert all("rank 1 failed with RuntimeError" in m for m in (messages[0], messages[2])), messages
+
+
+def idle(early):
+    """Rank 0 has no gradient in some iterations: it takes part in `step`."""
+    one, other = network(), network()
+    wrapped, optim = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1)
+    zero = sharded(one_adamw(other))
+    data_parallel(other, zero, interleaved=early, find_unused_parameters=True, **SMALL)
+    for i in range(6):
+        works = dist.get_rank() or i % 2
+        (wrapped(batch(i)).square().mean() * bool(works)).backward()
+        loss = other(batch(i)).square().mean()
+        if works: loss.backward()
+        optim.step()
+        optim.zero_grad()
+        zero.step()
+    assert replicas(other)
+    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+
+
+def idle_both(): return idle(False), idle(True)
+
+
+def test_a_rank_without_any_gradient_takes_part_in_step():
+    for worst in run(3, idle_both): assert max(worst) < 1e-9
+
+
+def freezing(early):
+    one, other = network(), network()
+    optim, zero = AdamW(one.parameters(), lr=1e-2, weight_decay=0.1), sharded(one_adamw(other))
+    for model in (one, other): model[0].requires_grad_(False)
+    handle, unthawed = data_parallel(other, zero, interleaved=early, **SMALL), other[0].weight.detach().clone()
+    for i in range(8):
+        if i in (3, 6):
+            for model in (one, other): model[3 if i == 3 else 4].requires_grad_(False)
+        if i == 5:
+            for model in (one, other): model[3].requires_grad_(True)
+        other(batch(i)).square().mean().backward()
+        one(batch(i)).square().mean().backward()
+        for p in one.parameters():
+            if p.grad is not None: dist.all_reduce(p.grad)
+            if p.grad is not None: p.grad /= dist.get_world_size()
+        optim.step()
+        optim.zero_grad()
+    assert torch.equal(other[0].weight, unthawed) and handle.schedule
+    assert replicas(other)
+    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+
+
+def freezing_both(): return freezing(False), freezing(True)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_parameters_may_be_frozen_and_unfrozen_between_steps(size):
+    for worst in run(size, freezing_both): assert max(worst) < 1e-9
+
+
+def some_ranks():
+    """Ranks 1 and 2 of three train."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0: return None
+    one, other = network(), network()
+    wrapped, optim, zero = DDP(one, process_group=group), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1), sharded(one_adamw(other), group)
+    handle = data_parallel(other, zero, **SMALL)
+    for i in range(4):
+        for model in (wrapped, other): model(batch(i)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    assert replicas(other, group) and handle.schedule
+    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+
+
+def test_some_ranks_may_train_alone():
+    result = run(3, some_ranks)
+    assert result[0] is None and max(result[1:]) < 1e-9
+
+
+def levels(): return {early: compare(options={"process_group": two_level(2)}, interleaved=early, make=normed) for early in (False, True)}
+
+
+def levels_unused():
+    one, other = Choosing(), Choosing()
+    wrapped, optim = DDP(one, find_unused_parameters=True), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1)
+    zero = sharded(one_adamw(other), two_level(2))
+    handle = data_parallel(other, zero, interleaved=False, find_unused_parameters=True, max_grad_norm=0.05, **SMALL)
+    for i, choice in enumerate(CHOICES):
+        for model in (wrapped, other): model(batch(i), choice(dist.get_rank())).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(one.parameters(), 0.05)
+        assert torch.allclose(norm, handle.grad_norm)
+        optim.step()
+        optim.zero_grad()
+    assert replicas(other)
+    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+
+
+def test_two_levels():
+    for rank in run(4, levels): assert max(rank.values()) < 1e-9
+    assert max(run(4, levels_unused)) < 1e-9
+
+
+def scaled():
+    """A loss scale that overflows now and then, on one rank."""
+    one, other = network(), network()
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2, backoff_factor=0.5) for _ in range(2)]
+    wrapped, optim, zero = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1), sharded(one_adamw(other))
+    handle = data_parallel(other, zero, scaler=scalers[1], max_grad_norm=0.1, **SMALL)
+    scales, stood = [], []
+    for i in range(8):
+        before = flat(other.parameters())
+        for model, scaler in ((wrapped, scalers[0]), (other, scalers[1])):
+            loss = scaler.scale(model(batch(i)).square().mean())
+            if i in (0, 4) and dist.get_rank() == 1: loss = loss * float("inf")
+            loss.backward()
+        scalers[0].unscale_(optim)
+        norm = nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        scalers[0].step(optim)
+        optim.zero_grad()
+        scalers[1].step(zero)
+        zero.zero_grad()
+        for scaler in scalers: scaler.update()
+        if i not in (0, 4): assert torch.allclose(norm, handle.grad_norm)
+        scales.append([scaler.get_scale() for scaler in scalers])
+        stood.append(torch.equal(before, flat(other.parameters())))
+        assert replicas(other)
+    return scales, stood, float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_scaler_skips_on_every_rank(size):
+    for scales, stood, worst in run(size, scaled):
+        assert all(mine == ours for mine, ours in scales) and len({mine for mine, _ in scales}) > 2
+        assert stood == [i in (0, 4) for i in range(8)] and worst < 1e-9
+
+
+def detached(early):
+    one, other = network(), network()
+    wrapped, optim, zero = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1), sharded(one_adamw(other))
+    def go(steps, model):
+        for i in steps:
+            for m in (wrapped, model): m(batch(i)).square().mean().backward()
+            if model is not other:
+                zero.step()
+                zero.zero_grad()
+            optim.step()
+            optim.zero_grad()
+    with data_parallel(other, zero, interleaved=early, **SMALL): go(range(3), other)
+    assert zero.driver is None and all(type(m._parameters) is dict for m in other.modules())
+    go(range(3, 5), DDP(other))
+    handle = data_parallel(other, zero, interleaved=early, **SMALL)
+    go(range(5, 8), other)
+    handle.detach()
+    handle.detach()
+    go(range(8, 10), DDP(other))
+    assert replicas(other)
+    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+
+
+def detached_both(): return detached(False), detached(True)
+
+
+def test_detach_leaves_a_plain_module_and_optimizer():
+    for size in (1, 2):
+        for worst in run(size, detached_both): assert max(worst) < 1e-9
+
+
+def unpickled(data): return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def saved(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()
+
+
+def by_loading(model):
+    """Loading copies into the parameters that are on their way: what comes afterwards must not overwrite it."""
+    state = network().state_dict()
+    with torch.no_grad():
+        for value in state.values(): value.mul_(2).add_(1)
+    model.load_state_dict(state)
+    return model(batch(50))
+
+
+def by_setting(model):
+    with torch.no_grad():
+        for module in (model[0], model[4]): module.weight.fill_(3.0)
+    return model(batch(50))
+
+
+def by_casting(model):
+    model.float()
+    out = model(batch(50).float()).double()
+    model.double()
+    return out
+
+
+READS = {
+    "state_dict": lambda m: flat(m.state_dict().values()), "parameters": lambda m: flat(m.parameters()),
+    "one of parameters": lambda m: next(iter(m.parameters())), "last of parameters": lambda m: list(m.parameters())[-1],
+    "named_parameters": lambda m: flat(p for _, p in m.named_parameters()), "get_parameter": lambda m: m.get_parameter("2.weight"),
+    "weight": lambda m: m[0].weight, "bias": lambda m: m[4].bias, "deepcopy": lambda m: flat(copy.deepcopy(m).parameters()),
+    "pickle": lambda m: flat(unpickled(saved(m)).parameters()), "pickled state": lambda m: flat(unpickled(saved(m.state_dict())).values()),
+    "forward": lambda m: m(batch(50)), "part": lambda m: m[2](batch(50, width=40)), "load_state_dict": by_loading, "set": by_setting,
+    "cast": by_casting,
+    "functional_call": lambda m: torch.func.functional_call(m, {"0.bias": torch.ones(40).double()}, (batch(50),)),
+    "grad of input": lambda m: torch.autograd.grad(m(x := batch(50).requires_grad_()).sum(), x)[0],
+    "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()), "apply": lambda m: m.apply(lambda x: None)[3].weight,
+    "children": lambda m: flat(p for c in m.children() for p in c.parameters()), "repeated": lambda m: flat([*m.parameters(), *m.parameters()]),
+    "of the optimizer": None,
+}
+
+
+def reading(name, hidden, early, evaluates):
+    model = network()
+    zero = sharded(one_adamw(model))
+    data_parallel(model, zero, hidden=hidden, interleaved=early, **SMALL)
+    for i in range(3): model(batch(i)).square().mean().backward()
+    if evaluates: model.eval()
+    def look():
+        if name == "of the optimizer":
+            zero.step()
+            return flat(p for group in zero.param_groups for p in group["params"])
+        return READS[name](model)
+    with torch.no_grad() if evaluates else contextlib.nullcontext(): seen = look().detach().clone()
+    return seen, flat(model.parameters())
+
+
+def reads():
+    wrong = []
+    for name in READS:
+        for early in (False, True):
+            for evaluates in (False, True):
+                if evaluates and name == "grad of input": continue
+                (a, b), (c, d) = (reading(name, hidden, early, evaluates) for hidden in (False, True))
+                if not (torch.equal(a, c) and torch.equal(b, d)): wrong.append((name, early, evaluates))
+    return wrong
+
+
+def test_no_read_is_stale():
+    assert run(3, reads) == [[]] * 3
+
+
+def left_out():
+    out = []
+    for calls in (True, False):
+        model = network()
+        zero = sharded(one_adamw(model))
+        data_parallel(model, zero, **SMALL)
+        for i in range(4):
+            model(batch(i)).square().mean().backward()
+            if calls: zero.step()
+            if calls: zero.zero_grad()
+        out.append(flat(model.parameters()))
+    return torch.equal(*out)
+
+
+def test_step_may_be_left_out():
+    assert all(run(2, left_out))
+
+
+def chain(layers=12, width=64):
+    torch.manual_seed(9)
+    return nn.Sequential(*(nn.Linear(width, width + (i == -1)) for i in range(layers)))
+
+
+def living(early):
+    model = chain()
+    zero = sharded(one_adamw(model))
+    data_parallel(model, zero, interleaved=early, hidden=False, bucket_cap_mb=0.016, lag=1)
+    params, most = list(model.parameters()), [0] * 5
+    step = 0
+    def look(param): most[step] = max(most[step], sum(p.grad is not None for p in params))
+    for p in params: p.register_post_accumulate_grad_hook(look)
+    for step in range(5): model(batch(step, width=64, dtype=torch.float32)).square().mean().backward()
+    return most, len(params)
+
+
+def test_gradients_live_for_a_bucket():
+    for early in (False, True):
+        for most, count in run(2, living, early):
+            assert most[0] == count, "in the first iteration all are there at once"
+            assert max(most[1:]) <= 4, "later a bucket of weights, and the biases that wait for theirs"
+
+
+NETWORK = {"reduce_scatter": "RS", "all_gather": "AG"}
+
+
+def uneven_chain():
+    torch.manual_seed(9)
+    sizes = [12, 40, 56, 24, 72, 8, 4]
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)))
+
+
+def traffic(setup):
+    model, group = uneven_chain(), record()
+    zero = sharded(one_adamw(model), group)
+    handle, logs = data_parallel(model, zero, bucket_cap_mb=0.002, **setup), []
+    for i in range(5):
+        model(batch(i, dtype=torch.float32)).square().mean().backward()
+        zero.step()
+        list(model.parameters())
+        logs.append(list(group.log.collectives()))
+        wire = group.log.wire
+        group.log.clear()
+    sizes = [bucket.nbytes for bucket in handle.runner.shard.plan.buckets] if hasattr(handle.runner.shard.plan.buckets[0], "nbytes") else [
+        bucket.numel * 4 for bucket in handle.runner.shard.plan.buckets]
+    assert len(set(sizes)) == len(sizes) > 2, "buckets are told apart by their size"
+    seen = [tuple(f"{sizes.index(e.bytes)}:{NETWORK.get(e.kind, e.kind)}" for e in log) for log in logs[2:]]
+    return seen, handle.schedule.collectives, wire, sum(p.numel() * 4 for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_traffic_is_that_of_ddp_in_the_order_of_the_schedule(mode):
+    size = 3
+    for seen, planned, wire, nbytes in run(size, traffic, MODES[mode]):
+        assert all(order == planned for order in seen)
+        assert wire == 2 * (size - 1) * nbytes / size
+
+
+def refused(f):
+    """What each rank is told, and that it can go on."""
+    return run(2, f, timeout=60)
+
+
+def bad():
+    rank, out = dist.get_rank(), {}
+    def ask(name, f): out[name] = told(f)
+    def made(model=None, **setup):
+        model = model or network()
+        return data_parallel(model, sharded(one_adamw(model)), **setup)
+    ask("ddp", lambda: data_parallel(wrapped := DDP(network()), sharded(one_adamw(wrapped))))
+    ask("plain optimizer", lambda: data_parallel(model := network(), AdamW(model.parameters())))
+    ask("one rank only", lambda: data_parallel(model := network(), (sharded(one_adamw(model)))) if rank else data_parallel(model, sharded(one_adamw(model))))
+    ask("not a module", lambda: data_parallel([1], sharded(one_adamw(network()))))
+    ask("missing", lambda: data_parallel(model := network(), sharded([adamw(list(model.parameters())[:3])])))
+    ask("strange", lambda: data_parallel(model := network(), sharded([adamw([*model.parameters(), nn.Parameter(torch.ones(3, 4))])])))
+    ask("unknown", lambda: made(bucket_cap=3))
+    ask("apart", lambda: made(bucket_cap_mb=1.0 + rank))
+    ask("negative cap", lambda: made(bucket_cap_mb=-1.0))
+    ask("cap", lambda: made(bucket_cap_mb="big"))
+    ask("cut", lambda: made(cut_mb=0.0))
+    ask("lag", lambda: made(lag=-1))
+    ask("lag of a float", lambda: made(lag=1.5))
+    ask("buffers", lambda: made(buffers="none"))
+    ask("clip", lambda: made(max_grad_norm=-1.0))
+    ask("judges", lambda: made(interleaved=True, max_grad_norm=1.0))
+    ask("scaler", lambda: made(scaler=3))
+    model = network()
+    zero = sharded(one_adamw(model))
+    data_parallel(model, zero)
+    ask("twice", lambda: data_parallel(model, zero))
+    ask("other optimizer", lambda: data_parallel(model, sharded(one_adamw(model))))
+    ask("closure", lambda: zero.step(found_inf=1))
+    ask("add", lambda: zero.add_param_group({"params": [nn.Parameter(torch.ones(2))]}))
+    model(batch(0)).square().mean().backward()
+    assert replicas(model)
+    return out
+
+
+WORDS = {
+    "ddp": "TypeError.*plain model.*module", "plain optimizer": "TypeError.*ZeroRedundancyOptimizer, got AdamW", "not a module": "TypeError.*Module, got list",
+    "missing": "ValueError.*'3.bias'", "strange": r"ValueError.*\(3, 4\)", "unknown": "TypeError.*bucket_cap",
+    "apart": "rank", "negative cap": "ValueError.*bucket_cap_mb", "cap": "bucket_cap_mb", "cut": "ValueError.*cut_mb", "lag": "ValueError.*lag",
+    "lag of a float": "(Type|Value)Error.*lag", "buffers": "ValueError.*'none'", "clip": "ValueError.*max_grad_norm", "judges": "ValueError.*interleaved",
+    "scaler": "TypeError.*scaler.*got", "twice": "RuntimeError.*detach", "other optimizer": "RuntimeError.*detach", "closure": "TypeError.*found_inf",
+    "add": "RuntimeError.*overlapped",
+}
+
+
+def test_bad_input_is_an_error_on_every_rank():
+    ranks = run(2, bad, timeout=60)
+    for name, words in WORDS.items():
+        for rank in ranks: assert rank[name] and re.search(words, rank[name], re.S), (name, rank[name])
+
+
+class Trap(nn.Module):
+    """Fails in forward or in backward when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.where = network(), ""
+
+    def forward(self, x):
+        if self.where == "forward": raise ValueError("caught in forward")
+        out = self.inside[0](x)
+        if self.where == "backward": out.register_hook(self.spring)
+        return self.inside[1:](out)
+
+    def spring(self, grad): raise ValueError("caught in backward")
+
+
+def trapped(where, setup, at):
+    model = Trap()
+    data_parallel(model, sharded(one_adamw(model)), **SMALL, **setup)
+    def go():
+        for i in range(4):
+            model.where = where if i == at and dist.get_rank() == 1 else ""
+            model(batch(i)).square().mean().backward()
+        return list(model.parameters())
+    return told(go)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("mode", ["after", "interleaved-hidden"])
+def test_a_rank_that_raises_is_named_by_the_others(mode, where, at):
+    messages = run(3, trapped, where, MODES[mode], at, timeout=30)
+    assert messages[1] == f"ValueError: caught in {where}"
+    for message in (messages[0], messages[2]): assert "rank 1 failed with" in message, message
+
+
+def twice_differentiated():
+    model = network()
+    data_parallel(model, sharded(one_adamw(model)), **SMALL)
+    return told(lambda: model(batch(0)).square().mean().backward(create_graph=True))
+
+
+def test_double_backward_is_refused():
+    for message in run(2, twice_differentiated): assert message.startswith("RuntimeError") and "create_graph=True" in message, message
+
+
+def long():
+    model = network()
+    zero = sharded(muon_adamw(model))
+    data_parallel(model, zero, interleaved=True, **SMALL)
+    for i in range(300): model(batch(i)).square().mean().backward()
+    return replicas(model)
+
+
+def test_hundreds_of_iterations_without_a_hang():
+    assert all(run(3, long, timeout=90))
