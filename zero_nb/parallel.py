@@ -9,7 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -409,7 +409,7 @@ class DataParallel(Backward):
     """A module whose gradients are averaged and stepped inside backward; made by `data_parallel`."""
 
     def __init__(self, module: nn.Module, zero: ZeroRedundancyOptimizer, setup: Setup):
-        with agreeing(zero.group if isinstance(zero, ZeroRedundancyOptimizer) else Group(), "data_parallel", lambda: [str(setup)]): _check(module, zero, setup)
+        with agreeing(zero.group if isinstance(zero, ZeroRedundancyOptimizer) else Group(), "data_parallel", lambda: [str(replace(setup, scaler=setup.scaler is not None))]): _check(module, zero, setup)
         self.module, self.zero, self.setup, self.params = module, zero, setup, zero.params()
         self.index = {id(p): i for i, p in enumerate(self.params)}
         self.reads, self.pool = Reads(module, self.wait), Pool()
