@@ -27,7 +27,7 @@ from .schedule import Schedule
 from .sharder import Policy, by_group, even, mixed, runs
 
 # %% auto #0
-__all__ = ['Arriving', 'Reads', 'Setup', 'plan_arrivals', 'Pool', 'lay', 'Homes', 'Gradients', 'Averaged', 'Backward',
+__all__ = ['Arriving', 'Hook', 'Reads', 'Setup', 'plan_arrivals', 'Pool', 'lay', 'Homes', 'Gradients', 'Averaged', 'Backward',
            'DataParallel', 'Parallel', 'data_parallel']
 
 # %% ../nbs/14a_parallel.ipynb #6fdd4b5f
@@ -58,6 +58,15 @@ class Arriving(dict[str, Any]):
     def __reduce__(self) -> Any: return dict, (self.copy(),)
 
 # %% ../nbs/14a_parallel.ipynb #6e911272
+class Hook:
+    """A hook that copies and pickles of its module do not keep."""
+
+    def __init__(self, call: Callable[..., None] | None = None): self.call = call
+    def __call__(self, *args: Any) -> None:
+        """Do what is to be done, in the module itself."""
+        if self.call: self.call(*args)
+    def __reduce__(self) -> Any: return Hook, ()
+
 class Reads:
     """Lets modules read parameters that are on their way, and holds them up until they have come."""
 
@@ -418,7 +427,7 @@ class DataParallel(Backward):
         _start_alike(module, zero)
         zero.driver = self.step
         self.handles = [p.register_post_accumulate_grad_hook(partial(self.arrived, i)) for i, p in enumerate(self.params) if p.requires_grad]
-        self.handles += [module.register_forward_pre_hook(self._before), module.register_forward_hook(self._after, always_call=True),
+        self.handles += [module.register_forward_pre_hook(Hook(self._before)), module.register_forward_hook(Hook(self._after), always_call=True),
                          zero.register_load_state_dict_pre_hook(lambda zero, state: self.wait())]
 
     def _before(self, module: nn.Module, args: Any) -> None:
