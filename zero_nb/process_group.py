@@ -459,6 +459,17 @@ def _ring(
 
     return steps()
 
+def _spread(group: Ranks, parts: Sequence[Tensor]) -> Iterator[None]:
+    """Send this rank's part to every other one. No rank passes anything on, so none waits for another to wait."""
+    dist: Any = torch.distributed
+    mine, pg, tag = group.group_rank, group.process_group, group._wire.tags(1, f"{parts[0].dtype} {[len(part) for part in parts]}")
+    others = [(mine + hop) % group.size for hop in range(1, group.size)]
+    arriving = [(group.ranks[i], dist.irecv(parts[i], group.ranks[i], pg, tag)) for i in reversed(others) if parts[i].numel()]
+    leaving = [(group.ranks[i], dist.isend(parts[mine], group.ranks[i], pg, tag)) for i in others if parts[mine].numel()]
+    yield
+    for rank, work in arriving: _settled(work, "nothing came from rank", rank)
+    for rank, work in leaving: _settled(work, "nothing went to rank", rank)
+
 def _settled(work: Any, trouble: str, global_rank: int) -> None: # wait, and name who did not play its part
     try: work.wait()
     except RuntimeError as error: raise RuntimeError(f"{trouble} {global_rank}: {error}") from error
@@ -547,7 +558,7 @@ def _native_reduce_scatter(group: Group, call: Call) -> Iterator[None]:
 
 def _all_gather(group: Group, call: Call) -> Iterator[None]:
     if max(call.parts) == call.tensor.numel(): return _broadcast(group, Call("broadcast", call.tensor, root=call.parts.index(max(call.parts)))) # one has all
-    if group.backend(call.tensor.device) == "gloo": return _ring(group, call.split(), group.group_rank, add=False)
+    if group.backend(call.tensor.device) == "gloo": return _spread(group, call.split())
     if not _lacks(group, call, _native_all_gather): return _native_all_gather(group, call)
     return _together([_broadcast(group, Call("broadcast", part, root=root)) for root, part in enumerate(call.split()) if part.numel()])
 
