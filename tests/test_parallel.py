@@ -198,7 +198,7 @@ def cases(early):
         "tiny": compare(**{**setup, "bucket_cap_mb": 1e-6, "cut_mb": 1e-4}), "one bucket": compare(bucket_cap_mb=1.0, **setup),
         "lag 0": compare(lag=0, **setup), "lag 3": compare(lag=3, **setup), "lag 99": compare(lag=99, **setup),
         "tied": compare(make=Tied, ddp={"find_unused_parameters": False}, **setup), "forwards": compare(forwards=3, **setup),
-        "reentrant": compare(make=lambda: Recomputed(True), **setup), "recomputed": compare(make=lambda: Recomputed(False), **setup),
+        "reentrant": compare(make=lambda: Recomputed(True), micro=2, **setup), "recomputed": compare(make=lambda: Recomputed(False), **setup),
         "GRU": compare(make=Recurrent, **setup), "attention": compare(make=Attending, **setup),
         "never read": compare(make=Never, ddp={"find_unused_parameters": True}, **setup),
         "never, looked for": compare(make=Never, ddp={"find_unused_parameters": True}, find_unused_parameters=True, **setup),
@@ -402,7 +402,7 @@ def surprised(lack, early):
 @pytest.mark.parametrize("lack", [True, False])
 def test_a_change_that_was_not_announced_is_an_error_on_every_rank(lack, early):
     messages = run(3, surprised, lack, early, timeout=60)
-    assert "find_unused_parameters=True" in messages[1], messages
+    assert "find_unused_parameters=True" in messages[1], messages[1]
     assert ("no gradient in this backward, but did before" if lack else "got a gradient in this backward, but did not before") in messages[1]
     assert all("rank 1 failed with RuntimeError" in m for m in (messages[0], messages[2])), messages
 
@@ -824,13 +824,26 @@ def trapped(where, setup, at):
 def test_a_rank_that_raises_is_named_by_the_others(mode, where, at):
     messages = run(3, trapped, where, MODES[mode], at, timeout=30)
     assert messages[1] == f"ValueError: caught in {where}"
-    for message in (messages[0], messages[2]): assert "rank 1 failed with" in message, message
+    for message in (messages[0], messages[2]): assert "rank 1 failed with" in message, message  # and it ends soon
 
 
 def twice_differentiated():
     model = network()
     data_parallel(model, sharded(one_adamw(model)), **SMALL)
     return told(lambda: model(batch(0)).square().mean().backward(create_graph=True))
+
+
+def called_twice():
+    model = Recomputed(True)
+    data_parallel(model, sharded(one_adamw(model)), **SMALL)
+    def go():
+        model(batch(0)).sum().backward()
+        (model(batch(0)) + model(batch(1))).sum().backward()
+    return told(go)
+
+
+def test_what_is_recomputed_twice_is_refused():
+    for message in run(2, called_twice): assert "two gradients in one backward" in message, message
 
 
 def test_double_backward_is_refused():

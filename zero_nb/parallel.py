@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .buckets import BucketPlan, Slot, pack
 from .flat import flatten_like
@@ -202,12 +203,13 @@ class Gradients(ABC):
     running: Runner | None = None # in the iteration in progress
     live = False # whether the schedule runs while gradients arrive
     syncs = True # not in `no_sync`
+    ending = False # whether something is called at the end of the backward in progress, of all of it where backwards are nested (checkpointing)
     inside = False # whether there is a backward in progress whose gradients are to be averaged
     stream: Any = None # where steps run, if parameters are on a GPU
 
     def forget(self) -> None:
         """Get ready for an iteration."""
-        self.arrivals: list[int] = [] # parameters in the order in which their gradients came
+        self.arrivals: dict[int, None] = {} # parameters in the order in which their gradients came
         self.has: dict[int, list[bool]] = {} # of the slots of a bucket: whether there is a gradient on this rank
         self.inside = self.live = False
 
@@ -218,7 +220,10 @@ class Gradients(ABC):
             raise RuntimeError("backward(create_graph=True) keeps a graph of gradients that are averaged and let go; differentiate twice on the plain module")
         with failing(self.zero.group), torch.no_grad(), beside(self.stream):
             if not self.inside: self.begin()
-            self.arrivals.append(index)
+            if index in self.arrivals:
+                raise RuntimeError(f"{specs(self.zero.param_groups)[index].name} got two gradients in one backward, as with reentrant checkpointing "
+                                   "of what is called twice; use checkpoint(..., use_reentrant=False)")
+            self.arrivals[index] = None
             if not self.live: return
             if self.running and self.running.lacks[index]: self._expect([index], "a gradient in this backward, but did not before")
             for i in self.homes.full(index): self.fill(i)
@@ -238,7 +243,7 @@ class Gradients(ABC):
         """Start an iteration: the one before it is over, and its parameters are there."""
         self.wait()
         self.inside = True
-        self.outside = not at_end(self.finish, self.zero.group) # a rank that has no gradient takes part without backward
+        if not self.ending: at_end(self.finish, self.zero.group) # a rank that has no gradient takes part without backward
         self.live = self.runner is not None and self.runner.shard.seen == look(self.params)
         if self.live and self.runner:
             self.running = self.runner
@@ -306,7 +311,7 @@ class Backward(Averaged):
     def _late(self) -> None:
         """Plan the buckets in the order in which gradients came, if they are new, and let them all arrive now."""
         zero, setup, judge = self.zero, self.setup, self._judge if self.setup.judges else None
-        order = [self.arrivals]
+        order = [list(self.arrivals)]
         broadcast_object_list(order, group=zero.group, group_src=0, weights_only=True)
         if self.runner is None or self.runner.shard.seen != look(self.params):
             shard = zero.replan(zero.shards, "in the order in which gradients come", partial(plan_arrivals, zero, order[0], setup.bucket_cap_mb, setup.cut_mb))
@@ -442,6 +447,16 @@ class DataParallel(Backward):
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         error = sys.exc_info()[1]
         if output is None and error is not None and module.training and torch.is_grad_enabled(): fail(self.zero.group, error)
+        if self.syncs and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for t in tree_leaves(output):
+                if isinstance(t, Tensor) and t.grad_fn is not None: t.register_hook(self._entered)
+
+    def _entered(self, gradient: Tensor) -> None: # backward comes from the loss, and is not nested in another
+        if self.syncs and not self.inside and not self.ending: self.ending = at_end(self._left, self.zero.group)
+
+    def _left(self) -> None:
+        self.ending = False
+        if self.inside: self.finish()
 
 # %% ../nbs/14a_parallel.ipynb #85cc025a
 @torch._disable_dynamo
