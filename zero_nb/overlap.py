@@ -97,6 +97,7 @@ class Runner(Prepared):
         if together: _step_all(self)
         for op, i in self.phases["step"]:
             if not (together and op == "STEP"): self._do(op, i)
+        self.zero.give_options() # now: a scheduler may write others before the parameters have arrived
         return True
 
     def part(self, i: int) -> Tensor:
@@ -109,7 +110,6 @@ class Runner(Prepared):
     def settle(self) -> None:
         """Note that all parameters have arrived."""
         settle(self.shard.pieces)
-        self.zero.give_options()
 
     def _do(self, op: str, i: int) -> None: _OPS[op](self, i)
 
