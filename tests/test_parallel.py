@@ -2,6 +2,7 @@
 import contextlib
 import copy
 import io
+import itertools
 import re
 
 import pytest
@@ -276,7 +277,7 @@ def test_float32_masters_of_bfloat16_parameters():
 
 
 def moved(early):
-    """The state comes from an unsharded AdamW and goes back to one, in the middle."""
+    """Bring the state from an unsharded AdamW and back to one, in the middle."""
     one, other = network(), network()
     wrapped, optim = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1)
     for i in range(3):
@@ -506,7 +507,7 @@ def test_two_levels():
 
 
 def scaled():
-    """A loss scale that overflows now and then, on one rank."""
+    """Scale a loss so that it overflows now and then, on one rank."""
     one, other = network(), network()
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2, backoff_factor=0.5) for _ in range(2)]
     wrapped, optim, zero = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1), sharded(one_adamw(other))
@@ -580,7 +581,7 @@ def saved(thing):
 
 
 def by_loading(model):
-    """Loading copies into the parameters that are on their way: what comes afterwards must not overwrite it."""
+    """Load, which copies into the parameters that are on their way: what comes afterwards must not overwrite it."""
     state = network().state_dict()
     with torch.no_grad():
         for value in state.values(): value.mul_(2).add_(1)
@@ -706,7 +707,7 @@ NETWORK = {"reduce_scatter": "RS", "all_gather": "AG"}
 def uneven_chain():
     torch.manual_seed(9)
     sizes = [12, 40, 56, 24, 72, 8, 4]
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)))
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
 
 
 def traffic(setup):
@@ -736,7 +737,7 @@ def test_traffic_is_that_of_ddp_in_the_order_of_the_schedule(mode):
 
 
 def refused(f):
-    """What each rank is told, and that it can go on."""
+    """Tell what each rank is told, and that it can go on."""
     return run(2, f, timeout=60)
 
 
@@ -776,7 +777,7 @@ def bad():
 
 WORDS = {
     "ddp": "TypeError.*plain model.*module", "plain optimizer": "TypeError.*ZeroRedundancyOptimizer, got AdamW", "not a module": "TypeError.*Module, got list",
-    "missing": "ValueError.*'3.bias'", "strange": r"ValueError.*\(3, 4\)", "unknown": "TypeError.*bucket_cap",
+    "missing": "ValueError.*'3.weight'", "strange": r"ValueError.*\(3, 4\)", "unknown": "TypeError.*bucket_cap",
     "apart": "rank", "negative cap": "ValueError.*bucket_cap_mb", "cap": "bucket_cap_mb", "cut": "ValueError.*cut_mb", "lag": "ValueError.*lag",
     "lag of a float": "(Type|Value)Error.*lag", "buffers": "ValueError.*'none'", "clip": "ValueError.*max_grad_norm", "judges": "ValueError.*interleaved",
     "scaler": "TypeError.*scaler.*got", "twice": "RuntimeError.*detach", "other optimizer": "RuntimeError.*detach", "closure": "TypeError.*found_inf",

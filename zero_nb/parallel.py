@@ -407,6 +407,14 @@ def _check(module: Any, zero: Any, setup: Setup) -> None:
     if isinstance(module, DistributedDataParallel): raise TypeError("module must be the plain model, got a DistributedDataParallel; pass its .module")
     if not isinstance(zero, ZeroRedundancyOptimizer): raise TypeError(f"zero must be zero_nb's ZeroRedundancyOptimizer, got {type(zero).__name__}")
     if zero.driver is not None: raise RuntimeError("the optimizer's step is overlapped already; detach that first")
+    if any(isinstance(hook, Hook) for hook in module._forward_pre_hooks.values()):
+        raise RuntimeError("the module is trained with another optimizer already; detach that first")
+    for name, value in (("bucket_cap_mb", setup.bucket_cap_mb), ("cut_mb", setup.cut_mb), ("max_grad_norm", setup.max_grad_norm)):
+        if (value is not None or name != "max_grad_norm") and not (isinstance(value, (int, float)) and value > 0):
+            raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    if type(setup.lag) is not int or setup.lag < 0: raise ValueError(f"lag must be an integer >= 0, got {setup.lag!r}")
+    if setup.scaler is not None and not hasattr(setup.scaler, "get_scale"):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(setup.scaler).__name__}")
     if setup.buffers not in ("broadcast", "average", "local"): raise ValueError(f"buffers must be 'broadcast', 'average' or 'local', got {setup.buffers!r}")
     if setup.interleaved and setup.judges:
         raise ValueError("interleaved=True steps before the last gradients are there, so their norm, and whether they are finite, is not known; "
@@ -423,7 +431,8 @@ class DataParallel(Backward):
     """A module whose gradients are averaged and stepped inside backward; made by `data_parallel`."""
 
     def __init__(self, module: nn.Module, zero: ZeroRedundancyOptimizer, setup: Setup):
-        with agreeing(zero.group if isinstance(zero, ZeroRedundancyOptimizer) else Group(), "data_parallel", lambda: [str(replace(setup, scaler=setup.scaler is not None))]): _check(module, zero, setup)
+        group, shared = zero.group if isinstance(zero, ZeroRedundancyOptimizer) else Group(), replace(setup, scaler=setup.scaler is not None)
+        with agreeing(group, "data_parallel", lambda: [str(shared)]): _check(module, zero, setup)
         self.module, self.zero, self.setup, self.params = module, zero, setup, zero.params()
         self.index = {id(p): i for i, p in enumerate(self.params)}
         self.reads, self.pool = Reads(module, self.wait), Pool()
