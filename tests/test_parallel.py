@@ -203,7 +203,8 @@ def cases(early):
         "GRU": compare(make=Recurrent, **setup), "attention": compare(make=Attending, **setup),
         "never read": compare(make=Never, ddp={"find_unused_parameters": True}, **setup),
         "never, looked for": compare(make=Never, ddp={"find_unused_parameters": True}, find_unused_parameters=True, **setup),
-        "BatchNorm": compare(make=normed, **setup), "SGD groups": compare(lambda m: [momentum(p) for p in ([*m.parameters()][:3], [*m.parameters()][3:])], **setup),
+        "BatchNorm": compare(make=normed, **setup),
+        "SGD groups": compare(lambda m: [momentum(p) for p in ([*m.parameters()][:3], [*m.parameters()][3:])], **setup),
     }
     if not early: out |= {"clipped": compare(clip=0.05, steps=4), "clipped two": compare(two_rates, clip=0.05, micro=2), "clipped by inf": clipped_by_inf()}
     return out
