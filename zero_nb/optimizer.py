@@ -298,7 +298,7 @@ class LoadedState(ShardedState):
         rest(shard)
         for optim in optims: _load_local(optim, {id(piece.view): state for piece, state in dealt})
 
-# %% ../nbs/13_optimizer.ipynb #d0d2f8b3
+# %% ../nbs/13_optimizer.ipynb #9631103b
 def _wanted(entries: Iterable[Entry], new: Shard, group_rank: int) -> Iterator[Entry]:
     """Cut out of the states of pieces what a rank owns by a new plan."""
     owned: dict[int, list[Slot]] = {}
@@ -322,7 +322,7 @@ def _assembled(piece: Piece, run: Run, param: Tensor, found: Sequence[Entry]) ->
     if not parts: return {}
     states = [found[i][2] for _, i in parts]
     if found[parts[0][1]][1]: return states[0] # of a whole parameter
-    joined = {k: torch.cat([state[k] for state in states]) if _is_row(v) else v for k, v in states[0].items()}
+    joined = {k: torch.cat([state[k] for state in states]) if _is_row(v) else deepcopy(v) for k, v in states[0].items()} # runs do not share a step count
     if not piece.whole: return joined
     return {k: v.as_strided(param.shape, param.stride()) if _is_row(v) else v for k, v in joined.items()}
 
