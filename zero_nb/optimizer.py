@@ -523,7 +523,7 @@ def _levels(process_group: Any) -> tuple[Group, Group | None]:
     if getattr(process_group, "ndim", 1) == 2: process_group = two_level(process_group)
     return process_group if isinstance(process_group, TwoLevel) else (Group(process_group), None)
 
-# %% ../nbs/13_optimizer.ipynb #50ba778b
+# %% ../nbs/13_optimizer.ipynb #ff913d78
 class ZeroRedundancyOptimizer(DropIn):
     """Shard the state of a `torch.optim` class over the ranks of `DistributedDataParallel` (ZeRO stage 1).
 
@@ -554,5 +554,5 @@ class ZeroRedundancyOptimizer(DropIn):
         """Step this rank's pieces and bring all parameters to all ranks; returns the loss of `closure`, which is called once. All ranks call this."""
         with torch.enable_grad(): loss = None if closure is None else closure()
         self._begin_step()
-        self._step(kwargs)
+        (self.driver or self._step)(kwargs)
         return loss
