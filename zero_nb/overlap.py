@@ -29,9 +29,9 @@ if TYPE_CHECKING: from typing_extensions import Self
 
 # %% auto #0
 __all__ = ['Finish', 'Copy', 'start_mean', 'Prepared', 'Runner', 'plan_buckets', 'Layout', 'find_layout', 'AtEnd', 'at_end',
-           'found_tensors', 'failing', 'norm_of', 'clip_parts', 'Way', 'check_pair', 'done', 'beside', 'Noted',
-           'Arrivals', 'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Attached', 'Overlap', 'overlap',
-           'hook_with_zero_step', 'hook_with_zero_step_interleaved']
+           'found_tensors', 'failing', 'norm_of', 'clip_parts', 'Care', 'Way', 'check_pair', 'done', 'beside', 'Noted',
+           'Arrivals', 'Averages', 'remembered', 'Late', 'Backward', 'Switch', 'find_switch', 'Attached', 'Overlap',
+           'overlap', 'hook_with_zero_step', 'hook_with_zero_step_interleaved']
 
 # %% ../nbs/14_overlap.ipynb #da6950d3
 Finish = Callable[[], Tensor] # waits for a reduction, and gives what this rank owns of the bucket: the mean over all ranks, 1-D
@@ -265,18 +265,50 @@ def clip_parts(group: Group, parts: Sequence[Tensor], max_norm: float, norm_type
     for part in parts: part.mul_(scale.to(part.dtype))
     return norm
 
-# %% ../nbs/14_overlap.ipynb #1444d638
-@dataclass(frozen=True)
-class Way:
-    """How a step is to be overlapped."""
+# %% ../nbs/14_overlap.ipynb #1dc1a094
+@dataclass(frozen=True, kw_only=True)
+class Care:
+    """What is done with averages before a step is taken on them."""
 
-    hook: Any = None # comm hook for the gradients; None: their mean
-    state: Any = None # of that hook
     interleaved: bool = False # step each bucket during backward, else all after it
     lag: int = 1 # buckets between a reduction and its step, if interleaved
     max_grad_norm: float | None = None # clip the gradient to this norm
     norm_type: float = 2.0 # of that norm
     scaler: Any = None # a `torch.amp.GradScaler` whose scale the gradients carry
+
+    scales = property(lambda self: self.scaler is not None and self.scaler.is_enabled(), doc="Whether gradients carry a scale.")
+    judges = property(lambda self: self.scales or self.max_grad_norm is not None, doc="Whether all gradients are looked at before the first step.")
+
+    def judge(self, group: Group, parts: Sequence[Tensor]) -> tuple[bool, Tensor | None]: # whether to step; the norm before it was clipped
+        """Look at what this rank owns of all averages; all ranks call this."""
+        if self.scales:
+            for part in parts: part.div_(self.scaler.get_scale())
+            if not torch.isfinite(norm_of(group, parts, float("inf"))): return False, None
+        return True, None if self.max_grad_norm is None else clip_parts(group, parts, self.max_grad_norm, self.norm_type)
+
+    def tell(self, params: Sequence[Tensor], stepped: bool) -> None:
+        """Leave a gradient in which a scaler reads whether to step, and how to change its scale."""
+        smallest = min(params, key=Tensor.numel)
+        if self.scales: smallest.grad = torch.full_like(smallest, 0.0 if stepped else torch.inf)
+
+    def check(self) -> None:
+        """Refuse what cannot work."""
+        if type(self.lag) is not int or self.lag < 0: raise ValueError(f"lag must be a number of buckets, 0 or more, got {self.lag!r}")
+        if self.max_grad_norm is not None and not (isinstance(self.max_grad_norm, (int, float)) and self.max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm!r}")
+        if self.scaler is not None and not hasattr(self.scaler, "get_scale"):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(self.scaler).__name__}")
+        if self.interleaved and self.judges:
+            raise ValueError("interleaved=True steps before the last gradients are there, so their norm, and whether they are finite, is not known; "
+                             "use interleaved=False with max_grad_norm or scaler")
+
+# %% ../nbs/14_overlap.ipynb #24937fcf
+@dataclass(frozen=True)
+class Way(Care):
+    """How a step is to be overlapped."""
+
+    hook: Any = None # comm hook for the gradients; None: their mean
+    state: Any = None # of that hook
 
     @cached_property
     def wire(self) -> torch.dtype | str | None:
@@ -285,23 +317,13 @@ class Way:
         if self.hook in (None, known.allreduce_hook): return None
         return {known.bf16_compress_hook: torch.bfloat16, known.fp16_compress_hook: torch.float16}.get(self.hook, "kept")
 
-    @property
-    def judges(self) -> bool:
-        """Tell if all gradients are looked at before the first step."""
-        return self.max_grad_norm is not None or (self.scaler is not None and self.scaler.is_enabled())
-
-# %% ../nbs/14_overlap.ipynb #adf5bd6e
+# %% ../nbs/14_overlap.ipynb #b92a5438
 def _check_kinds(way: Way, ddp: Any, zero: Any) -> None:
     from torch.nn.parallel import DistributedDataParallel
     if not isinstance(ddp, DistributedDataParallel): raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
     if not isinstance(zero, ZeroRedundancyOptimizer): raise TypeError(f"zero must be zero_nb's ZeroRedundancyOptimizer, got {type(zero).__name__}")
     if way.hook is not None and not callable(way.hook): raise TypeError(f"hook must be a comm hook as DDP takes it, got {way.hook!r}")
-    if type(way.lag) is not int or way.lag < 0: raise ValueError(f"lag must be a number of buckets, 0 or more, got {way.lag!r}")
-    if way.max_grad_norm is not None and not (isinstance(way.max_grad_norm, (int, float)) and way.max_grad_norm > 0):
-        raise ValueError(f"max_grad_norm must be above 0, got {way.max_grad_norm!r}")
-    if way.interleaved and way.judges:
-        raise ValueError("interleaved=True steps before the last gradients are there, so their norm, and whether they are finite, is not known; "
-                         "use interleaved=False with max_grad_norm or scaler")
+    way.check()
 
 def _check_params(ddp: Any, zero: ZeroRedundancyOptimizer) -> None:
     ours, theirs = {id(p): p for p in zero.params()}, {id(p) for p in ddp.module.parameters()}
@@ -404,7 +426,7 @@ def _come(future: Any) -> Iterator[None]: # as the steps of a collective, whose 
     yield
     future.wait()
 
-# %% ../nbs/14_overlap.ipynb #4c7cad73
+# %% ../nbs/14_overlap.ipynb #3e73f71d
 class Averages(Arrivals):
     """How buckets become averages, and which parameters have a gradient on some rank."""
 
@@ -433,21 +455,17 @@ class Averages(Arrivals):
         return whole[slice(*bucket.part(self.zero.group.group_rank))]
 
     def _judge(self, parts: list[Tensor]) -> bool: # whether to step
-        way, group = self.way, self.zero.group
-        if way.scaler is not None and way.scaler.is_enabled():
-            for part in parts: part.div_(way.scaler.get_scale())
-            if not torch.isfinite(norm_of(group, parts, float("inf"))): return False
-        if way.max_grad_norm is not None: self.grad_norm = clip_parts(group, parts, way.max_grad_norm, way.norm_type)
-        return True
+        steps, self.grad_norm = self.way.judge(self.zero.group, parts)
+        return steps
 
-# %% ../nbs/14_overlap.ipynb #d32e81d2
-def _remembered(optims: Iterable[torch.optim.Optimizer]) -> str:
+# %% ../nbs/14_overlap.ipynb #a15a9caa
+def remembered(optims: Iterable[torch.optim.Optimizer]) -> str:
     """Write down what optimizers remember beside the state of parameters."""
     groups = [{k: v for k, v in group.items() if k != "params"} for optim in optims for group in optim.param_groups]
     others = [{k: v for k, v in optim.state.items() if not isinstance(k, Tensor)} for optim in optims]
     return str([groups, others, [{k: v for k, v in vars(optim).items() if isinstance(v, (int, float))} for optim in optims]])
 
-# %% ../nbs/14_overlap.ipynb #8a1fed16
+# %% ../nbs/14_overlap.ipynb #7fc40999
 class Late(Averages):
     """What happens when backward is over, where buckets are not known beforehand."""
 
@@ -465,9 +483,9 @@ class Late(Averages):
             self.layout, self.runner = find_layout(shard.plan, self.seen, shard.params), self._run(shard)
         self.running = Runner(zero, self.runner.shard, self._start, self.runner.judge)
         for j in range(len(self.seen)): self._go_on(self.running, j)
-        before = _remembered(zero.optims.values())
+        before = remembered(zero.optims.values())
         stepped, lacks = self.running.finish(together=True), self.running.lacks
-        if stepped and self.apart and before != _remembered(zero.optims.values()): self._keep_together()
+        if stepped and self.apart and before != remembered(zero.optims.values()): self._keep_together()
         self.runner.lacks = lacks
         return stepped
 
@@ -477,7 +495,7 @@ class Late(Averages):
         if self.way.interleaved: warnings.warn(f"{type(self.zero.optim).__name__} counts its steps in its param groups, so all buckets are stepped "
                                                "together when backward is over, as with interleaved=False", stacklevel=2)
 
-# %% ../nbs/14_overlap.ipynb #7f581570
+# %% ../nbs/14_overlap.ipynb #824b1f38
 class Backward(Late):
     """What happens when backward is over."""
 
@@ -497,9 +515,7 @@ class Backward(Late):
     def _drop(self, stepped: bool) -> None: # gradients that no longer are what they are called
         if self.way.wire != "kept":
             for p in self.zero.params(): p.grad = None
-        if self.way.scaler is not None and self.way.scaler.is_enabled(): # reads from a gradient whether to step, and how to change its scale
-            p = min(self.zero.params(), key=Tensor.numel)
-            p.grad = torch.full_like(p, 0.0 if stepped else torch.inf)
+        self.way.tell(self.zero.params(), stepped)
 
 # %% ../nbs/14_overlap.ipynb #c3d7f5ae
 class Switch:
@@ -608,7 +624,7 @@ class Overlap(Attached):
         """What runs when; None until the first backward is over."""
         return self.runner.schedule if self.runner else None
 
-# %% ../nbs/14_overlap.ipynb #caf79f28
+# %% ../nbs/14_overlap.ipynb #0e9e1704
 def overlap(
     ddp: Any, # DistributedDataParallel, without a comm hook
     zero: ZeroRedundancyOptimizer, # of all its parameters
@@ -626,9 +642,9 @@ def overlap(
     When `backward` returns, the parameters are those after the step on every rank, and `.grad` is None, unless a hook of the user's has averaged it;
     `zero.step()` may be called and does nothing. Each backward outside `no_sync` is a step.
     Raises `TypeError`, `ValueError` or `RuntimeError` on every rank for what does not go together."""
-    return Overlap(ddp, zero, Way(hook, state, interleaved, lag, max_grad_norm, norm_type, scaler))
+    return Overlap(ddp, zero, Way(hook, state, interleaved=interleaved, lag=lag, max_grad_norm=max_grad_norm, norm_type=norm_type, scaler=scaler))
 
-# %% ../nbs/14_overlap.ipynb #2afbfaa5
+# %% ../nbs/14_overlap.ipynb #3d531619
 def _hook(ddp: Any, zero: Any, way: Way) -> Any:
     made = Overlap(ddp, zero, way, register=False)
     hook = made.switch.make()
@@ -648,7 +664,7 @@ def hook_with_zero_step(
     """Make a comm hook that averages gradients during backward, and steps when it is over.
 
     Raises as `overlap` does. Source: the interface of torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook."""
-    return _hook(ddp, zero, Way(hook, None, False, 1, max_grad_norm, norm_type, scaler))
+    return _hook(ddp, zero, Way(hook, max_grad_norm=max_grad_norm, norm_type=norm_type, scaler=scaler))
 
 def hook_with_zero_step_interleaved(
     hook: Any, # comm hook for the gradients, such as `allreduce_hook`
@@ -661,4 +677,4 @@ def hook_with_zero_step_interleaved(
     """Make a comm hook that averages gradients and steps them bucket by bucket, while backward goes on.
 
     Raises as `overlap` does. Source: the interface of torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook."""
-    return _hook(ddp, zero, Way(hook, None, True, lag))
+    return _hook(ddp, zero, Way(hook, interleaved=True, lag=lag))

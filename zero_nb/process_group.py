@@ -422,16 +422,14 @@ def elsewhere(
 CHUNK = 1 << 20 # bytes that travel as one message
 _WINDOW = 4 # chunks that a reduce-scatter receives ahead of its additions: its scratch memory; two of three times the size between two ranks
 
-# %% ../nbs/10_process_group.ipynb #403fa6cb
+# %% ../nbs/10_process_group.ipynb #c872182f
 def _ring(
     group: Ranks,
     parts: Sequence[Tensor], # one for each rank, perhaps of unequal sizes
-    origin: int, # the part this rank sends first
-    add: bool, # add what arrives to what is there, instead of overwriting it
 ) -> Iterator[None]:
-    """Pass parts around the ring: at hop k this rank sends part `origin - k` and receives the one before it."""
+    """Add parts up around the ring: at hop k this rank sends the part k + 1 places behind its own, and adds what it receives to the one before that."""
     dist: Any = torch.distributed
-    size, pg = group.size, group.process_group
+    size, pg, origin = group.size, group.process_group, group.group_rank - 1
     behind, ahead = group.ranks[group.group_rank - 1], group.ranks[(group.group_rank + 1) % size]
     nbytes, window = (3 * CHUNK, 2) if size == 2 else (CHUNK, _WINDOW)
     length = max(1, nbytes // parts[0].element_size())
@@ -440,10 +438,9 @@ def _ring(
     first = group._wire.tags((size - 1) * widest, f"{parts[0].dtype} {[len(part) for part in parts]}")
     route = [(first + (hop * widest + i) * _MARKS, chunk) for hop in range(size - 1) for i, chunk in enumerate(chunks[(origin - 1 - hop) % size])]
     last = first + (size - 2) * widest * _MARKS
-    scratch = [parts[0].new_empty(min(length, max(map(len, parts)))) for _ in range(window)] if add else []
-    if not add: window = len(route)
+    scratch = [parts[0].new_empty(min(length, max(map(len, parts)))) for _ in range(window)]
 
-    def place(i: int) -> Tensor: return scratch[i % window][:route[i][1].numel()] if add else route[i][1]
+    def place(i: int) -> Tensor: return scratch[i % window][:route[i][1].numel()]
     def receive(i: int) -> Any: return dist.irecv(place(i), behind, pg, route[i][0])
 
     def steps() -> Iterator[None]:
@@ -452,7 +449,7 @@ def _ring(
         yield
         for i, (tag, chunk) in enumerate(route):
             _settled(arriving.popleft(), "nothing came from rank", behind)
-            if add: chunk += place(i)
+            chunk += place(i)
             if tag < last: leaving.append(dist.isend(chunk, ahead, pg, tag + widest * _MARKS)) # unless it is home
             if i + window < len(route): arriving.append(receive(i + window))
         for work in leaving: _settled(work, "nothing went to rank", ahead)
@@ -464,11 +461,13 @@ def _spread(group: Ranks, parts: Sequence[Tensor]) -> Iterator[None]:
     dist: Any = torch.distributed
     mine, pg, tag = group.group_rank, group.process_group, group._wire.tags(1, f"{parts[0].dtype} {[len(part) for part in parts]}")
     others = [(mine + hop) % group.size for hop in range(1, group.size)]
-    arriving = [(group.ranks[i], dist.irecv(parts[i], group.ranks[i], pg, tag)) for i in reversed(others) if parts[i].numel()]
-    leaving = [(group.ranks[i], dist.isend(parts[mine], group.ranks[i], pg, tag)) for i in others if parts[mine].numel()]
-    yield
-    for rank, work in arriving: _settled(work, "nothing came from rank", rank)
-    for rank, work in leaving: _settled(work, "nothing went to rank", rank)
+    def steps() -> Iterator[None]:
+        arriving = [(group.ranks[i], dist.irecv(parts[i], group.ranks[i], pg, tag)) for i in reversed(others) if parts[i].numel()]
+        leaving = [(group.ranks[i], dist.isend(parts[mine], group.ranks[i], pg, tag)) for i in others if parts[mine].numel()]
+        yield
+        for rank, work in arriving: _settled(work, "nothing came from rank", rank)
+        for rank, work in leaving: _settled(work, "nothing went to rank", rank)
+    return steps()
 
 def _settled(work: Any, trouble: str, global_rank: int) -> None: # wait, and name who did not play its part
     try: work.wait()
@@ -545,7 +544,7 @@ def _together(works: Sequence[Iterator[None]]) -> Iterator[None]:
     yield
     for steps in works: yield from steps
 
-# %% ../nbs/10_process_group.ipynb #6f17d735
+# %% ../nbs/10_process_group.ipynb #065eca16
 def _native_all_gather(group: Group, call: Call) -> Iterator[None]:
     parts, mine, options = call.split(), group.group_rank, {"group": group.process_group, "async_op": True}
     if len(set(call.parts)) > 1: return _started(lambda: torch.distributed.all_gather(parts, parts[mine], **options))
@@ -563,10 +562,10 @@ def _all_gather(group: Group, call: Call) -> Iterator[None]:
     return _together([_broadcast(group, Call("broadcast", part, root=root)) for root, part in enumerate(call.split()) if part.numel()])
 
 def _reduce_scatter(group: Group, call: Call) -> Iterator[None]:
-    if group.backend(call.tensor.device) == "gloo": return _ring(group, call.split(), group.group_rank - 1, add=True)
+    if group.backend(call.tensor.device) == "gloo": return _ring(group, call.split())
     return (_all_reduce if _lacks(group, call, _native_reduce_scatter) else _native_reduce_scatter)(group, call)
 
-# %% ../nbs/10_process_group.ipynb #e07838e7
+# %% ../nbs/10_process_group.ipynb #ff94cf3d
 _KNOWN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})
 
 def _broadcast(group: Group, call: Call) -> Iterator[None]:
@@ -584,8 +583,8 @@ def _all_reduce(group: Group, call: Call) -> Iterator[None]:
     if call.tensor.dtype in _KNOWN: return _started(lambda: group.process_group.allreduce([call.tensor], _options("AllreduceOptions")))
     if group.backend(call.tensor.device) != "gloo":
         return _started(lambda: torch.distributed.all_reduce(call.tensor, group=group.process_group, async_op=True))
-    parts, mine = call.tensor.view(-1).tensor_split(group.size), group.group_rank
-    return itertools.chain(_ring(group, parts, mine - 1, add=True), _ring(group, parts, mine, add=False))
+    parts = call.tensor.view(-1).tensor_split(group.size)
+    return itertools.chain(_ring(group, parts), _spread(group, parts))
 
 _STEPS: dict[str, Callable[[Group, Call], Iterator[None]]] = {
     "all_reduce": _all_reduce, "broadcast": _broadcast, "reduce_scatter": _reduce_scatter, "all_gather": _all_gather,
