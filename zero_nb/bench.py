@@ -180,7 +180,7 @@ _OWN: tuple[tuple[str, str, Callable], ...] = (
     ("control", "DDP + fused AdamW once more", _ddp))
 for _name, _what, _make in _OWN: variant(_name, _what)(_make)
 
-# %% ../nbs/30_benchmark.ipynb #5f47d116
+# %% ../nbs/30_benchmark.ipynb #9f4cae0e
 @variant("overlap", "zero_nb, overlapped")
 def _overlap(module: nn.Module, group: Any, lr: float) -> Runner:
     ddp = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
@@ -189,7 +189,7 @@ def _overlap(module: nn.Module, group: Any, lr: float) -> Runner:
     return _runner(ddp, zero, zero.optim, early=True)
 
 def _parallel(module: nn.Module, group: Any, lr: float, interleaved: bool = False) -> Runner:
-    zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, process_group=group, lr=lr)
+    zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, process_group=group, parameters_as_bucket_view=True, lr=lr)
     handle = data_parallel(module, zero, interleaved=interleaved)
     return _runner(module, zero, zero.optim, settle=handle.wait, early=True)
 
