@@ -465,7 +465,7 @@ def remembered(optims: Iterable[torch.optim.Optimizer]) -> str:
     others = [{k: v for k, v in optim.state.items() if not isinstance(k, Tensor)} for optim in optims]
     return str([groups, others, [{k: v for k, v in vars(optim).items() if isinstance(v, (int, float))} for optim in optims]])
 
-# %% ../nbs/14_overlap.ipynb #7fc40999
+# %% ../nbs/14_overlap.ipynb #bd72958f
 class Late(Averages):
     """What happens when backward is over, where buckets are not known beforehand."""
 
@@ -491,7 +491,8 @@ class Late(Averages):
 
     def _keep_together(self) -> None:
         assert self.runner is not None
-        self.apart, self.runner = False, self._run(self.runner.shard)
+        self.apart = False
+        self.runner = self._run(self.runner.shard)
         if self.way.interleaved: warnings.warn(f"{type(self.zero.optim).__name__} counts its steps in its param groups, so all buckets are stepped "
                                                "together when backward is over, as with interleaved=False", stacklevel=2)
 

@@ -274,11 +274,12 @@ class Counted(Filling):
         if not surprises or self.setup.find_unused_parameters: return
         raise RuntimeError(f"{specs(self.zero.param_groups)[min(surprises)].name} got {got}; where that may change, pass find_unused_parameters=True")
 
-# %% ../nbs/14a_parallel.ipynb #c6a5ea45
+# %% ../nbs/14a_parallel.ipynb #5f285b7a
 class Averaged(Counted):
     """How buckets become averages, and which parameters have a gradient on some rank."""
 
     grad_norm: Tensor | None = None # before it was clipped, of the last step
+    apart = True # whether the optimizer's classes may step bucket by bucket
     parts: dict[int, Tensor] # of each bucket: memory for the average of what this rank owns, if all wait for the end of backward
     held: dict[int, Tensor] # gradients in which the average of this rank's part lies
 
@@ -297,7 +298,7 @@ class Averaged(Counted):
             if used is not None:
                 for slot, count in zip(slots, used.tolist(), strict=True): running.lacks[slot.param] = not count
             part = mean()
-            if self.setup.interleaved and self.live: self.held[i] = gradient
+            if self.setup.interleaved and self.apart and self.live: self.held[i] = gradient
             else: # the part waits long for its step, and the rest need not
                 if i not in self.parts: self.parts[i] = torch.empty_like(part)
                 part = self.parts[i].copy_(part)
@@ -311,11 +312,10 @@ class Averaged(Counted):
         steps, self.grad_norm = self.setup.judge(self.zero.group, parts)
         return steps
 
-# %% ../nbs/14a_parallel.ipynb #9e61a1a1
+# %% ../nbs/14a_parallel.ipynb #bd9bca00
 class Late(Averaged):
     """What happens when backward is over, where buckets are not known beforehand."""
 
-    apart = True # whether the optimizer's classes may step bucket by bucket
     pool: Pool
 
     def _run(self, shard: Shard) -> Runner:
@@ -333,8 +333,8 @@ class Late(Averaged):
             self.runner = self._run(zero.replan(zero.shards, "in the order in which gradients come", plan))
         self.running = running = Runner(zero, self.runner.shard, self._start, self.runner.judge, hidden=setup.hidden)
         self.homes = Homes(running.shard.plan, len(self.params), [False] * len(self.params), self.pool)
-        before = remembered(zero.optims.values())
         for i in range(len(self.homes.slots)): self.fill(i)
+        before = remembered(zero.optims.values())
         stepped = running.finish(together=True)
         if stepped and self.apart and before != remembered(zero.optims.values()): self._keep_together()
         if not setup.find_unused_parameters: self.homes = Homes(running.shard.plan, len(self.params), running.lacks, self.pool)
@@ -343,7 +343,8 @@ class Late(Averaged):
 
     def _keep_together(self) -> None:
         assert self.runner is not None, "late() has made it"
-        self.apart, self.runner = False, self._run(self.runner.shard)
+        self.apart = False
+        self.runner = self._run(self.runner.shard)
         if self.setup.interleaved: warnings.warn(f"{type(self.zero.optim).__name__} counts its steps in its param groups, so all buckets are stepped "
                                                  "together when backward is over, as with interleaved=False", stacklevel=2)
 

@@ -422,7 +422,7 @@ def elsewhere(
 CHUNK = 1 << 20 # bytes that travel as one message
 _WINDOW = 4 # chunks that a reduce-scatter receives ahead of its additions: its scratch memory; two of three times the size between two ranks
 
-# %% ../nbs/10_process_group.ipynb #c872182f
+# %% ../nbs/10_process_group.ipynb #c046baf6
 def _ring(
     group: Ranks,
     parts: Sequence[Tensor], # one for each rank, perhaps of unequal sizes
@@ -456,6 +456,7 @@ def _ring(
 
     return steps()
 
+# %% ../nbs/10_process_group.ipynb #28b1bfc8
 def _spread(group: Ranks, parts: Sequence[Tensor]) -> Iterator[None]:
     """Send this rank's part to every other one. No rank passes anything on, so none waits for another to wait."""
     dist: Any = torch.distributed
