@@ -27,6 +27,7 @@ from zero_nb.process_group import (
     clone,
     coalescing_manager,
     destroy,
+    fail,
     get_global_rank,
     get_group_rank,
     get_process_group_ranks,
@@ -945,3 +946,29 @@ def abort_after_another():
 
 def test_abort_frees_a_rank_whatever_another_has_aborted():
     assert len(run(3, abort_after_another, timeout=60)[1]) == 1
+
+
+def fails_as_messages_leave(count, numel):
+    g, pids = clone(Group(), timeout=timedelta(seconds=10)), [None] * 2
+    dist.all_gather_object(pids, os.getpid())
+    tensors = [(torch.zeros(numel), 1 - g.group_rank) for _ in range(count)]
+    dist.barrier()
+    if g.group_rank == 0:
+        work = g.exchange(tensors, [], async_op=True)
+        dist.barrier()
+        start = time.monotonic()
+        return told(work.wait), time.monotonic() - start
+    dist.barrier()
+    time.sleep(0.1) # rank 0 waits
+    os.kill(pids[0], signal.SIGSTOP) # it learns that rank 1 is ready only when rank 1 has gone on
+    work = g.exchange([], tensors, async_op=True)
+    threading.Timer(0.1, os.kill, (pids[0], signal.SIGCONT)).start()
+    fail(g, ArithmeticError("the loss is not a number"))
+    return told(work.wait)
+
+
+@pytest.mark.parametrize("count, numel", [(3, 10), (2, 1 << 22)])
+def test_no_message_is_lost_on_its_way_to_a_rank_that_fails(count, numel):
+    (error, seconds), _ = run(2, fails_as_messages_leave, count, numel, timeout=60)
+    assert seconds < 5, (error, seconds) # sent, or an error
+    assert error is None or "the loss is not a number" in error[1]

@@ -953,7 +953,9 @@ def two_level(
     assert inside is not None and across is not None, "every rank is in a row and in a column"
     return TwoLevel(inside, across)
 
-# %% ../nbs/10_process_group.ipynb #523c674b
+# %% ../nbs/10_process_group.ipynb #f4fbee87
+_SETTLE = 0.3 # seconds in which peers end what is on its way to a rank that fails
+
 def abort(
     group: Group, # unusable afterwards
 ) -> None:
@@ -978,6 +980,7 @@ def fail(
     with suppress(Exception): # the store may be gone
         store = _store(group)
         if not store.check([_LAST_WORDS]): store.set(_LAST_WORDS, f"rank {group.global_rank} failed with {type(error).__name__}: {error}")
+    if not group._state.ended and "gloo" in group.backends.values(): time.sleep(_SETTLE)
     abort(group)
 
 def destroy(
