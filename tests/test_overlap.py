@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.overlap import hook_with_zero_step, hook_with_zero_step_interleaved, overlap
-from zero_nb.process_group import two_level
+from zero_nb.overlap import clip_parts, hook_with_zero_step, hook_with_zero_step_interleaved, norm_of, overlap
+from zero_nb.process_group import Group, two_level
 from zero_nb.record import record
 
 CAP = 0.01  # MB, so that there are several buckets
@@ -108,6 +108,19 @@ def backward(model, feature, step):
     for part in range(parts):
         with model.no_sync() if part < parts - 1 else nullcontext():
             model(batch(step, part, dtype), used(feature, step)).square().mean().backward()
+
+
+def side_by_side(plain, ours, steps, prepare=lambda model, step: None, group=None):
+    """Train two models, each with its optimizer; give the largest difference between them, or between replicas of the second."""
+    worst = 0.0
+    for step in range(steps):
+        for model, optimizer in (plain, ours):
+            prepare(model, step)
+            backward(model, "plain", step)
+            optimizer.step()
+            optimizer.zero_grad()
+        worst = max(worst, (flat(plain[0]) - flat(ours[0])).abs().max().item(), apart(ours[0], group))
+    return worst
 
 
 def beside(name, feature, interleaved, steps=6, **more):
@@ -270,13 +283,7 @@ def compressed(interleaved):
     plain.register_comm_hook(power(), powerSGD_hook.powerSGD_hook)
     optimizer, zero = unsharded("sgd", plain, False), sharded("sgd", ours, False)
     overlap(ours, zero, hook=powerSGD_hook.powerSGD_hook, state=power(), interleaved=interleaved)
-    for step in range(6):
-        for model, o in ((plain, optimizer), (ours, zero)):
-            backward(model, "plain", step)
-            o.step()
-            o.zero_grad()
-        if (flat(plain) - flat(ours)).abs().max().item() > 1e-4 or apart(ours): return step
-    return True
+    return side_by_side((plain, optimizer), (ours, zero), 6) < 1e-4
 
 
 def test_powersgd_is_kept():
@@ -334,15 +341,9 @@ def some(interleaved, ranks):
     group = dist.new_group(ranks)
     if dist.get_rank() not in ranks: return None
     plain, ours = (DDP(network(), process_group=group, bucket_cap_mb=CAP) for _ in range(2))
-    optimizer, zero, worst = unsharded("adamw", plain, False), sharded("adamw", ours, False, process_group=group), 0.0
+    optimizer, zero = unsharded("adamw", plain, False), sharded("adamw", ours, False, process_group=group)
     overlap(ours, zero, interleaved=interleaved)
-    for step in range(5):
-        for model, o in ((plain, optimizer), (ours, zero)):
-            backward(model, "plain", step)
-            o.step()
-            o.zero_grad()
-        worst = max(worst, (flat(plain) - flat(ours)).abs().max().item(), apart(ours, group))
-    return worst < 1e-9
+    return side_by_side((plain, optimizer), (ours, zero), 5, group=group) < 1e-9
 
 
 def test_a_subgroup_without_global_rank_0_trains():
@@ -351,23 +352,38 @@ def test_a_subgroup_without_global_rank_0_trains():
 
 def hybrid(interleaved):
     plain, ours = (DDP(network(), bucket_cap_mb=CAP) for _ in range(2))
-    optimizer, zero, worst = unsharded("adamw", plain, False), sharded("adamw", ours, False, process_group=two_level(2)), 0.0
+    optimizer, zero = unsharded("adamw", plain, False), sharded("adamw", ours, False, process_group=two_level(2))
     assert zero.group.size == 2 and zero.across.size == 2
     overlap(ours, zero, interleaved=interleaved)
-    for step in range(5):
-        for model, o in ((plain, optimizer), (ours, zero)):
-            backward(model, "plain", step)
-            o.step()
-            o.zero_grad()
-        worst = max(worst, (flat(plain) - flat(ours)).abs().max().item(), apart(ours))
-    return worst < 1e-9
+    return side_by_side((plain, optimizer), (ours, zero), 5) < 1e-9
 
 
 def test_state_may_be_shared_inside_nodes_while_gradients_are_averaged_across():
     assert run(4, lambda: [hybrid(False), hybrid(True)]) == [[True, True]] * 4
 
 
-# ---- scaled gradients ----
+# ---- norms and scaled gradients ----
+
+def norm_where_one_rank_has_nothing(dtypes):
+    whole = [torch.arange(1, 7, dtype=dtype) for dtype in dtypes]
+    mine = [part if dist.get_rank() == 0 else part[:0] for part in whole]
+    norms = [norm_of(Group(), mine, kind) for kind in (2.0, float("inf"))]
+    clip_parts(Group(), mine, 1.0)
+    return [norm.item() for norm in norms], [part.tolist() for part in mine], [norm.dtype for norm in norms]
+
+
+@pytest.mark.parametrize("dtypes", [[torch.bfloat16], [torch.float64], [torch.bfloat16, torch.float64]])
+def test_the_norm_is_that_of_all_ranks_also_of_those_that_own_nothing(dtypes):
+    params = [nn.Parameter(torch.zeros(6, dtype=dtype)) for dtype in dtypes]
+    for p in params: p.grad = torch.arange(1, 7, dtype=p.dtype)
+    right = [nn.utils.get_total_norm([p.grad.double() for p in params], kind).item() for kind in (2.0, float("inf"))]
+    nn.utils.clip_grad_norm_(params, 1.0)
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    for rank, (norms, parts, kinds) in enumerate(run(2, norm_where_one_rank_has_nothing, dtypes)):
+        assert norms == pytest.approx(right, rel=1e-6) and kinds == [wide, wide]
+        assert parts == ([pytest.approx(p.grad.tolist(), rel=1e-2) for p in params] if rank == 0 else [[] for _ in params])
+
+
 
 def scaled():
     """Train beside plain DDP with a scaler each, on a loss that is infinite on one rank now and then."""
@@ -510,16 +526,11 @@ def test_other_loops_are_those_of_ddp_too():
 def thawing(interleaved, unused):
     """Freeze a layer, and thaw it; beside plain DDP, which takes that only if it looks for unused parameters."""
     plain, ours = (DDP(network(), bucket_cap_mb=CAP, find_unused_parameters=unused) for _ in range(2))
-    optimizer, zero, worst = unsharded("adamw", plain, False), sharded("adamw", ours, False), 0.0
+    optimizer, zero = unsharded("adamw", plain, False), sharded("adamw", ours, False)
     overlap(ours, zero, interleaved=interleaved)
-    for step in range(12):
-        for model, o in ((plain, optimizer), (ours, zero)):
-            if step in (4, 8): model.module.middle[1].requires_grad_(step == 8)
-            backward(model, "plain", step)
-            o.step()
-            o.zero_grad()
-        worst = max(worst, (flat(plain) - flat(ours)).abs().max().item(), apart(ours))
-    return worst < 1e-9
+    def change(model, step):
+        if step in (4, 8): model.module.middle[1].requires_grad_(step == 8)
+    return side_by_side((plain, optimizer), (ours, zero), 12, change) < 1e-9
 
 
 def test_layers_may_be_frozen_and_thawed():
@@ -647,6 +658,8 @@ def refusals():
         lambda: overlap(model, ours, lag=-1), lambda: overlap(model, ours, max_grad_norm=0), lambda: overlap(model, taken),
         lambda: overlap(model, zero(params[1:])), lambda: overlap(model, zero([*params, extra])), lambda: overlap(model, zero(process_group=mine)),
         lambda: overlap(hooked, zero(hooked.parameters())), lambda: overlap(model, ours, interleaved=dist.get_rank() == 0),
+        lambda: overlap(model, ours, max_grad_norm=1.0 + dist.get_rank()),
+        lambda: overlap(model, ours, hook=[twice, powerSGD_hook.powerSGD_hook][dist.get_rank()]),
         lambda: hook_with_zero_step(inner, model.module, ours), lambda: hook_with_zero_step_interleaved("mean", model, ours)]
     found = [told(call) for call in calls]
     assert ours.driver is None and told(lambda: overlap(model, ours)) is None  # nothing was left behind
@@ -657,6 +670,7 @@ REFUSED = [("TypeError", "DistributedDataParallel, got Net"), ("TypeError", "zer
            ("ValueError", "interleaved=False"), ("ValueError", "-1"), ("ValueError", "above 0, got 0"), ("RuntimeError", "overlapped already"),
            ("ValueError", "first.weight of the model is not in the optimizer"), ("ValueError", "(3,) of the optimizer is not in the model"),
            ("ValueError", "make both with the same ranks"), ("RuntimeError", "a comm hook already, allreduce_hook"), ("ValueError", "disagree"),
+           ("ValueError", "max_grad_norm=2.0"), ("ValueError", "by powerSGD_hook"),
            ("TypeError", "DistributedDataParallel, got Net"), ("TypeError", "'mean'")]
 
 
@@ -684,7 +698,7 @@ def misuse():
 
 def test_a_step_that_does_not_mean_what_it_says_is_an_error():
     words = [("RuntimeError", "register the hook"), ("RuntimeError", "2 calls of backward"), ("RuntimeError", "no_sync"), ("TypeError", "grad_scaler"),
-             ("RuntimeError", "detach the overlap")]
+             ("RuntimeError", "while the step is overlapped")]
     for rank in run(2, misuse):
         assert rank[5:] == [None, 0.0]
         for (kind, word), found in zip(words, rank[:5], strict=True): assert found and found[0] == kind and word in found[1], (word, found)

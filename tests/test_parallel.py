@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import re
+import warnings
 
 import pytest
 import torch
@@ -834,6 +835,62 @@ def twice_differentiated():
     return told(lambda: model(batch(0)).square().mean().backward(create_graph=True))
 
 
+def differentiated_by_one():
+    model = network()
+    data_parallel(model, sharded(one_adamw(model)), **SMALL)
+    return told(lambda: [model(batch(step)).square().mean().backward(create_graph=step == 1 and dist.get_rank() == 1) for step in range(3)])
+
+
+def wholly_recomputed(reentrant):
+    one, other = network(), network()
+    wrapped, optim, zero, worst = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1), sharded(one_adamw(other)), 0.0
+    data_parallel(other, zero, **SMALL)
+    for step in range(4):
+        wrapped(batch(step)).square().mean().backward()
+        checkpoint(other, batch(step).requires_grad_(), use_reentrant=reentrant).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        worst = max(worst, (flat(one.parameters()) - flat(other.parameters())).abs().max().item())
+    return worst, replicas(other)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_module_may_be_recomputed_as_a_whole(reentrant):
+    for worst, same in run(2, wholly_recomputed, reentrant): assert worst < 1e-12 and same
+
+
+def scheduled():
+    model = network()
+    zero = sharded(one_adamw(model))
+    data_parallel(model, zero, **SMALL)
+    scheduler = torch.optim.lr_scheduler.StepLR(zero, 1, 0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            scheduler.step()
+    return [str(w.message) for w in caught], zero.param_groups[0]["lr"]
+
+
+def test_a_scheduler_does_not_miss_the_step_that_is_left_out():
+    for caught, lr in run(2, scheduled): assert not caught and lr == 1e-2 / 8
+
+
+def left_after_an_error():
+    """One rank leaves the block by an exception; the other is not in one, and waits for nobody."""
+    model = network()
+    handle = data_parallel(model, zero := sharded(one_adamw(model)), **SMALL)
+    def go():
+        with handle if dist.get_rank() == 1 else contextlib.nullcontext():
+            for step in range(3): model(batch(step)).square().mean().backward()
+            if dist.get_rank() == 1: raise KeyError("in the loop")
+    return told(go), zero.driver is None, told(lambda: [model(batch(9))])
+
+
+def test_the_block_ends_at_once_on_a_rank_that_raises_in_it():
+    assert run(2, left_after_an_error, timeout=30) == [(None, False, None), ("KeyError: 'in the loop'", True, None)]
+
+
 def called_twice():
     model = Recomputed(True)
     data_parallel(model, sharded(one_adamw(model)), **SMALL)
@@ -849,6 +906,7 @@ def test_what_is_recomputed_twice_is_refused():
 
 def test_double_backward_is_refused():
     for message in run(2, twice_differentiated): assert message.startswith("RuntimeError") and "create_graph=True" in message, message
+    for message in run(2, differentiated_by_one, timeout=30): assert "create_graph=True" in message, message
 
 
 def long():

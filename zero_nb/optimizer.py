@@ -486,11 +486,12 @@ class _GoOn(_JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         _Joinable.__init__(self.optimizer) # and what follows the block is not about joining
 
-# %% ../nbs/13_optimizer.ipynb #5abaaecd
+# %% ../nbs/13_optimizer.ipynb #1eb1158e
 class DropIn(Copyable, _Joinable):
     """The part of the optimizer with torch's attributes, which takes part in `Join`."""
 
     initialized = True # for code that asks torch's class
+    _opt_called = False # a scheduler of torch looks for this
 
     def __init__(self, params: Any, group: Group, settings: Settings, overlap_with_ddp: bool):
         super().__init__(params, group, settings, overlap_with_ddp)
@@ -512,9 +513,13 @@ class DropIn(Copyable, _Joinable):
         """The ranks that `Join` counts."""
         return self.process_group
 
+    def note_step(self) -> None:
+        """Note a step: what was consolidated before it is of the past, and a scheduler may go on, also where a driver has taken it."""
+        self._full, self._opt_called = None, True
+
     def _begin_step(self) -> None:
         """Forget the consolidated state, and let ranks without data know that this one steps."""
-        self._full = None
+        self.note_step()
         if self.process_group is not None or torch.distributed.is_available(): _Join.Join.notify_join_context(self) # a copy has no process group to ask for
 
 # %% ../nbs/13_optimizer.ipynb #4046d946
