@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 # %% auto #0
 __all__ = ['CHUNK', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank', 'agree', 'agreeing', 'log_once',
            'Work', 'Call', 'Board', 'patience', 'elsewhere', 'Collectives', 'Group', 'Coalesced', 'coalescing_manager',
-           'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'fail', 'destroy']
+           'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'destroy', 'fail']
 
 # %% ../nbs/10_process_group.ipynb #c5500ccf
 def _ready() -> bool:
@@ -953,9 +953,7 @@ def two_level(
     assert inside is not None and across is not None, "every rank is in a row and in a column"
     return TwoLevel(inside, across)
 
-# %% ../nbs/10_process_group.ipynb #f4fbee87
-_SETTLE = 0.3 # seconds in which peers end what is on its way to a rank that fails
-
+# %% ../nbs/10_process_group.ipynb #523c674b
 def abort(
     group: Group, # unusable afterwards
 ) -> None:
@@ -972,17 +970,6 @@ def abort(
                 with suppress(RuntimeError): dist.irecv(torch.empty(1), rank, pg, _NOBODY_TAG).wait(timedelta(milliseconds=1))
         elif backend != "fake": pg._get_backend(torch.device(device)).abort()
 
-def fail(
-    group: Group, # unusable afterwards
-    error: BaseException, # what went wrong on this rank
-) -> None:
-    """Leave a group because of an error, so that no other rank waits for this one: their collectives raise, and say what it was."""
-    with suppress(Exception): # the store may be gone
-        store = _store(group)
-        if not store.check([_LAST_WORDS]): store.set(_LAST_WORDS, f"rank {group.global_rank} failed with {type(error).__name__}: {error}")
-    if not group._state.ended and "gloo" in group.backends.values(): time.sleep(_SETTLE)
-    abort(group)
-
 def destroy(
     group: Group, # unusable afterwards
 ) -> None:
@@ -995,3 +982,17 @@ def destroy(
     try: _ranks_of(pg)
     except ValueError: return # torch has destroyed it
     torch.distributed.destroy_process_group(pg)
+
+# %% ../nbs/10_process_group.ipynb #89aa9f60
+_SETTLE = 0.3 # seconds in which peers end what is on its way to a rank that fails
+
+def fail(
+    group: Group, # unusable afterwards
+    error: BaseException, # what went wrong on this rank
+) -> None:
+    """Leave a group because of an error, so that no other rank waits for this one: their collectives raise, and say what it was."""
+    with suppress(Exception): # the store may be gone
+        store = _store(group)
+        if not store.check([_LAST_WORDS]): store.set(_LAST_WORDS, f"rank {group.global_rank} failed with {type(error).__name__}: {error}")
+    if not group._state.ended and "gloo" in group.backends.values(): time.sleep(_SETTLE)
+    abort(group)
