@@ -81,7 +81,7 @@ def _alone(bucket: Bucket, params: Sequence[Tensor]) -> Tensor | None:
     run = flatten(params[first.param].detach())[first.start:first.start + bucket.numel]
     return run if sum(slot.numel for slot in bucket.slots) == bucket.numel else None
 
-# %% ../nbs/12_flat.ipynb #54eb9157
+# %% ../nbs/12_flat.ipynb #5f2964ed
 class FlatBucket:
     """The memory of one bucket: its parameters' elements, apart or together."""
 
@@ -109,9 +109,13 @@ class FlatBucket:
         if self.part is None: self.part = torch.cat(self.mine)
         return self.part
 
-    def all_gather(self) -> Iterator[None]:
+    def all_gather(
+        self,
+        room: Tensor | None = None, # 1-D, as large as the bucket: memory in which it may come together; None: new memory
+    ) -> Iterator[None]:
         """Bring every rank's part of the parameters to all ranks: starts before the `yield`, finishes after it."""
-        flat = self.runs[0].new_empty(self.bucket.numel) if self.flat is None else self.flat
+        flat = self.flat
+        if flat is None: flat = room if room is not None and room.dtype == self.runs[0].dtype else self.runs[0].new_empty(self.bucket.numel)
         if self.flat is None and self.owned: flat[self.owned[0].offset:self.owned[-1].offset + self.owned[-1].numel] = self.load()
         self.part = None
         work = self.group.all_gather(flat, self.sizes, async_op=True)

@@ -55,7 +55,7 @@ def start_mean(
         return sent[part].div_(size) if sent is gradient else sent[part].to(gradient.dtype)
     return finish
 
-# %% ../nbs/14_overlap.ipynb #01f4a54f
+# %% ../nbs/14_overlap.ipynb #67e71eed
 class Prepared:
     """A schedule, the buckets of a shard that it is for, and what an iteration has under way."""
 
@@ -66,9 +66,10 @@ class Prepared:
         start: Callable[[int, Tensor], Finish], # starts to average a bucket over all ranks
         judge: Callable[[list[Tensor]], bool] | None = None, # looks at all averages before the first step, and tells if there is to be one
         release: Callable[[int], None] = lambda i: None, # told when the gradient of a bucket is no longer needed, by schedules that say so
+        reuses: bool = False, # whether parameters may be gathered in the memory of gradients that have been stepped
         **how: Any, # of the schedule, as for `order`
     ):
-        self.zero, self.shard, self.start, self.judge, self.release = zero, shard, start, judge, release
+        self.zero, self.shard, self.start, self.judge, self.release, self.reuses = zero, shard, start, judge, release, reuses
         self.phases = order(len(shard.buckets), **how)
         self.schedule = make_schedule(len(shard.buckets), **how)
         self.lacks = [False] * len(shard.params) # of each parameter, whether no rank has a gradient
@@ -81,8 +82,9 @@ class Prepared:
         self.reducing: dict[int, Finish] = {} # in the order in which they were started
         self.parts: dict[int, Tensor] = {} # reduced, and not yet stepped
         self.gathers: dict[int, Work] = {}
+        self.rooms: dict[int, Tensor] = {} # of each bucket: memory that it may be gathered in
 
-# %% ../nbs/14_overlap.ipynb #8883a52f
+# %% ../nbs/14_overlap.ipynb #d76bf93c
 class Runner(Prepared):
     """Runs a schedule on the buckets of a shard, one iteration after another."""
 
@@ -90,6 +92,7 @@ class Runner(Prepared):
         """Take the gradient of a bucket, and do what the schedule has before the next one."""
         if len(self.todo) == len(self.phases["backward"]): self.zero.take_options()
         self.gradients[index] = gradient
+        if self.reuses: self.rooms[index] = gradient
         while self.todo and (self.todo[0][0] != "GRAD" or self.todo[0][1] in self.gradients): self._do(*self.todo.popleft())
 
     def finish(self, together: bool = False) -> bool: # whether there was a step
@@ -115,7 +118,7 @@ class Runner(Prepared):
 
     def _do(self, op: str, i: int) -> None: _OPS[op](self, i)
 
-# %% ../nbs/14_overlap.ipynb #d5502958
+# %% ../nbs/14_overlap.ipynb #8cc39b98
 def _reduce(self: Runner, i: int) -> None:
     if len(self.reducing) == IN_FLIGHT: self.part(next(iter(self.reducing)))
     self.reducing[i] = self.start(i, self.gradients[i])
@@ -136,12 +139,13 @@ def _step_all(self: Runner) -> None:
     self.parts.clear()
 
 def _gather(self: Runner, i: int) -> None:
-    flying = [j for j, work in self.gathers.items() if not work.done and self.shard.buckets[j].flat is None]
+    flying = [j for j, work in self.gathers.items() if not work.done and self.shard.buckets[j].flat is None and j not in self.rooms]
     if len(flying) >= IN_FLIGHT: self.gathers[flying[0]].wait()
-    self.gathers[i] = Work(self.shard.buckets[i].all_gather())
+    self.gathers[i] = Work(self.shard.buckets[i].all_gather(self.rooms.get(i)))
 
 def _wait(self: Runner, i: int) -> None:
     for work in self.gathers.values(): work.wait()
+    self.rooms.clear()
     self.settle()
 
 _OPS: dict[str, Callable[[Runner, int], None]] = {
@@ -579,13 +583,14 @@ class Averages(Arrivals):
         whole = self.layout.take(bucket, i, result[0] if isinstance(result, list) else result)
         return whole[slice(*bucket.part(self.zero.group.group_rank))]
 
-# %% ../nbs/14_overlap.ipynb #c7298cd8
+# %% ../nbs/14_overlap.ipynb #dde96ee7
 class Late(Averages):
     """What happens when backward is over, where buckets are not known beforehand."""
 
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
-        return Runner(self.zero, shard, self._start, self.judge, mode="interleaved" if self.way.interleaved and self.apart else "after", lag=self.way.lag)
+        mode = "interleaved" if self.way.interleaved and self.apart else "after"
+        return Runner(self.zero, shard, self._start, self.judge, reuses=self.way.wire != "kept", mode=mode, lag=self.way.lag)
 
     def _late(self) -> bool: # whether there was a step
         """Plan the buckets of this iteration, if they are new, and let them all arrive now."""
@@ -593,7 +598,7 @@ class Late(Averages):
         if self.runner is None or self.layout.runs != tuple(self.seen) or self.runner.shard.seen != look(self.runner.shard.params):
             shard = zero.replan(zero.shards, "for the buckets that DDP filled", partial(plan_buckets, zero, self.seen))
             self.layout, self.runner = find_layout(shard.plan, self.seen, shard.params), self.make_runner(shard)
-        self.running = Runner(zero, self.runner.shard, self._start, self.judge)
+        self.running = Runner(zero, self.runner.shard, self._start, self.judge, reuses=self.runner.reuses)
         for j in range(len(self.seen)): self._go_on(self.running, j)
         return self.step_late(self.running)
 
