@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_sharder import calls, damaged, param_lists
 
 from zero_nb.buckets import MB, Bucket, BucketPlan, Slot, adopt, ddp_buckets, pack
-from zero_nb.sharder import ParamSpec, ShardPlan, Span, balanced, by_group, even, greedy, mixed, newton_schulz, runs
+from zero_nb.sharder import ParamSpec, Roster, ShardPlan, Span, balanced, by_group, even, greedy, mixed, newton_schulz, runs
 
 quick = settings(max_examples=80, deadline=None)
 worlds = st.one_of(st.integers(1, 9), st.sampled_from([64, 1000]))
@@ -227,3 +227,36 @@ def bucket(*slots, bounds=(0, 5, 10), dtype="float32", group=None): return Bucke
 def test_bad_input_has_one_clear_error(call, message):
     with pytest.raises(ValueError) as caught: call()
     assert message in str(caught.value)
+
+
+@quick
+@given(param_lists(), worlds, st.sampled_from([None, balanced]), st.sampled_from([64 / MB, 1000 / MB, 25.0]))
+def test_what_lies_in_a_row_is_cut_where_its_owners_change(specs, world_size, matrices, capacity_mb):
+    specs = small(specs)
+    def plan(cut):  # a function that `pack` does not know is asked for its owners
+        policy = cut if matrices is None else partial(mixed, choose=lambda spec: matrices if len(spec.shape) > 1 else cut)
+        return pack(specs, world_size, policy=policy, capacity_mb=capacity_mb, cut=False, order=range(len(specs)))
+    ours, asked = plan(runs), plan(lambda specs, world_size, *, loads=None: runs(specs, world_size, loads=loads))
+    assert ours.loads == asked.loads and ours.shard_plan == asked.shard_plan
+    assert [(b.bounds, b.dtype, b.device) for b in ours.buckets] == [(b.bounds, b.dtype, b.device) for b in asked.buckets]
+    for mine, theirs in zip(ours.buckets, asked.buckets, strict=True):
+        for group_rank in {0, world_size // 2, world_size - 1}: assert mine.slots_of(group_rank) == theirs.slots_of(group_rank)
+
+
+@quick
+@given(param_lists(), worlds, policies)
+def test_a_plan_by_columns_is_the_plan_of_its_tuples(specs, world_size, policy):
+    plan = pack(specs := small(specs), world_size, policy=policy, order=range(len(specs)), capacity_mb=1000 / MB)
+    plain = BucketPlan(specs, world_size, tuple(replace(b, slots=tuple(b.slots)) for b in plan.buckets))
+    for other in (plain, BucketPlan.from_json(plan.to_json()), pickle.loads(pickle.dumps(plan))):
+        assert other == plan and plan == other and hash(other) == hash(plan) and other.mark == plan.mark and other.digest == plan.digest
+    assert plan.params == tuple(specs) == tuple(plan.params) and plan.params[1:] == tuple(specs)[1:] and repr(plan.params) == repr(tuple(specs))
+    assert plan.mark != pack(specs, world_size + 1, policy=policy, order=range(len(specs)), capacity_mb=1000 / MB).mark
+
+
+def test_a_column_is_read_as_a_tuple():
+    slots = pack([ParamSpec(f"p{i}", (i,)) for i in range(1, 5)], 2, order=range(4)).buckets[0].slots
+    assert slots[-1] == slots[3] == Slot(3, 0, 4, 6) and slots[::2] == (slots[0], slots[2]) and next(reversed(slots)) == slots[3]
+    assert slots != (*slots, slots[0]) and slots != [*slots] and slots != 4
+    with pytest.raises(IndexError): slots[4]
+    with pytest.raises(ValueError, match="must be text"): Roster(["w", 3], (ParamSpec("w", (2,)),), [0, 0])

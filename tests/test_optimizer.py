@@ -8,15 +8,16 @@ import pytest
 import pytorch_optimizer
 import torch
 import torch.distributed as dist
+from test_sharder import calls
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.pieces import specs
+from zero_nb.pieces import Piece, specs
 from zero_nb.process_group import two_level
-from zero_nb.record import record
+from zero_nb.record import record, simulate
 from zero_nb.sharder import ShardPlan, Span
 
 CASES = {
@@ -741,3 +742,27 @@ def test_a_master_copy_survives_freezing_and_missing_gradients():
         return same
 
     for size in (1, 2, 3): assert run(size, steps) == [[True] * 10] * size
+
+
+def test_a_constructor_makes_a_few_calls_for_each_parameter_and_no_views_of_others_parameters():
+    params = [nn.Parameter(torch.zeros(8)) for _ in range(3000)]
+    plain = calls(lambda: torch.optim.AdamW(params, lr=0.1))
+    with simulate(1024, 7) as many:
+        for group, most in ((None, 4), (many, 6)):  # of the plain one's: a planner of one object for each parameter made 18
+            made = []
+            found = calls(lambda group=group, made=made: made.append(ZeroRedundancyOptimizer(params, torch.optim.AdamW, group, lr=0.1)))
+            assert found < most * plain, (found, plain)
+    shard = made[0].shards[0]
+    assert not any("stretches" in vars(bucket) for bucket in shard.buckets) and sum(len(bucket.mine) for bucket in shard.buckets) <= 4
+
+
+def test_the_gradient_of_a_piece_that_is_cut_at_both_ends_is_the_same_the_quick_way():
+    params = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (4,), (), (3, 3))]
+    for p in params: p.grad = torch.rand(p.shape)
+    params[3].grad = torch.rand(3, 3).t()  # its layout is not the parameter's
+    for runs, quick in (([(0, 2, 6), (1, 0, 4), (2, 0, 1), (3, 0, 5)], True), ([(0, 0, 6), (1, 0, 3), (2, 0, 1), (3, 0, 9)], False)):
+        flat = torch.zeros(sum(stop - start for _, start, stop in runs))
+        piece = Piece(runs, params, flat, flat)
+        assert piece._row_major is quick
+        want = torch.cat([p.grad.reshape(-1)[a:b] for p, (_, a, b) in zip(params, runs, strict=True)])
+        assert piece.gradient([p.grad for p in params]).tolist() == want.tolist()

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from .sharder import (DEVICE, ITEMSIZE, Column, Owners, ParamSpec, Policy, Roster, ShardPlan, Span, Written, balances, checked, described, device_from,
     device_text, even, find_policy, identity, leaf, only, param_from, param_text, row_cuts, run_from, run_text, runs, setting, spread, unique, world)
 
-# %% ../nbs/02_buckets.ipynb #da8b58d7
+# %% ../nbs/02_buckets.ipynb #9d96b660
 class Slot(NamedTuple):
     """Where a run of elements of a parameter sits in a bucket: `[start, stop)` at `[offset, offset + stop - start)`."""
 
@@ -42,6 +42,18 @@ class Slot(NamedTuple):
         """The elements, without their place."""
         return Span(self.param, self.start, self.stop)
 
+def _inside(slots: Sequence[Slot], start: int, stop: int) -> tuple[Slot, ...]:
+    at, found = max(0, bisect_right(slots, start, key=lambda s: s.offset) - 1) if len(slots) > 1 else 0, []
+    while at < len(slots):
+        param, first, last, offset = slots[at]
+        if offset >= stop: break
+        end = offset + last - first
+        low, high = start if start > offset else offset, stop if stop < end else end
+        if low < high: found.append(Slot(param, first + low - offset, first + high - offset, low))
+        at += 1
+    return tuple(found)
+
+# %% ../nbs/02_buckets.ipynb #fd3d7adf
 @dataclass(frozen=True, eq=False, repr=False)
 class Row(Column[Slot]):
     """Slots of whole parameters, end to end."""
@@ -57,17 +69,6 @@ class Row(Column[Slot]):
 def _columns(slots: Sequence[Slot]) -> tuple[Sequence[int], ...]: # params, starts, stops, offsets
     if not isinstance(slots, Row): return tuple(zip(*slots, strict=True)) or ((),) * 4
     return slots.params, [0] * len(slots), [*map(sub, slots.offsets[1:], slots.offsets)], slots.offsets[:-1]
-
-def _inside(slots: Sequence[Slot], start: int, stop: int) -> tuple[Slot, ...]:
-    at, found = max(0, bisect_right(slots, start, key=lambda s: s.offset) - 1) if len(slots) > 1 else 0, []
-    while at < len(slots):
-        param, first, last, offset = slots[at]
-        if offset >= stop: break
-        end = offset + last - first
-        low, high = start if start > offset else offset, stop if stop < end else end
-        if low < high: found.append(Slot(param, first + low - offset, first + high - offset, low))
-        at += 1
-    return tuple(found)
 
 # %% ../nbs/02_buckets.ipynb #c06d25ef
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Bucket:
         """Give what a rank owns."""
         return tuple(s.span for s in self.slots_of(group_rank))
 
-# %% ../nbs/02_buckets.ipynb #1536cc05
+# %% ../nbs/02_buckets.ipynb #7a5672f3
 @dataclass(frozen=True, repr=False)
 class BucketPlan(Written):
     """All buckets, in the order in which their collectives start, checked when built to hold each trainable element once."""
@@ -127,12 +128,12 @@ class BucketPlan(Written):
     padding = property(lambda self: sum(b.padding for b in self.buckets), doc="Elements that belong to no parameter, in all buckets.")
     loads = property(lambda self: _loads(self), doc="Elements owned by each rank, padding not counted.")
     imbalance = property(lambda self: spread(self.loads), doc="Largest load over mean load; 1 is perfect.")
+    mark = property(lambda self: _mark(self), doc="16 hexadecimal digits that tell plans of the same parameters apart; sooner made than `digest`.")
 
     def __repr__(self) -> str:
         return (f"BucketPlan({len(self.params)} parameters in {len(self.buckets)} buckets over {self.world_size} ranks, "
                 f"padding {self.padding:,} of {sum(b.numel for b in self.buckets):,} elements, digest {self.digest})")
     def _repr_html_(self) -> str: return _table(self)
-
     @property
     def shard_plan(self) -> ShardPlan:
         """Who owns what, without the buckets."""
@@ -140,21 +141,10 @@ class BucketPlan(Written):
         for bucket in self.buckets:
             for group_rank, s in _owned(bucket): shards[group_rank].append(s.span)
         return ShardPlan(tuple(self.params), tuple(map(tuple, shards)))
-
-    @property
-    def mark(self) -> str:
-        """16 hexadecimal digits that tell plans of the same parameters apart; sooner made than `digest`, which also covers what parameters are."""
-        found = hashlib.sha256(f"{self.world_size} {sys.byteorder}".encode())
-        for b in self.buckets:
-            found.update(f"{b.dtype} {b.device} {b.group} {len(b.slots)}".encode())
-            for column in (b.bounds, *_columns(b.slots)): found.update(array("q", column))
-        return found.hexdigest()[:16]
-
     def fields(self) -> dict[str, list[str]]:
         """Give the plan as lines of text, by what they are about."""
         params = tuple(self.params)
         return {"param": [*map(param_text, params)], "ranks": [str(self.world_size)], "bucket": [_text(params, b) for b in self.buckets]}
-
     @classmethod
     def from_fields(cls, fields: dict[str, list[str]]) -> "BucketPlan":
         """Build the plan that `fields` described."""
@@ -206,11 +196,18 @@ def _whole(params: Roster, world_size: int, buckets: Sequence[Bucket]) -> bool:
         found += param
     return len(found) == len(set(found)) == sum(params.each(lambda form: form.trainable and form.numel > 0))
 
-# %% ../nbs/02_buckets.ipynb #95791af7
+# %% ../nbs/02_buckets.ipynb #db3717f6
 def _text(params: Sequence[ParamSpec], bucket: Bucket) -> str:
     bounds = f"{bucket.bounds.step} each" if isinstance(bucket.bounds, range) else " ".join(map(str, bucket.bounds))
     slots = " ".join([f"{run_text(params, param, start, stop)}@{offset}" for param, start, stop, offset in bucket.slots])
     return f"{bucket.dtype} {device_text(bucket.device)} group {'any' if bucket.group is None else bucket.group} | {slots} | {bounds}"
+
+def _mark(plan: BucketPlan) -> str:
+    found = hashlib.sha256(f"{plan.world_size} {sys.byteorder}".encode())
+    for b in plan.buckets:
+        found.update(f"{b.dtype} {b.device} {b.group} {len(b.slots)}".encode())
+        for column in (b.bounds, *_columns(b.slots)): found.update(array("q", column))
+    return found.hexdigest()[:16]
 
 def _ranks(fields: dict[str, list[str]]) -> int:
     if len(found := fields.get("ranks", [])) != 1 or not found[0].isdigit():
@@ -403,7 +400,7 @@ def _row_bucket(params: Roster, run: Sequence[int], kind: Kind, row: _Cuts) -> B
     bounds = (*[0] * low, *map(place, row.cuts[low:high]), *[total] * (len(row.cuts) - high))
     return Bucket(kind.dtype, kind.device, kind.group, slots, bounds)
 
-# %% ../nbs/02_buckets.ipynb #73e729df
+# %% ../nbs/02_buckets.ipynb #66947efe
 def _owners(
     params: Roster,
     world_size: int,
@@ -431,6 +428,7 @@ def _owners(
         owners.update(zip(mine, plan.by_param, strict=True))
     return owners, row
 
+# %% ../nbs/02_buckets.ipynb #8fc3f7bc
 def _lay(
     params: Roster, world_size: int, filled: Sequence[Sequence[int]], kinds: Sequence[Kind], align: int, equal: bool, limit: float,
     pad: bool = True,

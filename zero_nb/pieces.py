@@ -27,7 +27,7 @@ from .sharder import ParamSpec, Roster
 __all__ = ['Run', 'SCALARS', 'specs', 'Piece', 'look', 'Shard', 'per_element', 'split_piece', 'open_pieces', 'open_bucket',
            'close_pieces', 'rest', 'settle']
 
-# %% ../nbs/12a_pieces.ipynb #e57fe0b6
+# %% ../nbs/12a_pieces.ipynb #8c39e138
 def _names(group: dict[str, Any], index: int) -> list[str]:
     return group.get("param_names") or [f"group {index} parameter {i}" for i in range(len(group["params"]))]
 
@@ -53,14 +53,14 @@ def specs(
     for index, group in enumerate(param_groups, first):
         seen, params = dict[Any, int](), group["params"]
         names += _names(group, index)
-        for p, facts in zip(params, map(_FACTS, params), strict=True):
-            if (form := seen.get(key := facts if p.is_contiguous() else (facts, p.stride()))) is None:
+        for p in params:
+            if (form := seen.get(key := (True if p.is_contiguous() else p.stride(), _FACTS(p)))) is None:
                 form = seen[key] = len(forms)
                 forms.append(_spec(names[len(which)], p, index, devices))
             which.append(form)
     return Roster(names, tuple(forms), which)
 
-# %% ../nbs/12a_pieces.ipynb #cbf32f9f
+# %% ../nbs/12a_pieces.ipynb #c2865f13
 Run = tuple[int, int, int] # index of a parameter in the optimizer; first element, in the parameter's memory order; one past the last
 
 @dataclass(eq=False)
@@ -79,11 +79,7 @@ class Piece:
 
     direct = property(lambda self: self.view is self.params[0], doc="Whether the optimizer steps the user's parameter.")
     master = property(lambda self: self.view.dtype != self.params[0].dtype, doc="Whether the view is a copy.")
-
-    @cached_property
-    def numel(self) -> int:
-        """Number of elements."""
-        return sum([stop - start for _, start, stop in self.runs])
+    numel = cached_property(lambda self: sum([stop - start for _, start, stop in self.runs]))
 
     def read(self) -> Tensor:
         """Give the elements as they are in the model, side by side."""
