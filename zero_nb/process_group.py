@@ -371,7 +371,7 @@ class Call:
 
 def _dtype(tensor: Tensor) -> str: return str(tensor.dtype).removeprefix("torch.")
 
-# %% ../nbs/10_process_group.ipynb #1ff6ab16
+# %% ../nbs/10_process_group.ipynb #37bcf310
 class Board:
     """Notes that the ranks of a group leave for each other in its store; none waits for another to write, or to look."""
 
@@ -395,10 +395,10 @@ class Board:
         store, key = _store(self.group), self._prefix + key
         return store.get(key).decode() if store.check([key]) else None
 
-    def add(self, key: str) -> int:
-        """Count to one more than any rank has, and give that number."""
-        if not self.alone: return _store(self.group).add(self._prefix + key, 1)
-        self._own[key] = str(int(self._own.get(key, 0)) + 1)
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a number that all ranks share, 0 in the beginning, and give the sum."""
+        if not self.alone: return _store(self.group).add(self._prefix + key, amount)
+        self._own[key] = str(int(self._own.get(key, 0)) + amount)
         return int(self._own[key])
 
     def remove(self, *keys: str) -> None:
