@@ -31,8 +31,8 @@ if TYPE_CHECKING: from typing_extensions import Self
 # %% auto #0
 __all__ = ['Finish', 'Copy', 'start_mean', 'Prepared', 'Runner', 'cut_in_place', 'plan_buckets', 'Layout', 'find_layout', 'AtEnd',
            'at_end', 'found_tensors', 'failing', 'norm_of', 'clip_parts', 'Care', 'Way', 'check_pair', 'remembered',
-           'Driver', 'Hook', 'Listening', 'Attached', 'done', 'beside', 'Noted', 'Arrivals', 'Averages', 'Late',
-           'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap', 'hook_with_zero_step',
+           'Driver', 'Hook', 'Listening', 'in_torchs_join', 'Attached', 'done', 'beside', 'Noted', 'Arrivals',
+           'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap', 'hook_with_zero_step',
            'hook_with_zero_step_interleaved']
 
 # %% ../nbs/14_overlap.ipynb #da6950d3
@@ -451,7 +451,11 @@ class Listening(Driver):
     def _entered(self) -> bool: # whether backward runs; it may fail before the first bucket is full
         return at_end(lambda: None, self.zero.group)
 
-# %% ../nbs/14_overlap.ipynb #6ea2f6ce
+# %% ../nbs/14_overlap.ipynb #f1530b74
+def in_torchs_join(joinable: Any) -> bool:
+    """Tell whether torch's `Join` runs, or has run, around a joinable."""
+    return bool(joinable._join_config.enable) and not hasattr(joinable._join_config, "heard") # which that of 15_join has
+
 class Attached(Listening):
     """The part that comes and goes."""
 
@@ -468,6 +472,14 @@ class Attached(Listening):
     def step(self, kwargs: dict[str, Any]) -> None:
         """Look back at a step that was over when backward returned."""
         if kwargs: raise TypeError(f"step() takes no {', '.join(kwargs)} while it is overlapped, for it runs before it is called; detach first")
+
+    def check_torchs_join(self, model: Any, trouble: str = "") -> None:
+        """Refuse torch's `Join` where a rank without data could not follow."""
+        ours = "; use zero_nb's Join"
+        if not in_torchs_join(model) or (in_torchs_join(self.zero) and self.zero._join_config.is_first_joinable):
+            raise ValueError("an optimizer whose step is overlapped can be in torch's Join only after its model, in whose backward it steps" + ours)
+        if self.way.scales: raise ValueError("torch's Join does not bring the scale of a GradScaler to ranks without data" + ours)
+        if trouble: raise ValueError(f"torch's Join with {trouble} cannot be followed while the step is overlapped{ours}")
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
@@ -498,7 +510,7 @@ def beside(stream: Any) -> Iterator[None]:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream): yield
 
-# %% ../nbs/14_overlap.ipynb #69f4ca46
+# %% ../nbs/14_overlap.ipynb #777610d6
 class Noted(Attached):
     """What is known of the model, and what DDP's hook has seen of an iteration."""
 
@@ -506,9 +518,11 @@ class Noted(Attached):
     index: dict[int, int] # of each parameter in the optimizer, by id
     layout: Layout # of the buckets that DDP has settled on
     some_unused: bool # whether DDP looks for parameters without a gradient
+    dynamic: bool # whether those may change; then DDP sends which there are, after the last bucket
     iterations = 0 # so far
     settled: int # iterations after which DDP no longer changes its buckets
     live = False # whether the schedule runs while buckets arrive
+    follows = "" # "zeros" or "sums": what this rank without data sends, while another part of the program (15_join) passes buckets on
 
     def forget(self) -> None:
         """Get ready for an iteration."""
@@ -518,7 +532,7 @@ class Noted(Attached):
         self.buffers: list[Tensor] = []
         self.futures: list[Any] = []
 
-# %% ../nbs/14_overlap.ipynb #eb7af2fb
+# %% ../nbs/14_overlap.ipynb #f4c1473d
 class Arrivals(Noted):
     """What happens while buckets are filled."""
 
@@ -527,13 +541,15 @@ class Arrivals(Noted):
         with failing(self.zero.group), torch.no_grad():
             if not self.under_way: self._begin()
             self.seen.append(self._known(bucket) if self.live else tuple(self.index[id(p)] for p in bucket.parameters()))
-            self.has.append([self.inside and p.grad is not None for p in bucket.parameters()] if self.some_unused else [])
+            sends = self.inside or self.follows == "sums"
+            self.has.append([sends and p.grad is not None for p in bucket.parameters()] if self.some_unused else [])
             self.buffers.append(bucket.buffer())
             self.futures.append(self.way.hook(state, bucket) if self.way.wire == "kept" else done(bucket.buffer()))
             with beside(self.stream):
                 if self.live: self._go_on(self.running, bucket.index())
-        if not self.inside and bucket.is_last(): self._finish()
-        return self.futures[-1] if self.futures else done(bucket.buffer())
+        future = self.futures[-1]
+        if bucket.is_last() and not (self.inside or self.follows or (self.some_unused and self.dynamic)): self._finish()
+        return future
 
     def _begin(self) -> None:
         self.under_way, self.inside = True, at_end(self._finish, self.zero.group) # else DDP runs its hooks in the place of a backward, for a rank without data
@@ -556,12 +572,11 @@ def _come(future: Any) -> Iterator[None]: # as the steps of a collective, whose 
     yield
     future.wait()
 
-# %% ../nbs/14_overlap.ipynb #ce73fdf7
+# %% ../nbs/14_overlap.ipynb #6edb8ab4
 class Averages(Arrivals):
     """How buckets become averages, and which parameters have a gradient on some rank."""
 
     ranks: Group # that the model is averaged over
-    dynamic: bool # whether parameters without a gradient may change
 
     def _start(self, i: int, gradient: Tensor) -> Finish:
         j, bucket, wire = self.layout.source[i], self.running.shard.buckets[i], self.way.wire
@@ -602,7 +617,7 @@ class Late(Averages):
         for j in range(len(self.seen)): self._go_on(self.running, j)
         return self.step_late(self.running)
 
-# %% ../nbs/14_overlap.ipynb #5094cec7
+# %% ../nbs/14_overlap.ipynb #8512bf8e
 class Backward(Late):
     """What happens when backward is over."""
 
@@ -614,14 +629,26 @@ class Backward(Late):
         if self.stream: torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         self.zero.note_step()
         self.iterations += 1
-        self.taken += stepped
+        self.taken = self.taken + stepped if self.inside else 0 # `step` is not called where there is no backward
         self.forget()
         if not (self.inside and at_end(partial(self._drop, stepped), self.zero.group)): self._drop(stepped)
 
     def _drop(self, stepped: bool) -> None: # gradients that no longer are what they are called
         if self.way.wire != "kept":
             for p in self.zero.params(): p.grad = None
-        self.way.tell(self.zero.params(), stepped)
+        if self.inside: self.way.tell(self.zero.params(), stepped)
+
+    @contextmanager
+    def following(
+        self,
+        sums: bool, # send what was added up under `no_sync`, which is in the buckets; else they are zeros
+    ) -> Iterator[None]:
+        """Take part in a backward of ranks that have data, whose buckets come in the block, without one here."""
+        self.follows = "sums" if sums else "zeros"
+        try:
+            yield
+            self._finish()
+        finally: self.follows = ""
 
 # %% ../nbs/14_overlap.ipynb #c3d7f5ae
 class Switch:
@@ -657,7 +684,7 @@ def find_switch(ddp: Any) -> Switch | None:
                            "to overlap(hook=...)")
     return hooks[0].switch if hooks else None
 
-# %% ../nbs/14_overlap.ipynb #8211d508
+# %% ../nbs/14_overlap.ipynb #b24c4995
 class Overlap(Backward):
     """A model and an optimizer whose step runs inside backward; made by `overlap`."""
 
@@ -673,9 +700,17 @@ class Overlap(Backward):
         self.attach(ddp, zero, way)
         self.switch.overlap, self.switch.way = self, way
 
+    def _before(self, module: Any, args: Any) -> None:
+        super()._before(module, args)
+        if in_torchs_join(module) or in_torchs_join(self.zero):
+            weights = not module._divide_by_initial_world_size and "divide_by_initial_world_size=False"
+            lone = self.some_unused and self.dynamic and not in_torchs_join(self.zero) and "find_unused_parameters and without the optimizer"
+            with failing(self.zero.group): self.check_torchs_join(module, weights or lone or "")
+
     def step(self, kwargs: dict[str, Any]) -> None:
         """Look back at a step that was over when backward returned."""
         super().step(kwargs)
+        if self.under_way and not self.inside: self._finish() # in the place of an iteration, after what DDP sends last
         taken, self.taken = self.taken, 0
         if taken > 1: raise RuntimeError(f"{taken} calls of backward() have each taken a step since step() was last called; to add gradients up, "
                                          "run all but the last backward under ddp.no_sync()")
