@@ -3,6 +3,7 @@ import copy
 import pickle
 import time
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -15,12 +16,14 @@ from torch.distributed.algorithms.join import Joinable as TorchJoinable
 from torch.distributed.algorithms.join import JoinHook as TorchHook
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import SGD, AdamW, lr_scheduler
+from torch.optim import SGD, Adafactor, AdamW, lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from zero_nb.join import Join, Joinable, JoinHook, Reader, Roll, draw_roll, shadowed_by
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
+from zero_nb.overlap import hook_with_zero_step, hook_with_zero_step_interleaved, overlap
+from zero_nb.parallel import data_parallel
 from zero_nb.process_group import Board, Group, Ranks
 from zero_nb.record import record, simulate
 
@@ -254,17 +257,21 @@ def branches(counts):
     return flat(model)
 
 
-def test_parameters_that_no_rank_uses_are_left_alone():
-    counts = (1, 5, 0)
+def alone_with_branches(counts):
     model = Branches()
     optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     data = [batches(n, rank, 4 + rank) for rank, n in enumerate(counts)]
-    for k in range(5):
+    for k in range(max(counts)):
         optimizer.zero_grad()
         there = [(mine[k], (k + rank) % 2) for rank, mine in enumerate(data) if len(mine) > k]
         torch.cat([model(x, which)["out"] for x, which in there]).square().mean().backward()
         optimizer.step()
-    assert all(gap(params, flat(model)) < 1e-6 for params in run(3, branches, counts))
+    return flat(model)
+
+
+def test_parameters_that_no_rank_uses_are_left_alone():
+    counts = (1, 5, 0)
+    assert all(gap(params, alone_with_branches(counts)) < 1e-6 for params in run(3, branches, counts))
 
 
 def in_format(counts):
@@ -908,3 +915,547 @@ def statically(**options):
 @pytest.mark.parametrize("options", [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-4}, {"broadcast_buffers": False}], ids=str)
 def test_settings_of_the_model(options):
     assert all(gap(params, alone((3, 5), "samples", (4, 4))) < 1e-6 for params in run(2, statically, **options))
+
+
+# ---- steps inside backward ----
+
+def exact(state, bucket):
+    """Average gradients in a comm hook that only its user knows."""
+    return default_hooks.allreduce_hook(state, bucket)
+
+
+def prepared(how, net, zero, options, group=None, bucket_cap_mb=1e-4, **ddp):
+    """Prepare a network in one of the ways in which steps are taken inside backward: what is called, and what can be detached."""
+    if how == "parallel":
+        handle = data_parallel(net, zero, **options)
+        return net, handle, handle
+    model = DDP(net, process_group=group, bucket_cap_mb=bucket_cap_mb, **ddp)
+    if not how.startswith("hook"): return model, model, overlap(model, zero, **options)
+    made = {"hook": hook_with_zero_step, "hook interleaved": hook_with_zero_step_interleaved}[how](default_hooks.allreduce_hook, model, zero)
+    model.register_comm_hook(None, made)
+    return model, model, made.overlap
+
+
+ORDERS = {"model first": lambda model, zero: [model, zero], "optimizer first": lambda model, zero: [zero, model], "model alone": lambda model, _: [model]}
+
+
+def driven(counts, by, how="overlap", options=None, order="model first", calls=True, kind=AdamW, every=1, ddp=None, layers=(), group=None, rounds=1):
+    """Train with steps inside backward; parameters, buffers and the optimizer's state."""
+    rank, options = dist.get_rank(group), options or {}
+    net = network(*layers)
+    zero = ZeroRedundancyOptimizer(net.parameters(), kind, group, lr=1e-2)
+    model, joinable, handle = prepared(how, net, zero, options, group, **(ddp or {}))
+    for _ in range(rounds):
+        with Join(ORDERS[order](joinable, zero), divide_by=by) as join:
+            for k, x in enumerate(batches(counts[rank], rank, 4 + rank)):
+                with nullcontext() if (k + 1) % every == 0 else joinable.no_sync(): (model(x).square().mean() / every).backward()
+                if calls and (k + 1) % every == 0: zero.step()
+                if "hook" in options: zero.zero_grad() # gradients that a hook of the user's has averaged stay
+    drivers = zero.driver is not None
+    handle.detach()
+    zero.consolidate_state_dict(to=None)
+    state = zero.state_dict()["state"]
+    return flat(net), join.roll.batches == counts and drivers, [b.clone() for b in net.buffers()], state
+
+
+def same(ranks, wanted, eps=1e-6, state=None):
+    """All ranks hold the same, to the bit, and what is wanted."""
+    for params, fine, buffers, mine in ranks:
+        assert fine and gap(params, ranks[0][0]) == 0 and all(map(torch.equal, buffers, ranks[0][2]))
+        assert gap(params, wanted) < eps, gap(params, wanted)
+        for i, found in (state or {}).items():
+            for key, value in found.items(): assert gap(torch.as_tensor(value, dtype=torch.float64), torch.as_tensor(mine[i][key]).double()) < eps, (i, key)
+
+
+def reference(counts, by, kind=AdamW, clip=None, every=1, rounds=1):
+    """Train in one process on the union of all data; parameters and state."""
+    model = network()
+    optimizer = kind(model.parameters(), lr=1e-2)
+    data = [batches(count, rank, 4 + rank) for rank, count in enumerate(counts)]
+    for k in [*range(max(counts))] * rounds:
+        there = [mine[k] for mine in data if len(mine) > k]
+        if by == "samples": loss = model(torch.cat(there)).square().mean()
+        else: loss = sum(model(x).square().mean() for x in there) / (len(there) if by == "active" else len(counts))
+        (loss / every).backward()
+        if (k + 1) % every: continue
+        if clip: nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model), optimizer.state_dict()["state"]
+
+
+WAYS = [("overlap", {}), ("overlap", {"interleaved": True}), ("overlap", {"interleaved": True, "lag": 0}), ("overlap", {"hook": exact}), ("hook", {}),
+        ("hook interleaved", {}), ("parallel", {}), ("parallel", {"interleaved": True}), ("parallel", {"hidden": False}),
+        ("parallel", {"find_unused_parameters": True}), ("parallel", {"bucket_cap_mb": 1e-4, "interleaved": True, "hidden": False})]
+each_way = pytest.mark.parametrize(("how", "options"), WAYS, ids=lambda v: v if isinstance(v, str) else " ".join(v) or "plain")
+one_way = pytest.mark.parametrize(("how", "options"), [WAYS[0], WAYS[1], WAYS[6], WAYS[7]], ids=lambda v: v if isinstance(v, str) else " ".join(v) or "plain")
+
+
+@each_way
+@pytest.mark.parametrize(("counts", "by"), [
+    ((0, 1, 5, 17), "samples"), ((5, 1, 0), "active"), ((2, 0), "world_size"), ((3, 3), "samples"), ((4,), "samples")], ids=str)
+def test_steps_inside_backward_are_those_of_one_process(how, options, counts, by):
+    wanted, state = reference(counts, by)
+    same(run(len(counts), driven, counts, by, how, options), wanted, state=state)
+
+
+@one_way
+@pytest.mark.parametrize("order", ["optimizer first", "model alone"])
+@pytest.mark.parametrize("calls", [True, False])
+def test_the_optimizer_may_be_anywhere_and_step_need_not_be_called(how, options, order, calls):
+    counts = (1, 5, 0)
+    wanted, state = reference(counts, "samples")
+    same(run(3, driven, counts, "samples", how, options, order, calls), wanted, state=state)
+
+
+class Momentum(SGD):
+    """An optimizer with state from the first step on."""
+
+    def __init__(self, params, lr=1e-2): super().__init__(params, lr=lr, momentum=0.9)
+
+
+class Counting(AdamW):
+    """Counts its steps in its param groups, so it cannot be stepped bucket by bucket."""
+
+    def step(self, closure=None):
+        for group in self.param_groups: group["steps"] = group.get("steps", 0) + 1
+        return super().step(closure)
+
+
+@one_way
+@pytest.mark.parametrize("kind", [Momentum, Adafactor, Counting])
+@pytest.mark.filterwarnings("ignore:.*counts its steps")
+def test_any_class_of_optimizers_steps_without_data(how, options, kind):
+    counts = (0, 4, 2)
+    wanted, state = reference(counts, "active", kind)
+    same(run(3, driven, counts, "active", how, options, kind=kind), wanted, state=state)
+
+
+@one_way
+def test_blocks_with_steps_inside_backward_may_follow_each_other(how, options):
+    wanted, state = reference((2, 5), "samples", rounds=3)
+    same(run(2, driven, (2, 5), "samples", how, options, rounds=3), wanted, state=state)
+
+
+@one_way
+@pytest.mark.parametrize("by", ["world_size", "samples"])
+def test_what_a_rank_has_accumulated_is_sent_where_steps_are_inside_backward(how, options, by):
+    counts = (6, 2, 3, 9)
+    same(run(4, driven, counts, by, how, options, every=3), reference(counts, by, every=3)[0])
+
+
+@pytest.mark.parametrize(("how", "options"), [("overlap", {}), ("parallel", {}), ("hook", {}), ("overlap", {"hook": exact})])
+def test_clipping_inside_backward(how, options):
+    counts = (4, 1, 0)
+    if how == "hook": how, options = "overlap", {"norm_type": 2.0, "hook": default_hooks.allreduce_hook}
+    same(run(3, driven, counts, "samples", how, {**options, "max_grad_norm": 0.05}), reference(counts, "samples", clip=0.05)[0])
+
+
+@pytest.mark.parametrize("hook", [default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook, "power"])
+def test_compressed_gradients(hook):
+    counts = (1, 5, 0)
+    options = {"hook": hook} if hook != "power" else {"hook": powerSGD_hook.powerSGD_hook, "state": powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2)}
+    buckets = {"bucket_cap_mb": 25} if hook == "power" else {} # with several buckets on gloo, ranks deadlock in torch's PowerSGD, block or not
+    same(run(3, driven, counts, "samples", "overlap", options, ddp=buckets), reference(counts, "samples")[0], 0.2 if hook == "power" else 2e-2)
+
+
+@pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("counts", [(2, 6, 1), (7, 1, 4)], ids=str)
+def test_settings_of_a_model_whose_steps_are_inside_backward(options, interleaved, counts):
+    same(run(3, driven, counts, "samples", "overlap", {"interleaved": interleaved}, ddp=options), reference(counts, "samples")[0])
+
+
+def static(kind):
+    rank, group, net = dist.get_rank(), dist.new_group(), network()
+    model = DDP(net, process_group=group, static_graph=True)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), AdamW, group, lr=1e-2)
+    if kind != "plain": overlap(model, optimizer)
+
+    def train():
+        with (TorchJoin if kind == "torch" else Join)([model, optimizer]):
+            for x in batches((2, 0)[rank]):
+                model(x).square().mean().backward()
+                optimizer.step()
+    return told(train)
+
+
+@pytest.mark.parametrize("kind", ["plain", "ours", "torch"])
+def test_a_static_graph_has_to_be_learned_by_every_rank(kind):
+    errors = run(2, static, kind)
+    assert all(error[0] == "RuntimeError" for error in errors) and "give every rank a first batch" in errors[1][1]
+    assert kind == "torch" or "rank 1 left the Join block" in errors[0][1]
+
+
+def on_two(how, options):
+    group = dist.new_group([1, 3])
+    return driven((1, 4), "samples", how, options, group=group) if dist.get_rank() % 2 else None
+
+
+@one_way
+def test_subgroups_whose_steps_are_inside_backward(how, options):
+    wanted, state = reference((1, 4), "samples")
+    same([rank for rank in run(4, on_two, how, options) if rank is not None], wanted, state=state)
+
+
+def unused(how, interleaved, counts):
+    rank = dist.get_rank()
+    net = Branches()
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2, weight_decay=0.1)
+    options = {"interleaved": interleaved, **({"find_unused_parameters": True} if how == "parallel" else {})}
+    model, joinable, _ = prepared(how, net, zero, options, **({} if how == "parallel" else {"find_unused_parameters": True}))
+    with Join([joinable, zero], divide_by="samples"):
+        for k, x in enumerate(batches(counts[rank], size=4 + rank)):
+            model(x, which=(k + rank) % 2)["out"].square().mean().backward()
+            zero.step()
+    return flat(net)
+
+
+@pytest.mark.parametrize("how", ["overlap", "parallel"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("counts", [(1, 5, 0), (0, 6, 2)], ids=str)
+def test_unused_parameters_where_steps_are_inside_backward(how, interleaved, counts):
+    wanted = alone_with_branches(counts)
+    ranks = run(3, unused, how, interleaved, counts)
+    assert all(gap(params, wanted) < 1e-6 and gap(params, ranks[0]) == 0 for params in ranks)
+
+
+class Sometimes(nn.Module):
+    """Has no gradient at all in some iterations of some ranks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x): return self.layer(x)
+
+
+def nothing_here(first):
+    """Train with a rank that has data and no gradient, which takes part in `step`, while another has no data."""
+    rank = dist.get_rank()
+    net = Sometimes()
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
+    handle = data_parallel(net, zero, find_unused_parameters=True)
+    with Join([handle, zero]):
+        for k, x in enumerate(batches((5, 5, 1)[rank])):
+            if k != first or rank: net(x).square().mean().backward()
+            zero.step()
+    handle.wait()
+    return flat(net)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_rank_with_data_and_without_gradients(first):
+    ranks = run(3, nothing_here, first)
+    net = Sometimes()
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    data = [batches(n, rank) for rank, n in enumerate((5, 5, 1))]
+    for k in range(5):
+        optimizer.zero_grad()
+        (sum(net(mine[k]).square().mean() for r, mine in enumerate(data) if len(mine) > k and (k != first or r)) / 3).backward()
+        optimizer.step()
+    assert all(gap(params, flat(net)) < 1e-6 and gap(params, ranks[0]) == 0 for params in ranks)
+
+
+def scheduled_driven(how, options, counts):
+    rank, net = dist.get_rank(), network()
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
+    model, joinable, _ = prepared(how, net, zero, options)
+    scheduler = lr_scheduler.ExponentialLR(zero, 0.8)
+    with Join([joinable, scheduler], divide_by="samples"):
+        for x in batches(counts[rank], size=4 + rank):
+            model(x).square().mean().backward()
+            scheduler.step()
+    return flat(net), True, [torch.tensor(zero.param_groups[0]["lr"]), torch.tensor(scheduler.last_epoch)], None
+
+
+@one_way
+def test_learning_rates_where_steps_are_inside_backward(how, options):
+    counts = (0, 2, 5)
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.8)
+    data = [batches(n, rank, 4 + rank) for rank, n in enumerate(counts)]
+    for k in range(5):
+        optimizer.zero_grad()
+        model(torch.cat([mine[k] for mine in data if len(mine) > k])).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    ranks = run(3, scheduled_driven, how, options, counts)
+    same(ranks, flat(model))
+    assert ranks[0][2][1] == 5 and abs(ranks[0][2][0].item() - optimizer.param_groups[0]["lr"]) < 1e-9
+
+
+def scaled(how, counts, bad):
+    rank, net = dist.get_rank(), network()
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 12, growth_interval=2)
+    model, joinable, _ = prepared(how, net, zero, {"scaler": scaler})
+    with Join([zero, joinable], divide_by="samples"):
+        for k, x in enumerate(batches(counts[rank], size=4 + rank)):
+            zero.zero_grad()
+            loss = model(x).square().mean()
+            scaler.scale(loss * (torch.inf if k in bad else 1)).backward()
+            scaler.step(zero)
+            scaler.update()
+    scale = scaler.get_scale()
+    loss = model(batches(1)[0]).square().mean() # ranks go on together
+    zero.zero_grad()
+    scaler.scale(loss).backward()
+    return flat(net), scale == 2.0 ** (12 + 3 - len(bad)), [torch.tensor(scale)], None
+
+
+@pytest.mark.parametrize("how", ["overlap", "parallel"])
+def test_a_scale_reaches_ranks_without_data(how):
+    """The scale grows at every second good iteration and halves at a bad one; ranks without data divide by that of the others."""
+    counts, bad = (1, 8, 0), (3,)
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    data = [batches(n, rank, 4 + rank) for rank, n in enumerate(counts)]
+    for k in [k for k in range(8) if k not in bad]:
+        optimizer.zero_grad()
+        model(torch.cat([mine[k] for mine in data if len(mine) > k])).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    sum(model(batches(1, rank)[0]).square().mean() / 3 for rank in range(3)).backward()
+    optimizer.step()
+    same(run(3, scaled, how, counts, bad), flat(model), 1e-5)
+
+
+def with_norms(how, options, counts, by):
+    """Train a network with batch norm, and tell what its statistics are."""
+    rank, net = dist.get_rank(), network(nn.BatchNorm1d(9))
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
+    model, joinable, handle = prepared(how, net, zero, options)
+    with Join([joinable], divide_by=by):
+        for x in batches(counts[rank]): model(x).square().mean().backward()
+    if how == "parallel": handle.wait()
+    return flat(net), True, [b.clone() for b in net.buffers()], None
+
+
+@pytest.mark.parametrize(("how", "options"), [("overlap", {}), *(("parallel", {"buffers": kind}) for kind in ("broadcast", "average", "local"))], ids=str)
+@pytest.mark.parametrize("counts", [(0, 5, 2), (3, 1, 4)], ids=str)
+@pytest.mark.parametrize("by", ["world_size", "samples"])
+def test_statistics_are_the_last_joiners_where_steps_are_inside_backward(how, options, counts, by):
+    ranks = run(3, with_norms, how, options, counts, by)
+    last = max(range(3), key=counts.__getitem__)
+    same(ranks, ranks[last][0])
+    assert ranks[0][2][2].item() == max(counts) and not torch.equal(ranks[0][2][0], torch.zeros(9))
+
+
+def averages():
+    """Statistics that are averaged are those of ranks that have data."""
+    rank, net = dist.get_rank(), nn.Sequential(nn.BatchNorm1d(6, momentum=0.5), nn.Linear(6, 5))
+    zero = ZeroRedundancyOptimizer(net.parameters(), SGD, lr=0.0)
+    seen = []
+    with Join([data_parallel(net, zero, buffers="average")]):
+        for x in batches((1, 3, 3)[rank]):
+            net(x).square().mean().backward()
+            seen.append(net[0].running_mean.clone())
+    return seen
+
+
+def test_averaged_statistics_are_those_of_ranks_with_data():
+    seen, data = run(3, averages), [batches(n, rank) for rank, n in enumerate((1, 3, 3))]
+    mean = [torch.zeros(6)] * 3
+    for k in range(3):
+        there = [r for r in range(3) if len(data[r]) > k]
+        common = sum(mean[r] for r in there) / len(there)
+        mean = [0.5 * common + 0.5 * data[r][k].mean(0) if r in there else common for r in range(3)]
+        assert all(gap(seen[r][k], mean[r]) < 1e-6 for r in there)
+
+
+def policies_driven(policy, how, options, counts):
+    rank, net = dist.get_rank(), network(nn.BatchNorm1d(9))
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
+    model, joinable, handle = prepared(how, net, zero, options)
+    join, done = Join([joinable, zero], policy=policy), []
+
+    def train():
+        with join:
+            for x in batches(counts[rank]):
+                model(x).square().mean().backward()
+                done.append(1)
+
+    error = told(train)
+    model(torch.ones(2, 6)).sum().backward()  # all are here
+    handle.detach()
+    return error, len(done), join.roll, flat(net)
+
+
+@one_way
+@pytest.mark.parametrize("policy", ["stop", "raise"])
+def test_policies_where_steps_are_inside_backward(how, options, policy):
+    for error, done, roll, params in (ranks := run(3, policies_driven, policy, how, options, (2, 4, 3))):
+        assert done == 2 and gap(params, ranks[0][3]) == 0
+        if policy == "stop": assert error is None and roll == Roll((2, 2, 2), (0, 1, 1))
+        else: assert error[0] == "RuntimeError" and "exhausted" in error[1]
+
+
+def counted_driven(how, options, by, norm, policy):
+    """Count collectives in each iteration before, inside and after a block."""
+    pg, net = record(), network(nn.BatchNorm1d(9)) if norm else network()
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, pg, lr=1e-2)
+    model, joinable, _ = prepared(how, net, zero, options, pg)
+
+    def iterate(n):
+        counts = []
+        for x in batches(n):
+            with pg.recording() as log: model(x).square().mean().backward()
+            counts.append(len(log.collectives()))
+        return counts
+
+    iterate(4)
+    before = iterate(1)
+    with Join([joinable, zero], divide_by=by, policy=policy): inside = iterate(3)
+    return before[0], inside, iterate(2)
+
+
+@one_way
+@pytest.mark.parametrize(("by", "norm", "policy"), [
+    ("world_size", False, "shadow"), ("samples", False, "shadow"), ("active", True, "shadow"), ("samples", True, "stop")])
+def test_a_block_sends_nothing_of_its_own_where_steps_are_inside_backward(how, options, by, norm, policy):
+    for before, inside, after in run(2, counted_driven, how, options, by, norm, policy): assert {before} == set(inside) == set(after)
+
+
+def nested_driven(how, options):
+    rank, net = dist.get_rank(), network(nn.BatchNorm1d(9))
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
+    model, joinable, handle = prepared(how, net, zero, options)
+
+    def train(n):
+        for x in batches(n): model(x).square().mean().backward()
+
+    with Join([joinable, zero]):
+        train(2)
+        with Join([zero, joinable], divide_by="active") as inner: train(1 + rank)
+        train(1 + 2 * rank)
+    train(1)
+    left = [joinable._join_config.enable, zero._join_config.enable, len(net._forward_hooks) + len(net._forward_pre_hooks)]
+    handle.detach()
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    with Join([DDP(net), optimizer]) as join: # nothing is left of what was before
+        pass
+    return flat(net), inner.roll.batches, left, join.roll.batches
+
+
+@one_way
+def test_nested_blocks_where_steps_are_inside_backward(how, options):
+    ranks = run(2, nested_driven, how, options)
+    assert gap(ranks[0][0], ranks[1][0]) == 0
+    assert all(inner == (1, 2) and left == [False, False, 2 * (how == "parallel")] and after == (0, 0) for _, inner, left, after in ranks)
+
+
+def fails_driven(how, options, where):
+    rank = dist.get_rank()
+    group, net = dist.new_group(timeout=timedelta(seconds=100)), network()
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, group, lr=1e-2)
+    model, joinable, handle = prepared(how, net, zero, options, group)
+
+    def bad(gradient): raise Own(f"in backward of rank {rank}")
+
+    def train():
+        with Join([joinable, zero], divide_by="samples"):
+            for k, x in enumerate(batches((2, 6, 6)[rank])):
+                broken = k == 3 and rank == 2
+                if broken and where == "loop": raise Own(f"in the data of rank {rank}")
+                out = model(x)
+                if broken and where == "backward": out.register_hook(bad)
+                out.square().mean().backward()
+
+    begin = time.monotonic()
+    error = told(train)
+    took = time.monotonic() - begin
+    handle.leave()
+    dist.barrier()
+    return error, took
+
+
+@one_way
+@pytest.mark.parametrize("where", ["loop", "backward"])
+def test_an_error_where_steps_are_inside_backward(how, options, where):
+    ranks = run(3, fails_driven, how, options, where)
+    assert ranks[2][0][0] == "Own" and f"of rank {2}" in ranks[2][0][1]
+    for error, took in ranks[:2]: assert error[0] == "RuntimeError" and "rank 2" in error[1] and "Own: in" in error[1] and took < 50, error
+
+
+def refused_driven(how, case):
+    net = network()
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
+    _, joinable, _ = prepared(how, net, zero, {})
+    if case == "norm": net.add_module("1", nn.SyncBatchNorm(9))
+    other = DDP(network())
+    made = {"alone": lambda: Join([zero]), "other": lambda: Join([zero, other]), "before": lambda: Join([joinable, zero], before_step=print),
+            "two": lambda: Join([joinable, other]), "norm": lambda: Join([joinable])}
+
+    def enter():
+        with made[case](): pass
+    return told(enter)
+
+
+@pytest.mark.parametrize("how", ["overlap", "parallel"])
+@pytest.mark.parametrize(("case", "words"), [
+    ("alone", "add the model"), ("other", "add the model"), ("before", "max_grad_norm"), ("two", "one model"), ("norm", "SyncBatchNorm '1'")])
+def test_what_cannot_be_followed_where_steps_are_inside_backward(how, case, words):
+    for error in run(2, refused_driven, how, case): assert error[0] == "ValueError" and words in error[1]
+
+
+# ---- torch's Join, with steps inside backward ----
+
+def in_torchs(how, options, counts, order="model first", norm=False, ddp=None):
+    rank, net = dist.get_rank(), network(nn.BatchNorm1d(9)) if norm else network()
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
+    model, joinable, handle = prepared(how, net, zero, options, **(ddp or {}))
+    with warnings.catch_warnings(), TorchJoin(ORDERS[order](joinable, zero)):
+        for x in batches(counts[rank], size=4 + rank):
+            model(x).square().mean().backward()
+            zero.step()
+            if "hook" in options: zero.zero_grad()
+    if how == "parallel": handle.wait()
+    return flat(net), True, [b.clone() for b in net.buffers()], None
+
+
+@each_way
+@pytest.mark.parametrize("order", ["model first", "model alone"])
+def test_torchs_join_with_steps_inside_backward(how, options, order):
+    counts = (0, 6, 2)
+    same(run(3, in_torchs, how, options, counts, order), reference(counts, "world_size")[0])
+
+
+@pytest.mark.parametrize("ddp", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_torchs_join_with_settings_of_the_model(ddp, interleaved):
+    counts = (6, 1, 3)
+    same(run(3, in_torchs, "overlap", {"interleaved": interleaved}, counts, ddp=ddp), reference(counts, "world_size")[0])
+
+
+@pytest.mark.parametrize(("how", "options"), [("overlap", {}), ("parallel", {}), ("parallel", {"buffers": "average"})], ids=str)
+def test_torchs_join_sends_statistics(how, options):
+    ranks = run(3, in_torchs, how, options, (0, 4, 2), norm=True)
+    same(ranks, ranks[1][0])
+    assert ranks[0][2][2].item() == 4
+
+
+def torchs_refused(how, case):
+    group, net = dist.new_group(), network()
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, group, lr=1e-2)
+    options = {"scaler": torch.amp.GradScaler("cpu")} if case == "scaler" else {}
+    model, joinable, handle = prepared(how, net, zero, options, group, **({"find_unused_parameters": True} if case == "unused" else {}))
+    given = {"order": [zero, joinable], "zero": [zero], "unused": [joinable]}.get(case, [joinable, zero])
+
+    def train():
+        with TorchJoin(given, **({"divide_by_initial_world_size": False} if case == "weights" else {})):
+            for x in batches(2):
+                if case == "forwards": model(x)
+                model(x).square().mean().backward()
+    error = told(train)
+    handle.leave()
+    return error
+
+
+@pytest.mark.parametrize(("how", "case"), [*((how, case) for how in ("overlap", "parallel") for case in ("order", "zero", "scaler", "weights")),
+                                           ("overlap", "unused"), ("parallel", "forwards")])
+def test_what_torchs_join_cannot_follow_is_refused(how, case):
+    errors = run(2, torchs_refused, how, case)
+    assert all(error is not None for error in errors) and any("use zero_nb's Join" in error[1] for error in errors), errors

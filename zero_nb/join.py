@@ -424,7 +424,7 @@ def find_overlap(ddp: Any) -> Any:
     """Find what takes the optimizer's steps inside a model's backward, if anything does."""
     return next((switch.overlap for hook, _ in ddp._comm_hooks if (switch := getattr(hook, "switch", None)) is not None), None)
 
-# %% ../nbs/15_join.ipynb #1833db94
+# %% ../nbs/15_join.ipynb #62da2754
 @torch.no_grad()
 def reduce_nothing(
     ddp: Any, # DistributedDataParallel
@@ -432,6 +432,8 @@ def reduce_nothing(
     unsynced: bool = False, # send what this rank has accumulated under `no_sync`, in the place of zeros
 ) -> None:
     """Take part in the reduction of gradients without a backward, and keep the result as a backward would."""
+    if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+        raise RuntimeError(f"static_graph=True learns the graph in the first backward, and rank {group.global_rank} had none; give every rank a first batch")
     buckets, overlap = ddp.reducer._get_zeros_like_grad_buckets(), find_overlap(ddp)
     hooked = ddp._comm_hooks or "comm_hook" in ddp.logger._get_ddp_logging_data().strs_map # a hook divides by the world size itself
     for bucket in buckets if unsynced else ():
@@ -724,7 +726,7 @@ class Block:
         """Announce something to ranks without data."""
         self.log.tell(part, what, self.turn, options)
 
-# %% ../nbs/15_join.ipynb #938463c8
+# %% ../nbs/15_join.ipynb #1a6af8e8
 class Calling(Block):
     """The part of a block that counts ranks, and begins an iteration if it may."""
 
@@ -738,6 +740,7 @@ class Calling(Block):
             if self.policy == "stop": raise _Stopped
             gone = [rank for r, rank in enumerate(self.group.ranks) if r not in there]
             self.fault = RuntimeError(f"Detected at least one rank that exhausted inputs. Throwing across all ranks. Ranks {gone} had {self.turn} iterations")
+            self.fault.on_all_ranks = True # type: ignore[attr-defined]
             raise self.fault
         self.turn += 1
 
@@ -1017,7 +1020,7 @@ class Entering(Leaving):
             for part in reversed(self.parts): part.restore()
         return stopped
 
-# %% ../nbs/15_join.ipynb #9e24b5f5
+# %% ../nbs/15_join.ipynb #163a9d3a
 class Join(Entering):
     """A block in which ranks may have different amounts of data.
 
@@ -1051,7 +1054,8 @@ class Join(Entering):
         self.counter = next((part for part in speak if isinstance(part, _Network)), speak[0])
         self.several = sum(isinstance(part, _Model) for part in speak) > 1
         if self.divide_by != "world_size" and not isinstance(self.counter, _Network):
-            raise ValueError(f"divide_by={self.divide_by!r} weights the gradients of a DistributedDataParallel or of what data_parallel gave, and neither is among the joinables")
+            raise ValueError(f"divide_by={self.divide_by!r} weights the gradients of a DistributedDataParallel, or of what data_parallel gave, "
+                             "and none is among the joinables")
 
     @staticmethod
     def notify_join_context(joinable: Any) -> Any:

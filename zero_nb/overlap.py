@@ -419,7 +419,7 @@ class Driver(ABC):
         self.runner.lacks = running.lacks
         return stepped
 
-# %% ../nbs/14_overlap.ipynb #1fd609e3
+# %% ../nbs/14_overlap.ipynb #761ee25a
 class Hook:
     """A hook that copies and pickles of its module do not keep."""
 
@@ -442,7 +442,8 @@ class Listening(Driver):
     def _after(self, module: Any, args: Any, output: Any) -> None:
         error = sys.exc_info()[1]
         if not torch.is_grad_enabled(): return
-        if output is None and error is not None and module.training and not self._entered(): fail(self.zero.group, error)
+        alone = not getattr(error, "on_all_ranks", False) # so that nobody waits
+        if output is None and error is not None and alone and module.training and not self._entered(): fail(self.zero.group, error)
         if not torch.compiler.is_compiling():
             for tensor in found_tensors(output): tensor.register_hook(self._watch)
 
@@ -532,7 +533,7 @@ class Noted(Attached):
         self.buffers: list[Tensor] = []
         self.futures: list[Any] = []
 
-# %% ../nbs/14_overlap.ipynb #f4c1473d
+# %% ../nbs/14_overlap.ipynb #2d43997d
 class Arrivals(Noted):
     """What happens while buckets are filled."""
 
@@ -553,6 +554,8 @@ class Arrivals(Noted):
 
     def _begin(self) -> None:
         self.under_way, self.inside = True, at_end(self._finish, self.zero.group) # else DDP runs its hooks in the place of a backward, for a rank without data
+        if not (self.inside or self.follows or self.iterations or self.dynamic):
+            raise RuntimeError("static_graph=True learns the graph in the first backward, which a rank without data has not; give every rank a first batch")
         self.live = self.iterations >= self.settled and self.runner is not None and self.runner.shard.seen == look(self.runner.shard.params)
         if self.live and self.runner: self.running = self.runner
         if self.live: self.running.begin()
@@ -684,7 +687,7 @@ def find_switch(ddp: Any) -> Switch | None:
                            "to overlap(hook=...)")
     return hooks[0].switch if hooks else None
 
-# %% ../nbs/14_overlap.ipynb #b24c4995
+# %% ../nbs/14_overlap.ipynb #eb4796cf
 class Overlap(Backward):
     """A model and an optimizer whose step runs inside backward; made by `overlap`."""
 
@@ -703,7 +706,7 @@ class Overlap(Backward):
     def _before(self, module: Any, args: Any) -> None:
         super()._before(module, args)
         if in_torchs_join(module) or in_torchs_join(self.zero):
-            weights = not module._divide_by_initial_world_size and "divide_by_initial_world_size=False"
+            weights = not getattr(module, "_divide_by_initial_world_size", True) and "divide_by_initial_world_size=False"
             lone = self.some_unused and self.dynamic and not in_torchs_join(self.zero) and "find_unused_parameters and without the optimizer"
             with failing(self.zero.group): self.check_torchs_join(module, weights or lone or "")
 
