@@ -176,10 +176,11 @@ class Reader(Parting):
             if not self.ends and self.board.see(f"{self.leader}/end"): self.leader = (self.leader + 1) % self.size
         raise AssertionError("waiting ends with an error")
 
-# %% ../nbs/15_join.ipynb #5ce721fc
+# %% ../nbs/15_join.ipynb #8944f455
 Count = tuple[int, tuple[int, ...]] # samples of all ranks in an iteration, and group ranks that have data
 _RANKS = 1 << 20 # more than any group has: samples and ranks are counted in one number
 
+# %% ../nbs/15_join.ipynb #d4770ad4
 class Caller(Reader):
     """The part of a log that counts who has data."""
 
@@ -456,7 +457,7 @@ def _check_followed(model: nn.Module, what: dict[str, Any]) -> None: # what: thi
     for wrong in [*layers, *(name for name, there in what.items() if there)]:
         raise ValueError(f"{wrong} sends what a rank without data cannot follow; do without it, or use policy='stop', where all ranks end together")
 
-# %% ../nbs/15_join.ipynb #bbb95023
+# %% ../nbs/15_join.ipynb #5e968fdf
 class _Network(_Part):
     """A model in a block: its forward is heard, and its gradients are weighted."""
 
@@ -468,9 +469,8 @@ class _Network(_Part):
     def attach(self) -> None:
         super().attach()
         self.joinable._join_config = _silent()
-        self.handles = [self.module.register_forward_pre_hook(Hook(self.before), prepend=True, with_kwargs=True),
-                        self.module.register_forward_hook(Hook(self.after))]
-        self.said = _settings(self.driver) if self.driver else {}
+        hear = partial(self.module.register_forward_pre_hook, prepend=True, with_kwargs=True)
+        self.handles, self.said = [hear(Hook(self.before)), self.module.register_forward_hook(Hook(self.after))], _settings(self.driver) if self.driver else {}
 
     @property
     def listens(self) -> bool:
@@ -485,8 +485,7 @@ class _Network(_Part):
         weighted = learns and block.divide_by != "world_size"
         samples = block.samples_of(args, kwargs) if weighted and block.divide_by == "samples" else 0
         buffers, rebuild = self.sends(learns), self.rebuilds(learns)
-        needed = weighted or buffers or (block.gated and counts)
-        present = (block.declared_present(samples) or block.call(samples)) if needed else None
+        present = (block.declared_present(samples) or block.call(samples)) if weighted or buffers or (block.gated and counts) else None
         if counts: block.begin(present)
         ranks = present.ranks if present and buffers else ()
         if buffers or rebuild: block.tell(self.index, "forward", ranks=ranks, rebuild=rebuild)
@@ -1020,7 +1019,7 @@ class Entering(Leaving):
             for part in reversed(self.parts): part.restore()
         return stopped
 
-# %% ../nbs/15_join.ipynb #163a9d3a
+# %% ../nbs/15_join.ipynb #24f0b2f5
 class Join(Entering):
     """A block in which ranks may have different amounts of data.
 
@@ -1054,8 +1053,7 @@ class Join(Entering):
         self.counter = next((part for part in speak if isinstance(part, _Network)), speak[0])
         self.several = sum(isinstance(part, _Model) for part in speak) > 1
         if self.divide_by != "world_size" and not isinstance(self.counter, _Network):
-            raise ValueError(f"divide_by={self.divide_by!r} weights the gradients of a DistributedDataParallel, or of what data_parallel gave, "
-                             "and none is among the joinables")
+            raise ValueError(f"divide_by={self.divide_by!r} weights gradients of a DistributedDataParallel or data_parallel, and none is among the joinables")
 
     @staticmethod
     def notify_join_context(joinable: Any) -> Any:

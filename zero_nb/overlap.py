@@ -31,7 +31,7 @@ if TYPE_CHECKING: from typing_extensions import Self
 # %% auto #0
 __all__ = ['Finish', 'Copy', 'start_mean', 'Prepared', 'Runner', 'cut_in_place', 'plan_buckets', 'Layout', 'find_layout', 'AtEnd',
            'at_end', 'found_tensors', 'failing', 'norm_of', 'clip_parts', 'Care', 'Way', 'check_pair', 'remembered',
-           'Driver', 'Hook', 'Listening', 'in_torchs_join', 'Attached', 'done', 'beside', 'Noted', 'Arrivals',
+           'Driver', 'Hook', 'Listening', 'in_torchs_join', 'Joined', 'Attached', 'done', 'beside', 'Noted', 'Arrivals',
            'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap', 'hook_with_zero_step',
            'hook_with_zero_step_interleaved']
 
@@ -452,12 +452,24 @@ class Listening(Driver):
     def _entered(self) -> bool: # whether backward runs; it may fail before the first bucket is full
         return at_end(lambda: None, self.zero.group)
 
-# %% ../nbs/14_overlap.ipynb #f1530b74
+# %% ../nbs/14_overlap.ipynb #f50651c3
 def in_torchs_join(joinable: Any) -> bool:
     """Tell whether torch's `Join` runs, or has run, around a joinable."""
     return bool(joinable._join_config.enable) and not hasattr(joinable._join_config, "heard") # which that of 15_join has
 
-class Attached(Listening):
+class Joined(Listening):
+    """The part that looks who else is in a block with the optimizer."""
+
+    def check_torchs_join(self, model: Any, trouble: str = "") -> None:
+        """Refuse torch's `Join` where a rank without data could not follow."""
+        ours = "; use zero_nb's Join"
+        if not in_torchs_join(model) or (in_torchs_join(self.zero) and self.zero._join_config.is_first_joinable):
+            raise ValueError("an optimizer whose step is overlapped can be in torch's Join only after its model, in whose backward it steps" + ours)
+        if self.way.scales: raise ValueError("torch's Join does not bring the scale of a GradScaler to ranks without data" + ours)
+        if trouble: raise ValueError(f"torch's Join with {trouble} cannot be followed while the step is overlapped{ours}")
+
+# %% ../nbs/14_overlap.ipynb #6e9cc06b
+class Attached(Joined):
     """The part that comes and goes."""
 
     handles: list[Any] # of hooks
@@ -473,14 +485,6 @@ class Attached(Listening):
     def step(self, kwargs: dict[str, Any]) -> None:
         """Look back at a step that was over when backward returned."""
         if kwargs: raise TypeError(f"step() takes no {', '.join(kwargs)} while it is overlapped, for it runs before it is called; detach first")
-
-    def check_torchs_join(self, model: Any, trouble: str = "") -> None:
-        """Refuse torch's `Join` where a rank without data could not follow."""
-        ours = "; use zero_nb's Join"
-        if not in_torchs_join(model) or (in_torchs_join(self.zero) and self.zero._join_config.is_first_joinable):
-            raise ValueError("an optimizer whose step is overlapped can be in torch's Join only after its model, in whose backward it steps" + ours)
-        if self.way.scales: raise ValueError("torch's Join does not bring the scale of a GradScaler to ranks without data" + ours)
-        if trouble: raise ValueError(f"torch's Join with {trouble} cannot be followed while the step is overlapped{ours}")
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""

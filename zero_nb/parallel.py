@@ -25,7 +25,8 @@ from .process_group import Group, agreeing, coalescing_manager
 
 # %% auto #0
 __all__ = ['Arriving', 'Reads', 'ParallelWay', 'plan_arrivals', 'Pool', 'lay', 'Homes', 'Gradients', 'Filling', 'Counted',
-           'Averaged', 'Late', 'Backward', 'Steps', 'copy_from', 'DataParallel', 'Joined', 'Parallel', 'data_parallel']
+           'Averaged', 'Late', 'Backward', 'Steps', 'copy_from', 'Buffers', 'DataParallel', 'Joined', 'Parallel',
+           'data_parallel']
 
 # %% ../nbs/14a_parallel.ipynb #6fdd4b5f
 class Arriving(dict[str, Any]):
@@ -404,6 +405,29 @@ def _align_buffers(
             for b in buffers: group.all_reduce(b) if any(b is mean for mean in means) else group.broadcast(b, root)
     for b in means: b.div_(count)
 
+# %% ../nbs/14a_parallel.ipynb #a13ad757
+class Buffers(Steps):
+    """The part that sends buffers."""
+
+    module: nn.Module
+    aligns = True # sends buffers before forward, if it is told to; in a block of 15_join they are sent by others
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether buffers are sent before forward."""
+        return self.way.buffers != "local" and any(b.numel() for b in self.module.buffers())
+
+    def send_buffers(self, ranks: Sequence[int] = ()) -> None:
+        """Give all ranks the same buffers, those of ranks with data."""
+        _align_buffers(self.module, self.zero, self.way.buffers, ranks)
+
+    def count_ranks(self, here: bool) -> list[int]: # group ranks
+        """Find out which ranks have data, in torch's `Join`; all ranks call this."""
+        flags = torch.zeros(self.zero.group.size, device=self.zero.join_device)
+        flags[self.zero.group.group_rank] = here
+        self.zero.group.all_reduce(flags)
+        return flags.nonzero().flatten().tolist()
+
 # %% ../nbs/14a_parallel.ipynb #a3508c5e
 def _check(module: Any, zero: Any, way: ParallelWay) -> None:
     """Refuse what cannot work."""
@@ -422,11 +446,9 @@ def _check(module: Any, zero: Any, way: ParallelWay) -> None:
         p = next(p for p in zero.params() if id(p) in strange)
         raise ValueError(f"the optimizer has a parameter of shape {tuple(p.shape)} that is not in the module; make it of module.parameters()")
 
-# %% ../nbs/14a_parallel.ipynb #eb2d7786
-class DataParallel(Steps, _Joinable):
+# %% ../nbs/14a_parallel.ipynb #f2926477
+class DataParallel(Buffers, _Joinable):
     """A module whose gradients are averaged and stepped inside backward; made by `data_parallel`."""
-
-    aligns = True # sends buffers before forward, if it is told to; in a block of 15_join they are sent by others
 
     def __init__(self, module: nn.Module, zero: ZeroRedundancyOptimizer, way: ParallelWay):
         group = zero.group if isinstance(zero, ZeroRedundancyOptimizer) else Group()
@@ -450,22 +472,6 @@ class DataParallel(Steps, _Joinable):
             with failing(self.zero.group): self._notify()
         if self.aligns and self.has_buffers: self.send_buffers(self.count_ranks(True) if joined else ())
 
-    @property
-    def has_buffers(self) -> bool:
-        """Whether buffers are sent before forward."""
-        return self.way.buffers != "local" and any(b.numel() for b in self.module.buffers())
-
-    def send_buffers(self, ranks: Sequence[int] = ()) -> None:
-        """Give all ranks the same buffers, those of ranks with data."""
-        _align_buffers(self.module, self.zero, self.way.buffers, ranks)
-
-    def count_ranks(self, here: bool) -> list[int]: # group ranks
-        """Find out which ranks have data, in torch's `Join`; all ranks call this."""
-        flags = torch.zeros(self.zero.group.size, device=self.zero.join_device)
-        flags[self.zero.group.group_rank] = here
-        self.zero.group.all_reduce(flags)
-        return flags.nonzero().flatten().tolist()
-
     def _notify(self) -> None: raise NotImplementedError
 
     def _watch(self, gradient: Tensor) -> None: # backward comes from the loss, and is not nested in another
@@ -475,7 +481,7 @@ class DataParallel(Steps, _Joinable):
         self.ending = False
         if self.under_way: self.finish()
 
-# %% ../nbs/14a_parallel.ipynb #45d68098
+# %% ../nbs/14a_parallel.ipynb #6a516d89
 class Joined(DataParallel):
     """The part that takes part in `Join`, torch's or ours."""
 
@@ -509,6 +515,7 @@ class Joined(DataParallel):
         if self.zero.across is None: return self.zero.join_process_group
         raise ValueError("Join counts the ranks of one group, and the optimizer shares its state on each of several nodes; make it with one level of ranks")
 
+# %% ../nbs/14a_parallel.ipynb #475b5dc3
 class _Follow(_JoinHook):
     def __init__(self, parallel: Joined): self.parallel = parallel
 
