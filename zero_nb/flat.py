@@ -74,7 +74,7 @@ def _alone(bucket: Bucket, params: Sequence[Tensor]) -> Tensor | None:
     run = flatten(params[first.param].detach())[first.start:first.start + bucket.numel]
     return run if sum(slot.numel for slot in bucket.slots) == bucket.numel else None
 
-# %% ../nbs/12_flat.ipynb #6677dafc
+# %% ../nbs/12_flat.ipynb #4c5cd56c
 class FlatBucket:
     """The memory of one bucket: its parameters' elements, apart or together."""
 
@@ -105,10 +105,7 @@ class FlatBucket:
         if self.part is None: self.part = torch.cat(self.mine)
         return self.part
 
-    def all_gather(
-        self,
-        room: Tensor | None = None, # 1-D, as large as the bucket: memory in which it may come together; None: new memory
-    ) -> Iterator[None]:
+    def all_gather(self, room: Tensor | None = None) -> Iterator[None]: # in memory as large as the bucket; None: in new memory
         """Bring every rank's part of the parameters to all ranks: starts before the `yield`, finishes after it."""
         flat, param = self.flat, self.params[self.bucket.slots[0].param]
         if flat is None: flat = room if room is not None and room.dtype == param.dtype else param.new_empty(self.bucket.numel)
