@@ -74,7 +74,7 @@ def _alone(bucket: Bucket, params: Sequence[Tensor]) -> Tensor | None:
     run = flatten(params[first.param].detach())[first.start:first.start + bucket.numel]
     return run if sum(slot.numel for slot in bucket.slots) == bucket.numel else None
 
-# %% ../nbs/12_flat.ipynb #4c5cd56c
+# %% ../nbs/12_flat.ipynb #7d171fd1
 class FlatBucket:
     """The memory of one bucket: its parameters' elements, apart or together."""
 
@@ -89,10 +89,9 @@ class FlatBucket:
     ):
         self.bucket, self.params, self.group, self.owned = bucket, params, group, bucket.slots_of(group.group_rank)
         self.sizes = None if bucket.equal else [stop - start for start, stop in map(bucket.part, range(group.size))]
-        self.flat = _alone(bucket, params)
-        if self.flat is None and as_views: self.flat = move_together(bucket, params)
-        if self.flat is None: self.mine = [_run(params[slot.param], slot) for slot in self.owned]
-        else: self.mine = [self.flat[s.offset:s.offset + s.numel] for s in self.owned]
+        flat = _alone(bucket, params)
+        self.flat = flat = move_together(bucket, params) if flat is None and as_views else flat
+        self.mine = [_run(params[s.param], s) if flat is None else flat[s.offset:s.offset + s.numel] for s in self.owned]
 
     @cached_property
     def stretches(self) -> list[tuple[int, list[int], list[Tensor]]]:
