@@ -35,7 +35,7 @@ __all__ = ['Finish', 'Copy', 'start_mean', 'Prepared', 'Runner', 'cut_in_place',
            'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap', 'hook_with_zero_step',
            'hook_with_zero_step_interleaved']
 
-# %% ../nbs/14_overlap.ipynb #da6950d3
+# %% ../nbs/14_overlap.ipynb #bcb158cc
 Finish = Callable[[], Tensor] # waits for a reduction, and gives what this rank owns of the bucket: the mean over all ranks, 1-D
 
 def start_mean(
@@ -43,6 +43,7 @@ def start_mean(
     gradient: Tensor, # 1-D, all of the bucket; all but this rank's part is scratch afterwards
     across: Group | None = None, # ranks that hold the same part, if there are several
     wire: torch.dtype | None = None, # what travels; None: the dtype of the gradient
+    out: Tensor | None = None, # where the mean goes, if it is not to stay in the gradient
 ) -> Finish:
     """Start to average a bucket over all ranks by reduce-scatter."""
     group = bucket.group
@@ -51,8 +52,9 @@ def start_mean(
     work = group.reduce_scatter(sent, bucket.sizes, async_op=True)
     def finish() -> Tensor:
         work.wait()
-        if across: across.all_reduce(sent[part])
-        return sent[part].div_(size) if sent is gradient else sent[part].to(gradient.dtype)
+        mine = sent[part]
+        if across: across.all_reduce(mine)
+        return torch.div(mine, size, out=mine if out is None else out) if sent is gradient else mine.to(gradient.dtype)
     return finish
 
 # %% ../nbs/14_overlap.ipynb #67e71eed

@@ -72,13 +72,13 @@ class Reads:
         for m in self.modules:
             if isinstance(m._parameters, Arriving): m._parameters = dict(zip(dict.keys(m._parameters), dict.values(m._parameters), strict=True))
 
-# %% ../nbs/14a_parallel.ipynb #e6681db8
+# %% ../nbs/14a_parallel.ipynb #e18d9569
 @dataclass(frozen=True, kw_only=True)
 class ParallelWay(Care):
     """How a module is to be trained."""
 
     hidden: bool = True # parameters arrive while the next forward runs, else before backward returns
-    bucket_cap_mb: float = 1.0 # MB (2**20 bytes): parameters up to this size travel together, larger ones alone and without a copy
+    bucket_cap_mb: float = 8.0 # MB (2**20 bytes): parameters up to this size travel together, larger ones alone and without a copy
     cut_mb: float = 25.0 # MB: larger parameters are cut into pieces of this size
     find_unused_parameters: bool = False # parameters without a gradient may change from one iteration to the next
     buffers: str = "broadcast" # before each forward in training, from the first rank; "average", or "local": leave them alone
@@ -260,7 +260,7 @@ class Counted(Filling):
         if not surprises or self.way.find_unused_parameters or self.follows: return
         raise RuntimeError(f"{specs(self.zero.param_groups)[min(surprises)].name} got {got}; where that may change, pass find_unused_parameters=True")
 
-# %% ../nbs/14a_parallel.ipynb #de34578c
+# %% ../nbs/14a_parallel.ipynb #b655be40
 class Averaged(Counted):
     """How buckets become averages, and which parameters have a gradient on some rank."""
 
@@ -273,8 +273,11 @@ class Averaged(Counted):
 
     def _start(self, i: int, gradient: Tensor) -> Finish:
         assert self.running is not None, "a reduction starts in an iteration"
-        running, slots = self.running, self.homes.slots[i]
-        mean = start_mean(running.shard.buckets[i], gradient, self.zero.across)
+        running, slots, soon = self.running, self.homes.slots[i], self.way.interleaved and self.apart and self.live
+        bucket = running.shard.buckets[i]
+        if soon: self.held[i] = gradient
+        elif i not in self.parts: self.parts[i] = torch.empty_like(gradient[slice(*bucket.bucket.part(self.zero.group.group_rank))])
+        mean = start_mean(bucket, gradient, self.zero.across, out=None if soon else self.parts[i])
         asks = not self.live or self.way.find_unused_parameters
         used = torch.tensor(self.has[i], dtype=torch.float32, device=gradient.device) if asks else None
         if used is not None: self._everywhere(used)
@@ -282,11 +285,7 @@ class Averaged(Counted):
             if used is not None:
                 for slot, count in zip(slots, used.tolist(), strict=True): running.lacks[slot.param] = not count
             part = mean()
-            if self.way.interleaved and self.apart and self.live: self.held[i] = gradient
-            else: # the part waits long for its step, and the rest need not
-                if i not in self.parts: self.parts[i] = torch.empty_like(part)
-                part = self.parts[i].copy_(part)
-                self.homes.pool.give(gradient)
+            if not soon: self.homes.pool.give(gradient) # the part waits long for its step, and the rest need not
             return part
         return finish
 
