@@ -637,6 +637,28 @@ def test_all_stop_with_the_shortest(counts, how):
         assert error is None and done == few and roll == Roll((few,) * len(counts), dropped) and gap(params, ranks[0][3]) == 0
 
 
+def left_at_once():
+    """One rank takes long to look; meanwhile the others say how many batches they have, and the one without any leaves."""
+    rank, model = dist.get_rank(), DDP(network())
+    join, done = Join([model, ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)], policy="stop"), []
+    def train():
+        with join:
+            see = join.log.see
+            def slow(key):
+                found = see(key)
+                if rank == 0 and not found: time.sleep(0.5)
+                return found
+            join.log.see = slow
+            time.sleep(0.2 * (rank > 0))
+            for x in join.loader(iter(batches((1, 5, 0)[rank]))):
+                model(x).square().mean().backward()
+                done.append(1)
+    return told(train), len(done)
+
+
+def test_who_leaves_at_once_has_called_the_loader(): assert run(3, left_at_once) == [(None, 0)] * 3
+
+
 @pytest.mark.parametrize("how", ["plain", "loader", "stream"])
 @pytest.mark.parametrize("throw", [True, False])
 def test_all_raise_with_the_shortest(how, throw):

@@ -848,7 +848,7 @@ def _lengths(batches: Any) -> dict[str, Any]: # how many batches there are, and 
     except (AttributeError, TypeError): return {"batches": n, "sizes": None}
     return {"batches": n, "sizes": None if size is None else [size, size if drops or not n else samples - size * (n - 1)]}
 
-# %% ../nbs/15_join.ipynb #29496414
+# %% ../nbs/15_join.ipynb #e757c7c9
 class Declaring(Ending):
     """The part of a block that knows beforehand who has data when."""
 
@@ -881,9 +881,9 @@ class Declaring(Ending):
         self.looped = True
         self.log.collect("batches", _lengths(batches))
         for _ in self.log.waiting(lambda: "all ranks to call join.loader()"):
+            gone = [r for r in range(self.log.size) if self.log.see(f"{r}/end")] # first: who comes last may leave at once
             if all_ranks := self.log.see("all/batches"): break
-            if gone := [r for r in range(self.log.size) if self.log.see(f"{r}/end")]:
-                raise RuntimeError(f"rank {self.group.ranks[gone[0]]} left the Join block without calling join.loader(); call it on all ranks")
+            if gone: raise RuntimeError(f"rank {self.group.ranks[gone[0]]} left the Join block without calling join.loader(); call it on all ranks")
         if None in (counts := tuple(each["batches"] for each in all_ranks)): return None
         self.declared = Roll(counts, sizes=tuple(each["sizes"] and tuple(each["sizes"]) for each in all_ranks))
         if self.policy == "raise" and len(set(counts)) > 1: raise RuntimeError(f"ranks have different numbers of batches: {', '.join(map(str, counts))}")
