@@ -273,6 +273,17 @@ def test_peak_is_above_the_start():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
+def test_peak_counts_memory_that_was_given_back_before():
+    def peak():
+        torch.ones(6_000_000) # malloc learns to keep chunks of this size
+        kept = [torch.ones(1_000_000) for _ in range(10)]
+        last = torch.ones(1000) # above them, so that they stay when they are free
+        del kept
+        return bench.peak_bytes(torch.device("cpu"), lambda: [torch.ones(1_000_000) for _ in range(10)]), last.sum()
+    assert 38e6 < run(1, peak)[0][0] < 44e6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
 def test_peak_leaves_out_the_pages_of_files(tmp_path):
     (tmp_path / "library").write_bytes(bytes(30_000_000))
     def peak():
