@@ -52,12 +52,12 @@ def optimizer_of(kind, params, group=None):
     return {"ours": ZeroRedundancyOptimizer, "torch": TorchZero}[kind](params, AdamW, group, lr=1e-2)
 
 
-def alone(counts, by, sizes=None, n=None, clip=None, every=1):
-    """Train in one process on the union of all ranks' data."""
+def reference(counts, by, kind=AdamW, clip=None, every=1, rounds=1, sizes=None):
+    """Train in one process on the union of all data; parameters and state."""
     model = network()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
+    optimizer = kind(model.parameters(), lr=1e-2)
     data = [batches(count, rank, 4 + rank if sizes is None else sizes[rank]) for rank, count in enumerate(counts)]
-    for k in range(max(counts)):
+    for k in [*range(max(counts))] * rounds:
         there = [mine[k] for mine in data if len(mine) > k]
         if by == "samples": loss = model(torch.cat(there)).square().mean()
         else: loss = sum(model(x).square().mean() for x in there) / (len(there) if by == "active" else len(counts))
@@ -66,7 +66,10 @@ def alone(counts, by, sizes=None, n=None, clip=None, every=1):
         if clip: nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-    return flat(model)
+    return flat(model), optimizer.state_dict()["state"]
+
+
+def alone(counts, by, sizes=None, **how): return reference(counts, by, sizes=sizes, **how)[0]
 
 
 # ---- the value ----
@@ -656,6 +659,21 @@ def left_at_once():
     return told(train), len(done)
 
 
+def mistyped():
+    model = DDP(network())
+    class Own(Joinable):
+        def __init__(self): super().__init__()
+        def join_hook(self, **kwargs): return JoinHook()
+        join_device = property(lambda self: torch.device("cpu"))
+        join_process_group = property(lambda self: dist.group.WORLD)
+    return [told(lambda: Join([model, AdamW(model.parameters())], weights="samples")), told(lambda: Join([model], divide_by_initial_world_size=False)),
+            told(lambda: Join([model, Own()], weights="samples"))]  # a user's own hook may take anything
+
+
+def test_an_argument_that_nobody_takes_is_refused():
+    for wrong, fine, own in run(2, mistyped): assert wrong[0] == "TypeError" and "'weights'" in wrong[1] and "divide_by" in wrong[1] and fine is own is None
+
+
 def test_who_leaves_at_once_has_called_the_loader(): assert run(3, left_at_once) == [(None, 0)] * 3
 
 
@@ -987,23 +1005,6 @@ def same(ranks, wanted, eps=1e-6, state=None):
         assert gap(params, wanted) < eps, gap(params, wanted)
         for i, found in (state or {}).items():
             for key, value in found.items(): assert gap(torch.as_tensor(value, dtype=torch.float64), torch.as_tensor(mine[i][key]).double()) < eps, (i, key)
-
-
-def reference(counts, by, kind=AdamW, clip=None, every=1, rounds=1):
-    """Train in one process on the union of all data; parameters and state."""
-    model = network()
-    optimizer = kind(model.parameters(), lr=1e-2)
-    data = [batches(count, rank, 4 + rank) for rank, count in enumerate(counts)]
-    for k in [*range(max(counts))] * rounds:
-        there = [mine[k] for mine in data if len(mine) > k]
-        if by == "samples": loss = model(torch.cat(there)).square().mean()
-        else: loss = sum(model(x).square().mean() for x in there) / (len(there) if by == "active" else len(counts))
-        (loss / every).backward()
-        if (k + 1) % every: continue
-        if clip: nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return flat(model), optimizer.state_dict()["state"]
 
 
 WAYS = [("overlap", {}), ("overlap", {"interleaved": True}), ("overlap", {"interleaved": True, "lag": 0}), ("overlap", {"hook": exact}), ("hook", {}),

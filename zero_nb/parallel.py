@@ -445,7 +445,7 @@ def _check(module: Any, zero: Any, way: ParallelWay) -> None:
         p = next(p for p in zero.params() if id(p) in strange)
         raise ValueError(f"the optimizer has a parameter of shape {tuple(p.shape)} that is not in the module; make it of module.parameters()")
 
-# %% ../nbs/14a_parallel.ipynb #f2926477
+# %% ../nbs/14a_parallel.ipynb #ec0ca69b
 class DataParallel(Buffers, _Joinable):
     """A module whose gradients are averaged and stepped inside backward; made by `data_parallel`."""
 
@@ -471,7 +471,8 @@ class DataParallel(Buffers, _Joinable):
             with failing(self.zero.group): self._notify()
         if self.aligns and self.has_buffers: self.send_buffers(self.count_ranks(True) if joined else ())
 
-    def _notify(self) -> None: raise NotImplementedError
+    @abstractmethod
+    def _notify(self) -> None: ...
 
     def _watch(self, gradient: Tensor) -> None: # backward comes from the loss, and is not nested in another
         if self.syncs and not self.under_way and not self.ending: self.ending = at_end(self._left, self.zero.group)
