@@ -115,6 +115,7 @@ def everything():
     return {(mode, kind): compare(groups, steps=4, **setup) for mode, setup in MODES.items() for kind, groups in KINDS.items()}
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_ddp_in_every_mode(size):
     for rank in run(size, everything):
@@ -730,6 +731,7 @@ def traffic(setup):
     return seen, handle.schedule.collectives, wire, sum(p.numel() * 4 for p in model.parameters())
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("mode", MODES)
 def test_traffic_is_that_of_ddp_in_the_order_of_the_schedule(mode):
     size = 3
@@ -820,6 +822,7 @@ def trapped(where, setup, at):
     return told(go)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("mode", ["after", "interleaved-hidden"])
@@ -917,5 +920,6 @@ def long():
     return replicas(model)
 
 
+@pytest.mark.usefixtures("way")
 def test_hundreds_of_iterations_without_a_hang():
     assert all(run(3, long, timeout=90))

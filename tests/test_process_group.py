@@ -64,14 +64,17 @@ def every_collective(ranks=None):
     return wrong
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_collectives(size): assert run(size, every_collective) == [[]] * size
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("ranks", [[2, 3], [3, 1], [1], [3, 0, 2]])
 def test_collectives_of_a_subgroup(ranks): assert run(4, every_collective, ranks) == [[]] * 4
 
 
+@pytest.mark.usefixtures("way")
 def test_two_groups_at_once():
     def both():
         pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -85,6 +88,7 @@ def test_two_groups_at_once():
         assert a == [rank % 2] * 2 + [rank % 2 + 2] * 2 and b == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.usefixtures("way")
 def test_many_in_flight_and_repeated_waits():
     def many():
         g = Group()
@@ -252,17 +256,20 @@ def everything(size: int, dtype: torch.dtype, async_op: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 def test_unequal_parts_of_any_dtype(size, dtype):
     for async_op in (False, True): assert run(size, everything, 7, dtype, async_op) == [[]] * size
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_parts_of_many_chunks(size):
     assert run(size, everything, 3 * CHUNK // 8 + 5, torch.float64, True) == [[]] * size
 
 
+@pytest.mark.usefixtures("way")
 def test_a_tensor_with_gaps_is_handled():
     def gaps():
         g = Group()
@@ -394,6 +401,7 @@ def coalesced(seed: int, async_ops: bool) -> list[bool]:
     return same
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("seed", range(12))
 def test_a_block_is_its_calls(seed):
     for same in run(1 + seed % 4, coalesced, seed, seed % 2 == 0): assert all(same)
@@ -460,6 +468,7 @@ def test_blocks_that_cannot_be():
         for (_, message), words in zip(errors, said, strict=True): assert words in message
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("coalesce", [False, True])
 def test_a_collective_nobody_waited_for(coalesce):
     def forgets():
@@ -600,6 +609,7 @@ def test_a_rank_that_goes_astray_is_told_of(known, other):
     assert f"rank 1 was at '{other} of 12 float32 at test_process_group.py:" in first[1] and f"waited at '{other} of 12 float32 at" in second[1]
 
 
+@pytest.mark.usefixtures("way")
 def test_known_rings_of_unequal_size_do_not_mix():
     def mixed():
         g = clone(Group(), timeout=timedelta(seconds=3))
@@ -842,6 +852,7 @@ def test_a_peer_killed_during_a_collective(kind, tmp_path):
     assert all(names(kind, heard[job, rank].get()) for job, rank in heard if rank < 2)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
 def test_a_process_whose_peer_was_killed_exits_normally(kind, tmp_path):
     code = "import sys; sys.path.insert(0, sys.argv[1]); from test_process_group import bereaved; print(bereaved(int(sys.argv[2]), *sys.argv[3:5], 0.3))"
@@ -852,6 +863,7 @@ def test_a_process_whose_peer_was_killed_exits_normally(kind, tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0, -signal.SIGKILL] and all(names(kind, words) for words in said[:2])
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_abort_frees_a_stuck_rank(kind, known):

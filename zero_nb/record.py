@@ -348,10 +348,10 @@ def _let_them_call_back() -> None:
     while _AWAITED and time.monotonic() < deadline: time.sleep(0.001)
     if late: time.sleep(0.01) # for what torch does after the call
 
-# %% ../nbs/09_record.ipynb #b1f60294
-def _follow(pg: RecordingGroup, kind: str, tensor: Tensor, steps: Iterator[None]) -> Iterator[None]:
+# %% ../nbs/09_record.ipynb #2c17e2fb
+def _follow(pg: RecordingGroup, kind: str, tensor: Tensor, steps: Iterator[None], wire: int | None) -> Iterator[None]:
     nbytes, inside = _nbytes(tensor), pg.tape.inside
-    number, error = pg.tape.open(kind, nbytes, _wire(kind, nbytes, pg.size()), [tensor]), ""
+    number, error = pg.tape.open(kind, nbytes, _wire(kind, nbytes, pg.size()) if wire is None else wire, [tensor]), ""
     try:
         while True:
             outer, inside.parent = getattr(inside, "parent", None), number
@@ -364,7 +364,7 @@ def _follow(pg: RecordingGroup, kind: str, tensor: Tensor, steps: Iterator[None]
         raise
     finally: pg.tape.close(number, error)
 
-# %% ../nbs/09_record.ipynb #e3f196aa
+# %% ../nbs/09_record.ipynb #b24421ca
 class RecordingGroup(_PassingGroup):
     """A process group that remembers; made by `record` and `simulate`."""
 
@@ -385,10 +385,11 @@ class RecordingGroup(_PassingGroup):
         self,
         kind: str, # of the collective that the steps make together
         tensor: Tensor, # the whole of it
-        steps: Iterator[None], # starts and finishes collectives of this group
+        steps: Iterator[None], # starts and finishes collectives of this group, or moves the tensor by other means
+        wire: int | None = None, # bytes that this rank sends, if it starts no collectives; None: by the formula of the kind
     ) -> Iterator[None]: # the same steps
         """Record what a generator starts as steps of one collective."""
-        return _follow(self, kind, tensor, steps)
+        return _follow(self, kind, tensor, steps, wire)
 
     def close(self) -> None:
         """Take the group back from torch; its log stays readable and the wrapped group usable. Closing twice is closing."""

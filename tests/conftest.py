@@ -1,0 +1,9 @@
+"""What several files of tests share."""
+
+import pytest
+
+
+@pytest.fixture(params=["memory", "messages"])
+def way(request, monkeypatch):
+    """Run a test in both ways to move a reduce-scatter or an all-gather: as on one machine, and as between machines."""
+    monkeypatch.setenv("ZERO_NB_MEMORY", str(int(request.param == "memory")))
