@@ -1482,3 +1482,23 @@ def torchs_refused(how, case):
 def test_what_torchs_join_cannot_follow_is_refused(how, case):
     errors = run(2, torchs_refused, how, case)
     assert all(error is not None for error in errors) and any("use zero_nb's Join" in error[1] for error in errors), errors
+
+
+def late(how, by):
+    """The rank that others follow takes its time, while one with data has come to the first collective and waits."""
+    rank, net = dist.get_rank(), network()
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
+    model, joinable, _ = prepared(how, net, zero, {}, None)
+    with Join([joinable, zero], divide_by=by) as join:
+        for k, x in enumerate(batches((0, 2, 3)[rank], rank, 4)):
+            if rank == 1 and k == 0: time.sleep(2.5)
+            model(x).square().mean().backward()
+            zero.step()
+    return join.roll.batches, flat(net)
+
+
+@pytest.mark.parametrize("by", ["world_size", "active"])
+@pytest.mark.parametrize("how", ["overlap", "parallel"])
+def test_ranks_with_data_may_be_apart_in_time(how, by):
+    ranks = run(3, late, how, by)
+    assert all(counts == (0, 2, 3) and params.equal(ranks[0][1]) for counts, params in ranks)

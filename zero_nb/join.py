@@ -138,7 +138,7 @@ class Parting(Log):
         shared = [f"{where}{what}" for what in ("end", "batches") for where in ("all/", "")] if self.me == 0 else []
         self.board.remove(f"{self.me}/end", f"{self.me}/batches", *own, *shared)
 
-# %% ../nbs/15_join.ipynb #24b95b30
+# %% ../nbs/15_join.ipynb #f7707bec
 class Reader(Parting):
     """The part of a log that waits for others."""
 
@@ -149,15 +149,17 @@ class Reader(Parting):
         raise RuntimeError(f"rank {self.board.group.ranks[self.leader]} is more than {SLOTS} events ahead of rank {self.board.group.global_rank}, "
                            "which has no data and follows it; use collectives that wait for all ranks")
 
-    def waiting(self, late: Callable[[], str]) -> Iterator[None]:
-        """Look again and again, less often with time. Raises `RuntimeError` if a rank has left, is elsewhere or comes too late, with what `late` tells."""
+    def waiting(self, late: Callable[[], str], who: Callable[[], Sequence[int]]) -> Iterator[None]:
+        """Look again and again, less often with time.
+
+        Raises `RuntimeError` if a rank has left, if all of the group ranks `who`, one of which is waited for, are elsewhere, or with what `late` tells."""
         begin = asked = time.monotonic()
         while True:
             yield
             if said := self.failed(): raise RuntimeError(said)
             waited, now = time.monotonic() - begin, time.monotonic()
             if now - asked > 1:
-                asked, at = now, elsewhere(self.board.group)
+                asked, at = now, elsewhere(self.board.group, who())
                 yield
                 if at: raise RuntimeError(f"{at.partition(';')[0]}, which ranks without data cannot do; do it before or after the Join block")
             if waited > patience(self.board.group):
@@ -166,7 +168,7 @@ class Reader(Parting):
 
     def next(self) -> Event | None:
         """Wait for an event of a rank with data; None: no rank has any."""
-        for _ in self.waiting(lambda: f"what rank {self.board.group.ranks[self.leader]} does next"):
+        for _ in self.waiting(lambda: f"what rank {self.board.group.ranks[self.leader]} does next", lambda: [self.leader]):
             if not self.ends and (ends := self.see("all/end")):
                 self.ends, counts = ends, [end["events"] for end in ends]
                 self.leader = counts.index(max(counts))
@@ -181,7 +183,7 @@ class Reader(Parting):
 Count = tuple[int, tuple[int, ...]] # samples of all ranks in an iteration, and group ranks that have data
 _RANKS = 1 << 20 # more than any group has: samples and ranks are counted in one number
 
-# %% ../nbs/15_join.ipynb #d4770ad4
+# %% ../nbs/15_join.ipynb #f1e3da85
 class Caller(Reader):
     """The part of a log that counts who has data."""
 
@@ -205,7 +207,7 @@ class Caller(Reader):
 
     def hear(self, number: int) -> Count:
         """Wait until all ranks have made a call, or have left."""
-        for _ in self.waiting(lambda: "all ranks to begin their next iteration"):
+        for _ in self.waiting(lambda: "all ranks to begin their next iteration", lambda: [r for r in range(self.size) if r != self.me and r not in self.gone]):
             samples, count = divmod(self.board.add(f"call/{number}", 0), _RANKS)
             if count < self.size and self.board.add("gone", 0) > len(self.gone):
                 self.gone = {r: calls for r in range(self.size) if (calls := self.see(f"{r}/gone")) is not None}
@@ -844,7 +846,7 @@ def _lengths(batches: Any) -> dict[str, Any]: # how many batches there are, and 
     except (AttributeError, TypeError): return {"batches": n, "sizes": None}
     return {"batches": n, "sizes": None if size is None else [size, size if drops or not n else samples - size * (n - 1)]}
 
-# %% ../nbs/15_join.ipynb #e757c7c9
+# %% ../nbs/15_join.ipynb #a8b438da
 class Declaring(Ending):
     """The part of a block that knows beforehand who has data when."""
 
@@ -876,7 +878,7 @@ class Declaring(Ending):
         if self.looped: raise RuntimeError("a Join block has one loop over join.loader(); use another block for the next epoch")
         self.looped = True
         self.log.collect("batches", _lengths(batches))
-        for _ in self.log.waiting(lambda: "all ranks to call join.loader()"):
+        for _ in self.log.waiting(lambda: "all ranks to call join.loader()", lambda: [r for r in range(self.log.size) if r != self.log.me]):
             gone = [r for r in range(self.log.size) if self.log.see(f"{r}/end")] # first: who comes last may leave at once
             if all_ranks := self.log.see("all/batches"): break
             if gone: raise RuntimeError(f"rank {self.group.ranks[gone[0]]} left the Join block without calling join.loader(); call it on all ranks")

@@ -278,20 +278,21 @@ def log_once(
     if group.group_rank == 0 and dist.is_available() and dist.get_debug_level() != dist.DebugLevel.OFF:
         logging.getLogger("zero_nb").info(text())
 
-# %% ../nbs/10_process_group.ipynb #6f46094a
+# %% ../nbs/10_process_group.ipynb #1729e9cd
 def _failed(group: Ranks | None, what: object, error: RuntimeError) -> RuntimeError: # worth raising
     hint = _elsewhere(group) if group else ""
     return RuntimeError(f"{_plain(what)} failed: {error}; {hint or 'a peer may be gone, so look at the output of the other ranks first'}")
 
-def _elsewhere(group: Ranks) -> str:
-    """Tell of a rank that has failed, or that waits for this one to compare another collective."""
+def _elsewhere(group: Ranks, who: Sequence[int] = ()) -> str: # some group ranks; none: any other
+    """Tell of a rank that has failed, or that waits for this one to compare another collective; of some, only if all of them wait."""
     with suppress(Exception): # the store may be gone as well
         store = _store(group)
         if store.check([_LAST_WORDS]): return store.get(_LAST_WORDS).decode()
-        for rank, key in ((rank, f"zero_nb/{group._wire.turn}/{rank}") for rank in range(group.size) if rank != group.group_rank):
-            if store.check([key]):
-                at = _plain(json.loads(store.get(key))["what"])
-                return f"rank {group.ranks[rank]} was at {at!r} instead; do the same on every rank"
+        keys = {rank: f"zero_nb/{group._wire.turn}/{rank}" for rank in who or range(group.size) if rank != group.group_rank}
+        waiting = [rank for rank, key in keys.items() if store.check([key])]
+        if waiting and len(waiting) >= len(who):
+            at = _plain(json.loads(store.get(keys[waiting[0]]))["what"])
+            return f"rank {group.ranks[waiting[0]]} was at {at!r} instead; do the same on every rank"
     return ""
 
 # %% ../nbs/10_process_group.ipynb #ff3fcee3
@@ -408,7 +409,7 @@ class Board:
         """Take notes and counts away."""
         for key in keys: self._own.pop(key, None) if self.alone else _store(self.group).delete_key(self._prefix + key)
 
-# %% ../nbs/10_process_group.ipynb #d894b3a1
+# %% ../nbs/10_process_group.ipynb #74428e7d
 def patience(
     group: Ranks, # of more than one rank
 ) -> float: # seconds that ranks wait for each other: the time limit of the group's collectives
@@ -417,9 +418,10 @@ def patience(
 
 def elsewhere(
     group: Ranks,
-) -> str: # "" if nobody waits
+    who: Sequence[int] = (), # group ranks without this one; none: any other
+) -> str: # "" if nobody waits, or not all of `who`
     """Tell of a rank that waits for all others, to agree on something or to compare a collective."""
-    return "" if group.size == 1 or _alone(group) else _elsewhere(group)
+    return "" if group.size == 1 or _alone(group) else _elsewhere(group, who)
 
 # %% ../nbs/10_process_group.ipynb #8df122e0
 CHUNK = 1 << 20 # bytes that travel as one message
