@@ -1485,7 +1485,7 @@ def test_what_torchs_join_cannot_follow_is_refused(how, case):
 
 
 def late(how, by):
-    """The rank that others follow takes its time, while one with data has come to the first collective and waits."""
+    """Let the rank that others follow take its time, while one with data has come to the first collective and waits."""
     rank, net = dist.get_rank(), network()
     zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
     model, joinable, _ = prepared(how, net, zero, {}, None)
