@@ -328,8 +328,7 @@ def test_command_runs_under_torchrun(tmp_path):
 def test_the_stored_report_is_of_the_full_models_and_exact():
     path = Path(__file__).parents[1] / "nbs" / "benchmark" / "report.json"
     found = Report.from_json(path.read_text())
-    assert not found.quick and path.stat().st_size < 200_000
-    assert bench.strays(found).keys() <= {"deepspeed"} # a peer; the report says by how much it is off
+    assert not found.quick and not bench.strays(found) and path.stat().st_size < 200_000
     assert json.loads(found.to_json()) == json.loads(path.read_text())
     for model in models().values():
         for n in (1, 2, 4):

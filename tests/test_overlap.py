@@ -320,6 +320,8 @@ def traffic(interleaved, **more):
     sizes = [b.bucket.numel * 8 for b in handle.runner.shard.buckets]
     planned = [(op, sizes[int(i)]) for i, op in (word.split(":") for word in handle.schedule.collectives)]
     wire = {kind: sum(e.wire for e in outer if e.kind == kind) for kind in names}
+    mine, whole = (8 * sum(sizes) for sizes in zip(*((b.sizes[b.group.group_rank], b.bucket.numel) for b in handle.runner.shard.buckets), strict=True))
+    assert wire == {"reduce_scatter": whole - mine, "all_gather": (group.size() - 1) * mine} # of each rank by what it owns
     return sum(e.wire for e in their_log.events), wire, [(names[e.kind], e.bytes) for e in outer] == planned, len(planned), flat(ours).numel() * 8
 
 
