@@ -333,16 +333,29 @@ def test_what_goes_wrong_while_nobody_waits_is_told_to_who_does():
     def wrong():
         g = clone(Group())
         g.all_gather(torch.ones(6))
-        dist.barrier()
+        if g.group_rank == 1: # never comes to the second
+            dist.barrier()
+            abort(g)
+            return None
         work = g.all_gather(torch.ones(6), async_op=True)
         dist.barrier()
-        if g.group_rank == 1: abort(g)
-        else: time.sleep(0.3)
-        said = told(work.wait)
-        dist.barrier()
-        return said
+        time.sleep(0.3)
+        return told(work.wait)
 
-    for kind, message in run(3, wrong): assert kind in ("RuntimeError", "") and (not kind or "all_gather of 6 float32 failed" in message)
+    first, _, last = run(3, wrong)
+    for kind, message in (first, last): assert kind == "RuntimeError" and "all_gather of 6 float32 failed" in message and "rank 1" in message
+
+
+def test_a_group_that_recorded_leaves_the_one_it_wraps_connected():
+    def recorded():
+        plain = Group()
+        seen, x = Group(record()), torch.ones(4)
+        seen.reduce_scatter(x)
+        destroy(seen)
+        plain.all_gather(x)
+        return x.tolist(), through(plain) is not None
+
+    assert run(2, recorded) == [([2.0] * 4, True)] * 2
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -976,7 +976,7 @@ def two_level(
     assert inside is not None and across is not None, "every rank is in a row and in a column"
     return TwoLevel(inside, across)
 
-# %% ../nbs/10_process_group.ipynb #473e36c1
+# %% ../nbs/10_process_group.ipynb #480ad9a7
 def abort(
     group: Group, # unusable afterwards
 ) -> None:
@@ -1003,7 +1003,7 @@ def destroy(
     state, pg = group._state, group.process_group
     if pg is None or state.ended == "destroyed": return
     state.ended = "destroyed"
-    for mesh in filter(None, group._wire.meshes): mesh.close()
+    for mesh in filter(None, state.meshes): mesh.close() # not for a group that records: the one it wraps lives on
     try: _ranks_of(pg)
     except ValueError: return # torch has destroyed it
     torch.distributed.destroy_process_group(pg)
