@@ -466,6 +466,181 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(size):
     for worst in run(size, freezing_both): assert max(worst) < 1e-9
 
 
+def by_hand(model, steps, micro=1):
+    """Train with gradients averaged one by one."""
+    optim, size = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), dist.get_world_size()
+    for i in range(steps):
+        yield i
+        for p in model.parameters():
+            if p.grad is None: continue
+            dist.all_reduce(p.grad)
+            p.grad /= size
+        optim.step()
+        optim.zero_grad()
+
+
+class Output:
+    """Something that nobody finds a tensor in."""
+
+    def __init__(self, value): self.value = value
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = network()
+
+    def forward(self, x): return Output(self.inside(x))
+
+
+def adding_up(early, how):
+    """Gradients add up before the backward that averages, in ways that a hook before forward does not see."""
+    one, other = network(), Wrapped() if how == "output" else network()
+    handle = data_parallel(other, sharded(one_adamw(other)), interleaved=early, **SMALL)
+    for i in by_hand(one, 6):
+        for m in range(3): one(batch(3 * i + m)).square().mean().backward()
+        if how == "by hand":
+            for k, p in enumerate(one.parameters()): p.grad += torch.full_like(p, k + 1.0)
+        def loss(m, i=i): return (other(batch(3 * i + m)).value if how == "output" else other(batch(3 * i + m))).square().mean()
+        losses = [loss(m) for m in range(3)] if how == "forward" else []
+        for m in range(3):
+            with handle.no_sync() if m < 2 else contextlib.nullcontext():
+                value = losses[m] if losses else loss(m)
+                if how == "by hand" and m == 2: # as a user might, on every parameter
+                    for k, p in enumerate(other.parameters()): p.grad += torch.full_like(p, k + 1.0)
+                value.backward()
+    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+
+
+HOWS = ["forward", "output", "by hand"]
+
+
+def adding_up_all(): return {(how, early): adding_up(early, how) for how in HOWS for early in (False, True)}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_that_have_added_up_are_told_from_those_that_come(size):
+    for rank in run(size, adding_up_all):
+        for name, worst in rank.items(): assert worst < 1e-9, name
+
+
+def written(early):
+    """Write gradients before backward; they count, as they do for an optimizer."""
+    one, other = network(), network()
+    data_parallel(other, sharded(one_adamw(other)), interleaved=early, **SMALL)
+    for i in by_hand(one, 5):
+        if i == 3:
+            for model in (one, other):
+                for p in model.parameters(): p.grad = torch.ones_like(p)
+        for model in (one, other): model(batch(i)).square().mean().backward()
+    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+
+
+def written_both(): return written(False), written(True)
+
+
+def test_a_gradient_written_before_backward_is_part_of_the_sum():
+    for worst in run(2, written_both): assert max(worst) < 1e-9
+
+
+class Turning(nn.Module):
+    """Layers whose order changes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(5)).double()
+
+    def forward(self, x, first=0):
+        for k in range(5): x = self.layers[(first + k) % 5](x).tanh()
+        return x
+
+
+def turning(early):
+    one, other = Turning(), Turning()
+    data_parallel(other, sharded(one_adamw(other)), interleaved=early, **SMALL)
+    for i in by_hand(one, 8):
+        first = i if i < 5 else i * (1 + dist.get_rank()) # from then on, another order on each rank
+        for model in (one, other): model(batch(i), first).square().mean().backward()
+    assert replicas(other)
+    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+
+
+def turning_both(): return turning(False), turning(True)
+
+
+def test_gradients_may_come_in_another_order_than_at_first():
+    for worst in run(3, turning_both): assert max(worst) < 1e-9
+
+
+def listened_to():
+    """How many parameters are listened to: all while the order is not known, then one for each bucket."""
+    one, other = Turning(), Turning()
+    for model in (one, other): model.layers[0].requires_grad_(False)
+    handle, seen = data_parallel(other, sharded(one_adamw(other)), bucket_cap_mb=0.0025), []
+    for i in by_hand(one, 6):
+        if i == 3:
+            for model in (one, other): model.layers[0].requires_grad_(True)
+        seen.append(len(handle.hooks))
+        for model in (one, other): model(batch(i)).square().mean().backward()
+        seen += [len(handle.hooks), len(handle.runner.shard.plan.buckets)]
+    worst = float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    handle.detach()
+    return seen, worst, len(handle.hooks)
+
+
+def test_one_parameter_of_each_bucket_is_listened_to():
+    for seen, worst, left in run(2, listened_to):
+        before, after, buckets = seen[::3], seen[1::3], seen[2::3]
+        assert before[0] == 8 and after == buckets and 1 < buckets[0] < 8 and before[1:3] == after[:2], seen
+        assert buckets[-1] > buckets[0] and worst < 1e-9 and left == 0, (seen, worst, left)
+
+
+class Hidden(nn.Module):
+    """Two layers, and an output in which nobody finds a tensor; the first may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 12).double(), nn.Linear(12, 12).double()
+
+    def forward(self, x, both=True): return Output(self.b(self.a(x) if both else x))
+
+
+def unheard():
+    model = Hidden()
+    data_parallel(model, zero := sharded(one_adamw(model)))
+    def go():
+        for i in range(4):
+            model(batch(i), both=i < 2 or dist.get_rank() != 1).value.square().mean().backward()
+            zero.step()
+    return told(go)
+
+
+def test_a_lack_that_no_hook_reports_is_an_error_in_step():
+    messages = run(2, unheard, timeout=30)
+    assert "no gradient in this backward, but did before" in messages[1] and "rank 1 failed" in messages[0], messages
+
+
+def waited_for():
+    """How many buckets have come when nothing, a bias that is not there, and the first weight have been read."""
+    model = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(6))).double()
+    handle = data_parallel(model, sharded(one_adamw(model)), bucket_cap_mb=0.001)
+    for i in range(3): model(batch(i)).square().mean().backward()
+    def came(): return sum(work.done for work in handle.running.gathers.values())
+    def guarded(): return [type(layer._parameters) is not dict for layer in model]
+    seen = [came()]
+    assert model[0].bias is None
+    seen.append(came())
+    assert model[0].weight is not None
+    return [*seen, came()], guarded(), len(handle.running.gathers)
+
+
+def test_a_read_waits_for_no_more_than_its_own_parameter():
+    for (before, none, one), guarded, count in run(2, waited_for):
+        assert count == 6 and none == before and one == before + 1 < count, (before, none, one, count)
+        assert guarded == [False] + [True] * 5
+
+
 def some_ranks():
     """Ranks 1 and 2 of three train."""
     group = dist.new_group([1, 2])
