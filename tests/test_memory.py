@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zero_nb import memory
 from zero_nb.launch import run
-from zero_nb.memory import all_gather, connect, read, reduce_scatter
+from zero_nb.memory import Spread, all_gather, connect, read, reduce_scatter
 from zero_nb.process_group import Group, abort, clone, destroy, fail, split
 from zero_nb.record import record
 
@@ -374,3 +374,51 @@ if g.group_rank == 0: print("ends")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "ends.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "ends" in done.stdout and "terminate called" not in done.stderr, done.stderr[-2000:]
+
+
+# ---- into many places ----
+
+def counted(monkeypatch, answer=None):
+    """Count what the system is asked to copy; `answer`: what it says instead of doing so."""
+    seen, call = [], memory._reader()
+    def calls(pid, here, count, there, one, flags):
+        seen.append(count)
+        return call(pid, here, count, there, one, flags) if answer is None else answer
+    monkeypatch.setattr(memory, "_reader", lambda: calls)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
+@pytest.mark.parametrize(("lengths", "calls"), [([3] * 8, [8]), ([1, 0, 7, 100_000, 2, 0, 0, 5], [8]), ([2] * 2500, [1024, 1024, 452]), ([4] * 7, [])])
+def test_one_tensor_is_dealt_out_to_many(monkeypatch, lengths, calls, dtype):
+    seen = counted(monkeypatch)
+    flat = (torch.arange(sum(lengths)) % 2).to(dtype)
+    around = torch.full((sum(lengths) + len(lengths),), 1).to(dtype) # one element between any two
+    runs = [piece[:-1] for piece in around.split([n + 1 for n in lengths])]
+    Spread(runs)(flat)
+    assert torch.cat(runs).equal(flat) and all(piece[-1] == 1 for piece in around.split([n + 1 for n in lengths])) and seen == calls
+
+
+@pytest.mark.parametrize("answer", [-1, 5])
+def test_what_the_system_refuses_torch_copies(monkeypatch, answer):
+    seen, flat = counted(monkeypatch, answer), torch.arange(40.0)
+    spread = Spread([torch.zeros(4) for _ in range(10)])
+    spread(flat)
+    spread(flat)
+    assert torch.cat(spread.runs).equal(flat) and len(seen) == 1, "asked once"
+
+
+def test_no_other_memory_is_dealt_to_where_it_is_forbidden(monkeypatch):
+    monkeypatch.setenv("ZERO_NB_MEMORY", "0")
+    seen, flat = counted(monkeypatch), torch.arange(40.0)
+    spread = Spread([torch.zeros(4) for _ in range(10)])
+    spread(flat)
+    assert torch.cat(spread.runs).equal(flat) and not seen
+
+
+@pytest.mark.parametrize("count", [2, 20])
+def test_backward_hears_that_a_tensor_was_dealt_to(count):
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(count)]
+    loss = sum((w * w).sum() for w in weights)
+    Spread([w.detach() for w in weights])(torch.zeros(3 * count))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"): loss.backward()

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['BLOCK', 'read', 'Note', 'Post', 'Turn', 'Mesh', 'waits', 'acts', 'pass_time', 'look', 'act', 'take', 'Helper',
-           'available', 'connect', 'reduce_scatter', 'all_gather']
+__all__ = ['BLOCK', 'available', 'read', 'Spread', 'Note', 'Post', 'Turn', 'Mesh', 'waits', 'acts', 'pass_time', 'look', 'act',
+           'take', 'Helper', 'connect', 'reduce_scatter', 'all_gather']
 
-# %% ../nbs/09a_memory.ipynb #7074e3dd
+# %% ../nbs/09a_memory.ipynb #f185daba
 class _Span(ctypes.Structure):
     """A stretch of memory, as the C library describes it."""
 
@@ -50,6 +50,10 @@ def _reader() -> Any: # None where the system has no such call
     library.prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
     return call
 
+def available() -> bool:
+    """Tell if this process could read another's memory: on Linux, and unless the environment says `ZERO_NB_MEMORY=0`."""
+    return _reader() is not None and os.environ.get("ZERO_NB_MEMORY") != "0"
+
 def read(
     pid: int, # process whose memory is read
     address: int, # of the first byte there
@@ -64,6 +68,39 @@ def read(
         got = call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if got <= 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         at, address, left = at + got, address + got, left - got
+
+# %% ../nbs/09a_memory.ipynb #0f47ee75
+_MOST = 1024 # stretches in one call, on every Linux
+
+class Spread:
+    """Copies a flat tensor into others, one after the other, as `torch.split_with_sizes_copy` does, in one call of the system for many of them."""
+
+    def __init__(
+        self,
+        runs: Sequence[Tensor], # 1-D and contiguous, of one dtype and device; they keep their memory as long as this lives
+    ):
+        self.runs, self.lengths, self.spans = list(runs), [len(run) for run in runs], list[Any]()
+        if len(runs) < 8 or runs[0].device.type != "cpu" or not available(): return
+        spans = [_Span(run.data_ptr(), run.nbytes) for run in runs]
+        self.spans = [((_Span * len(some))(*some), sum(span.size for span in some)) for some in (spans[i:i + _MOST] for i in range(0, len(spans), _MOST))]
+
+    def __call__(
+        self,
+        flat: Tensor, # as many elements as all of them together, of their dtype
+    ) -> None:
+        """Copy."""
+        with torch.no_grad():
+            if not self._copied(flat): torch.split_with_sizes_copy(flat, self.lengths, out=self.runs)
+
+    def _copied(self, flat: Tensor) -> bool: # False: not, or not all of it
+        call, address = _reader(), flat.data_ptr()
+        for spans, size in self.spans:
+            if call(os.getpid(), spans, len(spans), ctypes.byref(_Span(address, size)), 1, 0) != size:
+                self.spans = [] # it is forbidden here, and will be
+                return False
+            address += size
+        if self.spans: torch.autograd.graph.increment_version(self.runs) # what backward has kept of them is of no use any more
+        return bool(self.spans)
 
 # %% ../nbs/09a_memory.ipynb #bb738ca6
 class Note(NamedTuple):
@@ -294,12 +331,8 @@ class Helper(threading.Thread):
 
     def __del__(self) -> None: os.close(self.bell)
 
-# %% ../nbs/09a_memory.ipynb #62b3b81f
+# %% ../nbs/09a_memory.ipynb #a3460559
 _SECRET = 16 # bytes
-
-def available() -> bool:
-    """Tell if this process could read another's memory: on Linux, and unless the environment says `ZERO_NB_MEMORY=0`."""
-    return _reader() is not None and os.environ.get("ZERO_NB_MEMORY") != "0"
 
 def _listen(size: int) -> Any: # a socket, or nothing
     if not available(): return nullcontext()
