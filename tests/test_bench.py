@@ -238,6 +238,10 @@ def test_together():
         assert [name for launch in launches for name in launch[1:]] == names and {launch[0] for launch in launches} == {"ddp"}
     assert len(together(names, 30_000_000, 2, 10**12)) == 1 and len(together(names, 30_000_000, 2, 0)) == 5
     assert together([], 1, 1, 0) == [("ddp",)]
+    names = ["zero", "torch", "parallel", "fsdp2", "fairscale"]
+    for memory, expected in ((10**12, [names]), (3 * 10**9, [["zero", "torch"], ["parallel"], ["parallel", "fsdp2"], ["parallel", "fairscale"]]),
+                             (0, [[name] for name in names])):
+        assert together(names, 20_000_000, 2, memory) == [("ddp", *launch) for launch in expected]
 
 
 def test_measure_leaves_out_peers_that_do_not_work_and_no_others(monkeypatch):
