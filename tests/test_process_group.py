@@ -798,6 +798,20 @@ def test_both_spellings_of_torch_are_found():
     assert [_named(m, "reduce_scatter_single", "reduce_scatter_tensor")() for m in (Old, New)] == ["old", "new"]
 
 
+def eager():
+    """Make groups where torch connects new ones together with all ranks, as NCCL does after `init_process_group(device_id=...)`."""
+    whole = Group()
+    dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
+    found = [told(lambda: split(whole, [[0, 1]])), told(lambda: split(whole, [[0], [1]]))]
+    dist.group.WORLD.bound_device_id = None
+    return found, [len(split(whole, [[2, 0], [1]]).ranks)]
+
+
+def test_groups_that_would_wait_for_others_to_connect_are_refused():
+    for found, sizes in run(3, eager, timeout=30):
+        assert all("all 3 ranks together, and these have 2" in str(said) for said in found) and sizes[0] in (1, 2), found
+
+
 # ---- ending ----
 
 COLLECTIVES = ["all_reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all", "exchange", "coalescing"]
