@@ -157,6 +157,8 @@ def test_ratios_of_a_report_are_within_one_launch():
     apart = replace(REPORT, launches=(replace(LAUNCH, iteration={"ddp": (1.0,), "zero": (1.0,)}), replace(LAUNCH, iteration={"ddp": (9.0,), "torch": (9.0,)})))
     assert apart.ratio("iteration", "gpt", 4, "zero", "torch") is None # not even through the reference
     assert apart.ratio("iteration", "gpt", 4, "torch").median == 1
+    again = replace(REPORT, launches=(*apart.launches, replace(LAUNCH, iteration={"ddp": (2.0, 2.0), "zero": (4.0, 6.0)}), replace(LAUNCH, world_size=2)))
+    assert again.ratio("iteration", "gpt", 4, "zero").median == 2 # of 1, 2 and 3, in two launches
 
 
 def test_json_is_exact():

@@ -460,7 +460,7 @@ def make_rank(parameters: int, world_size: int, rounds: int) -> Makings: # on on
                 if i: times[name].append(time.perf_counter() - start)
     return Makings(parameters, world_size, **{name: _rounded(seconds) for name, seconds in times.items()})
 
-# %% ../nbs/30_benchmark.ipynb #9126fd57
+# %% ../nbs/30_benchmark.ipynb #3d0cd807
 @dataclass(frozen=True)
 class Report:
     """What a run of the benchmark found."""
@@ -473,9 +473,10 @@ class Report:
     left_out: dict[str, str] = field(default_factory=dict) # by variant: why
 
     def ratio(self, what: str, model: str, world_size: int, ours: str, theirs: str = REFERENCE) -> Spread | None: # None: not measured together
-        """Compare the times of two variants of one launch; `what` is "iteration" or "step"."""
-        found = (launch.ratio(what, ours, theirs) for launch in self.launches if (launch.model, launch.world_size) == (model, world_size))
-        return next((ratio for ratio in found if ratio), None)
+        """Compare the times of two variants, round by round, in all launches that have both; `what` is "iteration" or "step"."""
+        times = [getattr(launch, what) for launch in self.launches if (launch.model, launch.world_size) == (model, world_size)]
+        times = [found for found in times if ours in found and theirs in found]
+        return paired(*([t for found in times for t in found[name]] for name in (ours, theirs))) if times else None
 
     def count(self, model: str, world_size: int, name: str = REFERENCE) -> Counts | None: # None: not counted
         """Find the counts of a variant."""
