@@ -798,18 +798,20 @@ def test_both_spellings_of_torch_are_found():
     assert [_named(m, "reduce_scatter_single", "reduce_scatter_tensor")() for m in (Old, New)] == ["old", "new"]
 
 
-def eager():
-    """Make groups where torch connects new ones together with all ranks, as NCCL does after `init_process_group(device_id=...)`."""
+def eager(nccl):
+    """Make groups of some ranks where the default group is bound to a device; `nccl`: and would connect over NCCL."""
     whole = Group()
-    dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
-    found = [told(lambda: split(whole, [[0, 1]])), told(lambda: split(whole, [[0], [1]]))]
-    dist.group.WORLD.bound_device_id = None
-    return found, [len(split(whole, [[2, 0], [1]]).ranks)]
+    if nccl: whole.backends = {"cpu": "gloo", "cuda": "nccl"}
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    if nccl: return [told(lambda: split(whole, [[0, 1]])), told(lambda: split(whole, [[0], [1]]))]
+    if (part := split(whole, [[2, 0]])) is None: return None
+    part.all_reduce(x := torch.ones(3))
+    return x.tolist()
 
 
 def test_groups_that_would_wait_for_others_to_connect_are_refused():
-    for found, sizes in run(3, eager, timeout=30):
-        assert all("all 3 ranks together, and these have 2" in str(said) for said in found) and sizes[0] in (1, 2), found
+    for found in run(3, eager, True, timeout=30): assert all("all 3 ranks together, and these have 2" in str(said) for said in found), found
+    assert run(3, eager, False, timeout=30) == [[2.0] * 3, None, [2.0] * 3]
 
 
 # ---- ending ----

@@ -917,7 +917,7 @@ def coalescing_manager(
     steps = _coalesced(group, block.calls, block.sends, block.receives) if group.size > 1 else iter(())
     block.work = _launch(group, str(block), async_ops, steps) # the work must not keep the block alive
 
-# %% ../nbs/10_process_group.ipynb #bd9e2de1
+# %% ../nbs/10_process_group.ipynb #2477960d
 def _new_group(group: Ranks, members: Sequence[int], timeout: timedelta | None) -> Any:
     """Make torch's process group of some global ranks, with the options of `group`."""
     dist = torch.distributed
@@ -925,14 +925,14 @@ def _new_group(group: Ranks, members: Sequence[int], timeout: timedelta | None) 
     if "sort_ranks" in signature(dist.new_group).parameters: options["sort_ranks"] = False # older torch always sorts
     return dist.new_group(list(members), timeout or _timeout(group), str(dist.get_backend_config(group.process_group)), **options)
 
-def _refuse_eager(members: int) -> None:
+def _refuse_eager(group: Group, members: int) -> None:
     """Refuse what would wait for ranks that do not call."""
     world = torch.distributed.group.WORLD
-    if world is None or world.bound_device_id is None or members == world.size(): return
-    raise RuntimeError(f"torch's default group was made with device_id, so that new groups begin to connect at once, all {world.size()} ranks together, "
-                       f"and these have {members}; put every rank in a group, or make the default group without device_id")
+    if world is None or world.bound_device_id is None or members == world.size() or group.backend(world.bound_device_id) != "nccl": return
+    raise RuntimeError(f"torch's default group was made with device_id, so that NCCL begins to connect new groups at once, all {world.size()} ranks "
+                       f"together, and these have {members}; put every rank in a group, or make the default group without device_id")
 
-# %% ../nbs/10_process_group.ipynb #d82ea79c
+# %% ../nbs/10_process_group.ipynb #d3c897ce
 def split(
     group: Group, # its members call this together
     parts: Sequence[Sequence[int]], # group ranks of each new group; a rank is in one of them at most
@@ -942,13 +942,13 @@ def split(
 
     Backends connect as those of torch's default group do: NCCL at once and without blocking, if that group was made with `device_id`, else in the
     first collective; gloo before this returns. Raises on every rank: `ValueError` if a rank appears twice or is not in the group, `RuntimeError` if
-    the default group has a `device_id` and not all its ranks are in the new groups."""
+    the default group has a `device_id`, and not all its ranks are in the new groups over NCCL."""
     listed = [rank for part in parts for rank in part]
     with agreeing(group, "split", lambda: [str([list(part) for part in parts]), str(timeout)]):
         strange = [r for r in listed if r not in range(group.size)]
         if strange: raise ValueError(f"group ranks {strange} are not in {group}; it has ranks 0 to {group.size - 1}")
         if len(set(listed)) != len(listed): raise ValueError(f"a rank may be in one part only, got {[list(part) for part in parts]}")
-        if group.process_group is not None: _refuse_eager(len(listed))
+        if group.process_group is not None: _refuse_eager(group, len(listed))
     mine = next((part for part in parts if group.group_rank in part), None)
     if mine is None: return None
     if group.process_group is None: return Group()
