@@ -515,6 +515,53 @@ def adding_up(early, how):
 HOWS = ["forward", "output", "by hand"]
 
 
+def untouched():
+    """Differentiate by an input, which leaves all gradients alone: those that have added up, and one of a frozen parameter."""
+    model = network()
+    model[0].bias.requires_grad_(False)
+    model[0].bias.grad = torch.ones_like(model[0].bias)
+    handle, x = data_parallel(model, zero := sharded(one_adamw(model)), **SMALL), batch(0).requires_grad_()
+    for i in range(2): model(batch(i)).square().mean().backward()
+    before, found = flat(model.parameters()), []
+    torch.autograd.grad(model(x).sum(), x)
+    with handle.no_sync(): model(batch(2)).square().mean().backward()
+    summed = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    torch.autograd.grad(model(x).sum(), x)
+    found = [torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), summed, strict=True)]
+    return found, torch.equal(before, flat(model.parameters())), zero.driver is not None
+
+
+def test_autograd_grad_leaves_gradients_alone():
+    for found, still, driven in run(2, untouched, timeout=60): assert all(found) and len(found) == 7 and still and driven
+
+
+def broken_off(listened):
+    """Fail in the backward of one rank, before or after the first bucket has left, with gradients that had added up; then go on."""
+    model = Turning()
+    handle = data_parallel(model, sharded(one_adamw(model)), **(SMALL if listened else {}))
+    for i in range(2): model(batch(i)).square().mean().backward()
+    with handle.no_sync(): model(batch(2)).square().mean().backward()
+    summed = [p.grad.clone() for p in model.parameters()]
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return x.clone()
+        @staticmethod
+        def backward(ctx, grad): raise KeyError("in backward")
+    if dist.get_rank() == 0: model.layers[2].register_forward_hook(lambda module, args, output: Fails.apply(output))
+    messages = [told(lambda: model(batch(3)).square().mean().backward()) for _ in range(2)]
+    handle.leave()
+    kept = [p.grad is not None and (listened or torch.allclose(p.grad, grad)) for p, grad in zip(model.layers[0].parameters(), summed[:2], strict=True)]
+    return messages, kept
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("listened", [False, True])
+def test_a_backward_that_broke_off_is_told_in_the_next_forward(size, listened):
+    ranks = run(size, broken_off, listened, timeout=60)
+    (first, second), kept = ranks[0]
+    assert "in backward" in first and "the last backward did not come to its end" in second and all(kept), ranks[0]
+
+
 def adding_up_all(): return {(how, early): adding_up(early, how) for how in HOWS for early in (False, True)}
 
 

@@ -420,7 +420,7 @@ class Driver(ABC):
         self.runner.lacks = running.lacks
         return stepped
 
-# %% ../nbs/14_overlap.ipynb #21a5dec4
+# %% ../nbs/14_overlap.ipynb #e55aa1c8
 class Hook:
     """A hook that copies and pickles of its module do not keep."""
 
@@ -434,9 +434,10 @@ class Listening(Driver):
     """The part that hears of forward and backward."""
 
     under_way = False # whether a backward has begun to fill buckets
+    unfinished = property(lambda self: self.under_way, doc="Whether a backward has begun and not come to its end.")
 
     def _before(self, module: Any, args: Any) -> None:
-        if not self.under_way or not torch.is_grad_enabled() or self._entered(): return # a checkpoint runs forward inside backward
+        if not self.unfinished or not torch.is_grad_enabled() or self._entered(): return # a checkpoint runs forward inside backward
         with failing(self.zero.group):
             raise RuntimeError("the last backward did not come to its end, so the gradients of this rank are not in step with those of the others")
 

@@ -251,7 +251,7 @@ class Gradients(Attached):
     def finish(self) -> None:
         """Do what is left when backward is over."""
 
-# %% ../nbs/14a_parallel.ipynb #7dd5d159
+# %% ../nbs/14a_parallel.ipynb #d613c0d5
 class Adding(Gradients):
     """The part that keeps what had added up before backward."""
 
@@ -260,14 +260,14 @@ class Adding(Gradients):
         for j, p in enumerate(self.params):
             if p.grad is not None and p.requires_grad: self.aside[j], p.grad = p.grad, None
 
-    def join(self) -> None:
-        """Add what came for the next bucket to what was set aside."""
-        found = {slot.param: self.aside.pop(slot.param) for slot in self.homes.slots[self.homes.next] if slot.param in self.aside}
+    def join(self, params: Iterable[int]) -> None:
+        """Give parameters back what was set aside, with what came."""
+        found = {j: self.aside.pop(j) for j in params if j in self.aside}
         both = [(old, grad) for j, old in found.items() if (grad := self.params[j].grad) is not None]
         if both: torch._foreach_add_(*map(list, zip(*both, strict=True)))
         for j, old in found.items(): self.params[j].grad = old
 
-# %% ../nbs/14a_parallel.ipynb #f5d9c7f9
+# %% ../nbs/14a_parallel.ipynb #aa6402d1
 class Filling(Adding):
     """The part that starts iterations, and fills buckets."""
 
@@ -292,7 +292,7 @@ class Filling(Adding):
     def fill(self) -> None:
         """Give the next bucket to the schedule."""
         assert self.running is not None, "a bucket fills in an iteration"
-        if self.aside: self.join()
+        if self.aside: self.join(slot.param for slot in self.homes.slots[self.homes.next])
         if self.live: self.expect(self.homes.surprises(), "a gradient in this backward, but did not before")
         i = self.homes.next
         gradient, self.has[i] = self.homes.take()
@@ -427,12 +427,12 @@ class Backward(Late):
         self.known = known
         self.reads.guard()
 
-# %% ../nbs/14a_parallel.ipynb #07775cd7
+# %% ../nbs/14a_parallel.ipynb #92f17e31
 class Steps(Backward):
     """What the user calls when backward is over, and what reads call."""
 
     def step(self, kwargs: dict[str, Any]) -> None:
-        """Do what is left of a step: nothing, unless this rank had no gradient at all, and takes part only now."""
+        """Do what is left of a step: nothing, unless this rank takes part only now: it had no gradient, or none that was listened to."""
         super().step(kwargs)
         if not self.stepped and (self.way.find_unused_parameters or self._came()):
             self.begin()
@@ -517,12 +517,14 @@ def _check(module: Any, zero: Any, way: ParallelWay) -> None:
         p = next(p for p in zero.params() if id(p) in strange)
         raise ValueError(f"the optimizer has a parameter of shape {tuple(p.shape)} that is not in the module; make it of module.parameters()")
 
-# %% ../nbs/14a_parallel.ipynb #c82d3ab1
+# %% ../nbs/14a_parallel.ipynb #5b412fbc
 @torch._disable_dynamo
 def _uncompiled(f: Callable[[], None]) -> None: f()
 
 class Attending(Buffers):
     """The part that goes with forward and backward."""
+
+    unfinished = property(lambda self: self.under_way or self.ending, doc="Whether a backward has begun and not come to its end.")
 
     def _hear(self) -> None: # of every gradient, while their order is not known
         if self.trained != (trained := [p.requires_grad for p in self.params]): self.listen(j for j, trains in enumerate(trained) if trains)
@@ -533,13 +535,15 @@ class Attending(Buffers):
         self.set_aside()
 
     def _left(self) -> None:
-        if not self.under_way and any(p.grad is not None for p in self.params): self.begin() # nobody listened to what came
+        if not self.under_way and any(p.grad is not None for p in self.params if p.requires_grad): self.begin() # nobody listened to what came
         self.ending = False
         if self.under_way: self.finish()
+        else: self.join(range(len(self.params))) # it was torch.autograd.grad, which leaves gradients alone
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
         self.listen(())
+        self.join(range(len(self.params))) # a backward may have failed
         super().leave()
 
 # %% ../nbs/14a_parallel.ipynb #1cd07f62
