@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from zero_nb.launch import run
-from zero_nb.objects import broadcast_object_list, gather_bytes, gather_object, scatter_object_list
+from zero_nb.objects import broadcast_object_list, exchange_bytes, gather_bytes, gather_object, scatter_object_list
 from zero_nb.process_group import Group
 
 PLAIN = [None, True, 3, 2.5, "text", b"bytes", [1, [2]], (1, "a"), {"k": {1: 2}}, {1, 2}, OrderedDict(a=1), torch.Size([2, 3]), torch.float16, 1 << 70]
@@ -101,6 +101,19 @@ def test_large_and_empty_objects():
 
     total = 4_999_999 * 5_000_000 // 2
     assert run(3, send) == [(total, [], [0, 3_000_000, 6_000_000]), (total, [], []), (total, [], [])]
+
+
+@pytest.mark.parametrize("ranks", [[0], [1, 2], [2, 0], [3, 1, 2], [0, 1, 2, 3]])
+def test_each_rank_gets_its_own_bytes_from_each(ranks):
+    def send():
+        group = dist.new_group(ranks, sort_ranks=False)
+        if dist.get_rank() not in ranks: return None
+        g = Group(group)
+        def text(source, to): return b"%d%d" % (source, to) * (500_000 if (source, to) == (0, 1) else (source + to) % 3)
+        found = exchange_bytes(g, [bytearray(text(g.group_rank, peer)) for peer in range(g.size)])
+        return [bytes(part) for part in found] == [text(peer, g.group_rank) for peer in range(g.size)]
+
+    assert [r for r in run(4, send) if r is not None] == [True] * len(ranks)
 
 
 def test_what_fails_on_one_rank_fails_on_all():

@@ -15,10 +15,11 @@ from torch import Tensor
 from .process_group import Group, agreeing, get_group_rank
 
 # %% auto #0
-__all__ = ['gather_bytes', 'broadcast_object_list', 'gather_object', 'scatter_object_list']
+__all__ = ['dump', 'load', 'gather_bytes', 'exchange_bytes', 'broadcast_object_list', 'gather_object', 'scatter_object_list']
 
-# %% ../nbs/10a_objects.ipynb #856a85f2
-def _dump(value: Any, weights_only: bool) -> memoryview:
+# %% ../nbs/10a_objects.ipynb #ee72684d
+def dump(value: Any, weights_only: bool) -> memoryview:
+    """Pickle a value; with `weights_only`, `TypeError` for all but tensors and plain values."""
     buffer = BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -44,7 +45,8 @@ class _Reader(RawIOBase):
         self.at += len(part)
         return len(part)
 
-def _load(data: memoryview, map_location: Any, weights_only: bool) -> Any:
+def load(data: memoryview, map_location: Any, weights_only: bool) -> Any:
+    """Read what `dump` wrote; `map_location` as for `torch.load`."""
     file: Any = _Reader(data)
     return torch.load(file, map_location=map_location, weights_only=weights_only)
 
@@ -86,7 +88,21 @@ def gather_bytes(
             group.recv(incoming, source)
             yield _as_bytes(incoming)
 
-# %% ../nbs/10a_objects.ipynb #967b9c5b
+# %% ../nbs/10a_objects.ipynb #ecb37059
+def exchange_bytes(
+    group: Group, # all its ranks call this
+    payloads: Sequence[bytearray | memoryview], # one for each rank, by group rank; lengths may differ
+) -> list[memoryview]: # what each rank sent to this one, by group rank
+    """Send each rank bytes of its own, and receive what it sends here."""
+    device, me = _byte_device(group), group.group_rank
+    sizes = torch.tensor([len(payload) for payload in payloads], dtype=torch.int64, device=device)
+    group.all_to_all(coming := torch.zeros_like(sizes), sizes)
+    incoming = [torch.empty(0 if peer == me else size, dtype=torch.uint8, device=device) for peer, size in enumerate(coming.tolist())]
+    sends = [(_as_tensor(payload, device), peer) for peer, payload in enumerate(payloads) if len(payload) and peer != me]
+    group.exchange(sends, [(tensor, peer) for peer, tensor in enumerate(incoming) if tensor.numel()])
+    return [memoryview(payloads[me]) if peer == me else _as_bytes(tensor) for peer, tensor in enumerate(incoming)]
+
+# %% ../nbs/10a_objects.ipynb #8c629bf7
 def _root(group: Group, global_rank: int | None, group_rank: int | None) -> int:
     """Group rank from one of the two; global rank 0 if neither is given, as in torch."""
     if group_rank is None: return get_group_rank(group, 0 if global_rank is None else global_rank)
@@ -111,14 +127,14 @@ def broadcast_object_list(
     g, payload = Group(group), memoryview(b"")
     with agreeing(g, "broadcast_object_list", lambda: [f"a list of {len(object_list)} from group rank {source}"]):
         source = _root(g, src, group_src)
-        if g.group_rank == source: payload = _dump(list(object_list), weights_only)
+        if g.group_rank == source: payload = dump(list(object_list), weights_only)
     device = device or _byte_device(g)
     data = _as_tensor(payload, device)
     size = _sizes(g, len(payload), device)[source]
     if g.group_rank != source: data = torch.empty(size, dtype=torch.uint8, device=device)
     g.broadcast(data, source)
     with agreeing(g, "reading what was broadcast"):
-        if g.group_rank != source: object_list[:] = _load(_as_bytes(data), map_location, weights_only)
+        if g.group_rank != source: object_list[:] = load(_as_bytes(data), map_location, weights_only)
 
 # %% ../nbs/10a_objects.ipynb #33206a5f
 def _check_list(name: str, objects: list[Any] | None, group: Group, root: int) -> None:
@@ -140,7 +156,7 @@ def _scatter_bytes(group: Group, payloads: Sequence[memoryview], source: int) ->
     group.recv(incoming, source)
     return _as_bytes(incoming)
 
-# %% ../nbs/10a_objects.ipynb #8b42fbac
+# %% ../nbs/10a_objects.ipynb #67a5c732
 def gather_object(
     obj: Any, # this rank's object
     object_gather_list: list[Any] | None = None, # on the destination: a list of one place for each rank, which is filled; elsewhere None
@@ -158,12 +174,12 @@ def gather_object(
     with agreeing(g, "gather_object", lambda: [f"to group rank {to}"]):
         to = _root(g, dst, group_dst)
         _check_list("object_gather_list", object_gather_list, g, to)
-        payload = _dump(obj, weights_only)
+        payload = dump(obj, weights_only)
     parts = list(gather_bytes(g, payload, to))
     with agreeing(g, "reading what was gathered"):
-        if object_gather_list is not None: object_gather_list[:] = [_load(part, map_location, weights_only) for part in parts]
+        if object_gather_list is not None: object_gather_list[:] = [load(part, map_location, weights_only) for part in parts]
 
-# %% ../nbs/10a_objects.ipynb #9f9ca054
+# %% ../nbs/10a_objects.ipynb #1b2af0d2
 def scatter_object_list(
     scatter_object_output_list: list[Any], # its first place is filled with this rank's object
     scatter_object_input_list: list[Any] | None = None, # on the source: one object for each rank, by group rank; elsewhere None
@@ -181,7 +197,7 @@ def scatter_object_list(
         source = _root(g, src, group_src)
         if g.group_rank == source or scatter_object_input_list is not None:
             _check_list("scatter_object_input_list", scatter_object_input_list, g, source)
-            payloads = [_dump(value, weights_only) for value in scatter_object_input_list or []]
+            payloads = [dump(value, weights_only) for value in scatter_object_input_list or []]
         if not scatter_object_output_list: raise ValueError("scatter_object_output_list must have a place to fill, got an empty list")
     mine = _scatter_bytes(g, payloads, source)
-    with agreeing(g, "reading what was scattered"): scatter_object_output_list[0] = _load(mine, map_location, weights_only)
+    with agreeing(g, "reading what was scattered"): scatter_object_output_list[0] = load(mine, map_location, weights_only)
