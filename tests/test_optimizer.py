@@ -1,8 +1,11 @@
 """The sharded optimizer against the unsharded one, and its errors on every rank."""
+import gc
 import os
 import signal
 import tempfile
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import pytest
 import pytorch_optimizer
@@ -13,8 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from zero_nb.bench import peak_bytes
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
+from zero_nb.overlap import plan_buckets
 from zero_nb.pieces import Piece, specs
 from zero_nb.process_group import two_level
 from zero_nb.record import record, simulate
@@ -722,6 +727,46 @@ def test_a_frozen_parameter_costs_nothing_and_keeps_its_state(size):
         assert sent[0] == pytest.approx(2 * sent[1], rel=0.1) and sent[2] == sent[0]
         assert held[1] == pytest.approx(2 * 1000 / size, abs=32) and held[0] == held[2] == pytest.approx(4 * 1000 / size, abs=32)
         assert steps == [6, 4]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_froze_in_groups_that_came_apart_finds_its_state_when_all_thaws_at_once(size):
+    def freeze():
+        params = [nn.Parameter(torch.zeros(300)) for _ in range(4)]
+        zero = ZeroRedundancyOptimizer(params[:2], torch.optim.AdamW, lr=0.1)
+        zero.add_param_group({"params": params[2:]})
+        for trainable in (True, False, True):
+            for p in params[1::2]: p.requires_grad_(trainable)
+            for _ in range(2):
+                for p in params: p.grad = torch.ones(300) if p.requires_grad else None
+                zero.step()
+        zero.consolidate_state_dict(to=None)
+        return [int(s["step"]) for s in zero.state_dict()["state"].values()]
+
+    assert run(size, freeze) == [[6, 4, 6, 4]] * size
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux how much memory a process has had")
+@pytest.mark.parametrize("view", [False, True])
+def test_state_moves_without_being_there_twice(view):
+    def move():
+        params = [nn.Parameter(torch.zeros(1000, 500)) for _ in range(24)]
+        zero = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.1, parameters_as_bucket_view=view)
+        for p in params: p.grad = torch.ones_like(p)
+        zero.step()
+        zero.zero_grad()
+        peaks = []
+        for width in (2, 3, 1):  # the state of a rank is as large as the parameters
+            runs = [list(range(24))[i:i + width] for i in range(0, 24, width)][::-1]
+            plan = partial(plan_buckets, zero, runs)
+            peaks.append(peak_bytes(torch.device("cpu"), lambda plan=plan: zero.replan(zero.shards, "to measure it", plan)))
+            gc.collect()
+        zero.consolidate_state_dict(to=None)
+        same = all(s["exp_avg"].eq(s["exp_avg"][0, 0]).all() and int(s["step"]) == 1 for s in zero.state_dict()["state"].values())
+        return [peak / sum(p.nbytes for p in params) for peak in peaks], same
+
+    for peaks, same in run(2, move):
+        assert max(peaks) < 1.0 and same, peaks  # all of it once more would be 1 for the state, and 1 for parameters that are views
 
 
 def test_a_master_copy_survives_freezing_and_missing_gradients():

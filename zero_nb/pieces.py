@@ -129,7 +129,7 @@ def look(params: Iterable[Tensor]) -> list[Any]:
     """Note what a plan and its buckets depend on and a user may change: where parameters are, and which are frozen."""
     return [p.data_ptr() if p.requires_grad else None for p in params]
 
-# %% ../nbs/12a_pieces.ipynb #3e0ef5a5
+# %% ../nbs/12a_pieces.ipynb #32b67b34
 class Shard:
     """What this rank steps of some parameters, and the buckets that bring it back to the others."""
 
@@ -147,18 +147,28 @@ class Shard:
     ):
         self.make_plan, self.params, self.group, self.first, self.master_dtype, self.groups = plan, params, group, first, master_dtype, groups
         self.merges = merges or [False] * len(params)
-        self.borrows, self.alone = borrows, borrows and group.size == 1 and not as_views and master_dtype is None
-        self.buckets = [] if self.alone else [FlatBucket(bucket, params, group, as_views) for bucket in self.plan.buckets]
-        self.turns = _in_turn(self.buckets)
-        self.seen = [] if self.alone else look(params)
+        self.borrows, self.as_views = borrows, as_views
+        self.alone = borrows and group.size == 1 and not as_views and master_dtype is None
 
     plan = cached_property(lambda self: self.make_plan())
+    turns = cached_property(lambda self: _in_turn(self.buckets))
+
+    @cached_property
+    def buckets(self) -> list[FlatBucket]:
+        """The memory of the plan's buckets. Views move there, one bucket after another, when it is first asked for."""
+        made = [] if self.alone else [FlatBucket(bucket, self.params, self.group, self.as_views) for bucket in self.plan.buckets]
+        self.seen = [] if self.alone else look(self.params)
+        return made
 
     @cached_property
     def pieces(self) -> list[Piece]:
         """What this rank steps."""
         if self.alone: return [Piece([(self.first + i, 0, p.numel())], [p], p, p.detach(), True) for i, p in enumerate(self.params)]
         return [piece for bucket in self.buckets for piece in _pieces(self, bucket)]
+
+    def let_go(self) -> None:
+        """Give up pieces and buckets; the parameters keep what is in them."""
+        for held in (self.pieces, self.buckets, self.turns): held.clear()
 
 # %% ../nbs/12a_pieces.ipynb #2bde25d1
 def _pieces(shard: Shard, bucket: FlatBucket) -> Iterator[Piece]:
