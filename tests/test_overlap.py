@@ -5,6 +5,7 @@ import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
+from zero_nb.bench import peak_bytes
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.overlap import clip_parts, hook_with_zero_step, hook_with_zero_step_interleaved, norm_of, overlap
+from zero_nb.overlap import clip_parts, cut_runs, hook_with_zero_step, hook_with_zero_step_interleaved, norm_of, overlap
 from zero_nb.process_group import Group, two_level
 from zero_nb.record import record
 
@@ -706,6 +708,46 @@ def test_a_step_that_does_not_mean_what_it_says_is_an_error():
     for rank in run(2, misuse):
         assert rank[5:] == [None, 0.0]
         for (kind, word), found in zip(words, rank[:5], strict=True): assert found and found[0] == kind and word in found[1], (word, found)
+
+
+def planned(features):
+    """Give the parameters in each bucket of the plan, iteration after iteration, and of what DDP filled in the last one."""
+    model = DDP(network(), bucket_cap_mb=CAP, **features)
+    handle, found = overlap(model, sharded("adamw", model, False)), []
+    for step in range(4):
+        backward(model, "plain", step)
+        found.append([sorted({slot.param for slot in bucket.bucket.slots}) for bucket in handle.runner.shard.buckets])
+    return found, [sorted(run) for run in handle.layout.runs], model.bucket_bytes_cap
+
+
+@pytest.mark.parametrize("features", [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
+def test_the_first_plan_is_cut_as_ddp_will_cut_and_the_last_has_its_buckets(features):
+    for found, filled, cap in run(2, planned, features):
+        params = list(Net().double().parameters())
+        sizes = [[sum(params[i].nbytes for i in bucket) for bucket in plan] for plan in found]
+        assert found[-1] == filled and len(filled) > 2
+        assert len(found[0]) > 2 and max(sizes[0]) < cap + max(p.nbytes for p in params)
+
+
+@pytest.mark.parametrize("given,most,wanted", [
+    ([0, 1, 2], 41, [[0, 1, 2]]), ([1, 4], 16, [[1, 4]]), ([3], 1, [[3]]),  # as DDP fills them
+    ([0, 1, 2], 40, [[1, 2], [0]]), ([4, 1], 16, [[4, 1]]), ([0, 1, 2, 3, 4, 5, 6], 60, [[4, 5, 6], [0, 1, 2, 3]]), ([4, 4, 4], 80, [[4], [4], [4]])], ids=str)
+def test_a_run_that_goes_on_where_ddp_would_have_closed_its_bucket_is_cut_from_its_end(given, most, wanted):
+    params = [torch.zeros(n) for n in (7, 3, 9, 1, 20, 4, 4)]
+    assert list(cut_runs([given], params, most)) == wanted and list(cut_runs([given, given], params, most)) == [*wanted, *wanted]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux how much memory a process has had")
+def test_memory_does_not_rise_while_buckets_settle():
+    def peak():
+        def train():
+            torch.manual_seed(0)
+            model = DDP(nn.Sequential(*(nn.Linear(1200, 1200) for _ in range(20))), bucket_cap_mb=10, gradient_as_bucket_view=True)
+            overlap(model, ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1, parameters_as_bucket_view=True))
+            for _ in range(4): model(torch.ones(1, 1200)).sum().backward()
+        return peak_bytes(torch.device("cpu"), train) / (20 * 1201 * 1200 * 4)
+
+    assert max(run(2, peak)) < 3.5  # parameters, gradients, and half of two moments
 
 
 @pytest.mark.usefixtures("way")

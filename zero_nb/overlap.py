@@ -29,11 +29,11 @@ from .sharder import Policy, by_group, even, mixed, runs
 if TYPE_CHECKING: from typing_extensions import Self
 
 # %% auto #0
-__all__ = ['Finish', 'Copy', 'start_mean', 'Prepared', 'Runner', 'cut_in_place', 'plan_buckets', 'Layout', 'find_layout', 'AtEnd',
-           'at_end', 'found_tensors', 'failing', 'norm_of', 'clip_parts', 'Care', 'Way', 'check_pair', 'remembered',
-           'Driver', 'Hook', 'Listening', 'in_torchs_join', 'Joined', 'Attached', 'done', 'beside', 'Noted', 'Arrivals',
-           'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap', 'hook_with_zero_step',
-           'hook_with_zero_step_interleaved']
+__all__ = ['Finish', 'Copy', 'start_mean', 'Prepared', 'Runner', 'cut_in_place', 'cut_runs', 'plan_buckets', 'Layout',
+           'find_layout', 'AtEnd', 'at_end', 'found_tensors', 'failing', 'norm_of', 'clip_parts', 'Care', 'Way',
+           'check_pair', 'remembered', 'Driver', 'Hook', 'Listening', 'in_torchs_join', 'Joined', 'Attached', 'done',
+           'beside', 'Noted', 'Arrivals', 'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap',
+           'hook_with_zero_step', 'hook_with_zero_step_interleaved']
 
 # %% ../nbs/14_overlap.ipynb #bcb158cc
 Finish = Callable[[], Tensor] # waits for a reduction, and gives what this rank owns of the bucket: the mean over all ranks, 1-D
@@ -153,10 +153,21 @@ def _wait(self: Runner, i: int) -> None:
 _OPS: dict[str, Callable[[Runner, int], None]] = {
     "GRAD": lambda runner, i: None, "RS": _reduce, "STEP": _step, "FREE": lambda runner, i: runner.release(i), "AG": _gather, "SYNC": _wait}
 
-# %% ../nbs/14_overlap.ipynb #7d860e9b
+# %% ../nbs/14_overlap.ipynb #c27e05e6
 def cut_in_place(zero: ZeroRedundancyOptimizer) -> Policy:
     """Tell who owns what of a bucket that is reduced as it lies: everyone an even part, unless an optimizer wants whole parameters."""
     return partial(mixed, choose=by_group(*(even if rule.policy is runs else rule.policy for rule in zero.rules)))
+
+def cut_runs(given: Sequence[Sequence[int]], params: Sequence[Tensor], most: int) -> Iterator[list[int]]:
+    """Cut runs of parameters that go on after `most` bytes: from their ends, as DDP makes its buckets, last parameters first."""
+    for indices in given:
+        sizes, part, end = [params[i].nbytes for i in indices], 0, len(indices)
+        for at in range(end - 1, 0, -1) if sum(sizes[:-1]) >= most else ():
+            part += sizes[at]
+            if part >= most:
+                yield list(indices[at:end])
+                part, end = 0, at
+        yield list(indices[:end])
 
 def plan_buckets(zero: ZeroRedundancyOptimizer, given: Sequence[Sequence[int]]) -> BucketPlan:
     """Plan the buckets that somebody else filled."""
@@ -518,7 +529,7 @@ def beside(stream: Any) -> Iterator[None]:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream): yield
 
-# %% ../nbs/14_overlap.ipynb #777610d6
+# %% ../nbs/14_overlap.ipynb #30824116
 class Noted(Attached):
     """What is known of the model, and what DDP's hook has seen of an iteration."""
 
@@ -529,6 +540,7 @@ class Noted(Attached):
     dynamic: bool # whether those may change; then DDP sends which there are, after the last bucket
     iterations = 0 # so far
     settled: int # iterations after which DDP no longer changes its buckets
+    most: int # bytes from which a bucket of DDP is full, once they are settled
     live = False # whether the schedule runs while buckets arrive
     follows = "" # "zeros" or "sums": what this rank without data sends, while another part of the program (15_join) passes buckets on
 
@@ -609,7 +621,7 @@ class Averages(Arrivals):
         whole = self.layout.take(bucket, i, result[0] if isinstance(result, list) else result)
         return whole[slice(*bucket.part(self.zero.group.group_rank))]
 
-# %% ../nbs/14_overlap.ipynb #dde96ee7
+# %% ../nbs/14_overlap.ipynb #a36a0baf
 class Late(Averages):
     """What happens when backward is over, where buckets are not known beforehand."""
 
@@ -622,7 +634,8 @@ class Late(Averages):
         """Plan the buckets of this iteration, if they are new, and let them all arrive now."""
         zero = self.zero
         if self.runner is None or self.layout.runs != tuple(self.seen) or self.runner.shard.seen != look(self.runner.shard.params):
-            shard = zero.replan(zero.shards, "for the buckets that DDP filled", partial(plan_buckets, zero, self.seen))
+            given = list(cut_runs(self.seen, zero.params(), self.most))
+            shard = zero.replan(zero.shards, "for the buckets that DDP filled", partial(plan_buckets, zero, given))
             self.layout, self.runner = find_layout(shard.plan, self.seen, shard.params), self.make_runner(shard)
         self.running = Runner(zero, self.runner.shard, self._start, self.judge, reuses=self.runner.reuses)
         for j in range(len(self.seen)): self._go_on(self.running, j)
@@ -695,7 +708,7 @@ def find_switch(ddp: Any) -> Switch | None:
                            "to overlap(hook=...)")
     return hooks[0].switch if hooks else None
 
-# %% ../nbs/14_overlap.ipynb #eb4796cf
+# %% ../nbs/14_overlap.ipynb #db95b6d7
 class Overlap(Backward):
     """A model and an optimizer whose step runs inside backward; made by `overlap`."""
 
@@ -707,6 +720,7 @@ class Overlap(Backward):
         self.ranks, self.index = Group(ddp.process_group), {id(p): i for i, p in enumerate(zero.params())}
         self.some_unused, self.dynamic = ddp.find_unused_parameters or ddp.static_graph, not ddp.static_graph
         self.settled = 3 if ddp.static_graph else 2 # DDP fills its buckets once, and once more in the order in which gradients came
+        self.most = ddp.bucket_bytes_cap
         self.forget()
         self.attach(ddp, zero, way)
         self.switch.overlap, self.switch.way = self, way
