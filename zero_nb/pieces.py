@@ -24,8 +24,8 @@ from .process_group import Group
 from .sharder import ParamSpec, Roster
 
 # %% auto #0
-__all__ = ['Run', 'SCALARS', 'specs', 'Piece', 'look', 'Shard', 'per_element', 'split_piece', 'open_pieces', 'open_bucket',
-           'close_pieces', 'rest', 'settle']
+__all__ = ['Run', 'SCALARS', 'specs', 'Piece', 'refreshed', 'look', 'Shard', 'per_element', 'split_piece', 'open_pieces',
+           'open_bucket', 'close_pieces', 'rest', 'settle']
 
 # %% ../nbs/12a_pieces.ipynb #8c39e138
 def _names(group: dict[str, Any], index: int) -> list[str]:
@@ -60,7 +60,7 @@ def specs(
             which.append(form)
     return Roster(names, tuple(forms), which)
 
-# %% ../nbs/12a_pieces.ipynb #c2865f13
+# %% ../nbs/12a_pieces.ipynb #fd1ae5c5
 Run = tuple[int, int, int] # index of a parameter in the optimizer; first element, in the parameter's memory order; one past the last
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class Piece:
     bucket: FlatBucket | None = None # that the elements are in
     at: int = 0 # of the first element, among those that this rank owns of the bucket
     loaded: bool = False # the elements do not lie side by side; the bucket brings them so for the time of a step
-    versions: list[int] = field(default_factory=list) # of the parameters, when the copy was rounded into them
+    versions: list[int] = field(default_factory=list) # of the parameters, when the copy was rounded into them; none: the copy came from elsewhere
 
     direct = property(lambda self: self.view is self.params[0], doc="Whether the optimizer steps the user's parameter.")
     master = property(lambda self: self.view.dtype != self.params[0].dtype, doc="Whether the view is a copy.")
@@ -99,14 +99,17 @@ class Piece:
         return all(p.is_contiguous() for p in self.params) and all(not a for _, a, _ in self.runs[1:]) and all(
             b == p.numel() for p, (_, _, b) in zip(self.params[:-1], self.runs[:-1], strict=True))
 
-# %% ../nbs/12a_pieces.ipynb #5f2ec90f
+# %% ../nbs/12a_pieces.ipynb #e1f4242e
+def refreshed(copy: Tensor, memory: Tensor) -> Tensor: # both of one shape
+    """Keep of a copy what still rounds to the elements in the model, and take the others from there."""
+    return torch.where(copy.to(memory.dtype) == memory, copy, memory.to(copy.dtype))
+
 def _enter(piece: Piece, gradient: Tensor | None) -> None:
     """Give the view of a piece its memory and its gradient."""
     piece.memory = piece.read()
     if not piece.master: piece.view.data = piece.memory
     elif piece.versions != (now := [p._version for p in piece.params]):
-        kept = piece.view.to(piece.memory.dtype) == piece.memory
-        piece.view.copy_(torch.where(kept, piece.view, piece.memory.to(piece.view.dtype)))
+        piece.view.copy_(refreshed(piece.view, piece.memory))
         piece.versions = now
     piece.view.grad = None if gradient is None else gradient.to(piece.view.dtype)
 
