@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zero_nb import bench
@@ -176,7 +177,7 @@ def test_other_reports_are_refused(text):
 def test_targets():
     met = {words: (value, answer) for words, _, value, answer in verdicts(REPORT)}
     answers = [answer for _, answer in met.values()]
-    assert (answers.count("yes"), answers.count("not measured")) == (4, 20)
+    assert (answers.count("yes"), answers.count("not measured")) == (4, 22)
     assert met["step, zero_nb / torch's class: gpt, 4 ranks"] == ("0.25", "yes")
     assert met["constructor, zero_nb / AdamW: 10,000 parameters"] == ("2", "yes")
     assert met["constructor, zero_nb / torch's class: 10,000 parameters, 1,024 ranks"] == ("0.075", "yes")
@@ -219,6 +220,21 @@ def test_reports_are_added(tmp_path, capsys):
     with pytest.raises(SystemExit): bench.main([*[f for f in flags if f != "--quick"], "--model", "small", "--add"])
     first, second = capsys.readouterr().err.splitlines()
     assert "these differ in torch;" in first and "these differ in torch, size of the models;" in second
+
+
+def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch):
+    flags = ["--quick", "--variants", "zero", "--parts", "counts", "--out", str(tmp_path)]
+    bench.main([*flags, "--model", "gpt", "--ranks", "1"])
+    count = bench.count_rank
+    def stop(name, model, device):
+        if model.name == "small" and dist.get_world_size() == 2: raise KeyboardInterrupt
+        return count(name, model, device)
+    monkeypatch.setattr(bench, "count_rank", stop)
+    for flag, kept in (["--add"], ["gpt 1", "linear 1", "linear 2", "small 1"]), ([], ["linear 1", "linear 2", "small 1"]):
+        with pytest.raises(BaseException, match="rank"): bench.main([*flags, *flag, "--model", "linear", "small", "--ranks", "1", "2"])
+        found = Report.from_json((tmp_path / "report.json").read_text())
+        assert [f"{c.model} {c.world_size}" for c in found.counts if c.variant == "zero"] == kept
+    assert not [*tmp_path.glob("*.new")]
 
 
 def test_merging_replaces_what_was_measured_again():

@@ -47,7 +47,7 @@ __all__ = ['VARIANTS', 'REFERENCE', 'LR', 'WARM_UP', 'TARGETS', 'PEERS', 'PARTS'
            'models', 'Runner', 'Variant', 'variant', 'Job', 'make_job', 'time_rank', 'Spread', 'paired', 'Launch',
            'Counts', 'state_bytes', 'peak_bytes', 'count_rank', 'counts', 'Makings', 'make_rank', 'Report',
            'check_same', 'merged', 'Target', 'verdicts', 'together', 'Options', 'forked', 'under_torchrun', 'measure',
-           'machine', 'strays', 'rows', 'cells', 'markdown', 'draw', 'write', 'show', 'main']
+           'machine', 'strays', 'rows', 'cells', 'markdown', 'draw', 'save', 'write', 'show', 'main']
 
 # %% ../nbs/30_benchmark.ipynb #22443b74
 @dataclass(frozen=True)
@@ -157,14 +157,14 @@ def variant(name: str, words: str, **facts: Any) -> Callable[[Callable], Callabl
         return make
     return add
 
-# %% ../nbs/30_benchmark.ipynb #b57eeb15
-def _ddp(module: nn.Module, group: Any, lr: float) -> Runner:
-    return _runner(DistributedDataParallel(module, process_group=group), AdamW(module.parameters(), lr=lr, fused=True))
+# %% ../nbs/30_benchmark.ipynb #39b40e36
+def _ddp(module: nn.Module, group: Any, lr: float, **options: Any) -> Runner:
+    return _runner(DistributedDataParallel(module, process_group=group, **options), AdamW(module.parameters(), lr=lr, fused=True))
 
 REFERENCE = "ddp"
 
-def _zero(module: nn.Module, group: Any, lr: float, view: bool = False) -> Runner:
-    ddp = DistributedDataParallel(module, process_group=group)
+def _zero(module: nn.Module, group: Any, lr: float, view: bool = False, **options: Any) -> Runner:
+    ddp = DistributedDataParallel(module, process_group=group, **options)
     zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, process_group=group, parameters_as_bucket_view=view, lr=lr)
     return _runner(ddp, zero, zero.optim)
 
@@ -177,6 +177,8 @@ def _torch(module: nn.Module, group: Any, lr: float, view: bool = False) -> Runn
 _OWN: tuple[tuple[str, str, Callable], ...] = (
     (REFERENCE, "DDP + fused AdamW", _ddp), ("zero", "zero_nb", _zero), ("torch", "torch's class", _torch),
     ("zero-view", "zero_nb, bucket view", partial(_zero, view=True)), ("torch-view", "torch's class, bucket view", partial(_torch, view=True)),
+    ("ddp-gradview", "DDP, gradients in its buckets", partial(_ddp, gradient_as_bucket_view=True)),
+    ("zero-gradview", "zero_nb, gradients in DDP's buckets", partial(_zero, gradient_as_bucket_view=True)),
     ("control", "DDP + fused AdamW once more", _ddp))
 for _name, _what, _make in _OWN: variant(_name, _what)(_make)
 
@@ -523,7 +525,7 @@ def merged(old: Report, new: Report) -> Report:
     kept = [c for c in old.counts if (c.model, c.world_size, c.variant) not in counted]
     return Report(new.machine, new.quick, (*launches, *new.launches), (*kept, *new.counts), new.makings or old.makings, old.left_out | new.left_out)
 
-# %% ../nbs/30_benchmark.ipynb #c7b98836
+# %% ../nbs/30_benchmark.ipynb #02efd583
 @dataclass(frozen=True)
 class Target:
     """A number that must not be larger than a limit."""
@@ -547,9 +549,9 @@ def _state(report: Report) -> float | None:
     pairs = [(c, report.count(c.model, c.world_size)) for c in report.counts if c.variant.startswith("zero")]
     return _worst(c.state / (1.001 * full.state / c.world_size + 65_536) for c, full in pairs if full)
 
-def _peak(model: str, name: str) -> Callable[[Report], float | None]:
+def _peak(model: str, name: str, against: str = REFERENCE) -> Callable[[Report], float | None]:
     def measured(report: Report) -> float | None:
-        ours, theirs = report.count(model, 4, name), report.count(model, 4)
+        ours, theirs = report.count(model, 4, name), report.count(model, 4, against)
         return ours.peak / theirs.peak if ours and theirs and ours.peak and theirs.peak else None
     return measured
 
@@ -563,7 +565,7 @@ def _wire(name: str, report: Report) -> float | None:
 def _making(ours: str, theirs: str) -> Callable[[Report], float | None]:
     return lambda report: paired(getattr(report.makings, ours), getattr(report.makings, theirs)).median if report.makings else None
 
-# %% ../nbs/30_benchmark.ipynb #9335cf7e
+# %% ../nbs/30_benchmark.ipynb #7d8ba655
 TARGETS = (
     Target("state on a rank / (full/N x 1.001 + 64 KB), worst of all models and ranks", 1.0, _state),
     Target("step, zero_nb / torch's class: gpt, 4 ranks", 0.65, _time("step", "gpt", [4], "zero", "torch")),
@@ -574,6 +576,8 @@ TARGETS = (
     Target("constructor, zero_nb / AdamW: 10,000 parameters", 3.0, _making("zero", "adamw")),
     Target("constructor, zero_nb / torch's class: 10,000 parameters, 1,024 ranks", 0.1, _making("zero_many", "torch_many")),
     Target("peak memory, zero_nb / DDP: linear, 4 ranks", 0.70, _peak("linear", "zero")),
+    Target("peak memory, zero_nb / DDP, both with gradients in DDP's buckets: linear, 4 ranks", 0.70, _peak("linear", "zero-gradview", "ddp-gradview")),
+    Target("peak memory, zero_nb, overlapped / DDP: linear, 4 ranks", 0.70, _peak("linear", "overlap")),
     *(Target(f"iteration, {VARIANTS[name].words} / DDP: {model}, {' and '.join(map(str, n))} ranks", limit, _time("iteration", model, n, name, REFERENCE))
       for name, limits in (("overlap", (0.90, 0.95, 0.90)), ("parallel", (0.80, 0.90, 1.05)))
       for model, n, limit in zip(("linear", "gpt", "small"), ([2, 4], [4], [2, 4]), limits, strict=True)),
@@ -665,14 +669,15 @@ def _count(name: str, model: Model, kind: str) -> dict[str, Any]: return count_r
 
 def _times(model: Model, names: Sequence[str], rounds: int, kind: str) -> dict[str, Any]: return time_rank(model, names, rounds, _device(kind))
 
-# %% ../nbs/30_benchmark.ipynb #905700d1
+# %% ../nbs/30_benchmark.ipynb #7e3e8f11
 def measure(
     options: Options,
     ranks: Ranks | None = None, # None: forked from this process
     say: Callable[[str], None] = lambda line: None, # is told what is being done
+    keep: Callable[[Report], None] = lambda report: None, # is given what there is, after each model and world size
 ) -> Report:
     """Run the benchmark."""
-    ranks = ranks or forked(options.device)
+    ranks, here = ranks or forked(options.device), machine(options)
     left_out = {name: v.missing for name, v in VARIANTS.items() if name in options.variants and v.missing}
     found, launches = list[Counts](), list[Launch]()
     for model in (models(options.quick)[name] for name in options.models):
@@ -688,10 +693,11 @@ def measure(
             for several in together(names, sum(model.sizes), n, _memory() * 4 // 5) if "times" in options.parts else ():
                 say(f"timing: {model.words}, {n} ranks, {', '.join(several)}")
                 launches.append(Launch.of(model.name, ranks(n, _times, model, several, options.rounds, options.device)))
+            keep(Report(here, options.quick, tuple(launches), tuple(found), None, left_out))
     size = (200, 64, 3) if options.quick else (10_000, 1_024, 7)
     alone = "constructors" in options.parts and "RANK" not in os.environ
     makings = ranks(1, make_rank, *size)[0] if alone else None
-    return Report(machine(options), options.quick, tuple(launches), tuple(found), makings, left_out)
+    return Report(here, options.quick, tuple(launches), tuple(found), makings, left_out)
 
 # %% ../nbs/30_benchmark.ipynb #3966c254
 def machine(options: Options) -> dict[str, str]:
@@ -791,13 +797,19 @@ def _draw_ratios(ax: Any, ratios: Sequence[Spread | None], k: int, of: int, n: i
     ax.hlines([y for y, _ in found], [r.low for _, r in found], [r.high for _, r in found], color=color, linewidth=1.5)
     ax.plot([r.median for _, r in found], [y for y, _ in found], "o", color=color, markersize=4, label=f"{n} rank{'s' * (n > 1)}")
 
-# %% ../nbs/30_benchmark.ipynb #90659b74
+# %% ../nbs/30_benchmark.ipynb #dbce0544
+def save(report: Report, folder: str | Path) -> None:
+    """Leave the report in a folder, as JSON, in the place of the one before."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    new = Path(folder, "report.json.new")
+    new.write_text(report.to_json(), encoding="utf-8")
+    new.replace(Path(folder, "report.json"))
+
+# %% ../nbs/30_benchmark.ipynb #7ccd0444
 def write(report: Report, folder: str | Path) -> list[str]: # names of the files
     """Leave the report in a folder: JSON, CSV, Markdown and, if there are times, a figure."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
-    values = rows(report)
+    save(report, folder)
+    folder, values = Path(folder), rows(report)
     with open(folder / "table.csv", "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(values[0]) if values else ["model"])
         writer.writeheader()
@@ -855,7 +867,7 @@ def _options(given: Any) -> Options: # of the parsed command line
     once = [tuple(dict.fromkeys(names)) for names in (given.model, ranks, given.variants, given.parts)]
     return Options(once[0], once[1], once[2], given.rounds, given.quick, given.device, once[3])
 
-# %% ../nbs/30_benchmark.ipynb #17d15496
+# %% ../nbs/30_benchmark.ipynb #2a80f862
 def _before(given: Any, options: Options) -> Report | None: # what to add to
     path = Path(given.out, "report.json")
     if not given.add or not path.exists(): return None
@@ -872,13 +884,14 @@ def main(
     try: old = _before(given, options := _options(given))
     except ValueError as error: parser.error(str(error))
     def say(line: str) -> None: print(line, file=sys.stderr, flush=True)
-    if "RANK" not in os.environ: report = measure(options, say=say)
+    def keep(report: Report) -> None: save(merged(old, report) if old else report, given.out)
+    if "RANK" not in os.environ: report = measure(options, None, say, keep)
     else:
         if options.device == "cuda": torch.cuda.set_device(_device("cuda"))
         else: torch.set_num_threads(1)
         dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
         first = dist.get_rank() == 0
-        report = measure(options, under_torchrun, say if first else lambda line: None)
+        report = measure(options, under_torchrun, *((say, keep) if first else ()))
         dist.destroy_process_group()
         if not first: return
     if old: report = merged(old, report)
