@@ -237,6 +237,16 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch)
     assert not [*tmp_path.glob("*.new")]
 
 
+def test_profiles_are_drawn_of_the_variants_that_were_named(tmp_path, capsys):
+    bench.main(["--quick", "--model", "linear", "--ranks", "2", "--variants", "overlap", "zero", "--parts", "profiles", "--out", str(tmp_path)])
+    names = ["profile-linear-2-overlap.svg", "profile-linear-2-zero.svg"]
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == names and ", ".join(names) in capsys.readouterr().out.replace("\n", " ")
+    for name in names: assert (tmp_path / name).read_text().count("<title>") > 5
+    assert bench.profiles(Options(("linear",), (1,), ("overlap",), 1, True)) == {}
+    found = run(2, lambda: bench.trace_rank("overlap", models(True)["linear"], torch.device("cpu")))
+    assert all({"step", "compute"} <= {s.kind for s in rank} for rank in found)
+
+
 def test_merging_replaces_what_was_measured_again():
     new = Report(REPORT.machine, False, (replace(LAUNCH, losses={}), replace(LAUNCH, world_size=2)), (replace(COUNTS[1], state=5),), None, {"x": "y"})
     both = bench.merged(REPORT, new)

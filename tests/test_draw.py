@@ -21,6 +21,7 @@ from zero_nb.buckets import pack
 from zero_nb.draw import (
     KINDS,
     RANKS,
+    Stretch,
     Svg,
     colour,
     draw_buckets,
@@ -28,9 +29,11 @@ from zero_nb.draw import (
     draw_moves,
     draw_ranks,
     draw_shards,
+    draw_stretches,
     draw_timeline,
     explore,
     explorer,
+    read_trace,
     short,
 )
 from zero_nb.estimate import MODELS, OPTIMIZERS, STAGES, compare, estimate, find_model
@@ -90,6 +93,37 @@ def test_timelines_show_every_collective(mode):
 def test_a_timeline_does_not_run_backwards(start, stop):
     with pytest.raises(ValueError, match="0:RS must start at 0 s or later and stop after that"):
         draw_timeline([Bar(Event("backward", "RS", 0), start, stop)])
+
+
+def trace(*events, **more):
+    """Write a trace as torch.profiler does; an event is (category, name, thread or stream, start and duration in microseconds)."""
+    timed = [{"ph": "X", "cat": cat, "name": name, "tid": line, "ts": 1e6 + ts, "dur": dur, "args": {"stream": line}} for cat, name, line, ts, dur in events]
+    return json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *timed, {"ph": "i", "ts": 5}], **more})
+
+
+def test_a_profile_of_a_gpu_has_a_line_for_each_stream_and_no_operators():
+    found = read_trace(trace(
+        ("cpu_op", "aten::mm", 1, 0, 90), ("kernel", "sm90_sgemm", 7, 20, 40), ("kernel", "void multi_tensor_apply_kernel<FusedAdam>", 20, 50, 10),
+        ("kernel", "ncclDevKernel_ReduceScatter_Sum_f32", 24, 60, 30), ("gpu_memcpy", "Memcpy DtoD", 7, 70, 5), ("cuda_runtime", "x", 1, 0, 9)))
+    assert [(s.line, s.kind) for s in found] == [("stream 7", "compute"), ("stream 7", "copy"), ("stream 20", "step"), ("stream 24", "collective")]
+    assert [(round(s.start * 1e6), round(s.stop * 1e6)) for s in found] == [(0, 40), (50, 55), (30, 40), (40, 70)]
+
+
+def test_a_profile_of_a_cpu_has_a_line_for_each_thread_and_the_outer_operators():
+    found = read_trace(trace(("cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", 2, 0, 60), ("cpu_op", "aten::mm", 2, 10, 40),
+                             ("cpu_op", "aten::resolve_conj", 2, 12, 1), ("user_annotation", "Optimizer.step#AdamW.step", 2, 50, 20),
+                             ("cpu_op", "aten::_fused_adamw_", 2, 52, 10), ("cpu_op", "aten::linear", 1, 5, 4), ("cpu_op", "aten::addmm", 1, 6, 2)))
+    assert [(s.line, s.name, s.kind) for s in found] == [("thread 1", "aten::linear", "compute"), ("thread 2", "aten::mm", "compute"),
+                                                         ("thread 2", "aten::_fused_adamw_", "step")]
+
+
+def test_profiles_are_drawn():
+    assert read_trace('{"traceEvents": []}') == [] and well_formed(draw_stretches([]))
+    many = [Stretch("stream 7", "gemm<&>", i * 1e-6, i * 1e-6 + 5e-7) for i in range(5000)]
+    svg = well_formed(draw_stretches([*many, Stretch("stream 20", "FusedAdam", 2e-3, 3e-3)]))
+    bars = [r for r in svg.iter(NS + "rect") if r.find(NS + "title") is not None]
+    assert len(bars) == 2 and "5000 x gemm<&>" in bars[1].find(NS + "title").text  # what lies closer than half a pixel is one
+    assert float(bars[0].get("width")) == pytest.approx(float(bars[1].get("width")) / 5, rel=0.01)
 
 
 def test_bars_are_as_long_as_bytes():

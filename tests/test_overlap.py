@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from test_dropin import GPU, cuda
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
-from zero_nb.bench import peak_bytes
+from zero_nb.bench import models, peak_bytes, trace_rank
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
 from zero_nb.overlap import clip_parts, cut_runs, hook_with_zero_step, hook_with_zero_step_interleaved, norm_of, overlap
+from zero_nb.parallel import data_parallel
 from zero_nb.process_group import Group, two_level
 from zero_nb.record import record
 
@@ -765,3 +767,32 @@ def test_many_iterations_end_and_replicas_agree(size):
 
 
 MANY = 100  # of each of two models
+
+
+@cuda
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("through", ["DDP", "no DDP"])
+def test_an_iteration_does_not_wait_for_the_gpu(through, interleaved):
+    def watched():
+        model = network(torch.float32).cuda()
+        zero, x = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1, fused=True, parameters_as_bucket_view=True), torch.ones(4, 6, device="cuda")
+        if through == "DDP": overlap(model := DDP(model, bucket_cap_mb=CAP), zero, interleaved=interleaved)
+        else: data_parallel(model, zero, interleaved=interleaved)
+        for step in range(6):
+            loss = model(x).square().mean()
+            if step > 3: torch.cuda.set_sync_debug_mode("error")  # the first iterations plan, and agree
+            try:
+                loss.backward()
+                zero.step()
+            finally: torch.cuda.set_sync_debug_mode("default")
+        return all(bool(p.isfinite().all()) for p in model.parameters())
+
+    assert run(1, watched, backend=GPU) == [True]
+
+
+@cuda
+@pytest.mark.parametrize("variant", ["overlap", "interleaved"])
+def test_buckets_step_on_a_stream_of_their_own(variant):
+    found, = run(1, lambda: trace_rank(variant, models()["linear"], torch.device("cuda", 0)), backend=GPU)
+    streams = {kind: {s.line for s in found if s.kind == kind} for kind in ("step", "compute")}
+    assert streams["step"] and streams["compute"] - streams["step"], streams
