@@ -229,14 +229,14 @@ def _packed(entries: Sequence[Entry]) -> memoryview: # nothing for nothing
 def _unpacked(data: memoryview) -> list[Entry]: # in CPU memory
     return load(data, "cpu", weights_only=True) if len(data) else []
 
-# %% ../nbs/13_optimizer.ipynb #7b9b7345
-def _compare(full: dict[int, dict[str, Any]], index: int, param: Tensor) -> None:
+# %% ../nbs/13_optimizer.ipynb #ffd4bfd2
+def _reconcile(full: dict[int, dict[str, Any]], index: int, param: Tensor) -> None:
     """Take into a parameter's copy what was written into the parameter; one that says no more than that, of a parameter never stepped, is left out."""
     state = full[index]
     state[MASTER] = refreshed(state[MASTER], param)
     if set(state) == {MASTER} and state[MASTER].equal(param.to(state[MASTER].dtype)): del full[index]
 
-# %% ../nbs/13_optimizer.ipynb #687ea94f
+# %% ../nbs/13_optimizer.ipynb #b015e247
 class ShardedState(ShardedParameters):
     """The part of the optimizer that saves."""
 
@@ -262,7 +262,7 @@ class ShardedState(ShardedParameters):
         full: dict[int, dict[str, Any]] = {}
         for data in gather_bytes(self.group, _packed(entries), to):
             for entry in _unpacked(data): _join(full, entry, self.params())
-        for index in [i for i, state in full.items() if MASTER in state]: _compare(full, index, self.params()[index].detach().cpu())
+        for index in [i for i, state in full.items() if MASTER in state]: _reconcile(full, index, self.params()[index].detach().cpu())
         if self.group.group_rank == to: self._full = {"state": dict(sorted(full.items())), "param_groups": super().state_dict()["param_groups"]}
 
     def state_dict(self) -> dict[str, Any]:
