@@ -746,6 +746,36 @@ def test_what_froze_in_groups_that_came_apart_finds_its_state_when_all_thaws_at_
     assert run(size, freeze) == [[6, 4, 6, 4]] * size
 
 
+class Keeper(torch.optim.SGD):
+    """Keeps something of its own in the state of some parameters."""
+
+    kept: object = None
+
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"][:1]: self.state[p]["kept"] = self.kept
+
+
+@pytest.mark.parametrize("kept, fine", [(type("History", (), {}), False), (lambda: 1, False), ({"a": [1, (2.0, "b")], "c": torch.ones(2)}, True),
+                                        (torch.float16, True), (None, True)], ids=["class", "function", "containers", "dtype", "None"])
+def test_state_that_no_other_rank_would_read_is_an_error_on_every_rank_at_once(kept, fine):
+    def keep():
+        Keeper.kept = kept
+        params = [nn.Parameter(torch.ones(5, 3)) for _ in range(4)]
+        zero = ZeroRedundancyOptimizer(params, Keeper, lr=0.1, shard="whole")
+        for p in params: p.grad = torch.ones_like(p)
+        zero.step()
+        found = [told(zero.consolidate_state_dict)]
+        params[3].requires_grad_(False)
+        params[3].grad = None
+        return [*found, told(zero.step), told(lambda: zero.group.all_reduce(torch.ones(1)))]
+
+    for saving, moving, after in run(2, keep, group_timeout=20):
+        assert after is None and (saving is moving is None) == fine
+        for kind, message in (saving, moving) if not fine else ():
+            assert kind is TypeError and "state 'kept' of parameter" in message and "plain values" in message
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux how much memory a process has had")
 @pytest.mark.parametrize("view", [False, True])
 def test_state_moves_without_being_there_twice(view):

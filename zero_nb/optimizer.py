@@ -178,15 +178,21 @@ class ShardedParameters(LocalShards):
         finally: self.defaults = defaults
         self.rules.append(rule)
 
-# %% ../nbs/13_optimizer.ipynb #f86ec647
+# %% ../nbs/13_optimizer.ipynb #fb09d7c3
 MASTER = "master_param" # key of the copy that is stepped, in the state of a parameter that has one
 Entry = tuple[list[Run], bool, dict[str, Any]] # state of a piece: its runs, whether it is a whole parameter's, and the values
+
+def _check_plain(what: str, value: Any) -> None:
+    """Refuse what no other rank would read."""
+    try: dump(value, weights_only=True)
+    except Exception as error: raise TypeError(f"{what} must be tensors and plain values, or it cannot move between ranks, got {value!r:.80}") from error
 
 def _entry(optims: Iterable[torch.optim.Optimizer], piece: Piece) -> Entry:
     """Give the state of a piece; of one that was cut, it must be one value for each element, or one for all."""
     state = next((dict(optim.state[piece.view]) for optim in optims if piece.view in optim.state), {})
     if piece.master: state[MASTER] = piece.view.detach()
     for key, value in state.items():
+        if not isinstance(value, (Tensor, int, float, str, type(None))): _check_plain(f"state {key!r} of parameter {piece.runs[0][0]}", value)
         if not piece.whole and isinstance(value, Tensor) and value.dim() and not per_element(key, value, piece.numel):
             raise ValueError(f"state {key!r} of parameter {piece.runs[0][0]} has shape {tuple(value.shape)} for {piece.numel} elements, so its "
                              "optimizer is not element-wise and cannot be sharded with shard='even'; use shard='whole'")
