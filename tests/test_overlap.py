@@ -553,11 +553,14 @@ def wrapped_too_early():
     overlap(ours, zero)
     for step in range(3): backward(ours, "plain", step)
     model.last.requires_grad_(True)
-    return told(lambda: backward(ours, "plain", 3))
+    error = told(lambda: backward(ours, "plain", 3))
+    return error, sum(len(optim.state) for optim in zero.optims.values())
 
 
-def test_a_layer_that_ddp_does_not_reduce_is_named():
-    for kind, message in run(2, wrapped_too_early): assert kind in ("ValueError", "RuntimeError") and "frozen when DDP was made" in message
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_layer_that_ddp_does_not_reduce_is_named_and_the_state_stays(size):
+    for (kind, message), states in run(size, wrapped_too_early):
+        assert kind in ("ValueError", "RuntimeError") and "frozen when DDP was made" in message and states
 
 
 def attach_again(interleaved):

@@ -132,7 +132,7 @@ def look(params: Iterable[Tensor]) -> list[Any]:
     """Note what a plan and its buckets depend on and a user may change: where parameters are, and which are frozen."""
     return [p.data_ptr() if p.requires_grad else None for p in params]
 
-# %% ../nbs/12a_pieces.ipynb #32b67b34
+# %% ../nbs/12a_pieces.ipynb #a7c94f66
 class Shard:
     """What this rank steps of some parameters, and the buckets that bring it back to the others."""
 
@@ -149,9 +149,9 @@ class Shard:
         borrows: bool = True, # where a rank steps all of a parameter, the user's tensor itself is stepped, with the user's gradient
     ):
         self.make_plan, self.params, self.group, self.first, self.master_dtype, self.groups = plan, params, group, first, master_dtype, groups
-        self.merges = merges or [False] * len(params)
-        self.borrows, self.as_views = borrows, as_views
+        self.merges, self.borrows, self.as_views = merges or [False] * len(params), borrows, as_views
         self.alone = borrows and group.size == 1 and not as_views and master_dtype is None
+        if not self.alone: self.plan = plan() # now, so that a plan that cannot be made is an error before anything has moved
 
     plan = cached_property(lambda self: self.make_plan())
     turns = cached_property(lambda self: _in_turn(self.buckets))
