@@ -234,7 +234,7 @@ def read_trace(text: str) -> list[Stretch]: # from the start of the first
     first = min((e["ts"] for events in lines.values() for e in events), default=0)
     return [Stretch(line, e["name"], (e["ts"] - first) / 1e6, (e["ts"] - first + e["dur"]) / 1e6) for line, events in lines.items() for e in events]
 
-# %% ../nbs/05_draw.ipynb #03cebc61
+# %% ../nbs/05_draw.ipynb #ed7d7948
 def _joined(stretches: Iterable[Stretch], gap: float) -> Iterator[tuple[Stretch, ...]]: # neighbours of one kind, with less than a gap between
     together: list[Stretch] = []
     for s in sorted(stretches, key=lambda s: (s.line, s.start)):
@@ -244,6 +244,9 @@ def _joined(stretches: Iterable[Stretch], gap: float) -> Iterator[tuple[Stretch,
         together.append(s)
     if together: yield tuple(together)
 
+def _legend(colours: Iterable[tuple[str, str]]) -> list[str]: # by kind
+    return [_rect(70 + 100 * i, 4, 9, 9, fill) + _text(83 + 100 * i, 12, kind) for i, (kind, fill) in enumerate(colours)]
+
 def draw_stretches(
     stretches: Sequence[Stretch],
     width: int = 760, # pixels
@@ -252,7 +255,7 @@ def draw_stretches(
     end = max((s.stop for s in stretches), default=1) or 1
     lines, scale = list(dict.fromkeys(s.line for s in stretches)), (width - 80) / end
     kinds = ["compute", *PURPOSES]
-    body = [_rect(70 + 100 * i, 4, 9, 9, colour(i, len(kinds))) + _text(83 + 100 * i, 12, kind) for i, kind in enumerate(kinds)]
+    body = _legend((kind, colour(i, len(kinds))) for i, kind in enumerate(kinds))
     body += [_text(64, 36 + 22 * i, line, "end") for i, line in enumerate(lines)]
     for run in _joined(stretches, 0.5 / scale):
         start, stop, y = run[0].start, max(s.stop for s in run), 22 + 22 * lines.index(run[0].line)
@@ -262,7 +265,7 @@ def draw_stretches(
     body += _ticks(end, scale, foot)
     return Svg(width, foot + 6, "".join(body), f"a profile of {len(stretches)} events")
 
-# %% ../nbs/05_draw.ipynb #776995ee
+# %% ../nbs/05_draw.ipynb #5fafd4ba
 KINDS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "state": "#59a14f", "master": "#b07aa1", "buckets": "#9c755f"}
 
 def draw_estimates(
@@ -273,7 +276,7 @@ def draw_estimates(
     """Draw what a rank needs, by category, a bar for each estimate."""
     memory = parse_memory(memory) if memory else None
     scale = (width - 170) / max([e.total for e in estimates] + [memory or 1])
-    body = [_rect(70 + 100 * i, 4, 9, 9, fill) + _text(83 + 100 * i, 12, kind) for i, (kind, fill) in enumerate(KINDS.items())]
+    body = _legend(KINDS.items())
     for i, e in enumerate(estimates):
         x, y = 70.0, 24 + 24 * i
         body.append(_text(64, y + 13, e.stage if len({e.world_size for e in estimates}) == 1 else f"{e.stage} x{e.world_size}", "end"))
