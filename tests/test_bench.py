@@ -238,7 +238,9 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch)
 
 
 def test_profiles_are_drawn_of_the_variants_that_were_named(tmp_path, capsys):
+    (tmp_path / "report.json").write_text("a report that is there")
     bench.main(["--quick", "--model", "linear", "--ranks", "2", "--variants", "overlap", "zero", "--parts", "profiles", "--out", str(tmp_path)])
+    assert (tmp_path / "report.json").read_text() == "a report that is there"
     names = ["profile-linear-2-overlap.svg", "profile-linear-2-zero.svg"]
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == names and ", ".join(names) in capsys.readouterr().out.replace("\n", " ")
     for name in names: assert (tmp_path / name).read_text().count("<title>") > 5

@@ -695,7 +695,7 @@ def _times(model: Model, names: Sequence[str], rounds: int, kind: str) -> dict[s
 
 def _trace(name: str, model: Model, kind: str) -> list[Stretch]: return trace_rank(name, model, _device(kind))
 
-# %% ../nbs/30_benchmark.ipynb #7e3e8f11
+# %% ../nbs/30_benchmark.ipynb #3842383c
 def measure(
     options: Options,
     ranks: Ranks | None = None, # None: forked from this process
@@ -719,7 +719,7 @@ def measure(
             for several in together(names, sum(model.sizes), n, _memory() * 4 // 5) if "times" in options.parts else ():
                 say(f"timing: {model.words}, {n} ranks, {', '.join(several)}")
                 launches.append(Launch.of(model.name, ranks(n, _times, model, several, options.rounds, options.device)))
-            keep(Report(here, options.quick, tuple(launches), tuple(found), None, left_out))
+            if found or launches: keep(Report(here, options.quick, tuple(launches), tuple(found), None, left_out))
     size = (200, 64, 3) if options.quick else (10_000, 1_024, 7)
     alone = "constructors" in options.parts and "RANK" not in os.environ
     makings = ranks(1, make_rank, *size)[0] if alone else None
@@ -907,7 +907,7 @@ def _options(given: Any) -> Options: # of the parsed command line
     once = [tuple(dict.fromkeys(names)) for names in (given.model, ranks, given.variants, given.parts)]
     return Options(once[0], once[1], once[2], given.rounds, given.quick, given.device, once[3])
 
-# %% ../nbs/30_benchmark.ipynb #f4cd88f5
+# %% ../nbs/30_benchmark.ipynb #e6e1ff13
 def _before(given: Any, options: Options) -> Report | None: # what to add to
     path = Path(given.out, "report.json")
     if not given.add or not path.exists(): return None
@@ -934,9 +934,11 @@ def main(
         report, pictures = measure(options, under_torchrun, *told), profiles(options, under_torchrun, *told[:1])
         dist.destroy_process_group()
         if not first: return
-    if old: report = merged(old, report)
-    show(report)
-    names = write(report, given.out)
+    names = list[str]()
+    if options.parts != ("profiles",): # which are no part of a report
+        show(report := merged(old, report) if old else report)
+        names += write(report, given.out)
+    Path(given.out).mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items(): picture.save(Path(given.out, name))
     print(f"in {given.out}: {', '.join([*names, *pictures])}")
 
