@@ -514,7 +514,9 @@ def quiet(kind):
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
     plain = SGD(model.parameters(), lr=0.1)
 
-    def state(): return (model._join_config, optimizer._join_config, model.forward_sync_buffers, len(model._forward_hooks), len(model._forward_pre_hooks),
+    synced = "forward_sync_buffers" if hasattr(model, "forward_sync_buffers") else "broadcast_buffers"  # older torch
+
+    def state(): return (model._join_config, optimizer._join_config, getattr(model, synced), len(model._forward_hooks), len(model._forward_pre_hooks),
                          len(plain._optimizer_step_pre_hooks), len(plain._optimizer_step_post_hooks), model.require_forward_param_sync)
     before, filters = state(), list(warnings.filters)
     joinables = [model, optimizer, plain] if kind is Join else [model, optimizer]

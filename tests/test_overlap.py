@@ -5,12 +5,12 @@ import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from test_dropin import GPU, cuda
+from test_optimizer import measures_memory
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -742,7 +742,7 @@ def test_a_run_that_goes_on_where_ddp_would_have_closed_its_bucket_is_cut_from_i
     assert list(cut_runs([given], params, most)) == wanted and list(cut_runs([given, given], params, most)) == [*wanted, *wanted]
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux how much memory a process has had")
+@measures_memory
 def test_memory_does_not_rise_while_buckets_settle():
     def peak():
         def train():
