@@ -965,6 +965,7 @@ def test_a_peer_killed_during_a_collective(kind, tmp_path):
     heard = {(job, rank): fork.SimpleQueue() for job in range(6) for rank in range(3)}
 
     def live(job, rank):
+        torch.set_num_threads(1)  # threads of the parent's pool are not here
         heard[job, rank].put(bereaved(rank, str(tmp_path / str(job)), kind, 0.1 * (1 + job)))
         os._exit(0)
 

@@ -18,7 +18,11 @@ from torch.distributed.distributed_c10d import _coalescing_manager, _get_process
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import zero_nb
 from zero_nb.launch import run
+from zero_nb.objects import broadcast_object_list, exchange_bytes, gather_object, scatter_object_list
+from zero_nb.overlap import overlap
+from zero_nb.parallel import data_parallel
 from zero_nb.process_group import Group, agree
 from zero_nb.record import RecordingGroup, record, simulate
 
@@ -349,6 +353,10 @@ def test_simulated_collectives_follow_the_rule():
         assert flat.tolist() == [4., 5.] * 4
         g.reduce_scatter(flat := torch.arange(8.))
         assert flat[4:6].tolist() == [4., 5.]
+        g.all_gather(flat := torch.arange(9.), [2, 1, 2, 4])
+        assert flat.tolist() == [3., 4., 2., 3., 4., 5., 6., 7., 8.]
+        g.reduce_scatter(flat := torch.arange(9.), [2, 1, 2, 4])
+        assert flat[3:5].tolist() == [3., 4.]
         dist.all_to_all_single(out := torch.zeros(8), x)
         assert out.equal(x)
         dist.gather(x, None, dst=0)
@@ -372,6 +380,39 @@ def test_ddp_over_a_simulated_group(size):
         with pg.recording() as log: ddp(x).sum().backward()
         assert torch.allclose(model.bias.grad, torch.full((64,), 4 / size)) # the others contributed zeros
         assert log.only("all_reduce")[0].wire == share(size, 4 * (64 * 64 + 64), 2)
+
+
+@pytest.mark.parametrize("way", ["step", "overlap", "interleaved", "parallel"])
+@pytest.mark.parametrize("size,rank", [(1, 0), (2, 1), (3, 0), (7, 3), (1000, 17)])
+def test_every_way_to_train_runs_over_simulated_ranks_and_moves_what_it_would(size, rank, way):
+    with simulate(size, rank) as pg:
+        model = nn.Sequential(nn.Linear(33, 47), nn.ReLU(), nn.Linear(47, 5), nn.Linear(5, 301))
+        ddp = model if way == "parallel" else DDP(model, process_group=pg)
+        zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, pg, lr=0.1)
+        if way == "parallel": data_parallel(model, zero)
+        elif way != "step": overlap(ddp, zero, interleaved=way == "interleaved")
+        for _ in range(4):  # buckets settle in the second, and state moves
+            before = [p.detach().clone() for p in model.parameters()]
+            with pg.recording() as log:
+                ddp(torch.ones(4, 33)).sum().backward()
+                zero.step()
+            zero.zero_grad()
+        assert any(not p.equal(old) for p, old in zip(model.parameters(), before, strict=True))
+        numel = sum(p.numel() for p in model.parameters())
+        assert log.wire == share(size, 4 * numel, 3 if way == "step" else 2)
+        zero.consolidate_state_dict(to=rank)
+        assert zero.state_dict()["state"]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_objects_among_simulated_ranks_follow_the_rule(rank):
+    with simulate(3, rank) as pg:
+        broadcast_object_list(mine := ["mine"], group=pg)
+        gather_object("mine", found := [None] * 3 if rank == 0 else None, group=pg)
+        scatter_object_list(given := [None], ["a", "b", "c"] if rank == 0 else None, group=pg)
+        exchanged = exchange_bytes(Group(pg), [b"a", b"bb", b"ccc"])
+    assert mine == ["mine"] and found == (["mine"] * 3 if rank == 0 else None) and given == ["a" if rank == 0 else None]
+    assert [bytes(part) for part in exchanged] == [b"a" * (rank == 0), b"", b"ccc" * (rank == 2)]
 
 
 def simulated_in_a_job():

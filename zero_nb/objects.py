@@ -56,6 +56,8 @@ def _byte_device(group: Group) -> torch.device:
     if group.size == 1 or group.backend(torch.device("cpu")) not in ("none", "nccl"): return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
+def _pretends(group: Group, device: torch.device) -> bool: return group.backend(device) == "fake" # nothing comes from other ranks
+
 def _as_tensor(data: Any, device: torch.device) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8).to(device) if len(data) else torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -82,7 +84,8 @@ def gather_bytes(
         if len(payload): group.send(_as_tensor(payload, device), to)
         return
     for source, size in enumerate(sizes):
-        if source == to or not size: yield memoryview(payload if source == to else b"")
+        if source == to or _pretends(group, device): yield memoryview(payload) # as if all held what this rank holds
+        elif not size: yield memoryview(b"")
         else:
             incoming = torch.empty(size, dtype=torch.uint8, device=device)
             group.recv(incoming, source)
@@ -92,7 +95,7 @@ def gather_bytes(
 def exchange_bytes(
     group: Group, # all its ranks call this
     payloads: Sequence[bytearray | memoryview], # one for each rank, by group rank; lengths may differ
-) -> list[memoryview]: # what each rank sent to this one, by group rank
+) -> list[memoryview]: # what each rank sent to this one, by group rank; nothing, from one that is not there
     """Send each rank bytes of its own, and receive what it sends here."""
     device, me = _byte_device(group), group.group_rank
     sizes = torch.tensor([len(payload) for payload in payloads], dtype=torch.int64, device=device)
@@ -100,6 +103,7 @@ def exchange_bytes(
     incoming = [torch.empty(0 if peer == me else size, dtype=torch.uint8, device=device) for peer, size in enumerate(coming.tolist())]
     sends = [(_as_tensor(payload, device), peer) for peer, payload in enumerate(payloads) if len(payload) and peer != me]
     group.exchange(sends, [(tensor, peer) for peer, tensor in enumerate(incoming) if tensor.numel()])
+    if _pretends(group, device): incoming = [tensor[:0] for tensor in incoming]
     return [memoryview(payloads[me]) if peer == me else _as_bytes(tensor) for peer, tensor in enumerate(incoming)]
 
 # %% ../nbs/10a_objects.ipynb #8c629bf7
@@ -134,7 +138,7 @@ def broadcast_object_list(
     if g.group_rank != source: data = torch.empty(size, dtype=torch.uint8, device=device)
     g.broadcast(data, source)
     with agreeing(g, "reading what was broadcast"):
-        if g.group_rank != source: object_list[:] = load(_as_bytes(data), map_location, weights_only)
+        if g.group_rank != source and not _pretends(g, device): object_list[:] = load(_as_bytes(data), map_location, weights_only)
 
 # %% ../nbs/10a_objects.ipynb #33206a5f
 def _check_list(name: str, objects: list[Any] | None, group: Group, root: int) -> None:
@@ -200,4 +204,5 @@ def scatter_object_list(
             payloads = [dump(value, weights_only) for value in scatter_object_input_list or []]
         if not scatter_object_output_list: raise ValueError("scatter_object_output_list must have a place to fill, got an empty list")
     mine = _scatter_bytes(g, payloads, source)
-    with agreeing(g, "reading what was scattered"): scatter_object_output_list[0] = load(mine, map_location, weights_only)
+    with agreeing(g, "reading what was scattered"):
+        if g.group_rank == source or not _pretends(g, _byte_device(g)): scatter_object_output_list[0] = load(mine, map_location, weights_only)

@@ -390,7 +390,8 @@ def _routes(entries: Iterable[Entry], new: Shard) -> tuple[Routes, tuple[Entry, 
 def _assembled(piece: Piece, run: Run, param: Tensor, found: Sequence[Entry]) -> dict[str, Any]: # found: of this parameter
     """Put together the state of a run of a new piece."""
     parts = sorted((at, stop, i) for i, ([(_, at, stop)], _, _) in enumerate(found) if at < run[2] and run[1] < stop)
-    if not parts: return {}
+    came = sum(stop - at for at, stop, _ in parts)
+    if not came or came < run[2] - run[1]: return {} # never stepped; or the rest was to come from ranks that are only simulated
     states = [found[i][2] for *_, i in parts]
     if found[parts[0][2]][1]: return states[0] # of a whole parameter
     joined = {k: torch.cat([state[k] for state in states]) if _is_row(v) else deepcopy(v) for k, v in states[0].items()} # runs do not share a step count

@@ -212,7 +212,7 @@ def agree(
 
     Raises `error` where it happened and the same type on the other ranks; `ValueError` with the first line that differs;
     `RuntimeError` naming the ranks that did not arrive within the group's timeout."""
-    if group.size == 1 or _alone(group):
+    if _alone(group):
         if error is not None: raise error
         return
     turn, group._wire.turn = group._wire.turn, group._wire.turn + 1
@@ -232,8 +232,8 @@ def agree(
                          "do the same on every rank")
 
 # %% ../nbs/10_process_group.ipynb #34831fed
-def _alone(group: Ranks) -> bool: # a group whose other ranks are only pretended, or that has no store to meet in
-    if getattr(group.process_group, "simulated", False): return True
+def _alone(group: Ranks) -> bool: # no other rank is there to answer: in a group of one, in one that is simulated, and in one without a store to meet in
+    if group.size == 1 or getattr(group.process_group, "simulated", False): return True
     return "fake" in str(torch.distributed.get_backend_config(group.process_group)) or _store(group) is None
 
 @contextmanager
@@ -302,7 +302,7 @@ class Work:
     def __init__(
         self,
         steps: Iterator[None], # starts the collective before its first `yield`, finishes it afterwards
-        what: object = "a collective", # its description, for errors
+        what: object = None, # its description, for errors; None: the steps wait for works that say themselves what failed
         group: Ranks | None = None, # is told if the work is deleted before it was waited for
     ):
         self._steps, self._what, self._group = steps, what, group
@@ -318,7 +318,8 @@ class Work:
         except BaseException as error:
             self.done = True
             if not isinstance(error, RuntimeError): raise
-            self._error = _failed(self._group, self._what, error)
+            self._error = error if self._what is None else _failed(self._group, self._what, error)
+            if self._error is error: raise
             raise self._error from error
         self.done = True
 
@@ -385,7 +386,7 @@ class Board:
         name: str, # the same on all ranks; they make the board between the same two agreements
     ):
         self.group, self._prefix = group, f"zero_nb/board/{name}/{group._wire.turn}/"
-        self.alone = group.size == 1 or _alone(group)
+        self.alone = _alone(group)
         self._own: dict[str, str] = {} # in the place of a store, where nobody else looks
 
     def put(self, key: str, note: str) -> None:
@@ -421,7 +422,7 @@ def elsewhere(
     who: Sequence[int] = (), # group ranks without this one; none: any other
 ) -> str: # "" if nobody waits, or not all of `who`
     """Tell of a rank that waits for all others, to agree on something or to compare a collective."""
-    return "" if group.size == 1 or _alone(group) else _elsewhere(group, who)
+    return "" if _alone(group) else _elsewhere(group, who)
 
 # %% ../nbs/10_process_group.ipynb #8df122e0
 CHUNK = 1 << 20 # bytes that travel as one message
