@@ -5,6 +5,7 @@ import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from test_optimizer import measures_memory
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import distributed
 from torch.optim import SGD, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +25,7 @@ from zero_nb.optimizer import ZeroRedundancyOptimizer
 from zero_nb.overlap import clip_parts, cut_runs, hook_with_zero_step, hook_with_zero_step_interleaved, norm_of, overlap
 from zero_nb.parallel import data_parallel
 from zero_nb.process_group import Group, two_level
-from zero_nb.record import record
+from zero_nb.record import record, simulate
 
 CAP = 0.01  # MB, so that there are several buckets
 
@@ -770,6 +772,53 @@ def test_many_iterations_end_and_replicas_agree(size):
 
 
 MANY = 100  # of each of two models
+
+
+class Settled:
+    """A reducer whose buckets stay as they are: to exchange them, DDP reads on the host."""
+
+    def __init__(self, reducer): self.reducer = reducer
+    def __getattr__(self, name): return getattr(self.reducer, name)
+    def _rebuild_buckets(self): return False
+
+
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Let DDP and ours work on "meta", where it is an error to read on the host, which waits on a GPU, and to mix tensors of two devices."""
+    def address(tensor): return (tensor.untyped_storage()._cdata << 20) + tensor.storage_offset() * tensor.element_size()
+    def done(value):
+        future = torch.futures.Future()
+        future.set_result(value)
+        return future
+    real = torch.Tensor.data_ptr
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: address(tensor) if tensor.is_meta else real(tensor))  # they all are at 0
+    monkeypatch.setattr(distributed, "_verify_param_shape_across_processes", lambda *args: None)
+    monkeypatch.setattr(import_module("zero_nb.overlap"), "done", done)  # torch's futures take numbered devices
+    return monkeypatch
+
+
+@pytest.mark.parametrize("way,clip", [("step", None), ("overlap", None), ("overlap", 1.0), ("interleaved", None),
+                                      ("parallel", None), ("parallel", 1.0), ("parallel interleaved", None)])
+@pytest.mark.parametrize("shard", ["even", "whole"])
+@pytest.mark.parametrize("size,rank", [(1, 0), (2, 1), (3, 0)])
+def test_an_iteration_reads_nothing_from_its_device(size, rank, shard, way, clip, unreadable):
+    clipping, interleaved, read = {} if clip is None else {"max_grad_norm": clip}, "interleaved" in way, torch.Tensor.tolist
+    def read_once(tensor): return [1.0] * tensor.numel() if tensor.is_meta else read(tensor)
+    with simulate(size, rank) as group:
+        model = network(torch.float32).to("meta")
+        zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, group, lr=0.1, shard=shard)
+        trained = data_parallel(model, zero, interleaved=interleaved, **clipping).module if way.startswith("parallel") else DDP(model, process_group=group)
+        if trained is not model: trained.reducer = Settled(trained.reducer)
+        if way in ("overlap", "interleaved"): overlap(trained, zero, interleaved=interleaved, **clipping)
+        for step in range(4):
+            with unreadable.context() as once:
+                if step == 0: once.setattr(torch.Tensor, "tolist", read_once)  # which parameters are used on any rank
+                with group.recording() as log: trained(torch.empty(4, 6, device="meta")).square().mean().backward()
+                zero.step()
+                zero.zero_grad()
+        assert size == 1 or way == "step" or log.only("reduce_scatter")
+        for refused in (lambda: torch.empty(1, device="meta").item(), lambda: torch.empty(2, device="meta") + torch.ones(2)):
+            with pytest.raises(RuntimeError, match="meta"): refused()
 
 
 @cuda
