@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -291,6 +292,7 @@ class _PassingGroup(_GROUP):
     def getGroupName(self) -> str: return self._name
     def getGroupDesc(self) -> str: return f"a record of {self.wrapped.name()}"
     def abort(self) -> None: self.wrapped.abort()
+    def _get_backend(self, device: torch.device) -> Any: return self.wrapped._get_backend(device)
     def shutdown(self) -> None: self.closed = True # torch calls this when a group is destroyed; the backends are not ours to stop
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -448,6 +450,7 @@ class _Alone:
     def size(self) -> int: return self._size
     def name(self) -> str: return "fake"
     def abort(self) -> None: pass
+    def _get_backend(self, device: torch.device) -> Any: return SimpleNamespace(supports_coalescing=False) # newer torch asks before it groups messages
     def _start_coalescing(self, device: torch.device) -> None: pass
     def _end_coalescing(self, device: torch.device) -> None: pass
 
