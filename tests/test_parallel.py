@@ -9,11 +9,13 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from test_optimizer import measures_memory
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
+from zero_nb.bench import peak_bytes
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
 from zero_nb.parallel import data_parallel
@@ -924,6 +926,22 @@ def test_gradients_live_for_a_bucket():
         for most, count in run(2, living, early):
             assert most[0] == count, "in the first iteration all are there at once"
             assert max(most[1:]) <= 4, "later a bucket of weights, and the biases that wait for theirs"
+
+
+def vocabulary(pieces, early):
+    def train():
+        model = nn.Linear(2000, 4800, bias=False)
+        data_parallel(model, sharded(one_adamw(model)), interleaved=early, cut_mb=model.weight.nbytes / 2**20 / pieces)
+        for _ in range(4): model(torch.ones(1, 2000)).sum().backward()
+    return peak_bytes(torch.device("cpu"), train) / (2000 * 4800 * 4)
+
+
+@measures_memory
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("early,least", [(False, 3.5), (True, 3.0)])
+def test_a_gradient_that_is_cut_in_a_few_pieces_is_reduced_where_it_lies(early, least):
+    for peak in run(2, vocabulary, 4, early):  # a parameter, its gradient, half of two moments, and, if steps come at the end, of an average
+        assert least <= peak < least + 0.7, "messages bring 6 MB for each of four pieces; a copy of the gradient would be another 38 MB"
 
 
 NETWORK = {"reduce_scatter": "RS", "all_gather": "AG"}

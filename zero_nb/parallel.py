@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
-from .buckets import BucketPlan, Slot, pack
+from .buckets import Bucket, BucketPlan, Slot, pack
 from .flat import flatten_like
 from .objects import broadcast_object_list
-from .optimizer import ZeroRedundancyOptimizer, _Join, _Joinable, _JoinHook
+from .optimizer import IN_FLIGHT, ZeroRedundancyOptimizer, _Join, _Joinable, _JoinHook
 from .overlap import Attached, Care, Finish, Hook, Runner, at_end, beside, cut_in_place, failing, in_torchs_join, start_mean
 from .pieces import Shard, look, specs
 from .process_group import Group, agreeing, coalescing_manager
@@ -140,21 +140,29 @@ class Pool:
         self.free.setdefault((flat.numel(), flat.dtype, flat.device), []).append(flat)
 
 # %% ../nbs/14a_parallel.ipynb #6125c1da
-def _in_rows(slots: Sequence[Slot], params: Sequence[Tensor]) -> bool: # and none of them cut
-    return len(slots) > 1 and all(p.is_contiguous() and slot.stop - slot.start == p.numel() for slot, p in zip(slots, params, strict=True))
+def _how(
+    bucket: Bucket,
+    params: Sequence[Tensor], # of each slot
+    pieces: int, # buckets in which the first of them lies
+) -> str: # "rows": whole parameters, side by side, row by row; "view": what is there already; "copy": in the pool
+    """Tell how the gradients of a bucket are laid side by side."""
+    if bucket.padding: return "copy"
+    if len(params) == 1: return "view" if params[0].device.type != "cpu" or 1 < pieces <= IN_FLIGHT else "copy"
+    whole = (p.is_contiguous() and slot.stop - slot.start == p.numel() for slot, p in zip(bucket.slots, params, strict=True))
+    return "rows" if all(whole) else "copy"
 
 def lay(
     slots: Sequence[Slot], # of a bucket
     numel: int, # of the bucket
     params: Sequence[Tensor], # of each slot
     pool: Pool, # to take memory from
-    in_rows: bool = False, # whole parameters, side by side, row by row
-) -> Tensor: # 1-D; on a GPU a view, where one parameter fills the bucket
+    how: str = "copy", # or "rows" or "view"
+) -> Tensor: # 1-D
     """Lay the gradients of a bucket side by side; zeros where there is none."""
     found = [(slot, p, p.grad) for slot, p in zip(slots, params, strict=True) if p.grad is not None]
-    if in_rows and len(found) == len(slots): return _flatten_dense_tensors([grad for _, _, grad in found])
+    if how == "rows" and len(found) == len(slots): return _flatten_dense_tensors([grad for _, _, grad in found])
     grads = [flatten_like(grad, p.detach())[slot.start:slot.stop] for slot, p, grad in found]
-    if len(grads) == 1 and len(grads[0]) == numel and grads[0].device.type != "cpu": return grads[0]
+    if how == "view" and grads: return grads[0]
     flat = pool.take(params[0], numel)
     if sum(map(len, grads)) < numel: flat.zero_()
     if grads: torch._foreach_copy_([flat[slot.offset:slot.offset + slot.numel] for slot, _, _ in found], grads)
@@ -174,7 +182,7 @@ class Places:
         self.awaited = [[params[slot.param] for slot in slots if not lacks[slot.param]] for slots in self.slots]
         self.lacking = [[slot.param for slot in slots if lacks[slot.param]] for slots in self.slots]
         self.ending = [[params[j] for j in dict.fromkeys(slot.param for slot in slots) if self.of[j][-1] == i] for i, slots in enumerate(self.slots)]
-        self.in_rows = [not bucket.padding and _in_rows(slots, own) for bucket, slots, own in zip(plan.buckets, self.slots, self.members, strict=True)]
+        self.how = [_how(bucket, own, len(self.of[bucket.slots[0].param])) for bucket, own in zip(plan.buckets, self.members, strict=True)]
 
     def last(self, order: Sequence[int]) -> set[int]: # of the parameters in each bucket, when they come in this order
         """Tell which parameters are worth listening to."""
@@ -216,7 +224,7 @@ class Homes(Places):
         """Lay the gradient of the next bucket, and let go of those that are in no later one."""
         i, self.next = self.next, self.next + 1
         has = [p.grad is not None for p in self.members[i]]
-        gradient = lay(self.slots[i], self.sizes[i], self.members[i], self.pool, self.in_rows[i])
+        gradient = lay(self.slots[i], self.sizes[i], self.members[i], self.pool, self.how[i])
         for p in self.ending[i]: p.grad = None
         return gradient, has
 
@@ -328,6 +336,7 @@ class Averaged(Heard):
 
     parts: dict[int, Tensor] # of each bucket: memory for the average of what this rank owns, if all wait for the end of backward
     held: dict[int, Tensor] # gradients in which the average of this rank's part lies
+    soon = property(lambda self: self.way.interleaved and self.apart, doc="Whether a bucket is stepped during backward, where buckets are known.")
 
     def _everywhere(self, tensor: Tensor) -> None: # add up over all ranks
         self.zero.group.all_reduce(tensor)
@@ -335,7 +344,7 @@ class Averaged(Heard):
 
     def _start(self, i: int, gradient: Tensor) -> Finish:
         assert self.running is not None, "a reduction starts in an iteration"
-        running, slots, soon = self.running, self.homes.slots[i], self.way.interleaved and self.apart and self.live
+        running, slots, soon = self.running, self.homes.slots[i], self.soon and self.live
         bucket = running.shard.buckets[i]
         if soon: self.held[i] = gradient
         elif i not in self.parts: self.parts[i] = torch.empty_like(gradient[slice(*bucket.bucket.part(self.zero.group.group_rank))])
@@ -364,7 +373,7 @@ class Late(Averaged):
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
         self.parts, self.held, way = {}, {}, self.way
-        mode = "free" if way.interleaved and self.apart else "after"
+        mode = "free" if self.soon else "after"
         return Runner(self.zero, shard, self._start, self.judge, self._release, mode=mode, lag=way.lag, hidden=way.hidden)
 
     def _order(self) -> list[int]: # in which the gradients of the first rank came that had any
@@ -385,6 +394,7 @@ class Late(Averaged):
         self.homes = Homes(running.shard.plan, self.params, [False] * len(self.params), self.pool)
         while self.homes.left: self.fill()
         stepped = self.step_late(running)
+        if self.soon: self.parts.clear() # from now on the averages lie in the gradients
         if not way.find_unused_parameters: self.homes = Homes(running.shard.plan, self.params, running.lacks, self.pool)
         if self.order: self.listen(self.homes.last(self.order))
         return stepped
