@@ -622,6 +622,21 @@ def test_gradients_may_come_in_another_order_than_at_first():
     for worst in run(3, turning_both): assert max(worst) < 1e-9
 
 
+def disordered(early, nodes):
+    one, other = Turning(), Turning()
+    zero = sharded(one_adamw(other), two_level(2) if nodes else None)
+    data_parallel(other, zero, interleaved=early, **SMALL)
+    for i in by_hand(one, 5):
+        for model in (one, other): model(batch(i), dist.get_rank()).square().mean().backward()
+    assert replicas(other)
+    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+
+
+@pytest.mark.parametrize("nodes", [False, True])
+def test_each_rank_may_have_an_order_of_its_own_from_the_first_iteration_on(nodes):
+    for early in (False, True): assert max(run(4, disordered, early, nodes)) < 1e-9
+
+
 def listened_to():
     """How many parameters are listened to: all while the order is not known, then one for each bucket."""
     one, other = Turning(), Turning()
@@ -909,23 +924,80 @@ def chain(layers=12, width=64):
     return nn.Sequential(*(nn.Linear(width, width + (i == -1)) for i in range(layers)))
 
 
-def living(early):
-    model = chain()
+class Opposite(nn.Sequential):
+    """Runs its modules from the last to the first."""
+
+    def forward(self, x):
+        for module in reversed(self): x = module(x)
+        return x
+
+
+def living(early, opposite):
+    model = Opposite(*reversed(chain())) if opposite else chain()
     zero = sharded(one_adamw(model))
-    data_parallel(model, zero, interleaved=early, hidden=False, bucket_cap_mb=0.016, lag=1)
-    params, most = list(model.parameters()), [0] * 5
+    handle = data_parallel(model, zero, interleaved=early, hidden=False, bucket_cap_mb=0.016, lag=1)
+    params, most, plans = list(model.parameters()), [0] * 5, [handle.runner.shard.plan]
     step = 0
     def look(param): most[step] = max(most[step], sum(p.grad is not None for p in params))
     for p in params: p.register_post_accumulate_grad_hook(look)
-    for step in range(5): model(batch(step, width=64, dtype=torch.float32)).square().mean().backward()
-    return most, len(params)
+    for step in range(5):
+        model(batch(step, width=64, dtype=torch.float32)).square().mean().backward()
+        plans.append(handle.runner.shard.plan)
+    return most, len(params), [a is not b for a, b in itertools.pairwise(plans)]
 
 
-def test_gradients_live_for_a_bucket():
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("opposite", [False, True])
+def test_gradients_live_for_a_bucket(early, opposite):
+    for most, count, changes in run(2, living, early, opposite):
+        assert max(most[1:]) <= 4, "a bucket of weights, and the biases that wait for theirs"
+        assert most[0] > count / 2 if opposite else most[0] <= 4, "in the first iteration, those that come out of turn wait"
+        assert changes == [opposite, False, False, False, False], "plans are made anew for them alone"
+
+
+def turned():
+    def make():
+        torch.manual_seed(5)
+        return Opposite(*(nn.Linear(12, 12) for _ in range(5))).double()
+
+    return [compare(make=make, groups=groups, options=options, **mode) for groups in KINDS.values() for mode in MODES.values()
+            for options in ({}, {"parameters_as_bucket_view": True})]
+
+
+@pytest.mark.usefixtures("way")
+def test_modules_may_run_in_another_order_than_they_are_registered_in():
+    for worst in run(3, turned): assert max(worst) < 1e-9
+
+
+def frozen_first(early):
+    one, other = network(), network()
+    data_parallel(other, zero := sharded(one_adamw(other)), interleaved=early, **SMALL)
+    for i in by_hand(one, 5):
+        for model in (one, other): model[0].requires_grad_(i > 1)
+        for model in (one, other): model(batch(i)).square().mean().backward()
+        zero.step()
+    assert replicas(other)
+    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+
+
+def test_parameters_may_be_frozen_before_the_first_backward():
     for early in (False, True):
-        for most, count in run(2, living, early):
-            assert most[0] == count, "in the first iteration all are there at once"
-            assert max(most[1:]) <= 4, "later a bucket of weights, and the biases that wait for theirs"
+        for worst in run(2, frozen_first, early): assert worst < 1e-9
+
+
+def first_peak(early):
+    def train():
+        model = nn.Sequential(*(nn.Linear(1400, 1400) for _ in range(20)))
+        data_parallel(model, sharded([{"params": model.parameters(), "optimizer_class": SGD}]), interleaved=early)
+        model(torch.ones(1, 1400)).sum().backward()
+    return peak_bytes(torch.device("cpu"), train) / (20 * 1401 * 1400 * 4)
+
+
+@measures_memory
+@pytest.mark.parametrize("early", [False, True])
+def test_the_first_iteration_does_not_hold_all_gradients(early):
+    for peak in run(4, first_peak, early):  # parameters; a quarter of averages, of what is stepped, and, up to five of twenty, of gradients on their way
+        assert 1.25 < peak < 1.85, "gradients that wait for the end would make it 2 at least"
 
 
 def vocabulary(pieces, early):

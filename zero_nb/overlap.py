@@ -403,7 +403,7 @@ class Driver(ABC):
 
     @property
     def schedule(self) -> Schedule | None:
-        """What runs when; None until the first backward is over."""
+        """What runs when; None until buckets are planned."""
         return self.runner.schedule if self.runner else None
 
     @property

@@ -28,7 +28,7 @@ from .process_group import Group, agreeing, coalescing_manager
 
 # %% auto #0
 __all__ = ['Arriving', 'Reads', 'ParallelWay', 'plan_arrivals', 'Pool', 'lay', 'Places', 'Homes', 'Gradients', 'Adding',
-           'Filling', 'Heard', 'Averaged', 'Late', 'Backward', 'Steps', 'copy_from', 'Buffers', 'Attending',
+           'Filling', 'Heard', 'Averaged', 'Planned', 'Late', 'Backward', 'Steps', 'copy_from', 'Buffers', 'Attending',
            'DataParallel', 'Joined', 'Parallel', 'data_parallel']
 
 # %% ../nbs/14a_parallel.ipynb #d4695a9e
@@ -190,6 +190,19 @@ class Places:
         awaited = ([slot.param for slot in slots if not self.lacks[slot.param]] for slots in self.slots)
         return {max(waits, key=lambda j: place.get(j, -1)) for waits in awaited if waits}
 
+    def most_waiting(self, order: Sequence[int]) -> tuple[int, int]: # bytes; and of the largest bucket
+        """Tell how much would wait for the rest of its bucket, or for its turn, if gradients came in this order and no others came."""
+        come = set(order)
+        found = [[slot for slot in slots if slot.param in come] for slots in self.slots]
+        sizes = [sum((slot.stop - slot.start) * self.params[slot.param].element_size() for slot in slots) for slots in found]
+        missing, most, waiting, turn = list(map(len, found)), 0, 0, 0
+        for j in order:
+            for i in self.of[j]: missing[i] -= 1
+            waiting += self.params[j].nbytes if self.of[j] else 0
+            while turn < len(missing) and not missing[turn]: waiting, turn = waiting - sizes[turn], turn + 1
+            most = max(most, waiting)
+        return most, max(sizes, default=0)
+
     def gathers(self, order: Sequence[int]) -> dict[int, int]: # by id of a parameter; order: of the buckets
         """Tell which gather brings the last piece of each parameter."""
         place = {i: k for k, i in enumerate(order)}
@@ -236,7 +249,9 @@ class Gradients(Attached):
     params: list[Tensor] # in the order of the optimizer
     homes: Homes
     running: Runner | None = None # in the iteration in progress
-    live = False # whether the schedule runs while gradients arrive
+    fills = False # whether buckets fill while gradients arrive, for they fit the parameters
+    live = False # whether the schedule runs meanwhile, for it is known which parameters have a gradient
+    learned = False # whether that is known
     syncs = True # not in `no_sync`
     announce: Callable[[], None] | None = None # told before an iteration sends anything; 15_join listens
     owes = False # a backward, after a forward in torch's `Join`
@@ -249,11 +264,15 @@ class Gradients(Attached):
         self.arrivals: dict[int, None] = {} # parameters that are listened to, in the order in which their gradients came
         self.has: dict[int, list[bool]] = {} # of the slots of a bucket: whether there is a gradient on this rank
         self.aside: dict[int, Tensor] = {} # gradients that had added up before backward, by parameter
-        self.under_way = self.live = self.sure = False # sure: what has a gradient has got it in this backward
+        self.under_way = self.fills = self.live = self.sure = False # sure: what has a gradient has got it in this backward
 
     @abstractmethod
     def wait(self, param: Tensor | None = None) -> None:
         """Return when a parameter has arrived on this rank, or all have."""
+
+    @abstractmethod
+    def start_trial(self) -> None:
+        """Start an iteration in which it is found out which parameters have a gradient."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -286,11 +305,13 @@ class Filling(Adding):
         self.under_way, self.owes = True, False
         self.sure = self.ending or self.clean
         if not self.ending: at_end(self.finish, self.zero.group) # a rank that has no gradient takes part without backward
-        self.live = self.runner is not None and self.runner.shard.seen == look(self.params)
+        self.fills = self.runner is not None and self.runner.shard.seen == look(self.params)
+        self.live = self.fills and self.learned
         if self.live and self.runner:
             self.running = self.runner
             self.running.begin()
             self.homes.next = 0
+        elif self.fills: self.start_trial()
 
     def expect(self, surprises: Sequence[int], got: str) -> None:
         """Refuse what was not said to happen."""
@@ -328,7 +349,7 @@ class Heard(Filling):
                                          "differentiate twice on the plain module")
             if not self.under_way: self.begin()
             self.arrivals[index] = None
-            while self.live and self.sure and self.homes.full(): self.fill()
+            while self.fills and self.sure and self.homes.full(): self.fill()
 
 # %% ../nbs/14a_parallel.ipynb #755a5fb8
 class Averaged(Heard):
@@ -363,41 +384,82 @@ class Averaged(Heard):
     def _release(self, i: int) -> None: self.homes.pool.give(self.held.pop(i))
 
 # %% ../nbs/14a_parallel.ipynb #0a3c2e6d
-class Late(Averaged):
-    """What happens when backward is over, where buckets are not known beforehand."""
+class Planned(Averaged):
+    """How buckets are planned."""
 
     pool: Pool
-    order: Sequence[int] = () # in which gradients come
-    trained: Sequence[bool] = () # which parameters were trained when that was found out
+    order: Sequence[int] # in which gradients come; before it was noted, as if modules ran in the order in which they were registered
+    trained: Sequence[bool] = () # which parameters were trained when it was noted
 
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
         self.parts, self.held, way = {}, {}, self.way
-        mode = "free" if self.soon else "after"
-        return Runner(self.zero, shard, self._start, self.judge, self._release, mode=mode, lag=way.lag, hidden=way.hidden)
+        return Runner(self.zero, shard, self._start, self.judge, self._release, mode="free" if self.soon else "after", lag=way.lag, hidden=way.hidden)
 
     def _order(self) -> list[int]: # in which the gradients of the first rank came that had any
-        for source in range(self.zero.group.size):
-            given = [list(self.arrivals)]
-            broadcast_object_list(given, group=self.zero.group, group_src=source, weights_only=True)
-            if given[0]: return given[0]
-        return []
+        order = list(self.arrivals)
+        for group in filter(None, (self.zero.group, self.zero.across)):
+            for source in range(group.size):
+                given = [order]
+                broadcast_object_list(given, group=group, group_src=source, weights_only=True)
+                if given[0]: break
+            order = given[0]
+        return order
 
-    def late(self) -> bool: # whether there was a step
-        """Plan the buckets in the order in which gradients came, if they are new, and let them all arrive now."""
-        zero, way, trained = self.zero, self.way, [p.requires_grad for p in self.params]
-        if not self.order or trained != self.trained: self.order, self.trained = self._order(), trained
-        if self.runner is None or self.runner.shard.seen != look(self.params):
-            plan = partial(plan_arrivals, zero, self.order, way.bucket_cap_mb, way.cut_mb)
-            self.runner = self.make_runner(zero.replan(zero.shards, "in the order in which gradients come", plan))
-        self.running = running = Runner(zero, self.runner.shard, self._start, self.judge, hidden=way.hidden)
-        self.homes = Homes(running.shard.plan, self.params, [False] * len(self.params), self.pool)
+    def note_order(self) -> bool: # whether it was to be noted
+        """Find out in which order gradients came, if that is not known of the parameters that are trained."""
+        trained = [p.requires_grad for p in self.params]
+        if trained == self.trained or not (found := self._order()): return False
+        self.order, self.trained = found, trained
+        return True
+
+    def plan(self) -> None:
+        """Plan the buckets in the order in which gradients come; all ranks call this."""
+        plan = partial(plan_arrivals, self.zero, self.order, self.way.bucket_cap_mb, self.way.cut_mb)
+        self.runner = self.make_runner(self.zero.replan(self.zero.shards, "in the order in which gradients come", plan))
+
+    def start_trial(self) -> None:
+        """Start an iteration in which it is found out which parameters have a gradient."""
+        assert self.runner is not None, "the buckets are planned"
+        self.running = Runner(self.zero, self.runner.shard, self._start, self.judge, hidden=self.way.hidden)
+        self.homes = Homes(self.running.shard.plan, self.params, [False] * len(self.params), self.pool)
+
+# %% ../nbs/14a_parallel.ipynb #631cb7d2
+class Late(Planned):
+    """What happens when backward is over, where it was not known beforehand which parameters would have a gradient."""
+
+    def close(self) -> None:
+        """Fill the buckets that wait for gradients which did not come."""
         while self.homes.left: self.fill()
-        stepped = self.step_late(running)
+        if not (late := self.homes.late()): return
+        self.expect([j for j in late if self.homes.lacks[j]], "a gradient in this backward, but did not before")
+        raise RuntimeError(f"{specs(self.zero.param_groups)[late[0]].name} got two gradients in one backward, as with reentrant checkpointing "
+                           "of what is called twice; use checkpoint(..., use_reentrant=False)")
+
+    def end_trial(self) -> bool: # whether there was a step
+        """Fill the buckets that are left, all of them if they are not planned, and step."""
+        if not self.fills:
+            self.note_order()
+            self.plan()
+            self.start_trial()
+        self.close()
+        assert self.running is not None, "it has started"
+        stepped = self.step_late(self.running)
         if self.soon: self.parts.clear() # from now on the averages lie in the gradients
-        if not way.find_unused_parameters: self.homes = Homes(running.shard.plan, self.params, running.lacks, self.pool)
-        if self.order: self.listen(self.homes.last(self.order))
         return stepped
+
+    def learn(self) -> None:
+        """Note for later iterations which parameters had a gradient, and plan anew if they came in another order than was thought."""
+        assert self.running is not None and self.runner is not None, "it is over"
+        if self.note_order():
+            most, largest = self.homes.most_waiting(self.order)
+            if most > self.way.bucket_cap_mb * 2**20 + largest:
+                self.wait()
+                self.plan()
+                self.runner.lacks = self.running.lacks
+        lacks = [False] * len(self.params) if self.way.find_unused_parameters else self.running.lacks
+        self.homes, self.learned = Homes(self.runner.shard.plan, self.params, lacks, self.pool), True
+        if self.trained: self.listen(self.homes.last(self.order))
 
 # %% ../nbs/14a_parallel.ipynb #3b5e7d1a
 class Backward(Late):
@@ -412,22 +474,21 @@ class Backward(Late):
         """Fill the buckets that wait for gradients which did not come, and finish."""
         assert self.running is not None, "it runs while gradients arrive"
         self.expect([j for j in self.homes.missing() if j not in self.aside], "no gradient in this backward, but did before")
-        while self.homes.left: self.fill()
-        if late := self.homes.late():
-            self.expect([j for j in late if self.homes.lacks[j]], "a gradient in this backward, but did not before")
-            raise RuntimeError(f"{specs(self.zero.param_groups)[late[0]].name} got two gradients in one backward, as with reentrant checkpointing "
-                               "of what is called twice; use checkpoint(..., use_reentrant=False)")
+        self.close()
         return self.running.finish(together=not self.apart)
 
     def finish(self) -> None:
         """Do what is left when backward is over."""
-        with failing(self.zero.group), torch.no_grad(), beside(self.stream): stepped = self.in_time() if self.live else self.late()
+        with failing(self.zero.group), torch.no_grad():
+            with beside(self.stream): stepped = self.in_time() if self.live else self.end_trial()
+            self.pending = self.running
+            if not self.live: self.learn()
         self.zero.note_step()
-        self.pending, self.stepped = self.running, True
+        self.stepped = True
         self.forget()
         self.clean = True
-        if self.way.hidden: self._guard()
-        else: self.wait()
+        if not self.way.hidden: self.wait()
+        elif self.pending: self._guard()
         self.way.tell(self.params, stepped)
 
     def _guard(self) -> None:
@@ -450,7 +511,7 @@ class Steps(Backward):
         self.stepped = False
 
     def _came(self) -> bool: # a gradient that nobody listened to
-        return self.clean and self.runner is not None and not self.way.scales and bool(self.homes.late())
+        return self.clean and self.learned and not self.way.scales and bool(self.homes.late())
 
     def wait(self, param: Tensor | None = None) -> None:
         """Return when a parameter has arrived on this rank, or all have."""
@@ -569,8 +630,12 @@ class DataParallel(Attending, _Joinable):
         self.reads, self.pool = Reads(module, self.wait), Pool()
         self.forget()
         copy_from(module, zero)
+        self.zero, self.way = zero, way
+        places = {id(p): k for k, p in enumerate(module.parameters())}
+        self.order = sorted(range(len(self.params)), key=lambda j: -places.get(id(self.params[j]), -1))
+        self.plan()
         self.attach(module, zero, way)
-        self.hooks = {}
+        self.hooks, self.clean = {}, all(p.grad is None for p in self.params)
         self._hear()
         self.handles.append(zero.register_load_state_dict_pre_hook(lambda zero, state: self.wait()))
 
