@@ -194,6 +194,33 @@ def test_bad_input_on_one_rank_is_an_error_on_all(name):
     for got, message in run(3, lambda: told(f if dist.get_rank() == 1 else good)): assert issubclass(got, kind) and words in message
 
 
+def nodes_differ(what):
+    """Let the second of two nodes, or its last rank, do something else than the first; what every rank is told, and whether they can go on."""
+    other, last, levels, params = dist.get_rank() > 1, dist.get_rank() == 3, two_level(2), list(network().parameters())
+    def made(given=params, **options): return ZeroRedundancyOptimizer(given, torch.optim.AdamW, levels, **options)
+    def stepped(zero):
+        for p in params: p.grad = torch.ones_like(p)
+        zero.step()
+    def changed(zero):
+        zero.param_groups[0]["lr"] = 0.2 if other else 0.1
+        return zero
+    acts = {
+        "options": lambda: made(lr=0.2 if other else 0.1), "order": lambda: made(params[::-1] if other else params), "one rank": lambda: made(lr=-last),
+        "settings": lambda: made(shard="whole" if other else "even"), "step": lambda: stepped(changed(made())),
+        "add": lambda: made().add_param_group({"params": [nn.Parameter(torch.zeros(3 + other))]}),
+        "load": lambda: made().load_state_dict(torch.optim.AdamW(params, lr=0.2 if other else 0.1).state_dict())}
+    said = told(acts[what])
+    stepped(made())
+    return said
+
+
+@pytest.mark.parametrize("what", ["options", "order", "one rank", "settings", "step", "add", "load"])
+def test_nodes_that_differ_are_told_on_every_rank(what):
+    for rank, (kind, message) in enumerate(run(4, nodes_differ, what)):
+        wanted = f"rank {rank % 2} has" if what != "one rank" else "rank 3 failed at making" if rank != 3 else "Invalid learning rate"
+        assert kind is ValueError and wanted in message, (rank, message)
+
+
 def test_ranks_go_on_after_an_error_they_all_saw():
     def recover():
         assert told(lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW, lr=-1.0 if dist.get_rank() else 0.1))

@@ -620,11 +620,11 @@ class Faulty(Net):
         return self.last(x)
 
 
-def failing_at(where, step, interleaved):
+def failing_at(where, step, interleaved, nodes=False):
     """Let one rank fail; every rank's error, and how long it took to come."""
     torch.manual_seed(0)
     model = DDP(Faulty().double(), bucket_cap_mb=CAP)
-    zero = sharded("sgd", model, False)
+    zero = sharded("sgd", model, False, process_group=two_level(2) if nodes else None)
     mine, now = dist.get_rank() == dist.get_world_size() - 1, 0
 
     def hook(state, bucket):
@@ -649,8 +649,8 @@ FAULTS = [("forward", "no forward here"), ("backward 3", "no gradient here"), ("
 @pytest.mark.parametrize("where,word", FAULTS, ids=[where for where, _ in FAULTS])
 def test_a_rank_that_fails_ends_all_of_them_with_an_error_that_names_it(where, word):
     """In the first iteration, in which state moves, and in a later one, while buckets arrive."""
-    for size, step, interleaved in ((2, 0, False), (3, 1, True), (3, 4, True), (2, 4, False)):
-        found = run(size, failing_at, where, step, interleaved, timeout=60, group_timeout=30)
+    for size, *how in ((2, 0, False), (3, 1, True), (3, 4, True), (2, 4, False), (4, 0, True, True), (4, 4, False, True)):
+        found = run(size, failing_at, where, *how, timeout=60, group_timeout=30)
         assert word in found[-1][1], found
         for kind, message, seconds in found[:-1]: assert kind in ("RuntimeError", "ZeroDivisionError") and f"rank {size - 1}" in message and seconds < 20, found
 

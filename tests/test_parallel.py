@@ -1123,9 +1123,9 @@ class Trap(nn.Module):
     def spring(self, grad): raise ValueError("caught in backward")
 
 
-def trapped(where, setup, at):
+def trapped(where, setup, at, nodes=False):
     model = Trap()
-    data_parallel(model, sharded(one_adamw(model)), **SMALL, **setup)
+    data_parallel(model, sharded(one_adamw(model), two_level(2) if nodes else None), **SMALL, **setup)
     def go():
         for i in range(4):
             model.where = where if i == at and dist.get_rank() == 1 else ""
@@ -1139,9 +1139,10 @@ def trapped(where, setup, at):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("mode", ["after", "interleaved-hidden"])
 def test_a_rank_that_raises_is_named_by_the_others(mode, where, at):
-    messages = run(3, trapped, where, MODES[mode], at, timeout=30)
-    assert messages[1] == f"ValueError: caught in {where}"
-    for message in (messages[0], messages[2]): assert "rank 1 failed with" in message, message  # and it ends soon
+    for size, nodes in ((3, False), (4, True)):
+        messages = run(size, trapped, where, MODES[mode], at, nodes, timeout=30)
+        assert messages.pop(1) == f"ValueError: caught in {where}"
+        for message in messages: assert "rank 1 failed with" in message, message  # and it ends soon
 
 
 def twice_differentiated():

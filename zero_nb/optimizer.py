@@ -145,21 +145,22 @@ class LocalShards(LocalOptimizers):
 class ShardedParameters(LocalShards):
     """Taking parameters: each change is agreed on by all ranks, or is an error on all of them."""
 
-    def __init__(self, params: Any, group: Group, settings: Settings):
-        self.group, self.settings, self.shards, self.rules, self.optims = group, settings, [], [], {}
-        with agreeing(group, f"making {type(self).__name__}", lambda: _lines(self.rules, self.param_groups, self.shards)):
+    def __init__(self, params: Any, levels: Sequence[Group], settings: Settings):
+        self.levels, self.group, self.across = levels, levels[0], levels[1] if len(levels) > 1 else None
+        self.settings, self.shards, self.rules, self.optims = settings, [], [], {}
+        with agreeing(levels, f"making {type(self).__name__}", lambda: _lines(self.rules, self.param_groups, self.shards)):
             find_rule(settings.optimizer_class, settings.shard)
             if not isinstance(params, Tensor): params = [dict(p) if isinstance(p, dict) else p for p in params]
             super().__init__(params, {})
             self._take(range(len(self.param_groups)))
-        log_once(group, lambda: "\n".join(f"{type(self).__name__}: {shard.plan}" for shard in self.shards))
+        log_once(self.group, lambda: "\n".join(f"{type(self).__name__}: {shard.plan}" for shard in self.shards))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters while training, as `torch.optim.Optimizer.add_param_group`; all ranks call this."""
         if not self.shards: return self._add(dict(param_group)) # the constructor takes all its groups together
         shards, groups, optims = len(self.shards), len(self.param_groups), dict(self.optims)
         try:
-            with agreeing(self.group, "add_param_group", lambda: _lines(self.rules, self.param_groups, self.shards)):
+            with agreeing(self.levels, "add_param_group", lambda: _lines(self.rules, self.param_groups, self.shards)):
                 self._add(dict(param_group))
                 self._take(range(groups, len(self.param_groups)))
         except Exception:
@@ -322,7 +323,7 @@ class LoadedState(ShardedState):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of an unsharded optimizer, or of this one at any world size; all ranks call this with the same one."""
-        with agreeing(self.group, "load_state_dict", lambda: [f"{i} {sorted(s)}" for i, s in sorted(state_dict["state"].items())]):
+        with agreeing(self.levels, "load_state_dict", lambda: [f"{i} {sorted(s)}" for i, s in sorted(state_dict["state"].items())]):
             given = [(shard, self._cuts(shard, state_dict["state"])) for shard in self.shards]
             parked = tuple(entry for shard in self.shards for entry in _to_park(shard, state_dict["state"]))
             super().load_state_dict({**state_dict, "state": {}})
@@ -424,7 +425,7 @@ class ShardedChanges(LoadedState):
     def replan(self, olds: Sequence[Shard], why: str, plan: Callable[[], BucketPlan] | None = None) -> Shard:
         """Plan the parameters of neighbouring shards anew, as one, and move their state to its new owners; all ranks call this."""
         first, entries = self.shards.index(olds[0]), list[Entry]()
-        with agreeing(self.group, f"planning anew {why}", lambda: _lines(self.rules, self.param_groups, [new])):
+        with agreeing(self.levels, f"planning anew {why}", lambda: _lines(self.rules, self.param_groups, [new])):
             new = self._shard(range(olds[0].groups.start, olds[-1].groups.stop), plan)
             entries += self._entries(olds)
         for old in olds: self._give_up(old)
@@ -454,7 +455,7 @@ class ShardedStep(ShardedChanges):
         """Enclose the part of a step that can fail on one rank alone; what fails in the first step is an error on every rank."""
         if len(self.param_groups) == self._agreed: yield
         else:
-            with agreeing(self.group, "the first step", lambda: describe_state({"param_groups": self.param_groups})): yield
+            with agreeing(self.levels, "the first step", lambda: describe_state({"param_groups": self.param_groups})): yield
             self._agreed = len(self.param_groups)
 
     def _step(self, kwargs: dict[str, Any]) -> None:
@@ -493,16 +494,16 @@ def _changed(optimizer: torch.optim.Optimizer, hooks: dict[int, Any], state_dict
 class CheckedState(ShardedStep):
     """The part of the optimizer that looks at what comes in."""
 
-    def __init__(self, params: Any, group: Group, settings: Settings, overlap_with_ddp: bool):
-        with agreeing(group, f"making {type(self).__name__}", lambda: shared):
+    def __init__(self, params: Any, levels: Sequence[Group], settings: Settings, overlap_with_ddp: bool):
+        with agreeing(levels, f"making {type(self).__name__}", lambda: shared):
             params = read_params(params)
             shared = check_settings(params, settings, overlap_with_ddp)
-        super().__init__(params, group, settings)
+        super().__init__(params, levels, settings)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters while training, as `torch.optim.Optimizer.add_param_group`; all ranks call this."""
         if "process_group" in vars(self): # the constructor has looked at its own
-            with agreeing(self.group, "add_param_group"):
+            with agreeing(self.levels, "add_param_group"):
                 if self.driver: raise RuntimeError("parameters cannot be added while the step is overlapped, for DDP does not reduce their gradients; "
                                                    "detach the overlap, and wrap the model again")
                 check_group(param_group := read_group(param_group), self.settings)
@@ -535,7 +536,7 @@ class HookedState(CheckedState):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of an unsharded optimizer, or of this one at any world size; all ranks call this with the same one."""
-        with agreeing(self.group, "load_state_dict", lambda: describe_state(read)):
+        with agreeing(self.levels, "load_state_dict", lambda: describe_state(read)):
             given = dict(state_dict) if isinstance(state_dict, dict) else state_dict
             read = read_state(_changed(self, self._optimizer_load_state_dict_pre_hooks, given), self.param_groups, self.rules)
         with _without_hooks(self): super().load_state_dict(read)
@@ -591,11 +592,11 @@ class DropIn(Copyable, _Joinable):
     initialized = True # for code that asks torch's class
     _opt_called = False # a scheduler of torch looks for this
 
-    def __init__(self, params: Any, group: Group, settings: Settings, overlap_with_ddp: bool):
-        super().__init__(params, group, settings, overlap_with_ddp)
+    def __init__(self, params: Any, levels: Sequence[Group], settings: Settings, overlap_with_ddp: bool):
+        super().__init__(params, levels, settings, overlap_with_ddp)
         _Joinable.__init__(self)
-        self.process_group, self.parameters_as_bucket_view = group.process_group, settings.as_views
-        self.rank, self.global_rank, self.world_size = group.group_rank, group.global_rank, group.size
+        self.process_group, self.parameters_as_bucket_view = self.group.process_group, settings.as_views
+        self.rank, self.global_rank, self.world_size = self.group.group_rank, self.group.global_rank, self.group.size
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Give the hook with which torch's `Join` lets a rank without data go on."""
@@ -621,10 +622,10 @@ class DropIn(Copyable, _Joinable):
         if self.process_group is not None or torch.distributed.is_available(): _Join.Join.notify_join_context(self) # a copy has no process group to ask for
 
 # %% ../nbs/13_optimizer.ipynb #4046d946
-def _levels(process_group: Any) -> tuple[Group, Group | None]:
+def _levels(process_group: Any) -> Sequence[Group]:
     """Find the ranks that share the state, and of two levels those that hold the same part of it."""
     if getattr(process_group, "ndim", 1) == 2: process_group = two_level(process_group)
-    return process_group if isinstance(process_group, TwoLevel) else (Group(process_group), None)
+    return process_group if isinstance(process_group, TwoLevel) else (Group(process_group),)
 
 # %% ../nbs/13_optimizer.ipynb #ff913d78
 class ZeroRedundancyOptimizer(DropIn):
@@ -649,8 +650,7 @@ class ZeroRedundancyOptimizer(DropIn):
         **defaults: Any, # options of `optimizer_class`, for example lr
     ):
         kept = Settings(optimizer_class, defaults, shard, parameters_as_bucket_view, bucket_cap_mb, master_dtype)
-        sharing, self.across = _levels(process_group)
-        super().__init__(params, sharing, kept, overlap_with_ddp)
+        super().__init__(params, _levels(process_group), kept, overlap_with_ddp)
 
     @torch._disable_dynamo # a compiled training step may call it, but no compiler follows into the agreement of ranks
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

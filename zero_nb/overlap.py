@@ -227,7 +227,7 @@ def find_layout(plan: BucketPlan, given: Sequence[Sequence[int]], params: Sequen
 class AtEnd:
     """Is called at the end of backward; if backward fails, is deleted without having been called, and tells the other ranks."""
 
-    def __init__(self, call: Callable[[], None], group: Group): self.call, self.group, self.called = call, group, False
+    def __init__(self, call: Callable[[], None], groups: Group | Sequence[Group]): self.call, self.groups, self.called = call, groups, False
 
     def __call__(self) -> None:
         """Do what was put off."""
@@ -235,11 +235,11 @@ class AtEnd:
         self.call()
 
     def __del__(self) -> None:
-        if not self.called: fail(self.group, RuntimeError("backward() did not come to its end; look at the output of this rank"))
+        if not self.called: fail(self.groups, RuntimeError("backward() did not come to its end; look at the output of this rank"))
 
-def at_end(call: Callable[[], None], group: Group) -> bool: # False: there is no backward in progress
+def at_end(call: Callable[[], None], groups: Group | Sequence[Group]) -> bool: # False: there is no backward in progress
     """Have something called at the end of the backward in progress."""
-    end = AtEnd(call, group)
+    end = AtEnd(call, groups)
     try: torch.autograd.Variable._execution_engine.queue_callback(end)
     except RuntimeError: end.called = True
     return not end.called
@@ -255,11 +255,11 @@ def found_tensors(value: Any) -> Iterator[Tensor]:
 
 # %% ../nbs/14_overlap.ipynb #0ed0f1f3
 @contextmanager
-def failing(group: Group) -> Iterator[None]:
+def failing(groups: Group | Sequence[Group]) -> Iterator[None]:
     """Tell the other ranks of an error in the block."""
     try: yield
     except Exception as error:
-        fail(group, error)
+        fail(groups, error)
         raise
 
 # %% ../nbs/14_overlap.ipynb #6b6e6b77
@@ -400,16 +400,14 @@ class Driver(ABC):
     runner: Runner | None = None # for iterations whose buckets are known beforehand
     apart = True # whether the optimizer's classes may step bucket by bucket
     grad_norm: Tensor | None = None # before it was clipped, of the last step
+    levels = property(lambda self: self.zero.levels, doc="Groups in which others would wait for this rank if it failed.")
 
     @property
     def schedule(self) -> Schedule | None:
         """What runs when; None until buckets are planned."""
         return self.runner.schedule if self.runner else None
 
-    @property
-    def judge(self) -> Callable[[list[Tensor]], bool] | None: # for a `Runner`
-        """Looks at all averages and tells whether to step, where anything is to be looked at."""
-        return self._judge if self.way.judges else None
+    judge = property(lambda self: self._judge if self.way.judges else None, doc="Looks at all averages and tells whether to step, if that is asked for.")
 
     def _judge(self, parts: list[Tensor]) -> bool:
         steps, self.grad_norm = self.way.judge(self.zero.group, parts)
@@ -449,14 +447,14 @@ class Listening(Driver):
 
     def _before(self, module: Any, args: Any) -> None:
         if not self.unfinished or not torch.is_grad_enabled() or self._entered(): return # a checkpoint runs forward inside backward
-        with failing(self.zero.group):
+        with failing(self.levels):
             raise RuntimeError("the last backward did not come to its end, so the gradients of this rank are not in step with those of the others")
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
         error = sys.exc_info()[1]
         if not torch.is_grad_enabled(): return
         alone = not getattr(error, "on_all_ranks", False) # so that nobody waits
-        if output is None and error is not None and alone and module.training and not self._entered(): fail(self.zero.group, error)
+        if output is None and error is not None and alone and module.training and not self._entered(): fail(self.levels, error)
         if not torch.compiler.is_compiling():
             for tensor in found_tensors(output):
                 if tensor.grad_fn is not None: tensor.register_hook(self._watch) # else no backward begins there
@@ -464,7 +462,7 @@ class Listening(Driver):
     def _watch(self, gradient: Tensor) -> None: self._entered()
 
     def _entered(self) -> bool: # whether backward runs; it may fail before the first bucket is full
-        return at_end(lambda: None, self.zero.group)
+        return at_end(lambda: None, self.levels)
 
 # %% ../nbs/14_overlap.ipynb #f50651c3
 def in_torchs_join(joinable: Any) -> bool:
@@ -558,7 +556,7 @@ class Arrivals(Noted):
 
     def arrived(self, bucket: Any, state: Any) -> Any: # a future, for DDP
         """Take a bucket that all of this rank's gradients are in."""
-        with failing(self.zero.group), torch.no_grad():
+        with failing(self.levels), torch.no_grad():
             if not self.under_way: self._begin()
             self.seen.append(self._known(bucket) if self.live else tuple(self.index[id(p)] for p in bucket.parameters()))
             sends = self.inside or self.follows == "sums"
@@ -572,7 +570,7 @@ class Arrivals(Noted):
         return future
 
     def _begin(self) -> None:
-        self.under_way, self.inside = True, at_end(self._finish, self.zero.group) # else DDP runs its hooks in the place of a backward, for a rank without data
+        self.under_way, self.inside = True, at_end(self._finish, self.levels) # else DDP runs its hooks in the place of a backward, for a rank without data
         if not (self.inside or self.follows or self.iterations or self.dynamic):
             raise RuntimeError("static_graph=True learns the graph in the first backward, which a rank without data has not; give every rank a first batch")
         self.live = self.iterations >= self.settled and self.runner is not None and self.runner.shard.seen == look(self.runner.shard.params)
@@ -600,6 +598,7 @@ class Averages(Arrivals):
     """How buckets become averages, and which parameters have a gradient on some rank."""
 
     ranks: Group # that the model is averaged over
+    levels = property(lambda self: (*self.zero.levels, self.ranks), doc="Groups in which others would wait for this rank if it failed.")
 
     def _start(self, i: int, gradient: Tensor) -> Finish:
         j, bucket, wire = self.layout.source[i], self.running.shard.buckets[i], self.way.wire
@@ -616,7 +615,7 @@ class Averages(Arrivals):
 
     def _kept(self, i: int) -> Tensor: # this rank's part of what the user's hook has made
         bucket, future = self.running.shard.buckets[i].bucket, self.futures[self.layout.source[i]]
-        Work(_come(future), "the comm hook", self.zero.group).wait()
+        Work(_come(future), "the comm hook", self.ranks).wait()
         result = future.value()
         whole = self.layout.take(bucket, i, result[0] if isinstance(result, list) else result)
         return whole[slice(*bucket.part(self.zero.group.group_rank))]
@@ -648,14 +647,14 @@ class Backward(Late):
     taken = 0 # steps since `step` was called
 
     def _finish(self) -> None:
-        with failing(self.zero.group), torch.no_grad(), beside(self.stream):
+        with failing(self.levels), torch.no_grad(), beside(self.stream):
             stepped = self.running.finish(together=not self.apart) if self.live else self._late()
         if self.stream: torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         self.zero.note_step()
         self.iterations += 1
         self.taken = self.taken + stepped if self.inside else 0 # `step` is not called where there is no backward
         self.forget()
-        if not (self.inside and at_end(partial(self._drop, stepped), self.zero.group)): self._drop(stepped)
+        if not (self.inside and at_end(partial(self._drop, stepped), self.levels)): self._drop(stepped)
 
     def _drop(self, stepped: bool) -> None: # gradients that no longer are what they are called
         if self.way.wire != "kept":
@@ -713,7 +712,7 @@ class Overlap(Backward):
     """A model and an optimizer whose step runs inside backward; made by `overlap`."""
 
     def __init__(self, ddp: Any, zero: ZeroRedundancyOptimizer, way: Way, register: bool = True):
-        with agreeing(zero.group if hasattr(zero, "group") else Group(), "overlapping the step", lambda: [way.described]):
+        with agreeing(getattr(zero, "levels", None) or Group(), "overlapping the step", lambda: [way.described]):
             check_pair(way, ddp, zero)
             self.switch = find_switch(ddp) or Switch(ddp.process_group)
             if register and self.switch.hook is None: ddp.register_comm_hook(way.state, self.switch.make())
@@ -730,7 +729,7 @@ class Overlap(Backward):
         if in_torchs_join(module) or in_torchs_join(self.zero):
             weights = not getattr(module, "_divide_by_initial_world_size", True) and "divide_by_initial_world_size=False"
             lone = self.some_unused and self.dynamic and not in_torchs_join(self.zero) and "find_unused_parameters and without the optimizer"
-            with failing(self.zero.group): self.check_torchs_join(module, weights or lone or "")
+            with failing(self.levels): self.check_torchs_join(module, weights or lone or "")
 
     def step(self, kwargs: dict[str, Any]) -> None:
         """Look back at a step that was over when backward returned."""

@@ -5,6 +5,7 @@
 # %% ../nbs/14a_parallel.ipynb #2222a5d2
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -304,7 +305,7 @@ class Filling(Adding):
         if self.announce: self.announce()
         self.under_way, self.owes = True, False
         self.sure = self.ending or self.clean
-        if not self.ending: at_end(self.finish, self.zero.group) # a rank that has no gradient takes part without backward
+        if not self.ending: at_end(self.finish, self.levels) # a rank that has no gradient takes part without backward
         self.fills = self.runner is not None and self.runner.shard.seen == look(self.params)
         self.live = self.fills and self.learned
         if self.live and self.runner:
@@ -344,7 +345,7 @@ class Heard(Filling):
         """Take note of a gradient."""
         if not self.syncs: return
         graph = torch.is_grad_enabled()
-        with failing(self.zero.group), torch.no_grad(), beside(self.stream):
+        with failing(self.levels), torch.no_grad(), beside(self.stream):
             if graph: raise RuntimeError("backward(create_graph=True) keeps a graph of gradients that are averaged and let go; "
                                          "differentiate twice on the plain module")
             if not self.under_way: self.begin()
@@ -360,8 +361,7 @@ class Averaged(Heard):
     soon = property(lambda self: self.way.interleaved and self.apart, doc="Whether a bucket is stepped during backward, where buckets are known.")
 
     def _everywhere(self, tensor: Tensor) -> None: # add up over all ranks
-        self.zero.group.all_reduce(tensor)
-        if self.zero.across: self.zero.across.all_reduce(tensor)
+        for group in self.zero.levels: group.all_reduce(tensor)
 
     def _start(self, i: int, gradient: Tensor) -> Finish:
         assert self.running is not None, "a reduction starts in an iteration"
@@ -398,7 +398,7 @@ class Planned(Averaged):
 
     def _order(self) -> list[int]: # in which the gradients of the first rank came that had any
         order = list(self.arrivals)
-        for group in filter(None, (self.zero.group, self.zero.across)):
+        for group in self.zero.levels:
             for source in range(group.size):
                 given = [order]
                 broadcast_object_list(given, group=group, group_src=source, weights_only=True)
@@ -479,7 +479,7 @@ class Backward(Late):
 
     def finish(self) -> None:
         """Do what is left when backward is over."""
-        with failing(self.zero.group), torch.no_grad():
+        with failing(self.levels), torch.no_grad():
             with beside(self.stream): stepped = self.in_time() if self.live else self.end_trial()
             self.pending = self.running
             if not self.live: self.learn()
@@ -530,7 +530,7 @@ class Steps(Backward):
 def copy_from(module: nn.Module, zero: ZeroRedundancyOptimizer, group_rank: int = 0) -> None:
     """Give all ranks the parameters and buffers of one."""
     state = [t.detach() for t in (*module.parameters(), *module.buffers())]
-    for group in filter(None, (zero.across, zero.group)):
+    for group in reversed(zero.levels):
         with coalescing_manager(group):
             for t in state: group.broadcast(t, group_rank)
 
@@ -542,11 +542,11 @@ def _align_buffers(
     ranks: Sequence[int] = (), # group ranks whose buffers count: the average of theirs, or the last one's; none: all, or the first one's
 ) -> None:
     """Give all ranks the same buffers."""
-    root, count = (ranks[-1], len(ranks)) if ranks else (0, zero.group.size * (zero.across.size if zero.across else 1))
+    root, count = (ranks[-1], len(ranks)) if ranks else (0, math.prod(group.size for group in zero.levels))
     buffers = [b.detach() for b in module.buffers() if b.numel()]
     means = [b for b in buffers if how == "average" and b.is_floating_point()]
     for b in means if ranks and zero.group.group_rank not in ranks else (): b.zero_()
-    for group in filter(None, (zero.across, zero.group)):
+    for group in reversed(zero.levels):
         with coalescing_manager(group):
             for b in buffers: group.all_reduce(b) if any(b is mean for mean in means) else group.broadcast(b, root)
     for b in means: b.div_(count)
@@ -602,7 +602,7 @@ class Attending(Buffers):
 
     def _watch(self, gradient: Tensor) -> None: # backward comes from the loss, and is not nested in another
         if not self.syncs or self.under_way or self.ending: return
-        self.ending = at_end(self._left, self.zero.group)
+        self.ending = at_end(self._left, self.levels)
         self.set_aside()
 
     def _left(self) -> None:
@@ -622,8 +622,8 @@ class DataParallel(Attending, _Joinable):
     """A module whose gradients are averaged and stepped inside backward; made by `data_parallel`."""
 
     def __init__(self, module: nn.Module, zero: ZeroRedundancyOptimizer, way: ParallelWay):
-        group = zero.group if isinstance(zero, ZeroRedundancyOptimizer) else Group()
-        with agreeing(group, "data_parallel", lambda: [way.described]): _check(module, zero, way)
+        levels = zero.levels if isinstance(zero, ZeroRedundancyOptimizer) else Group()
+        with agreeing(levels, "data_parallel", lambda: [way.described]): _check(module, zero, way)
         _Joinable.__init__(self)
         self.module, self.params = module, zero.params()
         self.has_buffers = way.buffers != "local" and any(b.numel() for b in module.buffers())
@@ -646,7 +646,7 @@ class DataParallel(Attending, _Joinable):
         _uncompiled(self._hear)
         joined = in_torchs_join(self) or in_torchs_join(self.zero)
         if joined:
-            with failing(self.zero.group): self._notify()
+            with failing(self.levels): self._notify()
         if self.aligns and self.has_buffers: self.send_buffers(self.count_ranks(True) if joined else ())
 
     @abstractmethod

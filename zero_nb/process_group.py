@@ -15,7 +15,7 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -155,6 +155,12 @@ def _store(group: Ranks) -> Any:
 
 _LAST_WORDS = "zero_nb/failed" # key of what a rank said that left the group because of an error
 
+def _last_words(group: Ranks) -> str: # "" if no rank has left because of an error
+    with suppress(Exception): # the store may be gone
+        store = _store(group)
+        if store.check([_LAST_WORDS]): return str(store.get(_LAST_WORDS).decode())
+    return ""
+
 def _come(group: Ranks, store: Any, keys: list[str]) -> bool: # False: they will not come
     """Look for keys until they are there. Between two looks other threads have the store, which answers one at a time."""
     begin, limit, waited = time.monotonic(), _timeout(group).total_seconds(), 0.0
@@ -164,6 +170,7 @@ def _come(group: Ranks, store: Any, keys: list[str]) -> bool: # False: they will
         waited = time.monotonic() - begin
     return True
 
+# %% ../nbs/10_process_group.ipynb #c9bacc4e
 def _post(group: Ranks, payload: str, judge: Callable[[list[str]], str], turn: str, what: str) -> str:
     """Post `payload`; the first rank judges all payloads and everyone returns its verdict."""
     store, verdict = _store(group), f"zero_nb/{turn}/verdict"
@@ -171,7 +178,7 @@ def _post(group: Ranks, payload: str, judge: Callable[[list[str]], str], turn: s
     store.set(keys[group.group_rank], payload)
     if not _come(group, store, keys if group.group_rank == 0 else [verdict]):
         if group._state.ended: raise RuntimeError(f"the group was {group._state.ended} while rank {group.global_rank} waited at {_plain(what)!r}")
-        if store.check([_LAST_WORDS]): raise RuntimeError(f"{store.get(_LAST_WORDS).decode()}, while rank {group.global_rank} waited at {_plain(what)!r}")
+        if said := _last_words(group): raise RuntimeError(f"{said}, while rank {group.global_rank} waited at {_plain(what)!r}")
         late = [group.ranks[r] for r, key in enumerate(keys) if not store.check([key])] or [group.ranks[0]]
         names = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
         raise RuntimeError(f"{names} did not arrive within {_timeout(group).total_seconds():g} s, while rank {group.global_rank} waited at "
@@ -190,8 +197,7 @@ def _plain(what: object) -> str: return str(what).replace(_NOTE, " ")
 
 def _judge_digests(posts: list[str]) -> str:
     reports = [json.loads(post) for post in posts]
-    failed = [(rank, *report["error"]) for rank, report in enumerate(reports) if report["error"]]
-    if failed: return json.dumps({"failed": failed})
+    if failed := [report["error"] for report in reports if report["error"]]: return json.dumps({"failed": failed[0]})
     return json.dumps({"differ": len({report["digest"] for report in reports}) > 1})
 
 def _judge_lines(posts: list[str]) -> str:
@@ -202,6 +208,11 @@ def _judge_lines(posts: list[str]) -> str:
     raise AssertionError("digests differ but the lines are equal")
 
 # %% ../nbs/10_process_group.ipynb #ed2c2163
+def _told(kind: type[Exception], words: str) -> Exception: # an error that names its rank
+    error: Any = kind(words)
+    error.told = True
+    return error
+
 def agree(
     group: Ranks, # all its ranks call this
     what: str, # what is agreed on, for the error
@@ -218,38 +229,42 @@ def agree(
     turn, group._wire.turn = group._wire.turn, group._wire.turn + 1
     lines = [what, *lines]
     digest = hashlib.sha256("\n".join(line.split(_NOTE)[0] for line in lines).encode()).hexdigest()
-    post = {"digest": digest, "what": what, "error": error and [type(error).__name__, str(error)]}
+    words = str(error) if hasattr(error, "told") else f"rank {group.global_rank} failed at {what}: {error}"
+    post = {"digest": digest, "what": what, "error": error and [type(error).__name__, words]}
     verdict = json.loads(_post(group, json.dumps(post), _judge_digests, f"{turn}", what))
     if error is not None: raise error
     if "failed" in verdict:
-        rank, kind, message = verdict["failed"][0]
-        raise getattr(builtins, kind, RuntimeError)(f"rank {group.ranks[rank]} failed at {what}: {message}")
+        kind, message = verdict["failed"]
+        raise _told(getattr(builtins, kind, RuntimeError), message)
     if verdict["differ"]:
         text = zlib.compress(json.dumps(lines).encode()).hex()
         rank, here, there, is_first = json.loads(_post(group, text, _judge_lines, f"{turn}/text", what))
         topic = "what comes next" if is_first else _plain(what)
-        raise ValueError(f"ranks disagree on {topic}: rank {group.ranks[0]} has {_plain(here)!r}, rank {group.ranks[rank]} has {_plain(there)!r}; "
-                         "do the same on every rank")
+        raise _told(ValueError, f"ranks disagree on {topic}: rank {group.ranks[0]} has {_plain(here)!r}, rank {group.ranks[rank]} has {_plain(there)!r}; "
+                                "do the same on every rank")
 
 # %% ../nbs/10_process_group.ipynb #34831fed
 def _alone(group: Ranks) -> bool: # no other rank is there to answer: in a group of one, in one that is simulated, and in one without a store to meet in
     if group.size == 1 or getattr(group.process_group, "simulated", False): return True
     return "fake" in str(torch.distributed.get_backend_config(group.process_group)) or _store(group) is None
 
+def _several(groups: Ranks | Sequence[Ranks]) -> Sequence[Ranks]: return groups if isinstance(groups, Sequence) else (groups,)
+
 @contextmanager
 def agreeing(
-    group: Ranks, # all its ranks enter
+    groups: Ranks | Sequence[Ranks], # all their ranks enter; several, such as `TwoLevel`, agree one after the other
     what: str, # what is done in the block, for the error
     lines: Callable[[], Sequence[str]] = lambda: (), # describes the result, which must be the same on every rank
 ) -> Iterator[None]:
     """Do something on every rank, and raise on every rank what went wrong on one."""
+    first, *others = _several(groups)
     error: Exception | None = None
     said: Sequence[str] = ()
     try:
-        yield
-        if group.size > 1: said = lines()
+        with agreeing(others, what, lines) if others else nullcontext(): yield
+        if first.size > 1: said = lines()
     except Exception as e: error = e
-    agree(group, what, said, error)
+    agree(first, what, said, error)
 
 # %% ../nbs/10_process_group.ipynb #54ff4900
 _COMPARED = 1000 # comparisons of collectives in a group, at most
@@ -287,7 +302,7 @@ def _elsewhere(group: Ranks, who: Sequence[int] = ()) -> str: # some group ranks
     """Tell of a rank that has failed, or that waits for this one to compare another collective; of some, only if all of them wait."""
     with suppress(Exception): # the store may be gone as well
         store = _store(group)
-        if store.check([_LAST_WORDS]): return store.get(_LAST_WORDS).decode()
+        if said := _last_words(group): return said
         keys = {rank: f"zero_nb/{group._wire.turn}/{rank}" for rank in who or range(group.size) if rank != group.group_rank}
         waiting = [rank for rank, key in keys.items() if store.check([key])]
         if waiting and len(waiting) >= len(who):
@@ -1024,12 +1039,13 @@ def destroy(
 _SETTLE = 0.3 # seconds in which peers end what is on its way to a rank that fails
 
 def fail(
-    group: Group, # unusable afterwards
+    groups: Group | Sequence[Group], # unusable afterwards
     error: BaseException, # what went wrong on this rank
 ) -> None:
-    """Leave a group because of an error, so that no other rank waits for this one: their collectives raise, and say what it was."""
-    with suppress(Exception): # the store may be gone
-        store = _store(group)
-        if not store.check([_LAST_WORDS]): store.set(_LAST_WORDS, f"rank {group.global_rank} failed with {type(error).__name__}: {error}")
-    if not group._state.ended and "gloo" in group.backends.values(): time.sleep(_SETTLE)
-    abort(group)
+    """Leave groups because of an error, so that no other rank waits for this one: their collectives raise, and say what it was."""
+    levels: Any = _several(groups)
+    words = [said for group in levels if (said := _last_words(group))] or [f"rank {levels[0].global_rank} failed with {type(error).__name__}: {error}"]
+    for group in levels:
+        with suppress(Exception): _store(group).set(_LAST_WORDS, words[0]) # the store may be gone
+    if any(not group._state.ended and "gloo" in group.backends.values() for group in levels): time.sleep(_SETTLE)
+    for group in levels: abort(group)
