@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from test_dropin import cuda
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -24,8 +25,6 @@ from zero_nb.optimizer import ZeroRedundancyOptimizer
 from zero_nb.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_nb.process_group import Group, coalescing_manager
 from zero_nb.record import record
-
-cuda = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")  # is_available() would keep ranks from being forked
 
 
 def network():
@@ -300,7 +299,6 @@ def resume_on_the_gpu(kind):
 
 
 @cuda
-@pytest.mark.cuda
 def test_5_a_fused_optimizer_steps_on_the_gpu_after_loading():
     torchs, ours = both(resume_on_the_gpu, size=1, backend="cpu:gloo,cuda:nccl")
     assert torchs != [None]  # its step counters were put on the CPU

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_dropin import cuda
 
 from zero_nb import train
 from zero_nb.launch import run
@@ -269,8 +270,7 @@ def test_writing_stays_inside_the_block():
     assert train.write(model, [], 20, 4, seed=3) == train.write(model, ["a"], 0, 4, seed=3) == []
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@cuda
 def test_on_gpus(tmp_path):
     process = launched(torch.cuda.device_count(), *FLAGS, f"--out={tmp_path}")
     assert process.returncode == 0, process.stderr
