@@ -969,7 +969,7 @@ class Leaving(Declaring):
         networks = [part for part in self.parts if isinstance(part, _Network)]
         drivers = [part.driver for part in networks if part.driver]
         for part in self.parts:
-            taken = getattr(getattr(part.joinable, "driver", None), "__self__", None)
+            taken = getattr(part.joinable, "driver", None)
             if isinstance(part, _Stepper) and taken is not None and all(taken is not driver for driver in drivers):
                 raise ValueError(f"joinable {part.index} steps inside the backward of its model, which is not among the joinables; add the model, "
                                  "or what data_parallel gave")

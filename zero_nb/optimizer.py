@@ -447,7 +447,7 @@ class ShardedChanges(LoadedState):
 class ShardedStep(ShardedChanges):
     """The part of the optimizer that steps."""
 
-    driver: Callable[[dict[str, Any]], None] | None = None # takes the steps, while one is attached (14_overlap)
+    driver: Any = None # takes the steps, while one is attached: `step(kwargs)`, and `wait()` for parameters on their way (14_overlap)
     _agreed = 0 # param groups that all ranks have stepped
 
     @contextmanager
@@ -657,5 +657,5 @@ class ZeroRedundancyOptimizer(DropIn):
         """Step this rank's pieces and bring all parameters to all ranks; returns the loss of `closure`, which is called once. All ranks call this."""
         with torch.enable_grad(): loss = None if closure is None else closure()
         self._begin_step()
-        (self.driver or self._step)(kwargs)
+        (self.driver.step if self.driver else self._step)(kwargs)
         return loss

@@ -413,6 +413,10 @@ class Driver(ABC):
         steps, self.grad_norm = self.way.judge(self.zero.group, parts)
         return steps
 
+    def wait(self, param: Tensor | None = None) -> None:
+        """Return when a parameter has arrived on this rank, or all have; the current stream reads them after the one that steps has written them."""
+        if self.stream: torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
     @abstractmethod
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
@@ -491,7 +495,7 @@ class Attached(Joined):
         self.zero, self.way, device = zero, way, zero.join_device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.handles = [module.register_forward_pre_hook(Hook(self._before)), module.register_forward_hook(Hook(self._after), always_call=True)]
-        zero.driver = self.step
+        zero.driver = self
 
     @abstractmethod
     def step(self, kwargs: dict[str, Any]) -> None:
@@ -501,11 +505,11 @@ class Attached(Joined):
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
         for handle in self.handles: handle.remove()
-        if self.zero.driver == self.step: self.zero.driver = None
+        if self.zero.driver is self: self.zero.driver = None
 
     def detach(self) -> None:
         """Go on with an optimizer that steps when it is told to, its state where it is then needed; all ranks call this."""
-        if self.zero.driver != self.step: return
+        if self.zero.driver is not self: return
         self.leave()
         if self.runner: self.zero.replan(self.zero.shards, "for steps outside backward")
 
