@@ -99,6 +99,11 @@ class FlatBucket:
         """Where parameters that lie apart get back what a gather brings; a constructor can do without."""
         return [] if self.flat is not None else [*_stretches(self.bucket.slots, [_run(self.params[slot.param], slot) for slot in self.bucket.slots])]
 
+    @cached_property
+    def members(self) -> list[Tensor]:
+        """The parameters with elements in this bucket, each once."""
+        return [self.params[index] for index in dict.fromkeys(slot.param for slot in self.bucket.slots)]
+
     def load(self) -> Tensor: # 1-D
         """Bring what this rank owns side by side, where it can be changed as one tensor until it is gathered."""
         if self.flat is not None: return self.flat[slice(*self.bucket.part(self.group.group_rank))]
@@ -111,6 +116,7 @@ class FlatBucket:
         if flat is None: flat = room if room is not None and room.dtype == param.dtype else param.new_empty(self.bucket.numel)
         if self.flat is None and self.owned: flat[self.owned[0].offset:self.owned[-1].offset + self.owned[-1].numel] = self.load()
         self.part = None
+        torch.autograd.graph.increment_version(self.members) # before they are written: autograd refuses graphs that have saved them, on every rank
         work = self.group.all_gather(flat, self.sizes, async_op=True)
         yield
         work.wait()
