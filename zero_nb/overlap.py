@@ -48,13 +48,17 @@ def start_mean(
     """Start to average a bucket over all ranks by reduce-scatter."""
     group = bucket.group
     size, part = group.size * (across.size if across else 1), slice(*bucket.bucket.part(group.group_rank))
-    sent = gradient if wire in (None, gradient.dtype) else gradient.to(wire).div_(size) # first, for half precision overflows
+    sent = gradient if wire in (None, gradient.dtype) else gradient.to(wire)
+    halves = sent.dtype.itemsize < 4 # of little range: divided before they are added, as DDP divides
+    if halves and size > 1: sent.mul_(1 / size)
     work = group.reduce_scatter(sent, bucket.sizes, async_op=True)
     def finish() -> Tensor:
         work.wait()
         mine = sent[part]
         if across: across.all_reduce(mine)
-        return torch.div(mine, size, out=mine if out is None else out) if sent is gradient else mine.to(gradient.dtype)
+        mean = out
+        if mean is None: mean = mine if sent is gradient else torch.empty_like(mine, dtype=gradient.dtype) # and let go of what was sent
+        return mean.copy_(mine) if halves else torch.div(mine, size, out=mean)
     return finish
 
 # %% ../nbs/14_overlap.ipynb #67e71eed
