@@ -11,7 +11,6 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -790,112 +789,6 @@ def test_a_failure_of_what_a_backend_has_is_an_error():
 
     for (kind, message), lacks in run(2, fails):
         assert kind == "RuntimeError" and "all_gather of 4 float32 failed: this backend does not support being called twice" in message and lacks == [False]
-
-
-class Unstarted(dist.Work if dist.is_available() else object):
-    """What a call in a grouping block returns: what it stands for starts with the block's end, so waiting for it would be for ever."""
-
-    def wait(self, *args): raise AssertionError("waited inside the block")
-
-
-class AllOf(dist.Work if dist.is_available() else object):
-    """What the end of a grouping block returns."""
-
-    def __init__(self, works):
-        super().__init__()
-        self.works = works
-
-    def wait(self, *args):
-        for work in self.works: work.wait()
-        return True
-
-
-class Grouping(Few):
-    """A backend that has all collectives and groups those of a block, as NCCL does; made of gloo's own."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.block, self.blocks = None, []
-
-    def _get_backend(self, device): return SimpleNamespace(supports_coalescing=True)  # newer torch asks before it groups messages
-    def _start_coalescing(self, device): self.block = []
-
-    def _end_coalescing(self, device):
-        block, self.block = self.block, None
-        self.blocks.append([name for name, _ in block])
-        return AllOf([start() for _, start in block])
-
-
-    def of_lists(self, name, outputs, inputs):
-        """Gather or reduce parts of unequal size, which gloo refuses, one after the other."""
-        for root, part in enumerate((outputs if name == "allgather" else inputs)[0]):
-            if name == "allgather":
-                options, part = dist.BroadcastOptions(), part.copy_(inputs[0]) if root == self.rank() else part
-                options.rootRank = root
-                self.inner.broadcast([part], options).wait()
-            else:
-                self.inner.allreduce([total := part.clone()]).wait()
-                if root == self.rank(): outputs[0].copy_(total)
-        return AllOf([])
-
-
-def grouped(name):
-    def call(self, *args, **kwargs):
-        def start(): return self.of_lists(name, *args[:2]) if name in ("allgather", "reduce_scatter") else getattr(self.inner, name)(*args, **kwargs)
-        if self.block is None: return start()
-        self.block.append((name, start))
-        return Unstarted()
-    return call
-
-
-for name in ("allreduce", "broadcast", "allgather", "reduce_scatter", "all_gather_single", "_allgather_base", "reduce_scatter_single", "_reduce_scatter_base",
-             "send", "recv"):
-    if hasattr(dist.ProcessGroup, name): setattr(Grouping, name, grouped(name))
-
-
-def all_kinds(g, dtype, uneven, async_op):
-    """Run each kind of collective on parts of equal and unequal size; the results of this rank."""
-    n, me = g.size, g.group_rank
-    sizes = [r + 1 for r in range(n)] if uneven else [2] * n
-    def full(): return (torch.arange(sum(sizes)) * (me + 1) % 13).to(dtype)
-    def mine(flat): return flat.split(sizes)[me]
-    a, b, c, d, e, f = (full() for _ in range(6))
-    out, right, left = torch.zeros(n * sizes[me], dtype=dtype), full()[:1], torch.zeros(1, dtype=dtype)
-    works = [g.all_reduce(a, async_op=async_op), g.broadcast(b, n - 1, async_op=async_op), g.reduce_scatter(c, sizes, async_op=async_op),
-             g.all_gather(d, sizes, async_op=async_op), g.gather(e, n - 1, sizes, async_op=async_op), g.scatter(f, 0, sizes, async_op=async_op),
-             g.all_to_all(out, full(), [sizes[me]] * n, sizes, async_op=async_op)]
-    if n > 1: works.append(g.exchange([(right, (me + 1) % n)], [(left, (me - 1) % n)], async_op=async_op))
-    for work in works: work.wait()
-    return [x.tolist() for x in (a, b, mine(c), d, e if me == n - 1 else mine(e), mine(f), out, left)]
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_what_a_backend_like_nccl_has_is_used_and_equals_what_gloo_does(size):
-    def both():
-        twin, plain = with_backend(Grouping), Group()
-        twin.backends = {"cpu": "nccl"}
-        cases = [(dtype, uneven, async_op) for dtype in (torch.float32, torch.int64) for uneven in (False, True) for async_op in (False, True)]
-        return [all_kinds(twin, *case) == all_kinds(plain, *case) for case in cases], twin.process_group.blocks
-
-    assert all(all(equal) for equal, _ in run(size, both))
-
-
-def test_a_block_over_a_backend_like_nccl_is_one_group_for_each_kind():
-    def block():
-        twin, rank = with_backend(Grouping), float(dist.get_rank())
-        twin.backends = {"cpu": "nccl"}
-        sums, parts, halves = ([torch.full((4,), rank + i) for i in range(3)] for _ in range(3))
-        for async_ops in (False, True):
-            with coalescing_manager(twin, async_ops=async_ops) as cm:
-                for x in sums: twin.all_reduce(x)
-                for x in parts: twin.all_gather(x)
-                for x in halves: twin.reduce_scatter(x)
-            cm.wait()
-        with pytest.raises(ZeroDivisionError), coalescing_manager(twin): twin.all_reduce(sums[0]).wait(1 / 0)
-        return [len(b) for b in twin.process_group.blocks], [[len(set(b)) for b in twin.process_group.blocks]], sums[0].tolist(), parts[0].tolist()
-
-    for lengths, kinds, sums, parts in run(2, block):
-        assert lengths == [3] * 6 and kinds == [[1] * 6] and sums == [2.0] * 4 and parts == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_both_spellings_of_torch_are_found():
