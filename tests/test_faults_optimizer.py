@@ -1,15 +1,19 @@
 """What the optimizer's readers and writers find between one backward and the next: the faults of the review, entry by entry."""
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import AdamW
+from torch.optim import AdamW, Muon
 
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
 from zero_nb.overlap import overlap
-from zero_nb.parallel import data_parallel
+from zero_nb.parallel import Parallel, data_parallel
+from zero_nb.process_group import two_level
 
 SMALL = {"bucket_cap_mb": 0.002, "cut_mb": 0.004}  # buckets of 2 kB, larger parameters in pieces of 4 kB: several of each in small models
 MODES = {  # how the optimizer's steps are taken
@@ -87,3 +91,99 @@ def test_L4_a_graph_kept_over_a_step_is_an_error_on_every_rank(mode):
 
 def test_L4_as_with_the_unsharded_optimizer():
     assert run(2, kept_graphs, "step", True) == [{name: ([], []) for name in PLACEMENTS}] * 2
+
+
+def masters(model, nodes=None): return ZeroRedundancyOptimizer(model.parameters(), AdamW, nodes, lr=1e-2, master_dtype=torch.float32)
+def muon_adamw(model, nodes=None):
+    found = list(model.parameters())
+    return ZeroRedundancyOptimizer([{"params": [p for p in found if p.dim() == 2], "optimizer_class": Muon, "lr": 0.02},
+                                    {"params": [p for p in found if p.dim() != 2]}], AdamW, nodes, lr=1e-2)
+
+
+def consolidated(zero, *_):
+    zero.consolidate_state_dict(to=None)
+    return copy.deepcopy(zero.state_dict())
+
+
+def loaded(zero, *_):
+    saved = consolidated(zero)
+    zero.load_state_dict(saved)
+
+
+def loaded_old(zero, module, handle, old): zero.load_state_dict(copy.deepcopy(old))
+def copied(zero, *_): return [p.detach().clone() for group in copy.deepcopy(zero).param_groups for p in group["params"]]
+def pickled(zero, *_): return [p.detach().clone() for group in pickle.loads(pickle.dumps(zero)).param_groups for p in group["params"]]
+def reduced(zero, *_): return [p.detach().clone() for group in zero.__getstate__()["param_groups"] for p in group["params"]]
+def stepped_here(zero, *_): return [key.detach().clone() for state in zero.state.values() for key in state if isinstance(key, torch.Tensor)]
+def frozen(zero, module, handle, *_):  # which DDP does not take
+    if isinstance(handle, Parallel): next(iter(module.parameters())).requires_grad_(False)
+
+
+def detached(zero, module, handle, *_):
+    if handle is not None: handle.detach()
+    return consolidated(zero)
+
+
+def left(zero, module, handle, *_):  # an exception that every rank sees ends the block
+    if handle is None: return None
+    try:
+        with handle: raise KeyboardInterrupt
+    except KeyboardInterrupt: pass
+    return consolidated(zero)
+
+
+def seen(zero, *_):  # as an exponential moving average reads them
+    return [p.detach().clone() for group in zero.param_groups for p in group["params"]]
+
+
+def added(zero, module, handle, *_):
+    if handle is not None: return told(lambda: zero.add_param_group({"params": [nn.Parameter(torch.ones(3))]}))
+    extra = nn.Parameter(torch.ones(3, dtype=next(iter(module.parameters())).dtype))
+    zero.add_param_group({"params": [extra]})
+    return consolidated(zero)
+
+
+def in_hooks(zero, *_):  # which a user may read anything in
+    found = []
+    for register in (zero.register_state_dict_pre_hook, zero.register_load_state_dict_pre_hook): register(lambda *_: found.append(seen(zero)))
+    for call in (zero.state_dict, lambda: zero.load_state_dict({"state": {}, "param_groups": []})): told(call)
+    return found
+
+
+READERS = [consolidated, loaded, loaded_old, copied, pickled, reduced, stepped_here, frozen, detached, left, added, in_hooks]
+SETUPS = {"masters": (masters, torch.bfloat16, False), "Muon and AdamW": (muon_adamw, torch.float32, False),
+          "two levels": (masters, torch.bfloat16, True), "Muon and AdamW on two levels": (muon_adamw, torch.float32, True)}
+
+
+def history(mode, setup, reader, waits):
+    """Train, read right after a step or after a wait, and train on; give what was read and the parameters at the end."""
+    make, dtype, levels = SETUPS[setup]
+    nodes, module = two_level(2) if levels else None, network(dtype)
+    model, zero, handle = attach(mode, module, lambda model: make(model, nodes))
+    old = None
+    for step in range(4):
+        if step == 3: old = consolidated(zero)
+        iterate(model, zero, step, dtype)
+    if waits and handle is not None: handle.wait()
+    if waits: [p.detach().sum() for p in module.parameters()]
+    found = reader(zero, module, handle, old)
+    if reader is not left:  # which leaves a step half done
+        for step in range(5, 7): iterate(model, zero, step, dtype)
+    return found, [p.detach().clone() for p in module.parameters()]
+
+
+def same(these, those) -> bool:
+    if isinstance(these, torch.Tensor): return these.dtype == those.dtype and torch.equal(these, those)
+    if isinstance(these, dict): return these.keys() == those.keys() and all(same(these[key], those[key]) for key in these)
+    if isinstance(these, (list, tuple)): return len(these) == len(those) and all(map(same, these, those))
+    return these == those
+
+
+def too_early(mode, setup, readers): return [f.__name__ for f in readers if not same(history(mode, setup, f, False), history(mode, setup, f, True))]
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_H1_who_reads_right_after_a_step_reads_what_comes_after_a_wait(mode, setup):
+    size, readers = 4 if SETUPS[setup][2] else 2, READERS if "hidden" in mode else [consolidated, seen, loaded, detached]
+    assert run(size, too_early, mode, setup, readers) == [[]] * size

@@ -98,7 +98,17 @@ class LocalOptimizers(torch.optim.Optimizer):
     rules: list[Rule] # by param group
     optims: dict[type, torch.optim.Optimizer] # the local optimizers, over this rank's pieces, by class
 
-    optim = property(lambda self: next(iter(self.optims.values())), doc="The local optimizer, over this rank's pieces; the first of several.")
+    driver: Any = None # takes the steps, while one is attached: `step(kwargs)`, and `wait()` for parameters on their way (14_overlap)
+
+    @property
+    def optim(self) -> torch.optim.Optimizer:
+        """The local optimizer, over this rank's pieces; the first of several."""
+        self.wait_for_driver()
+        return next(iter(self.optims.values()))
+
+    def wait_for_driver(self) -> None:
+        """Return when the parameters and state of the last step are there, for the current stream; called by whatever reads them."""
+        if self.driver is not None: self.driver.wait()
 
     def local_groups(self) -> list[dict[str, Any]]:
         """Give the local optimizers' groups, in the order of `param_groups`."""
@@ -424,6 +434,7 @@ class ShardedChanges(LoadedState):
 
     def replan(self, olds: Sequence[Shard], why: str, plan: Callable[[], BucketPlan] | None = None) -> Shard:
         """Plan the parameters of neighbouring shards anew, as one, and move their state to its new owners; all ranks call this."""
+        self.wait_for_driver()
         first, entries = self.shards.index(olds[0]), list[Entry]()
         with agreeing(self.levels, f"planning anew {why}", lambda: _lines(self.rules, self.param_groups, [new])):
             new = self._shard(range(olds[0].groups.start, olds[-1].groups.stop), plan)
@@ -447,7 +458,6 @@ class ShardedChanges(LoadedState):
 class ShardedStep(ShardedChanges):
     """The part of the optimizer that steps."""
 
-    driver: Any = None # takes the steps, while one is attached: `step(kwargs)`, and `wait()` for parameters on their way (14_overlap)
     _agreed = 0 # param groups that all ranks have stepped
 
     @contextmanager
@@ -502,6 +512,7 @@ class CheckedState(ShardedStep):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters while training, as `torch.optim.Optimizer.add_param_group`; all ranks call this."""
+        self.wait_for_driver()
         if "process_group" in vars(self): # the constructor has looked at its own
             with agreeing(self.levels, "add_param_group"):
                 if self.driver: raise RuntimeError("parameters cannot be added while the step is overlapped, for DDP does not reduce their gradients; "
@@ -515,6 +526,7 @@ class CheckedState(ShardedStep):
         to: int | None = 0, # group rank that receives; None: all of them
     ) -> None:
         """Bring the whole state to one rank's memory (CPU), for `state_dict`; all ranks call this."""
+        self.wait_for_driver()
         with agreeing(self.group, f"consolidate_state_dict(to={to})"):
             if not isinstance(to, (int, type(None))): raise TypeError(f"to must be a rank of the group, or None for all, got {to!r}")
         with _without_hooks(self): super().consolidate_state_dict(0 if to is None else to)
@@ -529,6 +541,7 @@ class HookedState(CheckedState):
         """Give the state dict of the unsharded optimizer, after `consolidate_state_dict` and before the next step.
 
         Raises `RuntimeError` on ranks that hold none, as torch's class does."""
+        self.wait_for_driver() # a hook may read anything
         for hook in self._optimizer_state_dict_pre_hooks.values(): hook(self)
         full = super().state_dict()
         full = {"state": {i: dict(s) for i, s in full["state"].items()}, "param_groups": [dict(g) for g in full["param_groups"]]}
@@ -536,6 +549,7 @@ class HookedState(CheckedState):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of an unsharded optimizer, or of this one at any world size; all ranks call this with the same one."""
+        self.wait_for_driver()
         with agreeing(self.levels, "load_state_dict", lambda: describe_state(read)):
             given = dict(state_dict) if isinstance(state_dict, dict) else state_dict
             read = read_state(_changed(self, self._optimizer_load_state_dict_pre_hooks, given), self.param_groups, self.rules)
@@ -549,12 +563,15 @@ class Copyable(HookedState):
     @property
     def state(self) -> Any:
         """This rank's part of the state, by class; whole it is in `state_dict`. Never empty, since torch steps an optimizer whose state is."""
+        self.wait_for_driver()
         return {kind.__name__: optim.state for kind, optim in vars(self).get("optims", {}).items()}
 
     @state.setter
     def state(self, value: Any) -> None: pass # what the base class keeps is in the local optimizers
 
-    def __getstate__(self) -> dict[str, Any]: return {"defaults": self.defaults, "param_groups": self.param_groups}
+    def __getstate__(self) -> dict[str, Any]:
+        self.wait_for_driver()
+        return {"defaults": self.defaults, "param_groups": self.param_groups}
 
     if not TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any:

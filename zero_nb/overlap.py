@@ -514,6 +514,7 @@ class Attached(Joined):
     def detach(self) -> None:
         """Go on with an optimizer that steps when it is told to, its state where it is then needed; all ranks call this."""
         if self.zero.driver is not self: return
+        self.wait()
         self.leave()
         if self.runner: self.zero.replan(self.zero.shards, "for steps outside backward")
 

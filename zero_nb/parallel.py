@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -613,6 +613,7 @@ class Attending(Buffers):
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
+        with suppress(RuntimeError): self.wait() # what is on its way arrives; if a peer has failed, the error that ends the block says so
         self.listen(())
         self.join(range(len(self.params))) # a backward may have failed
         super().leave()
@@ -637,7 +638,6 @@ class DataParallel(Attending, _Joinable):
         self.attach(module, zero, way)
         self.hooks, self.clean = {}, all(p.grad is None for p in self.params)
         self._hear()
-        self.handles.append(zero.register_load_state_dict_pre_hook(lambda zero, state: self.wait()))
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling(): _uncompiled(self.wait)
