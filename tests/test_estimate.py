@@ -191,6 +191,11 @@ def test_the_command_prints_a_table_and_what_fits(capsys):
     assert "1,557,611,200 parameters" in said and "ddp     does not fit in 16GB" in said and "dropin  fits in 16GB; fewest ranks that do: 4" in said
 
 
+def test_the_command_takes_the_dtype_in_which_gradients_are_added(capsys):
+    sent = [plan(capsys, "gpt2", "--dtype", "bfloat16", "--stage", "zero1", *more) for more in ((), ("--reduce-dtype", "float32"))]
+    assert "435 MB" in sent[0] and "653 MB" in sent[1] and "653 MB" not in sent[0] # 7/8 of 124 million elements, 2 + 2 and 4 + 2 bytes
+
+
 def test_the_command_returns_what_it_printed(capsys):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -230,6 +235,7 @@ def test_bad_shape_files_have_one_error(tmp_path, content, message):
     (lambda: estimate(tiny, dtype="float3"), "unknown dtype 'float3'"),
     *[(lambda seconds=seconds: estimate(tiny, compute=seconds), "compute must be seconds >= 0") for seconds in (-1.0, math.nan, math.inf, "1")],
     (lambda: estimate(tiny, master_dtype="fp32"), "unknown master_dtype 'fp32'"),
+    (lambda: estimate(tiny, reduce_dtype="int32"), "unknown reduce_dtype 'int32'; did you mean float32"),
     (lambda: Machine("m", 0, 1, 1, 1, 1, 1, 1), "machine 'm': per_node must be ranks >= 1, got 0"),
     (lambda: Machine("m", 8, 1, 1, 0, 1, 1, 1), "machine 'm': bandwidth must be above 0, got 0"),
     (lambda: Machine("m", 8, 1, 1, 1, -1, 1, 1), "machine 'm': latency must be >= 0, got -1"),
@@ -269,3 +275,21 @@ if {missing!r} != "torch":
     assert "torch" not in sys.modules
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()[1] == "4"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("reduce_dtype,sent,kept", [(None, 2, 2), ("bfloat16", 2, 2), ("float32", 4, 4), ("float16", 2, 4), ("float64", 8, 8)])
+def test_gradients_that_are_added_in_another_dtype_cost_their_bytes(stage, reduce_dtype, sent, kept):
+    """Two ranks, 1,000 elements, one bucket of two parameters."""
+    specs = [ParamSpec("w", (900,), "bfloat16"), ParamSpec("b", (100,), "bfloat16")]
+    found = estimate(specs, "adamw", 2, stage, reduce_dtype=reduce_dtype)
+    plain = estimate(specs, "adamw", 2, stage)
+    if stage not in ("zero1", "zero2"): assert found == plain
+    else:
+        cast = reduce_dtype not in (None, "bfloat16")
+        assert plain.wire == 500 * 2 * 2 and found.wire == 500 * (sent + 2)
+        assert found.gradients == {"zero1": 2000 + 500 * kept * cast, "zero2": 500 * kept}[stage]
+        assert found.buckets == (plain.buckets + 1000 * sent * cast if stage == "zero2" else max(plain.buckets, 1000 * sent * cast))
+        assert (found.seconds > plain.seconds) == (sent > 2)
+    hybrid = [estimate(specs, "adamw", 4, stage, replicas=2, reduce_dtype=kind).wire for kind in (None, reduce_dtype)]
+    assert hybrid[1] - hybrid[0] == (found.wire - plain.wire) + (500 * (sent - 2) if stage in ("zero1", "zero2") else 0)

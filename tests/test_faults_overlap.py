@@ -1,5 +1,7 @@
 """Faults found by review in steps that run inside backward, each kept mended by a test that names it."""
 
+from importlib import import_module
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +15,9 @@ from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
 from zero_nb.overlap import overlap
 from zero_nb.parallel import data_parallel
+from zero_nb.pieces import open_bucket
 from zero_nb.process_group import Group, two_level
-from zero_nb.record import simulate
+from zero_nb.record import record, simulate
 
 HALVES = [torch.float16, torch.bfloat16]
 MODES = ["overlap", "interleaved", "parallel", "parallel interleaved"]
@@ -117,3 +120,154 @@ def test_H3_on_many_ranks_what_is_added_is_what_ddp_adds(size, mode, monkeypatch
         handle.wait()
     assert sent and all(torch.equal(part[part != 0], wanted.expand(int((part != 0).sum()))) for part in sent)
     assert torch.isclose(flat(module), torch.tensor(1 - 3 * 40000 * 2 ** -10).half(), rtol=5e-3).any() # where rank 0 owns it
+
+
+# ---- reduce_dtype ----
+
+SHARES = [256.0, 1.0, 1.0, 1.0] # of four ranks; in bfloat16 the sum is 256 or 258, and the mean is 64.75
+
+
+def added(mode, nodes=False, master=True, **options):
+    """Step once in the first iteration and twice in later ones; give what was stepped, and the dtypes that were reduced and gathered."""
+    group, module = record(), Sums(torch.bfloat16)
+    levels = two_level(2) if nodes else group
+    zero = ZeroRedundancyOptimizer(module.parameters(), SGD, levels, lr=2 ** -10, momentum=0.0, **({"master_dtype": torch.float32} if master else {}))
+    model, handle = attach(mode, module, zero, None if nodes else group, reduce_dtype=torch.float32, **options)
+    for _ in range(3): model(torch.tensor(SHARES[dist.get_rank()], dtype=torch.bfloat16)).backward()
+    handle.wait()
+    kinds = {(e.kind, e.dtype) for e in group.log.events if e.parent is None and e.kind in ("reduce_scatter", "all_gather") and e.dtype != "int64"}
+    zero.consolidate_state_dict(to=None)
+    state = zero.state_dict()["state"]
+    kept = torch.cat([state[i]["master_param"].reshape(-1) for i in sorted(state)]) if master else flat(module)
+    norm = None if handle.grad_norm is None else handle.grad_norm.item()
+    return kept.dtype, sorted(set(kept.tolist())), kinds, norm
+
+
+def test_reduce_dtype_adds_bfloat16_in_float32_and_masters_get_the_sum_unrounded():
+    def every(): return {(mode, nodes): added(mode, nodes) for mode in MODES for nodes in (False, True)}
+    for found in run(4, every):
+        for (mode, nodes), (dtype, values, kinds, _) in found.items():
+            assert dtype == torch.float32 and values == [1 - 3 * 64.75 * 2 ** -10], (mode, nodes)
+            if not nodes: assert kinds == {("reduce_scatter", "float32"), ("all_gather", "bfloat16")}, mode
+
+
+def test_reduce_dtype_without_masters_rounds_the_sum_once():
+    wanted = torch.ones((), dtype=torch.bfloat16)
+    for _ in range(3): wanted.add_(torch.tensor(64.75).bfloat16(), alpha=-2 ** -10)
+    for found in run(4, lambda: [added(mode, master=False) for mode in MODES]):
+        for dtype, values, _, _ in found: assert dtype == torch.bfloat16 and values == [wanted.item()]
+
+
+def test_reduce_dtype_clips_the_norm_of_what_was_added():
+    """411 elements of 64.75 each."""
+    for found in run(4, lambda: [added(mode, max_grad_norm=1.0) for mode in ("overlap", "parallel")]):
+        for _, values, _, norm in found:
+            assert norm == pytest.approx(64.75 * 411 ** 0.5, rel=1e-6) and values == [pytest.approx(1 - 3 * 411 ** -0.5 * 2 ** -10, rel=1e-7)]
+
+
+def scaled_in(mode, reduce_dtype):
+    """Two steps of a loss that is scaled, and between them one that is infinite on a rank."""
+    module, scaler = Sums(torch.bfloat16), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    zero = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=2 ** -10, master_dtype=torch.float32)
+    model, _ = attach(mode, module, zero, scaler=scaler, reduce_dtype=reduce_dtype)
+    for step in range(3):
+        share = float("inf") if step == 1 and dist.get_rank() == 1 else [3.0, 0.01171875][dist.get_rank()]
+        scaler.scale(model(torch.tensor(share, dtype=torch.bfloat16))).backward()
+        scaler.step(zero)
+        scaler.update()
+        zero.zero_grad()
+    zero.consolidate_state_dict(to=None)
+    return {v for s in zero.state_dict()["state"].values() for v in s["master_param"].flatten().tolist()}, scaler.get_scale()
+
+
+def test_reduce_dtype_goes_with_a_scaler():
+    wanted = 1 - 2 * (3.01171875 / 2) * 2 ** -10
+    for found in run(2, lambda: [scaled_in(mode, torch.float32) for mode in ("overlap", "parallel")]):
+        for values, scale in found: assert list(values) == [pytest.approx(wanted, abs=1e-9)] and scale == 512.0
+
+
+def test_reduce_dtype_goes_with_ranks_without_data():
+    """The last rank leaves after an iteration; what it was to add is zero, and the sum is divided by all ranks."""
+    def left(mode):
+        module = Sums(torch.bfloat16)
+        zero = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=2 ** -10, master_dtype=torch.float32)
+        model, handle = attach(mode, module, zero, reduce_dtype=torch.float32)
+        with Join([handle if mode.startswith("parallel") else model, zero]):
+            for _ in range(2 - (dist.get_rank() == 3)): model(torch.tensor(SHARES[dist.get_rank()], dtype=torch.bfloat16)).backward()
+        zero.consolidate_state_dict(to=None)
+        return {v for s in zero.state_dict()["state"].values() for v in s["master_param"].flatten().tolist()}
+
+    for found in run(4, lambda: [left(mode) for mode in MODES]): assert found == [{1 - (259 + 258) / 4 * 2 ** -10}] * len(MODES)
+
+
+def counted(mode, dtype, reduce_dtype):
+    """Give the bytes that an iteration sends, by kind and dtype, and what the plan says: elements that this rank sends, and owns."""
+    group, module = record(), Sums(dtype)
+    zero = ZeroRedundancyOptimizer(module.parameters(), SGD, group, lr=0.1)
+    model, handle = attach(mode, module, zero, group, reduce_dtype=reduce_dtype)
+    for _ in range(3): model(torch.ones((), dtype=dtype)).backward()
+    handle.wait()
+    with group.recording() as log:
+        model(torch.ones((), dtype=dtype)).backward()
+        handle.wait()
+    sent = {}
+    for e in (e for e in log.events if e.parent is None): sent[e.kind, e.dtype] = sent.get((e.kind, e.dtype), 0) + e.wire
+    buckets = [b.bucket for b in zero.shards[0].buckets]
+    whole, mine = sum(b.numel for b in buckets), sum(b.part(dist.get_rank())[1] - b.part(dist.get_rank())[0] for b in buckets)
+    return sent, whole, mine
+
+
+@pytest.mark.parametrize("dtype,reduce_dtype", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.float64)], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_reduce_dtype_sends_exactly_its_bytes(size, dtype, reduce_dtype):
+    name = {kind: str(kind).removeprefix("torch.") for kind in (dtype, reduce_dtype)}
+    for found in run(size, lambda: [counted(mode, dtype, reduce_dtype) for mode in MODES]):
+        for sent, whole, mine in found:
+            assert sent == {("reduce_scatter", name[reduce_dtype]): (whole - mine) * reduce_dtype.itemsize,
+                            ("all_gather", name[dtype]): (size - 1) * mine * dtype.itemsize}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_reduce_dtype_lets_go_of_what_was_sent(mode, monkeypatch):
+    """What waits for its step is this rank's part alone, in memory of its own size."""
+    held, real = [], open_bucket
+    def opened(optims, shard, bucket, part, lacks):
+        held.append((part.dtype, part.numel() * 4, part.untyped_storage().nbytes()))
+        return real(optims, shard, bucket, part, lacks)
+    monkeypatch.setattr(import_module("zero_nb.overlap"), "open_bucket", opened)
+    with simulate(4) as group:
+        module = Sums(torch.bfloat16, (64, 640, 64))
+        model, handle = attach(mode, module, ZeroRedundancyOptimizer(module.parameters(), SGD, group, lr=0.1), group, reduce_dtype=torch.float32)
+        for _ in range(4): model(torch.ones((), dtype=torch.bfloat16)).backward()
+        handle.wait()
+    assert len(held) >= 8 and all(dtype == torch.float32 and numel == nbytes for dtype, numel, nbytes in held), held
+
+
+def told(f):
+    try: f()
+    except Exception as error: return type(error).__name__, str(error)
+
+
+def test_reduce_dtype_that_cannot_work_is_refused_on_every_rank():
+    def refused():
+        module, complex_one = Sums(torch.float32), nn.Linear(2, 2, dtype=torch.complex64)
+        ddp, hooks = DDP(module), default_hooks
+        zero, theirs = (ZeroRedundancyOptimizer(m.parameters(), SGD, lr=0.1) for m in (module, complex_one))
+        half = torch.bfloat16
+        calls = [lambda: overlap(ddp, zero, reduce_dtype=torch.int32), lambda: data_parallel(module, zero, reduce_dtype="float32"),
+                 lambda: overlap(ddp, zero, reduce_dtype=torch.float8_e5m2), lambda: data_parallel(module, zero, reduce_dtype=torch.complex64),
+                 lambda: overlap(ddp, zero, hook=hooks.fp16_compress_hook, reduce_dtype=half),
+                 lambda: overlap(ddp, zero, hook=lambda state, bucket: hooks.allreduce_hook(None, bucket), reduce_dtype=half),
+                 lambda: overlap(DDP(complex_one), theirs, reduce_dtype=half), lambda: data_parallel(complex_one, theirs, reduce_dtype=half),
+                 lambda: overlap(ddp, zero, reduce_dtype=half if dist.get_rank() else None)]
+        return [*map(told, calls), told(lambda: overlap(ddp, zero, hook=hooks.allreduce_hook, reduce_dtype=half).detach()), told(lambda: backward_of(ddp))]
+
+    words = [("TypeError", "torch.int32"), ("TypeError", "'float32'"), ("TypeError", "float8"), ("TypeError", "complex64"),
+             ("ValueError", "fp16_compress_hook both say"), ("ValueError", "both say"), ("ValueError", "imaginary"), ("ValueError", "imaginary"),
+             ("ValueError", "disagree")]
+    for found in run(2, refused):
+        assert found[-2:] == [None, None]
+        for (kind, word), error in zip(words, found[:-2], strict=True): assert error and error[0] == kind and word in error[1], (word, error)
+
+
+def backward_of(model): model(torch.ones(())).backward()

@@ -29,20 +29,24 @@ from .sharder import Policy, by_group, even, mixed, runs
 if TYPE_CHECKING: from typing_extensions import Self
 
 # %% auto #0
-__all__ = ['Finish', 'Copy', 'start_mean', 'Prepared', 'Runner', 'cut_in_place', 'cut_runs', 'plan_buckets', 'Layout',
-           'find_layout', 'AtEnd', 'at_end', 'found_tensors', 'failing', 'norm_of', 'clip_parts', 'Care', 'Way',
-           'check_pair', 'remembered', 'Driver', 'Hook', 'Listening', 'in_torchs_join', 'Joined', 'Attached', 'done',
-           'beside', 'Noted', 'Arrivals', 'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap',
-           'hook_with_zero_step', 'hook_with_zero_step_interleaved']
+__all__ = ['Finish', 'Copy', 'mean_dtype', 'start_mean', 'Prepared', 'Runner', 'cut_in_place', 'cut_runs', 'plan_buckets',
+           'Layout', 'find_layout', 'AtEnd', 'at_end', 'found_tensors', 'failing', 'norm_of', 'clip_parts', 'Care',
+           'Way', 'check_complex', 'check_pair', 'remembered', 'Driver', 'Hook', 'Listening', 'in_torchs_join',
+           'Joined', 'Attached', 'done', 'beside', 'Noted', 'Arrivals', 'Averages', 'Late', 'Backward', 'Switch',
+           'find_switch', 'Overlap', 'overlap', 'hook_with_zero_step', 'hook_with_zero_step_interleaved']
 
 # %% ../nbs/14_overlap.ipynb #bcb158cc
 Finish = Callable[[], Tensor] # waits for a reduction, and gives what this rank owns of the bucket: the mean over all ranks, 1-D
+
+def mean_dtype(dtype: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
+    """Tell in which dtype the average of gradients is kept that are added in another one: the wider of both."""
+    return dtype if wire is None else torch.promote_types(dtype, wire)
 
 def start_mean(
     bucket: FlatBucket,
     gradient: Tensor, # 1-D, all of the bucket; all but this rank's part is scratch afterwards
     across: Group | None = None, # ranks that hold the same part, if there are several
-    wire: torch.dtype | None = None, # what travels; None: the dtype of the gradient
+    wire: torch.dtype | None = None, # in which gradients are sent and added; None: their own
     out: Tensor | None = None, # where the mean goes, if it is not to stay in the gradient
 ) -> Finish:
     """Start to average a bucket over all ranks by reduce-scatter."""
@@ -57,7 +61,7 @@ def start_mean(
         mine = sent[part]
         if across: across.all_reduce(mine)
         mean = out
-        if mean is None: mean = mine if sent is gradient else torch.empty_like(mine, dtype=gradient.dtype) # and let go of what was sent
+        if mean is None: mean = mine if sent is gradient else torch.empty_like(mine, dtype=mean_dtype(gradient.dtype, wire)) # and let go of what was sent
         return mean.copy_(mine) if halves else torch.div(mine, size, out=mean)
     return finish
 
@@ -300,6 +304,7 @@ class Care:
     lag: int = 1 # buckets between a reduction and its step, if interleaved
     max_grad_norm: float | None = None # clip the gradient to this norm
     norm_type: float = 2.0 # of that norm
+    reduce_dtype: torch.dtype | None = None # in which gradients are sent and added; None: their own
     scaler: Any = None # a `torch.amp.GradScaler` whose scale the gradients carry
 
     scales = property(lambda self: self.scaler is not None and self.scaler.is_enabled(), doc="Whether gradients carry a scale.")
@@ -323,6 +328,8 @@ class Care:
         if type(self.lag) is not int or self.lag < 0: raise ValueError(f"lag must be a number of buckets, 0 or more, got {self.lag!r}")
         if self.max_grad_norm is not None and not (isinstance(self.max_grad_norm, (int, float)) and self.max_grad_norm > 0):
             raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm!r}")
+        if self.reduce_dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise TypeError(f"reduce_dtype must be torch.float32 or another floating-point dtype of 16 to 64 bits, got {self.reduce_dtype!r}")
         if self.scaler is not None and not hasattr(self.scaler, "get_scale"):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(self.scaler).__name__}")
         if self.interleaved and self.judges:
@@ -339,10 +346,17 @@ class Way(Care):
 
     @cached_property
     def wire(self) -> torch.dtype | str | None:
-        """What travels: None for gradients as they are, a dtype they are rounded to, or "kept" where only the hook itself knows."""
+        """What travels: None for gradients as they are, a dtype they are cast to, or "kept" where only the hook itself knows."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as known
-        if self.hook in (None, known.allreduce_hook): return None
+        if self.hook in (None, known.allreduce_hook): return self.reduce_dtype
         return {known.bf16_compress_hook: torch.bfloat16, known.fp16_compress_hook: torch.float16}.get(self.hook, "kept")
+
+    def check(self) -> None:
+        """Refuse what cannot work."""
+        super().check()
+        if self.reduce_dtype is not None and self.wire != self.reduce_dtype:
+            raise ValueError(f"reduce_dtype={self.reduce_dtype} and hook={getattr(self.hook, '__qualname__', self.hook)} both say in what gradients are sent; "
+                             "give one of them")
 
     described = property(lambda self: f"{replace(self, hook=None, state=None, scaler=self.scaler is not None)}, gradients {self._sent}",
                          doc="What must be the same on all ranks.")
@@ -352,12 +366,18 @@ class Way(Care):
         return f"by {getattr(self.hook, '__qualname__', type(self.hook).__name__)}" if self.wire == "kept" else f"in {self.wire or 'their dtype'}"
 
 # %% ../nbs/14_overlap.ipynb #b92a5438
+def check_complex(way: Care, zero: ZeroRedundancyOptimizer) -> None:
+    """Refuse to cast complex gradients, which would lose their imaginary part."""
+    if way.reduce_dtype is None or not (found := [p for p in specs(zero.param_groups) if p.dtype.startswith("complex")]): return
+    raise ValueError(f"{found[0].name} is {found[0].dtype}, and reduce_dtype={way.reduce_dtype} has no imaginary part; leave reduce_dtype out")
+
 def _check_kinds(way: Way, ddp: Any, zero: Any) -> None:
     from torch.nn.parallel import DistributedDataParallel
     if not isinstance(ddp, DistributedDataParallel): raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
     if not isinstance(zero, ZeroRedundancyOptimizer): raise TypeError(f"zero must be zero_nb's ZeroRedundancyOptimizer, got {type(zero).__name__}")
     if way.hook is not None and not callable(way.hook): raise TypeError(f"hook must be a comm hook as DDP takes it, got {way.hook!r}")
     way.check()
+    check_complex(way, zero)
 
 def _check_params(ddp: Any, zero: ZeroRedundancyOptimizer) -> None:
     ours, theirs = {id(p): p for p in zero.params()}, {id(p) for p in ddp.module.parameters()}
@@ -703,7 +723,7 @@ class Switch:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
         state = state if self.way.state is None else self.way.state
         if self.overlap is not None: return self.overlap.arrived(bucket, state)
-        if self.way.wire is None: return allreduce_hook(self.process_group, bucket)
+        if self.way.hook is None or self.way.wire is None: return allreduce_hook(self.process_group, bucket)
         return self.way.hook(self.process_group if state is None and self.way.wire != "kept" else state, bucket)
 
 def find_switch(ddp: Any) -> Switch | None:
@@ -767,6 +787,7 @@ def overlap(
     lag: int = 1,
     max_grad_norm: float | None = None, # clip the gradient to this norm before the step
     norm_type: float = 2.0,
+    reduce_dtype: torch.dtype | None = None, # in which gradients are sent and added, as in FSDP2's MixedPrecisionPolicy; None: their own
     scaler: Any = None, # the `torch.amp.GradScaler` of the loss, if there is one
 ) -> Overlap: # `detach` it, or use it in a `with` block
     """Step inside `backward`, on gradients that are reduce-scattered while they arrive. All ranks call this.
@@ -774,7 +795,8 @@ def overlap(
     When `backward` returns, the parameters are those after the step on every rank, and `.grad` is None, unless a hook of the user's has averaged it;
     `zero.step()` may be called and does nothing. Each backward outside `no_sync` is a step.
     Raises `TypeError`, `ValueError` or `RuntimeError` on every rank for what does not go together."""
-    return Overlap(ddp, zero, Way(hook, state, interleaved=interleaved, lag=lag, max_grad_norm=max_grad_norm, norm_type=norm_type, scaler=scaler))
+    return Overlap(ddp, zero, Way(hook, state, interleaved=interleaved, lag=lag, max_grad_norm=max_grad_norm, norm_type=norm_type, reduce_dtype=reduce_dtype,
+                                  scaler=scaler))
 
 # %% ../nbs/14_overlap.ipynb #3d531619
 def _hook(ddp: Any, zero: Any, way: Way) -> Any:
@@ -791,12 +813,13 @@ def hook_with_zero_step(
     *,
     max_grad_norm: float | None = None, # as for `overlap`, like what follows
     norm_type: float = 2.0,
+    reduce_dtype: torch.dtype | None = None,
     scaler: Any = None,
 ) -> Any: # for `ddp.register_comm_hook(state, ...)`; its `overlap` can be detached
     """Make a comm hook that averages gradients during backward, and steps when it is over.
 
     Raises as `overlap` does. Source: the interface of torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook."""
-    return _hook(ddp, zero, Way(hook, max_grad_norm=max_grad_norm, norm_type=norm_type, scaler=scaler))
+    return _hook(ddp, zero, Way(hook, max_grad_norm=max_grad_norm, norm_type=norm_type, reduce_dtype=reduce_dtype, scaler=scaler))
 
 def hook_with_zero_step_interleaved(
     hook: Any, # comm hook for the gradients, such as `allreduce_hook`
@@ -805,8 +828,9 @@ def hook_with_zero_step_interleaved(
     shard_buckets: bool = False, # for code written for torch's function; buckets are always shared by all ranks
     *,
     lag: int = 1, # buckets between a reduction and its step
+    reduce_dtype: torch.dtype | None = None, # as for `overlap`
 ) -> Any: # as of `hook_with_zero_step`
     """Make a comm hook that averages gradients and steps them bucket by bucket, while backward goes on.
 
     Raises as `overlap` does. Source: the interface of torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook."""
-    return _hook(ddp, zero, Way(hook, interleaved=True, lag=lag))
+    return _hook(ddp, zero, Way(hook, interleaved=True, lag=lag, reduce_dtype=reduce_dtype))

@@ -23,7 +23,8 @@ from .buckets import Bucket, BucketPlan, Slot, pack
 from .flat import flatten_like
 from .objects import broadcast_object_list
 from .optimizer import IN_FLIGHT, ZeroRedundancyOptimizer, _Join, _Joinable, _JoinHook
-from .overlap import Attached, Care, Finish, Hook, Runner, at_end, beside, cut_in_place, failing, in_torchs_join, start_mean
+from .overlap import (Attached, Care, Finish, Hook, Runner, at_end, beside, check_complex, cut_in_place, failing, in_torchs_join, mean_dtype,
+                             start_mean)
 from .pieces import Shard, look, specs
 from .process_group import Group, agreeing, coalescing_manager
 
@@ -365,11 +366,13 @@ class Averaged(Heard):
 
     def _start(self, i: int, gradient: Tensor) -> Finish:
         assert self.running is not None, "a reduction starts in an iteration"
-        running, slots, soon = self.running, self.homes.slots[i], self.soon and self.live
-        bucket = running.shard.buckets[i]
-        if soon: self.held[i] = gradient
-        elif i not in self.parts: self.parts[i] = torch.empty_like(gradient[slice(*bucket.bucket.part(self.zero.group.group_rank))])
-        mean = start_mean(bucket, gradient, self.zero.across, out=None if soon else self.parts[i])
+        running, slots, soon, wire = self.running, self.homes.slots[i], self.soon and self.live, self.way.reduce_dtype
+        bucket, inside = running.shard.buckets[i], soon and wire in (None, gradient.dtype) # whether the average lies in the gradient
+        if inside: self.held[i] = gradient
+        elif not soon and i not in self.parts:
+            part = gradient[slice(*bucket.bucket.part(self.zero.group.group_rank))]
+            self.parts[i] = torch.empty_like(part, dtype=mean_dtype(part.dtype, wire))
+        mean = start_mean(bucket, gradient, self.zero.across, wire, None if soon else self.parts[i])
         asks = not self.live or self.way.find_unused_parameters
         used = torch.tensor(self.has[i], dtype=torch.float32, device=gradient.device) if asks else None
         if used is not None: self._everywhere(used)
@@ -377,11 +380,12 @@ class Averaged(Heard):
             if used is not None:
                 for slot, count in zip(slots, used.tolist(), strict=True): running.lacks[slot.param] = not count
             part = mean()
-            if not soon: self.homes.pool.give(gradient) # the part waits long for its step, and the rest need not
+            if not inside: self.homes.pool.give(gradient) # the part waits long for its step, and the rest need not
             return part
         return finish
 
-    def _release(self, i: int) -> None: self.homes.pool.give(self.held.pop(i))
+    def _release(self, i: int) -> None:
+        if i in self.held: self.homes.pool.give(self.held.pop(i))
 
 # %% ../nbs/14a_parallel.ipynb #0a3c2e6d
 class Planned(Averaged):
@@ -581,6 +585,7 @@ def _check(module: Any, zero: Any, way: ParallelWay) -> None:
     if any(isinstance(hook, Hook) for hook in module._forward_pre_hooks.values()):
         raise RuntimeError("the module is trained with another optimizer already; detach that first")
     way.check()
+    check_complex(way, zero)
     mine, theirs = {id(p): name for name, p in module.named_parameters() if p.requires_grad}, {id(p) for p in zero.params() if p.requires_grad}
     if lost := [name for p, name in mine.items() if p not in theirs]:
         raise ValueError(f"the optimizer must have every parameter that is trained, {lost[0]!r} is not in it; freeze it, or give it to the optimizer")
