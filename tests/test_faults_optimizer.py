@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import AdamW, Muon
+from torch.optim import SGD, AdamW, Muon
 
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
@@ -187,3 +187,42 @@ def too_early(mode, setup, readers): return [f.__name__ for f in readers if not 
 def test_H1_who_reads_right_after_a_step_reads_what_comes_after_a_wait(mode, setup):
     size, readers = 4 if SETUPS[setup][2] else 2, READERS if "hidden" in mode else [consolidated, seen, loaded, detached]
     assert run(size, too_early, mode, setup, readers) == [[]] * size
+
+
+class Takes(SGD):
+    """An optimizer of which `closure` is not called, as of classes that pass it on."""
+
+    def step(self, closure=None):
+        super().step()
+        return "no closure" if closure is None else closure
+
+
+class Doubles(SGD):
+    """An optimizer that always returns something."""
+
+    def step(self, closure=None): return (super().step(closure), 2)
+
+
+def closures():
+    """Find for which closures `step` does otherwise than with torch's class."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer as Torchs
+    found = []
+    for make in (Torchs, ZeroRedundancyOptimizer):
+        for kind in (AdamW, SGD, Takes, Doubles):
+            for closure in (None, 5, 0, False, "x", (), *([lambda: torch.tensor(3.0)] if kind in (SGD, AdamW) else [])):
+                model, outcome = DDP(network()), []
+                zero = make(model.parameters(), kind, lr=0.1)
+                for _ in range(2):  # the first step, and a later one, which ranks do not agree on
+                    model(batch(0)).square().mean().backward()
+                    given = told(lambda: outcome.append(zero.step(closure) if closure is not None else zero.step()))  # noqa: B023
+                    outcome.append((given or "").replace("rank 0: ", ""))
+                found.append((kind.__name__, str(closure)[:9], str(outcome), [p.detach().clone() for p in model.parameters()]))
+    half, apart = len(found) // 2, []
+    for torchs, ours in zip(found[:half], found[half:], strict=True):
+        close = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(torchs[3], ours[3], strict=True))
+        if torchs[:3] != ours[:3] or not close: apart.append((ours[:3], torchs[:3]))
+    return apart
+
+
+def test_a_closure_that_is_not_callable_reaches_the_local_optimizer_as_with_torchs_class():
+    assert run(2, closures) == [[], []]

@@ -468,7 +468,7 @@ class ShardedStep(ShardedChanges):
             with agreeing(self.levels, "the first step", lambda: describe_state({"param_groups": self.param_groups})): yield
             self._agreed = len(self.param_groups)
 
-    def _step(self, kwargs: dict[str, Any]) -> None:
+    def _step(self, kwargs: dict[str, Any]) -> Any: # what the first local optimizer returns
         shards = [shard for shard in self.shards if not shard.alone]
         why = "for parameters that were frozen, unfrozen or moved"
         shards = [shard if shard.seen == look(shard.params) else self.replan([shard], why) for shard in shards]
@@ -476,7 +476,7 @@ class ShardedStep(ShardedChanges):
             with self.arriving():
                 for shard in shards: open_pieces(self.optims.values(), shard)
                 self.take_options()
-                for optim in self.optims.values(): optim.step(**kwargs)
+                returned = [optim.step(**kwargs) for optim in self.optims.values()]
             self.give_options()
         except Exception:
             for shard in shards: rest(shard)
@@ -484,6 +484,7 @@ class ShardedStep(ShardedChanges):
         for shard in shards: close_pieces(shard.pieces)
         _gather(bucket for shard in shards for bucket in shard.turns)
         for shard in shards: settle(shard.pieces)
+        return returned[0]
 
 # %% ../nbs/13_optimizer.ipynb #2b8e32fb
 @contextmanager
@@ -671,8 +672,11 @@ class ZeroRedundancyOptimizer(DropIn):
 
     @torch._disable_dynamo # a compiled training step may call it, but no compiler follows into the agreement of ranks
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step this rank's pieces and bring all parameters to all ranks; returns the loss of `closure`, which is called once. All ranks call this."""
+        """Step this rank's pieces and bring all parameters to all ranks; returns the loss of `closure`, which is called once. All ranks call this.
+
+        What the local optimizer's own `step` takes goes to it as it is, also a `closure` that is not callable; without a closure, its result is returned."""
+        if closure is not None and not callable(closure): kwargs["closure"], closure = closure, None
         with torch.enable_grad(): loss = None if closure is None else closure()
         self._begin_step()
-        (self.driver.step if self.driver else self._step)(kwargs)
-        return loss
+        returned = (self.driver.step if self.driver else self._step)(kwargs)
+        return returned if closure is None else loss
