@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .buckets import Bucket, Slot
-from .memory import Spread
 from .process_group import Group
 
 # %% auto #0
@@ -41,11 +40,13 @@ def flatten_like(
     return flatten(tensor)
 
 # %% ../nbs/12_flat.ipynb #dd38c992
-def _stretches(slots: Sequence[Slot], runs: Sequence[Tensor]) -> Iterator[tuple[slice, Spread]]: # runs with nothing between them; where they are
+_Stretch = tuple[slice, list[int], list[Tensor]] # runs with nothing between them: where they are in the bucket, their lengths, their memory
+
+def _stretches(slots: Sequence[Slot], runs: Sequence[Tensor]) -> Iterator[_Stretch]:
     first = 0
     for i, slot in enumerate(slots, 1):
         if i == len(slots) or slots[i].offset != slot.offset + slot.numel:
-            yield slice(slots[first].offset, slot.offset + slot.numel), Spread(runs[first:i])
+            yield slice(slots[first].offset, slot.offset + slot.numel), [len(run) for run in runs[first:i]], list(runs[first:i])
             first = i
 
 def _run(param: Tensor, slot: Slot) -> Tensor: # 1-D view of a slot's elements in the parameter's memory
@@ -95,7 +96,7 @@ class FlatBucket:
         self.mine = [_run(params[s.param], s) if flat is None else flat[s.offset:s.offset + s.numel] for s in self.owned]
 
     @cached_property
-    def stretches(self) -> list[tuple[slice, Spread]]:
+    def stretches(self) -> list[_Stretch]:
         """Where parameters that lie apart get back what a gather brings; a constructor can do without."""
         return [] if self.flat is not None else [*_stretches(self.bucket.slots, [_run(self.params[slot.param], slot) for slot in self.bucket.slots])]
 
@@ -120,4 +121,5 @@ class FlatBucket:
         work = self.group.all_gather(flat, self.sizes, async_op=True)
         yield
         work.wait()
-        for where, spread in self.stretches: spread(flat[where])
+        with torch.no_grad():
+            for where, lengths, runs in self.stretches: torch.split_with_sizes_copy(flat[where], lengths, out=runs)
