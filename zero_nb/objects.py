@@ -112,7 +112,7 @@ def _root(group: Group, global_rank: int | None, group_rank: int | None) -> int:
     if group_rank is None: return get_group_rank(group, 0 if global_rank is None else global_rank)
     if global_rank is not None: raise ValueError("give the rank in the job or the rank in the group, not both")
     if group_rank in range(group.size): return group_rank
-    raise ValueError(f"group rank must be 0 to {group.size - 1}, got {group_rank}")
+    raise ValueError(f"Group rank {group_rank} is not part of group {group}; it has ranks 0 to {group.size - 1}")
 
 def broadcast_object_list(
     object_list: list[Any], # objects on the source; on the other ranks a list of the same length, which is filled

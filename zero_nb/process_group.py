@@ -5,7 +5,6 @@
 # %% ../nbs/10_process_group.ipynb #186cfd6c
 from __future__ import annotations
 
-import builtins
 import hashlib
 import itertools
 import json
@@ -88,6 +87,11 @@ def _wire(process_group: Any) -> Any:
     return process_group
 
 # %% ../nbs/10_process_group.ipynb #7e0a3ed6
+def _few(values: Sequence[object], most: int = 8) -> str:
+    """List values for a text; of many, the first few, the last, and how many there are."""
+    if len(values) <= most: return ", ".join(map(str, values))
+    return f"{', '.join(map(str, values[:3]))}, ..., {values[-1]}: {len(values)} in all"
+
 class Ranks:
     """Who is in a group, and which of them this process is."""
 
@@ -109,7 +113,7 @@ class Ranks:
         return self.ranks[self.group_rank]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(group_rank={self.group_rank} of {self.size}, global ranks {list(self.ranks)})"
+        return f"{type(self).__name__}(group_rank={self.group_rank} of {self.size}, global ranks [{_few(self.ranks)}])"
 
 # %% ../nbs/10_process_group.ipynb #591774f0
 def get_process_group_ranks(
@@ -129,7 +133,7 @@ def get_global_rank(
     Raises `ValueError` if the group has no such rank. Source: `torch.distributed.get_global_rank`."""
     ranks = _ranks_of(group)
     if group_rank in range(len(ranks)): return ranks[group_rank]
-    raise ValueError(f"group rank {group_rank} is not part of the group: it has {len(ranks)} ranks, 0 to {len(ranks) - 1}")
+    raise ValueError(f"Group rank {group_rank} is not part of group {group}; it has ranks 0 to {len(ranks) - 1}")
 
 def get_group_rank(
     group: Any, # a process group, a `Group`, or None: all ranks of the job
@@ -140,7 +144,7 @@ def get_group_rank(
     Raises `ValueError` if that rank is not in the group. Source: `torch.distributed.get_group_rank`."""
     ranks = _ranks_of(group)
     if global_rank in ranks: return ranks.index(global_rank)
-    raise ValueError(f"global rank {global_rank} is not part of the group of global ranks {list(ranks)}")
+    raise ValueError(f"Global rank {global_rank} is not part of group {group}; it has global ranks [{_few(ranks)}]")
 
 # %% ../nbs/10_process_group.ipynb #7fc3cc66
 def _timeout(group: Ranks) -> timedelta:
@@ -180,7 +184,7 @@ def _post(group: Ranks, payload: str, judge: Callable[[list[str]], str], turn: s
         if group._state.ended: raise RuntimeError(f"the group was {group._state.ended} while rank {group.global_rank} waited at {_plain(what)!r}")
         if said := _last_words(group): raise RuntimeError(f"{said}, while rank {group.global_rank} waited at {_plain(what)!r}")
         late = [group.ranks[r] for r, key in enumerate(keys) if not store.check([key])] or [group.ranks[0]]
-        names = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
+        names = f"rank {late[0]}" if len(late) == 1 else f"ranks {_few(late)}"
         raise RuntimeError(f"{names} did not arrive within {_timeout(group).total_seconds():g} s, while rank {group.global_rank} waited at "
                            f"{_plain(what)!r}; look at the output of {names}: died, or took another path")
     if group.group_rank == 0: store.set(verdict, judge([store.get(key).decode() for key in keys]))
@@ -196,9 +200,9 @@ _NOTE = "  # " # what follows in a line need not be the same on all ranks
 def _plain(what: object) -> str: return str(what).replace(_NOTE, " ")
 
 def _judge_digests(posts: list[str]) -> str:
-    reports = [json.loads(post) for post in posts]
-    if failed := [report["error"] for report in reports if report["error"]]: return json.dumps({"failed": failed[0]})
-    return json.dumps({"differ": len({report["digest"] for report in reports}) > 1})
+    digests, _, kinds, words = zip(*(_read(post, str, str, str, str) for post in posts), strict=True)
+    failed = next((report for report in zip(kinds, words, strict=True) if report[0]), ("", ""))
+    return json.dumps([len(set(digests)) > 1, *failed])
 
 def _judge_lines(posts: list[str]) -> str:
     first, *others = (json.loads(zlib.decompress(bytes.fromhex(post))) for post in posts)
@@ -208,10 +212,45 @@ def _judge_lines(posts: list[str]) -> str:
     raise AssertionError("digests differ but the lines are equal")
 
 # %% ../nbs/10_process_group.ipynb #ed2c2163
-def _told(kind: type[Exception], words: str) -> Exception: # an error that names its rank
-    error: Any = kind(words)
-    error.told = True
+_TYPES = {kind.__name__: kind for kind in ( # errors of other ranks that are raised here as what they are: each is made of one text
+    ArithmeticError, AssertionError, AttributeError, BufferError, ChildProcessError, ConnectionError, EOFError, FileExistsError, FileNotFoundError,
+    FloatingPointError, ImportError, IndexError, InterruptedError, IsADirectoryError, KeyError, LookupError, MemoryError, ModuleNotFoundError, NameError,
+    NotADirectoryError, NotImplementedError, OSError, OverflowError, PermissionError, RecursionError, ReferenceError, RuntimeError, TimeoutError,
+    TypeError, ValueError, ZeroDivisionError)}
+_LONGEST = 4000 # characters of an error that travel
+
+def _shortened(text: str, longest: int = _LONGEST) -> str:
+    if len(text) <= longest: return text
+    return f"{text[:longest // 2]} ... ({len(text)} characters) ... {text[-longest // 4:]}"
+
+def _described(error: BaseException) -> str: # type and words, of a group of errors also those of its parts
+    parts = getattr(error, "exceptions", ())
+    text = f"{type(error).__name__}: {error}"
+    return f"{text}: {'; '.join(map(_described, parts))}" if parts and isinstance(parts, tuple) else text
+
+def _report(group: Ranks, what: str, error: Exception) -> tuple[str, str]: # type and words of an error, for the other ranks
+    kind = type(error).__name__
+    if hasattr(error, _REPORTED): return kind, str(error)
+    known = _TYPES.get(kind) is type(error)
+    return kind if known else RuntimeError.__name__, _shortened(f"rank {group.global_rank} failed at {what}: {error if known else _described(error)}")
+
+_REPORTED = "_zero_nb_reported" # attribute of an error that names the rank it comes from
+
+def _reported(kind: object, words: object) -> Exception:
+    """Make the error that another rank has reported. What it sent is text: its type is looked up in a table, and nothing else is."""
+    error = _TYPES.get(str(kind), RuntimeError)(str(words))
+    setattr(error, _REPORTED, True)
     return error
+
+def _read(text: str, *kinds: type) -> list[Any]:
+    """Read a list that another rank has posted, of values of these types.
+
+    Raises `RuntimeError` if it is anything else."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, list) and [type(value) for value in found] == [*kinds]: return found
+    raise RuntimeError(f"the store holds {_shortened(text, 100)!r} where a rank posts {[kind.__name__ for kind in kinds]}; another program writes to the "
+                       "store of this job, or another version of zero_nb does: keep its port from others, and use one version on all ranks")
 
 def agree(
     group: Ranks, # all its ranks call this
@@ -229,19 +268,16 @@ def agree(
     turn, group._wire.turn = group._wire.turn, group._wire.turn + 1
     lines = [what, *lines]
     digest = hashlib.sha256("\n".join(line.split(_NOTE)[0] for line in lines).encode()).hexdigest()
-    words = str(error) if hasattr(error, "told") else f"rank {group.global_rank} failed at {what}: {error}"
-    post = {"digest": digest, "what": what, "error": error and [type(error).__name__, words]}
-    verdict = json.loads(_post(group, json.dumps(post), _judge_digests, f"{turn}", what))
+    kind, words = ("", "") if error is None else _report(group, what, error)
+    differ, kind, words = _read(_post(group, json.dumps([digest, what, kind, words]), _judge_digests, f"{turn}", what), bool, str, str)
     if error is not None: raise error
-    if "failed" in verdict:
-        kind, message = verdict["failed"]
-        raise _told(getattr(builtins, kind, RuntimeError), message)
-    if verdict["differ"]:
+    if kind: raise _reported(kind, words)
+    if differ:
         text = zlib.compress(json.dumps(lines).encode()).hex()
-        rank, here, there, is_first = json.loads(_post(group, text, _judge_lines, f"{turn}/text", what))
+        rank, here, there, is_first = _read(_post(group, text, _judge_lines, f"{turn}/text", what), int, str, str, bool)
         topic = "what comes next" if is_first else _plain(what)
-        raise _told(ValueError, f"ranks disagree on {topic}: rank {group.ranks[0]} has {_plain(here)!r}, rank {group.ranks[rank]} has {_plain(there)!r}; "
-                                "do the same on every rank")
+        raise _reported("ValueError", f"ranks disagree on {topic}: rank {group.ranks[0]} has {_plain(here)!r}, rank {group.ranks[rank]} has {_plain(there)!r}; "
+                                      "do the same on every rank")
 
 # %% ../nbs/10_process_group.ipynb #34831fed
 def _alone(group: Ranks) -> bool: # no other rank is there to answer: in a group of one, in one that is simulated, and in one without a store to meet in
@@ -306,7 +342,7 @@ def _elsewhere(group: Ranks, who: Sequence[int] = ()) -> str: # some group ranks
         keys = {rank: f"zero_nb/{group._wire.turn}/{rank}" for rank in who or range(group.size) if rank != group.group_rank}
         waiting = [rank for rank, key in keys.items() if store.check([key])]
         if waiting and len(waiting) >= len(who):
-            at = _plain(json.loads(store.get(keys[waiting[0]]))["what"])
+            at = _plain(_read(store.get(keys[waiting[0]]).decode(), str, str, str, str)[1])
             return f"rank {group.ranks[waiting[0]]} was at {at!r} instead; do the same on every rank"
     return ""
 
@@ -1018,7 +1054,7 @@ def abort(
         if backend == "gloo":
             dist: Any = torch.distributed
             for rank in (rank for rank in group.ranks if rank != group.global_rank): # all fail at once after the first time-out
-                with suppress(RuntimeError): dist.irecv(torch.empty(1), rank, pg, _NOBODY_TAG).wait(timedelta(milliseconds=1))
+                with suppress(RuntimeError): dist.irecv(torch.empty(1, device="cpu"), rank, pg, _NOBODY_TAG).wait(timedelta(milliseconds=1))
         elif backend != "fake": pg._get_backend(torch.device(device)).abort()
 
 def destroy(

@@ -1,0 +1,134 @@
+"""Agreement under faults: hostile text in the store, errors of every type, old lives of a group, stores that die."""
+import builtins
+import re
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_nb.launch import run
+from zero_nb.objects import broadcast_object_list, gather_object
+from zero_nb.process_group import Group, Ranks, _read, _reported, abort, agree, agreeing, get_global_rank, get_group_rank
+
+
+def caught(f):
+    """Give the type and the words of what `f` raises, or None."""
+    try: f()
+    except Exception as error: return type(error).__name__, str(error)
+    return None
+
+
+# ---- C1, L1: what other ranks post is text, never code ----
+
+class exec(Exception):  # the name of a builtin function, which agreement at cfde325 looked up and called
+    """An error of a user's own, whose name means something else to Python."""
+
+
+class exit(ValueError): pass
+
+
+class Whole(Exception):
+    """An error that cannot be made from its words alone."""
+
+    def __init__(self, code: int, *, path: str): super().__init__(f"code {code} in {path}")
+
+
+def fails_with(make):
+    g = Group()
+    def work():
+        with agreeing(g, "the work"):
+            if g.group_rank == 1: raise make()
+    after = lambda: agree(g, "more work", ["the same"])  # the group is usable afterwards
+    return caught(work), caught(after)
+
+
+def decoding(): return UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+def grouped(): return vars(builtins)["ExceptionGroup"]("two things", [KeyError("lost"), OSError(28, "No space left on device")])
+
+
+@pytest.mark.parametrize(("make", "kind", "words"), [
+    (lambda: exec("open('/tmp/zero_nb_owned', 'w')"), "RuntimeError", "exec: open("), (lambda: exit("2"), "RuntimeError", "exit: 2"),
+    (lambda: Whole(3, path="a.bin"), "RuntimeError", "Whole: code 3 in a.bin"),
+    (decoding, "RuntimeError", "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+    pytest.param(grouped, "RuntimeError", "ExceptionGroup: two things (2 sub-exceptions): KeyError: 'lost'; OSError: [Errno 28] No space left on device",
+                 marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="the type is of Python 3.11")),
+    (lambda: KeyError("lost"), "KeyError", "lost"), (lambda: FileNotFoundError(2, "No such file", "a.bin"), "FileNotFoundError", "'a.bin'"),
+    (lambda: NotImplementedError("not yet"), "NotImplementedError", "not yet"), (lambda: IndexError("far"), "IndexError", "far"),
+])
+def test_L1_errors_of_every_type_arrive_whole(make, kind, words):
+    for rank, (error, after) in enumerate(run(3, fails_with, make)):
+        assert after is None
+        if rank == 1: assert error == (type(make()).__name__, str(make()))
+        else: assert error[0] == kind and "rank 1 failed at the work: " in error[1] and words in error[1]
+
+
+def test_C1_an_errors_name_is_not_called(tmp_path):
+    def crafted():
+        g, error = Group(), exec(f"open({str(tmp_path / 'owned')!r}, 'w').write('x')")
+        error.told = True  # at cfde325: the words are sent as they are
+        return caught(lambda: agree(g, "the work", [], error if g.group_rank == 1 else None))
+
+    kinds = [error[0] for error in run(2, crafted)]
+    assert not (tmp_path / "owned").exists() and kinds == ["RuntimeError", "exec"]
+
+
+@pytest.mark.parametrize("text", [
+    "{}", "[]", "null", '["exec", 1]', "{" * 100_000, "[" * 100_000, "\udcff", "no JSON", '{"failed": ["eval", "1"]}', "[1]"])
+def test_C1_text_that_no_rank_has_written_is_an_error(text):
+    with pytest.raises(RuntimeError, match="another program writes to the store") as error: _read(text, str, str)
+    assert len(str(error.value)) < 500
+    assert type(_reported("exec", "x")) is type(_reported("__import__", "x")) is type(_reported([], "x")) is RuntimeError
+
+
+# ---- L6: what is made on the CPU stays there ----
+
+def test_L6_abort_frees_a_thread_whatever_the_default_device():
+    def stuck():
+        group, said = Group(dist.new_group()), []
+        group.all_reduce(x := torch.ones(1))
+        dist.barrier()
+        if dist.get_rank() == 1:
+            thread = threading.Thread(target=lambda: said.append(caught(lambda: group.recv(x, 0))))
+            thread.start()
+            while not said and thread.is_alive() and time.monotonic() - begin < 30:
+                torch.set_default_device("meta")
+                abort(group)
+                torch.set_default_device(None)
+                thread.join(1)
+        dist.barrier()
+        return said
+
+    begin = time.monotonic()
+    ((kind, words),) = run(2, stuck, timeout=60)[1]
+    assert kind == "RuntimeError" and "receiving 1 float32 from group rank 0 failed" in words
+
+
+# ---- texts that callers match ----
+
+def test_ranks_that_are_not_in_a_group_are_told_in_torchs_words():
+    def strange():
+        pair = dist.new_group([0, 1])
+        if dist.get_rank() == 2: return None
+        calls = [lambda: get_global_rank(pair, 5), lambda: get_group_rank(pair, 2), lambda: broadcast_object_list([1], src=2, group=pair),
+                 lambda: broadcast_object_list([1], group_src=7, group=pair), lambda: gather_object(1, None, dst=2, group=pair)]
+        theirs = [lambda: dist.get_global_rank(pair, 5), lambda: dist.get_group_rank(pair, 2), lambda: dist.broadcast_object_list([1], src=2, group=pair),
+                  lambda: dist.get_global_rank(pair, 7), lambda: dist.get_group_rank(pair, 2)]
+        return [caught(call) for call in calls], [caught(call) for call in theirs]
+
+    first, second, _ = run(3, strange)
+    for ours, theirs in (first, second):
+        for (kind, words), (their_kind, their_words) in zip(ours, theirs, strict=True):
+            told = re.match(r"(Group|Global) rank \d is not part of group", their_words)
+            assert kind == their_kind == "ValueError" and told and told[0] in words
+
+
+# ---- L12: texts are short, however many ranks there are ----
+
+def test_L12_a_group_of_many_ranks_describes_itself_in_a_line():
+    from zero_nb.record import simulate
+    with simulate(16_384, 3) as pg: text = repr(Ranks(pg))
+    assert len(text) < 200 and "3 of 16384" in text and "0, 1, 2" in text and "16383" in text
+    assert repr(Ranks()) == "Ranks(group_rank=0 of 1, global ranks [0])"
