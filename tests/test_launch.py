@@ -358,13 +358,13 @@ def alive(pid):
     ("while True: pass", TimeoutError, "rank 0 and rank 1 of 2 had not returned after 2 s")])
 def test_a_world_lasts_until_a_cell_fails(source, error, text):
     world = World(2)
-    folder = world.folder.name
+    path = world.files.paths[0]
     world.run("import torch.distributed as dist\nclass Error(Exception): pass\nrank = dist.get_rank()")
     assert world.run("rank", name="<cell>") == [0, 1]
     assert [str(value) for value in world.run("Error(rank)")] == ["0", "1"]  # the class travels by value
     pids = [pid for _, pid in world.ranks]
     with pytest.raises(error, match=text): world.run(source, timeout=2 if error is TimeoutError else None)
-    assert not any(alive(pid) for pid in pids) and world.agent.poll() is not None and not os.path.exists(folder)
+    assert not any(alive(pid) for pid in pids) and not alive(world.agent.pid) and not os.path.exists(path)
     with pytest.raises(RuntimeError, match="has been stopped"): world.run("1")
 
 

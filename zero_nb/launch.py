@@ -24,9 +24,7 @@ import re
 import secrets
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -42,6 +40,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+from .reaper import NamelessFiles, Reaper
 
 # %% ../nbs/11_launch.ipynb #6603369d
 @dataclass(frozen=True)
@@ -112,7 +112,9 @@ class Link:
                 order = self.conn.recv()
                 if order == "where": self.say(Outcome(self.rank, "was running", _stack(self.main)))
                 else: self.inbox.put(order)
-        finally: os._exit(1)  # the caller is gone, and nobody else would end this process
+        finally: # the caller is gone
+            if os.getpgrp() == os.getpid(): os.killpg(0, signal.SIGKILL) # with what this rank has started
+            os._exit(1)
 
     def say(self, outcome: Outcome) -> None:
         """Tell the caller, once everything written so far is in the log."""
@@ -127,13 +129,13 @@ def _stack(thread: int) -> str:
 # %% ../nbs/11_launch.ipynb #c7034883
 def _settle(
     log: str | None, # the file that takes everything this process writes; None leaves its file descriptors alone
+    inherited: tuple[Any, Any], # the caller's streams, which log handlers may hold
 ) -> None:
     """Give this process streams and signals of its own."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if log is not None:
         into = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for fd in (1, 2): os.dup2(into, fd)
-    inherited = sys.stdout, sys.stderr
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False) for fd in (1, 2))
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
@@ -223,12 +225,10 @@ class Logs:
     """What n ranks write, from now on."""
 
     def __init__(self,
-        folder: str, # has or gets one file for each rank
-        n: int, # ranks
+        paths: Sequence[str], # of one file for each rank
     ):
-        self.paths = [os.path.join(folder, f"rank{rank}") for rank in range(n)]
-        self.files = [open(path, "a+b") for path in self.paths]  # noqa: SIM115
-        self.texts, self.shown = [b""] * n, [0] * n
+        self.files = [open(path, "a+b") for path in paths]  # noqa: SIM115
+        self.texts, self.shown = [b""] * len(paths), [0] * len(paths)
 
     def new(self) -> str:
         """Read the whole lines that came since the last call."""
@@ -281,14 +281,14 @@ def _env(rank: int, n: int, backend: str) -> dict[str, str]:
     if sys.platform == "linux": env["GLOO_SOCKET_IFNAME"] = "lo"
     return {name: str(value) for name, value in env.items()}
 
-def _forked(rank: int, pipes: list, log: str | None, enter: tuple, f: Callable, args: tuple, kwargs: dict) -> NoReturn:
+def _forked(rank: int, pipes: list, log: str | None, streams: tuple, enter: tuple, f: Callable, args: tuple, kwargs: dict) -> NoReturn:
     gc.freeze()  # what the caller left behind is the caller's to collect
     gc.enable()
     os.setpgid(0, 0)  # so that ending this rank can end what it has started
     for i, (ours, theirs) in enumerate(pipes):  # a connection closes only when nobody holds its end
         ours.close()
         if i != rank: theirs.close()
-    _settle(log)
+    _settle(log, streams)
     torch.set_num_threads(1)
     link = Link(pipes[rank][1], rank)
     os.environ.update(_env(rank, len(pipes), enter[0]))
@@ -313,49 +313,47 @@ def run(
     Raises what the first failing rank raised, from a `RankTraceback`; `TimeoutError`; `RuntimeError` for a rank that dies."""
     _check(n, f)
     _warm()
-    fork = multiprocessing.get_context("fork")
-    pipes = [fork.Pipe() for _ in range(n)]
-    with tempfile.TemporaryDirectory(prefix="zero_nb_") as folder:
-        logs, enter = Logs(folder, n), (_backend(n, backend), f"file://{folder}/store", timeout + 60 if group_timeout is None else group_timeout)
-        procs = [fork.Process(target=_forked, args=(rank, pipes, logs.paths[rank] if capture else None, enter, f, args, kwargs)) for rank in range(n)]
-        try: return _watch(procs, pipes, timeout)
-        finally:
-            _end(procs, pipes)
-            if text := logs.close(): print(text, end="")
+    chosen, files = _backend(n, backend), NamelessFiles(n + 1)
+    enter = chosen, f"file://{files.inherited[n]}", timeout + 60 if group_timeout is None else group_timeout
+    pipes = [multiprocessing.Pipe() for _ in range(n)]
+    logs = Logs(files.paths[:n])
+    paths = files.inherited if capture else [None] * n
+    try: return _watch(pipes, lambda streams: [(rank, pipes, paths[rank], streams, enter, f, args, kwargs) for rank in range(n)], timeout)
+    finally:
+        for ours, _ in pipes: ours.close()
+        if text := logs.close(): print(text, end="")
+        files.close()
+
 
 # %% ../nbs/11_launch.ipynb #955dd7af
-def _watch(procs: list, pipes: list, timeout: float) -> list:
-    _start(procs)
-    for _, theirs in pipes: theirs.close()
-    conns = [ours for ours, _ in pipes]
-    values = _values(_gather(conns, timeout), timeout, lambda rank: _code(procs[rank]))
-    _tell(conns, "end")
-    for proc in procs: proc.join(5)
-    return values
+def _watch(pipes: list, works: Callable[[tuple], list[tuple]], timeout: float) -> list:
+    """Fork ranks, wait for what becomes of them, and end them."""
+    reaper = _fork(works)
+    try:
+        for _, theirs in pipes: theirs.close()
+        conns = [ours for ours, _ in pipes]
+        values = _values(_gather(conns, timeout), timeout, lambda rank: reaper.code(rank, 1))
+        _tell(conns, "end")
+        for rank in range(len(conns)): reaper.code(rank, 5)
+        return values
+    finally: reaper.end()
 
-def _start(procs: list) -> None:
+def _fork(works: Callable[[tuple], list[tuple]]) -> Reaper:
+    """Start a process for each rank, from a copy of this one."""
+    context, streams = multiprocessing.get_context("fork"), (sys.stdout, sys.stderr)
+    def start() -> list[int]:
+        sys.stdout = sys.stderr = None  # what they still hold is the caller's to write
+        procs: list[Any] = [context.Process(target=_forked, args=work) for work in works(streams)]
+        for proc in procs: proc.start()
+        return [proc.pid for proc in procs]
+    for stream in streams:
+        with suppress(AttributeError, ValueError): stream.flush()
     enabled = gc.isenabled()
     gc.disable()
-    try:
-        for proc in procs: proc.start()
+    try: return Reaper.fork(start)
     finally:
         if enabled: gc.enable()
 
-def _code(proc: Any) -> int | None:
-    proc.join(1)
-    return proc.exitcode
-
-def _end(procs: list, pipes: list) -> None:
-    for proc in procs:
-        if proc.pid is None: continue  # it was never started
-        _kill(proc.pid)
-        proc.join()
-        proc.close()
-    for ours, _ in pipes: ours.close()
-
-def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # the group, if it is one already, has the processes that this one has started
-        with suppress(ProcessLookupError, PermissionError): kill(pid, signal.SIGKILL)
 
 # %% ../nbs/11_launch.ipynb #b18aa87b
 def _execute(
@@ -379,11 +377,11 @@ def _cloudpickle() -> Any:
 
 def serve() -> NoReturn:
     """Be one rank of a `World`: connect to it, enter the process group, execute cells."""
-    port, token, folder, backend = json.loads(os.environ.pop("ZERO_NB_WORLD"))
+    port, token, paths, backend = json.loads(os.environ.pop("ZERO_NB_WORLD"))
     pickler, rank, conn = _cloudpickle(), int(os.environ["RANK"]), Client(("127.0.0.1", port))
     conn.send_bytes(token.encode())
     conn.send((rank, os.getpid()))
-    _settle(os.path.join(folder, f"rank{rank}"))
+    _settle(paths[rank], (sys.stdout, sys.stderr))
     link = Link(conn, rank, pickler)
     link.say(_attempt(link, _enter, backend))
     space = vars(importlib.import_module("__main__"))
@@ -391,22 +389,21 @@ def serve() -> NoReturn:
     _leave()
 
 # %% ../nbs/11_launch.ipynb #4d5e52e6
-def _agent(n: int, master_port: int | None, folder: str, world: list) -> subprocess.Popen:
+def _agent(n: int, master_port: int | None, log: str, world: list) -> Reaper:
     """Start `torch.distributed.run` over n processes that `serve`."""
     where = ["--standalone"] if master_port is None else ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={master_port}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={n}", "--monitor-interval=0.05", f"--log-dir={folder}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={n}", "--monitor-interval=0.05", f"--log-dir={os.devnull}"]
     command += ["--no-python", sys.executable, "-c", "from zero_nb.launch import serve; serve()"]
     env = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}) | os.environ | {"ZERO_NB_WORLD": json.dumps(world)}
-    with open(os.path.join(folder, "agent"), "wb") as log:
-        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    return Reaper.spawn(command, env, log)
 
-def _meet(server: socket.socket, token: bytes, n: int, agent: subprocess.Popen, said: Callable[[], str]) -> list[tuple[Connection, int]]:
+def _meet(server: socket.socket, token: bytes, n: int, agent: Reaper, said: Callable[[], str]) -> list[tuple[Connection, int]]:
     """Wait until all ranks have connected; give each one's connection and process id, in rank order."""
     met: dict[int, tuple[Connection, int]] = {}
     while len(met) < n:
-        if agent.poll() is not None:
+        if (code := agent.code(0)) is not None:
             says = re.search(r"^[\w.]*(Error|Exception): .*", said(), re.MULTILINE)  # the first is the cause; torchrun's summary follows
-            raise RuntimeError(f"torchrun ended before its {n} ranks were ready: {says[0] if says else said()[-1000:] or agent.poll()}")
+            raise RuntimeError(f"torchrun ended before its {n} ranks were ready: {says[0] if says else said()[-1000:] or code}")
         if not wait([server], 0.05): continue
         conn = Connection(server.accept()[0].detach())
         with suppress(OSError, EOFError):
@@ -422,9 +419,9 @@ class _Processes:
     def __init__(self, n: int, backend: str | None = None, master_port: int | None = None):
         if n < 1: raise ValueError(f"--nproc must be at least 1, not {n}")
         chosen, token = _backend(n, backend), secrets.token_hex()
-        self.n, self.folder, self.ranks = n, tempfile.TemporaryDirectory(prefix="zero_nb_"), list[tuple[Connection, int]]()
+        self.n, self.files, self.ranks = n, NamelessFiles(n + 1), list[tuple[Connection, int]]()
         with socket.create_server(("127.0.0.1", 0)) as server:
-            self.agent = _agent(n, master_port, self.folder.name, [server.getsockname()[1], token, self.folder.name, chosen])
+            self.agent = _agent(n, master_port, self.files.paths[n], [server.getsockname()[1], token, self.files.paths, chosen])
             try:
                 self.ranks = _meet(server, token.encode(), n, self.agent, self._said)
                 _values(self._answers(None), None, self._code)
@@ -436,23 +433,20 @@ class _Processes:
         return _gather([conn for conn, _ in self.ranks], timeout, tick)
 
     def _said(self) -> str:
-        with open(os.path.join(self.folder.name, "agent"), errors="replace") as log: return log.read()
+        with open(self.files.paths[self.n], errors="replace") as log: return log.read()
 
     def _code(self, rank: int) -> int | None:
-        with suppress(subprocess.TimeoutExpired): self.agent.wait(5)
+        self.agent.code(0, 5)
         found = re.search(rf"rank +: {rank} .*\n +exitcode +: (-?\d+)", self._said())
         return int(found[1]) if found else None
 
     def kill(self) -> None:
         """End all ranks at once, whatever they are doing."""
-        for conn, pid in self.ranks:
-            conn.close()
-            if self.agent.poll() is None: _kill(pid)
+        for conn, _ in self.ranks: conn.close()
         self.ranks = []
-        self.agent.terminate()
-        try: self.agent.wait(10)
-        except subprocess.TimeoutExpired: self.agent.kill()
-        self.folder.cleanup()
+        self.agent.end()
+        self.files.close()
+
 
 # %% ../nbs/11_launch.ipynb #6415be36
 class World(_Processes):
@@ -483,8 +477,7 @@ class World(_Processes):
     def stop(self) -> None:
         """Let idle ranks leave in order."""
         _tell([conn for conn, _ in self.ranks], "end")
-        if self.ranks:
-            with suppress(subprocess.TimeoutExpired): self.agent.wait(10)
+        if self.ranks: self.agent.code(0, 10)
         self.kill()
 
 # %% ../nbs/11_launch.ipynb #c660a71f
@@ -514,7 +507,7 @@ def _pushed(space: dict[str, Any], names: list[str]) -> bytes:
 
 # %% ../nbs/11_launch.ipynb #bba40079
 def _shown(world: World, shell: Any, work: Callable) -> list:
-    live, logs = list[str](), Logs(world.folder.name, world.n)
+    live, logs = list[str](), Logs(world.files.paths[:world.n])
     def tick() -> None:
         if hasattr(shell, "kernel") and (new := logs.new()):  # elsewhere what was shown cannot be replaced
             live.append(new)
