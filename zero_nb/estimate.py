@@ -26,7 +26,7 @@ from typing import Any
 
 from .buckets import Bucket, BucketPlan, Slot, adopt, ddp_buckets, pack
 from .schedule import MODES, NETWORK, Step, clock, order, peak
-from .sharder import ITEMSIZE, ParamSpec, Policy, balanced, even, greedy, mixed, newton_schulz, runs, spread, unique, world
+from .sharder import ITEMSIZE, ParamSpec, Policy, balanced, even, greedy, mixed, newton_schulz, spread, unique, world
 
 # %% ../nbs/04_estimate.ipynb #39a77499
 @dataclass(frozen=True)
@@ -341,16 +341,17 @@ class Setup:
     def __post_init__(self) -> None:
         if not (isinstance(self.compute, (int, float)) and 0 <= self.compute < math.inf):
             raise ValueError(f"compute must be seconds >= 0, of forward and backward on a rank, got {self.compute!r}")
-    def sharding(self, stage: str = "dropin") -> str | Policy:
-        """Choose the policy of a stage: what is cut is cut in one row where nothing waits for gradients, else bucket by bucket."""
+    def sharding(self) -> str | Policy:
+        """Choose the policy: what may be cut is cut bucket by bucket."""
         if self.policy is not None: return self.policy
-        rule, cut = state_rule(self.optimizer), runs if stage == "dropin" else even
-        return partial(mixed, choose=lambda spec: partial(balanced, cost=newton_schulz) if rule(spec).whole else cut)
+        rule = state_rule(self.optimizer)
+        return partial(mixed, choose=lambda spec: partial(balanced, cost=newton_schulz) if rule(spec).whole else even)
     def buckets(self, specs: Sequence[ParamSpec], ranks: int, stage: str) -> BucketPlan:
         """Pack parameters as a stage does."""
-        mb, cut, order = (1.0, False, range(len(unique(specs)))) if stage == "dropin" else (25.0, True, None) # one row, or as gradients arrive
+        mb, cut, order = (1.0, False, range(len(unique(specs)))) if stage == "dropin" else (25.0, True, None) # as registered, or as gradients arrive
         mb, cut = mb if self.capacity_mb is None else self.capacity_mb, cut if self.cut is None else self.cut
-        return pack(specs, ranks, policy=self.sharding(stage), capacity_mb=mb, align=self.align, cut=cut, order=order)
+        align = math.lcm(self.align, 16) if stage == "dropin" else self.align
+        return pack(specs, ranks, policy=self.sharding(), capacity_mb=mb, align=align, cut=cut, order=order, pad=stage != "dropin")
     def reducing(self, specs: Sequence[ParamSpec], ranks: int) -> BucketPlan:
         """Pack gradients as DDP does."""
         return adopt(specs, ranks, ddp_buckets(specs, self.ddp_mb))

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
 
 from .buckets import Bucket, Slot
+<<<<<<< HEAD
 from .process_group import Group
+=======
+from .memory import Spread
+from .process_group import Group, Parts
+>>>>>>> 047dd65 (process_group: divide tensors by a rule, and give NCCL equal parts only)
 
 # %% auto #0
 __all__ = ['flatten', 'flatten_like', 'move_together', 'FlatBucket']
@@ -77,6 +82,10 @@ def _alone(bucket: Bucket, params: Sequence[Tensor]) -> Tensor | None:
     return run if sum(slot.numel for slot in bucket.slots) == bucket.numel else None
 
 # %% ../nbs/12_flat.ipynb #afa82922
+def _parts(bucket: Bucket) -> Parts:
+    if isinstance(bucket.bounds, tuple): return Parts.of([stop - start for start, stop in pairwise(bucket.bounds)])
+    return Parts(bucket.world_size, bucket.numel, bucket.bounds[1])
+
 class FlatBucket:
     """The memory of one bucket: its parameters' elements, apart or together."""
 
@@ -90,7 +99,7 @@ class FlatBucket:
         as_views: bool = False, # move the parameters into one flat tensor, and make them views of it
     ):
         self.bucket, self.params, self.group, self.owned = bucket, params, group, bucket.slots_of(group.group_rank)
-        self.sizes = None if bucket.equal else [stop - start for start, stop in map(bucket.part, range(group.size))]
+        self.sizes = _parts(bucket)
         flat = _alone(bucket, params)
         self.flat = flat = move_together(bucket, params) if flat is None and as_views else flat
         self.mine = [_run(params[s.param], s) if flat is None else flat[s.offset:s.offset + s.numel] for s in self.owned]
@@ -111,10 +120,27 @@ class FlatBucket:
         if self.part is None: self.part = torch.cat(self.mine)
         return self.part
 
+    @property
+    def equal_only(self) -> bool:
+        """Whether the backend gathers equal parts only, in memory that is as large."""
+        return self.group.size > 1 and self.group.backend(self.params[self.bucket.slots[0].param].device) != "gloo"
+
+    @property
+    def packed(self) -> bool:
+        """Whether a gather needs memory as large as the bucket."""
+        return self.flat is None or (self.equal_only and not self.sizes.equal)
+
+    def _room(self, room: Tensor | None) -> Tensor:
+        param = self.params[self.bucket.slots[0].param]
+        numel = self.sizes.padded if self.equal_only and self.sizes.each else self.bucket.numel
+        if room is not None and room.dtype == param.dtype and len(room) == numel: return room
+        flat = param.new_empty(numel)
+        flat[self.bucket.numel:] = 0
+        return flat
+
     def all_gather(self, room: Tensor | None = None) -> Iterator[None]: # in memory as large as the bucket; None: in new memory
         """Bring every rank's part of the parameters to all ranks: starts before the `yield`, finishes after it."""
-        flat, param = self.flat, self.params[self.bucket.slots[0].param]
-        if flat is None: flat = room if room is not None and room.dtype == param.dtype else param.new_empty(self.bucket.numel)
+        flat = self._room(room) if self.flat is None else self.flat
         if self.flat is None and self.owned: flat[self.owned[0].offset:self.owned[-1].offset + self.owned[-1].numel] = self.load()
         self.part = None
         torch.autograd.graph.increment_version(self.members) # before they are written: autograd refuses graphs that have saved them, on every rank

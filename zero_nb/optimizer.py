@@ -24,7 +24,7 @@ from .objects import broadcast_object_list, dump, exchange_bytes, gather_bytes, 
 from .pieces import Piece, Run, SCALARS, Shard, close_pieces, look, open_pieces, per_element, refreshed, rest, settle, specs, split_piece
 from .process_group import Group, TwoLevel, Work, agreeing, log_once, two_level
 from .rules import Rule, Settings, check_group, check_settings, choose_fused, describe_state, find_rule, read_group, read_params, read_state
-from .sharder import ParamSpec, Policy, Roster, by_group, mixed, runs
+from .sharder import ParamSpec, Policy, Roster, by_group, even, mixed, runs
 
 # %% auto #0
 __all__ = ['IN_FLIGHT', 'MASTER', 'Entry', 'ROUND', 'Routes', 'LocalOptimizers', 'LocalShards', 'ShardedParameters',
@@ -44,7 +44,7 @@ def _gather(buckets: Iterable[FlatBucket]) -> None:
     """Bring every rank's part of every bucket to all ranks; collectives start in the order of the buckets."""
     packed, in_place = deque[Work](), list[Work]()
     for bucket in buckets:
-        if bucket.flat is not None: in_place.append(Work(bucket.all_gather()))
+        if not bucket.packed: in_place.append(Work(bucket.all_gather()))
         else:
             if len(packed) == IN_FLIGHT: packed.popleft().wait()
             packed.append(Work(bucket.all_gather()))
@@ -83,10 +83,10 @@ def _lines(rules: list[Rule], param_groups: list[dict[str, Any]], shards: list[S
 
 # %% ../nbs/13_optimizer.ipynb #6ed70d5a
 def _plan(groups: list[dict[str, Any]], first: int, rules: list[Rule], world_size: int, settings: Settings) -> BucketPlan:
-    policies = [rule.policy for rule in rules]
+    policies = [even if rule.policy is runs else rule.policy for rule in rules]
     policy: Policy = policies[0] if all(other is policies[0] for other in policies) else partial(mixed, choose=by_group(*policies))
-    params = specs(groups, first) # in one row as they were registered, so that what two ranks share lies in one piece
-    return pack(params, world_size, policy=policy, capacity_mb=settings.bucket_cap_mb, cut=False, order=range(len(params)))
+    params = specs(groups, first)
+    return pack(params, world_size, policy=policy, capacity_mb=settings.bucket_cap_mb, cut=False, order=range(len(params)), align=16, pad=False)
 
 # %% ../nbs/13_optimizer.ipynb #3a4ac3d8
 class LocalOptimizers(torch.optim.Optimizer):

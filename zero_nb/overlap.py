@@ -149,7 +149,7 @@ def _step_all(self: Runner) -> None:
     self.parts.clear()
 
 def _gather(self: Runner, i: int) -> None:
-    flying = [j for j, work in self.gathers.items() if not work.done and self.shard.buckets[j].flat is None and j not in self.rooms]
+    flying = [j for j, work in self.gathers.items() if not work.done and self.shard.buckets[j].packed and j not in self.rooms]
     if len(flying) >= IN_FLIGHT: self.gathers[flying[0]].wait()
     self.gathers[i] = Work(self.shard.buckets[i].all_gather(self.rooms.get(i)))
 

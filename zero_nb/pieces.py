@@ -124,7 +124,7 @@ def _leave(piece: Piece) -> None:
 def _in_turn(buckets: Sequence[FlatBucket]) -> list[FlatBucket]: # by the rank that owns most
     by_owner: dict[int, list[FlatBucket]] = {}
     for bucket in buckets:
-        owner = 0 if bucket.sizes is None else bucket.sizes.index(max(bucket.sizes))
+        owner = 0 if bucket.sizes.each else max(bucket.sizes.owned, key=lambda owned: owned[2] - owned[1])[0]
         by_owner.setdefault(owner, []).append(bucket)
     return [bucket for turn in zip_longest(*by_owner.values()) for bucket in turn if bucket is not None]
 

@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 import zlib
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -32,8 +33,8 @@ from . import memory
 
 # %% auto #0
 __all__ = ['CHUNK', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank', 'agree', 'agreeing', 'log_once',
-           'Work', 'Call', 'Board', 'patience', 'elsewhere', 'Collectives', 'Group', 'Coalesced', 'coalescing_manager',
-           'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'destroy', 'fail']
+           'Work', 'Parts', 'Call', 'Board', 'patience', 'elsewhere', 'Collectives', 'Group', 'Coalesced',
+           'coalescing_manager', 'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'destroy', 'fail']
 
 # %% ../nbs/10_process_group.ipynb #c5500ccf
 def _ready() -> bool:
@@ -385,29 +386,89 @@ class Work:
         if not getattr(self, "done", True) and self._group: self._group._state.dropped.append(_plain(self._what))
 
 # %% ../nbs/10_process_group.ipynb #67a01088
-def _started(
-    start: Callable[[], Any], # begins one of torch's collectives and returns torch's own handle
-) -> Iterator[None]:
-    work = start()
+class _Native(NamedTuple):
+    """One of torch's collectives, and what is done around it."""
+
+    start: Callable[[], Any] # begins it and returns torch's own handle
+    finish: Callable[[], object] = lambda: None # called when it is over
+
+def _started(*natives: _Native) -> Iterator[None]:
+    """Start torch's collectives one after the other, then wait for them."""
+    works = [native.start() for native in natives]
     yield
-    if work is not None: work.wait()
+    for native, work in zip(natives, works, strict=True):
+        if work is not None: work.wait()
+        native.finish()
+
+# %% ../nbs/10_process_group.ipynb #5d0c1e02
+@dataclass(frozen=True)
+class Parts(Sequence[int]):
+    """How a flat tensor is divided among the ranks; reads as the sequence of their sizes, by group rank."""
+
+    ranks: int # in the group
+    numel: int # elements of the tensor
+    each: int = 0 # group rank r has [each * r, each * (r + 1)), as far as there are elements; 0: `owned` says
+    owned: tuple[tuple[int, int, int], ...] = () # (group_rank, start, stop) of each part that is not empty, by rank
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Parts:
+        """Find the rule in a list of sizes, one for each rank, or list the parts that are not empty."""
+        if isinstance(sizes, Parts): return sizes
+        stops = [*itertools.accumulate(sizes)]
+        rule = cls(len(sizes), stops[-1], sizes[0])
+        if sizes[0] and sizes[0] * len(sizes) >= rule.numel and all(rule.part(r)[1] == stop for r, stop in enumerate(stops)): return rule
+        return cls(len(sizes), stops[-1], 0, tuple((r, stop - n, stop) for r, (n, stop) in enumerate(zip(sizes, stops, strict=True)) if n))
+
+    equal = property(lambda self: self.each * self.ranks == self.numel, doc="Whether all parts have one size.")
+    largest = property(lambda self: min(self.each, self.numel) or max((stop - start for _, start, stop in self.owned), default=0), doc="Elements of the largest part.")
+    padded = property(lambda self: (self.each or self.largest) * self.ranks, doc="Elements if every part were filled up to the size of the first, or of the largest.")
+
+    def part(self, group_rank: int) -> tuple[int, int]: # [start, stop) in the tensor
+        """Tell where the part of a rank lies."""
+        if self.each: return min(self.each * group_rank, self.numel), min(self.each * (group_rank + 1), self.numel)
+        at = bisect_left(self.owned, (group_rank,))
+        if at < len(self.owned) and self.owned[at][0] == group_rank: return self.owned[at][1:]
+        return (self.owned[at - 1][2],) * 2 if at else (0, 0)
+
+    def owners(self) -> Sequence[tuple[int, int, int]]: # (group_rank, start, stop)
+        """List the parts that are not empty."""
+        if not self.each: return self.owned
+        return [(r, *self.part(r)) for r in range(-(-self.numel // self.each))]
+
+    def __len__(self) -> int: return self.ranks
+    def __getitem__(self, group_rank: Any) -> Any:
+        if isinstance(group_rank, slice): return [*map(self.__getitem__, range(self.ranks)[group_rank])]
+        start, stop = self.part(range(self.ranks)[group_rank])
+        return stop - start
+
+    def __str__(self) -> str:
+        if self.ranks <= 8: return ", ".join(map(str, self))
+        if self.each: return f"{self.each} for each of {self.ranks} ranks while they last"
+        few = ", ".join(f"{stop - start} for rank {rank}" for rank, start, stop in self.owned[:4])
+        return few + f" and {len(self.owned) - 4} more ({zlib.crc32(str(self.owned).encode()):08x})" * (len(self.owned) > 4)
 
 # %% ../nbs/10_process_group.ipynb #44584b0c
+_WHOLE = Parts(0, 0) # of a collective that has no parts
+
 @dataclass(eq=False, slots=True) # as good as frozen, which would cost 0.5 us for each call
 class Call:
     """One collective that is to run: what, on which tensor."""
 
     kind: str # "all_reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "scatter" or "all_to_all"
     tensor: Tensor # changed in place
-    parts: tuple[int, ...] = () # elements of each rank's part of the tensor, by group rank, where the collective has parts
+    parts: Parts = _WHOLE # of the tensor, where the collective has parts
     root: int = -1 # group rank that sends or receives, where there is one
     source: Tensor | None = None # all_to_all only: what is sent
-    sent: tuple[int, ...] = () # all_to_all only: elements sent to each rank
+    sent: Parts = _WHOLE # all_to_all only: what goes to each rank
     even: bool = True # all_to_all only: all ranks send as much to all
 
+    def part(self, group_rank: int) -> Tensor:
+        """Give a rank's part of the flat tensor, as a view."""
+        return self.tensor[slice(*self.parts.part(group_rank))]
+
     def split(self) -> list[Tensor]:
-        """Give each rank's part of the flat tensor, as views."""
-        return list(self.tensor.split(list(self.parts)))
+        """Give every rank's part of the flat tensor, as views: work that grows with the number of ranks, for collectives made of that many messages."""
+        return list(self.tensor[:self.parts.numel].split(list(self.parts)))
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -417,13 +478,13 @@ class Call:
     @property
     def like(self) -> tuple[Any, ...]:
         """What must be the same on all ranks."""
-        return self.kind, self.root, self.tensor.dtype, (self.tensor.numel(), self.parts) if self.even else "parts"
+        return self.kind, self.root, self.tensor.dtype, (self.parts or self.tensor.numel()) if self.even else "parts"
 
     def __str__(self) -> str:
         root = "" if self.root < 0 else f" {'to' if self.kind == 'gather' else 'from'} group rank {self.root}"
-        if not self.even: return f"{self.kind} of parts of {_dtype(self.tensor)}{_NOTE}sending {list(self.sent)}, receiving {list(self.parts)}"
-        parts = f" in parts of {', '.join(map(str, self.parts))}" if len(set(self.parts)) > 1 else ""
-        return f"{self.kind}{root} of {self.tensor.numel()} {_dtype(self.tensor)}{parts}"
+        if not self.even: return f"{self.kind} of parts of {_dtype(self.tensor)}{_NOTE}sending {self.sent}, receiving {self.parts}"
+        parts = "" if self.parts.equal else f" in parts of {self.parts}"
+        return f"{self.kind}{root} of {self.parts.numel or self.tensor.numel()} {_dtype(self.tensor)}{parts}"
 
 def _dtype(tensor: Tensor) -> str: return str(tensor.dtype).removeprefix("torch.")
 
@@ -560,14 +621,14 @@ def _exchange(
 
 # %% ../nbs/10_process_group.ipynb #5c2a1018
 def _from_root(group: Group, call: Call) -> Iterator[None]:
-    mine, root, parts = group.group_rank, call.root, call.split()
-    if mine == root: return _exchange(group, [(part, peer) for peer, part in enumerate(parts) if peer != mine], [])
-    return _exchange(group, [], [(parts[mine], root)])
+    mine, root = group.group_rank, call.root
+    if mine == root: return _exchange(group, [(part, peer) for peer, part in enumerate(call.split()) if peer != mine], [])
+    return _exchange(group, [], [(call.part(mine), root)])
 
 def _to_root(group: Group, call: Call) -> Iterator[None]:
-    mine, root, parts = group.group_rank, call.root, call.split()
-    if mine == root: return _exchange(group, [], [(part, peer) for peer, part in enumerate(parts) if peer != mine])
-    return _exchange(group, [(parts[mine], root)], [])
+    mine, root = group.group_rank, call.root
+    if mine == root: return _exchange(group, [], [(part, peer) for peer, part in enumerate(call.split()) if peer != mine])
+    return _exchange(group, [(call.part(mine), root)], [])
 
 def _all_to_all(group: Group, call: Call) -> Iterator[None]:
     assert call.source is not None, "all_to_all has a source"
@@ -583,19 +644,18 @@ def _named(module: Any, new: str, old: str) -> Callable[..., Any]:
 
 _COMPLETE = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl", "fake"}) # backends that have every collective
 
-def _lacks(group: Group, call: Call, native: Callable[[Group, Call], Iterator[None]]) -> bool:
+def _lacks(group: Group, call: Call, native: Callable[[Group, Call], Sequence[_Native]]) -> bool:
     """Tell if the backend has not got a collective, on any rank."""
-    backend, sizes = group.backend(call.tensor.device), [1 + (rank == 0 and len(set(call.parts)) > 1) for rank in range(group.size)]
-    key, lacks = (backend, call.kind, sizes[0]), group._state.lacks
+    backend, n, lacks = group.backend(call.tensor.device), group.size, group._state.lacks
+    key = backend, call.kind
     if backend not in _COMPLETE and key not in lacks:
-        trial = Call(call.kind, call.tensor.new_zeros(sum(sizes)), tuple(sizes))
+        trial = Call(call.kind, call.tensor.new_zeros(n), Parts(n, n, 1))
         try:
-            for _ in native(group, trial): pass
+            for _ in _started(*native(group, trial)): pass
         except RuntimeError: lacks[key] = True # also NotImplementedError
         else: lacks[key] = False
         agree(group, f"trying the {call.kind} of {backend}", ["refused" if lacks[key] else "done"])
     return lacks.get(key, False)
-
 def _together(works: Sequence[Iterator[None]]) -> Iterator[None]:
     """Start all, then finish all."""
     for steps in works: next(steps, None)
@@ -612,35 +672,63 @@ def _mesh(group: Group, tensor: Tensor) -> memory.Mesh | None:
     return meshes[0]
 
 # %% ../nbs/10_process_group.ipynb #2697e95d
-def _native_all_gather(group: Group, call: Call) -> Iterator[None]:
-    parts, mine, options = call.split(), group.group_rank, {"group": group.process_group, "async_op": True}
-    if len(set(call.parts)) > 1: return _started(lambda: torch.distributed.all_gather(parts, parts[mine], **options))
-    return _started(lambda: _named(torch.distributed, "all_gather_single", "all_gather_into_tensor")(call.tensor, parts[mine], **options))
+_FEW = 4 # owners of a tensor that is not worth filling up
 
-def _native_reduce_scatter(group: Group, call: Call) -> Iterator[None]:
-    parts, mine, options = call.split(), group.group_rank, {"group": group.process_group, "async_op": True}
-    if len(set(call.parts)) > 1: return _started(lambda: torch.distributed.reduce_scatter(parts[mine], parts, **options))
-    return _started(lambda: _named(torch.distributed, "reduce_scatter_single", "reduce_scatter_tensor")(parts[mine], call.tensor, **options))
+def _fills(parts: Parts) -> bool: # whether parts are filled up to one size
+    return parts.padded <= 2 * parts.numel or parts.numel > _FEW * parts.each > 0
+
+def _free_here(tensor: Tensor) -> Tensor: # memory that was allocated where the collective started, and is let go where it was waited for
+    if tensor.device.type == "cuda": tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+def _pairs(call: Call, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]: # of what ranks own: where it is in the call's tensor, and in `flat`, of equal parts
+    parts, size = call.parts, len(flat) // call.parts.ranks
+    if parts.each: yield call.tensor[:parts.numel], flat[:parts.numel]
+    else: yield from ((call.tensor[start:stop], flat[rank * size:rank * size + stop - start]) for rank, start, stop in parts.owned)
+
+def _native_all_gather(group: Group, call: Call) -> list[_Native]:
+    """Gather equal parts as they are, others filled up to one size, or from each of a few owners."""
+    parts, mine, options = call.parts, group.group_rank, {"group": group.process_group, "async_op": True}
+    gather = _named(torch.distributed, "all_gather_single", "all_gather_into_tensor")
+    if not _fills(parts): return [_native_broadcast(group, call.tensor[start:stop], owner) for owner, start, stop in parts.owners()]
+    size = parts.padded // parts.ranks
+    if len(call.tensor) == parts.padded: return [_Native(lambda: gather(call.tensor, call.tensor[mine * size:(mine + 1) * size], **options))]
+    own, flat = call.part(mine), call.tensor.new_empty(parts.padded)
+    if len(own) < size: own = torch.cat([own, own.new_zeros(size - len(own))])
+    def finish() -> None:
+        for part, place in _pairs(call, _free_here(flat)): part.copy_(place)
+    return [_Native(lambda: gather(flat, own, **options), finish)]
+
+def _native_reduce_scatter(group: Group, call: Call) -> list[_Native]:
+    """Reduce equal parts as they are, others filled up to one size, or to each of a few owners."""
+    parts, mine, options = call.parts, group.group_rank, {"group": group.process_group, "async_op": True}
+    reduce = _named(torch.distributed, "reduce_scatter_single", "reduce_scatter_tensor")
+    if not _fills(parts): return [_native_reduce(group, call.tensor[start:stop], owner) for owner, start, stop in parts.owners()]
+    size = parts.padded // parts.ranks
+    if len(call.tensor) == parts.padded: return [_Native(lambda: reduce(call.tensor[mine * size:(mine + 1) * size], call.tensor, **options))]
+    flat, own = call.tensor.new_zeros(parts.padded), call.part(mine)
+    for part, place in _pairs(call, flat): place.copy_(part)
+    out = own if len(own) == size else own.new_empty(size)
+    def finish() -> None:
+        _free_here(flat)
+        if out is not own: own.copy_(_free_here(out)[:len(own)])
+    return [_Native(lambda: reduce(out, flat, **options), finish)]
 
 def _all_gather(group: Group, call: Call) -> Iterator[None]:
-    gloo = group.backend(call.tensor.device) == "gloo"
+    parts, gloo = call.parts, group.backend(call.tensor.device) == "gloo"
     if gloo and (mesh := _mesh(group, call.tensor)): return memory.all_gather(mesh, call.split())
-    if max(call.parts) == call.tensor.numel(): return _broadcast(group, Call("broadcast", call.tensor, root=call.parts.index(max(call.parts)))) # one has all
+    if parts.largest == parts.numel: return _broadcast(group, Call("broadcast", call.tensor[:parts.numel], root=parts.owners()[0][0])) # one has all
     if gloo: return _spread(group, call.split())
-    if not _lacks(group, call, _native_all_gather): return _native_all_gather(group, call)
-    return _together([_broadcast(group, Call("broadcast", part, root=root)) for root, part in enumerate(call.split()) if part.numel()])
+    if not _lacks(group, call, _native_all_gather): return _started(*_native_all_gather(group, call))
+    return _started(*[_native_broadcast(group, call.tensor[start:stop], owner) for owner, start, stop in parts.owners()])
 
 def _reduce_scatter(group: Group, call: Call) -> Iterator[None]:
     if group.backend(call.tensor.device) == "gloo":
         return memory.reduce_scatter(mesh, call.split()) if (mesh := _mesh(group, call.tensor)) else _ring(group, call.split())
-    return (_all_reduce if _lacks(group, call, _native_reduce_scatter) else _native_reduce_scatter)(group, call)
+    return _all_reduce(group, call) if _lacks(group, call, _native_reduce_scatter) else _started(*_native_reduce_scatter(group, call))
 
 # %% ../nbs/10_process_group.ipynb #91e4a689
 _KNOWN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})
-
-def _broadcast(group: Group, call: Call) -> Iterator[None]:
-    tensor = call.tensor if call.tensor.dtype in _KNOWN else call.tensor.view(-1).view(torch.uint8)
-    return _started(lambda: group.process_group.broadcast([tensor], _options("BroadcastOptions", rootRank=call.root)))
 
 @cache
 def _options(kind: str, **values: Any) -> Any:
@@ -649,12 +737,23 @@ def _options(kind: str, **values: Any) -> Any:
         if hasattr(options, name): setattr(options, name, value)
     return options
 
+def _native_broadcast(group: Group, tensor: Tensor, root: int) -> _Native:
+    data = tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
+    return _Native(lambda: group.process_group.broadcast([data], _options("BroadcastOptions", rootRank=root)))
+
+def _native_reduce(group: Group, tensor: Tensor, root: int) -> _Native: # elsewhere the tensor is scratch afterwards
+    return _Native(lambda: group.process_group.reduce([tensor], _options("ReduceOptions", rootRank=root)))
+
+def _native_all_reduce(group: Group, tensor: Tensor) -> _Native:
+    if tensor.dtype in _KNOWN: return _Native(lambda: group.process_group.allreduce([tensor], _options("AllreduceOptions")))
+    return _Native(lambda: torch.distributed.all_reduce(tensor, group=group.process_group, async_op=True))
+
+def _broadcast(group: Group, call: Call) -> Iterator[None]: return _started(_native_broadcast(group, call.tensor, call.root))
+
 def _all_reduce(group: Group, call: Call) -> Iterator[None]:
-    if call.tensor.dtype in _KNOWN: return _started(lambda: group.process_group.allreduce([call.tensor], _options("AllreduceOptions")))
-    if group.backend(call.tensor.device) != "gloo":
-        return _started(lambda: torch.distributed.all_reduce(call.tensor, group=group.process_group, async_op=True))
+    if call.tensor.dtype in _KNOWN or group.backend(call.tensor.device) != "gloo": return _started(_native_all_reduce(group, call.tensor))
     flat = call.tensor.view(-1)
-    halves = [Call(kind, flat, tuple(map(len, flat.tensor_split(group.size)))) for kind in ("reduce_scatter", "all_gather")]
+    halves = [Call(kind, flat, Parts.of([*map(len, flat.tensor_split(group.size))])) for kind in ("reduce_scatter", "all_gather")]
     return itertools.chain(*[_STEPS[half.kind](group, half) for half in halves])
 
 _STEPS: dict[str, Callable[[Group, Call], Iterator[None]]] = {
@@ -690,7 +789,8 @@ class Collectives(Ranks):
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False) -> Work:
         """Sum the parts of a 1-D tensor over all ranks; each rank keeps the sum of its own part, the others are scratch afterwards.
 
-        `sizes`: elements of each rank's part, by group rank; None: equal parts."""
+        `sizes`: elements of each rank's part, by group rank, or `Parts`; None: equal parts. With `Parts` the tensor may have `sizes.padded` elements,
+        of which those beyond `sizes.numel` are scratch: room in which a backend that wants equal parts needs no copy."""
         return _start(self, Call("reduce_scatter", flat, _parts(self, flat, sizes)), async_op)
 
     def all_gather(self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False) -> Work:
@@ -702,15 +802,17 @@ def _parts(
     group: Ranks,
     flat: Tensor, # cut into one part for each rank
     sizes: Sequence[int] | None, # elements of each; None: equal
-) -> tuple[int, ...]:
+) -> Parts:
     n, shape = group.size, tuple(flat.shape)
     if flat.dim() != 1: raise ValueError(f"expected a 1-D tensor of {n} parts, got shape {shape}; flatten it")
     if sizes is None:
         if flat.numel() % n: raise ValueError(f"expected a flat tensor of {n} equal parts, got shape {shape}; pad it to a multiple of {n}, or pass sizes")
-        return (flat.numel() // n,) * n
-    if len(sizes) != n or min(sizes) < 0 or sum(sizes) != flat.numel():
-        raise ValueError(f"sizes must be {n} numbers that add up to the tensor's {flat.numel()} elements, got {list(sizes)}")
-    return tuple(sizes)
+        return Parts(n, flat.numel(), flat.numel() // n)
+    if isinstance(sizes, Parts): fits = sizes.ranks == n and flat.numel() in (sizes.numel, sizes.padded)
+    else: fits = len(sizes) == n and min(sizes) >= 0 and sum(sizes) == flat.numel()
+    if fits: return Parts.of(sizes)
+    got = list(sizes) if len(sizes) <= 16 else f"{len(sizes)}: {sizes if isinstance(sizes, Parts) else list(sizes[:16])}"
+    raise ValueError(f"sizes must be {n} numbers that add up to the tensor's {flat.numel()} elements, got {got}")
 
 def _check_state(group: Group) -> None:
     """Refuse to start a collective in a group that cannot carry it."""
@@ -733,12 +835,12 @@ def _check(group: Group, tensor: Tensor, peer: int | None = None) -> None:
 def _traced(group: Ranks, call: Call) -> None:
     """Run a call by torch's functional collectives, which compilers and fake tensors can follow."""
     from torch.distributed import _functional_collectives as functional
-    pg, mine = group.process_group, call.split()[group.group_rank] if call.parts else call.tensor
+    pg, mine = group.process_group, call.part(group.group_rank) if call.parts else call.tensor
     if call.kind == "all_reduce": result = functional.all_reduce(call.tensor, "sum", pg)
     elif call.kind == "broadcast": result = functional.broadcast(call.tensor, call.root, pg)
-    elif call.kind == "reduce_scatter" and len(set(call.parts)) == 1:
+    elif call.kind == "reduce_scatter" and call.parts.equal:
         result = _named(functional, "reduce_scatter_single", "reduce_scatter_tensor")(call.tensor, "sum", 0, pg)
-    elif call.kind == "all_gather" and len(set(call.parts)) == 1:
+    elif call.kind == "all_gather" and call.parts.equal:
         result = _named(functional, "all_gather_single", "all_gather_tensor")(mine, 0, pg)
     else: raise NotImplementedError(f"{call} cannot be traced; only all_reduce, broadcast, and reduce_scatter and all_gather of equal parts can")
     (mine if call.kind == "reduce_scatter" else call.tensor).copy_(result)
@@ -752,7 +854,7 @@ def _block(group: Ranks) -> Any:
 def _sent(group: Group, call: Call) -> int | None: # bytes this rank sends, or that the others read from it; None: by the formula of the kind
     if call.kind not in ("reduce_scatter", "all_gather"): return None
     mine = call.parts[group.group_rank]
-    return call.tensor.element_size() * (call.tensor.numel() - mine if call.kind == "reduce_scatter" else (group.size - 1) * mine)
+    return call.tensor.element_size() * (call.parts.numel - mine if call.kind == "reduce_scatter" else (group.size - 1) * mine)
 
 def _steps(group: Group, call: Call) -> Iterator[None]:
     """Give the steps of a call; a group that records sees what it is made of as parts of it."""
@@ -921,7 +1023,7 @@ def _merge(group: Any, pack: list[Call]) -> Iterator[None]:
     if len(pack) == 1: return _steps(group, pack[0])
     parts = [call.split() if call.parts else [call.tensor.view(-1)] for call in pack]
     pieces = [piece for by_rank in zip(*parts, strict=True) for piece in by_rank]
-    sizes = tuple(sum(map(len, by_rank)) for by_rank in zip(*parts, strict=True)) if pack[0].parts else ()
+    sizes = Parts.of([sum(map(len, by_rank)) for by_rank in zip(*parts, strict=True)]) if pack[0].parts else _WHOLE
     call = replace(pack[0], tensor=torch.cat(pieces), parts=sizes)
     def steps() -> Iterator[None]:
         yield from _steps(group, call)
@@ -931,14 +1033,22 @@ def _merge(group: Any, pack: list[Call]) -> Iterator[None]:
     return steps()
 
 # %% ../nbs/10_process_group.ipynb #d57c1082
+_NATIVE: dict[str, Callable[[Group, Call], list[_Native]]] = {
+    "all_reduce": lambda group, call: [_native_all_reduce(group, call.tensor)],
+    "broadcast": lambda group, call: [_native_broadcast(group, call.tensor, call.root)],
+    "reduce_scatter": _native_reduce_scatter, "all_gather": _native_all_gather,
+}
+
 def _natively(group: Any, calls: Sequence[Call]) -> Iterator[None]:
     """Let NCCL group the calls of one kind."""
     pg, device = group.process_group, calls[0].tensor.device
+    natives = [native for call in calls if call.tensor.numel() for native in _NATIVE[call.kind](group, call)]
     pg._start_coalescing(device)
-    for call in calls: next(_STEPS[call.kind](group, call), None)
+    for native in natives: native.start()
     work = pg._end_coalescing(device)
     yield
     if work is not None: work.wait()
+    for native in natives: native.finish()
 
 def _coalesced(group: Any, calls: list[Call], sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Iterator[None]:
     """Run by run; the first starts at once, each other when the one before it has ended."""

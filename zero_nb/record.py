@@ -465,7 +465,8 @@ class _Alone:
     def _gather(self, outs: Any, ins: Any) -> None:
         if isinstance(ins, Tensor): outs, ins = [outs], [ins]
         for out, x in zip(outs, ins, strict=True):
-            for part in out if isinstance(out, (list, tuple)) else out.view(self._size, -1):
+            if isinstance(out, Tensor): out.view(self._size, -1).copy_(x.clone().view(1, -1)) # x may lie in `out`
+            for part in () if isinstance(out, Tensor) else out:
                 if part.numel() == x.numel(): part.copy_(x.view_as(part))
 
     def _scatter(self, outs: Any, ins: Any) -> None:
@@ -502,8 +503,8 @@ def simulate(
     """Make a recording group of `size` ranks with no peers, in this one process.
 
     Collectives complete at once. Reductions are what they would be if all others contributed zeros (so nothing changes); gathers, as if all others held what
-    this rank holds; an all-to-all hands back what was sent. Parts of another size than this rank's stay as they are; broadcasts and receives leave the tensor
-    alone. Where there is no default group, this is it until it is closed. Raises `ValueError` for a rank outside the group."""
+    this rank holds; an all-to-all hands back what was sent. Parts of another size than this rank's stay as they are, but a `Group` makes parts equal first,
+    with zeros at their ends; broadcasts and receives leave the tensor alone. Where there is no default group, this is it until it is closed. Raises `ValueError` for a rank outside the group."""
     if not 0 <= group_rank < size: raise ValueError(f"group_rank must be in 0..{size - 1} in a group of {size}, got {group_rank}")
     dist = _available()
     pg = RecordingGroup(_Alone(size, group_rank), f"simulated{next(_SIMULATED)}")
