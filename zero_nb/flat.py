@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from .buckets import Bucket, Slot
-<<<<<<< HEAD
-from .process_group import Group
-=======
-from .memory import Spread
 from .process_group import Group, Parts
->>>>>>> 047dd65 (process_group: divide tensors by a rule, and give NCCL equal parts only)
 
 # %% auto #0
 __all__ = ['flatten', 'flatten_like', 'move_together', 'FlatBucket']
