@@ -1,6 +1,5 @@
 """Work for each step, messages and memory, from 2 ranks to 16,384."""
 import sys
-from collections import Counter
 
 import pytest
 import torch

@@ -104,7 +104,7 @@ class Bucket:
     device: str # of all its parameters
     group: int | None # param group of all its parameters; None when groups share buckets
     slots: Sequence[Slot] # by offset; a tuple, or a `Row`
-    bounds: Sequence[int] # group_rank r owns elements [bounds[r], bounds[r+1]); a `range` when all parts are equal, `EvenCuts` when they are as far as there are elements, else a tuple
+    bounds: Sequence[int] # group_rank r owns elements [bounds[r], bounds[r+1]); a `range` for equal parts, `EvenCuts` where elements run out, else a tuple
     padding: int = field(init=False, repr=False, compare=False) # elements that belong to no parameter
 
     def __post_init__(self) -> None:

@@ -420,8 +420,12 @@ class Parts(Sequence[int]):
         return cls(len(sizes), stops[-1], 0, tuple((r, stop - n, stop) for r, (n, stop) in enumerate(zip(sizes, stops, strict=True)) if n))
 
     equal = property(lambda self: self.each * self.ranks == self.numel, doc="Whether all parts have one size.")
-    largest = property(lambda self: min(self.each, self.numel) or max((stop - start for _, start, stop in self.owned), default=0), doc="Elements of the largest part.")
-    padded = property(lambda self: (self.each or self.largest) * self.ranks, doc="Elements if every part were filled up to the size of the first, or of the largest.")
+    padded = property(lambda self: (self.each or self.largest) * self.ranks, doc="Elements, if all parts are filled up to the size of the first or largest.")
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest part."""
+        return min(self.each, self.numel) or max((stop - start for _, start, stop in self.owned), default=0)
 
     def part(self, group_rank: int) -> tuple[int, int]: # [start, stop) in the tensor
         """Tell where the part of a rank lies."""

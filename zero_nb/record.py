@@ -504,7 +504,8 @@ def simulate(
 
     Collectives complete at once. Reductions are what they would be if all others contributed zeros (so nothing changes); gathers, as if all others held what
     this rank holds; an all-to-all hands back what was sent. Parts of another size than this rank's stay as they are, but a `Group` makes parts equal first,
-    with zeros at their ends; broadcasts and receives leave the tensor alone. Where there is no default group, this is it until it is closed. Raises `ValueError` for a rank outside the group."""
+    with zeros at their ends; broadcasts and receives leave the tensor alone. Where there is no default group, this is it until it is closed.
+    Raises `ValueError` for a rank outside the group."""
     if not 0 <= group_rank < size: raise ValueError(f"group_rank must be in 0..{size - 1} in a group of {size}, got {group_rank}")
     dist = _available()
     pg = RecordingGroup(_Alone(size, group_rank), f"simulated{next(_SIMULATED)}")
