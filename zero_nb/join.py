@@ -9,6 +9,7 @@ import json
 import threading
 import time
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -28,9 +29,9 @@ from .parallel import Parallel, copy_from
 from .process_group import Board, Group, abort, agreeing, elsewhere, patience
 
 # %% auto #0
-__all__ = ['SLOTS', 'Count', 'Joinable', 'JoinHook', 'Roll', 'draw_roll', 'Event', 'Log', 'Parting', 'Reader', 'Caller',
-           'Present', 'find_overlap', 'reduce_nothing', 'shadowed_by', 'Block', 'Calling', 'Counting', 'Shadowing',
-           'Ending', 'Declaring', 'Leaving', 'Entering', 'Join']
+__all__ = ['SLOTS', 'Count', 'Joinable', 'JoinHook', 'Mark', 'Roll', 'draw_roll', 'Event', 'Log', 'Parting', 'Reader', 'Caller',
+           'Present', 'find_overlap', 'reduce_nothing', 'GradientRecord', 'shadowed_by', 'Block', 'Calling', 'Counting',
+           'Shadowing', 'Ending', 'Declaring', 'Leaving', 'Entering', 'Join']
 
 # %% ../nbs/15_join.ipynb #308d9eb0
 @dataclass(frozen=True)
@@ -272,7 +273,11 @@ class _Part:
         """Leave the joinable as it was before the block."""
         if self.config is not None: self.joinable._join_config = self.config
         if self.outer is None: _LISTENING.pop(id(self.joinable), None)
-        else: _LISTENING[id(self.joinable)] = self.outer
+        else:
+            _LISTENING[id(self.joinable)] = self.outer
+            self.outer.resume()
+
+    def resume(self) -> None: pass # after a block inside this one
 
     def begin(self) -> None:
         """Begin an iteration, if it is this joinable's calls that are counted."""
@@ -286,6 +291,7 @@ class _Part:
     def check(self) -> None: pass # raises for what a rank without data cannot follow
     def replay(self, event: Event) -> None: self.hook.main_hook()
     def keep(self) -> Any: return None # what others take over from the last joiner
+    def leave_loop(self) -> Any: return None # what others take over that is known when its loop is over
     def finish(self, is_last_joiner: bool, kept: Any) -> None: self.hook.post_hook(is_last_joiner)
 
 # %% ../nbs/15_join.ipynb #325cebbc
@@ -301,6 +307,9 @@ def _take_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
             else: group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 # %% ../nbs/15_join.ipynb #b9402209
+_CHANGED = ("gradients were changed between {}, by clipping perhaps, which rank {} cannot repeat without data; pass what changes them to Join as before_step, "
+            "which is called on all ranks")
+
 class _Stepper(_Part):
     """An optimizer in a block: a rank without data steps as well, with the options of those that have some."""
 
@@ -317,6 +326,7 @@ class _Stepper(_Part):
     def prepare(self) -> bool: # whether gradients are not as they were reduced
         if self.block.before_step is None: return self.block.touched(self.joinable)
         self.block.before_step(self.joinable)
+        for each in self.block.records: each.save()
         return False
 
     def announce(self, touched: bool) -> None:
@@ -326,8 +336,7 @@ class _Stepper(_Part):
 
     def replay(self, event: Event) -> None:
         if event.options.get("touched"):
-            raise RuntimeError(f"gradients were changed between backward and step {event.turn}, by clipping perhaps, which rank {self.block.group.global_rank} "
-                               "cannot repeat without data; pass what changes them to Join as before_step, which is called on all ranks")
+            raise RuntimeError(_CHANGED.format(f"backward and step {event.turn}", self.block.group.global_rank))
         if "groups" in event.options: _take_options(self.joinable, event.options["groups"])
         if self.block.before_step is not None: self.block.before_step(self.joinable)
         self.hook.main_hook()
@@ -335,7 +344,7 @@ class _Stepper(_Part):
     def keep(self) -> Any: return _options(self.joinable)
 
     def finish(self, is_last_joiner: bool, kept: Any) -> None:
-        _take_options(self.joinable, kept)
+        _take_options(self.joinable, kept[0])
         super().finish(is_last_joiner, kept)
 
 # %% ../nbs/15_join.ipynb #fa0f895c
@@ -415,11 +424,11 @@ def _set_grad(param: Tensor, grad: Tensor) -> None:
     if param.grad is None or grad.is_sparse: param.grad = grad.to(param.dtype)
     else: param.grad.copy_(grad)
 
-def _used(ddp: Any, unsynced: bool) -> set[int]: # by id, the parameters that a backward has reached on some rank
+def _used(ddp: Any) -> set[int]: # by id, the parameters that a backward has reached on some rank
     params = ddp._build_params_for_reducer()[0]
     if not ddp.find_unused_parameters or ddp.static_graph: return set(map(id, params))
     used = torch.zeros_like(ddp.reducer._get_local_used_map())
-    used.copy_(torch.tensor([int(unsynced and p.grad is not None) for p in params]))
+    used.copy_(torch.tensor([int(p.grad is not None) for p in params]))
     ddp.process_group.allreduce([used]).wait() # the others' is the reducer's own, which is not compared
     return {id(p) for p, n in zip(params, used.tolist(), strict=True) if n}
 
@@ -433,25 +442,94 @@ def find_overlap(ddp: Any) -> Any:
 def reduce_nothing(
     ddp: Any, # DistributedDataParallel
     group: Group, # its ranks
-    unsynced: bool = False, # send what this rank has accumulated under `no_sync`, in the place of zeros
 ) -> None:
-    """Take part in the reduction of gradients without a backward, and keep the result as a backward would."""
+    """Take part in the reduction of gradients without a backward: send what is in `.grad`, or zeros, and keep the result as a backward would."""
     if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
         raise RuntimeError(f"static_graph=True learns the graph in the first backward, and rank {group.global_rank} had none; give every rank a first batch")
     buckets, overlap = ddp.reducer._get_zeros_like_grad_buckets(), find_overlap(ddp)
     hooked = ddp._comm_hooks or "comm_hook" in ddp.logger._get_ddp_logging_data().strs_map # a hook divides by the world size itself
-    for bucket in buckets if unsynced else ():
+    kept = any(param.grad is not None for bucket in buckets for param in bucket.parameters())
+    for bucket in buckets if kept else ():
         for part, param in zip(_split(bucket.buffer(), bucket.parameters()), bucket.parameters(), strict=True):
             if param.grad is not None: part.copy_(param.grad if hooked else param.grad / group.size)
-    with nullcontext() if overlap is None else overlap.following(unsynced):
+    with nullcontext() if overlap is None else overlap.following(kept):
         works = [ddp.reducer._run_comm_hook(bucket) for bucket in buckets]
-        used = _used(ddp, unsynced)
+        used = _used(ddp)
     reduced = [(bucket.parameters(), work.wait()) for bucket, work in zip(buckets, works, strict=True)]
     for params, value in reduced if overlap is None or overlap.way.wire == "kept" else (): # else there are no averages
         for param, grad in zip(params, _split(value, params), strict=False):
-            if id(param) in used: _set_grad(param, grad)
-            else: param.grad = None
-    ddp.reducer._push_all_rebuilt_params()
+            if id(param) in used: _set_grad(param, grad) # what no rank has used stays as it is, as in DDP
+    if ddp.find_unused_parameters and not ddp.static_graph: ddp.reducer._reset_state() # forget which parameters were used under `no_sync`
+    else: ddp.reducer._push_all_rebuilt_params()
+
+# %% ../nbs/15_join.ipynb #b2e1d4c3
+Mark = tuple[weakref.ref[Tensor], int] # a gradient, and its version
+
+def _mark(grad: Tensor | None) -> Mark | None: return None if grad is None else (weakref.ref(grad), grad._version)
+def _writes(mark: Mark | None, grad: Tensor) -> int | None: # since it was marked; None: it is another tensor
+    return grad._version - mark[1] if mark is not None and mark[0]() is grad else None
+
+def _is_zero(grad: Tensor) -> bool: return not (grad._values() if grad.is_sparse else grad).any()
+
+class GradientRecord:
+    """Which gradients of a model a loop keeps from one backward to the next."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor], # the same on all ranks, in the same order
+        find_grad: Callable[[int], Tensor | None] | None = None, # by index; None: `.grad`
+    ):
+        self.params, self.find_grad = params, find_grad or (lambda i: params[i].grad)
+        self.backwards = 0 # that this rank has begun, or followed
+        self.emptied: list[int] = [0] * len(params) # the last backward that found each gradient empty when it began
+        self.zeroed: set[int] = set() # parameters whose gradient was zero then, and not None
+        self.changed = False # a gradient was written between backwards, by clipping for example
+        self.save()
+
+    def save(self) -> None:
+        """Remember the gradients as they are, when a backward is over."""
+        self.marks = [_mark(self.find_grad(i)) for i in range(len(self.params))]
+
+    def begin(self, arrived: bool = False) -> None:
+        """Begin a backward; `arrived`: its first gradients have been added to what was there."""
+        self.backwards += 1
+        self.look(self.backwards, arrived)
+
+    def look(self, number: int, arrived: bool = False) -> None:
+        """Find out which gradients are empty when backward `number` begins."""
+        self.changed = False
+        for i, mark in enumerate(self.marks):
+            grad = self.find_grad(i)
+            written = None if grad is None else _writes(mark, grad)
+            if written == 0 or (arrived and written == 1): continue
+            if grad is None or arrived or _is_zero(grad):
+                self.emptied[i] = number
+                (self.zeroed.discard if grad is None or arrived else self.zeroed.add)(i)
+            else: self.changed = True
+
+    def missing(self) -> list[int]:
+        """Tell which parameters have no gradient."""
+        return [i for i in range(len(self.params)) if self.find_grad(i) is None]
+
+    def describe(self, number: int) -> dict[str, Any]: # for JSON
+        """Describe what `look` has found, briefly where nothing was kept."""
+        kept = {} if min(self.emptied, default=number) == number else {"emptied": self.emptied}
+        zeroed = {"zeroed": sorted(self.zeroed)} if self.zeroed else {}
+        return {"backward": number, **kept, **zeroed, **({"changed": True} if self.changed else {})}
+
+    def follow(self, news: dict[str, Any]) -> None:
+        """Clear what ranks with data have cleared since this rank's gradients were last written."""
+        number, zeroed = news["backward"], set(news.get("zeroed", ()))
+        for i, (param, emptied) in enumerate(zip(self.params, news.get("emptied", [number] * len(self.params)), strict=True)):
+            if emptied <= self.backwards: continue
+            param.grad = torch.zeros_like(param) if i in zeroed else None
+        self.backwards = number
+
+    def fill(self, missing: Sequence[int]) -> None:
+        """Have a gradient where others have one that waits for its reduction: this rank's part of the sum is zero."""
+        for i in set(range(len(self.params))) - set(missing):
+            if self.params[i].grad is None: self.params[i].grad = torch.zeros_like(self.params[i])
+
 
 # %% ../nbs/15_join.ipynb #a565c2d1
 def _check_followed(model: nn.Module, what: dict[str, Any]) -> None: # what: things that send, if they are there
@@ -465,8 +543,10 @@ class _Network(_Part, ABC):
     """A model in a block: its forward is heard, and its gradients are weighted."""
 
     module: Any # whose forward is called
+    record: GradientRecord
     driver: Any # takes steps inside backward; None: nothing does
     buffers = False # are sent before forward
+    rebuilding = False # its buckets, in the forward in progress
     weigh: Callable[[Tensor], Tensor] | None = None # a gradient of the output of the last forward
 
     def attach(self) -> None:
@@ -485,11 +565,13 @@ class _Network(_Part, ABC):
         weighted = learns and block.divide_by != "world_size"
         samples = block.samples_of(args, kwargs) if weighted and block.divide_by == "samples" else 0
         buffers, rebuild = self.sends(learns), self.rebuilds(learns)
+        if rebuild: self.record.look(self.record.backwards + 1) # before DDP copies gradients to new buckets
         present = (block.declared_present(samples) or block.call(samples)) if weighted or buffers or (block.gated and counts) else None
         if counts: block.begin(present)
         ranks = present.ranks if present and buffers else ()
         if buffers or rebuild: block.tell(self.index, "forward", ranks=ranks, rebuild=rebuild)
         if ranks: self.send_buffers(ranks)
+        self.rebuilding = rebuild
         self.weigh = partial(present.weigh, divide_by=block.divide_by, samples=samples) if weighted and present else None
 
     def rebuilds(self, learns: bool) -> bool: return False # buckets
@@ -504,6 +586,17 @@ class _Network(_Part, ABC):
 class _Output(_Network):
     """The part of a model that follows its output to backward."""
 
+    inside = False # a backward
+
+    def attach(self) -> None:
+        super().attach()
+        self.inside, self.weigh, self.record = False, None, self.make_record()
+
+    def make_record(self) -> GradientRecord: return GradientRecord([p for p in self.joinable.parameters() if p.requires_grad])
+    def resume(self) -> None:
+        self.record.backwards += 1
+        self.record.save()
+
     @torch._disable_dynamo
     def after(self, module: Any, args: Any, output: Any) -> None:
         """Wait for the backward that comes through the output."""
@@ -515,22 +608,54 @@ class _Output(_Network):
             raise ValueError(f"divide_by={self.block.divide_by!r} needs the tensors of the model's output, got {type(output).__name__}; "
                              "return tensors, or tuples, lists, dicts or dataclasses of them")
 
-    def leaves(self, traced: bool) -> None: pass # forward; traced: its backward will be heard
+    def leaves(self, traced: bool) -> None: # forward; traced: its backward will be heard
+        self.inside = False
+        if self.rebuilding: self.record.save()
 
     def backward(self, weigh: Callable[[Tensor], Tensor] | None, grad: Tensor) -> Tensor | None:
-        """Weight a gradient."""
-        return weigh(grad) if weigh is not None and self.listens else None
+        """Note that a backward begins, and weight a gradient."""
+        if not self.listens: return None
+        if not self.inside: self.enter()
+        return weigh(grad) if weigh is not None else None
+
+    def enter(self, arrived: bool = False) -> None:
+        """Note that a backward begins."""
+        self.inside = True
+        self.record.begin(arrived)
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(self.over)) # after what DDP does at the end of a backward
+
+    def over(self) -> None:
+        """Remember the gradients that a backward has left."""
+        self.inside = False
+        self.record.save()
 
     def tell_backward(self) -> None:
         """Announce the reduction of a backward, and the step if it is part of that."""
+        if not self.inside: self.record.begin(arrived=True) # a backward that comes through no output, or a step without any
         now = _settings(self.driver) if self.driver else {}
-        self.block.tell(self.index, "backward", **(now if now != self.said else {}))
+        self.block.tell(self.index, "backward", **(now if now != self.said else {}), gradients=self.record.describe(self.record.backwards))
         self.said = now
+
+    def follow_gradients(self, gradients: dict[str, Any]) -> None:
+        """Do to this rank's gradients what the loops of ranks with data did to theirs."""
+        if gradients.get("changed"): raise RuntimeError(_CHANGED.format("two backwards", self.block.group.global_rank))
+        self.record.follow(gradients)
 
     def keep(self) -> Any: return _settings(self.driver) if self.driver else None
 
+    def leave_loop(self) -> Any: # what others do to their gradients
+        """Look at the gradients once more when this rank's loop is over."""
+        number = self.record.backwards + 1
+        self.record.look(number)
+        return self.record.describe(number), self.record.missing()
+
     def finish(self, is_last_joiner: bool, kept: Any) -> None:
-        if self.driver: _take_settings(self.driver, kept)
+        if self.driver: _take_settings(self.driver, kept[0])
+        if not is_last_joiner:
+            gradients, missing = kept[1]
+            self.record.follow(gradients)
+            self.record.fill(missing)
         super().finish(is_last_joiner, kept)
 
 # %% ../nbs/15_join.ipynb #a00faf85
@@ -574,59 +699,58 @@ class _Buffers(_Output):
 class _Backward(_Buffers):
     """The part of DistributedDataParallel in a block that announces reductions."""
 
-    inside = False # a backward
-    told = False # of its reduction
+    told = False # of the reduction of a backward
     expects = False # a reduction in the next backward, as DDP does
-    unsynced = False # gradients that were accumulated and not reduced
+    hears_params = False # notes when a gradient arrives at a parameter
 
     def attach(self) -> None:
         super().attach()
-        each = [p for p in self.joinable.parameters() if p.requires_grad] if self.block.several else []
-        self.handles += [p.register_post_accumulate_grad_hook(self.reached) for p in each]
+        self.told = self.expects = self.hears_params = False
+        if self.block.several: self.hear_params()
+
+    def hear_params(self) -> None:
+        """Note when gradients arrive at parameters: the output does not tell of the backward, or not in which order several models come."""
+        if not self.hears_params: self.handles += [p.register_post_accumulate_grad_hook(self.reached) for p in self.record.params]
+        self.hears_params = True
 
     def leaves(self, traced: bool) -> None:
-        self.inside = self.told = False
+        super().leaves(traced)
+        self.told = False
         self.expects = self.expects or self.joinable.require_backward_grad_sync
-        if not traced and self.weigh is None: self.announce()
+        if not traced: self.hear_params()
 
     def reached(self, param: Tensor) -> None:
-        """Announce the reduction when the backward of several models comes to this one."""
-        if self.inside and not self.told and self.listens: self.announce()
+        """Announce the reduction when a backward comes to this model."""
+        if not self.listens: return
+        if not self.inside: self.enter(arrived=True)
+        if not self.told: self.announce()
 
     def announce(self) -> None:
         """Announce the reduction of a backward, if there is one."""
         self.told = True
         if self.expects: self.tell_backward()
-        self.unsynced, self.expects = not self.expects, False
+        self.expects = False
 
-    def backward(self, weigh: Callable[[Tensor], Tensor] | None, grad: Tensor) -> Tensor | None:
-        """Announce the reduction before it starts, and weight a gradient."""
-        if self.listens and not self.inside:
-            self.inside = True
-            if not self.block.several: self.announce()
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self.over)) # after what DDP does at the end of a backward
-        return super().backward(weigh, grad)
-
-    @abstractmethod
-    def over(self) -> None: ...
+    def enter(self, arrived: bool = False) -> None:
+        super().enter(arrived)
+        if not self.block.several: self.announce()
 
 # %% ../nbs/15_join.ipynb #e03cb94e
 class _Model(_Backward):
     """DistributedDataParallel in a block."""
 
     def over(self) -> None:
-        """Remember which gradients were reduced."""
-        self.inside = self.told = False
-        if self.driver is None: self.block.mark(self.joinable)
+        self.told = False
+        super().over()
 
     def replay(self, event: Event) -> None:
         """Send what a rank with data sends, but nothing of this rank's own."""
         ddp, options = self.joinable, event.options
         if event.what == "backward":
             if self.driver: _take_settings(self.driver, options)
-            reduce_nothing(ddp, self.block.group, self.unsynced)
-            self.unsynced = self.expects = False
+            self.follow_gradients(options["gradients"])
+            reduce_nothing(ddp, self.block.group)
+            self.expects = False
             return
         if options["ranks"]: self.send_buffers(options["ranks"])
         if options["rebuild"] and ddp.reducer._rebuild_buckets(): ddp._has_rebuilt_buckets = True
@@ -637,6 +761,10 @@ class _Handle(_Output):
 
     module = property(lambda self: self.joinable.module)
     driver = property(lambda self: self.joinable)
+
+    def make_record(self) -> GradientRecord:
+        params, aside = self.joinable.params, lambda i: self.joinable.aside.get(i)
+        return GradientRecord(params, lambda i: aside(i) if params[i].grad is None else params[i].grad)
 
     def check(self) -> None:
         if self.block.policy == "shadow": _check_followed(self.module, {})
@@ -661,6 +789,7 @@ class _Handle(_Output):
         """Take part in what a rank with data does."""
         if event.what == "forward": return self.send_buffers(event.options["ranks"])
         _take_settings(self.driver, event.options)
+        self.follow_gradients(event.options["gradients"])
         self.joinable.follow()
 
     def finish(self, is_last_joiner: bool, kept: Any) -> None:
@@ -712,12 +841,16 @@ class Block:
     declared: Roll | None = None # who will have data when, where all ranks know before
     turn = taken = 0 # iterations so far, and batches of the loader
     fault: Exception | None = None # raised on all ranks because one has no data
-    marks: dict[int, tuple[int, int]] # by the id of a parameter: the gradient that was reduced, and its version
 
     @property
     def gated(self) -> bool:
         """Whether an iteration begins only if all ranks have data, which they have to be asked."""
         return self.policy != "shadow" and self.declared is None and not self.log.board.alone
+
+    @property
+    def records(self) -> list[GradientRecord]:
+        """What the loop does to the gradients of each model."""
+        return [part.record for part in self.parts if isinstance(part, _Output)]
 
     def tell(self, part: int, what: str, **options: Any) -> None:
         """Announce something to ranks without data."""
@@ -765,15 +898,11 @@ class Counting(Calling):
         there = self.declared.active(at)
         return Present(self.group.size, lambda: (sum(counts), there))
 
-    def mark(self, ddp: Any) -> None:
-        """Remember which gradients were reduced."""
-        if any(isinstance(part, _Stepper) for part in self.parts):
-            self.marks.update({id(p): (id(p.grad), p.grad._version) for p in ddp.parameters() if p.grad is not None})
-
     def touched(self, optimizer: Any) -> bool:
         """Tell if gradients have changed since they were reduced."""
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and id(p) in self.marks]
-        touched = any(self.marks[id(p)] != (id(p.grad), p.grad._version) for p in params)
+        marks = {id(p): mark for record in self.records for p, mark in zip(record.params, record.marks, strict=True) if mark is not None}
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and id(p) in marks]
+        touched = any(_writes(marks[id(p)], p.grad) != 0 for p in params)
         if touched and not self.warned:
             warnings.warn("gradients change between backward and step, which ranks without data cannot repeat; pass what changes them, clipping for "
                           "example, to Join as before_step", stacklevel=2)
@@ -826,16 +955,16 @@ class Ending(Shadowing):
             raise self.fault
         me, used = self.log.me, self.taken - (stopped and self.taken > 0)
         dropped = self.declared.batches[me] - used if self.declared and self.policy == "stop" else int(stopped)
-        kept = [part.keep() for part in self.parts]
-        counts = {"events": self.log.number, "calls": self.log.calls, "taken": self.taken, "batches": used or self.turn, "dropped": dropped}
+        kept = [(part.keep(), part.leave_loop()) for part in self.parts]
+        counts = {"events": self.log.number, "turn": self.turn, "calls": self.log.calls, "taken": self.taken, "batches": used or self.turn, "dropped": dropped}
         self.log.collect("end", {**counts, "kept": kept})
         self.shadow()
-        ends, most = self.log.ends, max(end["events"] for end in self.log.ends)
+        ends, reached = self.log.ends, [(end["events"], end["turn"]) for end in self.log.ends]
         self.roll = Roll(tuple(end["batches"] for end in ends), tuple(end["dropped"] for end in ends))
         with agreeing(self.group, "leaving Join"):
-            self.root = max(r for r, end in enumerate(ends) if end["events"] == most)
+            self.root = max(range(len(ends)), key=lambda r: (reached[r], r))
             self.check_loops([end["taken"] for end in ends])
-            for part, kept in zip(self.parts, ends[self.root]["kept"], strict=True): part.finish(ends[me]["events"] == most, kept)
+            for part, kept in zip(self.parts, ends[self.root]["kept"], strict=True): part.finish(reached[me] == max(reached), kept)
         self.log.clear()
 
 # %% ../nbs/15_join.ipynb #437c640c
@@ -1002,7 +1131,7 @@ class Entering(Leaving):
         with agreeing(self.group, "entering Join", self.lines):
             self.check_drivers()
             for part in self.parts: part.check()
-        self.log, self.marks, self.roll, self.declared, self.looped, self.warned = Caller(Board(self.group, "join")), {}, None, None, False, False
+        self.log, self.roll, self.declared, self.looped, self.warned = Caller(Board(self.group, "join")), None, None, False, False
         self.turn, self.taken, self.fault, self.bar = 0, 0, None, None
         for part in self.parts: part.attach()
         self.watch = _Watch(self.log)
