@@ -1,4 +1,5 @@
 """Callers that are killed, processes that must not live on, strangers that connect, checkpoints that are not trusted."""
+import copy
 import getpass
 import json
 import os
@@ -9,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from zero_nb.launch import run
+from zero_nb.train import TrainConfig, configured, train_rank
 
 ROOT = Path(__file__).parent.parent
 
@@ -125,3 +128,100 @@ def test_L3_a_process_that_was_reaped_is_never_signalled(end, tmp_path, monkeypa
     signals = log.read_text().splitlines()
     assert all(line.startswith("True") for line in signals), signals
     assert end == "return" or signals
+
+
+# ---- L5: checkpoints are not trusted ----
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Give a checkpoint of this program."""
+    folder = str(tmp_path_factory.mktemp("own"))
+    sizes = {"layers": 1, "width": 8, "heads": 2, "block": 16, "batch": 1, "steps": 2, "eval_every": 2, "save_every": 2, "sample": 0}
+    run(1, train_rank, TrainConfig(**sizes, compare=False, out=folder))
+    return torch.load(Path(folder, "checkpoint.pt"), weights_only=True)
+
+
+def resumed(state, folder: Path, **given):
+    folder.mkdir(parents=True, exist_ok=True)
+    if state is not None: torch.save(state, folder / "checkpoint.pt")
+    return configured({"resume": True, "out": str(folder), **given})
+
+
+def test_L5_a_checkpoint_names_no_folder(checkpoint, tmp_path, monkeypatch):
+    foreign = copy.deepcopy(checkpoint)
+    foreign["config"]["out"] = str(tmp_path / "elsewhere")
+    assert resumed(foreign, tmp_path / "here").out == str(tmp_path / "here")
+    monkeypatch.chdir(tmp_path)
+    resumed(foreign, tmp_path / "runs" / "train")
+    assert configured({"resume": True}).out == TrainConfig().out == "runs/train"
+    foreign["config"]["data"] = str(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"was trained on --data .*elsewhere; say so again"): resumed(foreign, tmp_path / "here")
+    assert resumed(foreign, tmp_path / "here", data="mine").data == "mine"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def leaves(value, path=()):
+    """Give the path of every item of nested dicts, lists and tuples."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, inner in pairs:
+        yield (*path, key)
+        yield from leaves(inner, (*path, key))
+
+
+def changed(value, path, change):
+    """Copy nested values, with one item changed; tensors are shared."""
+    if not path: return change(value)
+    if isinstance(value, dict):
+        out = {key: changed(inner, path[1:], change) if key == path[0] else inner for key, inner in value.items()}
+        return {key: inner for key, inner in out.items() if inner is not DROPPED}
+    out = [changed(inner, path[1:], change) if i == path[0] else inner for i, inner in enumerate(value)]
+    return type(value)(inner for inner in out if inner is not DROPPED)
+
+
+DROPPED = object()
+
+
+def test_L5_every_missing_and_every_strange_item_is_a_value_error(checkpoint, tmp_path):
+    rng, wrong, cases = random.Random(5), [None, "text", [], {}, torch.ones(2, 3), {"x": 1}, True, b"x"], 0
+    for path in leaves(checkpoint):
+        old = checkpoint
+        for key in path: old = old[key]
+        optional = len(path) > 1 and path[0] in ("losses", "held_out") # other steps are as good
+        changes = [] if optional else [lambda value: DROPPED]
+        changes += [lambda old, value=value: value for value in rng.sample([value for value in wrong if type(value) is not type(old)], 2)]
+        if isinstance(old, torch.Tensor): changes += [lambda old: old.bfloat16(), lambda old: old.reshape(1, *old.shape)]
+        if isinstance(old, dict) and path != ("losses",) and path != ("held_out",): changes.append(lambda old: {**old, "strange": 1})
+        for change in changes:
+            state = changed(checkpoint, path, change)
+            with pytest.raises(ValueError, match=r"checkpoint\.pt (cannot be continued: |was trained on --data )"): resumed(state, tmp_path)
+            cases += 1
+    with pytest.raises(ValueError, match="'strange', which does not belong there"): resumed({**checkpoint, "strange": 1}, tmp_path)
+    lacks = changed(checkpoint, ("config", "width"), lambda value: DROPPED)
+    with pytest.raises(ValueError, match=r"checkpoint\.pt cannot be continued: config lacks 'width'; train without --resume"): resumed(lacks, tmp_path)
+    assert cases > 200
+    assert resumed(checkpoint, tmp_path).steps == 4
+
+
+@pytest.mark.parametrize("config", [{"layers": 10 ** 9}, {"width": 4000, "heads": 1}, {"steps": -1}, {"optimizer": "sgd"}, {"optimizer": "os.system"},
+                                    {"lr": float("nan")}], ids=str)
+def test_L5_options_that_do_not_fit_are_a_value_error(config, checkpoint, tmp_path):
+    with pytest.raises(ValueError, match=r"checkpoint\.pt cannot be continued: "): resumed({**checkpoint, "config": checkpoint["config"] | config}, tmp_path)
+
+
+def test_L5_a_damaged_file_is_a_value_error(checkpoint, tmp_path):
+    rng = random.Random(6)
+    torch.save(checkpoint, tmp_path / "checkpoint.pt")
+    whole = (tmp_path / "checkpoint.pt").read_bytes()
+    for _ in range(60):
+        damaged = bytearray(whole[:rng.randrange(len(whole))] if rng.random() < 0.5 else whole)
+        for _ in range(rng.randrange(1, 20)):
+            if damaged: damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        (tmp_path / "checkpoint.pt").write_bytes(damaged)
+        try: assert resumed(None, tmp_path).out == str(tmp_path) # only numbers have changed
+        except ValueError as error: assert "checkpoint.pt" in str(error)
+    class Harm:
+        def __reduce__(self): return os.mkdir, (str(tmp_path / "harm"),)
+    for state in (Harm(), {**checkpoint, "step": Harm()}, 3, [], None):
+        torch.save(state, tmp_path / "checkpoint.pt")
+        with pytest.raises(ValueError, match=r"checkpoint\.pt"): resumed(None, tmp_path)
+    assert not (tmp_path / "harm").exists()

@@ -350,6 +350,68 @@ def _load(side: Side, state: dict[str, Any]) -> None:
     side.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # an optimizer keeps the tensors it is given, and there are two
     side.schedule.load_state_dict(state["schedule"])
 
+# %% ../nbs/20_train.ipynb #6da64e69
+_PARTS = {"format": int, "config": dict, "step": int, "model": dict, "optimizer": dict, "schedule": dict, "losses": dict, "held_out": dict}
+
+def _unlike(
+    found: Any, # part of a checkpoint
+    expected: Any, # what this program would have written there
+    where: str, # its name, for errors
+) -> str: # "" if they are alike
+    """Say what the first difference in keys, types, shapes or dtypes is; numbers may differ."""
+    if isinstance(expected, Tensor):
+        kind = f"a tensor of shape {tuple(expected.shape)} and {expected.dtype}"
+        if not isinstance(found, Tensor): return f"{where} must be {kind}, got {type(found).__name__}"
+        same = found.shape == expected.shape and found.dtype == expected.dtype and found.layout == expected.layout
+        return "" if same else f"{where} must be {kind}, got {tuple(found.shape)} and {found.dtype}"
+    alike = type(found) is type(expected) or (isinstance(found, dict) and isinstance(expected, dict))
+    number = type(expected) in (int, float) and type(found) in (int, float)
+    if not (alike or number): return f"{where} must be of type {type(expected).__name__}, got {type(found).__name__}"
+    if isinstance(expected, dict): # of any class: a module's is ordered
+        if missing := [key for key in expected if key not in found]: return f"{where} lacks {missing[0]!r}"
+        if strange := [key for key in found if key not in expected]: return f"{where} has {strange[0]!r}, which does not belong there"
+        pairs = [(found[key], expected[key], f"{where}[{key!r}]") for key in expected]
+    elif isinstance(expected, (list, tuple)):
+        if len(found) != len(expected): return f"{where} must have {len(expected)} items, got {len(found)}"
+        pairs = [(found[i], expected[i], f"{where}[{i}]") for i in range(len(expected))]
+    else: pairs = []
+    return next((words for pair in pairs if (words := _unlike(*pair))), "")
+
+def _expected(config: TrainConfig, model: GPT) -> dict[str, Any]:
+    """Give the optimizer's and the schedule's state after one step, on zeros."""
+    model.to_empty(device="cpu")
+    optimizer = _optimizer(config, model, sharded=False)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    for p in model.parameters():
+        nn.init.zeros_(p)
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    schedule.step()
+    return {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+
+def _curves(value: Any) -> bool: # losses of one or both sides by step
+    return isinstance(value, dict) and all(name in ("zero_nb", "plain DDP") and isinstance(curve, dict) and
+                                           all(type(k) is int and type(v) is float for k, v in curve.items()) for name, curve in value.items())
+
+def _check_checkpoint(state: Any, out: str) -> str: # "" if all is right
+    """Say what is wrong with a checkpoint."""
+    if not isinstance(state, dict) or type(state.get("format")) is not int or state["format"] != 1: return "it is not a checkpoint of this program"
+    if words := _unlike(dict.fromkeys(state), dict.fromkeys(_PARTS), "it"): return words
+    for key, kind in _PARTS.items():
+        if not isinstance(state[key], kind): return f"{key} must be of type {kind.__name__}, got {type(state[key]).__name__}"
+    options = asdict(TrainConfig())
+    if words := _unlike(state["config"], options, "config"): return words
+    try: config = TrainConfig(**{**state["config"], "out": out, "data": ""})
+    except ValueError as error: return f"config: {error}"
+    if state["step"] < 1: return f"step must be at least 1, got {state['step']}"
+    if config.layers > len(state["model"]): return f"model is too small for {config.layers} layers"
+    with torch.device("meta"), torch.random.fork_rng(devices=[]): model = GPT(config.layers, config.width, config.heads)
+    if words := _unlike(state["model"], model.state_dict(), "model"): return words
+    expected = _expected(config, model)
+    for key in expected:
+        if words := _unlike(state[key], expected[key], key): return words
+    return next((f"{name} must be numbers by step, for each side" for name in ("losses", "held_out") if not _curves(state[name])), "")
+
 # %% ../nbs/20_train.ipynb #b43a10e8
 def read_checkpoint(
     out: str, # folder
@@ -361,25 +423,27 @@ def read_checkpoint(
     if not path.is_file(): raise ValueError(f"--resume needs a checkpoint, and there is no {path}; train without --resume first, or name its folder with --out")
     try: state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error: raise ValueError(f"{path} is damaged, or no checkpoint ({type(error).__name__}); train without --resume") from error
-    if not isinstance(state, dict) or state.get("format") != 1: raise ValueError(f"{path} is not a checkpoint of this program; train without --resume")
+    if words := _check_checkpoint(state, out): raise ValueError(f"{path} cannot be continued: {words}; train without --resume")
     return state
 
 def configured(
     given: dict[str, Any], # fields of a `TrainConfig` that somebody chose
 ) -> TrainConfig:
-    """Complete a choice: from the checkpoint if it says `resume`, from the defaults otherwise.
+    """Complete a choice: from the checkpoint if it says `resume`, from the defaults otherwise. Folders are never taken from a checkpoint.
 
     Raises `ValueError` for what cannot be, or cannot be continued."""
     chosen = TrainConfig(**given)
     if not chosen.resume: return chosen
     state = read_checkpoint(chosen.out)
     old, step, path = state["config"], state["step"], Path(chosen.out, "checkpoint.pt")
+    if old["data"] and "data" not in given: raise ValueError(f"{path} was trained on --data {old['data']}; say so again, or name another folder with --data")
     for name, value in given.items():
         if name not in FREE and value != old[name]:
             raise ValueError(f"{_flag(name)} is {old[name]} in {path}, got {value}; leave it out to continue, or train without --resume")
     steps = given.get("steps", old["steps"] if old["steps"] > step else step + old["horizon"])
     if steps <= step: raise ValueError(f"--steps must be more than the {step} that {path} has, got {steps}")
-    return TrainConfig(**{**old, "device": chosen.device, "timeout": chosen.timeout, **given, "steps": steps})
+    own = {name: getattr(chosen, name) for name in ("out", "data", "device", "timeout")} # of this machine and its user
+    return TrainConfig(**{**old, **own, **given, "steps": steps})
 
 # %% ../nbs/20_train.ipynb #180c7210
 def check_devices(
