@@ -105,3 +105,19 @@ def test_H6_parts_are_three_numbers_where_they_follow_a_rule():
     listed = Parts.of(odd)
     assert [*listed] == odd and listed.part(2) == (3, 8) and listed.part(1) == (3, 3) and len(str(listed)) < 200
     assert str(listed) != str(Parts.of([3, 0, 5] * 999 + [3, 5, 0])), "what differs reads otherwise"
+
+
+def compiled():
+    group = Group()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def f(x):
+        y = x * 2
+        group.reduce_scatter(y)
+        group.all_gather(y)
+        return y + 1
+
+    return f(torch.ones(4)).tolist()
+
+
+def test_a_compiler_follows_equal_parts(): assert run(2, compiled) == [[5.0] * 4] * 2

@@ -452,7 +452,7 @@ class Parts(Sequence[int]):
         return few + f" and {len(self.owned) - 4} more ({zlib.crc32(str(self.owned).encode()):08x})" * (len(self.owned) > 4)
 
 # %% ../nbs/10_process_group.ipynb #44584b0c
-_WHOLE = Parts(0, 0) # of a collective that has no parts
+_WHOLE: Any = None # parts of a collective that has none; an object here would be one that compilers do not follow
 
 @dataclass(eq=False, slots=True) # as good as frozen, which would cost 0.5 us for each call
 class Call:
@@ -487,8 +487,8 @@ class Call:
     def __str__(self) -> str:
         root = "" if self.root < 0 else f" {'to' if self.kind == 'gather' else 'from'} group rank {self.root}"
         if not self.even: return f"{self.kind} of parts of {_dtype(self.tensor)}{_NOTE}sending {self.sent}, receiving {self.parts}"
-        parts = "" if self.parts.equal else f" in parts of {self.parts}"
-        return f"{self.kind}{root} of {self.parts.numel or self.tensor.numel()} {_dtype(self.tensor)}{parts}"
+        parts = f" in parts of {self.parts}" if self.parts and not self.parts.equal else ""
+        return f"{self.kind}{root} of {self.parts.numel if self.parts else self.tensor.numel()} {_dtype(self.tensor)}{parts}"
 
 def _dtype(tensor: Tensor) -> str: return str(tensor.dtype).removeprefix("torch.")
 
