@@ -5,6 +5,7 @@
 # %% ../nbs/13_optimizer.ipynb #53022c62
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +24,9 @@ from .flat import FlatBucket, flatten, flatten_like
 from .objects import broadcast_object_list, dump, exchange_bytes, gather_bytes, load
 from .pieces import Piece, Run, SCALARS, Shard, close_pieces, look, open_pieces, per_element, refreshed, rest, settle, specs, split_piece
 from .process_group import Group, TwoLevel, Work, agreeing, log_once, two_level
-from .rules import Rule, Settings, check_group, check_settings, choose_fused, describe_state, find_rule, read_group, read_params, read_state
+from .rules import Rule, Settings, check_group, check_settings, choose_fused, describe_state, find_rule, is_known, read_group, read_params, read_state
 from .sharder import ParamSpec, Policy, Roster, by_group, even, mixed, runs
+from .trial import find_trouble
 
 # %% auto #0
 __all__ = ['IN_FLIGHT', 'MASTER', 'Entry', 'ROUND', 'Routes', 'LocalOptimizers', 'LocalShards', 'ShardedParameters',
@@ -151,6 +153,27 @@ class LocalShards(LocalOptimizers):
         if not shard.alone: rest(shard)
         self.shards.append(shard)
 
+# %% ../nbs/13_optimizer.ipynb #b07d9dd3
+def _which_cut(param_groups: list[dict[str, Any]], rules: list[Rule], shards: list[Shard]) -> list[bool]:
+    """Tell of which param groups a rank may own parts of parameters."""
+    cut = {run[0] for shard in shards for piece in shard.pieces if not piece.whole for run in piece.runs}
+    ends = [*accumulate(len(group["params"]) for group in param_groups)]
+    by_policy = {bisect_right(ends, index) for index in cut} # a policy of the user's may cut, too
+    return [rule.policy is runs or i in by_policy for i, rule in enumerate(rules)]
+
+def _try_classes(settings: Settings, param_groups: list[dict[str, Any]], rules: list[Rule], shards: list[Shard]) -> None:
+    """Refuse a class that does not step each parameter by itself, as far as a trial shows.
+
+    Raises `ValueError`."""
+    if settings.trusted or all(is_known(kind, cuts=True) for kind in {rule.optimizer_class for rule in rules}): return
+    groups: dict[tuple[type, bool], list[dict[str, Any]]] = {}
+    for rule, group, cuts in zip(rules, param_groups, _which_cut(param_groups, rules, shards), strict=True):
+        groups.setdefault((rule.optimizer_class, cuts), []).append(group)
+    for (kind, cuts), of_kind in groups.items():
+        if not is_known(kind, cuts) and (trouble := find_trouble(kind, settings.options(kind), of_kind, cuts)):
+            raise ValueError(f"optimizer_class {kind.__name__} {trouble}. Sharded, it would not train as it does unsharded: use it unsharded, "
+                             "or pass trust_optimizer_class=True to shard it all the same")
+
 # %% ../nbs/13_optimizer.ipynb #a11877f6
 class ShardedParameters(LocalShards):
     """Taking parameters: each change is agreed on by all ranks, or is an error on all of them."""
@@ -163,6 +186,7 @@ class ShardedParameters(LocalShards):
             if not isinstance(params, Tensor): params = [dict(p) if isinstance(p, dict) else p for p in params]
             super().__init__(params, {})
             self._take(range(len(self.param_groups)))
+            _try_classes(self.settings, self.param_groups, self.rules, self.shards)
         log_once(self.group, lambda: "\n".join(f"{type(self).__name__}: {shard.plan}" for shard in self.shards))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -173,6 +197,7 @@ class ShardedParameters(LocalShards):
             with agreeing(self.levels, "add_param_group", lambda: _lines(self.rules, self.param_groups, self.shards)):
                 self._add(dict(param_group))
                 self._take(range(groups, len(self.param_groups)))
+                _try_classes(self.settings, self.param_groups, self.rules, self.shards)
         except Exception:
             del self.shards[shards:], self.param_groups[groups:], self.rules[groups:]
             self.optims = optims
@@ -664,10 +689,11 @@ class ZeroRedundancyOptimizer(DropIn):
         *,
         shard: str | Policy = "auto", # "auto": even for known element-wise classes, else whole; "even", "whole", "greedy", or a policy
         master_dtype: torch.dtype | None = None, # keep and step a copy of this rank's pieces in this dtype, for parameters of lower precision
+        trust_optimizer_class: bool = False, # do not try a class that is not torch's, before it is sharded, on small tensors
         bucket_cap_mb: float = 1.0, # parameters up to this size (MB of 2**20 bytes) travel together, larger ones alone and without a copy
         **defaults: Any, # options of `optimizer_class`, for example lr
     ):
-        kept = Settings(optimizer_class, defaults, shard, parameters_as_bucket_view, bucket_cap_mb, master_dtype)
+        kept = Settings(optimizer_class, defaults, shard, parameters_as_bucket_view, bucket_cap_mb, master_dtype, trust_optimizer_class)
         super().__init__(params, _levels(process_group), kept, overlap_with_ddp)
 
     @torch._disable_dynamo # a compiled training step may call it, but no compiler follows into the agreement of ranks

@@ -17,11 +17,13 @@ from torch import Tensor
 from .sharder import Policy, balanced, greedy, newton_schulz, runs
 
 # %% auto #0
-__all__ = ['ELEMENTWISE', 'FUSED', 'ELEMENTS', 'OPTIONAL', 'is_torchs', 'Rule', 'find_rule', 'choose_fused', 'Settings',
-           'read_params', 'read_group', 'check_group', 'check_settings', 'read_state', 'describe_state']
+__all__ = ['ELEMENTWISE', 'PARAMETERWISE', 'FUSED', 'ELEMENTS', 'OPTIONAL', 'is_torchs', 'Rule', 'is_known', 'find_rule',
+           'choose_fused', 'Settings', 'read_params', 'read_group', 'check_group', 'check_settings', 'read_state',
+           'describe_state']
 
 # %% ../nbs/12b_rules.ipynb #49337450
 ELEMENTWISE = frozenset({"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
+PARAMETERWISE = frozenset({"Adafactor", "Muon"}) # of torch: each parameter by itself, but not each element
 FUSED = frozenset({"Adagrad", "Adam", "AdamW"}) # not SGD, whose fused kernel fails once a parameter gets its first gradient after others
 
 _SHARDS: dict[str, Policy] = {"even": runs, "whole": balanced, "greedy": greedy}
@@ -39,6 +41,10 @@ class Rule:
 
     optimizer_class: type[torch.optim.Optimizer]
     policy: Policy # who owns what
+
+def is_known(optimizer_class: type, cuts: bool) -> bool:
+    """Tell whether a class is known to step parameters by themselves, or even elements if parameters are cut; others are tried (12c_trial)."""
+    return is_torchs(optimizer_class, ELEMENTWISE if cuts else ELEMENTWISE | PARAMETERWISE)
 
 def find_rule(
     optimizer_class: Any, # a subclass of `torch.optim.Optimizer`
@@ -80,6 +86,7 @@ class Settings:
     as_views: bool # parameters become views of their bucket
     bucket_cap_mb: float # capacity of a bucket, MB of 2**20 bytes
     master_dtype: torch.dtype | None # of the copies that are stepped
+    trusted: bool = False # classes that are not known are not tried
 
     def rule(self, group: dict[str, Any]) -> Rule:
         """Take the group's own class and way to be shared out, if it names them, out of it."""
@@ -146,15 +153,16 @@ def check_settings(params: list[Any], settings: Settings, overlap_with_ddp: Any)
     """Refuse settings that cannot work.
 
     Raises `TypeError` or `ValueError`."""
-    wide, views = settings.master_dtype, settings.as_views
-    for name, value in (("parameters_as_bucket_view", views), ("overlap_with_ddp", overlap_with_ddp)):
+    wide, views, trusted = settings.master_dtype, settings.as_views, settings.trusted
+    for name, value in (("parameters_as_bucket_view", views), ("overlap_with_ddp", overlap_with_ddp), ("trust_optimizer_class", trusted)):
         if not isinstance(value, (bool, int)) or value not in (0, 1): raise TypeError(f"{name} must be True or False, got {value!r}; options go by keyword")
     if wide is not None and not (isinstance(wide, torch.dtype) and wide.is_floating_point):
         raise TypeError(f"master_dtype must be a floating-point dtype such as torch.float32, or None, got {wide!r}")
     for group in params if isinstance(next(iter(params), None), dict) else [{"params": params}]: check_group(group, settings)
     find_rule(settings.optimizer_class, settings.shard)
     shard = settings.shard if isinstance(settings.shard, str) else "a policy"
-    return [f"shard={shard}, parameters_as_bucket_view={bool(views)}, bucket_cap_mb={settings.bucket_cap_mb}, master_dtype={wide}"]
+    return [f"shard={shard}, parameters_as_bucket_view={bool(views)}, bucket_cap_mb={settings.bucket_cap_mb}, master_dtype={wide}, "
+            f"trust_optimizer_class={bool(trusted)}"]
 
 # %% ../nbs/12b_rules.ipynb #eb32900b
 ELEMENTS = {"Adadelta": ("square_avg", "acc_delta"), "Adagrad": ("sum",), "Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq"),
