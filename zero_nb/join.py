@@ -753,6 +753,7 @@ class _Model(_Backward):
             self.expects = False
             return
         if options["ranks"]: self.send_buffers(options["ranks"])
+        if self.driver: self.driver.stepped_grads.remove() # DDP copies what is in .grad into new buckets
         if options["rebuild"] and ddp.reducer._rebuild_buckets(): ddp._has_rebuilt_buckets = True
 
 # %% ../nbs/15_join.ipynb #71ce946c

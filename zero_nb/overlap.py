@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,10 +31,11 @@ if TYPE_CHECKING: from typing_extensions import Self
 
 # %% auto #0
 __all__ = ['Finish', 'Copy', 'mean_dtype', 'start_mean', 'Prepared', 'Runner', 'cut_in_place', 'cut_runs', 'plan_buckets',
-           'Layout', 'find_layout', 'AtEnd', 'at_end', 'found_tensors', 'failing', 'norm_of', 'clip_parts', 'Care',
-           'Way', 'check_complex', 'check_pair', 'remembered', 'Driver', 'Hook', 'Listening', 'in_torchs_join',
-           'Joined', 'Attached', 'done', 'beside', 'Noted', 'Arrivals', 'Averages', 'Late', 'Backward', 'Switch',
-           'find_switch', 'Overlap', 'overlap', 'hook_with_zero_step', 'hook_with_zero_step_interleaved']
+           'Layout', 'find_layout', 'AtEnd', 'at_end', 'found_tensors', 'failing', 'norm_of', 'clip_parts',
+           'SteppedGradient', 'SteppedGradients', 'Care', 'Way', 'check_complex', 'check_pair', 'remembered', 'Driver',
+           'Hook', 'Listening', 'in_torchs_join', 'Joined', 'Attached', 'done', 'beside', 'Noted', 'Arrivals',
+           'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap', 'hook_with_zero_step',
+           'hook_with_zero_step_interleaved']
 
 # %% ../nbs/14_overlap.ipynb #bcb158cc
 Finish = Callable[[], Tensor] # waits for a reduction, and gives what this rank owns of the bucket: the mean over all ranks, 1-D
@@ -295,6 +297,112 @@ def clip_parts(group: Group, parts: Sequence[Tensor], max_norm: float, norm_type
     for part in parts: part.mul_(scale.to(part))
     return norm
 
+# %% ../nbs/14_overlap.ipynb #0f2c1768
+_GONE = ("this gradient is gone: backward() has averaged it over all ranks, stepped and freed it, so {} comes too late. Pass max_grad_norm= to overlap() or "
+         "data_parallel() to clip (math.inf: only measure) and read the norm from the handle's grad_norm; pass scaler= for a GradScaler; for all else, "
+         "detach() the handle and step after backward")
+_ATEN = torch.ops.aten
+
+class SteppedGradient(Tensor):
+    """Stands in `.grad` for a gradient that was stepped and freed: it has no memory, and raises when it is computed with."""
+
+    param: Callable[[], Tensor | None] # a weak reference
+    found_inf: bool | None
+    __torch_function__ = torch._C._disabled_torch_function_impl # type: ignore[assignment] # attributes are answered as of any tensor
+
+    @staticmethod
+    def __new__(
+        cls,
+        like: Tensor, # the parameter
+        param: Callable[[], Tensor | None], # a weak reference to it
+        found_inf: bool | None = None, # what a scaler finds; None: there is none that may look
+        dtype: torch.dtype | None = None, # None, as for what follows: that of the parameter
+        device: torch.device | None = None,
+    ) -> Self:
+        """Make one for a parameter."""
+        made: Any = Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device)
+        made.param, made.found_inf = param, found_inf
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any: # type: ignore[override]
+        """Answer what must go on; else raise `RuntimeError`."""
+        answer = _ANSWERS.get(func)
+        if answer is None: raise RuntimeError(_GONE.format(func.overloadpacket.__name__.rstrip("_")))
+        return answer(args, kwargs or {})
+
+    def leave(self, grad: Tensor | None = None) -> None:
+        """Give the parameter a gradient, or none, in the place of this one."""
+        if (param := self.param()) is not None and param.grad is self: param.grad = grad
+
+    def share_memory_(self) -> Self:
+        """Do nothing."""
+        return self
+
+    def __repr__(self, **_: Any) -> str: # type: ignore[override]
+        return f"SteppedGradient({tuple(self.shape)})"
+    def __deepcopy__(self, memo: Any) -> None: return None
+    def __reduce_ex__(self, protocol: Any) -> Any: return type(None), ()
+
+# %% ../nbs/14_overlap.ipynb #5bc9e2e5
+def _zero(args: Any, kwargs: Any) -> Any: # zero_grad(set_to_none=False)
+    args[0].leave()
+    return args[0]
+
+def _zero_all(args: Any, kwargs: Any) -> None:
+    if real := [t for t in args[0] if not isinstance(t, SteppedGradient)]: torch._foreach_zero_(real)
+    for t in args[0]:
+        if isinstance(t, SteppedGradient): t.leave()
+
+def _convert(args: Any, kwargs: Any) -> Any: # Module.to
+    return SteppedGradient(args[0], args[0].param, args[0].found_inf, kwargs.get("dtype"), kwargs.get("device"))
+
+def _accumulate(args: Any, kwargs: Any) -> Any: # autograd adds a gradient of another backward
+    if torch._C._current_graph_task_id() < 0 or not isinstance(args[0], SteppedGradient): raise RuntimeError(_GONE.format("add"))
+    args[0].leave(added := args[1].clone())
+    return args[0] if len(args) < 3 and not torch.is_grad_enabled() else added
+
+def _unscale(args: Any, kwargs: Any) -> None: # GradScaler
+    marks = [t for t in args[0] if isinstance(t, SteppedGradient)]
+    if any(mark.found_inf is None for mark in marks): raise RuntimeError(_GONE.format("GradScaler.unscale_"))
+    if real := [t for t in args[0] if not isinstance(t, SteppedGradient)]: torch._amp_foreach_non_finite_check_and_unscale_(real, *args[1:])
+    if any(mark.found_inf for mark in marks): args[1].fill_(1.0)
+
+_ANSWERS: dict[Any, Callable[[Any, Any], Any]] = {
+    _ATEN.zero_.default: _zero, _ATEN._foreach_zero_.default: _zero_all, _ATEN._to_copy.default: _convert, _ATEN.add_.Tensor: _accumulate,
+    _ATEN.add.Tensor: _accumulate, _ATEN._amp_foreach_non_finite_check_and_unscale_.default: _unscale}
+
+# %% ../nbs/14_overlap.ipynb #22e0b6f2
+class SteppedGradients:
+    """Puts markers where gradients were, and takes them away before others come."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, SteppedGradient] = {} # by id of the parameter
+        self.placed: list[Tensor] = [] # parameters
+
+    def place(
+        self,
+        params: Iterable[Tensor], # whose gradients were stepped, and are None
+        found_inf: bool | None = None, # what a scaler is to find in them; None: there is no scaler
+    ) -> None:
+        """Put a marker in the place of each gradient."""
+        self.placed = list(params)
+        if found_inf is not None: # a scaler refuses float16, also where it is not asked
+            self.placed = [p for p in self.placed if p.dtype != torch.float16] or self.placed
+        for p in self.placed:
+            mark = self.made.get(id(p))
+            if mark is None or mark.dtype != p.dtype or mark.shape != p.shape or mark.device != p.device: # also of one that is no more
+                mark = self.made[id(p)] = SteppedGradient(p, weakref.ref(p))
+            mark.param, mark.found_inf = mark.param if mark.param() is p else weakref.ref(p), found_inf
+            p.grad = mark
+
+    @torch._disable_dynamo
+    def remove(self) -> None:
+        """Take away the markers that are left."""
+        for p in self.placed:
+            if isinstance(p.grad, SteppedGradient): p.grad = None
+        self.placed = []
+
 # %% ../nbs/14_overlap.ipynb #343a3b6a
 @dataclass(frozen=True, kw_only=True)
 class Care:
@@ -314,14 +422,10 @@ class Care:
     def judge(self, group: Group, parts: Sequence[Tensor]) -> tuple[bool, Tensor | None]: # whether to step; the norm before it was clipped
         """Look at what this rank owns of all averages; all ranks call this."""
         if self.scales:
-            for part in parts: part.div_(self.scaler.get_scale())
+            scale = self.scaler.get_scale() # once for all, since it waits for the device
+            for part in parts: part.div_(scale)
             if not torch.isfinite(norm_of(group, parts, float("inf"))): return False, None
         return True, None if self.max_grad_norm is None else clip_parts(group, parts, self.max_grad_norm, self.norm_type)
-
-    def tell(self, params: Sequence[Tensor], stepped: bool) -> None:
-        """Leave a gradient in which a scaler reads whether to step, and how to change its scale."""
-        smallest = min(params, key=Tensor.numel)
-        if self.scales: smallest.grad = torch.full_like(smallest, 0.0 if stepped else torch.inf)
 
     def check(self) -> None:
         """Refuse what cannot work."""
@@ -424,6 +528,7 @@ class Driver(ABC):
     runner: Runner | None = None # for iterations whose buckets are known beforehand
     apart = True # whether the optimizer's classes may step bucket by bucket
     grad_norm: Tensor | None = None # before it was clipped, of the last step
+    stepped_grads: SteppedGradients
     levels = property(lambda self: self.zero.levels, doc="Groups in which others would wait for this rank if it failed.")
 
     @property
@@ -444,6 +549,12 @@ class Driver(ABC):
     @abstractmethod
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
+
+    def mark_grads(self, params: Sequence[Tensor], running: Runner, stepped: bool) -> None:
+        """Leave markers in the place of gradients that are gone, in which a scaler reads whether to step, and how to change its scale."""
+        used = [p for p, lacks in zip(params, running.lacks, strict=True) if p.requires_grad and not lacks]
+        if self.way.scales: self.stepped_grads.place(used or params, not stepped)
+        else: self.stepped_grads.place(used)
 
     def step_late(self, running: Runner) -> bool: # whether there was a step
         """Step all buckets of an iteration in one call, and find out whether the optimizer may be called for one at a time."""
@@ -474,6 +585,7 @@ class Listening(Driver):
     unfinished = property(lambda self: self.under_way, doc="Whether a backward has begun and not come to its end.")
 
     def _before(self, module: Any, args: Any) -> None:
+        if torch.is_grad_enabled(): self.stepped_grads.remove() # the next backward adds to what is there
         if not self.unfinished or not torch.is_grad_enabled() or self._entered(): return # a checkpoint runs forward inside backward
         with failing(self.levels):
             raise RuntimeError("the last backward did not come to its end, so the gradients of this rank are not in step with those of the others")
@@ -487,7 +599,9 @@ class Listening(Driver):
             for tensor in found_tensors(output):
                 if tensor.grad_fn is not None: tensor.register_hook(self._watch) # else no backward begins there
 
-    def _watch(self, gradient: Tensor) -> None: self._entered()
+    def _watch(self, gradient: Tensor) -> None:
+        self.stepped_grads.remove()
+        self._entered()
 
     def _entered(self) -> bool: # whether backward runs; it may fail before the first bucket is full
         return at_end(lambda: None, self.levels)
@@ -499,6 +613,8 @@ def in_torchs_join(joinable: Any) -> bool:
 
 class Joined(Listening):
     """The part that looks who else is in a block with the optimizer."""
+
+    joined = False # in a block of torch's Join, where DDP reads what is in `.grad` on ranks without data
 
     def check_torchs_join(self, model: Any, trouble: str = "") -> None:
         """Refuse torch's `Join` where a rank without data could not follow."""
@@ -517,6 +633,7 @@ class Attached(Joined):
     def attach(self, module: Any, zero: ZeroRedundancyOptimizer, way: Care) -> None:
         """Take the optimizer's steps."""
         self.zero, self.way, device = zero, way, zero.join_device
+        self.stepped_grads = SteppedGradients()
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.handles = [module.register_forward_pre_hook(Hook(self._before)), module.register_forward_hook(Hook(self._after), always_call=True)]
         zero.driver = self
@@ -529,6 +646,7 @@ class Attached(Joined):
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
         for handle in self.handles: handle.remove()
+        self.stepped_grads.remove()
         if self.zero.driver is self: self.zero.driver = None
 
     def detach(self) -> None:
@@ -674,6 +792,7 @@ class Backward(Late):
     """What happens when backward is over."""
 
     taken = 0 # steps since `step` was called
+    kept: Mapping[int, Any] = {} # by id of a parameter: the average that a hook of the user's left, and its version
 
     def _finish(self) -> None:
         with failing(self.levels), torch.no_grad(), beside(self.stream):
@@ -686,9 +805,11 @@ class Backward(Late):
         if not (self.inside and at_end(partial(self._drop, stepped), self.levels)): self._drop(stepped)
 
     def _drop(self, stepped: bool) -> None: # gradients that no longer are what they are called
-        if self.way.wire != "kept":
-            for p in self.zero.params(): p.grad = None
-        if self.inside: self.way.tell(self.zero.params(), stepped)
+        params = self.zero.params()
+        if self.way.wire == "kept" and not self.way.scales: self.kept = {id(p): (id(p.grad), p.grad._version) for p in params if p.grad is not None}
+        else:
+            for p in params: p.grad = None
+            if self.inside and not self.joined: self.mark_grads(params, self.running, stepped)
 
     @contextmanager
     def following(
@@ -697,6 +818,7 @@ class Backward(Late):
     ) -> Iterator[None]:
         """Take part in a backward of ranks that have data, whose buckets come in the block, without one here."""
         self.follows = "sums" if sums else "zeros"
+        self.stepped_grads.remove()
         try:
             yield
             self._finish()
@@ -755,7 +877,8 @@ class Overlap(Backward):
 
     def _before(self, module: Any, args: Any) -> None:
         super()._before(module, args)
-        if in_torchs_join(module) or in_torchs_join(self.zero):
+        self.joined = in_torchs_join(module) or in_torchs_join(self.zero)
+        if self.joined:
             weights = not getattr(module, "_divide_by_initial_world_size", True) and "divide_by_initial_world_size=False"
             lone = self.some_unused and self.dynamic and not in_torchs_join(self.zero) and "find_unused_parameters and without the optimizer"
             with failing(self.levels): self.check_torchs_join(module, weights or lone or "")
@@ -767,7 +890,10 @@ class Overlap(Backward):
         taken, self.taken = self.taken, 0
         if taken > 1: raise RuntimeError(f"{taken} calls of backward() have each taken a step since step() was last called; to add gradients up, "
                                          "run all but the last backward under ddp.no_sync()")
-        if not taken and self.way.wire != "kept" and any(p.grad is not None for p in self.zero.params()):
+        if taken and any(p.grad is not None and (id(p.grad), p.grad._version) != self.kept.get(id(p)) for p in self.zero.params() if id(p) in self.kept):
+            raise RuntimeError("gradients were changed after backward() had taken the step, which comes too late; pass max_grad_norm= to clip, scaler= for a "
+                               "GradScaler, and for all else detach() and step after backward")
+        if not taken and self.way.wire != "kept" and any(p.grad is not None and not isinstance(p.grad, SteppedGradient) for p in self.zero.params()):
             raise RuntimeError("step() found gradients that did not come through DDP's hook, so they are not averaged: register the hook, and run the "
                                "last backward before step() through the wrapped model and outside no_sync()")
 
@@ -792,8 +918,9 @@ def overlap(
 ) -> Overlap: # `detach` it, or use it in a `with` block
     """Step inside `backward`, on gradients that are reduce-scattered while they arrive. All ranks call this.
 
-    When `backward` returns, the parameters are those after the step on every rank, and `.grad` is None, unless a hook of the user's has averaged it;
-    `zero.step()` may be called and does nothing. Each backward outside `no_sync` is a step.
+    When `backward` returns, the parameters are those after the step on every rank; `zero.step()` may be called and does nothing. Each backward outside
+    `no_sync` is a step. So `clip_grad_norm_` and whatever else reads or changes `.grad` between `backward` and `step` comes too late, and raises: pass
+    `max_grad_norm` to clip, and `scaler` if the loss is scaled. Only averages that a hook of the user's has made can still be read.
     Raises `TypeError`, `ValueError` or `RuntimeError` on every rank for what does not go together."""
     return Overlap(ddp, zero, Way(hook, state, interleaved=interleaved, lag=lag, max_grad_norm=max_grad_norm, norm_type=norm_type, reduce_dtype=reduce_dtype,
                                   scaler=scaler))

@@ -302,6 +302,7 @@ class Filling(Adding):
 
     def begin(self) -> None:
         """Start an iteration: the one before it is over, and its parameters are there."""
+        self.stepped_grads.remove()
         self.wait()
         if self.announce: self.announce()
         self.under_way, self.owes = True, False
@@ -493,7 +494,7 @@ class Backward(Late):
         self.clean = True
         if not self.way.hidden: self.wait()
         elif self.pending: self._guard()
-        self.way.tell(self.params, stepped)
+        if self.running: self.mark_grads(self.params, self.running, stepped)
 
     def _guard(self) -> None:
         assert self.running is not None, "there was an iteration"
@@ -509,6 +510,7 @@ class Steps(Backward):
     def step(self, kwargs: dict[str, Any]) -> None:
         """Do what is left of a step: nothing, unless this rank takes part only now: it had no gradient, or none that was listened to."""
         super().step(kwargs)
+        if not self.stepped: self.stepped_grads.remove()
         if not self.stepped and (self.way.find_unused_parameters or self._came()):
             self.begin()
             self.finish()
@@ -606,6 +608,7 @@ class Attending(Buffers):
         if self.trained != (trained := [p.requires_grad for p in self.params]): self.listen(j for j, trains in enumerate(trained) if trains)
 
     def _watch(self, gradient: Tensor) -> None: # backward comes from the loss, and is not nested in another
+        self.stepped_grads.remove()
         if not self.syncs or self.under_way or self.ending: return
         self.ending = at_end(self._left, self.levels)
         self.set_aside()
@@ -646,6 +649,7 @@ class DataParallel(Attending, _Joinable):
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling(): _uncompiled(self.wait)
+        if torch.is_grad_enabled(): self.stepped_grads.remove()
         if not (self.syncs and module.training and torch.is_grad_enabled()): return
         super()._before(module, args)
         _uncompiled(self._hear)
@@ -730,7 +734,8 @@ def data_parallel(
 ) -> Parallel:
     """Train a plain module data-parallel, with gradients and optimizer state sharded (ZeRO stage 2). All ranks call this.
 
-    `backward` averages gradients, frees them bucket by bucket, and steps; `zero.step()` may be called and does nothing. Whoever reads a parameter
-    through the module waits for it. Raises `TypeError` or `ValueError` on every rank for what does not go together.
+    `backward` averages gradients, frees them bucket by bucket, and steps; `zero.step()` may be called and does nothing. What reads or changes
+    `.grad` after `backward`, `clip_grad_norm_` for example, comes too late, and raises: pass `max_grad_norm` to clip, and `scaler` if the loss is scaled.
+    Whoever reads a parameter through the module waits for it. Raises `TypeError` or `ValueError` on every rank for what does not go together.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2."""
     return Parallel(module, zero, ParallelWay(**way))
