@@ -1,9 +1,12 @@
 """Callers that are killed, processes that must not live on, strangers that connect, checkpoints that are not trusted."""
+import contextlib
 import copy
 import getpass
 import json
 import os
+import pickle
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_nb.launch import run
+from zero_nb.launch import World, run
 from zero_nb.train import TrainConfig, configured, train_rank
 
 ROOT = Path(__file__).parent.parent
@@ -224,4 +227,75 @@ def test_L5_a_damaged_file_is_a_value_error(checkpoint, tmp_path):
     for state in (Harm(), {**checkpoint, "step": Harm()}, 3, [], None):
         torch.save(state, tmp_path / "checkpoint.pt")
         with pytest.raises(ValueError, match=r"checkpoint\.pt"): resumed(None, tmp_path)
+    assert not (tmp_path / "harm").exists()
+
+
+# ---- L11 and pickles: strangers that connect ----
+
+class Bomb:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path): self.path = str(path)
+    def __reduce__(self): return os.mkdir, (self.path,)
+
+
+def frame(data: bytes) -> bytes: return len(data).to_bytes(4, "big") + data # as multiprocessing's connections write it
+
+
+def test_L11_strangers_keep_no_rank_waiting_and_are_never_unpickled(tmp_path, monkeypatch):
+    strangers, create, bomb = [], socket.create_server, pickle.dumps(Bomb(tmp_path / "harm"))
+    says = [b""] * 20 + [b"\0", b"\0\0\0\x40half"] + [frame(bomb), frame(b"0" * 64) + frame(bomb), frame(b"x" * 100), b"y" * 104 + frame(bomb), bomb * 3]
+
+    def visited(*args, **kwargs):
+        server = create(*args, **kwargs)
+        for words in says:
+            strangers.append(socket.create_connection(server.getsockname()))
+            strangers[-1].sendall(words)
+        return server
+
+    monkeypatch.setattr(socket, "create_server", visited)
+    began = time.monotonic()
+    world = World(2)
+    took = time.monotonic() - began
+    try: assert world.run("import os; int(os.environ['RANK'])", timeout=60) == [0, 1]
+    finally: world.stop()
+    for sock in strangers:
+        sock.settimeout(30)
+        with contextlib.suppress(ConnectionResetError): assert sock.recv(1000) == b"" # told nothing
+        sock.close()
+    assert not (tmp_path / "harm").exists()
+    assert took < 60 # one after the other would be 5 s for each
+
+
+def test_L11_a_wrong_greeting_is_closed_at_once(monkeypatch):
+    from zero_nb import launch
+    monkeypatch.setattr(launch._Handshakes, "patience", 1e6)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        handshakes = launch._Handshakes(server, b"token")
+        silent, wrong = (socket.create_connection(server.getsockname()) for _ in range(2))
+        wrong.sendall(b"0" * 1000)
+        wrong.settimeout(60)
+        for _ in range(10): assert handshakes.next(0.05) == []
+        assert len(handshakes.waiting) == 1 # the silent one
+        with contextlib.suppress(ConnectionResetError): assert wrong.recv(1) == b""
+        many = [socket.create_connection(server.getsockname()) for _ in range(100)]
+        for _ in many: handshakes.next(0.05)
+        assert len(handshakes.waiting) == 64
+        handshakes.close()
+        for sock in (silent, wrong, *many): sock.close()
+
+
+def test_L11_a_rank_unpickles_nothing_from_a_stranger_at_its_callers_port(tmp_path):
+    bomb = pickle.dumps(Bomb(tmp_path / "harm"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        world = json.dumps([server.getsockname()[1], "token", [str(tmp_path / "log")], "gloo"])
+        env = dict(os.environ, ZERO_NB_WORLD=world, RANK="0", PYTHONPATH=os.pathsep.join(sys.path))
+        rank = subprocess.Popen([sys.executable, "-c", "from zero_nb.launch import serve; serve()"], env=env, stderr=subprocess.PIPE, text=True)
+        server.settimeout(60)
+        conn, _ = server.accept()
+        conn.sendall(b"0" * 32 + frame(bomb) * 3)
+        _, err = rank.communicate(timeout=60)
+        said = conn.recv(10_000)
+        conn.close()
+    assert rank.returncode == 1 and "another one listens at port" in err and b"token" not in said
     assert not (tmp_path / "harm").exists()

@@ -24,6 +24,7 @@ import re
 import secrets
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -34,7 +35,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import dropwhile, takewhile
-from multiprocessing.connection import Client, Connection, wait
+from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -370,6 +371,72 @@ def _execute(
     exec(compile(ast.Module(body, []), name, "exec", dont_inherit=True), space)
     return eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), space) if isinstance(last, ast.Expr) else None
 
+# %% ../nbs/11_launch.ipynb #d7cd53e4
+_GREETING = struct.Struct("!32sii") # a number used once, the rank, its process id
+_SIGNATURE = 32 # bytes
+
+def _sign(token: bytes, who: bytes, greeting: bytes) -> bytes: return hmac.digest(token, who + greeting, "sha256")
+
+def _connect(port: int, token: bytes, rank: int) -> Connection:
+    """Connect a rank to its caller, and to nobody else."""
+    greeting = _GREETING.pack(secrets.token_bytes(32), rank, os.getpid())
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock.sendall(greeting + _sign(token, b"rank", greeting))
+    if not hmac.compare_digest(sock.recv(_SIGNATURE, socket.MSG_WAITALL), _sign(token, b"caller", greeting)):
+        raise ConnectionError(f"rank {rank} was to connect to the process that started it, and another one listens at port {port}")
+    return Connection(sock.detach())
+
+# %% ../nbs/11_launch.ipynb #3dfc2796
+class _Handshakes:
+    """Connections to a port that have not yet proved to be ranks."""
+
+    patience, most = 5.0, 64 # seconds for a greeting; connections
+
+    def __init__(self, server: socket.socket, token: bytes):
+        self.server, self.token = server, token
+        self.waiting: dict[socket.socket, tuple[float, bytes]] = {} # when its time is up, what it has said
+        server.setblocking(False)
+
+    def next(self, seconds: float) -> list[tuple[int, int, Connection]]: # rank, process id, connection
+        """Wait for at most so long, and give the ranks that have proved who they are."""
+        found = []
+        for sock in wait([self.server, *self.waiting], seconds):
+            if sock is self.server: self._accept()
+            elif rank := self._read(sock): found.append(rank)
+        late = [sock for sock, (until, _) in self.waiting.items() if time.monotonic() > until]
+        for sock in late or [*self.waiting][:max(0, len(self.waiting) - self.most)]: self._close(sock)
+        return found
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            sock, _ = self.server.accept()
+            sock.setblocking(False)
+            self.waiting[sock] = time.monotonic() + self.patience, b""
+
+    def _read(self, sock: Any) -> tuple[int, int, Connection] | None:
+        until, said = self.waiting[sock]
+        try: new = sock.recv(_GREETING.size + _SIGNATURE - len(said))
+        except OSError: new = b""
+        self.waiting[sock] = until, said + new
+        if new and len(said + new) < _GREETING.size + _SIGNATURE: return None
+        greeting, signature = (said + new)[:_GREETING.size], (said + new)[_GREETING.size:]
+        if not hmac.compare_digest(signature, _sign(self.token, b"rank", greeting)):
+            self._close(sock)
+            return None
+        del self.waiting[sock]
+        sock.setblocking(True)
+        sock.sendall(_sign(self.token, b"caller", greeting))
+        _, rank, pid = _GREETING.unpack(greeting)
+        return rank, pid, Connection(sock.detach())
+
+    def _close(self, sock: socket.socket) -> None:
+        del self.waiting[sock]
+        sock.close()
+
+    def close(self) -> None:
+        """Leave those that are still waiting."""
+        for sock in [*self.waiting]: self._close(sock)
+
 # %% ../nbs/11_launch.ipynb #aeb2198e
 def _cloudpickle() -> Any:
     try: return importlib.import_module("cloudpickle")
@@ -378,9 +445,8 @@ def _cloudpickle() -> Any:
 def serve() -> NoReturn:
     """Be one rank of a `World`: connect to it, enter the process group, execute cells."""
     port, token, paths, backend = json.loads(os.environ.pop("ZERO_NB_WORLD"))
-    pickler, rank, conn = _cloudpickle(), int(os.environ["RANK"]), Client(("127.0.0.1", port))
-    conn.send_bytes(token.encode())
-    conn.send((rank, os.getpid()))
+    pickler, rank = _cloudpickle(), int(os.environ["RANK"])
+    conn = _connect(port, token.encode(), rank)
     _settle(paths[rank], (sys.stdout, sys.stderr))
     link = Link(conn, rank, pickler)
     link.say(_attempt(link, _enter, backend))
@@ -397,19 +463,14 @@ def _agent(n: int, master_port: int | None, log: str, world: list) -> Reaper:
     env = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}) | os.environ | {"ZERO_NB_WORLD": json.dumps(world)}
     return Reaper.spawn(command, env, log)
 
-def _meet(server: socket.socket, token: bytes, n: int, agent: Reaper, said: Callable[[], str]) -> list[tuple[Connection, int]]:
+def _meet(handshakes: _Handshakes, n: int, agent: Reaper, said: Callable[[], str]) -> list[tuple[Connection, int]]:
     """Wait until all ranks have connected; give each one's connection and process id, in rank order."""
     met: dict[int, tuple[Connection, int]] = {}
     while len(met) < n:
         if (code := agent.code(0)) is not None:
             says = re.search(r"^[\w.]*(Error|Exception): .*", said(), re.MULTILINE)  # the first is the cause; torchrun's summary follows
             raise RuntimeError(f"torchrun ended before its {n} ranks were ready: {says[0] if says else said()[-1000:] or code}")
-        if not wait([server], 0.05): continue
-        conn = Connection(server.accept()[0].detach())
-        with suppress(OSError, EOFError):
-            if not (conn.poll(5) and hmac.compare_digest(conn.recv_bytes(100), token)): continue  # it is nobody of ours
-            rank, pid = conn.recv()
-            met[rank] = conn, pid
+        for rank, pid, conn in handshakes.next(0.05): met[rank] = conn, pid
     return [met[rank] for rank in range(n)]
 
 # %% ../nbs/11_launch.ipynb #8b93b5a7
@@ -422,12 +483,14 @@ class _Processes:
         self.n, self.files, self.ranks = n, NamelessFiles(n + 1), list[tuple[Connection, int]]()
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.agent = _agent(n, master_port, self.files.paths[n], [server.getsockname()[1], token, self.files.paths, chosen])
+            handshakes = _Handshakes(server, token.encode())
             try:
-                self.ranks = _meet(server, token.encode(), n, self.agent, self._said)
+                self.ranks = _meet(handshakes, n, self.agent, self._said)
                 _values(self._answers(None), None, self._code)
             except BaseException:
                 self.kill()
                 raise
+            finally: handshakes.close()
 
     def _answers(self, timeout: float | None, tick: Callable[[], None] = lambda: None) -> list[Outcome]:
         return _gather([conn for conn, _ in self.ranks], timeout, tick)
