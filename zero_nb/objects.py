@@ -172,6 +172,7 @@ def gather_object(
 ) -> None:
     """Send an object of every rank to one of them.
 
+    The destination unpickles what all ranks send, so it trusts them, as in `broadcast_object_list`.
     Raises as `broadcast_object_list` does, and `ValueError` on every rank if the list is not there, or there on another rank.
     Source: `torch.distributed.gather_object`."""
     g = Group(group)
@@ -195,6 +196,7 @@ def scatter_object_list(
 ) -> None:
     """Send each rank its object from a list that one rank holds.
 
+    Each rank unpickles what the source sends, so it trusts it, as in `broadcast_object_list`.
     Raises as `gather_object` does. Source: `torch.distributed.scatter_object_list`."""
     g, payloads = Group(group), list[memoryview]()
     with agreeing(g, "scatter_object_list", lambda: [f"from group rank {source}"]):
