@@ -9,12 +9,13 @@ import hashlib
 import itertools
 import json
 import logging
+import secrets
 import sys
 import time
 import zlib
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -32,8 +33,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import memory
 
 # %% auto #0
-__all__ = ['CHUNK', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank', 'agree', 'agreeing', 'log_once',
-           'Work', 'Parts', 'Call', 'Board', 'patience', 'elsewhere', 'Collectives', 'Group', 'Coalesced',
+__all__ = ['Steps', 'CHUNK', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank', 'agree', 'agreeing',
+           'log_once', 'Work', 'Parts', 'Call', 'Board', 'patience', 'elsewhere', 'Collectives', 'Group', 'Coalesced',
            'coalescing_manager', 'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'destroy', 'fail']
 
 # %% ../nbs/10_process_group.ipynb #c5500ccf
@@ -69,6 +70,9 @@ class _State:
     lacks: dict[Any, bool] = field(default_factory=dict) # collectives that were tried on a backend we do not know; True if it has none
     dropped: list[str] = field(default_factory=list) # collectives nobody waited for
     ended: str = "" # "aborted" or "destroyed"
+    life: str = "" # name of this life of the group, in its store; "" before the first agreement
+    met: bool = False # whether an agreement has shown that all ranks are in this life
+    old: set[str] = field(default_factory=set) # names of earlier lives that were found in the store
 
     def tags(self, count: int, like: str) -> int:
         """Reserve `count` tags for messages of a kind, `_MARKS` apart, and give the first."""
@@ -158,58 +162,130 @@ def _store(group: Ranks) -> Any:
     from torch.distributed.distributed_c10d import _get_process_group_store
     return _get_process_group_store(_wire(group.process_group))
 
-_LAST_WORDS = "zero_nb/failed" # key of what a rank said that left the group because of an error
+_NOTHING = "\0" # no rank leaves this text
 
-def _last_words(group: Ranks) -> str: # "" if no rank has left because of an error
-    with suppress(Exception): # the store may be gone
-        store = _store(group)
-        if store.check([_LAST_WORDS]): return str(store.get(_LAST_WORDS).decode())
-    return ""
+class _Notes:
+    """Texts and numbers that the ranks of a group leave for each other in its store. Every method is one request, and none waits."""
 
-def _come(group: Ranks, store: Any, keys: list[str]) -> bool: # False: they will not come
-    """Look for keys until they are there. Between two looks other threads have the store, which answers one at a time."""
-    begin, limit, waited = time.monotonic(), _timeout(group).total_seconds(), 0.0
-    while not store.check(keys):
-        if waited > limit or group._state.ended or (waited > 0.05 and store.check([_LAST_WORDS])): return False
-        time.sleep(min(max(waited / 10, 1e-4), 0.1))
-        waited = time.monotonic() - begin
-    return True
+    def __init__(self, group: Ranks, life: str = ""):
+        self._group, self._store = group, _store(group)
+        self._prefix = f"z{life}/" # short, for it travels with every request
+
+    def _ask(self, request: Callable[..., Any], key: str, *values: Any) -> Any:
+        try: return request(self._prefix + key, *values)
+        except ValueError as error: raise RuntimeError(f"the store of {self._group} holds, under {key!r}, what no rank has written ({error}); another program "
+                                                       "writes to it: keep its port from others") from error
+        except Exception as error: raise _unreachable(self._group, self._store, error) from error
+
+    def set(self, key: str, text: str) -> None:
+        """Leave a text, in the place of an older one."""
+        self._ask(self._store.set, key, text)
+
+    def set_first(self, key: str, text: str) -> str:
+        """Leave a text unless there is one, and give the one that is there now."""
+        return str(self._ask(self._store.compare_set, key, "", text).decode())
+
+    def peek(self, key: str) -> str:
+        """Give a text, or a number as one; "" if there is none."""
+        found = self._ask(self._store.compare_set, key, _NOTHING, _NOTHING).decode(errors="replace")
+        return "" if found == _NOTHING else str(found)
+
+    def there(self, key: str) -> bool:
+        """Tell if there is a text or a number."""
+        return bool(self._ask(lambda key: self._store.check([key]), key))
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a number, 0 in the beginning, and give the sum."""
+        return int(self._ask(self._store.add, key, amount))
+
+    def remove(self, *keys: str) -> None:
+        """Take texts and numbers away, one request for each."""
+        for key in keys: self._ask(self._store.delete_key, key)
+
+def _unreachable(group: Ranks, store: Any, error: Exception) -> RuntimeError:
+    while hasattr(store, "underlying_store"): store = store.underlying_store
+    place = f" at {store.host}:{store.port}" if hasattr(store, "port") else ""
+    return RuntimeError(f"rank {group.global_rank} cannot reach the store of its group{place}, through which ranks agree: {_shortened(str(error), 300)}; "
+                        "the process that hosts it has ended, rank 0's or torchrun's agent. Look at its output first")
 
 # %% ../nbs/10_process_group.ipynb #c9bacc4e
-def _post(group: Ranks, payload: str, judge: Callable[[list[str]], str], turn: str, what: str) -> str:
-    """Post `payload`; the first rank judges all payloads and everyone returns its verdict."""
-    store, verdict = _store(group), f"zero_nb/{turn}/verdict"
-    keys = [f"zero_nb/{turn}/{rank}" for rank in range(group.size)]
-    store.set(keys[group.group_rank], payload)
-    if not _come(group, store, keys if group.group_rank == 0 else [verdict]):
-        if group._state.ended: raise RuntimeError(f"the group was {group._state.ended} while rank {group.global_rank} waited at {_plain(what)!r}")
-        if said := _last_words(group): raise RuntimeError(f"{said}, while rank {group.global_rank} waited at {_plain(what)!r}")
-        late = [group.ranks[r] for r, key in enumerate(keys) if not store.check([key])] or [group.ranks[0]]
-        names = f"rank {late[0]}" if len(late) == 1 else f"ranks {_few(late)}"
-        raise RuntimeError(f"{names} did not arrive within {_timeout(group).total_seconds():g} s, while rank {group.global_rank} waited at "
-                           f"{_plain(what)!r}; look at the output of {names}: died, or took another path")
-    if group.group_rank == 0: store.set(verdict, judge([store.get(key).decode() for key in keys]))
-    said, readers = store.get(verdict).decode(), f"{verdict}/readers"
-    store.delete_key(keys[group.group_rank])
-    if store.add(readers, 1) == group.size: # the last to read leaves nothing behind
-        for key in (verdict, readers): store.delete_key(key)
-    return said
+_FAN = 8 # ranks that share a number, and numbers of one level that share one of the next
+_HERE = sum(1 << 2 * place for place in range(_FAN)) # all have arrived: each has added to its two bits, once
+_DIGESTS = (1 << 44) - 1 # of this many, none of which is 0: 8 of them and 16 bits fit into a number of the store
+
+def _arrive(
+    notes: _Notes,
+    turn: int, # agreements before
+    group_rank: int,
+    size: int, # of the group
+    digest: int, # of this rank; 0: it does not agree
+) -> bool | None: # whether all digests are equal; None: ranks are missing
+    """Add this rank to the tree. Raises `_OldLife` if it is there already."""
+    index, level = group_rank, 0
+    while True:
+        block, place = divmod(index, _FAN)
+        members = min(_FAN, size - block * _FAN)
+        key, mine = f"{turn}/{level}.{block}", (digest << 2 * _FAN) + (1 << 2 * place)
+        total, here = divmod(notes.add(key, mine), 1 << 2 * _FAN)
+        if here >> 2 * place & 3 != 1:
+            notes.add(key, -mine)
+            raise _OldLife
+        if here != _HERE & (1 << 2 * members) - 1: return None
+        if turn > 1: notes.remove(f"{turn - 1}/{level}.{block}") # all of the block have read the answer; the first turn stays, to know an old life by
+        if total != members * digest: digest = 0
+        if size <= _FAN: return digest > 0
+        index, size, level = block, -(-size // _FAN), level + 1
+
+class _OldLife(Exception):
+    """What this rank found is from an earlier life of the group."""
+
+def _missing(notes: _Notes, turn: int, size: int) -> Iterator[int]:
+    """Give the group ranks that have not arrived, lowest first, with one or two requests for each."""
+    sizes = [size]
+    while sizes[-1] > _FAN: sizes.append(-(-sizes[-1] // _FAN))
+    def below(level: int, block: int) -> Iterator[int]:
+        found = notes.peek(f"{turn}/{level}.{block}")
+        here = int(found) if found.isdecimal() else 0
+        for index in range(block * _FAN, min((block + 1) * _FAN, sizes[level])):
+            if not here >> 2 * (index % _FAN) & 3: yield from below(level - 1, index) if level else [index]
+    return below(len(sizes) - 1, 0)
+
+def _pauses(group: Ranks) -> Iterator[float]:
+    """Give the seconds to sleep between looks, until the group's time limit; the more ranks look, the longer."""
+    begin, limit, waited = time.monotonic(), _timeout(group).total_seconds(), 0.0
+    while waited <= limit:
+        yield min(max(waited / 10, 1e-4, group.size * 3e-5), max(0.1, group.size * 1.2e-4))
+        waited = time.monotonic() - begin
+
+def _come(group: Ranks, store: Any, keys: list[str]) -> bool: # False: they will not come
+    """Look for keys until they are there."""
+    for pause in _pauses(group):
+        if store.check(keys): return True
+        if group._state.ended or _last_words(group): return False
+        time.sleep(pause)
+    return False
 
 # %% ../nbs/10_process_group.ipynb #0bc6ce1a
 _NOTE = "  # " # what follows in a line need not be the same on all ranks
 
 def _plain(what: object) -> str: return str(what).replace(_NOTE, " ")
 
-def _judge_digests(posts: list[str]) -> str:
-    digests, _, kinds, words = zip(*(_read(post, str, str, str, str) for post in posts), strict=True)
-    failed = next((report for report in zip(kinds, words, strict=True) if report[0]), ("", ""))
-    return json.dumps([len(set(digests)) > 1, *failed])
+def _digest(lines: Sequence[str]) -> str: return hashlib.sha256("\n".join(line.split(_NOTE)[0] for line in lines).encode()).hexdigest()
 
-def _judge_lines(posts: list[str]) -> str:
-    first, *others = (json.loads(zlib.decompress(bytes.fromhex(post))) for post in posts)
-    for rank, lines in enumerate(others, 1):
-        for number, (here, there) in enumerate(itertools.zip_longest(first, lines, fillvalue="(nothing)")):
-            if here.split(_NOTE)[0] != there.split(_NOTE)[0]: return json.dumps([rank, here, there, number == 0])
+def _excerpt(text: str, other: str, longest: int = 300) -> str:
+    """Give a text, or of a long one what is around the first character that differs."""
+    if len(text) <= longest: return text
+    at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    first, last = max(0, at - longest // 2), min(len(text), at + longest // 2)
+    return f"{'...' if first else ''}{text[first:last]}{'...' if last < len(text) else ''}"
+
+def _first_difference(
+    first: Sequence[str], # lines of the group's first rank
+    lines: Sequence[str], # of another one
+) -> tuple[str, str, bool]: # the line on both, and if it is the very first
+    """Find the first line that differs."""
+    for number, (here, there) in enumerate(itertools.zip_longest(first, lines, fillvalue="(nothing)")):
+        if here.split(_NOTE)[0] != there.split(_NOTE)[0]: return _excerpt(here, there), _excerpt(there, here), number == 0
     raise AssertionError("digests differ but the lines are equal")
 
 # %% ../nbs/10_process_group.ipynb #ed2c2163
@@ -253,6 +329,157 @@ def _read(text: str, *kinds: type) -> list[Any]:
     raise RuntimeError(f"the store holds {_shortened(text, 100)!r} where a rank posts {[kind.__name__ for kind in kinds]}; another program writes to the "
                        "store of this job, or another version of zero_nb does: keep its port from others, and use one version on all ranks")
 
+
+# %% ../nbs/10_process_group.ipynb #7b9213db
+Steps = Generator[float, None, str] # yields the seconds to sleep before it goes on
+
+class _Agreement:
+    """One agreement, as one rank takes part in it."""
+
+    def __init__(self, group: Ranks, what: str, lines: Sequence[str], error: Exception | None):
+        self.group, self.state, self.what, self.error = group, group._wire, what, error
+        self.turn, self.state.turn = self.state.turn, self.state.turn + 1
+        self.lines, self.digest = [what, *lines], _digest([what, *lines])
+        self.first, self.noted = group.group_rank == 0, False
+
+    def run(self) -> Steps:
+        """Take part, and give the outcome: "ok", "differ", "failed", or "left" and who did not come."""
+        if self.turn and not self.state.met:
+            raise RuntimeError(f"the ranks of {self.group} did not all come to its first agreement, so they cannot agree on {_plain(self.what)!r}; "
+                               "make a new group")
+        while True:
+            yield from self._enter()
+            try: return (yield from self._take_part())
+            except _OldLife:
+                self.state.old.add(self.state.life)
+                self.state.life = ""
+
+    def _enter(self) -> Steps:
+        """Learn the name of this life of the group."""
+        notes = _Notes(self.group)
+        if self.first and not self.state.life:
+            old = notes.peek("life")
+            while self.state.life in ("", old): self.state.life = secrets.token_urlsafe(3)
+            notes.set("life", self.state.life)
+        for pause in _pauses(self.group):
+            if not self.state.life and (life := notes.peek("life")) not in self.state.old: self.state.life = life
+            if self.state.life: break
+            self._check_ended()
+            yield pause
+        else: raise RuntimeError(self._late([0]))
+        self.notes = _Notes(self.group, self.state.life)
+        return self.state.life
+
+    def _take_part(self) -> Steps:
+        mine = 0 if self.error is not None else int(self.digest, 16) % _DIGESTS + 1
+        if self.error is not None and self._add("failed") == 1:
+            self._set("error", json.dumps(_report(self.group, self.what, self.error)))
+        if not mine and self.turn: self._decide("failed") # nobody need wait for the others
+        agreed = _arrive(self.notes, self.turn, self.group.group_rank, self.group.size, mine)
+        if agreed is not None and self.turn > 1: self.notes.remove(*(f"{self.turn - 1}/{key}" for key in ("ok", "decided", "waiting", "who")))
+        if not mine and self.turn: return "failed"
+        if agreed is None: return (yield from self._wait())
+        outcome = "ok" if agreed else "failed" if self.notes.there(f"{self.turn}/failed") else "differ"
+        if self.turn or self.first: return self._decide(outcome)
+        self._set("complete", outcome)
+        return (yield from self._wait())
+
+    def _wait(self) -> Steps:
+        begin = time.monotonic()
+        for looks, pause in enumerate(_pauses(self.group)):
+            yield pause
+            if self.notes.there(f"{self.turn}/ok"): return "ok"
+            if not looks and not self.first: continue
+            if found := self._peek("no"): return found
+            if self.first and (found := self._peek("complete")): return self._decide(found)
+            self._check_ended()
+            self._look_around(time.monotonic() - begin)
+        return self._leave()
+
+    def _decide(self, outcome: str) -> str: # the outcome, if no other rank has decided before
+        outcome = self.notes.set_first(f"{self.turn}/decided", outcome)
+        self._set("ok" if outcome == "ok" else "no", outcome)
+        return outcome
+
+    def _leave(self) -> str:
+        """Give up, unless all is decided just now."""
+        late = list(itertools.islice(_missing(self.notes, self.turn, self.group.size), 9)) or [0]
+        words = self._late(late) + (f"; {_read(said, str, str)[1]}" if (said := self._peek("error")) else "")
+        outcome = self.notes.set_first(f"{self.turn}/decided", f"left {words}")
+        if not outcome.startswith("left"): return outcome
+        if self.turn: self._set("no", outcome)
+        raise RuntimeError(words)
+
+    def _look_around(self, waited: float) -> None:
+        if self.turn and (said := self._peek("failed", of_group=True)): raise RuntimeError(f"{said}, while {self._here()}")
+        if not self.turn and _Notes(self.group).peek("life") != self.state.life: raise _OldLife
+        if self.noted or waited < min(max(0.25, self.group.size / 256), _timeout(self.group).total_seconds() / 4): return
+        self.noted = True # for `_elsewhere`
+        self._set(f"at/{self.group.group_rank}", self.what[:300])
+        if self._add("waiting") == 1: self._set("who", str(self.group.group_rank))
+
+    def _check_ended(self) -> None:
+        if self.group._state.ended: raise RuntimeError(f"the group was {self.group._state.ended} while {self._here()}")
+
+    def _here(self) -> str: return f"rank {self.group.global_rank} waited at {_shortened(_plain(self.what), 600)!r}"
+
+    def _late(self, group_ranks: Sequence[int]) -> str:
+        late = [self.group.ranks[rank] for rank in group_ranks]
+        names = f"rank {late[0]}" if len(late) == 1 else f"ranks {_few(late)}" if len(late) < 9 else f"ranks {', '.join(map(str, late[:8]))} and more"
+        return (f"{names} did not arrive within {_timeout(self.group).total_seconds():g} s, while {self._here()}; "
+                f"look at the output of {names}: died, or took another path")
+
+    def _set(self, key: str, text: str) -> None: self.notes.set(f"{self.turn}/{key}", text)
+    def _add(self, key: str) -> int: return self.notes.add(f"{self.turn}/{key}")
+    def _peek(self, key: str, of_group: bool = False) -> str: return self.notes.peek(key if of_group else f"{self.turn}/{key}")
+
+    def finish(self, outcome: str) -> Steps:
+        """Return if all is well. Raises the same on all ranks if it is not."""
+        self.state.met = True # the life is this one
+        if self.noted: self.notes.remove(f"{self.turn}/at/{self.group.group_rank}")
+        if outcome == "ok": return outcome
+        if outcome not in ("differ", "failed"): raise RuntimeError(outcome.removeprefix("left "))
+        if outcome == "differ": error: Exception = yield from _tell_difference(self)
+        else: error = self.error or _reported(*_read((yield from self.find("error")), str, str))
+        yield from self.let_read()
+        raise error
+
+    def find(self, key: str) -> Steps:
+        """Wait for a text of this turn."""
+        for pause in _pauses(self.group):
+            if text := self._peek(key): return text
+            self._check_ended()
+            yield pause
+        raise RuntimeError(f"no rank said within {_timeout(self.group).total_seconds():g} s what is wrong, while {self._here()}; one has died since")
+
+    def let_read(self) -> Steps:
+        """Let the last to read leave nothing behind; the first rank, whose process may host the store, stays a while so that all can read."""
+        if self._add("readers") == self.group.size: self.notes.remove(*(f"{self.turn}/{key}" for key in _TROUBLE))
+        end = time.monotonic() + _LINGER
+        for pause in _pauses(self.group) if self.first else ():
+            if not self._peek("readers") or time.monotonic() > end: break
+            yield pause
+        return ""
+
+_TROUBLE = ("no", "failed", "error", "digest", "text", "odd", "verdict", "readers")
+_LINGER = 5.0 # seconds
+
+# %% ../nbs/10_process_group.ipynb #d9b4f8fe
+def _tell_difference(agreement: _Agreement) -> Generator[float, None, Exception]:
+    """Bring the text of the first rank to one that differs from it, and its findings to all."""
+    notes, turn, group = agreement.notes, agreement.turn, agreement.group
+    if agreement.first:
+        notes.set(f"{turn}/text", zlib.compress(json.dumps(agreement.lines).encode()).hex())
+        notes.set(f"{turn}/digest", agreement.digest)
+    elif (yield from agreement.find("digest")) != agreement.digest and notes.add(f"{turn}/odd") == 1:
+        try: lines = json.loads(zlib.decompress(bytes.fromhex(notes.peek(f"{turn}/text"))))
+        except (ValueError, zlib.error) as error: raise RuntimeError(f"the store holds what rank {group.ranks[0]} cannot have written: {error}") from error
+        notes.set(f"{turn}/verdict", json.dumps([group.group_rank, *_first_difference(lines, agreement.lines)]))
+    rank, here, there, is_first = _read((yield from agreement.find("verdict")), int, str, str, bool)
+    topic = "what comes next" if is_first else _shortened(_plain(agreement.what), 300)
+    return _reported("ValueError", f"ranks disagree on {topic}: rank {group.ranks[0]} has {_plain(here)!r}, rank {group.ranks[rank]} has {_plain(there)!r}; "
+                                   "do the same on every rank")
+
 def agree(
     group: Ranks, # all its ranks call this
     what: str, # what is agreed on, for the error
@@ -261,24 +488,16 @@ def agree(
 ) -> None:
     """Return on every rank, or raise on every rank.
 
-    Raises `error` where it happened and the same type on the other ranks; `ValueError` with the first line that differs;
-    `RuntimeError` naming the ranks that did not arrive within the group's timeout."""
+    Raises `error` where it happened and the same type on the other ranks, or `RuntimeError` where the type is not one of Python's own; `ValueError` with
+    the first line that differs; `RuntimeError` naming the ranks that did not arrive within the group's timeout."""
     if _alone(group):
         if error is not None: raise error
         return
-    turn, group._wire.turn = group._wire.turn, group._wire.turn + 1
-    lines = [what, *lines]
-    digest = hashlib.sha256("\n".join(line.split(_NOTE)[0] for line in lines).encode()).hexdigest()
-    kind, words = ("", "") if error is None else _report(group, what, error)
-    differ, kind, words = _read(_post(group, json.dumps([digest, what, kind, words]), _judge_digests, f"{turn}", what), bool, str, str)
-    if error is not None: raise error
-    if kind: raise _reported(kind, words)
-    if differ:
-        text = zlib.compress(json.dumps(lines).encode()).hex()
-        rank, here, there, is_first = _read(_post(group, text, _judge_lines, f"{turn}/text", what), int, str, str, bool)
-        topic = "what comes next" if is_first else _plain(what)
-        raise _reported("ValueError", f"ranks disagree on {topic}: rank {group.ranks[0]} has {_plain(here)!r}, rank {group.ranks[rank]} has {_plain(there)!r}; "
-                                      "do the same on every rank")
+    agreement = _Agreement(group, what, lines, error)
+    for pause in _steps_of(agreement): time.sleep(pause)
+
+def _steps_of(agreement: _Agreement) -> Steps:
+    return (yield from agreement.finish((yield from agreement.run())))
 
 # %% ../nbs/10_process_group.ipynb #34831fed
 def _alone(group: Ranks) -> bool: # no other rank is there to answer: in a group of one, in one that is simulated, and in one without a store to meet in
@@ -335,17 +554,22 @@ def _failed(group: Ranks | None, what: object, error: RuntimeError) -> RuntimeEr
     hint = _elsewhere(group) if group else ""
     return RuntimeError(f"{_plain(what)} failed: {error}; {hint or 'a peer may be gone, so look at the output of the other ranks first'}")
 
-def _elsewhere(group: Ranks, who: Sequence[int] = ()) -> str: # some group ranks; none: any other
-    """Tell of a rank that has failed, or that waits for this one to compare another collective; of some, only if all of them wait."""
-    with suppress(Exception): # the store may be gone as well
-        store = _store(group)
-        if said := _last_words(group): return said
-        keys = {rank: f"zero_nb/{group._wire.turn}/{rank}" for rank in who or range(group.size) if rank != group.group_rank}
-        waiting = [rank for rank, key in keys.items() if store.check([key])]
-        if waiting and len(waiting) >= len(who):
-            at = _plain(_read(store.get(keys[waiting[0]]).decode(), str, str, str, str)[1])
-            return f"rank {group.ranks[waiting[0]]} was at {at!r} instead; do the same on every rank"
+def _last_words(group: Ranks) -> str: # "" if no rank has left because of an error
+    with suppress(Exception): # the store may be gone
+        if group._wire.met: return _Notes(group, group._wire.life).peek("failed")
     return ""
+
+def _elsewhere(group: Ranks, who: Sequence[int] = ()) -> str: # some group ranks; none: any other
+    """Tell of a rank that has failed, or that waits for this one to agree on something; of some, only if all of them wait."""
+    with suppress(Exception): # the store may be gone as well
+        if (said := _last_words(group)) or not group._wire.met: return said
+        notes, turn = _Notes(group, group._wire.life), group._wire.turn
+        if not int(notes.peek(f"{turn}/waiting") or 0) >= max(1, len(who)): return ""
+        ranks = who or [int(notes.peek(f"{turn}/who"))]
+        if all(at := [notes.peek(f"{turn}/at/{rank}") for rank in ranks]):
+            return f"rank {group.ranks[ranks[0]]} was at {_plain(at[0])!r} instead; do the same on every rank"
+    return ""
+
 
 # %% ../nbs/10_process_group.ipynb #ff3fcee3
 class Work:
@@ -501,30 +725,31 @@ class Board:
         group: Ranks,
         name: str, # the same on all ranks; they make the board between the same two agreements
     ):
-        self.group, self._prefix = group, f"zero_nb/board/{name}/{group._wire.turn}/"
-        self.alone = _alone(group)
+        self.group, self.alone = group, _alone(group)
         self._own: dict[str, str] = {} # in the place of a store, where nobody else looks
+        if self.alone: return
+        if not group._wire.met: agree(group, f"making the board {name}") # the keys begin with the name that the first agreement gives
+        self._notes, self._prefix = _Notes(group, group._wire.life), f"board/{name}/{group._wire.turn}/"
 
     def put(self, key: str, note: str) -> None:
         """Leave a note, in the place of an older one."""
         if self.alone: self._own[key] = note
-        else: _store(self.group).set(self._prefix + key, note)
+        else: self._notes.set(self._prefix + key, note)
 
     def see(self, key: str) -> str | None:
-        """Give a note, if there is one."""
+        """Give a note, if there is one that is not empty."""
         if self.alone: return self._own.get(key)
-        store, key = _store(self.group), self._prefix + key
-        return store.get(key).decode() if store.check([key]) else None
+        return self._notes.peek(self._prefix + key) or None
 
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a number that all ranks share, 0 in the beginning, and give the sum."""
-        if not self.alone: return _store(self.group).add(self._prefix + key, amount)
+        if not self.alone: return self._notes.add(self._prefix + key, amount)
         self._own[key] = str(int(self._own.get(key, 0)) + amount)
         return int(self._own[key])
 
     def remove(self, *keys: str) -> None:
         """Take notes and counts away."""
-        for key in keys: self._own.pop(key, None) if self.alone else _store(self.group).delete_key(self._prefix + key)
+        for key in keys: self._own.pop(key, None) if self.alone else self._notes.remove(self._prefix + key)
 
 # %% ../nbs/10_process_group.ipynb #74428e7d
 def patience(
@@ -667,10 +892,25 @@ def _together(works: Sequence[Iterator[None]]) -> Iterator[None]:
     for steps in works: yield from steps
 
 # %% ../nbs/10_process_group.ipynb #bde0f77f
+def _swap(group: Ranks, text: str, name: str, what: str) -> list[str]: # every rank's text, by group rank
+    """Give the text of every rank to all ranks."""
+    notes, found = _Notes(group, group._wire.life), list[str]()
+    keys = [f"{name}/{rank}" for rank in range(group.size)]
+    notes.set(keys[group.group_rank], f"={text}")
+    for pause in _pauses(group):
+        while len(found) < group.size and (text := notes.peek(keys[len(found)])): found.append(text[1:])
+        if len(found) == group.size: break
+        if said := group._state.ended or _last_words(group): raise RuntimeError(f"{said}, while rank {group.global_rank} waited at {what!r}")
+        time.sleep(pause)
+    else: raise RuntimeError(f"rank {group.ranks[len(found)]} did not arrive within {_timeout(group).total_seconds():g} s, while rank {group.global_rank} "
+                             f"waited at {what!r}; look at its output")
+    if notes.add(f"{name}/readers") == group.size: notes.remove(*keys, f"{name}/readers")
+    return found
+
 def _mesh(group: Group, tensor: Tensor) -> memory.Mesh | None:
     """Give the connection of ranks that read each other's memory, if there is one; tried with the first tensor that needs it."""
     meshes, turns = group._wire.meshes, itertools.count()
-    def swap(text: str) -> list[str]: return json.loads(_post(group, text, json.dumps, f"memory/{next(turns)}", "finding out who is on this machine"))
+    def swap(text: str) -> list[str]: return _swap(group, text, f"memory/{next(turns)}", "finding out who is on this machine")
     if tensor.device.type != "cpu": return None
     if not meshes: meshes.append(None if _alone(group) else memory.connect(group.group_rank, group.ranks, swap, _timeout(group).total_seconds()))
     return meshes[0]
@@ -1118,7 +1358,9 @@ def split(
     mine = next((part for part in parts if group.group_rank in part), None)
     if mine is None: return None
     if group.process_group is None: return Group()
-    return Group(_new_group(group, [group.ranks[r] for r in mine], timeout))
+    made = Group(_new_group(group, [group.ranks[r] for r in mine], timeout))
+    agree(made, "a new group") # so that its ranks hear each other's last words from the beginning
+    return made
 
 def clone(
     group: Group, # its members call this together
@@ -1194,8 +1436,9 @@ def fail(
 ) -> None:
     """Leave groups because of an error, so that no other rank waits for this one: their collectives raise, and say what it was."""
     levels: Any = _several(groups)
-    words = [said for group in levels if (said := _last_words(group))] or [f"rank {levels[0].global_rank} failed with {type(error).__name__}: {error}"]
+    words = [said for group in levels if (said := _last_words(group))] or [_shortened(f"rank {levels[0].global_rank} failed with {_described(error)}")]
     for group in levels:
-        with suppress(Exception): _store(group).set(_LAST_WORDS, words[0]) # the store may be gone
+        with suppress(Exception): # the store may be gone
+            if group._wire.met: _Notes(group, group._wire.life).set("failed", words[0])
     if any(not group._state.ended and "gloo" in group.backends.values() for group in levels): time.sleep(_SETTLE)
     for group in levels: abort(group)
