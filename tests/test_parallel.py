@@ -87,7 +87,7 @@ def compare(groups=one_adamw, make=network, steps=6, micro=1, clip=None, schedul
     one, other = make(), make()
     wrapped, optims = DDP(one, **(ddp or {})), plainly(groups(one))
     zero = sharded(groups(other), **(options or {}))
-    handle = data_parallel(other, zero, **{**SMALL, "max_grad_norm": clip, **setup})
+    handle = data_parallel(other, zero, **{**SMALL, "hidden": True, "max_grad_norm": clip, **setup})
     schedulers, worst = rates([*optims, zero]) if scheduled else [], 0.0
     for i in range(steps):
         for m in range(micro):
@@ -205,7 +205,7 @@ def cases(early):
         "lag 0": compare(lag=0, **setup), "lag 3": compare(lag=3, **setup), "lag 99": compare(lag=99, **setup),
         "tied": compare(make=Tied, ddp={"find_unused_parameters": False}, **setup), "forwards": compare(forwards=3, **setup),
         "reentrant": compare(make=lambda: Recomputed(True), micro=2, **setup), "recomputed": compare(make=lambda: Recomputed(False), **setup),
-        "GRU": compare(make=Recurrent, **setup), "attention": compare(make=Attending, **setup),
+        "GRU": compare(make=Recurrent, hidden=False, **setup), "attention": compare(make=Attending, **setup),
         "never read": compare(make=Never, ddp={"find_unused_parameters": True}, **setup),
         "never, looked for": compare(make=Never, ddp={"find_unused_parameters": True}, find_unused_parameters=True, **setup),
         "BatchNorm": compare(make=normed, **setup),
@@ -263,7 +263,7 @@ def halves(early):
     one, other = network().bfloat16(), network().bfloat16()
     wrapped, ref = DDP(one), sharded(one_adamw(one), master_dtype=torch.float32)
     zero = sharded(one_adamw(other), master_dtype=torch.float32)
-    data_parallel(other, zero, interleaved=early, **SMALL)
+    data_parallel(other, zero, interleaved=early, hidden=early, **SMALL)
     for i in range(5):
         for model in (wrapped, other): model(batch(i, dtype=torch.bfloat16)).float().square().mean().backward()
         ref.step()
@@ -292,7 +292,7 @@ def moved(early):
         optim.zero_grad()
     other.load_state_dict(one.state_dict())
     zero = sharded(one_adamw(other))
-    data_parallel(other, zero, interleaved=early, **SMALL)
+    data_parallel(other, zero, interleaved=early, hidden=early, **SMALL)
     first = copy.deepcopy(optim.state_dict())
     zero.load_state_dict(copy.deepcopy(first))
     for i in range(3, 6):
@@ -374,7 +374,7 @@ def choosing(early, first=0):
     one, other = Choosing(), Choosing()
     wrapped, optim = DDP(one, find_unused_parameters=True), AdamW(one.parameters(), lr=1e-2)
     zero = sharded([{**adamw(list(other.parameters())), "weight_decay": 0.01}])
-    data_parallel(other, zero, interleaved=early, find_unused_parameters=True, **SMALL)
+    data_parallel(other, zero, interleaved=early, hidden=early, find_unused_parameters=True, **SMALL)
     for i in range(first, len(CHOICES)):
         for model in (wrapped, other): model(batch(i), CHOICES[i](dist.get_rank())).square().mean().backward()
         optim.step()
@@ -396,7 +396,7 @@ def test_parameters_without_a_gradient_may_change(size):
 
 def surprised(lack, early):
     model = Choosing()
-    data_parallel(model, sharded(one_adamw(model)), interleaved=early, **SMALL)
+    data_parallel(model, sharded(one_adamw(model)), interleaved=early, hidden=early, **SMALL)
     odd = dist.get_rank() == 1
     common, other = ([0, 1], [0]) if lack else ([0], [0, 1])
     def go():
@@ -419,7 +419,7 @@ def idle(early):
     one, other = network(), network()
     wrapped, optim = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1)
     zero = sharded(one_adamw(other))
-    data_parallel(other, zero, interleaved=early, find_unused_parameters=True, **SMALL)
+    data_parallel(other, zero, interleaved=early, hidden=early, find_unused_parameters=True, **SMALL)
     for i in range(6):
         works = dist.get_rank() or i % 2
         (wrapped(batch(i)).square().mean() * bool(works)).backward()
@@ -443,7 +443,7 @@ def freezing(early):
     one, other = network(), network()
     optim, zero = AdamW(one.parameters(), lr=1e-2, weight_decay=0.1), sharded(one_adamw(other))
     for model in (one, other): model[0].requires_grad_(False)
-    handle, unthawed = data_parallel(other, zero, interleaved=early, **SMALL), other[0].weight.detach().clone()
+    handle, unthawed = data_parallel(other, zero, interleaved=early, hidden=early, **SMALL), other[0].weight.detach().clone()
     for i in range(8):
         if i in (3, 6):
             for model in (one, other): model[3 if i == 3 else 4].requires_grad_(False)
@@ -499,7 +499,7 @@ class Wrapped(nn.Module):
 def adding_up(early, how):
     """Gradients add up before the backward that averages, in ways that a hook before forward does not see."""
     one, other = network(), Wrapped() if how == "output" else network()
-    handle = data_parallel(other, sharded(one_adamw(other)), interleaved=early, **SMALL)
+    handle = data_parallel(other, sharded(one_adamw(other)), interleaved=early, hidden=early, **SMALL)
     for i in by_hand(one, 6):
         for m in range(3): one(batch(3 * i + m)).square().mean().backward()
         if how == "by hand":
@@ -577,7 +577,7 @@ def test_gradients_that_have_added_up_are_told_from_those_that_come(size):
 def written(early):
     """Write gradients before backward; they count, as they do for an optimizer."""
     one, other = network(), network()
-    data_parallel(other, sharded(one_adamw(other)), interleaved=early, **SMALL)
+    data_parallel(other, sharded(one_adamw(other)), interleaved=early, hidden=early, **SMALL)
     for i in by_hand(one, 5):
         if i == 3:
             for model in (one, other):
@@ -608,7 +608,7 @@ class Turning(nn.Module):
 
 def turning(early):
     one, other = Turning(), Turning()
-    data_parallel(other, sharded(one_adamw(other)), interleaved=early, **SMALL)
+    data_parallel(other, sharded(one_adamw(other)), interleaved=early, hidden=early, **SMALL)
     for i in by_hand(one, 8):
         first = i if i < 5 else i * (1 + dist.get_rank()) # from then on, another order on each rank
         for model in (one, other): model(batch(i), first).square().mean().backward()
@@ -626,7 +626,7 @@ def test_gradients_may_come_in_another_order_than_at_first():
 def disordered(early, nodes):
     one, other = Turning(), Turning()
     zero = sharded(one_adamw(other), two_level(2) if nodes else None)
-    data_parallel(other, zero, interleaved=early, **SMALL)
+    data_parallel(other, zero, interleaved=early, hidden=early, **SMALL)
     for i in by_hand(one, 5):
         for model in (one, other): model(batch(i), dist.get_rank()).square().mean().backward()
     assert replicas(other)
@@ -689,7 +689,7 @@ def test_a_lack_that_no_hook_reports_is_an_error_in_step():
 def waited_for():
     """How many buckets have come when nothing, a bias that is not there, and the first weight have been read."""
     model = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(6))).double()
-    handle = data_parallel(model, sharded(one_adamw(model)), bucket_cap_mb=0.001)
+    handle = data_parallel(model, sharded(one_adamw(model)), hidden=True, bucket_cap_mb=0.001)
     for i in range(3): model(batch(i)).square().mean().backward()
     def came(): return sum(work.done for work in handle.running.gathers.values())
     def guarded(): return [type(layer._parameters) is not dict for layer in model]
@@ -794,10 +794,10 @@ def detached(early):
                 zero.zero_grad()
             optim.step()
             optim.zero_grad()
-    with data_parallel(other, zero, interleaved=early, **SMALL): go(range(3), other)
+    with data_parallel(other, zero, interleaved=early, hidden=early, **SMALL): go(range(3), other)
     assert zero.driver is None and all(type(m._parameters) is dict for m in other.modules())
     go(range(3, 5), DDP(other))
-    handle = data_parallel(other, zero, interleaved=early, **SMALL)
+    handle = data_parallel(other, zero, interleaved=early, hidden=early, **SMALL)
     go(range(5, 8), other)
     handle.detach()
     handle.detach()
@@ -887,7 +887,7 @@ def test_no_read_is_stale():
 def one_reads(early):
     """Rank 0 reads what the others do not, and they meet it elsewhere."""
     model = network()
-    data_parallel(model, sharded(one_adamw(model)), interleaved=early, **SMALL)
+    data_parallel(model, sharded(one_adamw(model)), interleaved=early, hidden=True, **SMALL)
     for i in range(4):
         model(batch(i)).square().mean().backward()
         if dist.get_rank() == i % 3: saved(model.state_dict())
@@ -972,7 +972,7 @@ def test_modules_may_run_in_another_order_than_they_are_registered_in():
 
 def frozen_first(early):
     one, other = network(), network()
-    data_parallel(other, zero := sharded(one_adamw(other)), interleaved=early, **SMALL)
+    data_parallel(other, zero := sharded(one_adamw(other)), interleaved=early, hidden=early, **SMALL)
     for i in by_hand(one, 5):
         for model in (one, other): model[0].requires_grad_(i > 1)
         for model in (one, other): model(batch(i)).square().mean().backward()

@@ -32,10 +32,10 @@ if TYPE_CHECKING: from typing_extensions import Self
 # %% auto #0
 __all__ = ['Finish', 'Copy', 'mean_dtype', 'start_mean', 'Prepared', 'Runner', 'cut_in_place', 'cut_runs', 'plan_buckets',
            'Layout', 'find_layout', 'AtEnd', 'at_end', 'found_tensors', 'failing', 'norm_of', 'clip_parts',
-           'SteppedGradient', 'SteppedGradients', 'Care', 'Way', 'check_complex', 'check_pair', 'remembered', 'Driver',
-           'Hook', 'Listening', 'in_torchs_join', 'Joined', 'Attached', 'done', 'beside', 'Noted', 'Arrivals',
-           'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap', 'hook_with_zero_step',
-           'hook_with_zero_step_interleaved']
+           'SteppedGradient', 'SteppedGradients', 'Care', 'Way', 'check_complex', 'check_pair', 'remembered',
+           'SideStream', 'Driver', 'Hook', 'Listening', 'in_torchs_join', 'Joined', 'Attached', 'done', 'beside',
+           'Noted', 'Arrivals', 'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap',
+           'hook_with_zero_step', 'hook_with_zero_step_interleaved']
 
 # %% ../nbs/14_overlap.ipynb #bcb158cc
 Finish = Callable[[], Tensor] # waits for a reduction, and gives what this rank owns of the bucket: the mean over all ranks, 1-D
@@ -518,13 +518,44 @@ def remembered(optims: Iterable[torch.optim.Optimizer]) -> str:
     others = [{k: v for k, v in optim.state.items() if not isinstance(k, Tensor)} for optim in optims]
     return str([groups, others, [{k: v for k, v in vars(optim).items() if isinstance(v, (int, float))} for optim in optims]])
 
+# %% ../nbs/14_overlap.ipynb #c256c058
+class SideStream:
+    """A stream beside that of forward and backward, for reductions and steps; all uses of streams in this package go through it."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        runtime: Any = None, # `torch.cuda`, or what has its `Stream`, `current_stream` and `stream`; None: the one of the device
+    ):
+        self.device, self.runtime = device, runtime or torch.get_device_module(device)
+        self.stream = self.runtime.Stream(device)
+
+    current = property(lambda self: self.runtime.current_stream(self.device), doc="The stream on which kernels of this thread run now.")
+
+    def running(self) -> Any:
+        """Give a context in which kernels run on this stream."""
+        return self.runtime.stream(self.stream)
+
+    def record(self) -> Any: # an event
+        """Mark what has been put on this stream so far."""
+        return self.stream.record_event()
+
+    def wait(self, event: Any = None) -> None:
+        """Let the current stream go on after an event of this one, or after all that it has."""
+        if event is None: self.current.wait_stream(self.stream)
+        else: self.current.wait_event(event)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Have the allocator keep memory of another stream, when it is let go, until this stream has passed what it has now."""
+        tensor.record_stream(self.stream)
+
 # %% ../nbs/14_overlap.ipynb #c1b6ddcb
 class Driver(ABC):
     """Takes an optimizer's steps inside backward."""
 
     zero: ZeroRedundancyOptimizer
     way: Care
-    stream: Any = None # where steps run, if parameters are on a GPU
+    stream: SideStream | None = None # where steps run, if parameters are on a GPU
     runner: Runner | None = None # for iterations whose buckets are known beforehand
     apart = True # whether the optimizer's classes may step bucket by bucket
     grad_norm: Tensor | None = None # before it was clipped, of the last step
@@ -544,7 +575,7 @@ class Driver(ABC):
 
     def wait(self, param: Tensor | None = None) -> None:
         """Return when a parameter has arrived on this rank, or all have; the current stream reads them after the one that steps has written them."""
-        if self.stream: torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        if self.stream: self.stream.wait()
 
     @abstractmethod
     def make_runner(self, shard: Shard) -> Runner:
@@ -634,7 +665,7 @@ class Attached(Joined):
         """Take the optimizer's steps."""
         self.zero, self.way, device = zero, way, zero.join_device
         self.stepped_grads = SteppedGradients()
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = SideStream(device) if device.type == "cuda" else None
         self.handles = [module.register_forward_pre_hook(Hook(self._before)), module.register_forward_hook(Hook(self._after), always_call=True)]
         zero.driver = self
 
@@ -667,12 +698,12 @@ def done(value: Tensor) -> Any: # torch.futures.Future
     return future
 
 @contextmanager
-def beside(stream: Any) -> Iterator[None]:
-    """Run the kernels of the block on a stream of their own, after what the current one has now; None: where there are no streams."""
+def beside(stream: SideStream | None) -> Iterator[None]:
+    """Run the kernels of the block on the side stream, after what the current stream has now; None: where there are no streams."""
     if stream is None: yield
     else:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream): yield
+        stream.stream.wait_stream(stream.current)
+        with stream.running(): yield
 
 # %% ../nbs/14_overlap.ipynb #30824116
 class Noted(Attached):
@@ -797,7 +828,7 @@ class Backward(Late):
     def _finish(self) -> None:
         with failing(self.levels), torch.no_grad(), beside(self.stream):
             stepped = self.running.finish(together=not self.apart) if self.live else self._late()
-        if self.stream: torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        if self.stream: self.stream.wait()
         self.zero.note_step()
         self.iterations += 1
         self.taken = self.taken + stepped if self.inside else 0 # `step` is not called where there is no backward

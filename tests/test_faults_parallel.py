@@ -1,0 +1,452 @@
+"""Faults of `data_parallel` found by review: each test is named after the entry that it mends."""
+import copy
+import functools
+import io
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import AdamW
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset
+
+from zero_nb.launch import run
+from zero_nb.optimizer import ZeroRedundancyOptimizer
+from zero_nb.parallel import Search, data_parallel
+
+SMALL = {"bucket_cap_mb": 0.0005}  # buckets of 500 bytes: several in a model of this page
+MODES = {f"{'interleaved' if early else 'after'}{'-hidden' if hidden else ''}": {"interleaved": early, **({"hidden": True} if hidden else {})}
+         for early in (False, True) for hidden in (False, True)}
+
+
+def batch(step, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(1000 * step + rank), dtype=torch.float64)
+
+
+def linear(): return nn.Linear(8, 8).double()
+def base(): return nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh(), linear())
+def flat(tensors): return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def told(f):
+    try: return f() and None
+    except Exception as e: return f"{type(e).__name__}: {e}"
+
+
+class Listed(nn.Module):
+    """Reads parameters by a list that it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = base()
+        self.weights = [p for p in self.body.parameters() if p.dim() == 2]
+
+    def forward(self, x):
+        for w in self.weights: x = F.linear(x, w).tanh()
+        return x + sum(p.sum() for p in self.body.parameters() if p.dim() == 1)
+
+
+class Owner:
+    """A plain object, neither a module nor a container."""
+
+    def __init__(self, weight): self.weight = weight
+    def __call__(self, x): return F.linear(x, self.weight)
+
+
+def with_partial():
+    model = base()
+    model[2].forward = functools.partial(F.linear, weight=model[2].weight, bias=model[2].bias)
+    return model
+
+
+def with_object():
+    model = base()
+    model[0].forward = Owner(model[0].weight)
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+def with_closure():
+    model = base()
+    weight = model[4].weight
+    class Closed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+        def forward(self, x): return self.model(F.linear(x, weight))
+    return Closed()
+
+
+def with_hook():
+    model = base()
+    weight = model[4].weight
+    model[0].register_forward_hook(lambda module, args, output: output @ weight)
+    return model
+
+
+def with_view():
+    model = base()
+    model.register_buffer("view", model[4].weight.detach()[:4], persistent=False)
+    model.register_forward_pre_hook(lambda module, args: args[0] + module.view.sum())
+    return model
+
+
+class Recurrent(nn.Module):
+    """Torch's own module that keeps a list of its parameters. It compares it with the parameters before it reads it, which is nothing to rely on."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.rnn = base(), nn.LSTM(8, 8, batch_first=True).double()
+
+    def forward(self, x): return self.body(self.rnn(x[None])[0][0])
+
+
+def with_script(): return nn.Sequential(linear(), torch.jit.script(linear()), linear())
+def with_trace(): return nn.Sequential(linear(), torch.jit.trace(nn.Sequential(linear(), nn.Tanh()), torch.ones(2, 8).double()), linear())
+
+
+class Twice(nn.Module):
+    def forward(self, w): return 2 * w
+
+
+def with_parametrize():
+    model = base()
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Twice())
+    nn.utils.parametrizations.weight_norm(model[2])
+    return model
+
+
+# models whose forward reads a parameter past its module, and models that do not
+PAST = {"list": Listed, "partial": with_partial, "object": with_object, "closure": with_closure, "hook": with_hook, "view": with_view,
+        "LSTM": Recurrent, "script": with_script, "trace": with_trace}
+RIGHT = {"plain": base, "parametrize": with_parametrize}
+
+
+def train(make, kind, look=lambda model, optimizer: [], forward=None, prepare=None, steps=5, **setup):
+    """Train by DDP or data_parallel; give outputs, what `look` sees after each step, and the parameters."""
+    torch.manual_seed(0)
+    model = make()
+    held = prepare(model) if prepare else None
+    if kind == "DDP": wrapped, optimizer = DDP(model), AdamW(model.parameters(), lr=0.05, foreach=False)
+    else:
+        wrapped, optimizer = model, ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05, foreach=False)
+        data_parallel(model, optimizer, **SMALL, **setup)
+    seen = []
+    for i in range(steps):
+        output = forward(wrapped, held, batch(i)) if forward else wrapped(batch(i))
+        (output.square().mean() + 0.01 * output.sum()).backward()
+        optimizer.step()
+        seen += [output.detach().clone(), *look(model, held if held is not None else optimizer)]
+        optimizer.zero_grad()
+    return [*seen, flat(model.parameters())]
+
+
+def same(make, **options):
+    """Whether all that is seen equals what is seen with DDP, bit for bit."""
+    setup = {k: options.pop(k) for k in ("interleaved", "hidden", "check_reads") if k in options}
+    reference, ours = train(make, "DDP", **options), train(make, "ours", **options, **setup)
+    return len(reference) == len(ours) and all(torch.equal(a, b) for a, b in zip(reference, ours, strict=True))
+
+
+def readers(early): return {name: same(make, interleaved=early) for name, make in {**PAST, **RIGHT}.items()}
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_H2_models_that_read_past_their_modules_train_as_with_DDP(early):
+    for rank in run(2, readers, early): assert all(rank.values()), rank
+
+
+def unpickled(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def averaged(model, held):
+    held.update_parameters(model)
+    return [flat(held.parameters())]
+
+
+def mean_of(tensors): # an average of weights over tensors that were there before
+    tensors, means = list(tensors), []
+    def update():
+        if not means: means.extend(t.detach().clone() for t in tensors)
+        for mean, t in zip(means, tensors, strict=True): mean.lerp_(t.detach(), 0.5)
+        return [flat(means)]
+    return update
+
+
+def regular(model, params, x): return 0.1 * sum(p.square().sum() for p in params) + model(x)
+def functional(wrapped, params, x):
+    """Call the module, or what DDP wraps, with tensors that were looked up before training."""
+    with torch.no_grad(): other = torch.func.functional_call(getattr(wrapped, "module", wrapped), params, (x,))
+    return other + wrapped(x)
+
+
+# who reads parameters after a step: what is made before training, and what is seen
+LOOKS = {
+    "kept": {"prepare": lambda model: list(model.parameters()), "look": lambda model, held: [flat(held)]},
+    "data": {"prepare": lambda model: [p.data for p in model.parameters()], "look": lambda model, held: [flat(held)]},
+    "mean": {"prepare": lambda model: mean_of(model.parameters()), "look": lambda model, held: held()},
+    "param_groups": {"look": lambda model, optimizer: [flat(p for group in optimizer.param_groups for p in group["params"])]},
+    "regulariser": {"prepare": lambda model: list(model.parameters()), "forward": regular},
+    "functional_call": {"prepare": lambda model: dict(model.named_parameters()), "forward": functional},
+    "numpy": {"prepare": lambda model: model[0].weight.detach().numpy(), "look": lambda model, held: [torch.tensor(held)]},
+    "SWA": {"prepare": AveragedModel, "look": averaged},
+    "EMA": {"prepare": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)), "look": averaged},
+    "deepcopy": {"look": lambda model, optimizer: [flat(copy.deepcopy(model).parameters())]},
+    "copy": {"look": lambda model, optimizer: [flat(copy.copy(model).parameters())]},
+    "save": {"look": lambda model, optimizer: [flat(unpickled(model).parameters())]},
+    "state_dict": {"look": lambda model, optimizer: [flat(model.state_dict().values())]},
+    "dicts": {"look": lambda model, optimizer: [flat({**m._parameters, **dict(m._parameters)}.values()) for m in model.modules() if m._parameters]},
+    "vector": {"look": lambda model, optimizer: [nn.utils.parameters_to_vector(model.parameters()).detach()]},
+}
+PAST_MODULES = ("kept", "data", "mean", "param_groups", "regulariser", "numpy") # which ask no module; functional_call looks up what it replaces
+
+
+def lookers(names, **setup): return {name: same(base, **LOOKS[name], **setup) for name in names}
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_H2_what_is_read_after_a_step_is_what_it_is_with_DDP(early):
+    for rank in run(2, lookers, LOOKS, interleaved=early): assert all(rank.values()), rank
+
+
+def refused():
+    def made(make):
+        model = make()
+        return told(lambda: data_parallel(model, ZeroRedundancyOptimizer(model.parameters(), AdamW), hidden=True))
+    return {name: made(make) for name, make in {**PAST, **RIGHT}.items()}
+
+
+def test_H2_models_that_read_past_their_modules_cannot_hide_gathers():
+    for rank in run(2, refused):
+        assert [name for name, words in rank.items() if words is None] == list(RIGHT), rank
+        for name in PAST:
+            assert rank[name].startswith("ValueError: hidden=True needs every reader of a parameter to go through its module, and "), rank[name]
+            assert rank[name].endswith("; leave hidden=True out")
+
+
+def refused_on_one():
+    model = base()
+    if dist.get_rank() == 1: model[0].kept = [model[2].weight]
+    return told(lambda: data_parallel(model, ZeroRedundancyOptimizer(model.parameters(), AdamW), hidden=True))
+
+
+def test_H2_what_one_rank_finds_all_ranks_raise():
+    assert all("leads to a parameter by its attribute 'kept'" in words for words in run(2, refused_on_one))
+
+
+def more_refused():
+    """Give what is found of one way to a parameter each."""
+    def shared(model): model[2].weight.data = model[0].weight.data
+    def param_hook(model): model[0].weight.register_hook(lambda grad: grad)
+    def of_class(model):
+        class Own(nn.Sequential): held = (model[0].weight,)
+        model.__class__ = Own
+    def other_module(model):
+        tied = linear()
+        tied.weight = model[0].weight
+        model[2].others = [tied]
+    def generator(model): model[0].left = (p for p in list(model.parameters()))
+    found = {}
+    for change in (shared, param_hook, of_class, other_module, generator):
+        change(model := base())
+        found[change.__name__] = Search(model, list(model.parameters())).unseen_reader()
+    return found
+
+
+def test_H2_every_way_to_a_parameter_is_found():
+    found = more_refused()
+    assert all(found.values()), found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_H2_models_of_every_day_may_hide_gathers():
+    models = {"transformer": nn.Transformer(8, 2, 1, 1, 16), "convolution": nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)),
+              "old weight_norm": nn.utils.weight_norm(nn.Linear(3, 3)), "embedding": nn.EmbeddingBag(5, 3), "list": nn.ParameterList([torch.ones(2)]),
+              "views of one": nn.Linear(3, 3)}
+    memory = torch.zeros(12)
+    models["views of one"].weight.data, models["views of one"].bias.data = memory[:9].view(3, 3), memory[9:]
+    models["tied"] = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    models["tied"][1].weight = models["tied"][0].weight
+    found = {name: Search(model, list(model.parameters())).unseen_reader() for name, model in models.items()}
+    assert not any(found.values()), found
+
+
+def not_numbers(early):
+    """Train and look where gathers are hidden although somebody reads past the modules: is a NaN seen?"""
+    Search.unseen_reader = lambda self: ""
+    setup = {"interleaved": early, "hidden": True, "check_reads": True}
+    found = {name: train(make, "ours", **setup) for name, make in PAST.items() if name != "LSTM"} # which looks its list up
+    found |= {name: train(base, "ours", **LOOKS[name], **setup) for name in PAST_MODULES}
+    return {name: any(t.isnan().any() for t in seen) for name, seen in found.items()}
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_H2_check_reads_shows_who_does_not_wait(early):
+    for rank in run(2, not_numbers, early): assert all(rank.values()), rank
+
+
+def right_with_checks(early):
+    seen = {name: same(make, interleaved=early, hidden=True, check_reads=True) for name, make in RIGHT.items()}
+    return seen | lookers([name for name in LOOKS if name not in PAST_MODULES], interleaved=early, hidden=True, check_reads=True)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_H2_who_asks_a_module_sees_what_DDP_shows_with_check_reads_too(early):
+    for rank in run(2, right_with_checks, early): assert all(rank.values()), rank
+
+
+def moved_later():
+    """Parametrize a layer between two steps: its parameter moves to another module, and waits there."""
+    outcomes = []
+    for setup in ({}, {"hidden": True, "check_reads": True}):
+        torch.manual_seed(0)
+        model = base()
+        data_parallel(model, ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05), **SMALL, **setup)
+        for i in range(5):
+            if i == 2: nn.utils.parametrize.register_parametrization(model[2], "weight", Twice())
+            if i == 4: nn.utils.parametrize.remove_parametrizations(model[2], "weight", leave_parametrized=False)
+            model(batch(i)).square().mean().backward()
+        outcomes.append(flat(model.parameters()))
+    return torch.equal(*outcomes)
+
+
+def test_H2_a_parameter_may_move_to_another_module():
+    assert all(run(2, moved_later))
+
+
+def test_H2_check_reads_without_hidden_is_refused():
+    def made(): return told(lambda: data_parallel(model := base(), ZeroRedundancyOptimizer(model.parameters(), AdamW), check_reads=True))
+    assert all("and without hidden=True they need not" in words for words in run(2, made))
+
+
+class Reading(Dataset):
+    """Gives what it sees of a model, through its modules and past them."""
+
+    def __init__(self, model): self.model, self.kept = model, list(model.parameters())
+    def __len__(self): return 4
+    def __getitem__(self, index): return torch.stack([flat(self.model.parameters()), flat(self.kept), flat(self.model.state_dict().values())])
+
+
+def loaded(setup):
+    """Start workers that read the model as soon as backward has returned."""
+    torch.manual_seed(0)
+    model = base()
+    data_parallel(model, zero := ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05, foreach=False), **SMALL, **setup)
+    dataset, right = Reading(model), []
+    for i in range(4):
+        model(batch(i)).square().mean().backward()
+        rows = torch.cat(list(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")))
+        right.append(torch.equal(rows, flat(model.parameters()).expand_as(rows)))
+        zero.step()
+    return right
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("mode", MODES)
+def test_M3_workers_of_a_loader_read_the_parameters_after_the_step(mode):
+    assert run(2, loaded, MODES[mode], timeout=60) == [[True] * 4] * 2
+
+
+def hidden_model(**setup):
+    torch.manual_seed(0)
+    model = base()
+    handle = data_parallel(model, ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05), hidden=True, **SMALL, **setup)
+    for i in range(3): model(batch(i)).square().mean().backward()
+    return model, handle
+
+
+def in_child(f):
+    """Call a function in a forked process; what it returns, as text."""
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        try: os.write(writing, str(f()).encode())
+        finally: os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with open(reading, "rb") as file: return file.read().decode()
+
+
+def forked():
+    model, handle = hidden_model()
+    assert not handle.pending.done, "some parameters are on their way"
+    seen = in_child(lambda: float(flat(model.parameters()).sum()))
+    return seen == str(float(flat(model.parameters()).sum())), handle.pending.done
+
+
+def test_M3_a_process_waits_for_its_parameters_before_it_forks():
+    assert run(2, forked) == [(True, True)] * 2
+
+
+def forked_all_the_same():
+    model, handle = hidden_model()
+    pending = handle.pending
+    handle.pending = None # as if a fork had come between
+    before = in_child(lambda: setattr(handle, "pending", pending) or told(lambda: model[0].weight))
+    handle.pending = pending
+    return before, replicas(model)
+
+
+def replicas(model):
+    mine = flat(model.parameters())
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return all(torch.equal(mine, other) for other in every)
+
+
+def test_M3_a_child_that_is_forked_between_raises_at_once():
+    for words, equal in run(2, forked_all_the_same, timeout=30):
+        assert words.startswith("RuntimeError: process ") and "was forked while parameters" in words and "call handle.wait() before you fork" in words
+        assert equal
+
+
+def threads():
+    """Four threads read all parameters at once, in different orders."""
+    return [threads_once(bool(i % 2)) for i in range(8)]
+
+
+def threads_once(early):
+    model, handle = hidden_model(interleaved=early)
+    seen, barrier = [], threading.Barrier(4)
+    def read(order):
+        barrier.wait()
+        for layer in order: list(layer.parameters())
+        seen.append(flat(model.parameters()))
+    every = [threading.Thread(target=read, args=(order,)) for order in (list(model), list(model)[::-1], [model[2], model[0]], [])]
+    for thread in every: thread.start()
+    for thread in every: thread.join()
+    return len(seen) == 4 and all(torch.equal(a, seen[0]) for a in seen) and replicas(model) and handle.pending.done
+
+
+def test_H1_several_threads_may_read_parameters_on_their_way():
+    assert run(2, threads, timeout=60) == [[True] * 8] * 2
+
+
+def interrupted():
+    """End a wait with an error: later ones must not take parameters that never came."""
+    model, handle = hidden_model()
+    class Broken:
+        done = False
+        def wait(self): raise KeyboardInterrupt
+    works = handle.pending.works
+    handle.pending.works = [works[0], Broken(), *works[2:]]
+    try: list(model.parameters())
+    except KeyboardInterrupt: pass
+    else: return "nothing was raised"
+    words = [told(lambda: flat(model.parameters())), told(handle.wait), told(lambda: model(batch(9)))]
+    for work in works: work.wait()
+    return words
+
+
+def test_H1_after_an_exception_parameters_that_never_came_are_not_read():
+    for words in run(2, interrupted):
+        assert all("some parameters never arrived on this rank: waiting for them ended with KeyboardInterrupt()" in said for said in words), words
