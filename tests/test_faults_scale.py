@@ -1,17 +1,22 @@
 """Work for each step, messages and memory, from 2 ranks to 16,384."""
 import sys
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zero_nb
+from zero_nb import objects
 from zero_nb.launch import run
-from zero_nb.overlap import overlap
+from zero_nb.objects import exchange_bytes, gather_bytes
+from zero_nb.overlap import overlap, plan_buckets
 from zero_nb.parallel import data_parallel
 from zero_nb.process_group import Group, Parts, coalescing_manager
-from zero_nb.record import simulate
+from zero_nb.record import record, simulate
+from zero_nb.sharder import moves
 
 MANY = 16_384  # ranks
 
@@ -121,3 +126,195 @@ def compiled():
 
 
 def test_a_compiler_follows_equal_parts(): assert run(2, compiled) == [[5.0] * 4] * 2
+
+
+# ---- state that moves ----
+
+def messages_of_a_move(size: int, group_rank: int, count: int = 24, width: int = 130):
+    """Change the plan of an optimizer with state on one of `size` simulated ranks; what was called for it, and how often."""
+    with simulate(size, group_rank) as pg:
+        model = layers(count, width)
+        zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, pg, lr=1e-3, bucket_cap_mb=0.1)
+        for p in model.parameters(): p.grad = torch.ones_like(p)
+        zero.step()
+        given = [list(range(i, i + 6)) for i in range(0, 2 * count, 6)]
+        with pg.recording() as log: calls = calls_of(lambda: zero.replan(zero.shards, "to see what moves", lambda: plan_buckets(zero, given)))
+        return log.count(), calls
+
+
+@pytest.mark.parametrize("group_rank", [0, 5])
+def test_H6_state_moves_between_neighbours_only(group_rank):
+    _, calls = messages_of_a_move(8, group_rank)
+    many, more = messages_of_a_move(MANY, group_rank)
+    assert set(many) <= {"send", "recv", "all_reduce"} and sum(many.values()) <= 4 * 24 + 1, "two messages for each rank with which a bucket is shared"
+    assert more <= 4 * calls, (calls, more)
+
+
+def moved(count, width):
+    """Change a plan on real ranks; messages and bytes of this rank, and what `moves` says of them."""
+    with record() as pg:
+        torch.manual_seed(0)
+        model = layers(count, width)
+        zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, pg, lr=1e-3, bucket_cap_mb=0.1)
+        for p in model.parameters(): p.grad = torch.ones_like(p)
+        zero.step()
+        old, me = zero.shards[0].plan.shard_plan, dist.get_rank()
+        given = [list(range(i, i + 6)) for i in range(0, 2 * count, 6)]
+        with pg.recording() as log: zero.replan(zero.shards, "to see what moves", lambda: plan_buckets(zero, given))
+        mine = [move for move in moves(old, zero.shards[0].plan.shard_plan) if move.source == me]
+        sends = log.only("send")
+        return log.count(), len(sends), sum(e.bytes for e in sends), len({move.destination for move in mine}), sum(move.numel for move in mine)
+
+
+def test_H6_state_that_moves_is_what_the_plans_say(monkeypatch):
+    monkeypatch.setenv("ZERO_NB_MEMORY", "0")
+    for kinds, messages, nbytes, neighbours, elements in run(4, moved, 12, 130):
+        assert set(kinds) == {"send", "recv"} and messages == 2 * neighbours > 0
+        assert 8 * elements <= nbytes <= 8 * elements + 8_000 * neighbours, "two numbers for each element, and what it takes to pickle them"
+
+
+# ---- bytes ----
+
+def in_pieces():
+    """Gather and broadcast much more than one piece; the largest tensor that was sent, and the state that came."""
+    objects.PIECE = 10_000
+    with record() as pg:
+        torch.manual_seed(0)
+        model = layers(3, 100)
+        zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, pg, lr=1e-3)
+        for p in model.parameters(): p.grad = torch.ones_like(p)
+        zero.step()
+        with pg.recording() as log: zero.consolidate_state_dict(to=None)
+        whole = torch.cat([s["exp_avg"].flatten() for s in zero.state_dict()["state"].values()])
+        return max(e.bytes for e in log if e.dtype == "uint8"), len(whole), whole.unique().tolist()
+
+
+def test_M8_state_travels_in_pieces():
+    for largest, elements, values in run(3, in_pieces):
+        assert largest <= 10_000 and elements == 3 * 10_100 and len(values) == 1
+
+
+def in_turn():
+    """Gather from four ranks to a receiver that is slow after the first; which ranks had begun to send by then."""
+    group, me = Group(), dist.get_rank()
+    store = dist.distributed_c10d._get_process_group_store(group.process_group)
+    send = Group.send
+
+    def told(self, tensor, to, **kwargs):
+        store.set(f"sends {me}", "")
+        return send(self, tensor, to, **kwargs)
+
+    Group.send = told
+    begun, parts = [], []
+    for part in gather_bytes(group, bytearray([me] * 1000), to=0):
+        parts.append(bytes(part))
+        if len(parts) == 2:
+            time.sleep(0.5)
+            begun = [rank for rank in range(1, 5) if store.check([f"sends {rank}"])]
+    return begun, parts
+
+
+def test_M8_ranks_begin_to_send_when_it_is_their_turn():
+    (begun, parts), *_ = run(5, in_turn)
+    assert set(begun) <= {1, 2} and parts == [bytes([rank] * 1000) for rank in range(5)]
+
+
+def given_up():
+    """Stop to read after the second of four ranks."""
+    group = Group()
+    said = ""
+    try:
+        for i, _ in enumerate(gather_bytes(group, bytearray(10), to=0)):
+            if i == 1: break
+    except RuntimeError as error: said = str(error)
+    dist.barrier()
+    again = [bytes(part) for part in gather_bytes(group, bytearray([dist.get_rank()]), to=3)]
+    return said, again
+
+
+def test_M8_ranks_learn_that_their_turn_never_comes():
+    for rank, (said, again) in enumerate(run(5, given_up, timeout=60)):
+        assert ("rank 0 has stopped to read" in said) == (rank > 2) and again == ([bytes([r]) for r in range(5)] if rank == 3 else [])
+
+
+# ---- messages on NCCL ----
+
+def told(f):
+    try: f()
+    except Exception as error: return f"{type(error).__name__}: {error}"
+
+
+def first_messages():
+    """Use a group over NCCL's rules for the first time, in several ways."""
+    from nccl_like import nccl_like
+
+    from zero_nb import process_group
+
+    group, me = nccl_like(host_waits=True), dist.get_rank()
+    x = torch.full((2,), float(me))
+    pair = [told(lambda: group.send(x, 1) if me == 0 else group.recv(x, 0)), told(lambda: group.exchange([(x, 1 - me)], []))] if me < 2 else []
+    dist.barrier()
+    launched = len(group.process_group.launches)
+    process_group.connect(group, x.device)
+    if me < 2: group.send(x, 1) if me == 0 else group.recv(x, 0)
+    flat = torch.full((3,), float(me))
+    other = process_group.clone(group)
+    other.gather(flat, 0, [1, 0, 2])
+    last = process_group.clone(group)
+    came = exchange_bytes(last, {2: b"zero"} if me == 0 else {}, [0] if me == 2 else [])
+    return pair, launched, x.tolist(), flat.tolist(), {peer: bytes(data) for peer, data in came.items()}
+
+
+def test_M10_messages_of_some_ranks_are_not_the_first_use_of_a_group():
+    found = run(3, first_messages, timeout=60)
+    for pair, launched, *_ in found:
+        assert launched == 0 and all(said.startswith("RuntimeError") and "call connect(group, 'cpu')" in said for said in pair), pair
+    assert found[1][2] == [0.0, 0.0] and found[0][3] == [0.0, 2.0, 2.0] and found[2][4] == {0: b"zero"}
+
+
+def bound():
+    """Where bytes travel in groups that have no backend for the CPU."""
+    group = Group()
+    group.backends = {"cuda": "nccl"}
+    near = objects.byte_device(group, torch.device("cuda", 3))
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 1)
+    found = objects.byte_device(group), objects.byte_device(group, torch.device("cpu"))
+    group.backends = {"xpu": "xccl"}
+    other = objects.byte_device(group, torch.device("xpu", 2))
+    group.backends = {"cuda": "nccl", "cpu": "gloo"}
+    return [str(device) for device in (near, *found, other, objects.byte_device(group, torch.device("cuda", 3)))]
+
+
+def test_M11_bytes_travel_on_the_device_of_the_group_or_of_a_parameter():
+    assert run(2, bound) == [["cuda:3", "cuda:1", "cuda:1", "xpu:2", "cpu"]] * 2
+
+
+# ---- another default device ----
+
+def trained(way: str, device: str | None):
+    """Train with parameters on the CPU where new tensors are made elsewhere; the parameters."""
+    torch.manual_seed(0)
+    model, x = layers(3, 20), torch.randn(2, 5, 20)[dist.get_rank()]
+    ddp = model if way == "parallel" else DDP(model, bucket_cap_mb=0.001)
+    torch.set_default_device(device)
+    try:
+        zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        if way == "parallel": handle = data_parallel(model, zero, max_grad_norm=1.0)
+        elif way != "step": handle = overlap(ddp, zero, interleaved=way == "interleaved")
+        for _ in range(4):
+            ddp(x).square().mean().backward()
+            zero.step()
+            zero.zero_grad()
+        if way != "step": handle.detach()
+        zero.consolidate_state_dict(to=None)
+        zero.load_state_dict(zero.state_dict())
+    finally: torch.set_default_device(None)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("memory", ["0", "1"])
+@pytest.mark.parametrize("way", ["step", "overlap", "interleaved", "parallel"])
+def test_L6_new_tensors_do_not_follow_the_default_device(way, memory, monkeypatch):
+    monkeypatch.setenv("ZERO_NB_MEMORY", memory)
+    plain, elsewhere = run(2, trained, way, None), run(2, trained, way, "meta")
+    assert all(a.device.type == b.device.type == "cpu" and a.equal(b) for a, b in zip(plain, elsewhere, strict=True))

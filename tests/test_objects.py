@@ -109,8 +109,8 @@ def test_each_rank_gets_its_own_bytes_from_each(ranks):
         g = split(Group(), [ranks])
         if g is None: return None
         def text(source, to): return b"%d%d" % (source, to) * (500_000 if (source, to) == (0, 1) else (source + to) % 3)
-        found = exchange_bytes(g, [bytearray(text(g.group_rank, peer)) for peer in range(g.size)])
-        return [bytes(part) for part in found] == [text(peer, g.group_rank) for peer in range(g.size)]
+        found = exchange_bytes(g, {peer: bytearray(text(g.group_rank, peer)) for peer in range(g.size)}, range(g.size))
+        return {peer: bytes(part) for peer, part in found.items()} == {peer: text(peer, g.group_rank) for peer in range(g.size)}
 
     assert [r for r in run(4, send) if r is not None] == [True] * len(ranks)
 

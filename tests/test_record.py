@@ -412,9 +412,9 @@ def test_objects_among_simulated_ranks_follow_the_rule(rank):
         broadcast_object_list(mine := ["mine"], group=pg)
         gather_object("mine", found := [None] * 3 if rank == 0 else None, group=pg)
         scatter_object_list(given := [None], ["a", "b", "c"] if rank == 0 else None, group=pg)
-        exchanged = exchange_bytes(Group(pg), [b"a", b"bb", b"ccc"])
+        exchanged = exchange_bytes(Group(pg), {0: b"a", 1: b"bb", 2: b"ccc"}, range(3))
     assert mine == ["mine"] and found == (["mine"] * 3 if rank == 0 else None) and given == ["a" if rank == 0 else None]
-    assert [bytes(part) for part in exchanged] == [b"a" * (rank == 0), b"", b"ccc" * (rank == 2)]
+    assert [bytes(exchanged[peer]) for peer in range(3)] == [b"a" * (rank == 0), b"", b"ccc" * (rank == 2)]
 
 
 def simulated_in_a_job():

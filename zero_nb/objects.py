@@ -5,17 +5,19 @@
 # %% ../nbs/10a_objects.ipynb #8080b686
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import SEEK_CUR, SEEK_END, BytesIO, RawIOBase
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .process_group import Group, agreeing, get_group_rank
+from .process_group import Board, Group, agreeing, connect, get_group_rank, patience
 
 # %% auto #0
-__all__ = ['dump', 'load', 'gather_bytes', 'exchange_bytes', 'broadcast_object_list', 'gather_object', 'scatter_object_list']
+__all__ = ['PIECE', 'dump', 'load', 'byte_device', 'gather_bytes', 'exchange_bytes', 'broadcast_object_list', 'gather_object',
+           'scatter_object_list']
 
 # %% ../nbs/10a_objects.ipynb #ee72684d
 def dump(value: Any, weights_only: bool) -> memoryview:
@@ -51,17 +53,44 @@ def load(data: memoryview, map_location: Any, weights_only: bool) -> Any:
     return torch.load(file, map_location=map_location, weights_only=weights_only)
 
 # %% ../nbs/10a_objects.ipynb #75af782e
-def _byte_device(group: Group) -> torch.device:
-    """Where bytes travel: the CPU if a backend serves it, else the current accelerator."""
-    if group.size == 1 or group.backend(torch.device("cpu")) not in ("none", "nccl"): return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+PIECE = 1 << 26 # bytes that are on their way at once, and on a device
+
+def byte_device(
+    group: Group,
+    near: torch.device | None = None, # of what the bytes are about, such as a parameter
+) -> torch.device:
+    """Tell where bytes travel: on the CPU where a backend serves it; else on `near`, on the device the group is bound to, or on the current one of its kind."""
+    cpu = torch.device("cpu")
+    if group.size == 1 or group.backend(cpu) != "none": return cpu
+    if near is not None and group.backend(near) != "none": return near
+    bound, kind = group.process_group.bound_device_id, next(iter(group.backends))
+    return bound or torch.device(kind, torch.get_device_module(kind).current_device())
 
 def _pretends(group: Group, device: torch.device) -> bool: return group.backend(device) == "fake" # nothing comes from other ranks
 
-def _as_tensor(data: Any, device: torch.device) -> Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8).to(device) if len(data) else torch.empty(0, dtype=torch.uint8, device=device)
+def _as_tensor(data: Any) -> Tensor: # on the CPU
+    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8, device="cpu")
 
-def _as_bytes(tensor: Tensor) -> memoryview: return memoryview(tensor.cpu().numpy().data)
+def _as_bytes(tensor: Tensor) -> memoryview: return memoryview(tensor.numpy().data)
+
+def _send(group: Group, payload: bytearray | memoryview, to: int, device: torch.device) -> None:
+    for piece in _as_tensor(payload).split(PIECE) if len(payload) else (): group.send(piece.to(device), to)
+
+def _receive(group: Group, size: int, source: int, device: torch.device) -> memoryview:
+    whole = torch.empty(size, dtype=torch.uint8, device="cpu")
+    for piece in whole.split(PIECE) if size else ():
+        group.recv(place := piece if device.type == "cpu" else torch.empty_like(piece, device=device), source)
+        if place is not piece: piece.copy_(place)
+    return _as_bytes(whole)
+
+def _broadcast(group: Group, payload: memoryview, source: int, device: torch.device) -> memoryview: # the source's
+    size = torch.tensor([len(payload)], device=device)
+    group.broadcast(size, source)
+    whole = _as_tensor(payload) if group.group_rank == source else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    for piece in whole.split(PIECE) if len(whole) else ():
+        group.broadcast(place := piece.to(device), source)
+        if place is not piece and group.group_rank != source: piece.copy_(place)
+    return _as_bytes(whole)
 
 def _sizes(group: Group, size: int, device: torch.device) -> list[int]:
     """Every rank's `size`, by group rank."""
@@ -71,40 +100,71 @@ def _sizes(group: Group, size: int, device: torch.device) -> list[int]:
     return sizes.tolist()
 
 # %% ../nbs/10a_objects.ipynb #e5461264
+_AHEAD = 1 # ranks that may send before they are asked
+
+def _await_turn(group: Group, board: Board, place: int, to: int) -> None:
+    """Return when the receiver is about to ask for what this rank sends."""
+    said, begin, limit, pause = "", time.monotonic(), patience(group), 1e-3
+    while (note := board.see("turn") or "0") != "over":
+        if int(note) >= place: return
+        if note != said: said, begin = note, time.monotonic()
+        elif time.monotonic() - begin > limit: break
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.1)
+    why = "has stopped to read" if note == "over" else f"asked no rank for bytes within {limit:g} s"
+    raise RuntimeError(f"rank {group.ranks[to]} {why}, while rank {group.global_rank} waited to send; look at the output of rank {group.ranks[to]}")
+
 def gather_bytes(
     group: Group, # all its ranks call this
     payload: bytearray | memoryview, # this rank's bytes; lengths may differ between ranks
     to: int, # group rank that receives
-    device: torch.device | None = None, # where the bytes travel; None: the CPU where a backend serves it
+    device: torch.device | None = None, # where the bytes travel; None: as `byte_device` says
 ) -> Iterator[memoryview]: # on `to`: each rank's bytes in rank order; elsewhere: nothing
     """Bring the bytes of every rank to one of them, one rank at a time."""
-    device = device or _byte_device(group)
+    device = device or byte_device(group)
+    board = Board(group, "gather_bytes")
+    if group.group_rank == to: board.remove("turn") # of one that was not read to its end
     sizes = _sizes(group, len(payload), device)
+    senders = [rank for rank, size in enumerate(sizes) if size and rank != to]
     if group.group_rank != to:
-        if len(payload): group.send(_as_tensor(payload, device), to)
-        return
-    for source, size in enumerate(sizes):
-        if source == to or _pretends(group, device): yield memoryview(payload) # as if all held what this rank holds
-        elif not size: yield memoryview(b"")
-        else:
-            incoming = torch.empty(size, dtype=torch.uint8, device=device)
-            group.recv(incoming, source)
-            yield _as_bytes(incoming)
+        if not len(payload): return
+        if not board.alone and (place := senders.index(group.group_rank)) > _AHEAD: _await_turn(group, board, place, to)
+        return _send(group, payload, to, device)
+    read = 0 # senders whose bytes are here
+    try:
+        for source, size in enumerate(sizes):
+            if source == to or _pretends(group, device): yield memoryview(payload) # as if all held what this rank holds
+            elif not size: yield memoryview(b"")
+            else:
+                if 0 < read < len(senders) - _AHEAD: board.put("turn", str(read + _AHEAD))
+                part, read = _receive(group, size, source, device), read + 1
+                yield part
+    except BaseException as error:
+        if isinstance(error, GeneratorExit): # nobody reads on, but these may have begun to send
+            for rank in senders[read:max(read, 1) + _AHEAD]: _receive(group, sizes[rank], rank, device)
+        board.put("turn", "over")
+        raise
+    board.remove("turn")
 
 # %% ../nbs/10a_objects.ipynb #ecb37059
 def exchange_bytes(
     group: Group, # all its ranks call this
-    payloads: Sequence[bytearray | memoryview], # one for each rank, by group rank; lengths may differ
-) -> list[memoryview]: # what each rank sent to this one, by group rank; nothing, from one that is not there
-    """Send each rank bytes of its own, and receive what it sends here."""
-    device, me = _byte_device(group), group.group_rank
-    sizes = torch.tensor([len(payload) for payload in payloads], dtype=torch.int64, device=device)
-    group.all_to_all(coming := torch.zeros_like(sizes), sizes)
-    incoming = [torch.empty(0 if peer == me else size, dtype=torch.uint8, device=device) for peer, size in enumerate(coming.tolist())]
-    sends = [(_as_tensor(payload, device), peer) for peer, payload in enumerate(payloads) if len(payload) and peer != me]
-    group.exchange(sends, [(tensor, peer) for peer, tensor in enumerate(incoming) if tensor.numel()])
-    if _pretends(group, device): incoming = [tensor[:0] for tensor in incoming]
-    return [memoryview(payloads[me]) if peer == me else _as_bytes(tensor) for peer, tensor in enumerate(incoming)]
+    payloads: Mapping[int, bytearray | memoryview], # by the group rank they go to; lengths may differ, and be 0
+    sources: Iterable[int], # group ranks that have a payload for this one: both ranks of a pair name each other, or none does
+    device: torch.device | None = None, # where the bytes travel; None: as `byte_device` says
+) -> dict[int, memoryview]: # what came, by the group rank it came from; nothing, from one that is not there
+    """Send bytes to some ranks, and receive what others send here."""
+    device, me = device or byte_device(group), group.group_rank
+    connect(group, device)
+    sends = [(peer, _as_tensor(payload).to(device)) for peer, payload in sorted(payloads.items()) if peer != me]
+    coming = {peer: torch.zeros(1, dtype=torch.int64, device=device) for peer in sorted(set(sources) - {me})}
+    lengths = [(torch.tensor([len(data)], device=device), peer) for peer, data in sends]
+    group.exchange(lengths, [(size, peer) for peer, size in coming.items()])
+    sizes = torch.cat([*coming.values()]).tolist() if coming else []
+    incoming = {peer: torch.empty(size, dtype=torch.uint8, device=device) for peer, size in zip(coming, sizes, strict=True)}
+    group.exchange([(data, peer) for peer, data in sends if len(data)], [(data, peer) for peer, data in incoming.items() if len(data)])
+    came = {peer: _as_bytes(data.cpu()) for peer, data in incoming.items()}
+    return came | {peer: memoryview(payload) for peer, payload in payloads.items() if peer == me}
 
 # %% ../nbs/10a_objects.ipynb #8c629bf7
 def _root(group: Group, global_rank: int | None, group_rank: int | None) -> int:
@@ -118,7 +178,7 @@ def broadcast_object_list(
     object_list: list[Any], # objects on the source; on the other ranks a list of the same length, which is filled
     src: int | None = None, # GLOBAL rank of the source; default 0
     group: Any = None, # a process group or a `Group`; None: all ranks of the job
-    device: torch.device | None = None, # where the bytes travel; None: the CPU where a backend serves it
+    device: torch.device | None = None, # where the bytes travel; None: as `byte_device` says
     group_src: int | None = None, # the source's rank in the group, instead of `src`
     map_location: Any = None, # where tensors in the objects arrive, as for `torch.load`; None: the device they were on
     weights_only: bool = False, # refuse all but tensors and plain values
@@ -132,13 +192,10 @@ def broadcast_object_list(
     with agreeing(g, "broadcast_object_list", lambda: [f"a list of {len(object_list)} from group rank {source}"]):
         source = _root(g, src, group_src)
         if g.group_rank == source: payload = dump(list(object_list), weights_only)
-    device = device or _byte_device(g)
-    data = _as_tensor(payload, device)
-    size = _sizes(g, len(payload), device)[source]
-    if g.group_rank != source: data = torch.empty(size, dtype=torch.uint8, device=device)
-    g.broadcast(data, source)
+    device = device or byte_device(g)
+    data = _broadcast(g, payload, source, device)
     with agreeing(g, "reading what was broadcast"):
-        if g.group_rank != source and not _pretends(g, device): object_list[:] = load(_as_bytes(data), map_location, weights_only)
+        if g.group_rank != source and not _pretends(g, device): object_list[:] = load(data, map_location, weights_only)
 
 # %% ../nbs/10a_objects.ipynb #33206a5f
 def _check_list(name: str, objects: list[Any] | None, group: Group, root: int) -> None:
@@ -149,16 +206,13 @@ def _check_list(name: str, objects: list[Any] | None, group: Group, root: int) -
         raise ValueError(f"{name} is for global rank {group.ranks[root]}; pass None on rank {group.global_rank}")
 
 def _scatter_bytes(group: Group, payloads: Sequence[memoryview], source: int) -> memoryview:
-    device = _byte_device(group)
+    device = byte_device(group)
     sizes = torch.tensor([len(p) for p in payloads] or [0] * group.size, dtype=torch.int64, device=device)
     group.broadcast(sizes, source)
-    if group.group_rank == source:
-        for peer, payload in enumerate(payloads):
-            if peer != source: group.send(_as_tensor(payload, device), peer)
-        return payloads[source]
-    incoming = torch.empty(int(sizes[group.group_rank]), dtype=torch.uint8, device=device)
-    group.recv(incoming, source)
-    return _as_bytes(incoming)
+    if group.group_rank != source: return _receive(group, int(sizes[group.group_rank]), source, device)
+    for peer, payload in enumerate(payloads):
+        if peer != source: _send(group, payload, peer, device)
+    return payloads[source]
 
 # %% ../nbs/10a_objects.ipynb #67a5c732
 def gather_object(
@@ -207,4 +261,4 @@ def scatter_object_list(
         if not scatter_object_output_list: raise ValueError("scatter_object_output_list must have a place to fill, got an empty list")
     mine = _scatter_bytes(g, payloads, source)
     with agreeing(g, "reading what was scattered"):
-        if g.group_rank == source or not _pretends(g, _byte_device(g)): scatter_object_output_list[0] = load(mine, map_location, weights_only)
+        if g.group_rank == source or not _pretends(g, byte_device(g)): scatter_object_output_list[0] = load(mine, map_location, weights_only)

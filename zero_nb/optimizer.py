@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import accumulate, groupby
 from operator import itemgetter
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .buckets import BucketPlan, Slot, pack
+from .buckets import BucketPlan, EvenCuts, Slot, pack
 from .flat import FlatBucket, flatten, flatten_like
-from .objects import broadcast_object_list, dump, exchange_bytes, gather_bytes, load
+from .objects import broadcast_object_list, byte_device, dump, exchange_bytes, gather_bytes, load
 from .pieces import Piece, Run, SCALARS, Shard, close_pieces, look, open_pieces, per_element, refreshed, rest, settle, specs, split_piece
 from .process_group import Group, TwoLevel, Work, agreeing, log_once, two_level
 from .rules import Rule, Settings, check_group, check_settings, choose_fused, describe_state, find_rule, is_known, read_group, read_params, read_state
@@ -29,9 +29,9 @@ from .sharder import ParamSpec, Policy, Roster, by_group, even, mixed, runs
 from .trial import find_trouble
 
 # %% auto #0
-__all__ = ['IN_FLIGHT', 'MASTER', 'Entry', 'ROUND', 'Routes', 'LocalOptimizers', 'LocalShards', 'ShardedParameters',
-           'ShardedState', 'LoadedState', 'ShardedChanges', 'ShardedStep', 'CheckedState', 'HookedState', 'Copyable',
-           'DropIn', 'ZeroRedundancyOptimizer']
+__all__ = ['IN_FLIGHT', 'MASTER', 'Entry', 'Holders', 'ROUND', 'Routes', 'LocalOptimizers', 'LocalShards', 'ShardedParameters',
+           'Place', 'holders', 'holders_of', 'ShardedState', 'LoadedState', 'ShardedChanges', 'ShardedStep',
+           'CheckedState', 'HookedState', 'Copyable', 'DropIn', 'ZeroRedundancyOptimizer']
 
 # %% ../nbs/13_optimizer.ipynb #2618d435
 IN_FLIGHT = 4 # packed buckets whose gather has started and not ended; bounds scratch memory to so many buckets
@@ -279,11 +279,40 @@ def _reconcile(full: dict[int, dict[str, Any]], index: int, param: Tensor) -> No
     if set(state) == {MASTER} and state[MASTER].equal(param.to(state[MASTER].dtype)): del full[index]
 
 # %% ../nbs/13_optimizer.ipynb #b015e247
+class Place(NamedTuple):
+    """Where a run of a parameter is held: a slot of a bucket, and where that bucket is cut."""
+
+    bucket: int # its index
+    slot: Slot
+    bounds: Sequence[int] # group_rank r holds elements [bounds[r], bounds[r+1]) of the bucket
+
+Holders = Mapping[int, Sequence[Place]] # by index of a parameter in the optimizer; the same on all ranks
+
+def holders(shard: Shard) -> Holders:
+    """Tell which ranks hold the state of which elements."""
+    if shard.alone: return {shard.first + i: [Place(0, Slot(i, 0, p.numel(), 0), (0, p.numel()))] for i, p in enumerate(shard.params)}
+    found: dict[int, list[Place]] = {}
+    for number, bucket in enumerate(shard.plan.buckets):
+        for slot in bucket.slots: found.setdefault(shard.first + slot.param, []).append(Place(number, slot, bucket.bounds))
+    return found
+
+def holders_of(places: Iterable[Place], start: int, stop: int) -> Iterator[tuple[int, int, int, int]]: # (group_rank, start, stop, bucket)
+    """Find the ranks that hold elements `[start, stop)` of a parameter."""
+    for number, slot, bounds in places:
+        low, high, shift = max(start, slot.start), min(stop, slot.stop), slot.offset - slot.start
+        rank = bisect_right(bounds, low + shift) - 1 if low < high else 0
+        while low < high:
+            end = min(high, bounds[rank + 1] - shift)
+            if low < end: yield rank, low, end, number
+            low, rank = max(low, end), rank + 1
+
 class ShardedState(ShardedParameters):
     """The part of the optimizer that saves."""
 
     _full: dict[str, Any] | None = None # the consolidated state dict, until the next step
     _parked: tuple[Entry, ...] = () # state of parameters that were frozen after they had been stepped
+    _parked_at: Holders = MappingProxyType({}) # where that of all ranks is
+    _byte_device = property(lambda self: byte_device(self.group, self.params()[0].device), doc="Where state travels between ranks.")
 
     def params(self) -> list[Tensor]:
         """Give all parameters, in the order in which they were registered."""
@@ -302,7 +331,7 @@ class ShardedState(ShardedParameters):
             if not 0 <= to < self.group.size: raise ValueError(f"to must be a rank of the group, 0 to {self.group.size - 1}, got {to}")
             entries = self._entries(self.shards)
         full: dict[int, dict[str, Any]] = {}
-        for data in gather_bytes(self.group, _packed(entries), to):
+        for data in gather_bytes(self.group, _packed(entries), to, self._byte_device):
             for entry in _unpacked(data): _join(full, entry, self.params())
         for index in [i for i, state in full.items() if MASTER in state]: _reconcile(full, index, self.params()[index].detach().cpu())
         if self.group.group_rank == to: self._full = {"state": dict(sorted(full.items())), "param_groups": super().state_dict()["param_groups"]}
@@ -339,14 +368,22 @@ def _load_local(optim: torch.optim.Optimizer, states: dict[int, dict[str, Any]],
         if given: optim.state[view].update({k: v.to(optim.state[view][k].device) for k, v in given.items()})
 
 # %% ../nbs/13_optimizer.ipynb #bd4e3f9b
-def _to_park(shard: Shard, full: dict[int, dict[str, Any]]) -> Iterator[Entry]: # this rank's part
+def _parks(shard: Shard, full: dict[int, dict[str, Any]]) -> Holders:
+    """Tell which rank keeps what of the state of parameters that no rank steps: each a part, or one all of it."""
+    size, found = shard.group.size, dict[int, list[Place]]()
+    for place, p in enumerate(() if shard.alone else shard.params):
+        if shard.plan.params[place].trainable or not full.get(index := shard.first + place): continue
+        n, keeper = p.numel(), index % size
+        bounds: Sequence[int] = EvenCuts(-(-n // size), n, size) if shard.merges[place] else [0] * (keeper + 1) + [n] * (size - keeper)
+        if n: found[index] = [Place(0, Slot(place, 0, n, 0), bounds)]
+    return found
+
+def _to_park(shard: Shard, full: dict[int, dict[str, Any]], parks: Holders) -> Iterator[Entry]: # this rank's part
     """Cut the state of parameters that no rank steps."""
-    size, rank = shard.group.size, shard.group.group_rank
-    for place, p in enumerate(shard.params):
-        if shard.alone or shard.plan.params[place].trainable or not (state := full.get(index := shard.first + place)): continue
-        apart, n = shard.merges[place], p.numel()
-        run = (index, n * rank // size, n * (rank + 1) // size) if apart else (index, 0, n)
-        if run[1] < run[2] and (apart or index % size == rank): yield [run], not apart, _as_loaded(_cut(state, run, p, not apart, apart), p, shard)
+    rank = shard.group.group_rank
+    for index, [(_, slot, bounds)] in parks.items():
+        p, apart, run = shard.params[slot.param], shard.merges[slot.param], (index, bounds[rank], bounds[rank + 1])
+        if run[1] < run[2]: yield [run], not apart, _as_loaded(_cut(full[index], run, p, not apart, apart), p, shard)
 
 def _as_loaded(state: dict[str, Any], param: Tensor, shard: Shard) -> dict[str, Any]: # in the dtypes that torch.optim gives what it loads
     dtype = shard.master_dtype or param.dtype
@@ -360,9 +397,10 @@ class LoadedState(ShardedState):
         """Load the state dict of an unsharded optimizer, or of this one at any world size; all ranks call this with the same one."""
         with agreeing(self.levels, "load_state_dict", lambda: [f"{i} {sorted(s)}" for i, s in sorted(state_dict["state"].items())]):
             given = [(shard, self._cuts(shard, state_dict["state"])) for shard in self.shards]
-            parked = tuple(entry for shard in self.shards for entry in _to_park(shard, state_dict["state"]))
+            parks = [_parks(shard, state_dict["state"]) for shard in self.shards]
+            parked = tuple(entry for shard, its in zip(self.shards, parks, strict=True) for entry in _to_park(shard, state_dict["state"], its))
             super().load_state_dict({**state_dict, "state": {}})
-            self._parked, self._full = parked, None
+            self._parked, self._parked_at, self._full = parked, {i: places for its in parks for i, places in its.items()}, None
             for shard, parts in given: self._give(shard, parts)
 
     def _cuts(self, shard: Shard, full: dict[int, dict[str, Any]]) -> list[tuple[Piece, list[dict[str, Any]]]]: # by piece, the state of each run
@@ -393,13 +431,6 @@ def _rounds(new: Shard) -> list[list[int]]: # buckets by index; 0 if there are n
     numbers = enumerate([end // (ROUND * new.group.size) for end in ends] or [0])
     return [[i for i, _ in together] for _, together in groupby(numbers, key=itemgetter(1))]
 
-def _owners(new: Shard) -> dict[int, list[tuple[Slot, int, int]]]: # of each parameter that is trained, by index: runs, whose they are, in which bucket
-    owners: dict[int, list[tuple[Slot, int, int]]] = {}
-    for i, bucket in enumerate(new.buckets):
-        for rank in range(new.group.size):
-            for slot in bucket.bucket.slots_of(rank): owners.setdefault(slot.param + new.first, []).append((slot, rank, i))
-    return {new.first + i: [(Slot(i, 0, p.numel(), 0), 0, 0)] for i, p in enumerate(new.params)} if new.alone else owners
-
 def _wanted(new: Shard, run: Run, whole: bool, state: dict[str, Any], low: int, high: int) -> Entry:
     """Cut out of the state of a run what a rank owns by a new plan."""
     index, place = run[0], run[0] - new.first
@@ -412,16 +443,20 @@ def _is_row(value: Any) -> bool: return isinstance(value, Tensor) and value.dim(
 # %% ../nbs/13_optimizer.ipynb #e496df02
 Routes = dict[int, list[tuple[int, Callable[[], Entry]]]] # by bucket: to whom, and what when its turn comes
 
-def _routes(entries: Iterable[Entry], new: Shard) -> tuple[Routes, tuple[Entry, ...]]: # and what nobody trains now
+def _routes(entries: Iterable[Entry], new: Shard, owners: Holders) -> tuple[Routes, tuple[Entry, ...]]: # and what nobody trains now
     """Find out who is to have which state."""
-    owners, routes, parked = _owners(new), Routes(), list[Entry]()
+    routes, parked = Routes(), list[Entry]()
     for own, whole, state in (part for entry in entries for part in _apart(entry)):
         index, start, stop = own
         if index not in owners: parked.append(([own], whole, {k: v if whole or not _is_row(v) else v.clone() for k, v in state.items()}))
-        for slot, rank, i in owners.get(index, ()):
-            low, high = max(start, slot.start), min(stop, slot.stop)
-            if low < high: routes.setdefault(i, []).append((rank, partial(_wanted, new, own, whole, state, low, high)))
+        for rank, low, high, i in holders_of(owners.get(index, ()), start, stop):
+            routes.setdefault(i, []).append((rank, partial(_wanted, new, own, whole, state, low, high)))
     return routes, tuple(parked)
+
+def _sources(new: Shard, buckets: Sequence[int], old: Holders) -> set[int]: # group ranks
+    """Tell which ranks hold state of what this rank owns of some buckets; they know it too, and send."""
+    owned = [slot for i in buckets if i < len(new.buckets) for slot in new.buckets[i].owned]
+    return {rank for slot in owned for rank, *_ in holders_of(old.get(new.first + slot.param, ()), slot.start, slot.stop)}
 
 def _assembled(piece: Piece, run: Run, param: Tensor, found: Sequence[Entry]) -> dict[str, Any]: # found: of this parameter
     """Put together the state of a run of a new piece."""
@@ -435,20 +470,24 @@ def _assembled(piece: Piece, run: Run, param: Tensor, found: Sequence[Entry]) ->
     return {k: v.as_strided(param.shape, param.stride()) if _is_row(v) else v for k, v in joined.items()}
 
 # %% ../nbs/13_optimizer.ipynb #79e3c049
-def _dealt_out(group: Group, routes: list[tuple[int, Callable[[], Entry]]]) -> dict[int, list[Entry]]: # what came here, by parameter
+def _dealt_out(
+    group: Group, routes: list[tuple[int, Callable[[], Entry]]], sources: set[int], device: torch.device,
+) -> dict[int, list[Entry]]: # what came here, by parameter
     goes, found = dict[int, list[Callable[[], Entry]]](), dict[int, list[Entry]]()
     while routes: goes.setdefault(routes[-1][0], []).append(routes.pop()[1])
-    came = exchange_bytes(group, [_packed([make() for make in goes.pop(rank, ())]) for rank in range(group.size)])
+    came = exchange_bytes(group, {rank: _packed([make() for make in goes.pop(rank)]) for rank in list(goes)}, sources, device)
     while came:
-        for entry in _unpacked(came.pop()): found.setdefault(entry[0][0][0], []).append(entry)
+        for entry in _unpacked(came.popitem()[1]): found.setdefault(entry[0][0][0], []).append(entry)
     return found
 
-def _moved(routes: Routes, new: Shard) -> Iterator[tuple[Piece, list[dict[str, Any]]]]: # of each piece, the state of its runs
+def _moved(
+    routes: Routes, new: Shard, old: Holders, device: torch.device,
+) -> Iterator[tuple[Piece, list[dict[str, Any]]]]: # of each piece, the state of its runs
     """Send state to its new owners."""
     homes = {id(bucket): i for i, bucket in enumerate(new.buckets)}
     pieces = [(homes.get(id(piece.bucket), 0), piece) for piece in new.pieces]
     for buckets in _rounds(new):
-        found = _dealt_out(new.group, [route for i in buckets for route in routes.pop(i, ())])
+        found = _dealt_out(new.group, [route for i in buckets for route in routes.pop(i, ())], _sources(new, buckets, old), device)
         for i, piece in pieces:
             if i in buckets: yield piece, [_assembled(piece, run, p, found.get(run[0], ())) for run, p in zip(piece.runs, piece.params, strict=True)]
         found.clear() # before the next round
@@ -464,13 +503,15 @@ class ShardedChanges(LoadedState):
         with agreeing(self.levels, f"planning anew {why}", lambda: _lines(self.rules, self.param_groups, [new])):
             new = self._shard(range(olds[0].groups.start, olds[-1].groups.stop), plan)
             entries += self._entries(olds)
+        before, owners = {**self._parked_at, **{i: places for old in olds for i, places in holders(old).items()}}, holders(new)
         for old in olds: self._give_up(old)
         self.shards[first:first + len(olds)] = [new]
         for i in new.groups: self.local_groups()[i]["params"] = _views(self.param_groups[i], new)
         rest(new)
-        routes, self._parked = _routes(entries, new)
+        routes, self._parked = _routes(entries, new, owners)
+        self._parked_at = {i: places for i, places in before.items() if i not in owners}
         entries.clear()
-        self._give(new, _moved(routes, new), as_is=True)
+        self._give(new, _moved(routes, new, before, self._byte_device), as_is=True)
         return new
 
     def _give_up(self, old: Shard) -> None: # the memory of a shard, and its state, but for what has been taken note of
@@ -556,7 +597,7 @@ class CheckedState(ShardedStep):
         with agreeing(self.group, f"consolidate_state_dict(to={to})"):
             if not isinstance(to, (int, type(None))): raise TypeError(f"to must be a rank of the group, or None for all, got {to!r}")
         with _without_hooks(self): super().consolidate_state_dict(0 if to is None else to)
-        if to is None: broadcast_object_list(full := [self._full], group=self.group, group_src=0, weights_only=True)
+        if to is None: broadcast_object_list(full := [self._full], group=self.group, device=self._byte_device, group_src=0, weights_only=True)
         if to is None: self._full = full[0]
 
 # %% ../nbs/13_optimizer.ipynb #05de1d67
