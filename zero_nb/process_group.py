@@ -34,8 +34,8 @@ from . import memory
 
 # %% auto #0
 __all__ = ['Steps', 'CHUNK', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank', 'agree', 'agreeing',
-           'log_once', 'Work', 'Parts', 'Call', 'Board', 'patience', 'elsewhere', 'Collectives', 'Group', 'Coalesced',
-           'coalescing_manager', 'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'destroy', 'fail']
+           'log_once', 'Work', 'Parts', 'Call', 'Board', 'patience', 'elsewhere', 'connect', 'Collectives', 'Group',
+           'Coalesced', 'coalescing_manager', 'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'destroy', 'fail']
 
 # %% ../nbs/10_process_group.ipynb #c5500ccf
 def _ready() -> bool:
@@ -68,6 +68,7 @@ class _State:
     known: set[Any] = field(default_factory=set) # what collectives looked like so far
     meshes: list[memory.Mesh | None] = field(default_factory=list) # the connection of ranks on one machine, or None if they are not; empty before it is tried
     lacks: dict[Any, bool] = field(default_factory=dict) # collectives that were tried on a backend we do not know; True if it has none
+    connected: set[str] = field(default_factory=set) # backends that have run a collective of all ranks
     dropped: list[str] = field(default_factory=list) # collectives nobody waited for
     ended: str = "" # "aborted" or "destroyed"
     life: str = "" # name of this life of the group, in its store; "" before the first agreement
@@ -848,23 +849,49 @@ def _exchange(
     yield
     for work in works: work.wait()
 
+# %% ../nbs/10_process_group.ipynb #5d0c1e05
+_LATE = frozenset({"nccl", "xccl"}) # backends that connect all ranks in the first call on a group
+
+def _connected(group: Group, device: torch.device) -> bool:
+    backend, pg = group.backend(device), group.process_group
+    return backend not in _LATE or backend in group._wire.connected or pg.bound_device_id is not None # which connects when the group is made
+
+def connect(
+    group: Group, # all its ranks call this
+    device: torch.device, # chooses the backend
+) -> None:
+    """Connect the ranks of a group, so that some of them may send to each other; does nothing where they are connected."""
+    if group.size > 1 and not _connected(group, device): group.all_reduce(torch.zeros(1, device=device))
+
+def _among_all(group: Group, call: Call, steps: Iterator[None]) -> Iterator[None]:
+    """Connect all ranks before messages of a call that all of them make."""
+    if not _connected(group, call.tensor.device):
+        for _ in _started(_native_all_reduce(group, torch.zeros(1, device=call.tensor.device))): pass
+        group._wire.connected.add(group.backend(call.tensor.device))
+    return steps
+
+def _refuse_first(group: Group, tensor: Tensor) -> None:
+    if _connected(group, tensor.device): return
+    raise RuntimeError(f"the first call on a group over {group.backend(tensor.device)} connects all its ranks, so messages between some of them would wait "
+                       f"for the others for ever; call connect(group, {str(tensor.device)!r}), or any collective, on all {group.size} ranks first")
+
 # %% ../nbs/10_process_group.ipynb #5c2a1018
 def _from_root(group: Group, call: Call) -> Iterator[None]:
     mine, root = group.group_rank, call.root
-    if mine == root: return _exchange(group, [(part, peer) for peer, part in enumerate(call.split()) if peer != mine], [])
-    return _exchange(group, [], [(call.part(mine), root)])
+    if mine == root: return _among_all(group, call, _exchange(group, [(part, peer) for peer, part in enumerate(call.split()) if peer != mine], []))
+    return _among_all(group, call, _exchange(group, [], [(call.part(mine), root)]))
 
 def _to_root(group: Group, call: Call) -> Iterator[None]:
     mine, root = group.group_rank, call.root
-    if mine == root: return _exchange(group, [], [(part, peer) for peer, part in enumerate(call.split()) if peer != mine])
-    return _exchange(group, [(call.part(mine), root)], [])
+    if mine == root: return _among_all(group, call, _exchange(group, [], [(part, peer) for peer, part in enumerate(call.split()) if peer != mine]))
+    return _among_all(group, call, _exchange(group, [(call.part(mine), root)], []))
 
 def _all_to_all(group: Group, call: Call) -> Iterator[None]:
     assert call.source is not None, "all_to_all has a source"
     mine, arriving, leaving = group.group_rank, call.split(), call.source.split(list(call.sent))
     arriving[mine].copy_(leaving[mine])
     peers = [peer for peer in range(group.size) if peer != mine]
-    return _exchange(group, [(leaving[peer], peer) for peer in peers], [(arriving[peer], peer) for peer in peers])
+    return _among_all(group, call, _exchange(group, [(leaving[peer], peer) for peer in peers], [(arriving[peer], peer) for peer in peers]))
 
 # %% ../nbs/10_process_group.ipynb #c5132704
 def _named(module: Any, new: str, old: str) -> Callable[..., Any]:
@@ -1103,6 +1130,7 @@ def _sent(group: Group, call: Call) -> int | None: # bytes this rank sends, or t
 def _steps(group: Group, call: Call) -> Iterator[None]:
     """Give the steps of a call; a group that records sees what it is made of as parts of it."""
     steps, native = _STEPS[call.kind](group, call), call.kind in ("all_reduce", "broadcast") and call.tensor.dtype in _KNOWN
+    if call.kind in _MERGED: group._wire.connected.add(group.backend(call.tensor.device))
     if native or group.backend(call.tensor.device) != "gloo" or not hasattr(group.process_group, "follow"): return steps
     return group.process_group.follow(call.kind, call.tensor, steps, _sent(group, call))
 
@@ -1138,11 +1166,12 @@ _ROOTED, _FINISHED = ("broadcast", "gather", "scatter"), Work(iter(()))
 
 # %% ../nbs/10_process_group.ipynb #0898ee5c
 def _start_exchange(group: Any, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], async_op: bool) -> Work:
+    block = _block(group)
     for tensor, peer in (*sends, *receives):
         _check(group, tensor, peer)
         if not tensor.is_contiguous(): raise ValueError(f"expected a contiguous tensor, got strides {tensor.stride()}; call contiguous() first")
         if peer == group.group_rank: raise ValueError(f"group rank {peer} is this rank itself; copy the tensor instead")
-    block = _block(group)
+        if block is None or not block.calls: _refuse_first(group, tensor)
     if block is not None: return block.add_exchange(sends, receives)
     return _launch(group, _Exchange(sends, receives), async_op, _exchange(group, sends, receives))
 
@@ -1287,6 +1316,7 @@ def _natively(group: Any, calls: Sequence[Call]) -> Iterator[None]:
     """Let NCCL group the calls of one kind."""
     pg, device = group.process_group, calls[0].tensor.device
     natives = [native for call in calls if call.tensor.numel() for native in _NATIVE[call.kind](group, call)]
+    group._wire.connected.add(group.backend(device))
     pg._start_coalescing(device)
     for native in natives: native.start()
     work = pg._end_coalescing(device)
