@@ -57,3 +57,9 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]: return [*globals(), *__all__]
+
+
+def _connect_shared_memory(meeting: Any) -> Any: return import_module(f"{__name__}.shared_memory").connect(meeting)
+
+
+import_module(f"{__name__}.transport").register("shared memory", _connect_shared_memory)

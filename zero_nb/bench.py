@@ -34,7 +34,7 @@ from torch.optim import AdamW
 from .cli import Parser
 from .draw import Stretch, Svg, draw_stretches, read_trace
 from .launch import run
-from .memory import available
+from .shared_memory import available
 from .objects import gather_object
 from .optimizer import ZeroRedundancyOptimizer
 from .overlap import overlap
@@ -749,7 +749,8 @@ def machine(options: Options) -> dict[str, str]:
     gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
     return {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "python": platform.python_version(), "processor": processor,
             "cores": str(os.cpu_count()), **gpu, "threads of a rank": "1" if options.device == "cpu" else str(torch.get_num_threads()),
-            **({"backend": "nccl"} if options.device == "cuda" else {"backend": "gloo", "zero_nb moves tensors by": "memory" if available() else "messages"})}
+            **({"backend": "nccl"} if options.device == "cuda" else
+               {"backend": "gloo", "zero_nb moves tensors by": "shared memory" if available() else "messages"})}
 
 # %% ../nbs/30_benchmark.ipynb #49fcbfa1
 def strays(report: Report) -> dict[str, str]: # by variant: what was seen

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import memory
+from . import transport
+from .transport import Transport
 
 # %% auto #0
 __all__ = ['Steps', 'CHUNK', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank', 'agree', 'agreeing',
@@ -66,7 +67,7 @@ class _State:
     tag: int = 0 # messages so far
     turn: int = 0 # agreements so far
     known: set[Any] = field(default_factory=set) # what collectives looked like so far
-    meshes: list[memory.Mesh | None] = field(default_factory=list) # the connection of ranks on one machine, or None if they are not; empty before it is tried
+    transports: list[Transport | None] = field(default_factory=list) # one, or None if the group sends messages; empty before it is tried
     lacks: dict[Any, bool] = field(default_factory=dict) # collectives that were tried on a backend we do not know; True if it has none
     connected: set[str] = field(default_factory=set) # backends that have run a collective of all ranks
     dropped: list[str] = field(default_factory=list) # collectives nobody waited for
@@ -919,28 +920,44 @@ def _together(works: Sequence[Iterator[None]]) -> Iterator[None]:
     for steps in works: yield from steps
 
 # %% ../nbs/10_process_group.ipynb #bde0f77f
-def _swap(group: Ranks, text: str, name: str, what: str) -> list[str]: # every rank's text, by group rank
-    """Give the text of every rank to all ranks."""
-    notes, found = _Notes(group, group._wire.life), list[str]()
-    keys = [f"{name}/{rank}" for rank in range(group.size)]
-    notes.set(keys[group.group_rank], f"={text}")
-    for pause in _pauses(group):
-        while len(found) < group.size and (text := notes.peek(keys[len(found)])): found.append(text[1:])
-        if len(found) == group.size: break
-        if said := group._state.ended or _last_words(group): raise RuntimeError(f"{said}, while rank {group.global_rank} waited at {what!r}")
-        time.sleep(pause)
-    else: raise RuntimeError(f"rank {group.ranks[len(found)]} did not arrive within {_timeout(group).total_seconds():g} s, while rank {group.global_rank} "
-                             f"waited at {what!r}; look at its output")
-    if notes.add(f"{name}/readers") == group.size: notes.remove(*keys, f"{name}/readers")
-    return found
+class _Meeting:
+    """Lets the ranks of a group find a transport, through their store: a few requests from each rank, and nothing stays there."""
 
-def _mesh(group: Group, tensor: Tensor) -> memory.Mesh | None:
-    """Give the connection of ranks that read each other's memory, if there is one; tried with the first tensor that needs it."""
-    meshes, turns = group._wire.meshes, itertools.count()
-    def swap(text: str) -> list[str]: return _swap(group, text, f"memory/{next(turns)}", "finding out who is on this machine")
+    def __init__(self, group: Ranks):
+        self.rank, self.ranks, self.limit = group.group_rank, group.ranks, _timeout(group).total_seconds()
+        self._group, self._notes, self._turn = group, _Notes(group, group._wire.life), 0
+
+    def propose(self, text: str) -> str:
+        """Give the text of the rank that came first."""
+        return self._notes.set_first("transport/proposal", text)
+
+    def agree(self, refusal: str) -> str:
+        """Wait for all ranks, and give what one of them refuses with."""
+        notes, size, keys = self._notes, self._group.size, [f"transport/{self._turn}/{name}" for name in ("refused", "verdict", "arrived", "readers")]
+        refused, verdict, arrived, readers = keys
+        self._turn += 1
+        if refusal: notes.set_first(refused, _shortened(refusal, 500))
+        if notes.add(arrived) == size: notes.set(verdict, f"={notes.peek(refused)}")
+        for pause in _pauses(self._group):
+            if found := notes.peek(verdict): break
+            if said := self._group._state.ended or _last_words(self._group): raise RuntimeError(f"{said}, while {self._waited()}")
+            time.sleep(pause)
+        else: raise RuntimeError(f"{size - notes.add(arrived, 0)} of {size} ranks did not arrive within {self.limit:g} s, while {self._waited()}")
+        if notes.add(readers) == size: notes.remove(*keys, "transport/proposal") # the last to read leaves nothing behind
+        return found[1:]
+
+    def _waited(self) -> str: return f"rank {self._group.global_rank} waited to find out how the ranks can reach each other"
+
+def _transport(group: Group, tensor: Tensor) -> Transport | None:
+    """Give what moves the group's reduce-scatters and all-gathers in the place of messages, if there is such a thing; tried with the first tensor."""
+    found = group._wire.transports
     if tensor.device.type != "cpu": return None
-    if not meshes: meshes.append(None if _alone(group) else memory.connect(group.group_rank, group.ranks, swap, _timeout(group).total_seconds()))
-    return meshes[0]
+    if not found and _alone(group): found.append(None)
+    if not found:
+        made, said = transport.connect(_Meeting(group))
+        found.append(made)
+        if group.group_rank == 0: logging.getLogger("zero_nb").info("%s %s", group, said)
+    return found[0]
 
 # %% ../nbs/10_process_group.ipynb #2697e95d
 _FEW = 4 # owners of a tensor that is not worth filling up
@@ -987,7 +1004,7 @@ def _native_reduce_scatter(group: Group, call: Call) -> list[_Native]:
 
 def _all_gather(group: Group, call: Call) -> Iterator[None]:
     parts, gloo = call.parts, group.backend(call.tensor.device) == "gloo"
-    if gloo and (mesh := _mesh(group, call.tensor)): return memory.all_gather(mesh, call.split())
+    if gloo and (near := _transport(group, call.tensor)): return near.all_gather(call.split())
     if parts.largest == parts.numel: return _broadcast(group, Call("broadcast", call.tensor[:parts.numel], root=parts.owners()[0][0])) # one has all
     if gloo: return _spread(group, call.split())
     if not _lacks(group, call, _native_all_gather): return _started(*_native_all_gather(group, call))
@@ -995,7 +1012,7 @@ def _all_gather(group: Group, call: Call) -> Iterator[None]:
 
 def _reduce_scatter(group: Group, call: Call) -> Iterator[None]:
     if group.backend(call.tensor.device) == "gloo":
-        return memory.reduce_scatter(mesh, call.split()) if (mesh := _mesh(group, call.tensor)) else _ring(group, call.split())
+        return near.reduce_scatter(call.split()) if (near := _transport(group, call.tensor)) else _ring(group, call.split())
     return _all_reduce(group, call) if _lacks(group, call, _native_reduce_scatter) else _started(*_native_reduce_scatter(group, call))
 
 # %% ../nbs/10_process_group.ipynb #91e4a689
@@ -1435,7 +1452,7 @@ def abort(
     state, pg = group._state, group.process_group
     if group.size == 1 or state.ended: return
     state.ended = "aborted"
-    for mesh in filter(None, group._wire.meshes): mesh.close()
+    for near in filter(None, group._wire.transports): near.close()
     for backend, device in {name: device for device, name in reversed(group.backends.items())}.items():
         if backend == "gloo":
             dist: Any = torch.distributed
@@ -1452,7 +1469,8 @@ def destroy(
     state, pg = group._state, group.process_group
     if pg is None or state.ended == "destroyed": return
     state.ended = "destroyed"
-    for mesh in filter(None, state.meshes): mesh.close() # not for a group that records: the one it wraps lives on
+    for near in filter(None, state.transports): near.close() # not for a group that records: the one it wraps lives on
+    state.transports.clear()
     try: _ranks_of(pg)
     except ValueError: return # torch has destroyed it
     torch.distributed.destroy_process_group(pg)
