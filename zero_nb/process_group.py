@@ -259,14 +259,6 @@ def _pauses(group: Ranks) -> Iterator[float]:
         yield min(max(waited / 10, 1e-4, group.size * 3e-5), max(0.1, group.size * 1.2e-4))
         waited = time.monotonic() - begin
 
-def _come(group: Ranks, store: Any, keys: list[str]) -> bool: # False: they will not come
-    """Look for keys until they are there."""
-    for pause in _pauses(group):
-        if store.check(keys): return True
-        if group._state.ended or _last_words(group): return False
-        time.sleep(pause)
-    return False
-
 # %% ../nbs/10_process_group.ipynb #0bc6ce1a
 _NOTE = "  # " # what follows in a line need not be the same on all ranks
 
