@@ -353,6 +353,7 @@ def test_command_runs_under_torchrun(tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=100, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "Exception ignored" not in done.stderr and "Traceback" not in done.stderr
     assert done.stdout.count("the optimizers") == 1
     found = Report.from_json((tmp_path / "out" / "report.json").read_text())
     assert [(c.variant, c.world_size) for c in found.counts] == [("ddp", 2), ("zero", 2)]

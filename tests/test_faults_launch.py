@@ -299,3 +299,45 @@ def test_L11_a_rank_unpickles_nothing_from_a_stranger_at_its_callers_port(tmp_pa
         conn.close()
     assert rank.returncode == 1 and "another one listens at port" in err and b"token" not in said
     assert not (tmp_path / "harm").exists()
+
+
+# ---- programs end quietly ----
+
+SESSION = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from zero_nb import Join, ZeroRedundancyOptimizer, data_parallel, overlap
+from zero_nb.process_group import Group, clone
+if not dist.is_torchelastic_launched(): dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+else: dist.init_process_group("gloo")
+
+kept = []
+for way in ("step", "overlap", "data_parallel"):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    if way != "data_parallel": model = DistributedDataParallel(model)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    kept += [model, zero, overlap(model, zero) if way == "overlap" else data_parallel(model, zero) if way == "data_parallel" else None]
+    for _ in range(3):
+        zero.zero_grad()
+        model(torch.randn(4, 8)).sum().backward()
+        zero.step()
+    kept.append(model(torch.randn(4, 8))) # and no backward
+
+group = Group()
+kept += [clone(group), group.all_reduce(torch.ones(10), async_op=True), group.all_gather(torch.ones(10), async_op=True)]
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("way", ["interactive", "torchrun"])
+def test_quiet_end_of_a_program_that_destroys_no_group(way, tmp_path):
+    """What lives at the end of a process, works nobody waited for included, has destructors; none of them may complain, or wait."""
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    (tmp_path / "session.py").write_text(SESSION)
+    command = ["-q", "-i"] if way == "interactive" else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "session.py"]
+    process = subprocess.run([sys.executable, *command], cwd=tmp_path, env=env, input=SESSION, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0 and process.stdout.count("the end") == (1 if way == "interactive" else 2), process.stderr
+    lines = process.stderr.replace(">>> ", "").replace("... ", "").splitlines()
+    assert [line for line in lines if line.strip() and "destroy_process_group() was not called" not in line] == [], process.stderr # that is torch's

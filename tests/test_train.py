@@ -72,6 +72,7 @@ def test_one_process_without_a_launcher(tmp_path):
     command = [sys.executable, "-m", "zero_nb.train", *FLAGS, "--steps=2", "--no-compare", f"--out={tmp_path}"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert process.returncode == 0, process.stderr
+    assert "Exception ignored" not in process.stderr and "Traceback" not in process.stderr
     assert STATE not in json.loads((tmp_path / "report.json").read_text())
 
 
