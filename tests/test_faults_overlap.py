@@ -580,3 +580,46 @@ def plain_loss(model, step): return model(data(step)).square().mean()
 def test_M9_a_scale_is_read_once_a_step(mode):
     """In two steps, of many buckets."""
     for counts, buckets in run(2, reads_of_the_host, mode): assert buckets > 3 and counts == {"item": 2, "__bool__": 2}
+
+
+# ---- find_unused_parameters: one vector for all ----
+
+def asked(mode):
+    """Note what an iteration sends, and how many reductions had started when the host read which parameters have a gradient."""
+    group, module, reads = record(), Blocks(), []
+    zero = ZeroRedundancyOptimizer(module.parameters(), SGD, group, lr=0.05)
+    if mode.startswith("parallel"):
+        handle = data_parallel(module, zero, interleaved="interleaved" in mode, bucket_cap_mb=0.0005, find_unused_parameters=True)
+        model = module
+    else:
+        model = DDP(module, process_group=group, bucket_cap_mb=0.0005, find_unused_parameters=True)
+        handle = overlap(model, zero, interleaved="interleaved" in mode)
+    uses = [(0, 1, 2, 3, 4), (0, 2, 4), (1 + dist.get_rank(), 4), (4, 0), (3,), (0, 4)]
+    read, found = torch.Tensor.tolist, []
+    for layers in uses:
+        with group.recording() as log:
+            def tolist(tensor):
+                if tensor.dtype == torch.float32: reads.append(sum(e.kind == "reduce_scatter" for e in log.events))
+                return read(tensor)
+            torch.Tensor.tolist = tolist # in this process alone
+            before = [p.detach().clone() for p in module.parameters()]
+            model(data(0), layers).square().mean().backward()
+            torch.Tensor.tolist = read
+            if mode == "parallel": handle.wait()
+        sent = [(e.kind, e.bytes) for e in log.events if e.parent is None and e.dtype == "float32"] # DDP's own flags are int32
+        scatters = sum(e.kind == "reduce_scatter" for e in log.events)
+        stepped = [not torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True)]
+        found.append((sent, scatters, list(reads), stepped))
+        reads.clear()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["overlap", "parallel"])
+def test_find_unused_asks_once_for_all_buckets_when_the_last_has_arrived(mode):
+    ranks = run(2, asked, mode)
+    assert [sent for sent, *_ in ranks[0]] == [sent for sent, *_ in ranks[1]]
+    for found in ranks:
+        wanted = [{0, 1, 2, 3, 4}, {0, 2, 4}, {1, 2, 4}, {0, 4}, {3}, {0, 4}] # layers that are stepped: used on some rank
+        for (sent, scatters, reads, stepped), layers in zip(found, wanted, strict=True):
+            assert sent == [("all_reduce", 10 * 4)] and reads == [scatters] and scatters >= 3
+            assert {i // 2 for i, moved in enumerate(stepped) if moved} == layers

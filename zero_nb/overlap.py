@@ -79,9 +79,10 @@ class Prepared:
         judge: Callable[[list[Tensor]], bool] | None = None, # looks at all averages before the first step, and tells if there is to be one
         release: Callable[[int], None] = lambda i: None, # told when the gradient of a bucket is no longer needed, by schedules that say so
         reuses: bool = False, # whether parameters may be gathered in the memory of gradients that have been stepped
+        ask: Callable[[], None] | None = None, # called when all buckets have arrived, before what is left of the step: finds out which parameters `lacks` means
         **how: Any, # of the schedule, as for `order`
     ):
-        self.zero, self.shard, self.start, self.judge, self.release, self.reuses = zero, shard, start, judge, release, reuses
+        self.zero, self.shard, self.start, self.judge, self.release, self.reuses, self.ask = zero, shard, start, judge, release, reuses, ask
         self.phases = order(len(shard.buckets), **how)
         self.schedule = make_schedule(len(shard.buckets), **how)
         self.lacks = [False] * len(shard.params) # of each parameter, whether no rank has a gradient
@@ -110,6 +111,7 @@ class Runner(Prepared):
     def finish(self, together: bool = False) -> bool: # whether there was a step
         """Do the rest; `together`: step all buckets at once, before the first gather."""
         assert not self.todo, f"backward is over, and {self.todo[0]} has not come"
+        if self.ask: self.ask()
         if self.judge and not self.judge([self.part(i) for i in range(len(self.shard.buckets))]): return False
         if together: _step_all(self)
         for op, i in self.phases["step"]:
@@ -776,20 +778,31 @@ class Averages(Arrivals):
     """How buckets become averages, and which parameters have a gradient on some rank."""
 
     ranks: Group # that the model is averaged over
+    soon = property(lambda self: self.live and self.way.interleaved and self.apart, doc="Whether a bucket is stepped before the last one has arrived.")
+    asks = property(lambda self: self.some_unused and (self.dynamic or not self.live), doc="Whether ranks tell each other which parameters have a gradient.")
     levels = property(lambda self: (*self.zero.levels, self.ranks), doc="Groups in which others would wait for this rank if it failed.")
 
     def _start(self, i: int, gradient: Tensor) -> Finish:
         j, bucket, wire = self.layout.source[i], self.running.shard.buckets[i], self.way.wire
         mean = partial(self._kept, i) if isinstance(wire, str) else start_mean(bucket, gradient, self.zero.across, wire)
-        if not self.some_unused or (self.live and not self.dynamic) or self.layout.source.index(j) != i: return mean
+        if not (self.asks and self.soon) or self.layout.source.index(j) != i: return mean
         used = torch.tensor(self.has[j], dtype=torch.float32, device=gradient.device)
         work = self.ranks.all_reduce(used, async_op=True)
         def finish() -> Tensor:
             part = mean()
             work.wait()
-            for param, count in zip(self.layout.runs[j], used.tolist(), strict=True): self.running.lacks[param] = not count
+            self._note(self.layout.runs[j], used)
             return part
         return finish
+
+    def _ask(self) -> None: # once, for all buckets
+        if not self.asks or self.soon: return
+        used = torch.tensor([has for bucket in self.has for has in bucket], dtype=torch.float32, device=self.zero.join_device)
+        self.ranks.all_reduce(used)
+        self._note([param for run in self.layout.runs for param in run], used)
+
+    def _note(self, params: Sequence[int], used: Tensor) -> None:
+        for param, count in zip(params, used.tolist(), strict=True): self.running.lacks[param] = not count
 
     def _kept(self, i: int) -> Tensor: # this rank's part of what the user's hook has made
         bucket, future = self.running.shard.buckets[i].bucket, self.futures[self.layout.source[i]]
@@ -805,7 +818,7 @@ class Late(Averages):
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
         mode = "interleaved" if self.way.interleaved and self.apart else "after"
-        return Runner(self.zero, shard, self._start, self.judge, reuses=self.way.wire != "kept", mode=mode, lag=self.way.lag)
+        return Runner(self.zero, shard, self._start, self.judge, reuses=self.way.wire != "kept", ask=self._ask, mode=mode, lag=self.way.lag)
 
     def _late(self) -> bool: # whether there was a step
         """Plan the buckets of this iteration, if they are new, and let them all arrive now."""
@@ -814,7 +827,7 @@ class Late(Averages):
             given = list(cut_runs(self.seen, zero.params(), self.most))
             shard = zero.replan(zero.shards, "for the buckets that DDP filled", partial(plan_buckets, zero, given))
             self.layout, self.runner = find_layout(shard.plan, self.seen, shard.params), self.make_runner(shard)
-        self.running = Runner(zero, self.runner.shard, self._start, self.judge, reuses=self.runner.reuses)
+        self.running = Runner(zero, self.runner.shard, self._start, self.judge, reuses=self.runner.reuses, ask=self._ask)
         for j in range(len(self.seen)): self._go_on(self.running, j)
         return self.step_late(self.running)
 

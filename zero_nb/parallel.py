@@ -513,6 +513,7 @@ class Averaged(Heard):
 
     parts: dict[int, Tensor] # of each bucket: memory for the average of what this rank owns, if all wait for the end of backward
     held: dict[int, Tensor] # gradients in which the average of this rank's part lies
+    asks = property(lambda self: not self.live or self.way.find_unused_parameters, doc="Whether ranks tell each other which parameters have a gradient.")
     soon = property(lambda self: self.way.interleaved and self.apart, doc="Whether a bucket is stepped during backward, where buckets are known.")
 
     def _everywhere(self, tensor: Tensor) -> None: # add up over all ranks
@@ -527,16 +528,25 @@ class Averaged(Heard):
             part = gradient[slice(*bucket.bucket.part(self.zero.group.group_rank))]
             self.parts[i] = torch.empty_like(part, dtype=mean_dtype(part.dtype, wire))
         mean = start_mean(bucket, gradient, self.zero.across, wire, None if soon else self.parts[i])
-        asks = not self.live or self.way.find_unused_parameters
-        used = torch.tensor(self.has[i], dtype=torch.float32, device=gradient.device) if asks else None
+        used = torch.tensor(self.has[i], dtype=torch.float32, device=gradient.device) if self.asks and soon else None
         if used is not None: self._everywhere(used)
         def finish() -> Tensor:
-            if used is not None:
-                for slot, count in zip(slots, used.tolist(), strict=True): running.lacks[slot.param] = not count
+            if used is not None: self._note(slots, used)
             part = mean()
             if not inside: self.homes.pool.give(gradient) # the part waits long for its step, and the rest need not
             return part
         return finish
+
+    def _ask(self) -> None: # once, for all buckets
+        if not self.asks or (self.soon and self.live): return
+        slots = [slot for i in range(len(self.homes.slots)) for slot in self.homes.slots[i]]
+        used = torch.tensor([has for i in range(len(self.homes.slots)) for has in self.has[i]], dtype=torch.float32, device=self.zero.join_device)
+        self._everywhere(used)
+        self._note(slots, used)
+
+    def _note(self, slots: Sequence[Slot], used: Tensor) -> None:
+        assert self.running is not None, "an iteration asks"
+        for slot, count in zip(slots, used.tolist(), strict=True): self.running.lacks[slot.param] = not count
 
     def _release(self, i: int) -> None:
         if i in self.held: self.homes.pool.give(self.held.pop(i))
@@ -552,7 +562,8 @@ class Planned(Averaged):
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
         self.parts, self.held, way = {}, {}, self.way
-        return Runner(self.zero, shard, self._start, self.judge, self._release, mode="free" if self.soon else "after", lag=way.lag, hidden=way.hidden)
+        mode = "free" if self.soon else "after"
+        return Runner(self.zero, shard, self._start, self.judge, self._release, ask=self._ask, mode=mode, lag=way.lag, hidden=way.hidden)
 
     def _order(self) -> list[int]: # in which the gradients of the first rank came that had any
         order = list(self.arrivals)
@@ -579,7 +590,7 @@ class Planned(Averaged):
     def start_trial(self) -> None:
         """Start an iteration in which it is found out which parameters have a gradient."""
         assert self.runner is not None, "the buckets are planned"
-        self.running = Runner(self.zero, self.runner.shard, self._start, self.judge, hidden=self.way.hidden)
+        self.running = Runner(self.zero, self.runner.shard, self._start, self.judge, ask=self._ask, hidden=self.way.hidden)
         self.homes = Homes(self.running.shard.plan, self.params, [False] * len(self.params), self.pool)
 
 # %% ../nbs/14a_parallel.ipynb #631cb7d2
