@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from .flat import flatten
 from .objects import broadcast_object_list
 from .optimizer import _Join
-from .overlap import Hook, found_tensors
+from .overlap import Hook, found_tensors, unstepped_grad
 from .parallel import Parallel, copy_from
 from .process_group import Board, Group, abort, agreeing, elsewhere, patience
 
@@ -447,6 +447,7 @@ def reduce_nothing(
     if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
         raise RuntimeError(f"static_graph=True learns the graph in the first backward, and rank {group.global_rank} had none; give every rank a first batch")
     buckets, overlap = ddp.reducer._get_zeros_like_grad_buckets(), find_overlap(ddp)
+    if overlap is not None: overlap.stepped_grads.remove()
     hooked = ddp._comm_hooks or "comm_hook" in ddp.logger._get_ddp_logging_data().strs_map # a hook divides by the world size itself
     kept = any(param.grad is not None for bucket in buckets for param in bucket.parameters())
     for bucket in buckets if kept else ():
@@ -479,7 +480,7 @@ class GradientRecord:
         params: Sequence[Tensor], # the same on all ranks, in the same order
         find_grad: Callable[[int], Tensor | None] | None = None, # by index; None: `.grad`
     ):
-        self.params, self.find_grad = params, find_grad or (lambda i: params[i].grad)
+        self.params, self.find_grad = params, find_grad or (lambda i: unstepped_grad(params[i]))
         self.backwards = 0 # that this rank has begun, or followed
         self.emptied: list[int] = [0] * len(params) # the last backward that found each gradient empty when it began
         self.zeroed: set[int] = set() # parameters whose gradient was zero then, and not None
@@ -529,7 +530,6 @@ class GradientRecord:
         """Have a gradient where others have one that waits for its reduction: this rank's part of the sum is zero."""
         for i in set(range(len(self.params))) - set(missing):
             if self.params[i].grad is None: self.params[i].grad = torch.zeros_like(self.params[i])
-
 
 # %% ../nbs/15_join.ipynb #a565c2d1
 def _check_followed(model: nn.Module, what: dict[str, Any]) -> None: # what: things that send, if they are there
@@ -765,7 +765,7 @@ class _Handle(_Output):
 
     def make_record(self) -> GradientRecord:
         params, aside = self.joinable.params, lambda i: self.joinable.aside.get(i)
-        return GradientRecord(params, lambda i: aside(i) if params[i].grad is None else params[i].grad)
+        return GradientRecord(params, lambda i: aside(i) if (grad := unstepped_grad(params[i])) is None else grad)
 
     def check(self) -> None:
         if self.block.policy == "shadow": _check_followed(self.module, {})

@@ -32,9 +32,9 @@ if TYPE_CHECKING: from typing_extensions import Self
 # %% auto #0
 __all__ = ['Finish', 'Copy', 'mean_dtype', 'start_mean', 'Prepared', 'Runner', 'cut_in_place', 'cut_runs', 'plan_buckets',
            'Layout', 'find_layout', 'AtEnd', 'at_end', 'found_tensors', 'failing', 'norm_of', 'clip_parts',
-           'SteppedGradient', 'SteppedGradients', 'Care', 'Way', 'check_complex', 'check_pair', 'remembered',
-           'SideStream', 'Driver', 'Hook', 'Listening', 'in_torchs_join', 'Joined', 'Attached', 'done', 'beside',
-           'Noted', 'Arrivals', 'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap',
+           'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'Care', 'Way', 'check_complex', 'check_pair',
+           'remembered', 'SideStream', 'Driver', 'Hook', 'Listening', 'in_torchs_join', 'Joined', 'Attached', 'done',
+           'beside', 'Noted', 'Arrivals', 'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap',
            'hook_with_zero_step', 'hook_with_zero_step_interleaved']
 
 # %% ../nbs/14_overlap.ipynb #bcb158cc
@@ -375,6 +375,10 @@ _ANSWERS: dict[Any, Callable[[Any, Any], Any]] = {
     _ATEN.add.Tensor: _accumulate, _ATEN._amp_foreach_non_finite_check_and_unscale_.default: _unscale}
 
 # %% ../nbs/14_overlap.ipynb #22e0b6f2
+def unstepped_grad(param: Tensor) -> Tensor | None:
+    """Give a parameter's gradient; None where there is none, or only a marker."""
+    return None if isinstance(param.grad, SteppedGradient) else param.grad
+
 class SteppedGradients:
     """Puts markers where gradients were, and takes them away before others come."""
 
