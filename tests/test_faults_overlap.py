@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import threading
 from functools import partialmethod
 from importlib import import_module
 
@@ -623,3 +624,65 @@ def test_find_unused_asks_once_for_all_buckets_when_the_last_has_arrived(mode):
         for (sent, scatters, reads, stepped), layers in zip(found, wanted, strict=True):
             assert sent == [("all_reduce", 10 * 4)] and reads == [scatters] and scatters >= 3
             assert {i // 2 for i, moved in enumerate(stepped) if moved} == layers
+
+
+# ---- a backward that fails ----
+
+class OutOfMemory(torch.autograd.Function):
+    """Raises in forward or in backward, where it is told to."""
+
+    @staticmethod
+    def forward(ctx, x, where):
+        ctx.where = where
+        if where == "forward": raise torch.OutOfMemoryError("no memory for activations")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.where == "backward": raise torch.OutOfMemoryError("no memory for gradients")
+        return grad, None
+
+
+class Hungry(Blocks):
+    """Runs out of memory where it is told to."""
+
+    def forward(self, x, where=""): return OutOfMemory.apply(super().forward(x), where)
+
+
+def skipping(mode, where):
+    """Skip a batch on which a rank runs out of memory, as loops of plain training do."""
+    module = Hungry()
+    model, handle = attach(mode, module, ZeroRedundancyOptimizer(module.parameters(), SGD, lr=0.05))
+    seen = []
+    for step in range(4):
+        error = told(lambda: model(data(step), where if step == 2 and dist.get_rank() == 1 else "").square().mean().backward()) # noqa: B023
+        if error: seen.append((step, *error))
+        if error and error[0] == "RuntimeError": break
+    handle.leave()
+    return seen
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("mode", ["overlap", "parallel"])
+def test_a_batch_that_fails_cannot_be_skipped_and_every_rank_says_why(mode, where):
+    """The rank that failed sees its own error, and then that it cannot go on; the others see which rank failed, and with what."""
+    others, mine = run(2, skipping, mode, where, timeout=60)
+    assert [(step, kind) for step, kind, _ in others] == [(2, "RuntimeError")] and "rank 1" in others[0][2]
+    if where == "forward": assert "OutOfMemoryError" in others[0][2]
+    assert mine[0][:2] == (2, "OutOfMemoryError") and mine[1][:2] == (3, "RuntimeError")
+
+
+@pytest.mark.parametrize("mode", ["overlap", "parallel"])
+def test_a_backward_that_fails_does_not_wait_in_a_destructor(mode, monkeypatch):
+    """Ranks are told of it in a thread of its own, which the next forward waits for."""
+    threads = []
+    monkeypatch.setattr(import_module("zero_nb.overlap"), "fail", lambda groups, error: threads.append((threading.current_thread(), str(error))))
+    with simulate(2) as group:
+        module = Hungry()
+        model, _ = attach(mode, module, ZeroRedundancyOptimizer(module.parameters(), SGD, group, lr=0.05), group)
+        x = torch.ones(1, 6, dtype=torch.float64)
+        model(x).sum().backward()
+        with pytest.raises(torch.OutOfMemoryError, match="gradients"): model(x, "backward").sum().backward()
+        told(lambda: model(x))
+    tellers = [thread for thread, words in threads if "did not come to its end; look" in words]
+    assert tellers and not any(thread is threading.main_thread() or thread.is_alive() for thread in tellers)

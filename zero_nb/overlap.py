@@ -11,9 +11,10 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial, reduce
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +32,11 @@ if TYPE_CHECKING: from typing_extensions import Self
 
 # %% auto #0
 __all__ = ['Finish', 'Copy', 'mean_dtype', 'start_mean', 'Prepared', 'Runner', 'cut_in_place', 'cut_runs', 'plan_buckets',
-           'Layout', 'find_layout', 'AtEnd', 'at_end', 'found_tensors', 'failing', 'norm_of', 'clip_parts',
-           'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'Care', 'Way', 'check_complex', 'check_pair',
-           'remembered', 'SideStream', 'Driver', 'Hook', 'Listening', 'in_torchs_join', 'Joined', 'Attached', 'done',
-           'beside', 'Noted', 'Arrivals', 'Averages', 'Late', 'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap',
-           'hook_with_zero_step', 'hook_with_zero_step_interleaved']
+           'Layout', 'find_layout', 'end_telling', 'AtEnd', 'at_end', 'found_tensors', 'failing', 'norm_of',
+           'clip_parts', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'Care', 'Way', 'check_complex',
+           'check_pair', 'remembered', 'SideStream', 'Driver', 'Hook', 'Listening', 'in_torchs_join', 'Joined',
+           'Attached', 'done', 'beside', 'Noted', 'Arrivals', 'Averages', 'Late', 'Backward', 'Switch', 'find_switch',
+           'Overlap', 'overlap', 'hook_with_zero_step', 'hook_with_zero_step_interleaved']
 
 # %% ../nbs/14_overlap.ipynb #bcb158cc
 Finish = Callable[[], Tensor] # waits for a reduction, and gives what this rank owns of the bucket: the mean over all ranks, 1-D
@@ -236,6 +237,13 @@ def find_layout(plan: BucketPlan, given: Sequence[Sequence[int]], params: Sequen
                   tuple(tuple(_copies(bucket.slots, offsets)) for bucket in plan.buckets))
 
 # %% ../nbs/14_overlap.ipynb #af8357e4
+_TELLING: set[Thread] = set() # threads that tell other ranks of a backward that failed
+
+@torch._disable_dynamo
+def end_telling() -> None:
+    """Return when other ranks have been told of what failed here."""
+    while _TELLING: _TELLING.pop().join()
+
 class AtEnd:
     """Is called at the end of backward; if backward fails, is deleted without having been called, and tells the other ranks."""
 
@@ -246,8 +254,17 @@ class AtEnd:
         self.called = True
         self.call()
 
-    def __del__(self) -> None:
-        if not self.called: fail(self.groups, RuntimeError("backward() did not come to its end; look at the output of this rank"))
+    def __del__(self) -> None: # in whatever thread lets go of it, which must not wait for a store or for peers
+        if self.called: return
+        thread = Thread(target=_tell, args=(self.groups,), name="zero_nb: a backward failed") # the process does not end before it
+        with suppress(RuntimeError): # it ends already
+            thread.start()
+            _TELLING.add(thread)
+
+def _tell(groups: Group | Sequence[Group]) -> None:
+    with _ONE_AT_A_TIME: fail(groups, RuntimeError("backward() did not come to its end; look at the output of this rank"))
+
+_ONE_AT_A_TIME = Lock() # a backward may have several ends
 
 def at_end(call: Callable[[], None], groups: Group | Sequence[Group]) -> bool: # False: there is no backward in progress
     """Have something called at the end of the backward in progress."""
@@ -622,7 +639,9 @@ class Listening(Driver):
     unfinished = property(lambda self: self.under_way, doc="Whether a backward has begun and not come to its end.")
 
     def _before(self, module: Any, args: Any) -> None:
-        if torch.is_grad_enabled(): self.stepped_grads.remove() # the next backward adds to what is there
+        if torch.is_grad_enabled():
+            self.stepped_grads.remove() # the next backward adds to what is there
+            end_telling()
         if not self.unfinished or not torch.is_grad_enabled() or self._entered(): return # a checkpoint runs forward inside backward
         with failing(self.levels):
             raise RuntimeError("the last backward did not come to its end, so the gradients of this rank are not in step with those of the others")
@@ -969,6 +988,8 @@ def overlap(
     When `backward` returns, the parameters are those after the step on every rank; `zero.step()` may be called and does nothing. Each backward outside
     `no_sync` is a step. So `clip_grad_norm_` and whatever else reads or changes `.grad` between `backward` and `step` comes too late, and raises: pass
     `max_grad_norm` to clip, and `scaler` if the loss is scaled. Only averages that a hook of the user's has made can still be read.
+    An exception in forward or backward on one rank ends the job's groups on all of them, since the others are in the middle of the same collectives: a batch
+    that fails, for lack of memory for example, cannot be caught and skipped.
     Raises `TypeError`, `ValueError` or `RuntimeError` on every rank for what does not go together."""
     return Overlap(ddp, zero, Way(hook, state, interleaved=interleaved, lag=lag, max_grad_norm=max_grad_norm, norm_type=norm_type, reduce_dtype=reduce_dtype,
                                   scaler=scaler))

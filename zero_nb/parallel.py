@@ -911,6 +911,7 @@ def data_parallel(
     `.grad` after `backward`, `clip_grad_norm_` for example, comes too late, and raises: pass `max_grad_norm` to clip, and `scaler` if the loss is scaled.
     When `backward` returns, the parameters are those after the step. With `hidden=True` they come while the next forward runs: a read that goes through
     the module waits, any other must follow `handle.wait()`, and `check_reads=True` shows those that do not.
-    Raises `TypeError` or `ValueError` on every rank for what does not go together.
+    An exception in forward or backward on one rank ends the job's groups on all of them: a batch that fails, for lack of memory for example, cannot be
+    caught and skipped. Raises `TypeError` or `ValueError` on every rank for what does not go together.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2."""
     return Parallel(module, zero, ParallelWay(**way))
