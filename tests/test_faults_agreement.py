@@ -1,5 +1,6 @@
 """Agreement under faults: hostile text in the store, errors of every type, old lives of a group, stores that die."""
 import builtins
+import importlib
 import re
 import sys
 import threading
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from zero_nb.launch import run
 from zero_nb.objects import broadcast_object_list, gather_object
-from zero_nb.process_group import Group, Ranks, _read, _reported, abort, agree, agreeing, get_global_rank, get_group_rank
+from zero_nb.process_group import Group, Ranks, _read, _reported, abort, agree, agreeing, destroy, fail, get_global_rank, get_group_rank
 
 
 def caught(f):
@@ -132,3 +133,63 @@ def test_L12_a_group_of_many_ranks_describes_itself_in_a_line():
     with simulate(16_384, 3) as pg: text = repr(Ranks(pg))
     assert len(text) < 200 and "3 of 16384" in text and "0, 1, 2" in text and "16383" in text
     assert repr(Ranks()) == "Ranks(group_rank=0 of 1, global ranks [0])"
+
+
+# ---- H5: errors travel where the backend does not let them ----
+
+def one_fails(host_waits, kind):
+    from nccl_like import nccl_like, synchronize
+    g = nccl_like(host_waits=host_waits, connect=True)
+    for _ in range(2): g.all_reduce(torch.ones(4))  # compared, so that the ranks go into the third without waiting for each other
+    if g.group_rank == 1:
+        fail(g, ArithmeticError("the loss is not a number"))
+        return caught(lambda: g.all_reduce(torch.ones(4)))
+    if kind == "async":
+        work = g.all_reduce(torch.ones(4), async_op=True)
+        return caught(work.wait)
+    if host_waits: return caught(lambda: g.all_reduce(torch.ones(4)))
+    g.all_reduce(torch.ones(4))  # returns at once, as with NCCL
+    synchronize()  # sits here until the communicator is aborted, and raises nothing
+    return caught(lambda: g.all_reduce(torch.ones(4)))
+
+
+@pytest.mark.parametrize(("host_waits", "kind"), [(True, "sync"), (True, "async"), (False, "sync")])
+def test_H5_peers_that_sit_in_a_kernel_hear_why_a_rank_failed(host_waits, kind):
+    first, second, third = run(3, one_fails, host_waits, kind, timeout=40)
+    assert second[0] == "RuntimeError"
+    for name, words in (first, third): assert name == "RuntimeError" and "rank 1 failed with ArithmeticError: the loss is not a number" in words
+    if host_waits: assert "all_reduce of 4 float32" in first[1]
+
+
+def watchers(end):
+    from nccl_like import nccl_like
+    def count(): return sum(thread.name == "zero_nb watcher" for thread in threading.enumerate())
+    plain = Group()
+    plain.all_reduce(torch.ones(1))
+    seen = [count()]
+    g = nccl_like(host_waits=True, connect=True)
+    seen.append(count())
+    g.all_reduce(torch.ones(1))
+    Group(g.process_group).all_reduce(torch.ones(2))
+    seen.append(count())
+    end(g)
+    deadline = time.monotonic() + 20
+    while count() and time.monotonic() < deadline: time.sleep(0.05)
+    return [*seen, count()]
+
+
+@pytest.mark.parametrize("end", [abort, destroy, lambda g: dist.destroy_process_group(g.process_group)], ids=["abort", "destroy", "torch"])
+def test_H5_a_group_has_one_watcher_where_it_needs_one_and_it_ends_with_the_group(end):
+    assert run(2, watchers, end) == [[0, 0, 1, 0]] * 2
+
+
+def test_H5_a_destructor_hands_its_news_to_a_thread(monkeypatch):
+    overlap, process_group = (importlib.import_module(f"zero_nb.{name}") for name in ("overlap", "process_group"))
+    came, by = threading.Event(), []
+    def noting(groups, error):
+        by.append((threading.current_thread() is threading.main_thread(), str(error)))
+        came.set()
+    for module in (overlap, process_group): monkeypatch.setattr(module, "fail", noting)
+    end = overlap.AtEnd(lambda: None, Group())
+    del end
+    assert came.wait(20) and by == [(False, "backward() did not come to its end; look at the output of this rank")]

@@ -5,13 +5,16 @@
 # %% ../nbs/10_process_group.ipynb #186cfd6c
 from __future__ import annotations
 
+import atexit
 import hashlib
 import itertools
 import json
 import logging
 import secrets
 import sys
+import threading
 import time
+import weakref
 import zlib
 from bisect import bisect_left
 from collections import Counter, deque
@@ -72,6 +75,8 @@ class _State:
     connected: set[str] = field(default_factory=set) # backends that have run a collective of all ranks
     dropped: list[str] = field(default_factory=list) # collectives nobody waited for
     ended: str = "" # "aborted" or "destroyed"
+    reason: str = "" # what another rank said that failed, if the group was aborted because of that
+    watcher: Any = None # the thread that listens to other ranks where the backend does not tell of errors
     life: str = "" # name of this life of the group, in its store; "" before the first agreement
     met: bool = False # whether an agreement has shown that all ranks are in this life
     old: set[str] = field(default_factory=set) # names of earlier lives that were found in the store
@@ -489,6 +494,7 @@ def agree(
         return
     agreement = _Agreement(group, what, lines, error)
     for pause in _steps_of(agreement): time.sleep(pause)
+    _watch(group)
 
 def _steps_of(agreement: _Agreement) -> Steps:
     return (yield from agreement.finish((yield from agreement.run())))
@@ -546,7 +552,12 @@ def log_once(
 # %% ../nbs/10_process_group.ipynb #1729e9cd
 def _failed(group: Ranks | None, what: object, error: RuntimeError) -> RuntimeError: # worth raising
     hint = _elsewhere(group) if group else ""
+    if group and group._state.reason: return RuntimeError(f"{_plain(what)} failed: {group._state.reason}")
     return RuntimeError(f"{_plain(what)} failed: {error}; {hint or 'a peer may be gone, so look at the output of the other ranks first'}")
+
+def _check_aborted(group: Ranks | None) -> None:
+    """Refuse a result that a kernel left when its communicator was aborted: the backend raises nothing."""
+    if group and group._state.reason: raise RuntimeError(group._state.reason)
 
 def _last_words(group: Ranks) -> str: # "" if no rank has left because of an error
     with suppress(Exception): # the store may be gone
@@ -585,6 +596,7 @@ class Work:
         try:
             for _ in self._steps:
                 if not to_end: return
+            _check_aborted(self._group)
         except BaseException as error:
             self.done = True
             if not isinstance(error, RuntimeError): raise
@@ -1097,7 +1109,7 @@ def _parts(
 def _check_state(group: Group) -> None:
     """Refuse to start a collective in a group that cannot carry it."""
     state = group._state
-    if state.ended: raise RuntimeError(f"this process group was {state.ended}; make a new one")
+    if state.ended: raise RuntimeError(f"this process group was {state.ended}{', because ' * bool(state.reason)}{state.reason}; make a new one")
     if state.dropped:
         what = state.dropped[0]
         state.dropped.clear()
@@ -1168,6 +1180,7 @@ def _launch(group: Group, what: object, async_op: bool, steps: Iterator[None]) -
     if async_op: return Work(steps, what, group)
     try:
         for _ in steps: pass
+        _check_aborted(group)
     except RuntimeError as error: raise _failed(group, what, error) from error
     return _FINISHED
 
@@ -1444,6 +1457,7 @@ def abort(
     state, pg = group._state, group.process_group
     if group.size == 1 or state.ended: return
     state.ended = "aborted"
+    if state.watcher: state.watcher.over.set()
     for near in filter(None, group._wire.transports): near.close()
     for backend, device in {name: device for device, name in reversed(group.backends.items())}.items():
         if backend == "gloo":
@@ -1461,6 +1475,7 @@ def destroy(
     state, pg = group._state, group.process_group
     if pg is None or state.ended == "destroyed": return
     state.ended = "destroyed"
+    if state.watcher: state.watcher.over.set()
     for near in filter(None, state.transports): near.close() # not for a group that records: the one it wraps lives on
     state.transports.clear()
     try: _ranks_of(pg)
@@ -1482,3 +1497,48 @@ def fail(
             if group._wire.met: _Notes(group, group._wire.life).set("failed", words[0])
     if any(not group._state.ended and "gloo" in group.backends.values() for group in levels): time.sleep(_SETTLE)
     for group in levels: abort(group)
+
+# %% ../nbs/10_process_group.ipynb #a7c93475
+_TELLING = frozenset({"gloo", "mpi", "fake"}) # backends whose works raise when a peer is gone
+
+class _Watcher(threading.Thread):
+    """Brings the last words of a rank that failed to this one, which may sit in a collective that its backend does not end."""
+
+    def __init__(self, group: Ranks):
+        super().__init__(name="zero_nb watcher", daemon=True)
+        self.process_group, self.over = weakref.ref(group.process_group), threading.Event()
+        self.seconds = max(1.0, group.size / 4096)
+        self.heard = ""
+
+    def run(self) -> None:
+        """Look until the group ends, its store does, or a rank has failed."""
+        with suppress(RuntimeError, ValueError): # the store is gone, or torch has destroyed the group
+            while not self.over.wait(self.seconds) and self._look(): pass
+
+    def _look(self) -> bool: # whether to look again
+        process_group = self.process_group()
+        if process_group is None or not _ready(): return False
+        group = Group(process_group)
+        if group._state.ended: return False
+        if not self.heard:
+            self.heard = _Notes(group, group._wire.life).peek("failed")
+            return True # if there is something, this rank has until the next look to hear it by itself
+        group._state.reason = self.heard
+        abort(group)
+        return False
+
+_WATCHERS: weakref.WeakSet[_Watcher] = weakref.WeakSet()
+
+def _watch(group: Ranks) -> None:
+    """Start the group's watcher, if it needs one and has none."""
+    if group._state.watcher or set(getattr(group, "backends", {}).values()) <= _TELLING: return
+    group._state.watcher = _Watcher(group)
+    _WATCHERS.add(group._state.watcher)
+    group._state.watcher.start()
+
+@atexit.register
+def _end_watchers() -> None: # before the interpreter ends, which a thread inside the store would not survive
+    watchers = list(_WATCHERS)
+    for watcher in watchers: watcher.over.set()
+    for watcher in watchers:
+        if watcher.is_alive(): watcher.join(2.0)
