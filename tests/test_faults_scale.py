@@ -318,3 +318,35 @@ def test_L6_new_tensors_do_not_follow_the_default_device(way, memory, monkeypatc
     monkeypatch.setenv("ZERO_NB_MEMORY", memory)
     plain, elsewhere = run(2, trained, way, None), run(2, trained, way, "meta")
     assert all(a.device.type == b.device.type == "cpu" and a.equal(b) for a, b in zip(plain, elsewhere, strict=True))
+
+
+# ---- training over NCCL's rules ----
+
+def over_nccl(way: str, shard: str, views: bool):
+    """Train over NCCL's rules and over gloo; the largest difference, and the collectives that NCCL was given."""
+    from nccl_like import nccl_like
+
+    twin, found = nccl_like(host_waits=True), []
+    for group in (twin.process_group, dist.group.WORLD):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(20, 31), nn.Linear(31, 300), nn.Linear(300, 7)), torch.randn(3, 5, 20)[dist.get_rank()]
+        ddp = model if way == "parallel" else DDP(model, process_group=dist.group.WORLD, bucket_cap_mb=0.01)
+        zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, group, views, shard=shard, lr=0.01, bucket_cap_mb=0.01)
+        if way == "parallel": handle = data_parallel(model, zero, bucket_cap_mb=0.01)
+        elif way != "step": handle = overlap(ddp, zero, interleaved=way == "interleaved")
+        for _ in range(4):
+            ddp(x).square().mean().backward()
+            zero.step()
+            zero.zero_grad()
+        if way != "step": handle.detach()
+        zero.consolidate_state_dict(to=None)
+        state = [s["exp_avg"].flatten() for s in zero.state_dict()["state"].values()]
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()] + state))
+    return (found[0] - found[1]).abs().max().item(), {name for launch in twin.process_group.launches for name in launch}
+
+
+@pytest.mark.parametrize(("way", "shard", "views"), [("step", "even", False), ("step", "even", True), ("step", "whole", False), ("overlap", "even", False),
+                                                     ("interleaved", "whole", False), ("parallel", "even", False), ("parallel", "whole", False)])
+def test_H6_training_over_nccl_is_that_over_gloo(way, shard, views):
+    for difference, names in run(3, over_nccl, way, shard, views, timeout=120):
+        assert difference < 1e-6 and not names & {"allgather", "reduce_scatter"}, (difference, names)
