@@ -1138,6 +1138,8 @@ def _traced(group: Ranks, call: Call) -> None:
     (mine if call.kind == "reduce_scatter" else call.tensor).copy_(result)
 
 # %% ../nbs/10_process_group.ipynb #1fa4f82d
+_MERGED = frozenset({"all_reduce", "broadcast", "reduce_scatter", "all_gather"}) # kinds that one block may hold, and of which backends have their own
+
 def _block(group: Ranks) -> Any:
     """Give the coalescing block this thread is in, if it is one of this group."""
     block = _COLLECTING.get()
@@ -1285,8 +1287,6 @@ class Coalesced:
         return f"the coalescing block at {self.site} ({', '.join(kinds + [f'{len(self.receives)} x recv'] * bool(self.receives))})"
 
 # %% ../nbs/10_process_group.ipynb #b6ff8492
-_MERGED = frozenset({"all_reduce", "broadcast", "reduce_scatter", "all_gather"})
-
 def _runs(calls: Sequence[Call]) -> list[list[Call]]:
     """Cut calls into runs of one kind."""
     return [list(run) for _, run in itertools.groupby(calls, key=lambda call: call.kind)]
