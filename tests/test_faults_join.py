@@ -1,16 +1,26 @@
 """Join: what the review found, each under its own name."""
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import SGD
+from torch.optim import SGD, AdamW, lr_scheduler
 
-from zero_nb.join import Join
+from zero_nb import join, process_group
+from zero_nb.join import Join, Notes, Reader
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
 from zero_nb.overlap import overlap
 from zero_nb.parallel import data_parallel
+from zero_nb.process_group import Group
 
 
 def told(f):
@@ -158,27 +168,315 @@ def entered_again():
     """Enter a block again whose backward has failed on all ranks."""
     rank, model = dist.get_rank(), DDP(nn.Linear(2, 1, bias=False), find_unused_parameters=True)
     optimizer = SGD(model.parameters(), lr=0.0)
-    join = Join([model, optimizer])
+    block = Join([model, optimizer])
 
     def bad(gradient): raise KeyError("mine")
     def fails():
-        with join:
+        with block:
             out = model(torch.ones(1, 2))
             out.register_hook(bad)
             out.sum().backward()
     error = told(fails)
     model.reducer._reset_state()  # torch's own way out of a backward that failed
     optimizer.zero_grad()
-    with join:
+    with block:
         for _ in range((1, 3)[rank]):
             model(torch.full((1, 2), 50.0)).sum().backward()
             left = model.module.weight.grad[0, 0].item()
             optimizer.step()
             optimizer.zero_grad()
-    return error[0], left, join.roll.batches, model._join_config.enable, len(model._forward_hooks)
+    return error[0], left, block.roll.batches, model._join_config.enable, len(model._forward_hooks)
 
 
 def test_a_block_may_be_entered_again_after_an_error():
     ranks = run(2, entered_again, timeout=40)
     assert [rank[0] for rank in ranks] == ["KeyError"] * 2 and [rank[1] for rank in ranks] == [50.0, 25.0]
     assert all(rank[2:] == ((1, 3), False, 0) for rank in ranks)
+
+
+# ---- M7 / H6: what a block asks of the store ----
+
+class Counted:
+    """A store that counts requests and bytes, also those of its connections."""
+
+    def __init__(self, store, log=None): self.store, self.log = store, Counter() if log is None else log
+    def clone(self): return Counted(self.store.clone(), self.log)
+
+    def __getattr__(self, name):
+        method = getattr(self.store, name)
+        if name not in ("set", "get", "check", "add", "compare_set", "delete_key", "wait", "multi_get", "multi_set"): return method
+
+        def counted(*args):
+            out = method(*args)
+            self.log[name] += 1
+            self.log["bytes"] += sum(len(value) for value in (*args[1:], out) if isinstance(value, (str, bytes)))
+            return out
+        return counted
+
+
+def asked_in_blocks(port, counts, norm, by, policy):
+    """Train twice over a TCPStore; requests of this rank in each iteration in which all ranks have data, and in each block."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, n, rank == 0, wait_for_workers=False), rank=rank, world_size=n)
+    store = Counted(process_group._store(Group()))
+    process_group._store = join._store = lambda group: store
+    model = DDP(nn.Sequential(nn.Linear(4, 4), *([nn.BatchNorm1d(4)] if norm else [])))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+    per_block = []
+    for _ in range(2):
+        before = store.log.total() - store.log["bytes"]
+        with Join([model, optimizer], divide_by=by, policy=policy):
+            per_iteration = []
+            for _ in range(counts[rank]):
+                start = store.log.total() - store.log["bytes"]
+                model(torch.ones(3, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                per_iteration.append(store.log.total() - store.log["bytes"] - start)
+        per_block.append(store.log.total() - store.log["bytes"] - before)
+    dist.barrier()
+    return per_iteration, per_block[-1]
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+@pytest.mark.parametrize(("by", "norm", "policy"), [("world_size", False, "shadow"), ("samples", False, "shadow"), ("active", True, "shadow"),
+                                                    ("world_size", False, "raise"), ("samples", False, "stop")])
+def test_M7_an_iteration_in_which_all_ranks_have_data_asks_nothing(by, norm, policy):
+    for per_iteration, _ in run(2, asked_in_blocks, free_port(), (12, 12), norm, by, policy):
+        assert per_iteration[:-1] == [0] * 11  # in the last one the other rank may have left
+
+
+def test_M7_only_one_rank_announces_and_only_if_a_rank_has_no_data():
+    ranks = run(4, asked_in_blocks, free_port(), (40, 0, 40, 40), False, "world_size", "shadow")
+    asked = [sum(per_iteration[2:-1]) for per_iteration, _ in ranks]  # the first ones may come before the announcer is asked, the last after a rank has left
+    assert sorted(asked)[:3] == [0, 0, 0] and 37 * 2 <= max(asked) <= 37 * 2 + 30, asked  # the rest is of its thread, by time
+    assert ranks[1][1] <= 2 * 2 * 40 + 80  # it waits for each event and reads it
+
+
+def in_a_tree(port, counts, fails):
+    """Train on ranks that pass events on, each to one other."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, n, rank == 0, wait_for_workers=False), rank=rank, world_size=n)
+    join.FAN_OUT = 1
+    model = DDP(nn.Linear(2, 1, bias=False))
+    optimizer = SGD(model.parameters(), lr=1.0)
+    with torch.no_grad(): model.module.weight.fill_(0.0)
+    block, sources = Join([model, optimizer]), []
+
+    def train():
+        for _ in range(2):
+            with block:
+                for k in range(counts[rank]):
+                    if fails and k == 2: raise KeyError("mine")
+                    model(torch.full((1, 2), 10.0 ** k)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            sources.append(type(block.log.source).__name__)
+    error = told(train)
+    return error, sources, model.module.weight[0, 0].item()
+
+
+def test_M7_ranks_without_data_pass_events_on():
+    ranks = run(4, in_a_tree, free_port(), (1, 5, 0, 0), False, timeout=40)
+    assert all(error is None for error, *_ in ranks)
+    for block in range(2): assert sorted(sources[block] for _, sources, _ in ranks) == ["Notes"] + ["Relay"] * 3
+    assert all(weight == -2 * (2 * 1 + 10 + 100 + 1000 + 10000) / 4 for _, _, weight in ranks)
+
+
+def test_M7_errors_are_passed_on():
+    ranks = run(4, in_a_tree, free_port(), (1, 5, 0, 0), True, timeout=40)
+    assert ranks[1][0][0] == "KeyError" and all("rank 1 left the Join block after 2 iterations: KeyError" in rank[0][1] for rank in (ranks[0], *ranks[2:]))
+
+
+class Participant:
+    """A rank that is driven in this process, with its own log on a store of all."""
+
+    def __init__(self, store, size, rank):
+        self.counted = Counted(store)
+        self.group = SimpleNamespace(size=size, group_rank=rank, global_rank=rank, ranks=range(size), store=self.counted, process_group=None,
+                                     _wire=SimpleNamespace(turn=0), _state=SimpleNamespace(ended=""))
+        self.log = Reader(Notes(self.group, "many"))
+        self.asked = 0
+
+    def requests(self):
+        """Count requests since the last call."""
+        now, before = self.counted.log.total() - self.counted.log["bytes"], self.asked
+        self.asked = now
+        return now - before
+
+
+def many(monkeypatch, size, leave):
+    """Drive a block of `size` ranks by hand; `leave`: the iteration in which each rank leaves. Requests by what they are for, and bytes at the end."""
+    for module in (process_group, join): monkeypatch.setattr(module, "_store", lambda group: group.store)
+    monkeypatch.setattr(process_group, "_alone", lambda group: False)
+    store = dist.HashStore()
+    ranks = [Participant(store, size, rank) for rank in range(size)]
+    iterating, departing, following, heard = [], [], [], [0] * size
+    for k in range(max(leave) + 1):
+        for rank in ranks:
+            if leave[rank.log.me] == k:
+                rank.requests()
+                rank.log.depart()
+                departing.append(rank.requests())
+        for rank in ranks:  # what its thread does when it is woken
+            if rank.log.has_data and rank.log.notes.see(f"wake/{rank.log.me}") is not None:
+                rank.log.notes.remove(f"wake/{rank.log.me}")
+                rank.log.answer()
+            rank.requests()
+        for rank in ranks:
+            if leave[rank.log.me] <= k: continue
+            for what in ("backward", "step"): rank.log.tell(0, what, k, {})
+        iterating.append([rank.requests() for rank in ranks])
+        for rank in ranks:
+            if leave[rank.log.me] > k: continue
+            while rank.log.number < 2 * min(k + 1, max(leave)):
+                assert rank.log.next().number == heard[rank.log.me] + 2 * leave[rank.log.me]
+                heard[rank.log.me] += 1
+            following.append(rank.requests())
+    for rank in ranks: assert rank.log.next() is None
+    ends = sum(rank.counted.log["bytes"] for rank in ranks)
+    for rank in ranks: rank.log.clear()
+    assert store.num_keys() <= 1, "a store of its own counts as one key"
+    return iterating, departing, following, ends
+
+
+def test_M7_requests_do_not_grow_with_the_number_of_ranks(monkeypatch):
+    """One in eight ranks has no data after two iterations, and then one after the other leaves: counted at 8, 64 and 1,024 ranks."""
+    seen = {}
+    for size in (8, 64, 1024):
+        leave = [2 if rank % 8 == 3 else 6 for rank in range(size)]
+        iterating, departing, following, _ = many(monkeypatch, size, leave)
+        assert all(sum(each) == 0 for each in iterating[:2])  # nobody has left
+        assert all(sorted(each)[-2:] == [0, 2] for each in iterating[2:6])  # one rank announces two events, in two requests
+        seen[size] = set(following), sorted(set(departing))[:2], sum(departing) / size
+    assert len({str(each[0]) for each in seen.values()}) == 1 and max(seen[1024][0]) <= 2 * 2
+    assert all(mean < 16 for *_, mean in seen.values()), seen
+
+
+@pytest.mark.parametrize("order", ["rising", "falling"])
+def test_M7_ranks_that_leave_one_after_the_other(monkeypatch, order):
+    """Each announcer leaves in turn, which is where finding the next one would cost most."""
+    for size in (8, 64, 256):
+        leave = list(range(size)) if order == "rising" else list(reversed(range(size)))
+        iterating, departing, following, _ = many(monkeypatch, size, leave)
+        assert all(sum(each) <= 2 for each in iterating)
+        assert sum(departing) <= 20 * size and max(following) <= 4
+
+
+def test_M7_the_end_of_a_block_moves_a_few_bytes_for_each_rank(monkeypatch):
+    per_rank = [many(monkeypatch, size, [1] * size)[3] / size for size in (8, 64, 512)]
+    assert max(per_rank) < 1.5 * min(per_rank) and max(per_rank) < 500, per_rank
+
+
+# ---- what is sent at the end, and who is trusted ----
+
+class Callable:
+    """A factor that remembers what it was asked."""
+
+    def __init__(self): self.asked = 0
+
+    def __call__(self, epoch):
+        self.asked += 1
+        return 0.9 ** epoch
+
+
+SCHEDULERS = {
+    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, Callable()),
+    "onecycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "sequential": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)], [2]),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+    "chained": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)]),
+}
+
+
+def schedules(kind, counts):
+    model = DDP(nn.Linear(2, 1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = SCHEDULERS[kind](optimizer)
+    with Join([model, optimizer, scheduler]):
+        for _ in range(counts[dist.get_rank()]):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+    after = []
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+        after.append(optimizer.param_groups[0]["lr"])
+    return after
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_schedulers_are_sent_as_plain_values(kind):
+    assert len({str(rank) for rank in [*run(2, schedules, kind, (1, 4)), *run(2, schedules, kind, (4, 4))]}) == 1
+
+
+class Opened:
+    """Does something when it is unpickled."""
+
+    def __reduce__(self): return print, ("unpickled",)
+
+
+def opens():
+    model = DDP(nn.Linear(2, 1))
+    scheduler = SimpleNamespace(state_dict=lambda: {"at": Opened()}, load_state_dict=print)
+    def enter():
+        with Join([model, scheduler]): pass
+    return told(enter)
+
+
+def test_a_state_that_would_be_unpickled_as_code_is_refused(capfd):
+    for kind, words in run(2, opens): assert kind == "TypeError" and "joinable 1, a SimpleNamespace" in words
+    assert "unpickled" not in capfd.readouterr().out
+
+
+# ---- a rank that is killed ----
+
+def train_until_killed(port, rank, n, how, pipe):
+    """Train; rank 2 kills itself in its fourth iteration. What this rank is told, and after how long."""
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, n, rank == 0, wait_for_workers=False), rank=rank, world_size=n)
+    net = nn.Linear(2, 1)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), SGD, lr=0.1)
+    if how == "parallel": model, joinable = net, data_parallel(net, optimizer)
+    else: model = joinable = DDP(net)
+    last = []
+
+    def train():
+        with Join([joinable, optimizer]):
+            for k in range((2, 9, 9)[rank]):
+                if rank == 2 and k == 3: os.kill(os.getpid(), signal.SIGKILL)
+                last[:] = [time.monotonic()]
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+    pipe.send((told(train), time.monotonic() - last[0]))
+    pipe.recv()
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("how", "memory"), [("ddp", "1"), ("parallel", "1"), ("parallel", "0")])
+def test_a_rank_that_is_killed_in_a_block_is_named_by_all_others(monkeypatch, how, memory):
+    monkeypatch.setenv("ZERO_NB_MEMORY", memory)
+    fork, port = multiprocessing.get_context("fork"), free_port()
+    pipes = [fork.Pipe() for _ in range(3)]
+    ranks = [fork.Process(target=train_until_killed, args=(port, rank, 3, how, pipes[rank][1])) for rank in range(3)]
+    try:
+        for each in ranks: each.start()
+        for pipe, _ in pipes[:2]:
+            assert pipe.poll(60), "all ranks hear of it"
+            (kind, words), seconds = pipe.recv()
+            assert kind == "RuntimeError" and "rank 2" in words and seconds < 30, words
+    finally:
+        for each in ranks:
+            each.kill()
+            each.join()

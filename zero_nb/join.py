@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, partial, wraps
 from itertools import islice
 from typing import Any
@@ -22,16 +25,17 @@ import torch
 from torch import Tensor, nn
 
 from .flat import flatten
-from .objects import broadcast_object_list
+from .objects import broadcast_object_list, dump
 from .optimizer import _Join
 from .overlap import Hook, found_tensors, unstepped_grad
 from .parallel import Parallel, copy_from
-from .process_group import Board, Group, abort, agreeing, elsewhere, patience
+from .process_group import Board, Group, Ranks, _store, abort, agreeing, elsewhere, patience
 
 # %% auto #0
-__all__ = ['SLOTS', 'Count', 'Joinable', 'JoinHook', 'Mark', 'Roll', 'draw_roll', 'Event', 'Log', 'Parting', 'Reader', 'Caller',
-           'Present', 'find_overlap', 'reduce_nothing', 'GradientRecord', 'shadowed_by', 'Block', 'Calling', 'Counting',
-           'Shadowing', 'Ending', 'Declaring', 'Leaving', 'Entering', 'Join']
+__all__ = ['SLOTS', 'FAN_OUT', 'Count', 'Joinable', 'JoinHook', 'Mark', 'Roll', 'draw_roll', 'Event', 'Notes', 'Relay',
+           'EventLog', 'Reader', 'gather_numbers', 'count_of', 'Present', 'find_overlap', 'reduce_nothing',
+           'GradientRecord', 'shadowed_by', 'Block', 'Calling', 'Counting', 'Shadowing', 'Ending', 'Declaring',
+           'Leaving', 'Entering', 'Join']
 
 # %% ../nbs/15_join.ipynb #308d9eb0
 @dataclass(frozen=True)
@@ -80,148 +84,302 @@ def draw_roll(
     return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 170}" height="{22 * len(rows) + 4}" {style}>{"".join(out)}</svg>'
 
 # %% ../nbs/15_join.ipynb #eff87437
-SLOTS = 128 # events of a rank that others can still read
+SLOTS = 128 # events that ranks without data can still read
 
 @dataclass(frozen=True)
 class Event:
-    """Something that ranks with data do together, as one of them announces it."""
+    """Something that ranks with data do together, as the announcer writes it."""
 
     number: int # of events before it in this block
-    part: int # which joinable
+    part: int # which joinable; -1: the block itself
     what: str # what it is about to do
     turn: int # iterations that have begun
     options: dict[str, Any]
 
 # %% ../nbs/15_join.ipynb #5ba27c39
-class Log:
-    """What this rank announces while it has data, and reads when it has none."""
+_PAUSE = 0.01 # seconds between two looks into a store that is a file
 
-    def __init__(self, board: Board):
-        self.board, self.number, self.ends = board, 0, list[dict[str, Any]]()
-        self.size, self.me = (1, 0) if board.alone else (board.group.size, board.group.group_rank)
-        self.leader = (self.me + 1) % self.size # whose events are read
+def _base(store: Any) -> Any: # without the prefixes of groups
+    while hasattr(store, "underlying_store"): store = store.underlying_store
+    return store
 
-    def tell(self, part: int, what: str, turn: int, options: dict[str, Any]) -> None:
-        """Announce the next event."""
-        if not self.board.alone: self.board.put(f"{self.me}/{self.number % SLOTS}", json.dumps([self.number, part, what, turn, options]))
-        self.number += 1
+def _connect(store: Any) -> Any: # None: a rank has to look again and again
+    """Open another connection to a store, for one thread that waits."""
+    return None if isinstance(_base(store), torch.distributed.FileStore) or not hasattr(store, "clone") else store.clone()
 
-    def collect(self, what: str, note: dict[str, Any]) -> None:
-        """Add this rank's note; the last to do so gives all notes to all."""
-        self.board.put(f"{self.me}/{what}", json.dumps(note))
-        if self.board.add(what) == self.size: self.board.put(f"all/{what}", json.dumps([self.see(f"{r}/{what}") for r in range(self.size)]))
+class Notes(Board):
+    """A board whose readers can wait, and on which one of several writers is the first."""
 
-    def see(self, key: str) -> Any:
-        """Give a note, if there is one."""
-        note = self.board.see(key)
-        return None if note is None else json.loads(note)
+    def __init__(self, group: Ranks, name: str):
+        super().__init__(group, name)
+        self.connection = None if self.alone else _connect(_store(group))
+
+    def claim(self, key: str, expected: str, note: str) -> str: # what is there now
+        """Leave a note if what is there is what was expected, "" for nothing."""
+        return str(_store(self.group).compare_set(self._prefix + key, expected, note).decode())
+
+    def wait(self, key: str, stop: Callable[[], bool] = lambda: False) -> str:
+        """Wait for a note and give it; "" if `stop` says so, which is asked where there is no connection to wait on."""
+        if self.connection is not None:
+            self.connection.wait([self._prefix + key], timedelta(days=1))
+            return str(self.connection.get(self._prefix + key).decode())
+        begin = time.monotonic()
+        while not stop():
+            if (note := self.see(key)) is not None: return note
+            time.sleep(min(max((time.monotonic() - begin) / 50, 1e-4), _PAUSE))
+        return ""
+
+# %% ../nbs/15_join.ipynb #b8c7dae9
+FAN_OUT = 8 # ranks without data that read from one store
+
+class Relay:
+    """A store that passes events on: the rank that opens it writes, others wait and read."""
+
+    def __init__(self, store: Any):
+        self.store = store
+
+    @classmethod
+    def open(cls, group_store: Any) -> Relay:
+        """Open a store on this machine, at the address from which it reaches the store of the group."""
+        base = _base(group_store)
+        with socket.create_connection((base.host, base.port), timeout=5) as probe: address = probe.getsockname()[0]
+        return cls(torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False))
+
+    @classmethod
+    def connect(cls, place: str) -> Relay:
+        """Connect to a store that another rank has opened."""
+        address, _, port = place.rpartition(" ")
+        return cls(torch.distributed.TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=10)))
+
+    @property
+    def place(self) -> str:
+        """Where others find this store."""
+        return f"{self.store.host} {self.store.port}"
+
+    def put(self, key: str, note: str, old: str) -> None:
+        """Pass a note on, and remove an old one."""
+        self.store.set(key, note)
+        self.store.delete_key(old)
+
+    def wait(self, key: str) -> str:
+        """Wait for a note and give it."""
+        self.store.wait([key], timedelta(days=1))
+        return str(self.store.get(key).decode())
+
+    def claim(self, key: str, expected: str, note: str) -> None:
+        """Leave a note if what is there is what was expected, while another thread waits."""
+        self.store.clone().compare_set(key, expected, note)
 
 # %% ../nbs/15_join.ipynb #58820518
-class Parting(Log):
-    """The part of a log that ends it."""
+class EventLog:
+    """The events of a block: kept by ranks that have data, announced by one of them if a rank has none."""
 
-    def fail(self, error: BaseException, turn: int) -> None:
-        """Let others know why this rank leaves."""
-        rank = self.board.group.global_rank
-        said = f"rank {rank} left the Join block after {turn} iterations: {type(error).__name__}: {error}"
-        with suppress(Exception): # the store may be gone as well
-            if not self.see("failed"): self.board.put("failed", json.dumps([rank, said]))
+    def __init__(self, notes: Notes):
+        self.notes, self.number = notes, 0
+        self.size, self.me = (1, 0) if notes.alone else (notes.group.size, notes.group.group_rank)
+        self.recent: deque[tuple[Any, ...]] = deque(maxlen=SLOTS)
+        self.published: deque[int] = deque() # numbers of events that this rank has written and not removed
+        self.announces: int | None = None # first event that this rank has announced; None: it has not been asked to
+        self.lock, self.has_data = threading.Lock(), True
+        self.source: Notes | Relay = notes # where this rank reads events, once it has no data
+        self.relay: Relay | None = None # where others read them from this rank
+        self.relayed = -1 # its place in the tree
+        self.favourite = 0 # group rank that will have data for longest, if that is known; else it is as good as any
 
-    def failed(self) -> str:
-        """Give what another rank said before it left."""
-        with suppress(RuntimeError):
-            if (said := self.see("failed")) and said[0] != self.board.group.global_rank: return str(said[1])
-        return ""
+    def tell(self, part: int, what: str, turn: int, options: dict[str, Any]) -> None:
+        """Note the next event, and announce it if this rank has been asked to."""
+        with self.lock:
+            self.recent.append((self.number, part, what, turn, options))
+            self.number += 1
+            if self.announces is not None: self._write(self.recent[-1])
+
+    def _write(self, event: tuple[Any, ...]) -> None:
+        self.notes.put(f"event/{event[0]}", json.dumps(event))
+        self.published.append(event[0])
+
+    def announce(self, first: int) -> None:
+        """Announce event `first` and what follows, now and in future."""
+        with self.lock:
+            stop = self.number if self.announces is None else self.announces
+            if self.recent and first < self.recent[0][0] < stop: self.notes.put("oldest", str(self.recent[0][0]))
+            for event in self.recent:
+                if first <= event[0] < stop: self._write(event)
+            self.announces = min(first, stop)
+
+    def answer(self) -> None:
+        """Announce events if another rank has asked for them."""
+        rank, first = self._announcer()[1:]
+        if rank == self.me: self.announce(first)
+
+    def prune(self) -> None:
+        """Remove what no rank reads any more."""
+        while self.published and self.published[0] < self.number - SLOTS:
+            self.notes.remove(f"event/{self.published.popleft()}")
+            self.notes.put("oldest", str(self.number - SLOTS))
+
+    def _announcer(self) -> tuple[str, int, int]: # the note, the rank that announces, and from where
+        note = self.notes.see("announcer") or ""
+        rank, first = map(int, note.split(":")) if note else (-1, 0)
+        return note, rank, first
+
+    def _ask(self, note: str, rank: int, first: int) -> bool: # whether this was the first to ask
+        mine = f"{rank}:{first}"
+        if self.notes.claim("announcer", note, mine) != mine: return False
+        self.notes.put(f"wake/{rank}", "")
+        return True
+
+    def depart(self) -> None:
+        """Leave the loop: others go on, and one of them announces what it does."""
+        if self.size == 1: return
+        self.has_data, mine = False, f"{self.number}:{self.me}"
+        most = self.notes.claim("most", "", mine)
+        while int(most.split(":")[0]) < self.number: most = self.notes.claim("most", most, mine)
+        self.notes.put(f"gone/{self.me}", "")
+        self.answer() # it may have been chosen just now
+        number, holder = map(int, most.split(":"))
+        left = self.notes.add("gone")
+        self._choose(number, holder)
+        if left == self.size: self._write((number, -1, "end", 0, {}))
+        self.notes.put(f"wake/{self.me}", "") # the thread of this rank looks after other things, and leaves the connection to this one
+        if isinstance(_base(_store(self.notes.group)), torch.distributed.TCPStore): self._find_source(left - 1)
+
+    def _find_source(self, place: int) -> None: # place: ranks that have left before
+        """Find where to read, and let others read here."""
+        if self.size > FAN_OUT * (place + 1):
+            note = ""
+            with suppress(OSError, RuntimeError): # others then read from the store of the group
+                self.relay = Relay.open(_store(self.notes.group))
+                note = f"{self.number}:{self.relay.place}"
+            self.notes.put(f"relay/{place}", note)
+            self.relayed = place
+        if place < FAN_OUT: return
+        first, _, found = self.notes.wait(f"relay/{place // FAN_OUT - 1}").partition(":")
+        with suppress(OSError, RuntimeError):
+            if found and int(first) <= self.number: self.source = Relay.connect(found)
+
+    def _choose(self, most: int, holder: int) -> None:
+        """Find a rank that announces what this one has not done yet."""
+        while True:
+            note, rank, first = self._announcer()
+            gone = rank in (-1, self.me) or bool(self.notes.see(f"gone/{rank}") is not None)
+            first = self.number if rank in (-1, self.me) else min(first, self.number)
+            if gone: rank = self._with_data(holder if most > self.number else -1)
+            if rank < 0 or note == f"{rank}:{first}": return # there is none, or it does so already
+            if self._ask(note, rank, first) and (rank == holder or self.notes.see(f"gone/{rank}") is None): return
+
+    def _with_data(self, holder: int) -> int: # holder: what is given if there is none
+        """Find a rank that has data: the one that will for longest, or else the next one after this."""
+        for rank in (self.favourite, *((self.me + hop) % self.size for hop in range(1, self.size))):
+            if rank != self.me and self.notes.see(f"gone/{rank}") is None: return rank
+        return holder
 
     def clear(self) -> None:
         """Leave nothing behind."""
-        own = [f"{self.me}/{slot}" for slot in range(min(self.number, SLOTS))] if not self.board.alone else []
-        shared = [f"{where}{what}" for what in ("end", "batches") for where in ("all/", "")] if self.me == 0 else []
-        self.board.remove(f"{self.me}/end", f"{self.me}/batches", *own, *shared)
+        if self.size == 1: return
+        if self.relayed >= 0: self.notes.remove(f"relay/{self.relayed}")
+        shared = ["most", "gone", "announcer", "oldest", "failed"] if self.me == 0 else []
+        self.notes.remove(f"gone/{self.me}", f"wake/{self.me}", *(f"event/{number}" for number in self.published), *shared)
 
 # %% ../nbs/15_join.ipynb #f7707bec
-class Reader(Parting):
-    """The part of a log that waits for others."""
+class Reader(EventLog):
+    """The part of a log that reads, and tells of errors."""
 
-    def _read(self) -> Event | None: # the leader's next event, if there is one
-        note = self.see(f"{self.leader}/{self.number % SLOTS}")
-        if note is None or note[0] < self.number: return None
-        if note[0] == self.number: return Event(*note)
-        raise RuntimeError(f"rank {self.board.group.ranks[self.leader]} is more than {SLOTS} events ahead of rank {self.board.group.global_rank}, "
-                           "which has no data and follows it; use collectives that wait for all ranks")
-
-    def waiting(self, late: Callable[[], str], who: Callable[[], Sequence[int]]) -> Iterator[None]:
-        """Look again and again, less often with time.
-
-        Raises `RuntimeError` if a rank has left, if all of the group ranks `who`, one of which is waited for, are elsewhere, or with what `late` tells."""
-        begin = asked = time.monotonic()
-        while True:
-            yield
-            if said := self.failed(): raise RuntimeError(said)
-            waited, now = time.monotonic() - begin, time.monotonic()
-            if now - asked > 1:
-                asked, at = now, elsewhere(self.board.group, who())
-                yield
-                if at: raise RuntimeError(f"{at.partition(';')[0]}, which ranks without data cannot do; do it before or after the Join block")
-            if waited > patience(self.board.group):
-                raise RuntimeError(f"nothing heard for {waited:.0f} s, while rank {self.board.group.global_rank} waited for {late()}")
-            time.sleep(min(max(waited / 50, 1e-4), 5e-3))
+    waits_since: float | None = None # for the next event; None: it does not wait
 
     def next(self) -> Event | None:
-        """Wait for an event of a rank with data; None: no rank has any."""
-        for _ in self.waiting(lambda: f"what rank {self.board.group.ranks[self.leader]} does next", lambda: [self.leader]):
-            if not self.ends and (ends := self.see("all/end")):
-                self.ends, counts = ends, [end["events"] for end in ends]
-                self.leader = counts.index(max(counts))
-            if self.ends and self.number >= self.ends[self.leader]["events"]: return None
-            if event := self._read():
-                self.number += 1
-                return event
-            if not self.ends and self.board.see(f"{self.leader}/end"): self.leader = (self.leader + 1) % self.size
-        raise AssertionError("waiting ends with an error")
+        """Wait for an event of a rank with data; None: no rank has any.
+
+        Raises `RuntimeError` if a rank has left with an error, or cannot be followed."""
+        if self.size == 1: return None
+        self.waits_since = time.monotonic()
+        try: note = self.source.wait(key := f"event/{self.number}")
+        finally: self.waits_since = None
+        if self.relay is not None: self.relay.put(key, note, f"event/{self.number - SLOTS}")
+        event = Event(*json.loads(note))
+        if event.what == "failed": raise RuntimeError(event.options["said"])
+        if event.what == "end": return None
+        self.number += 1
+        return event
+
+    def fail(self, said: str) -> None:
+        """Tell the others why this rank leaves."""
+        rank = self.notes.group.global_rank
+        with suppress(Exception): # the store may be gone as well
+            if self.notes.see("failed") is None: self.notes.put("failed", json.dumps([rank, said]))
+            self.stop_readers(said)
+            for other in range(self.size):
+                if other != self.me: self.notes.put(f"wake/{other}", "")
+
+    def silent(self, seconds: float) -> list[int]: # global ranks
+        """Find the ranks on which no thread answers: they were killed, or hold the interpreter for as long."""
+        others = set(range(self.size)) - {self.me}
+        for rank in others: self.notes.put(f"wake/{rank}", "")
+        deadline = time.monotonic() + seconds
+        while others and time.monotonic() < deadline:
+            others = {rank for rank in others if self.notes.see(f"alive/{rank}") is None}
+            if others: time.sleep(_PAUSE)
+        return [self.notes.group.ranks[rank] for rank in sorted(others)]
+
+    def check_peers(self, seconds: float) -> str:
+        """Tell of ranks that were killed, after a collective has failed; one rank asks all others, the rest waits for what it finds."""
+        if self.size == 1: return ""
+        with suppress(RuntimeError): # the store may be gone
+            if self.notes.claim("roll call", "", str(self.me)) == str(self.me):
+                if not (gone := self.silent(seconds)): return ""
+                names = f"rank {gone[0]} does" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))} do"
+                return f"{names} not answer in the Join block: killed, or on a machine that is gone"
+            deadline = time.monotonic() + seconds + 1
+            while not (said := self.failed()) and time.monotonic() < deadline: time.sleep(_PAUSE)
+            return said
+        return ""
+
+    def stop_readers(self, said: str) -> None:
+        """Have the ranks that wait for the next event raise an error, unless it is there."""
+        for store in {id(store): store for store in (self.notes, self.source)}.values():
+            store.claim(f"event/{self.number}", "", json.dumps([self.number, -1, "failed", 0, {"said": said}]))
+
+    def failed(self) -> str:
+        """Give what another rank said before it left with an error."""
+        with suppress(RuntimeError):
+            if (note := self.notes.see("failed")) and (said := json.loads(note))[0] != self.notes.group.global_rank: return str(said[1])
+        return ""
+
+    def trouble(self) -> str: # "" as long as there may be an event
+        """Tell why the next event will not come."""
+        if self.waits_since is None or (waited := time.monotonic() - self.waits_since) < 1: return ""
+        group, rank, oldest = self.notes.group, self._announcer()[1], int(self.notes.see("oldest") or 0)
+        name = "a rank with data" if rank < 0 else f"rank {group.ranks[rank]}"
+        if oldest > self.number:
+            return (f"{name} is more than {SLOTS} events ahead of rank {group.global_rank}, which has no data and follows it; "
+                    "use collectives that wait for all ranks")
+        if rank >= 0 and (at := elsewhere(group, [rank])):
+            return f"{at.partition(';')[0]}, which ranks without data cannot do; do it before or after the Join block"
+        return f"nothing heard for {waited:.0f} s, while rank {group.global_rank} waited for what {name} does next" if waited > patience(group) else ""
 
 # %% ../nbs/15_join.ipynb #8944f455
 Count = tuple[int, tuple[int, ...]] # samples of all ranks in an iteration, and group ranks that have data
-_RANKS = 1 << 20 # more than any group has: samples and ranks are counted in one number
 
 # %% ../nbs/15_join.ipynb #f1e3da85
-class Caller(Reader):
-    """The part of a log that counts who has data."""
+def _small_device(group: Group, other: torch.device) -> torch.device: # where a few numbers travel
+    return torch.device("cpu") if group.size == 1 or group.backend(torch.device("cpu")) not in ("none", "nccl") else other
 
-    def __init__(self, board: Board):
-        super().__init__(board)
-        self.calls, self.gone = 0, dict[int, int]() # the calls of ranks that have left, by group rank
-        self.last: Callable[[], Count] = lambda: (0, ()) # gives what came of the last call
+def gather_numbers(
+    group: Group, # all its ranks call this
+    numbers: Sequence[int], # of this rank; as many on every rank
+    device: torch.device, # where they travel, if no backend serves the CPU
+) -> Callable[[], list[list[int]]]: # waits, and gives those of every rank, by group rank
+    """Start to exchange a few numbers."""
+    table = torch.zeros(group.size, len(numbers), dtype=torch.int64, device=_small_device(group, device))
+    table[group.group_rank] = torch.tensor(numbers)
+    work = group.all_reduce(table, async_op=True)
+    def finish() -> list[list[int]]:
+        work.wait()
+        return table.tolist()
+    return cache(finish)
 
-    def call(self, samples: int) -> Callable[[], Count]: # waits, and gives what all ranks say
-        """Say that this rank has data."""
-        self.last() # nobody may have asked
-        self.board.add(f"call/{self.calls}", samples * _RANKS + 1)
-        self.last, self.calls = cache(partial(self.hear, self.calls)), self.calls + 1
-        return self.last
-
-    def depart(self) -> None:
-        """Say that this rank has no more data."""
-        self.last()
-        self.board.put(f"{self.me}/gone", json.dumps(self.calls))
-        self.board.add("gone")
-
-    def hear(self, number: int) -> Count:
-        """Wait until all ranks have made a call, or have left."""
-        for _ in self.waiting(lambda: "all ranks to begin their next iteration", lambda: [r for r in range(self.size) if r != self.me and r not in self.gone]):
-            samples, count = divmod(self.board.add(f"call/{number}", 0), _RANKS)
-            if count < self.size and self.board.add("gone", 0) > len(self.gone):
-                self.gone = {r: calls for r in range(self.size) if (calls := self.see(f"{r}/gone")) is not None}
-            there = tuple(r for r in range(self.size) if number < self.gone.get(r, number + 1))
-            if count == len(there): break
-        if there[:1] == (self.me,) and number: self.board.remove(f"call/{number - 1}") # which all have heard
-        return samples, there
-
-    def clear(self) -> None:
-        """Leave nothing behind."""
-        last = max(end["calls"] for end in self.ends) - 1
-        self.board.remove(f"{self.me}/gone", *(("gone", f"call/{last}") if self.me == 0 else ()))
-        super().clear()
+def count_of(rows: Sequence[Sequence[int]]) -> Count:
+    """Read who has data, and how many samples, from numbers that are 0 for a rank without data and else one more than its samples."""
+    return sum(n - 1 for n, in rows if n), tuple(rank for rank, (n,) in enumerate(rows) if n)
 
 # %% ../nbs/15_join.ipynb #863c1833
 Joinable: Any = _Join.Joinable
@@ -290,6 +448,7 @@ class _Part:
 
     def check(self) -> None: pass # raises for what a rank without data cannot follow
     def replay(self, event: Event) -> None: self.hook.main_hook()
+    def described(self) -> str: return "" # what must be the same on all ranks
     def keep(self) -> Any: return None # what others take over from the last joiner
     def leave_loop(self) -> Any: return None # what others take over that is known when its loop is over
     def finish(self, is_last_joiner: bool, kept: Any) -> None: self.hook.post_hook(is_last_joiner)
@@ -341,6 +500,7 @@ class _Stepper(_Part):
         if self.block.before_step is not None: self.block.before_step(self.joinable)
         self.hook.main_hook()
 
+    def described(self) -> str: return str(self.keep())
     def keep(self) -> Any: return _options(self.joinable)
 
     def finish(self, is_last_joiner: bool, kept: Any) -> None:
@@ -381,10 +541,16 @@ class _Unsharded(_Stepper):
 class _Follower(_Part):
     """What has nothing but a state, as a learning rate scheduler: at the end all ranks take over the last joiner's."""
 
+    def check(self) -> None:
+        """Refuse a state that would have to be unpickled as code."""
+        name = f"joinable {self.index}, a {type(self.joinable).__name__},"
+        try: dump(self.joinable.state_dict(), weights_only=True)
+        except TypeError as error: raise TypeError(f"the state of {name} is sent to all ranks at the end of the block: {error}") from None
+
+    def keep(self) -> Any: return self.joinable.state_dict()
+
     def finish(self, is_last_joiner: bool, kept: Any) -> None:
-        state = [self.joinable.state_dict()]
-        broadcast_object_list(state, group=self.block.group, group_src=self.block.root, weights_only=False)
-        if not is_last_joiner: self.joinable.load_state_dict(state[0])
+        if not is_last_joiner: self.joinable.load_state_dict(kept[0])
 
 # %% ../nbs/15_join.ipynb #f38ab23c
 @dataclass(frozen=True)
@@ -514,7 +680,7 @@ class GradientRecord:
 
     def describe(self, number: int) -> dict[str, Any]: # for JSON
         """Describe what `look` has found, briefly where nothing was kept."""
-        kept = {} if min(self.emptied, default=number) == number else {"emptied": self.emptied}
+        kept = {} if min(self.emptied, default=number) == number else {"emptied": [*self.emptied]}
         zeroed = {"zeroed": sorted(self.zeroed)} if self.zeroed else {}
         return {"backward": number, **kept, **zeroed, **({"changed": True} if self.changed else {})}
 
@@ -642,6 +808,7 @@ class _Output(_Network):
         if gradients.get("changed"): raise RuntimeError(_CHANGED.format("two backwards", self.block.group.global_rank))
         self.record.follow(gradients)
 
+    def described(self) -> str: return str(self.keep() or "")
     def keep(self) -> Any: return _settings(self.driver) if self.driver else None
 
     def leave_loop(self) -> Any: # what others do to their gradients
@@ -837,7 +1004,8 @@ class Block:
     enable: bool
     samples: Callable[..., int] | None
     before_step: Callable[[Any], Any] | None
-    log: Caller
+    log: Reader
+    device: torch.device # where a few numbers travel, if no backend serves the CPU
     roll: Roll | None = None # who had data when, once the block has ended
     declared: Roll | None = None # who will have data when, where all ranks know before
     turn = taken = 0 # iterations so far, and batches of the loader
@@ -846,7 +1014,7 @@ class Block:
     @property
     def gated(self) -> bool:
         """Whether an iteration begins only if all ranks have data, which they have to be asked."""
-        return self.policy != "shadow" and self.declared is None and not self.log.board.alone
+        return self.policy != "shadow" and self.declared is None and self.log.size > 1
 
     @property
     def records(self) -> list[GradientRecord]:
@@ -861,9 +1029,19 @@ class Block:
 class Calling(Block):
     """The part of a block that counts ranks, and begins an iteration if it may."""
 
+    counted: Callable[[], Any] | None = None # waits for the last count, which the user's code may not have needed
+
     def call(self, samples: int = 0) -> Present:
         """Say that this rank has data, and let others be counted; all ranks that have some call this."""
-        return Present(self.group.size, self.log.call(samples))
+        if self.log.size == 1: return Present(self.group.size, lambda: (samples, (0,)))
+        self.tell(-1, "count")
+        return Present(self.group.size, self.count(samples + 1))
+
+    def count(self, number: int) -> Callable[[], Count]:
+        """Start to count who has data: `number` is 0 for a rank without any, and else one more than its samples."""
+        if self.counted is not None: self.counted()
+        self.counted = counted = gather_numbers(self.group, [number], self.device)
+        return lambda: count_of(counted())
 
     def begin(self, present: Present | None) -> None:
         """Begin an iteration, if it may."""
@@ -923,14 +1101,24 @@ class Shadowing(Counting):
         """Show progress, if a bar is wanted."""
         if self.bar is not None and iterations: self.bar.update(iterations)
 
+    def follow(self, event: Event) -> None:
+        """Take part in what the block itself does."""
+        rank = self.group.global_rank
+        if event.what == "enter": raise RuntimeError("a rank with data entered a Join block inside this one, where ranks without data cannot follow")
+        if event.what == "declare": raise RuntimeError(f"rank {rank} left the Join block without calling join.loader(); call it on all ranks")
+        there = self.count(0)()[1]
+        if self.policy != "raise" or not there: return
+        self.fault = RuntimeError(f"Rank {rank} exhausted all inputs. Ranks {[self.group.ranks[r] for r in there]} had more than {self.turn}")
+        raise self.fault
+
     def shadow(self) -> None:
         """Do what ranks with data announce, until none has any."""
         own, warned = self.turn, False
         while event := self.log.next():
-            if event.what == "enter": raise RuntimeError("a rank with data entered a Join block inside this one, where ranks without data cannot follow")
             self.advance(event.turn - self.turn)
             self.turn = event.turn
-            self.parts[event.part].replay(event)
+            if event.part < 0: self.follow(event)
+            else: self.parts[event.part].replay(event)
             for rider in self.riders.get(event.part, ()) if event.what != "forward" else (): rider.hook.main_hook()
             if self.turn - own > _SKEW and not warned:
                 warned = True
@@ -947,25 +1135,26 @@ class Ending(Shadowing):
     def check_loops(self, taken: list[int]) -> None:
         """Raise if a rank did not do what it declared."""
 
+    def gather(self, *numbers: int) -> list[list[int]]: # of every rank
+        """Exchange a few numbers; all ranks call this."""
+        return [list(numbers)] if self.log.size == 1 else gather_numbers(self.group, numbers, self.device)()
+
     def end(self, stopped: bool) -> None:
         """Wait until no rank has data, and let the joinables finish."""
-        self.log.depart()
-        if self.gated and not stopped and self.policy == "raise" and (there := self.log.hear(self.log.calls)[1]):
-            others = [self.group.ranks[r] for r in there]
-            self.fault = RuntimeError(f"Rank {self.group.global_rank} exhausted all inputs. Ranks {others} had more than {self.turn}")
-            raise self.fault
         me, used = self.log.me, self.taken - (stopped and self.taken > 0)
         dropped = self.declared.batches[me] - used if self.declared and self.policy == "stop" else int(stopped)
-        kept = [(part.keep(), part.leave_loop()) for part in self.parts]
-        counts = {"events": self.log.number, "turn": self.turn, "calls": self.log.calls, "taken": self.taken, "batches": used or self.turn, "dropped": dropped}
-        self.log.collect("end", {**counts, "kept": kept})
+        reached, batches, gradients = (self.log.number, self.turn), used or self.turn, [part.leave_loop() for part in self.parts]
+        self.log.depart()
         self.shadow()
-        ends, reached = self.log.ends, [(end["events"], end["turn"]) for end in self.log.ends]
-        self.roll = Roll(tuple(end["batches"] for end in ends), tuple(end["dropped"] for end in ends))
+        if self.counted is not None: self.counted()
+        rows = self.gather(*reached, self.taken, batches, dropped)
+        self.roll = Roll(tuple(row[3] for row in rows), tuple(row[4] for row in rows))
         with agreeing(self.group, "leaving Join"):
-            self.root = max(range(len(ends)), key=lambda r: (reached[r], r))
-            self.check_loops([end["taken"] for end in ends])
-            for part, kept in zip(self.parts, ends[self.root]["kept"], strict=True): part.finish(reached[me] == max(reached), kept)
+            self.root = max(range(len(rows)), key=lambda rank: (rows[rank][:2], rank))
+            self.check_loops([row[2] for row in rows])
+            kept = [[(part.keep(), left) for part, left in zip(self.parts, gradients, strict=True)]]
+            if self.log.size > 1: broadcast_object_list(kept, group=self.group, group_src=self.root, weights_only=True)
+            for part, theirs in zip(self.parts, kept[0], strict=True): part.finish(list(reached) == rows[self.root][:2], theirs)
         self.log.clear()
 
 # %% ../nbs/15_join.ipynb #437c640c
@@ -1007,36 +1196,61 @@ class Declaring(Ending):
         """Exchange how many batches each rank has."""
         if self.looped: raise RuntimeError("a Join block has one loop over join.loader(); use another block for the next epoch")
         self.looped = True
-        self.log.collect("batches", _lengths(batches))
-        for _ in self.log.waiting(lambda: "all ranks to call join.loader()", lambda: [r for r in range(self.log.size) if r != self.log.me]):
-            gone = [r for r in range(self.log.size) if self.log.see(f"{r}/end")] # first: who comes last may leave at once
-            if all_ranks := self.log.see("all/batches"): break
-            if gone: raise RuntimeError(f"rank {self.group.ranks[gone[0]]} left the Join block without calling join.loader(); call it on all ranks")
-        if None in (counts := tuple(each["batches"] for each in all_ranks)): return None
-        self.declared = Roll(counts, sizes=tuple(each["sizes"] and tuple(each["sizes"]) for each in all_ranks))
-        if self.policy == "raise" and len(set(counts)) > 1: raise RuntimeError(f"ranks have different numbers of batches: {', '.join(map(str, counts))}")
+        mine = _lengths(batches)
+        self.tell(-1, "declare")
+        rows = self.gather(-1 if mine["batches"] is None else mine["batches"], *(mine["sizes"] or (-1, -1)))
+        if min(counts := tuple(row[0] for row in rows)) < 0: return None
+        self.declared = Roll(counts, sizes=tuple(None if size < 0 else (size, last) for _, size, last in rows))
+        self.log.favourite = counts.index(max(counts))
+        if self.policy == "raise" and len(set(counts)) > 1:
+            self.fault = RuntimeError(f"ranks have different numbers of batches: {', '.join(map(str, counts))}") # on all ranks
+            raise self.fault
         return min(counts) if self.policy == "stop" else None
 
 # %% ../nbs/15_join.ipynb #6e9382f1
 _LOOK = 1.0 # seconds between two looks
 
 class _Watch(threading.Thread):
-    """Frees this rank if it waits for one that has left the block with an error."""
+    """Announces events for ranks without data, and frees this rank if it waits for one that has left the block with an error."""
 
-    def __init__(self, log: Parting):
+    def __init__(self, log: Reader):
         super().__init__(daemon=True)
-        self.log, self.done = log, threading.Event()
-        if not log.board.alone: self.start()
+        self.log, self.done, self.pause = log, threading.Event(), _LOOK * max(1, log.size / 1024)
+        if log.size > 1: self.start()
 
     def run(self) -> None:
-        while not self.done.wait(_LOOK):
-            if self.log.failed():
-                if not self.done.wait(_LOOK): abort(Group(self.log.board.group)) # unless it is on its way out as well
-                return
+        with suppress(RuntimeError): # the store may be gone, and collectives with it
+            while not self.done.is_set() and self.attend(): pass
+
+    def attend(self) -> bool: # whether to go on
+        """Wait for something to do, and do it."""
+        log = self.log
+        if log.has_data and log.announces is None:
+            log.notes.wait(key := f"wake/{log.me}", self.done.is_set)
+            log.notes.remove(key)
+        else: self.done.wait(self.pause)
+        if self.done.is_set(): return False
+        if log.notes.see("roll call"): log.notes.put(f"alive/{log.me}", "")
+        log.answer()
+        log.prune()
+        if said := log.failed(): return self.free(said)
+        if said := log.trouble(): log.stop_readers(said)
+        return True
+
+    def free(self, said: str) -> bool: # False
+        """Free this rank, unless it is on its way out as well."""
+        if self.done.wait(self.pause): return False
+        if self.log.waits_since is not None: self.log.stop_readers(said)
+        else: abort(Group(self.log.notes.group))
+        return False
 
     def stop(self) -> None:
+        """End the thread."""
         self.done.set()
-        if self.is_alive(): self.join()
+        if not self.is_alive(): return
+        with suppress(RuntimeError): self.log.notes.put(f"wake/{self.log.me}", "")
+        self.join()
+        with suppress(RuntimeError): self.log.notes.remove(f"wake/{self.log.me}")
 
 # %% ../nbs/15_join.ipynb #b86469c6
 def _check_kwargs(joinables: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -1111,15 +1325,18 @@ class Leaving(Declaring):
 
     def lines(self) -> list[str]:
         """Describe what must be the same on all ranks."""
-        parts = [f"joinable {part.index}: {type(part.joinable).__name__} {part.keep() or ''}" for part in self.parts]
+        parts = [f"joinable {part.index}: {type(part.joinable).__name__} {part.described()}" for part in self.parts]
         return [f"policy {self.policy}, divide_by {self.divide_by}", *parts]
 
     def leave(self, error: BaseException) -> None:
         """Let the others know of an error; raise theirs if it came first."""
         if error is self.fault: return
-        if isinstance(error, RuntimeError) and (said := self.log.failed()) and said not in str(error):
-            raise RuntimeError(f"{said}; rank {self.group.global_rank} cannot go on without it") from error
-        self.log.fail(error, self.turn)
+        here, said = self.group.global_rank, ""
+        if isinstance(error, RuntimeError):
+            said = self.log.failed()
+            if not said and (said := self.log.check_peers(3 * self.watch.pause)): self.log.fail(said)
+        if said and said not in str(error): raise RuntimeError(f"{said}; rank {here} cannot go on without it") from error
+        self.log.fail(f"rank {here} left the Join block after {self.turn} iterations: {type(error).__name__}: {error}")
 
 # %% ../nbs/15_join.ipynb #821368bd
 class Entering(Leaving):
@@ -1132,8 +1349,8 @@ class Entering(Leaving):
         with agreeing(self.group, "entering Join", self.lines):
             self.check_drivers()
             for part in self.parts: part.check()
-        self.log, self.roll, self.declared, self.looped, self.warned = Caller(Board(self.group, "join")), None, None, False, False
-        self.turn, self.taken, self.fault, self.bar = 0, 0, None, None
+        self.log, self.roll, self.declared, self.looped, self.warned = Reader(Notes(self.group, "join")), None, None, False, False
+        self.turn, self.taken, self.fault, self.bar, self.counted = 0, 0, None, None, None
         for part in self.parts: part.attach()
         self.watch = _Watch(self.log)
         return self
@@ -1183,6 +1400,7 @@ class Join(Entering):
         self.divide_by = _choose("divide_by", divide_by or by, ["world_size", "active", "samples"])
         self.enable, self.samples, self.before_step = enable, samples, before_step
         parts, self.group = _parts(self, joinables, kwargs), Group(_group_of(joinables))
+        self.device = next((joinable.join_device for joinable in joinables if isinstance(joinable, Joinable)), torch.device("cpu"))
         self.riders, speak = _ride(parts), [part for part in parts if _speaks(part)]
         self.parts = [*parts, *_declared(self, parts)]
         if not speak: raise ValueError("no joinable announces its iterations; call Join.notify_join_context(self) in one, before its collectives")
