@@ -105,7 +105,10 @@ def _base(store: Any) -> Any: # without the prefixes of groups
 
 def _connect(store: Any) -> Any: # None: a rank has to look again and again
     """Open another connection to a store, for one thread that waits."""
-    return None if isinstance(_base(store), torch.distributed.FileStore) or not hasattr(store, "clone") else store.clone()
+    if isinstance(_base(store), torch.distributed.FileStore) or not hasattr(store, "clone"): return None
+    connection = store.clone()
+    connection.set_timeout(timedelta(days=1)) # a rank that waits in vain is told
+    return connection
 
 class Notes(Board):
     """A board whose readers can wait, and on which one of several writers is the first."""
@@ -120,9 +123,7 @@ class Notes(Board):
 
     def wait(self, key: str, stop: Callable[[], bool] = lambda: False) -> str:
         """Wait for a note and give it; "" if `stop` says so, which is asked where there is no connection to wait on."""
-        if self.connection is not None:
-            self.connection.wait([self._prefix + key], timedelta(days=1))
-            return str(self.connection.get(self._prefix + key).decode())
+        if self.connection is not None: return str(self.connection.get(self._prefix + key).decode())
         begin = time.monotonic()
         while not stop():
             if (note := self.see(key)) is not None: return note
@@ -130,7 +131,7 @@ class Notes(Board):
         return ""
 
 # %% ../nbs/15_join.ipynb #b8c7dae9
-FAN_OUT = 8 # ranks without data that read from one store
+FAN_OUT = 4 # ranks without data that read from one store
 
 class Relay:
     """A store that passes events on: the rank that opens it writes, others wait and read."""
@@ -149,7 +150,9 @@ class Relay:
     def connect(cls, place: str) -> Relay:
         """Connect to a store that another rank has opened."""
         address, _, port = place.rpartition(" ")
-        return cls(torch.distributed.TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=10)))
+        made = cls(torch.distributed.TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=10)))
+        made.store.set_timeout(timedelta(days=1))
+        return made
 
     @property
     def place(self) -> str:
@@ -163,7 +166,6 @@ class Relay:
 
     def wait(self, key: str) -> str:
         """Wait for a note and give it."""
-        self.store.wait([key], timedelta(days=1))
         return str(self.store.get(key).decode())
 
     def claim(self, key: str, expected: str, note: str) -> None:
