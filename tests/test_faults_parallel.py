@@ -1,14 +1,17 @@
 """Faults of `data_parallel` found by review: each test is named after the entry that it mends."""
+import contextlib
 import copy
 import functools
 import io
 import os
+import random
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from stream_standin import Stream, WatchedStream, World
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
@@ -17,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
+from zero_nb.overlap import overlap
 from zero_nb.parallel import Search, data_parallel
 
 SMALL = {"bucket_cap_mb": 0.0005}  # buckets of 500 bytes: several in a model of this page
@@ -450,3 +454,141 @@ def interrupted():
 def test_H1_after_an_exception_parameters_that_never_came_are_not_read():
     for words in run(2, interrupted):
         assert all("some parameters never arrived on this rank: waiting for them ended with KeyboardInterrupt()" in said for said in words), words
+
+
+def normed(): return nn.Sequential(linear(), nn.BatchNorm1d(8).double(), nn.ReLU(), linear())
+
+
+def buffered(seed):
+    """Run forwards in training, in `no_sync` and in `eval` in random order, both ways; are buffers equal after each forward in training?"""
+    draw = random.Random(seed)
+    torch.manual_seed(0)
+    one, other = normed(), normed()
+    other.load_state_dict(one.state_dict())
+    ddp, ours = DDP(one), data_parallel(other, ZeroRedundancyOptimizer(other.parameters(), AdamW, lr=0.05, foreach=False), **SMALL)
+    optimizer, equal, history = AdamW(one.parameters(), lr=0.05, foreach=False), [], []
+    for i in range(14):
+        history.append(what := draw.choice(("sync", "sync", "no_sync", "no_sync", "eval")))
+        for net, no_sync in ((ddp, ddp.no_sync), (other, ours.no_sync)):
+            net.train(what != "eval")
+            with no_sync() if what == "no_sync" else contextlib.nullcontext(), torch.set_grad_enabled(what != "eval"): output = net(batch(i))
+            if what != "eval":
+                with no_sync() if what == "no_sync" else contextlib.nullcontext(): output.square().mean().backward()
+        if what == "eval": continue
+        equal.append(all(map(torch.equal, one.buffers(), other.buffers())))
+        if what == "sync":
+            optimizer.step()
+            optimizer.zero_grad()
+            equal.append(all(map(torch.equal, one.parameters(), other.parameters())))
+    return history, equal
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_buffers_are_those_of_DDP_whatever_is_accumulated(seed):
+    for history, equal in run(2, buffered, seed): assert all(equal), (history, equal)
+
+
+class Mixed(nn.Module):
+    """Uses other parameters on other batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.last, self.norm = base(), linear(), nn.BatchNorm1d(8).double()
+
+    def forward(self, x): return self.last(self.body(x)) if x[0, 0] > 0 else self.norm(self.body(x))
+
+
+def by_norm(handle, model, zero, world): assert float(handle.grad_norm) > 0 and (2 * handle.grad_norm).isfinite()
+def by_waiting(handle, model, zero, world): flat([handle.wait(), *model.parameters()][1:])
+def by_consolidating(handle, model, zero, world): zero.consolidate_state_dict(to=None)
+def by_users(handle, model, zero, world):
+    """Read on two streams that both follow the one that called backward; the second must not rely on what the first waited for."""
+    now = world.main.record_event()
+    for stream in (Stream(world, "first"), Stream(world, "second")):
+        stream.wait_event(now)
+        with world.stream(stream): flat(model.parameters())
+        world.main.wait_stream(stream)
+
+
+USES = {"plain": {}, "norm": {"max_grad_norm": 0.1, "look": by_norm}, "scaler": {"scaled": True}, "accumulation": {"micro": 3},
+        "unused": {"make": Mixed, "micro": 2, "find_unused_parameters": True}, "users": {"look": by_users}, "wait": {"look": by_waiting},
+        "consolidate": {"look": by_consolidating}, "reduce_dtype": {"reduce_dtype": torch.float32}}
+
+
+def on_streams(make=base, micro=1, look=None, scaled=False, ddp=False, keeps=True, find_unused_parameters=False, **setup):
+    """Train with a stand-in for streams; give its faults."""
+    torch.manual_seed(0)
+    model, scaler = make(), torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05)
+    net = DDP(model, bucket_cap_mb=0.0005, find_unused_parameters=find_unused_parameters) if ddp else model
+    setup = {**setup, "scaler": scaler} if ddp else {**setup, **SMALL, "scaler": scaler, "find_unused_parameters": find_unused_parameters}
+    handle = (overlap if ddp else data_parallel)(net, zero, **setup)
+    world = World()
+    handle.stream = WatchedStream(world)
+    if not keeps: handle.stream.keep = lambda tensor, stream=None: None
+    with world, world.networked():
+        for i in range(5):
+            for m in range(micro):
+                with (net if ddp else handle).no_sync() if m < micro - 1 else contextlib.nullcontext():
+                    loss = net(batch(10 * i + m)).square().mean()
+                    (scaler.scale(loss) if scaler else loss).backward()
+            if look: look(handle, model, zero, world)
+            if scaler:
+                scaler.step(zero)
+                scaler.update()
+            else: zero.step()
+        handle.wait()
+    assert world.kernels > 100
+    return world.faults
+
+
+@pytest.mark.parametrize("use", USES)
+def test_C2_M11_all_that_is_read_is_there_and_nothing_is_let_go_too_early(use):
+    def every():
+        modes = {name: setup for name, setup in MODES.items() if use not in ("norm", "scaler") or not setup["interleaved"]}
+        found = {name: on_streams(**USES[use], **setup) for name, setup in modes.items()}
+        if use != "users": found |= {f"overlap {name}": on_streams(ddp=True, **USES[use], **setup) for name, setup in modes.items() if "hidden" not in name}
+        return found
+    for rank in run(2, every): assert not any(rank.values()), rank
+
+
+def test_C2_the_stand_in_sees_gradients_that_are_let_go_unrecorded():
+    words, = {tuple(faults) for faults in run(2, lambda: on_streams(keeps=False))}
+    assert words == ("memory of main is let go that _foreach_copy_ reads on side, and is not recorded for it",)
+
+
+def unordered():
+    world = World()
+    side = Stream(world, "side")
+    def faults():
+        found, world.faults = world.faults, []
+        return found
+    with world:
+        a = torch.ones(4)
+        with world.stream(side): b = a + 1
+        yield "read without an event", faults(), 1
+        side.wait_stream(world.main)
+        with world.stream(side): b = a + 1
+        yield "read after one", faults(), 0
+        a.add_(1)
+        yield "write over what is read", faults(), 1
+        world.main.wait_stream(side)
+        a.add_(1)
+        b.sum()
+        yield "write after an event", faults(), 0
+        side.wait_stream(world.main)
+        with world.stream(side): a + 1
+        del a
+        world.collect()
+        yield "let go unrecorded", faults(), 1
+        c = torch.ones(4)
+        side.wait_stream(world.main)
+        with world.stream(side): c + 1
+        world.record(c, side)
+        del c
+        world.collect()
+        yield "let go recorded", faults(), 0
+
+
+def test_the_stand_in_finds_what_streams_do_not_order():
+    for what, found, count in unordered(): assert len(found) == count, (what, found)

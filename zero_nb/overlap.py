@@ -568,9 +568,13 @@ class SideStream:
         if event is None: self.current.wait_stream(self.stream)
         else: self.current.wait_event(event)
 
-    def keep(self, tensor: Tensor) -> None:
-        """Have the allocator keep memory of another stream, when it is let go, until this stream has passed what it has now."""
-        tensor.record_stream(self.stream)
+    def keep(
+        self,
+        tensor: Tensor, # allocated on another stream
+        stream: Any = None, # that uses it; None: this one
+    ) -> None:
+        """Have the allocator keep memory, when it is let go, until a stream has passed what it has then."""
+        tensor.record_stream(stream or self.stream)
 
 # %% ../nbs/14_overlap.ipynb #c1b6ddcb
 class Driver(ABC):
@@ -582,6 +586,7 @@ class Driver(ABC):
     runner: Runner | None = None # for iterations whose buckets are known beforehand
     apart = True # whether the optimizer's classes may step bucket by bucket
     grad_norm: Tensor | None = None # before it was clipped, of the last step
+    judged: Any = None # event on the side stream, after the averages of the last step were judged
     stepped_grads: SteppedGradients
     levels = property(lambda self: self.zero.levels, doc="Groups in which others would wait for this rank if it failed.")
 
@@ -594,6 +599,7 @@ class Driver(ABC):
 
     def _judge(self, parts: list[Tensor]) -> bool:
         steps, self.grad_norm = self.way.judge(self.zero.group, parts)
+        if self.stream: self.judged = self.stream.record()
         return steps
 
     def wait(self, param: Tensor | None = None) -> None:

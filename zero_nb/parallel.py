@@ -104,13 +104,13 @@ class Reads:
         """From now on, who reads waits."""
         if self.held != self._ids(): self.arrange(self.places) # a parameter has moved to another module, as parametrize does
         self.waiting = deque(self.last)
-        for _, m in self.last: m.__dict__["_parameters"] = Arriving(m._parameters, self.wait)
+        for _, m in self.last: m.__dict__["_parameters"] = Arriving(dict(dict.items(m._parameters)), self.wait) # past the methods of an `Arriving`
 
     def free(self, place: int) -> None:
         """From now on, modules read without waiting whose parameters were all in buckets up to some place."""
         while self.waiting and self.waiting[0][0] <= place:
             m = self.waiting.popleft()[1]
-            m.__dict__["_parameters"] = dict.copy(m._parameters) # as assigning would, without a look at each attribute of the module
+            m.__dict__["_parameters"] = dict(dict.items(m._parameters)) # as assigning would, without a look at each attribute of the module
 
     def _ids(self) -> list[list[int]]: return [[*map(id, dict.values(m._parameters))] for _, m in self.last]
 
@@ -446,6 +446,8 @@ class Adding(Gradients):
         """Give parameters back what was set aside, with what came."""
         found = {j: self.aside.pop(j) for j in params if j in self.aside}
         both = [(old, grad) for j, old in found.items() if (grad := self.params[j].grad) is not None]
+        if self.stream:
+            for grad in [grad for pair in both for grad in pair]: self.stream.keep(grad) # the sum may run on the side stream
         if both: torch._foreach_add_(*map(list, zip(*both, strict=True)))
         for j, old in found.items(): self.params[j].grad = old
 
@@ -480,8 +482,9 @@ class Filling(Adding):
         if self.aside: self.join(slot.param for slot in self.homes.slots[self.homes.next])
         if self.live: self.expect(self.homes.surprises(), "a gradient in this backward, but did not before")
         i = self.homes.next
+        if self.stream: # which may still read a gradient of backward's stream when it is let go
+            for grad in [p.grad for p in self.homes.members[i] if p.grad is not None]: self.stream.keep(grad)
         gradient, self.has[i] = self.homes.take()
-        if self.stream: self.stream.keep(gradient)
         self.running.arrive(i, gradient)
 
 # %% ../nbs/14a_parallel.ipynb #a4fec4b2
@@ -653,6 +656,9 @@ class Backward(Late):
             assert self.running is not None, "there was an iteration"
             self.pending = Gathers([*self.running.gathers.values()], self.stream, partial(self._arrived, self.running))
             if not self.live: self.learn()
+        if self.stream and self.judged:
+            self.stream.wait(self.judged) # the norm and the scale are read where backward was called
+            if self.grad_norm is not None: self.stream.keep(self.grad_norm, self.stream.current)
         self.zero.note_step()
         self.stepped = True
         self.forget()
@@ -732,6 +738,7 @@ class Buffers(Steps):
     """The part that sends buffers."""
 
     module: nn.Module
+    buffers_due = True # sends buffers before the next forward in training: the last one was not in `no_sync`, as DDP's `require_forward_param_sync`
     aligns = True # sends buffers before forward, if it is told to; in a block of 15_join they are sent by others
     has_buffers: bool # that are sent before forward; as in DDP, those of the beginning count
 
@@ -823,13 +830,15 @@ class DataParallel(Attending, _Joinable):
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling(): _uncompiled(self.wait)
         if torch.is_grad_enabled(): self.stepped_grads.remove()
-        if not (self.syncs and module.training and torch.is_grad_enabled()): return
-        super()._before(module, args)
-        _uncompiled(self._hear)
-        joined = in_torchs_join(self) or in_torchs_join(self.zero)
-        if joined:
+        if not (module.training and torch.is_grad_enabled()): return
+        joined, due = in_torchs_join(self) or in_torchs_join(self.zero), self.buffers_due
+        self.buffers_due = self.syncs
+        if self.syncs:
+            super()._before(module, args)
+            _uncompiled(self._hear)
+        if joined and self.syncs:
             with failing(self.levels): self._notify()
-        if self.aligns and self.has_buffers: self.send_buffers(self.count_ranks(True) if joined else ())
+        if self.aligns and self.has_buffers and (self.syncs if joined else due): self.send_buffers(self.count_ranks(True) if joined else ())
 
     @abstractmethod
     def _notify(self) -> None: ...
