@@ -1,0 +1,112 @@
+"""Processes that end without a word, and stores that do: what is printed, and what is raised."""
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+START = """
+import os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from zero_nb import Group, ZeroRedundancyOptimizer, agree, data_parallel, overlap
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+def step(net, zero):
+    net(torch.ones(2, 4)).sum().backward()
+    zero.step()
+    zero.zero_grad()
+"""
+
+ENDS = {
+    "step": """
+net = DDP(model)
+zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
+for _ in range(3): step(net, zero)
+""",
+    "overlap": """
+net = DDP(model)
+zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
+handle = overlap(net, zero)
+for _ in range(3): step(net, zero)
+""",
+    "data_parallel": """
+zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+handle = data_parallel(model, zero)
+for _ in range(3): step(model, zero)
+""",
+    "a work that is dropped": """
+x = torch.ones(8)
+work = Group().all_gather(x, async_op=True)
+""",
+    "a work that is kept": """
+import builtins
+x = torch.ones(8)
+builtins.kept = Group().reduce_scatter(x, async_op=True)
+""",
+    "in the middle of backward": """
+zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+handle = data_parallel(model, zero)
+for _ in range(2): step(model, zero)
+model[0].weight.register_hook(lambda gradient: sys.exit(0))
+step(model, zero)
+""",
+    "in the middle of backward, with DDP": """
+net = DDP(model)
+zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
+handle = overlap(net, zero)
+for _ in range(2): step(net, zero)
+model[0].weight.register_hook(lambda gradient: sys.exit(0))
+step(net, zero)
+""",
+}
+OWN = r"\[rank\d\]:\[W.*(destroy_process_group|ProcessGroup|TCPStore|socket\.cpp).*|\[W.*(destroy_process_group|ProcessGroup).*" # what torch itself prints
+
+
+def end(code, where):
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [subprocess.Popen([sys.executable, "-c", START + code, str(rank), where], env=environ, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    try: said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks: rank.kill()
+    return [rank.returncode for rank in ranks], [[line for line in text.splitlines() if line and not re.match(OWN, line)] for text in said]
+
+
+@pytest.mark.parametrize("memory", ["0", "1"])
+@pytest.mark.parametrize("how", ENDS)
+def test_a_process_that_ends_without_destroying_its_group_prints_nothing(how, memory, tmp_path, monkeypatch):
+    monkeypatch.setenv("ZERO_NB_MEMORY", memory)
+    codes, said = end(ENDS[how], f"file://{tmp_path}/store")
+    assert (codes, said) == ([0, 0], [[], []])
+
+
+def test_the_death_of_the_stores_host_is_named():
+    """Rank 0, which hosts the store, ends; rank 1 is told so where it wants to agree on something."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = """
+agree(Group(), "the first")
+store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+if rank == 0:
+    store.wait(["rank 1 has agreed"])
+    os._exit(0)
+store.set("rank 1 has agreed", "")
+import time
+while True:
+    try: store.check(["x"])
+    except Exception: break
+    time.sleep(0.01)
+try: agree(Group(), "the second")
+except RuntimeError as error: print("told:", str(error).replace(chr(10), " "), file=sys.stderr)
+os._exit(0)
+"""
+    codes, said = end(code, f"tcp://127.0.0.1:{port}")
+    told = [line for line in said[1] if line.startswith("told: ")]
+    assert codes == [0, 0] and len(told) == 1 and len(told[0]) < 1000
+    assert f"rank 1 cannot reach the store of its group at 127.0.0.1:{port}, through which ranks agree" in told[0]
+    assert "the process that hosts it has ended, rank 0's or torchrun's agent" in told[0]
