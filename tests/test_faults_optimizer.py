@@ -1,6 +1,8 @@
 """What the optimizer's readers and writers find between one backward and the next: the faults of the review, entry by entry."""
 import copy
 import pickle
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,12 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
+from torch.optim.lr_scheduler import StepLR
 
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
 from zero_nb.overlap import overlap
 from zero_nb.parallel import Parallel, data_parallel
-from zero_nb.process_group import two_level
+from zero_nb.process_group import Group, two_level
+from zero_nb.train import TrainConfig, save_checkpoint
 
 SMALL = {"bucket_cap_mb": 0.002, "cut_mb": 0.004}  # buckets of 2 kB, larger parameters in pieces of 4 kB: several of each in small models
 MODES = {  # how the optimizer's steps are taken
@@ -187,6 +191,40 @@ def too_early(mode, setup, readers): return [f.__name__ for f in readers if not 
 def test_H1_who_reads_right_after_a_step_reads_what_comes_after_a_wait(mode, setup):
     size, readers = 4 if SETUPS[setup][2] else 2, READERS if "hidden" in mode else [consolidated, seen, loaded, detached]
     assert run(size, too_early, mode, setup, readers) == [[]] * size
+
+
+def resumed(mode, setup, attached, folder):
+    """Save with the training job's function right after a step, train on, and do the same from the file; give both ends."""
+    make, dtype, levels = SETUPS[setup]
+    nodes = two_level(2) if levels else None
+    def side():
+        module = network(dtype)
+        model, zero, _ = attach(mode, module, lambda model: make(model, nodes))
+        return SimpleNamespace(model=module, call=model, optimizer=zero, schedule=StepLR(zero, 2, 0.5), config=TrainConfig(out=folder))
+    def train(side, steps):
+        for step in steps:
+            iterate(side.call, side.optimizer, step, dtype)
+            side.schedule.step()
+    first = side()
+    train(first, range(5))
+    save_checkpoint(first, SimpleNamespace(losses={}, held_out={}), 5, Group())
+    train(first, range(5, 9))
+    dist.barrier()
+    state = torch.load(Path(folder, "checkpoint.pt"), weights_only=True)
+    again = side()
+    if attached: train(again, range(20, 23))  # what was trained before a load does not matter
+    again.model.load_state_dict(state["model"])
+    again.optimizer.load_state_dict(state["optimizer"])
+    again.schedule.load_state_dict(state["schedule"])
+    train(again, range(5, 9))
+    return [[p.detach().clone() for p in one.model.parameters()] for one in (first, again)], [group["lr"] for group in again.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("setup", ["masters", "Muon and AdamW", "two levels"])
+@pytest.mark.parametrize("mode", MODES)
+def test_H1_a_job_that_saved_right_after_a_step_resumes_bit_for_bit(mode, setup, tmp_path):
+    for attached in (True,) if (mode, setup) == ("step", "two levels") else (False, True):  # DDP itself adds up in another order in its first iteration
+        for (first, again), _ in run(4 if SETUPS[setup][2] else 2, resumed, mode, setup, attached, str(tmp_path)): assert same(first, again), attached
 
 
 class Takes(SGD):
