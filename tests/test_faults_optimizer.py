@@ -264,3 +264,78 @@ def closures():
 
 def test_a_closure_that_is_not_callable_reaches_the_local_optimizer_as_with_torchs_class():
     assert run(2, closures) == [[], []]
+
+
+class Breaks(AdamW):
+    """Steps its first parameter only, and raises, when it is told to; tensors are stepped one by one."""
+
+    ranks = ()
+
+    def __init__(self, params, **options): super().__init__(params, foreach=False, fused=False, **options)
+    def step(self, closure=None):
+        if dist.get_rank() not in Breaks.ranks: return super().step(closure)
+        grads = [p.grad for group in self.param_groups for p in group["params"]][1:]
+        for p in [p for group in self.param_groups for p in group["params"]][1:]: p.grad = None
+        super().step(closure)
+        for p, grad in zip([p for group in self.param_groups for p in group["params"]][1:], grads, strict=True): p.grad = grad
+        raise OverflowError("this rank has broken")
+
+
+def replicas_agree(module):
+    mine = torch.cat([p.detach().flatten() for p in module.parameters()])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return all(torch.equal(mine, other) for other in every)
+
+
+def broken(shard, views, dtype, breaks):
+    """Go through steps of which some break on some ranks; for each what was raised, and whether replicas agree after it."""
+    module, found = network(dtype), []
+    zero = ZeroRedundancyOptimizer(module.parameters(), Breaks, lr=0.1, shard=shard, parameters_as_bucket_view=views, trust_optimizer_class=True,
+                                   master_dtype=torch.float32 if dtype == torch.bfloat16 else None)
+    for step, ranks in enumerate(breaks):
+        Breaks.ranks = ranks
+        if step == 4: module[0].weight.requires_grad_(False)
+        for i, p in enumerate(module.parameters()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)).to(p.dtype) if p.requires_grad else None
+        raised = told(zero.step)
+        found.append((raised, replicas_agree(module)))
+    zero.consolidate_state_dict(to=None)
+    zero.load_state_dict(zero.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shard", ["even", "whole"])
+@pytest.mark.parametrize("views", [False, True])
+def test_replicas_agree_after_a_step_that_failed_on_all_ranks_or_in_the_first_step_on_one(shard, views, dtype):
+    breaks = [(1,), (0, 1), (), (0, 1), (0, 1), (), ()]  # the first step, which ranks agree on; later ones; twice in a row, the second time frozen
+    ranks = run(2, broken, shard, views, dtype, breaks)
+    for rank, found in enumerate(ranks):
+        assert [same for _, same in found] == [True] * len(breaks), [same for _, same in found]
+        assert [bool(raised) for raised, _ in found] == [bool(b) for b in breaks]
+        assert all("has broken" in raised for raised, _ in found if raised), rank
+
+
+def lone(levels, catches):
+    """Break on one rank in a later step; what each rank gets then, and from what it does after it."""
+    module = network()
+    zero = ZeroRedundancyOptimizer(module.parameters(), Breaks, two_level(2) if levels else None, lr=0.1, trust_optimizer_class=True)
+    found = []
+    for step in range(4):
+        Breaks.ranks = (1,) if step == 2 else ()
+        for p in module.parameters(): p.grad = torch.ones_like(p)
+        raised = told(zero.step)
+        if raised: found.append(raised)
+        if raised and not catches: raise RuntimeError(raised)
+    return found
+
+
+@pytest.mark.parametrize("levels", [False, True])
+def test_a_step_that_fails_on_one_rank_alone_is_an_error_on_all(levels, way):
+    ranks = run(4 if levels else 2, lone, levels, True, timeout=60)
+    assert ranks[1][0] == "OverflowError: this rank has broken"
+    assert len(ranks[0]) == 2 and "rank 1 failed with OverflowError: this rank has broken" in ranks[0][0]  # and so does the step after it
+    assert all(words.startswith("RuntimeError") for rank in ranks for words in rank[1:])
+    if not levels:
+        with pytest.raises(RuntimeError, match="has broken"): run(2, lone, False, False, timeout=60)

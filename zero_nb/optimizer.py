@@ -23,7 +23,7 @@ from .buckets import BucketPlan, EvenCuts, Slot, pack
 from .flat import FlatBucket, flatten, flatten_like
 from .objects import broadcast_object_list, byte_device, dump, exchange_bytes, gather_bytes, load
 from .pieces import Piece, Run, SCALARS, Shard, close_pieces, look, open_pieces, per_element, refreshed, rest, settle, specs, split_piece
-from .process_group import Group, TwoLevel, Work, agreeing, log_once, two_level
+from .process_group import Group, TwoLevel, Work, agreeing, fail, fails_everywhere, log_once, two_level
 from .rules import Rule, Settings, check_group, check_settings, choose_fused, describe_state, find_rule, is_known, read_group, read_params, read_state
 from .sharder import ParamSpec, Policy, Roster, by_group, even, mixed, runs
 from .trial import find_trouble
@@ -538,19 +538,27 @@ class ShardedStep(ShardedChanges):
         shards = [shard for shard in self.shards if not shard.alone]
         why = "for parameters that were frozen, unfrozen or moved"
         shards = [shard if shard.seen == look(shard.params) else self.replan([shard], why) for shard in shards]
+        opened, agreed = False, len(self.param_groups) != self._agreed
         try:
             with self.arriving():
                 for shard in shards: open_pieces(self.optims.values(), shard)
                 self.take_options()
+                opened = True
                 returned = [optim.step(**kwargs) for optim in self.optims.values()]
             self.give_options()
-        except Exception:
-            for shard in shards: rest(shard)
+        except Exception as error:
+            self._end_failed_step(shards, opened, None if agreed else error)
             raise
         for shard in shards: close_pieces(shard.pieces)
         _gather(bucket for shard in shards for bucket in shard.turns)
         for shard in shards: settle(shard.pieces)
         return returned[0]
+
+    def _end_failed_step(self, shards: list[Shard], opened: bool, error: Exception | None) -> None: # None: all ranks know of it
+        """Leave the same parameters on all ranks: what a local optimizer had stepped stays stepped, as in `torch.optim`. If not all fail, end the job."""
+        for shard in shards: close_pieces(shard.pieces) if opened else rest(shard)
+        if fails_everywhere(self.levels) and self.across is None: _gather(bucket for shard in shards for bucket in shard.turns)
+        elif error is not None: fail(self.levels, error) # or the others would wait for this rank; and what nodes hold of one part may differ now
 
 # %% ../nbs/13_optimizer.ipynb #2b8e32fb
 @contextmanager

@@ -39,7 +39,8 @@ from .transport import Transport
 # %% auto #0
 __all__ = ['Steps', 'CHUNK', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank', 'agree', 'agreeing',
            'log_once', 'Work', 'Parts', 'Call', 'Board', 'patience', 'elsewhere', 'connect', 'Collectives', 'Group',
-           'Coalesced', 'coalescing_manager', 'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'destroy', 'fail']
+           'Coalesced', 'coalescing_manager', 'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'destroy', 'fail',
+           'fails_everywhere']
 
 # %% ../nbs/10_process_group.ipynb #c5500ccf
 def _ready() -> bool:
@@ -1542,3 +1543,27 @@ def _end_watchers() -> None: # before the interpreter ends, which a thread insid
     for watcher in watchers: watcher.over.set()
     for watcher in watchers:
         if watcher.is_alive(): watcher.join(2.0)
+
+# %% ../nbs/10_process_group.ipynb #b0c6062f
+_TOGETHER = 3.0 # seconds in which all ranks fail if they fail at the same place
+
+def _all_fail(group: Ranks, seconds: float) -> bool:
+    if _alone(group): return True
+    wire, end, pause = group._wire, time.monotonic() + seconds, 0.01
+    if not wire.met: return False
+    with suppress(Exception): # the store may be gone
+        notes, key = _Notes(group, wire.life), f"failing/{wire.turn}" # agreements are the same on all ranks
+        count = notes.add(key)
+        wanted = -(-count // group.size) * group.size # all ranks may have failed here before
+        while count < wanted and time.monotonic() < end and not notes.there("failed"):
+            time.sleep(pause)
+            count, pause = notes.add(key, 0), min(2 * pause, 0.5)
+        return count >= wanted
+    return False
+
+def fails_everywhere(
+    groups: Ranks | Sequence[Ranks],
+    seconds: float = _TOGETHER, # within which the others come
+) -> bool: # False: `fail`, or the others wait for this rank
+    """Tell a rank that fails whether all others fail at the same place; each rank that fails there calls this."""
+    return sum(_all_fail(group, seconds) for group in _several(groups)) == len(_several(groups)) # asks each of them, also where one says no
