@@ -202,7 +202,7 @@ class Segment:
         mine = [layout.bell(rank), *(layout.published(peer, rank) for peer in self.peers), *(layout.released(rank, peer) for peer in self.peers)]
         for place in mine: self.quick.sem_init(self.address + place, 1, 0)
 
-    def __del__(self) -> None: os.close(self.fd)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None: close(self.fd) # `os` may be gone when the interpreter ends
 
     def post(self, place: int) -> None:
         """Add one to a semaphore. What this process has written before is seen by the one that takes it."""
@@ -503,8 +503,8 @@ class SharedMemory:
         self.error = "it was ended on this rank"
         self.segment.leave(self.outbox.count)
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing(): self.close()
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None: # `sys` may be gone when the interpreter ends
+        if not ends(): self.close()
 
     def _steps(self, collective: Collective) -> Iterator[None]:
         with self.turned:
