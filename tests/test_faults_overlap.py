@@ -686,3 +686,46 @@ def test_a_backward_that_fails_does_not_wait_in_a_destructor(mode, monkeypatch):
         told(lambda: model(x))
     tellers = [thread for thread, words in threads if "did not come to its end; look" in words]
     assert tellers and not any(thread is threading.main_thread() or thread.is_alive() for thread in tellers)
+
+
+# ---- what the table of readers and writers shows ----
+
+def between(mode, when):
+    """Set the learning rate by hand where many loops do: before forward, before step, after step; give the error, and how far the parameters went."""
+    module, zero, model, handle = trained(mode)
+    scheduler = torch.optim.lr_scheduler.StepLR(zero, 1, 0.5) if when == "scheduler" else None
+    error = None
+    for step in range(3):
+        if when == "before forward": zero.param_groups[0]["lr"] = 2.0 ** -step
+        backward_of(model)
+        if when == "before step": zero.param_groups[0]["lr"] = 2.0 ** -step
+        error = error or told(zero.step)
+        if when == "after step": zero.param_groups[0]["lr"] = 2.0 ** -step
+        if scheduler: scheduler.step()
+        zero.zero_grad()
+    handle.wait()
+    return error, flat(module)[0].item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_options_that_are_changed_between_backward_and_step_are_an_error(mode):
+    """The step that `backward` took did not see them: it would be that of the iteration before, silently."""
+    cases = ["before forward", "before step", "after step", "scheduler"]
+    for (_, first), (late, _), (_, after), (_, scheduled) in run(2, lambda: [between(mode, when) for when in cases]):
+        assert first == 1 - (1 + 0.5 + 0.25) and after == 1 - (0.125 + 1 + 0.5) and scheduled == 1 - 0.125 * 1.75
+        assert late and late[0] == "RuntimeError" and "lr changed after backward()" in late[1]
+
+
+def test_a_learning_rate_in_a_tensor_may_be_changed_after_step():
+    def both():
+        module, found = Sums(torch.float32), []
+        zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=torch.tensor(0.125), foreach=False)
+        model, _ = attach("overlap", module, zero)
+        for when in ("after", "between"):
+            backward_of(model)
+            if when == "between": zero.param_groups[0]["lr"].fill_(0.25)
+            found.append(told(zero.step))
+            zero.param_groups[0]["lr"].fill_(0.5)
+        return found
+
+    for after, between_them in run(2, both): assert after is None and between_them and "lr changed" in between_them[1]

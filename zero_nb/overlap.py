@@ -34,9 +34,9 @@ if TYPE_CHECKING: from typing_extensions import Self
 __all__ = ['Finish', 'Copy', 'mean_dtype', 'start_mean', 'Prepared', 'Runner', 'cut_in_place', 'cut_runs', 'plan_buckets',
            'Layout', 'find_layout', 'end_telling', 'AtEnd', 'at_end', 'found_tensors', 'failing', 'norm_of',
            'clip_parts', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'Care', 'Way', 'check_complex',
-           'check_pair', 'remembered', 'SideStream', 'Driver', 'Hook', 'Listening', 'in_torchs_join', 'Joined',
-           'Attached', 'done', 'beside', 'Noted', 'Arrivals', 'Averages', 'Late', 'Backward', 'Switch', 'find_switch',
-           'Overlap', 'overlap', 'hook_with_zero_step', 'hook_with_zero_step_interleaved']
+           'check_pair', 'options_of', 'remembered', 'SideStream', 'Driver', 'Hook', 'Listening', 'in_torchs_join',
+           'Joined', 'Attached', 'done', 'beside', 'Noted', 'Arrivals', 'Averages', 'Late', 'Backward', 'Switch',
+           'find_switch', 'Overlap', 'overlap', 'hook_with_zero_step', 'hook_with_zero_step_interleaved']
 
 # %% ../nbs/14_overlap.ipynb #bcb158cc
 Finish = Callable[[], Tensor] # waits for a reduction, and gives what this rank owns of the bucket: the mean over all ranks, 1-D
@@ -535,6 +535,11 @@ def check_pair(way: Way, ddp: Any, zero: Any) -> None:
 # %% ../nbs/14_overlap.ipynb #fe5eec5c
 _COUNTS = "{} counts its steps in its param groups, so all buckets are stepped together when backward is over, as with interleaved=False"
 
+def options_of(optim: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Write down the options of an optimizer's groups, without a look at what is on a device."""
+    return [{k: (id(v), v._version) if isinstance(v, Tensor) else v for k, v in group.items() if k not in ("params", "param_names")}
+            for group in optim.param_groups]
+
 def remembered(optims: Iterable[torch.optim.Optimizer]) -> str:
     """Write down what optimizers remember beside the state of parameters."""
     groups = [{k: v for k, v in group.items() if k != "params"} for optim in optims for group in optim.param_groups]
@@ -588,6 +593,7 @@ class Driver(ABC):
     grad_norm: Tensor | None = None # before it was clipped, of the last step
     judged: Any = None # event on the side stream, after the averages of the last step were judged
     stepped_grads: SteppedGradients
+    stepped_with: list[dict[str, Any]] | None = None # the options of the step that was taken since `step` was called, if there was one
     levels = property(lambda self: self.zero.levels, doc="Groups in which others would wait for this rank if it failed.")
 
     @property
@@ -615,6 +621,19 @@ class Driver(ABC):
         used = [p for p, lacks in zip(params, running.lacks, strict=True) if p.requires_grad and not lacks]
         if self.way.scales: self.stepped_grads.place(used or params, not stepped)
         else: self.stepped_grads.place(used)
+
+    def note_step(self) -> None:
+        """Note that a step was taken, and with which options."""
+        self.zero.note_step()
+        self.stepped_with = options_of(self.zero)
+
+    def check_options(self) -> None:
+        """Refuse options that were changed too late."""
+        noted, self.stepped_with = self.stepped_with, None
+        if noted is None or (now := options_of(self.zero)) == noted: return
+        changed = sorted({k for old, new in zip(noted, now, strict=False) for k in old.keys() | new.keys() if old.get(k) != new.get(k)})
+        raise RuntimeError(f"{', '.join(changed) or 'param_groups'} changed after backward() had taken the step, which comes too late: write options before "
+                           "backward(), and call a scheduler after step()")
 
     def step_late(self, running: Runner) -> bool: # whether there was a step
         """Step all buckets of an iteration in one call, and find out whether the optimizer may be called for one at a time."""
@@ -704,6 +723,7 @@ class Attached(Joined):
     def step(self, kwargs: dict[str, Any]) -> None:
         """Look back at a step that was over when backward returned."""
         if kwargs: raise TypeError(f"step() takes no {', '.join(kwargs)} while it is overlapped, for it runs before it is called; detach first")
+        self.check_options()
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
@@ -871,7 +891,7 @@ class Backward(Late):
         with failing(self.levels), torch.no_grad(), beside(self.stream):
             stepped = self.running.finish(together=not self.apart) if self.live else self._late()
         if self.stream: self.stream.wait()
-        self.zero.note_step()
+        self.note_step()
         self.iterations += 1
         self.taken = self.taken + stepped if self.inside else 0 # `step` is not called where there is no backward
         self.forget()

@@ -659,7 +659,7 @@ class Backward(Late):
         if self.stream and self.judged:
             self.stream.wait(self.judged) # the norm and the scale are read where backward was called
             if self.grad_norm is not None: self.stream.keep(self.grad_norm, self.stream.current)
-        self.zero.note_step()
+        self.note_step()
         self.stepped = True
         self.forget()
         self.clean = True
