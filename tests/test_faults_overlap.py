@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from zero_nb.join import Join
 from zero_nb.launch import run
@@ -729,3 +730,87 @@ def test_a_learning_rate_in_a_tensor_may_be_changed_after_step():
         return found
 
     for after, between_them in run(2, both): assert after is None and between_them and "lr changed" in between_them[1]
+
+
+class Dropping(nn.Module):
+    """Draws random numbers in forward, and again where a part is computed again in backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 8, dtype=torch.float64), nn.Linear(8, 2, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(8, dtype=torch.float64)
+
+    def forward(self, x):
+        x = checkpoint(lambda x: nn.functional.dropout(self.first(x).tanh(), 0.5), x, use_reentrant=False)
+        return self.last(nn.functional.dropout(self.norm(x), 0.5))
+
+
+def drawn(mode):
+    """Train with random numbers; give the differences from plain DDP, of parameters and buffers, and whether as many numbers were drawn."""
+    found = []
+    for way in ("plain", mode):
+        module = Dropping()
+        if way == "plain": model, optimizer = DDP(module), SGD(module.parameters(), lr=0.1, momentum=0.9)
+        else:
+            optimizer = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=0.1, momentum=0.9)
+            model, handle = attach(way, module, optimizer)
+        torch.manual_seed(7 + dist.get_rank())
+        for step in range(4):
+            plainly(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        if way != "plain": handle.wait()
+        found.append((flat(module), torch.cat([b.double().flatten() for b in module.buffers()]), torch.get_rng_state()))
+    (one, ones, drawn_before), (other, others, drawn_here) = found
+    return (one - other).abs().max().item(), (ones - others).abs().max().item(), torch.equal(drawn_before, drawn_here)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_random_numbers_and_buffers_are_those_of_ddp(mode):
+    for params, buffers, same in run(2, drawn, mode): assert params < 1e-12 and buffers < 1e-12 and same
+
+
+def saved_between(mode):
+    """Save between backward and step, and after step, beside what plain training saves after its step."""
+    plain, module = DDP(Blocks()), Blocks()
+    optimizer, zero = (kind(m.parameters(), *more, lr=0.05, momentum=0.9) for kind, m, more in ((SGD, plain, ()), (ZeroRedundancyOptimizer, module, (SGD,))))
+    model, _ = attach(mode, module, zero)
+    for step in range(4):
+        for m in (plain, model): plainly(m, step)
+        zero.consolidate_state_dict(to=None)
+        between_them = copy.deepcopy((module.state_dict(), zero.state_dict()))
+        for o in (optimizer, zero): o.step()
+        optimizer.zero_grad()
+    zero.consolidate_state_dict(to=None)
+    after = module.state_dict(), zero.state_dict()
+    theirs = plain.module.state_dict(), optimizer.state_dict()
+    def far(one, other):
+        states = [(s["momentum_buffer"], other[1]["state"][i]["momentum_buffer"]) for i, s in one[1]["state"].items()]
+        return max((a - b).abs().max().item() for a, b in [*states, *((one[0][k], other[0][k]) for k in one[0])])
+    return far(between_them, after), far(after, theirs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_saved_between_backward_and_step_is_the_step_whole(mode):
+    for between_them, theirs in run(2, saved_between, mode): assert between_them == 0.0 and theirs < 1e-12
+
+
+def hooked(mode):
+    """Clip in a hook of the optimizer's, before the step, and count in one after it."""
+    module, zero, model, handle = trained(mode)
+    counts = []
+    zero.register_step_post_hook(lambda *_: counts.append(flat(module)[0].item()))
+    backward_of(model)
+    zero.step()
+    pre = zero.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(module.parameters(), 1.0) and None)
+    backward_of(model)
+    error = told(zero.step)
+    pre.remove()
+    handle.leave()
+    return counts, error
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_of_the_optimizers_step_run_after_it(mode):
+    for counts, error in run(2, hooked, mode): assert counts == [0.875] and error and "max_grad_norm=" in error[1]
