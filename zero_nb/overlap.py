@@ -414,10 +414,19 @@ class SteppedGradients:
             self.placed = [p for p in self.placed if p.dtype != torch.float16] or self.placed
         for p in self.placed:
             mark = self.made.get(id(p))
-            if mark is None or mark.dtype != p.dtype or mark.shape != p.shape or mark.device != p.device: # also of one that is no more
-                mark = self.made[id(p)] = SteppedGradient(p, weakref.ref(p))
-            mark.param, mark.found_inf = mark.param if mark.param() is p else weakref.ref(p), found_inf
-            p.grad = mark
+            if mark is None or mark.param() is not p: mark = self._make(p)
+            if mark.found_inf is not found_inf: mark.found_inf = found_inf
+            self._put(p, mark)
+
+    def _make(self, param: Tensor) -> SteppedGradient:
+        mark = self.made[id(param)] = SteppedGradient(param, weakref.ref(param))
+        return mark
+
+    def _put(self, param: Tensor, mark: SteppedGradient) -> None:
+        try: param.grad = mark
+        except RuntimeError: # the parameter has another dtype, shape or device now
+            param.grad = self._make(param)
+            param.grad.found_inf = mark.found_inf
 
     @torch._disable_dynamo
     def remove(self) -> None:
