@@ -303,7 +303,7 @@ class Participant:
     def __init__(self, store, size, rank):
         self.counted = Counted(store)
         self.group = SimpleNamespace(size=size, group_rank=rank, global_rank=rank, ranks=range(size), store=self.counted, process_group=None,
-                                     _wire=SimpleNamespace(turn=0), _state=SimpleNamespace(ended=""))
+                                     _wire=SimpleNamespace(turn=0, met=True, life=""), _state=SimpleNamespace(ended=""))
         self.log = Reader(Notes(self.group, "many"))
         self.asked = 0
 
@@ -480,3 +480,26 @@ def test_a_rank_that_is_killed_in_a_block_is_named_by_all_others(monkeypatch, ho
         for each in ranks:
             each.kill()
             each.join()
+
+
+def grows(counts):
+    """Train in two blocks on a store that is a file; by how many bytes the second block has made it longer."""
+    rank, store = dist.get_rank(), process_group._store(Group())
+    while hasattr(store, "underlying_store"): store = store.underlying_store
+    model = DDP(nn.Linear(2, 2))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    for _ in range(2):
+        dist.barrier()
+        before = os.path.getsize(store.path)
+        with Join([model, optimizer]):
+            for _ in range(counts[rank]):
+                model(torch.ones(2, 2)).sum().backward()
+                optimizer.step()
+        dist.barrier()
+    return os.path.getsize(store.path) - before
+
+
+def test_L10_a_store_that_is_a_file_grows_only_while_a_rank_has_no_data():
+    short, long = (run(2, grows, (n, n))[0] for n in (20, 200))
+    assert long < short + 1000 and long < 10_000
+    assert run(2, grows, (197, 200))[0] < long + 3 * 2 * 500

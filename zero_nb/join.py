@@ -117,13 +117,15 @@ class Notes(Board):
         super().__init__(group, name)
         self.connection = None if self.alone else _connect(_store(group))
 
+    def _name(self, key: str) -> str: return self._notes._prefix + self._prefix + key # in the store
+
     def claim(self, key: str, expected: str, note: str) -> str: # what is there now
         """Leave a note if what is there is what was expected, "" for nothing."""
-        return str(_store(self.group).compare_set(self._prefix + key, expected, note).decode())
+        return str(_store(self.group).compare_set(self._name(key), expected, note).decode())
 
     def wait(self, key: str, stop: Callable[[], bool] = lambda: False) -> str:
         """Wait for a note and give it; "" if `stop` says so, which is asked where there is no connection to wait on."""
-        if self.connection is not None: return str(self.connection.get(self._prefix + key).decode())
+        if self.connection is not None: return str(self.connection.get(self._name(key)).decode())
         begin = time.monotonic()
         while not stop():
             if (note := self.see(key)) is not None: return note
@@ -227,7 +229,7 @@ class EventLog:
     def _ask(self, note: str, rank: int, first: int) -> bool: # whether this was the first to ask
         mine = f"{rank}:{first}"
         if self.notes.claim("announcer", note, mine) != mine: return False
-        self.notes.put(f"wake/{rank}", "")
+        self.notes.put(f"wake/{rank}", "1")
         return True
 
     def depart(self) -> None:
@@ -236,19 +238,19 @@ class EventLog:
         self.has_data, mine = False, f"{self.number}:{self.me}"
         most = self.notes.claim("most", "", mine)
         while int(most.split(":")[0]) < self.number: most = self.notes.claim("most", most, mine)
-        self.notes.put(f"gone/{self.me}", "")
+        self.notes.put(f"gone/{self.me}", "1")
         self.answer() # it may have been chosen just now
         number, holder = map(int, most.split(":"))
         left = self.notes.add("gone")
         self._choose(number, holder)
         if left == self.size: self._write((number, -1, "end", 0, {}))
-        self.notes.put(f"wake/{self.me}", "") # the thread of this rank looks after other things, and leaves the connection to this one
+        self.notes.put(f"wake/{self.me}", "1") # the thread of this rank looks after other things, and leaves the connection to this one
         if isinstance(_base(_store(self.notes.group)), torch.distributed.TCPStore): self._find_source(left - 1)
 
     def _find_source(self, place: int) -> None: # place: ranks that have left before
         """Find where to read, and let others read here."""
         if self.size > FAN_OUT * (place + 1):
-            note = ""
+            note = "none"
             with suppress(OSError, RuntimeError): # others then read from the store of the group
                 self.relay = Relay.open(_store(self.notes.group))
                 note = f"{self.number}:{self.relay.place}"
@@ -310,12 +312,12 @@ class Reader(EventLog):
             if self.notes.see("failed") is None: self.notes.put("failed", json.dumps([rank, said]))
             self.stop_readers(said)
             for other in range(self.size):
-                if other != self.me: self.notes.put(f"wake/{other}", "")
+                if other != self.me: self.notes.put(f"wake/{other}", "1")
 
     def silent(self, seconds: float) -> list[int]: # global ranks
         """Find the ranks on which no thread answers: they were killed, or hold the interpreter for as long."""
         others = set(range(self.size)) - {self.me}
-        for rank in others: self.notes.put(f"wake/{rank}", "")
+        for rank in others: self.notes.put(f"wake/{rank}", "1")
         deadline = time.monotonic() + seconds
         while others and time.monotonic() < deadline:
             others = {rank for rank in others if self.notes.see(f"alive/{rank}") is None}
@@ -1232,7 +1234,7 @@ class _Watch(threading.Thread):
             log.notes.remove(key)
         else: self.done.wait(self.pause)
         if self.done.is_set(): return False
-        if log.notes.see("roll call"): log.notes.put(f"alive/{log.me}", "")
+        if log.notes.see("roll call"): log.notes.put(f"alive/{log.me}", "1")
         log.answer()
         log.prune()
         if said := log.failed(): return self.free(said)
@@ -1250,7 +1252,7 @@ class _Watch(threading.Thread):
         """End the thread."""
         self.done.set()
         if not self.is_alive(): return
-        with suppress(RuntimeError): self.log.notes.put(f"wake/{self.log.me}", "")
+        with suppress(RuntimeError): self.log.notes.put(f"wake/{self.log.me}", "1")
         self.join()
         with suppress(RuntimeError): self.log.notes.remove(f"wake/{self.log.me}")
 
