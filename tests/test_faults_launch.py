@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from zero_nb import Join, ZeroRedundancyOptimizer
 from zero_nb.launch import World, run
 from zero_nb.train import TrainConfig, configured, train_rank
 
@@ -299,6 +302,29 @@ def test_L11_a_rank_unpickles_nothing_from_a_stranger_at_its_callers_port(tmp_pa
         conn.close()
     assert rank.returncode == 1 and "another one listens at port" in err and b"token" not in said
     assert not (tmp_path / "harm").exists()
+
+
+# ---- L10: the store of run ----
+
+def store_growth(iterations: tuple[int, int]) -> int:
+    """Train in a `Join` block; give the bytes by which the file grows in which the ranks of `run` meet."""
+    store = dist.distributed_c10d._world.pg_map[dist.group.WORLD][1]
+    while hasattr(store, "underlying_store"): store = store.underlying_store
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    before = os.stat(store.path).st_size
+    with Join([model, zero]):
+        for _ in range(iterations[dist.get_rank()]):
+            zero.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            zero.step()
+    return os.stat(store.path).st_size - before
+
+
+def test_L10_the_store_of_run_grows_only_while_a_rank_has_no_data():
+    """A `FileStore` keeps what is deleted, and every rank reads all of it."""
+    few, many, uneven = (max(run(2, store_growth, iterations)) for iterations in ((20, 20), (320, 320), (20, 320)))
+    assert many < few + 1000 and uneven < few + 300 * 600, (few, many, uneven)
 
 
 # ---- programs end quietly ----
