@@ -495,12 +495,17 @@ def agree(
         return
     agreement = _Agreement(group, what, lines, error)
     for pause in _steps_of(agreement): time.sleep(pause)
-    _watch(group)
+    if _hears_nothing(group): _watch(group)
 
 def _steps_of(agreement: _Agreement) -> Steps:
     return (yield from agreement.finish((yield from agreement.run())))
 
 # %% ../nbs/10_process_group.ipynb #34831fed
+_TELLING = frozenset({"gloo", "mpi", "fake"}) # backends whose works raise when a peer is gone
+
+def _hears_nothing(group: Ranks) -> bool: # a peer may be gone, and no collective of this rank raises
+    return not set(getattr(group, "backends", {}).values()) <= _TELLING
+
 def _alone(group: Ranks) -> bool: # no other rank is there to answer: in a group of one, in one that is simulated, and in one without a store to meet in
     if group.size == 1 or getattr(group.process_group, "simulated", False): return True
     return "fake" in str(torch.distributed.get_backend_config(group.process_group)) or _store(group) is None
@@ -1500,8 +1505,6 @@ def fail(
     for group in levels: abort(group)
 
 # %% ../nbs/10_process_group.ipynb #a7c93475
-_TELLING = frozenset({"gloo", "mpi", "fake"}) # backends whose works raise when a peer is gone
-
 class _Watcher(threading.Thread):
     """Brings the last words of a rank that failed to this one, which may sit in a collective that its backend does not end."""
 
@@ -1531,8 +1534,8 @@ class _Watcher(threading.Thread):
 _WATCHERS: weakref.WeakSet[_Watcher] = weakref.WeakSet()
 
 def _watch(group: Ranks) -> None:
-    """Start the group's watcher, if it needs one and has none."""
-    if group._state.watcher or set(getattr(group, "backends", {}).values()) <= _TELLING: return
+    """Start the group's watcher, if it has none."""
+    if group._state.watcher: return
     group._state.watcher = _Watcher(group)
     _WATCHERS.add(group._state.watcher)
     group._state.watcher.start()
