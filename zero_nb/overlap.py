@@ -337,7 +337,7 @@ class SteppedGradient(Tensor):
         found_inf: bool | None = None, # what a scaler finds; None: there is none that may look
         dtype: torch.dtype | None = None, # None, as for what follows: that of the parameter
         device: torch.device | None = None,
-    ) -> Self:
+    ) -> SteppedGradient:
         """Make one for a parameter."""
         made: Any = Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device)
         made.param, made.found_inf = param, found_inf
@@ -354,7 +354,7 @@ class SteppedGradient(Tensor):
         """Give the parameter a gradient, or none, in the place of this one."""
         if (param := self.param()) is not None and param.grad is self: param.grad = grad
 
-    def share_memory_(self) -> Self:
+    def share_memory_(self) -> SteppedGradient:
         """Do nothing."""
         return self
 

@@ -35,7 +35,7 @@ from .pieces import Shard, look, specs
 from .process_group import Group, Work, agreeing, coalescing_manager
 
 # %% auto #0
-__all__ = ['Arriving', 'Reads', 'Search', 'Gathers', 'SetAside', 'ParallelWay', 'plan_arrivals', 'Pool', 'lay', 'Places', 'Homes',
+__all__ = ['Arriving', 'Reads', 'Search', 'SetAside', 'Gathers', 'ParallelWay', 'plan_arrivals', 'Pool', 'lay', 'Places', 'Homes',
            'Gradients', 'Adding', 'Filling', 'Heard', 'Averaged', 'Planned', 'Late', 'Backward', 'Steps', 'copy_from',
            'Buffers', 'Attending', 'DataParallel', 'Joined', 'Parallel', 'data_parallel']
 
@@ -171,6 +171,21 @@ class Search:
         if any(stop > start for (_, stop), (start, _) in zip(self.memory, self.memory[1:], strict=False)): return "two parameters share memory"
         return ""
 
+# %% ../nbs/14a_parallel.ipynb #c0283f84
+class SetAside:
+    """Parameters that have come and read as NaN until somebody waits; in the place of a gather, to find readers that do not wait."""
+
+    done = False
+
+    def __init__(self, params: Sequence[Tensor]):
+        self.held = [(p, p.detach().clone()) for p in params]
+        for p in params: p.data.fill_(torch.nan) # of `data`, which autograd does not follow: a graph that has saved it is not refused, and gives NaN
+
+    def wait(self) -> None:
+        """Bring the parameters back."""
+        for p, value in self.held: p.data.copy_(value)
+        self.held.clear()
+
 # %% ../nbs/14a_parallel.ipynb #94fa13e9
 class Gathers:
     """Parameters on their way after a step; those of one gather come after those of the gather before."""
@@ -224,21 +239,6 @@ def _waiting_before_fork() -> WeakSet[Any]:
     handles: WeakSet[Any] = WeakSet()
     if hasattr(os, "register_at_fork"): os.register_at_fork(before=lambda: [handle.wait() for handle in list(handles)])
     return handles
-
-# %% ../nbs/14a_parallel.ipynb #c0283f84
-class SetAside:
-    """Parameters that have come and read as NaN until somebody waits; in the place of a gather, to find readers that do not wait."""
-
-    done = False
-
-    def __init__(self, params: Sequence[Tensor]):
-        self.held = [(p, p.detach().clone()) for p in params]
-        for p in params: p.data.fill_(torch.nan) # of `data`, which autograd does not follow: a graph that has saved it is not refused, and gives NaN
-
-    def wait(self) -> None:
-        """Bring the parameters back."""
-        for p, value in self.held: p.data.copy_(value)
-        self.held.clear()
 
 # %% ../nbs/14a_parallel.ipynb #e18d9569
 @dataclass(frozen=True, kw_only=True)

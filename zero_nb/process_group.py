@@ -38,7 +38,7 @@ from .transport import Transport
 
 # %% auto #0
 __all__ = ['Steps', 'CHUNK', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank', 'agree', 'agreeing',
-           'log_once', 'Work', 'Parts', 'Call', 'Board', 'patience', 'elsewhere', 'connect', 'Collectives', 'Group',
+           'log_once', 'Work', 'Parts', 'Call', 'Board', 'patience', 'elsewhere', 'Collectives', 'Group', 'connect',
            'Coalesced', 'coalescing_manager', 'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'destroy', 'fail',
            'fails_everywhere']
 
@@ -867,13 +867,6 @@ def _connected(group: Group, device: torch.device) -> bool:
     backend, pg = group.backend(device), group.process_group
     return backend not in _LATE or backend in group._wire.connected or pg.bound_device_id is not None # which connects when the group is made
 
-def connect(
-    group: Group, # all its ranks call this
-    device: torch.device, # chooses the backend
-) -> None:
-    """Connect the ranks of a group, so that some of them may send to each other; does nothing where they are connected."""
-    if group.size > 1 and not _connected(group, device): group.all_reduce(torch.zeros(1, device=device))
-
 def _among_all(group: Group, call: Call, steps: Iterator[None]) -> Iterator[None]:
     """Connect all ranks before messages of a call that all of them make."""
     if not _connected(group, call.tensor.device):
@@ -1256,6 +1249,14 @@ class Group(Collectives):
     def recv(self, tensor: Tensor, group_rank: int, *, async_op: bool = False) -> Work:
         """Receive `tensor`, of the same dtype and size, from one rank."""
         return self.exchange([], [(tensor, group_rank)], async_op=async_op)
+
+# %% ../nbs/10_process_group.ipynb #5d0c1e06
+def connect(
+    group: Group, # all its ranks call this
+    device: torch.device, # chooses the backend
+) -> None:
+    """Connect the ranks of a group, so that some of them may send to each other; does nothing where they are connected."""
+    if group.size > 1 and not _connected(group, device): group.all_reduce(torch.zeros(1, device=device))
 
 # %% ../nbs/10_process_group.ipynb #f170e9cc
 @dataclass(eq=False)
