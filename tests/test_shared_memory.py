@@ -374,6 +374,24 @@ def test_the_file_is_this_users_alone(monkeypatch, tmp_path):
     with pytest.raises(OSError, match="symbolic"): shared_memory._open_locked(tmp_path / "link", 5)
 
 
+def slow_to_look():
+    """Open a file on two ranks of which one takes its time after its first lock."""
+    real = os.fstat
+    def slow(fd):
+        time.sleep(0.3)
+        return real(fd)
+    os.fstat = slow if dist.get_rank() else real
+    try: fd, locks = shared_memory.open_together(f"slow {os.getppid()}", dist.get_rank(), range(2))
+    finally: os.fstat = real
+    same = [None, None]
+    dist.all_gather_object(same, os.fstat(fd).st_ino)
+    return same[0] == same[1] and shared_memory._locked(fd, locks + 1 - dist.get_rank())
+
+
+def test_a_rank_that_is_slow_to_look_at_the_file_has_the_same_file():
+    assert run(2, slow_to_look, timeout=30) == [True, True]
+
+
 HOLDS = """
 import fcntl, os, sys, time
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)

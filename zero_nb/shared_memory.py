@@ -54,13 +54,14 @@ def available() -> bool:
 _PREFIX, _PATIENCE = "zero_nb-", 10.0 # seconds in which all ranks open the file, once they have agreed to
 _FLOCK = struct.Struct("@hhqqi") # struct flock
 _NAMED: set[str] = set() # files of this process that have a name at the moment
+_NAMING = threading.Lock() # held where `_NAMED` grows, and where files are closed that must not be in it
 
 def _locked(fd: int, start: int, length: int = 1) -> bool: # by another process; 0: to the end
     answer = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 def _open_locked(path: Path, byte: int) -> int:
-    """Open a file, or make it, and lock one byte. Its name may go before it is locked: then there is no such file any more, and it is made anew."""
+    """Open a file, or make it, and lock one byte. Before that `remove_stale` may take its name away: then it is made anew."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         fcntl.lockf(fd, fcntl.LOCK_EX, 1, byte)
@@ -73,8 +74,8 @@ def remove_stale() -> list[str]: # names
     """Remove files that killed jobs of this user have left in the moment in which they had a name. No process has a lock on such a file."""
     removed = []
     for path in FOLDER.glob(f"{_PREFIX}*"):
-        if path.name in _NAMED: continue
-        with suppress(OSError):
+        with _NAMING, suppress(OSError):
+            if path.name in _NAMED: continue
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 if os.fstat(fd).st_uid != os.geteuid(): continue
@@ -94,9 +95,10 @@ def open_together(
     Raises `OSError` if not all ranks come to the same file."""
     digest = hashlib.sha256(token.encode()).digest()
     path, locks = FOLDER / f"{_PREFIX}{digest[:16].hex()}", int.from_bytes(digest[16:23], "big") << 6
-    _NAMED.add(path.name)
+    with _NAMING: _NAMED.add(path.name)
     try:
-        fd, deadline = _open_locked(path, locks + rank), time.monotonic() + _PATIENCE
+        fd, deadline = _open_locked(path, locks + len(ranks) + rank), time.monotonic() + _PATIENCE
+        fcntl.lockf(fd, fcntl.LOCK_EX, 1, locks + rank) # only now, since the others take the name away when they find it
         while missing := [peer for peer in range(len(ranks)) if peer != rank and not _locked(fd, locks + peer)]:
             if time.monotonic() > deadline: raise TimeoutError(f"rank {ranks[missing[0]]} did not open {path} within {_PATIENCE:g} s")
             time.sleep(0.0005)
