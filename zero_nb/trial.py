@@ -85,12 +85,10 @@ class Trial:
         """Step tensors with one optimizer, and give what became of them."""
         params = [[Parameter(value.clone()) for value in of_group] for of_group in values]
         optim = self.optimizer_class([{**_fresh(group.options), "params": ps} for group, ps in zip(groups, params, strict=True)], **_fresh(self.defaults))
-        step = self.optimizer_class.step
-        if getattr(step, "hooked", None): step = step.__wrapped__ # torch's wrapper calls hooks of the user's for all optimizers
         for given in gradients:
             for ps, grads in zip(params, given, strict=True):
                 for p, grad in zip(ps, grads, strict=True): p.grad = grad.clone()
-            step(optim)
+            optim.step()
         return [[p.detach() for p in ps] for ps in params]
 
     def together(self) -> list[list[Tensor]]:
@@ -141,11 +139,21 @@ def _random_states(device: torch.device) -> tuple[Any, ...]: # of the generators
     return torch.get_rng_state().tolist(), on_device, random.getstate(), in_numpy
 
 @contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Take away the user's hooks for all optimizers."""
+    hooks = [vars(sys.modules[torch.optim.Optimizer.__module__]).get(f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
+    kept = [dict(of_when) for of_when in hooks]
+    for of_when in hooks: of_when.clear()
+    try: yield
+    finally:
+        for of_when, before in zip(hooks, kept, strict=True): of_when.update(before)
+
+@contextlib.contextmanager
 def leaving_alone(device: torch.device) -> Iterator[None]:
-    """Put random states back after the block, and let nobody see what is printed or warned of in it."""
+    """Put random states back after the block, call no hooks of the user's in it, and let nobody see what is printed or warned of in it."""
     numpy, devices = sys.modules.get("numpy"), [] if device.type == "cpu" else [device]
     in_python, in_numpy = random.getstate(), numpy.random.get_state() if numpy else None
-    with (torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), warnings.catch_warnings(), _disable_current_modes(),
+    with (torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), warnings.catch_warnings(), _disable_current_modes(), _without_hooks(),
           contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())):
         warnings.simplefilter("ignore")
         try: yield
