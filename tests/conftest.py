@@ -7,3 +7,9 @@ import pytest
 def way(request, monkeypatch):
     """Run a test in both ways to move a reduce-scatter or an all-gather: as on one machine, and as between machines."""
     monkeypatch.setenv("ZERO_NB_MEMORY", str(int(request.param == "memory")))
+
+
+@pytest.fixture
+def small_pool(monkeypatch):
+    """Let a group share 4 MB a rank at most. The system counts what is shared as memory of each rank that has touched it."""
+    monkeypatch.setenv("ZERO_NB_MEMORY_MB", "4")

@@ -363,6 +363,7 @@ def functional():
 
 def destroyed():
     group = dist.new_group()
+    dist.barrier()  # gloo's ranks may still be connecting when one of them has the group
     dist.destroy_process_group(group)
     return group
 

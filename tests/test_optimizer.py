@@ -808,6 +808,7 @@ measures_memory = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists() 
 
 
 @measures_memory
+@pytest.mark.usefixtures("small_pool")
 @pytest.mark.parametrize("view", [False, True])
 def test_state_moves_without_being_there_twice(view):
     def made():

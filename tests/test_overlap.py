@@ -745,6 +745,7 @@ def test_a_run_that_goes_on_where_ddp_would_have_closed_its_bucket_is_cut_from_i
 
 
 @measures_memory
+@pytest.mark.usefixtures("small_pool")
 def test_memory_does_not_rise_while_buckets_settle():
     def peak():
         def train():

@@ -995,6 +995,7 @@ def first_peak(early):
 
 
 @measures_memory
+@pytest.mark.usefixtures("small_pool")
 @pytest.mark.parametrize("early", [False, True])
 def test_the_first_iteration_does_not_hold_all_gradients(early):
     for peak in run(4, first_peak, early):  # parameters; a quarter of averages, of what is stepped, and, up to five of twenty, of gradients on their way
@@ -1010,7 +1011,7 @@ def vocabulary(pieces, early):
 
 
 @measures_memory
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("small_pool", "way")
 @pytest.mark.parametrize("early,least", [(False, 3.5), (True, 3.0)])
 def test_a_gradient_that_is_cut_in_a_few_pieces_is_reduced_where_it_lies(early, least):
     for peak in run(2, vocabulary, 4, early):  # a parameter, its gradient, half of two moments, and, if steps come at the end, of an average
