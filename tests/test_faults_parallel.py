@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from stream_standin import Stream, WatchedStream, World
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
+from zero_nb.join import Join
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
 from zero_nb.overlap import overlap
@@ -460,24 +461,28 @@ def test_H1_after_an_exception_parameters_that_never_came_are_not_read():
 def normed(): return nn.Sequential(linear(), nn.BatchNorm1d(8).double(), nn.ReLU(), linear())
 
 
+FORWARDS = ("train", "train", "train no_sync", "train no_sync", "train no_grad", "eval", "eval no_sync", "eval no_grad", "eval inference_mode")
+
+
 def buffered(seed):
-    """Run forwards in training, in `no_sync` and in `eval` in random order, both ways; are buffers equal after each forward in training?"""
+    """Run forwards of every kind in random order, both ways; are outputs and buffers equal on this rank after each, and parameters after each step?"""
     draw = random.Random(seed)
     torch.manual_seed(0)
     one, other = normed(), normed()
     other.load_state_dict(one.state_dict())
     ddp, ours = DDP(one), data_parallel(other, ZeroRedundancyOptimizer(other.parameters(), AdamW, lr=0.05, foreach=False), **SMALL)
     optimizer, equal, history = AdamW(one.parameters(), lr=0.05, foreach=False), [], []
-    for i in range(14):
-        history.append(what := draw.choice(("sync", "sync", "no_sync", "no_sync", "eval")))
+    for i in range(20):
+        history.append(what := draw.choice(FORWARDS))
+        mode, _, kind = what.partition(" ")
+        outputs = []
         for net, no_sync in ((ddp, ddp.no_sync), (other, ours.no_sync)):
-            net.train(what != "eval")
-            with no_sync() if what == "no_sync" else contextlib.nullcontext(), torch.set_grad_enabled(what != "eval"): output = net(batch(i))
-            if what != "eval":
-                with no_sync() if what == "no_sync" else contextlib.nullcontext(): output.square().mean().backward()
-        if what == "eval": continue
-        equal.append(all(map(torch.equal, one.buffers(), other.buffers())))
-        if what == "sync":
+            net.train(mode == "train")
+            with {"no_sync": no_sync, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(kind, contextlib.nullcontext)():
+                outputs.append(net(batch(i)))
+                if outputs[-1].requires_grad: outputs[-1].square().mean().backward()
+        equal.append(torch.equal(*outputs) and all(map(torch.equal, one.buffers(), other.buffers())))
+        if not kind:
             optimizer.step()
             optimizer.zero_grad()
             equal.append(all(map(torch.equal, one.parameters(), other.parameters())))
@@ -485,8 +490,87 @@ def buffered(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_buffers_are_those_of_DDP_whatever_is_accumulated(seed):
+def test_buffers_are_those_of_DDP_after_every_kind_of_forward(seed):
     for history, equal in run(2, buffered, seed): assert all(equal), (history, equal)
+
+
+def in_a_block(seed):
+    """Run forwards of every kind in a block in which one rank runs out of data, and after it; are outputs and buffers those of DDP?"""
+    draw = random.Random(seed)
+    inside, after = draw.choices(FORWARDS, k=8), draw.choices(FORWARDS, k=6)
+    outcomes = []
+    for kind in ("DDP", "ours"):
+        torch.manual_seed(0)
+        net = model = normed()
+        if kind == "DDP": handle, optimizer = (net := DDP(model)), SGD(model.parameters(), lr=0.05)
+        else: handle = data_parallel(model, optimizer := ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.05), **SMALL)
+        seen = []
+        def forward(what, i, net=net, model=model, optimizer=optimizer, handle=handle, seen=seen):
+            mode, _, kind = what.partition(" ")
+            net.train(mode == "train")
+            with {"no_sync": handle.no_sync, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(kind, contextlib.nullcontext)():
+                output = net(batch(i))
+                if output.requires_grad: output.square().mean().backward()
+            seen.extend((output.detach(), flat(model.buffers())))
+            if kind: return
+            optimizer.step()
+            optimizer.zero_grad()
+        with Join([handle]):
+            for i, what in enumerate(inside[:5 if dist.get_rank() else None]): forward(what, i)
+        optimizer.zero_grad()
+        for i, what in enumerate(after): forward(what, 20 + i)
+        outcomes.append(seen)
+    return inside, after, [torch.equal(*pair) for pair in zip(*outcomes, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_buffers_are_those_of_DDP_in_a_block_of_Join_and_after_it(seed):
+    for inside, after, equal in run(2, in_a_block, seed): assert all(equal), (inside, after, equal)
+
+
+def two_forwards():
+    """Two forwards before one backward, which has saved the buffers that the second one sends."""
+    outcomes = []
+    for kind in ("DDP", "ours"):
+        torch.manual_seed(0)
+        net = (model := normed()).eval()
+        if kind == "DDP": net, optimizer = DDP(model), AdamW(model.parameters(), lr=0.05, foreach=False)
+        else: data_parallel(model, optimizer := ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05, foreach=False), **SMALL)
+        (net(batch(0)).square().mean() + net(batch(1)).square().mean()).backward()
+        optimizer.step()
+        outcomes.append(flat(model.parameters()))
+    return torch.equal(*outcomes)
+
+
+def test_buffers_may_be_sent_again_before_backward():
+    assert all(run(2, two_forwards))
+
+
+def evaluated_alone():
+    """One rank evaluates while the others wait, in the middle of training; all that it sees, and the parameters and buffers at the end."""
+    outcomes = []
+    for kind in ("DDP", "ours", "copy", "forward"):
+        torch.manual_seed(0)
+        net = model = normed()
+        if kind == "DDP": net, optimizer = DDP(model), AdamW(model.parameters(), lr=0.05, foreach=False)
+        else: data_parallel(model, optimizer := ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05, foreach=False), **SMALL)
+        seen = []
+        for i in range(4):
+            net(batch(i)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == 1 and dist.get_rank() == 0:
+                looked = (copy.deepcopy(model) if kind == "copy" else net).eval()
+                look = looked.forward if kind == "forward" else looked
+                with torch.no_grad(): seen += [look(batch(10 + j)) for j in range(3)]
+                net.train()
+            if kind in ("copy", "forward"): dist.barrier() # which send nothing
+        outcomes.append([*seen, flat(model.parameters()), flat(model.buffers())])
+    return [all(map(torch.equal, outcomes[0], other)) for other in outcomes[1:]]
+
+
+def test_the_first_rank_may_evaluate_alone_as_with_DDP():
+    assert run(2, evaluated_alone, timeout=60) == [[True] * 3] * 2
 
 
 class Mixed(nn.Module):

@@ -130,7 +130,7 @@ class Trained(History):
     def alone(self, segment):
         if dist.get_rank(): return
         net = self.net.eval()
-        with torch.no_grad(): net(torch.ones(2, 4, dtype=torch.float64))
+        with torch.no_grad(): net.forward(torch.ones(2, 4, dtype=torch.float64)) # past hooks, which send buffers
         net.train()
 
     def equal(self, segment): self.loop(segment, segment.batches(dist.get_rank()))

@@ -953,8 +953,9 @@ class _Handle(_Output):
     def restore(self) -> None:
         super().restore()
         self.joinable.announce, self.joinable.aligns = self.before_block
+        self.joinable.buffers_due = True # on all ranks, whatever was last on each
 
-    def sends(self, learns: bool) -> bool: return bool(learns and self.joinable.syncs and self.module.training and self.buffers)
+    def sends(self, learns: bool) -> bool: return self.buffers and self.joinable.buffers_due
     def send_buffers(self, ranks: Sequence[int]) -> None: self.joinable.send_buffers(ranks)
 
     def replay(self, event: Event) -> None:

@@ -250,7 +250,7 @@ class ParallelWay(Care):
     bucket_cap_mb: float = 8.0 # MB (2**20 bytes): parameters up to this size travel together, larger ones alone and without a copy
     cut_mb: float = 25.0 # MB: larger parameters are cut into pieces of this size
     find_unused_parameters: bool = False # parameters without a gradient may change from one iteration to the next
-    buffers: str = "broadcast" # before each forward in training, from the first rank; "average", or "local": leave them alone
+    buffers: str = "broadcast" # from the first rank before a forward, in training or not, as DDP; "average", or "local": leave them alone
 
     def check(self) -> None:
         """Refuse what cannot work."""
@@ -727,18 +727,19 @@ def _align_buffers(
     root, count = (ranks[-1], len(ranks)) if ranks else (0, math.prod(group.size for group in zero.levels))
     buffers = [b.detach() for b in module.buffers() if b.numel()]
     means = [b for b in buffers if how == "average" and b.is_floating_point()]
-    for b in means if ranks and zero.group.group_rank not in ranks else (): b.zero_()
-    for group in reversed(zero.levels):
-        with coalescing_manager(group):
-            for b in buffers: group.all_reduce(b) if any(b is mean for mean in means) else group.broadcast(b, root)
-    for b in means: b.div_(count)
+    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)): # a backward to come may have saved them, and takes them as DDP's does
+        for b in means if ranks and zero.group.group_rank not in ranks else (): b.zero_()
+        for group in reversed(zero.levels):
+            with coalescing_manager(group):
+                for b in buffers: group.all_reduce(b) if any(b is mean for mean in means) else group.broadcast(b, root)
+        for b in means: b.div_(count)
 
 # %% ../nbs/14a_parallel.ipynb #9da200e6
 class Buffers(Steps):
     """The part that sends buffers."""
 
     module: nn.Module
-    buffers_due = True # sends buffers before the next forward in training: the last one was not in `no_sync`, as DDP's `require_forward_param_sync`
+    buffers_due = True # sends buffers before the next forward: the last one was in neither `no_sync` nor `no_grad`, as DDP's `require_forward_param_sync`
     aligns = True # sends buffers before forward, if it is told to; in a block of 15_join they are sent by others
     has_buffers: bool # that are sent before forward; as in DDP, those of the beginning count
 
@@ -830,15 +831,14 @@ class DataParallel(Attending, _Joinable):
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling(): _uncompiled(self.wait)
         if torch.is_grad_enabled(): self.stepped_grads.remove()
-        if not (module.training and torch.is_grad_enabled()): return
-        joined, due = in_torchs_join(self) or in_torchs_join(self.zero), self.buffers_due
-        self.buffers_due = self.syncs
-        if self.syncs:
+        averages, joined = torch.is_grad_enabled() and self.syncs, in_torchs_join(self) or in_torchs_join(self.zero)
+        if averages:
             super()._before(module, args)
             _uncompiled(self._hear)
-        if joined and self.syncs:
+        if joined and averages:
             with failing(self.levels): self._notify()
-        if self.aligns and self.has_buffers and (self.syncs if joined else due): self.send_buffers(self.count_ranks(True) if joined else ())
+        due, self.buffers_due = self.buffers_due, averages
+        if self.aligns and self.has_buffers and (averages if joined else due): self.send_buffers(self.count_ranks(True) if joined else ())
 
     @abstractmethod
     def _notify(self) -> None: ...
