@@ -67,7 +67,7 @@ class World(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.streams = []
-        self.main, self.network = Stream(self, "main"), Stream(self, "network")
+        self.main, self.networks = Stream(self, "main"), {}
         self.local, self.memory, self.faults = threading.local(), {}, []
         self.kernels = 0
 
@@ -148,23 +148,29 @@ class World(TorchDispatchMode):
     def is_new(self, tensor):
         return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self.memory
 
-    # ---- collectives, as NCCL runs them: on a stream of its own, which waits for the one that starts them
+    # ---- collectives, as NCCL runs them: on a stream of the group's own, which waits for the one that starts them
+    def network(self, group):
+        key = str(group)
+        if key not in self.networks: self.networks[key] = Stream(self, f"network {len(self.networks)}")
+        return self.networks[key]
+
     def collective(self, group, name, original, tensor, *args, **options):
         if process_group._block(group) is not None: # runs at the end of the block
             self.use(tensor, True, name)
             return original(group, tensor, *args, **options)
-        self.network.wait_stream(self.current_stream())
-        self.network.clock["network"] += 1
+        network = self.network(group)
+        network.wait_stream(self.current_stream())
+        network.clock[network.name] += 1
         mine = slice(None)
         if name == "all_gather":
             sizes = args[0] if args and args[0] is not None else [tensor.numel() // group.size] * group.size
             sizes = list(getattr(sizes, "parts", sizes))
             mine = slice(sum(sizes[:group.group_rank]), sum(sizes[:group.group_rank + 1]))
             with _disable_current_modes(): parts = tensor[:mine.start], tensor[mine], tensor[mine.stop:]
-            for part, writes in zip(parts, (True, False, True), strict=True): self.use(part, writes, name, self.network)
-        else: self.use(tensor, True, name, self.network)
+            for part, writes in zip(parts, (True, False, True), strict=True): self.use(part, writes, name, network)
+        else: self.use(tensor, True, name, network)
         with _disable_current_modes(): original(group, tensor, *args, **{**options, "async_op": False})
-        work = NetworkWork(self, tensor)
+        work = NetworkWork(self, tensor, network)
         if not options.get("async_op"): work.wait()
         return work
 
@@ -189,7 +195,7 @@ class NetworkWork:
 
     done = False
 
-    def __init__(self, world, tensor): self.world, self.tensor, self.event = world, tensor, world.network.record_event()
+    def __init__(self, world, tensor, network): self.world, self.tensor, self.event = world, tensor, network.record_event()
 
     def wait(self):
         self.world.current_stream().wait_event(self.event)

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from stream_standin import Stream, WatchedStream, World
+from stream_standin import NetworkWork, Stream, WatchedStream, World
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Muon
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,6 +23,7 @@ from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
 from zero_nb.overlap import overlap
 from zero_nb.parallel import Search, data_parallel
+from zero_nb.process_group import two_level
 
 SMALL = {"bucket_cap_mb": 0.0005}  # buckets of 500 bytes: several in a model of this page
 MODES = {f"{'interleaved' if early else 'after'}{'-hidden' if hidden else ''}": {"interleaved": early, **({"hidden": True} if hidden else {})}
@@ -595,51 +596,89 @@ def by_users(handle, model, zero, world):
         world.main.wait_stream(stream)
 
 
+def halved(): return base().bfloat16()
+def two_classes(model):
+    found = list(model.parameters())
+    return [{"params": [p for p in found if p.dim() == 2], "optimizer_class": Muon, "lr": 0.02}, {"params": [p for p in found if p.dim() != 2]}]
+
+
 USES = {"plain": {}, "norm": {"max_grad_norm": 0.1, "look": by_norm}, "scaler": {"scaled": True}, "accumulation": {"micro": 3},
         "unused": {"make": Mixed, "micro": 2, "find_unused_parameters": True}, "users": {"look": by_users}, "wait": {"look": by_waiting},
-        "consolidate": {"look": by_consolidating}, "reduce_dtype": {"reduce_dtype": torch.float32}}
+        "consolidate": {"look": by_consolidating}, "reduce_dtype": {"reduce_dtype": torch.float32}, "buffers": {"make": normed},
+        "Muon + AdamW": {"groups": two_classes}, "masters": {"make": halved, "options": {"master_dtype": torch.float32}, "look": by_consolidating},
+        "levels": {"nodes": True, "look": by_consolidating},
+        "all": {"make": halved, "groups": two_classes, "options": {"master_dtype": torch.float32}, "nodes": True, "micro": 2}}
 
 
-def on_streams(make=base, micro=1, look=None, scaled=False, ddp=False, keeps=True, find_unused_parameters=False, **setup):
+def on_streams(kind="data_parallel", make=base, groups=nn.Module.parameters, options=None, nodes=False, micro=1, look=None, scaled=False, keeps=True,
+               find_unused_parameters=False, **setup):
     """Train with a stand-in for streams; give its faults."""
     torch.manual_seed(0)
     model, scaler = make(), torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
-    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05)
-    net = DDP(model, bucket_cap_mb=0.0005, find_unused_parameters=find_unused_parameters) if ddp else model
-    setup = {**setup, "scaler": scaler} if ddp else {**setup, **SMALL, "scaler": scaler, "find_unused_parameters": find_unused_parameters}
-    handle = (overlap if ddp else data_parallel)(net, zero, **setup)
+    dtype = next(model.parameters()).dtype
+    zero = ZeroRedundancyOptimizer(groups(model), AdamW, two_level(2) if nodes else None, lr=0.05, bucket_cap_mb=0.0005, **(options or {}))
+    net = model if kind == "data_parallel" else DDP(model, bucket_cap_mb=0.0005, find_unused_parameters=find_unused_parameters)
+    if kind == "data_parallel":
+        handle = data_parallel(net, zero, scaler=scaler, find_unused_parameters=find_unused_parameters, **SMALL, **setup)
+    else: handle = overlap(net, zero, scaler=scaler, **setup) if kind == "overlap" else None
     world = World()
-    handle.stream = WatchedStream(world)
+    if handle: handle.stream = WatchedStream(world)
     if not keeps: handle.stream.keep = lambda tensor, stream=None: None
     with world, world.networked():
         for i in range(5):
             for m in range(micro):
-                with (net if ddp else handle).no_sync() if m < micro - 1 else contextlib.nullcontext():
-                    loss = net(batch(10 * i + m)).square().mean()
+                with (handle if kind == "data_parallel" else net).no_sync() if m < micro - 1 else contextlib.nullcontext():
+                    loss = net(batch(10 * i + m).to(dtype)).square().mean()
                     (scaler.scale(loss) if scaler else loss).backward()
-            if look: look(handle, model, zero, world)
+            if look and handle: look(handle, model, zero, world)
             if scaler:
                 scaler.step(zero)
                 scaler.update()
             else: zero.step()
-        handle.wait()
+            if look and not handle: look(handle, model, zero, world)
+            zero.zero_grad()
+        if handle: handle.wait()
     assert world.kernels > 100
     return world.faults
 
 
+def streams_of(use):
+    """Give the faults of one use in every mode that knows it."""
+    how, found = USES[use], {}
+    for name, setup in MODES.items():
+        if use in ("norm", "scaler") and setup["interleaved"]: continue
+        found[name] = on_streams(**how, **setup)
+        if use != "users" and "hidden" not in name: found[f"overlap {name}"] = on_streams("overlap", **how, **setup)
+    if use not in ("norm", "users", "wait", "reduce_dtype"): found["step"] = on_streams("step", **how)
+    return found
+
+
 @pytest.mark.parametrize("use", USES)
 def test_C2_M11_all_that_is_read_is_there_and_nothing_is_let_go_too_early(use):
-    def every():
-        modes = {name: setup for name, setup in MODES.items() if use not in ("norm", "scaler") or not setup["interleaved"]}
-        found = {name: on_streams(**USES[use], **setup) for name, setup in modes.items()}
-        if use != "users": found |= {f"overlap {name}": on_streams(ddp=True, **USES[use], **setup) for name, setup in modes.items() if "hidden" not in name}
-        return found
-    for rank in run(2, every): assert not any(rank.values()), rank
+    for rank in run(4 if USES[use].get("nodes") else 2, streams_of, use): assert not any(rank.values()), rank
 
 
 def test_C2_the_stand_in_sees_gradients_that_are_let_go_unrecorded():
     words, = {tuple(faults) for faults in run(2, lambda: on_streams(keeps=False))}
     assert words == ("memory of main is let go that _foreach_copy_ reads on side, and is not recorded for it",)
+
+
+def careless(kind, nodes):
+    """Train with waits that order nothing, of a collective and of the side stream; are there faults?"""
+    seen, wait = [], NetworkWork.wait
+    NetworkWork.wait = lambda work: setattr(work, "done", True)
+    seen.append(on_streams(kind, nodes=nodes))
+    NetworkWork.wait = wait
+    if kind != "step":
+        WatchedStream.wait = lambda stream, event=None: None
+        seen.append(on_streams(kind, nodes=nodes))
+        del WatchedStream.wait
+    return [bool(faults) for faults in seen]
+
+
+@pytest.mark.parametrize("kind", ["data_parallel", "overlap", "step"])
+def test_C2_the_stand_in_sees_waits_that_order_nothing(kind):
+    for nodes in (False, True): assert all(all(rank) for rank in run(4 if nodes else 2, careless, kind, nodes))
 
 
 def unordered():
