@@ -574,6 +574,81 @@ def test_the_first_rank_may_evaluate_alone_as_with_DDP():
     assert run(2, evaluated_alone, timeout=60) == [[True] * 3] * 2
 
 
+def scheduled(i, model, optimizer, scheduler):
+    """Write the learning rate for the next step, after this one."""
+    optimizer.step()
+    scheduler.step()
+
+
+def scheduled_alone(i, model, optimizer, scheduler):
+    """Write it where no step is called, since backward has taken it."""
+    if isinstance(optimizer, AdamW): optimizer.step()
+    scheduler.step()
+
+
+def clamped(i, model, optimizer, scheduler):
+    """Write parameters after the step."""
+    optimizer.step()
+    with torch.no_grad():
+        for p in model.parameters(): p.clamp_(-0.3, 0.3)
+
+
+def loaded_again(i, model, optimizer, scheduler):
+    """Go back to the parameters and the state of the optimizer that were there some steps before."""
+    optimizer.step()
+    held = vars(optimizer).setdefault("held", [])
+    if isinstance(optimizer, ZeroRedundancyOptimizer) and i in (1, 3): optimizer.consolidate_state_dict(to=None)
+    if i == 1: held.extend(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+    if i == 3:
+        model.load_state_dict(held[0])
+        optimizer.load_state_dict(copy.deepcopy(held[1]))
+
+
+def frozen(i, model, optimizer, scheduler):
+    """Freeze a layer, and train it again."""
+    optimizer.step()
+    if i in (1, 3): model[0].requires_grad_(i == 3)
+
+
+LOOPS = {f.__name__: f for f in (scheduled, scheduled_alone, clamped, loaded_again, frozen)}
+
+
+def looped(kind, loop, micro=1, **setup):
+    """Train with a loop that writes something between a backward and the next; give the parameters."""
+    torch.manual_seed(0)
+    net = model = base()
+    if kind == "DDP": optimizer = AdamW(model.parameters(), lr=0.05, foreach=False)
+    else: optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05, foreach=False)
+    if kind != "data_parallel": net = DDP(model, bucket_cap_mb=0.0005)
+    handle = net
+    if kind == "data_parallel": handle = data_parallel(model, optimizer, **SMALL, **setup)
+    elif kind == "overlap": overlap(net, optimizer, **setup)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for i in range(6):
+        for m in range(micro - 1):
+            with handle.no_sync(): net(batch(10 * i + m)).square().mean().backward()
+            for p in model.parameters(): p.grad.mul_(0.5) # what was added up on this rank may be read and changed
+        if kind == "DDP" and loop is frozen and i in (2, 4): net = DDP(model, bucket_cap_mb=0.0005) # which does not see it otherwise
+        net(batch(10 * i + 9)).square().mean().backward()
+        loop(i, model, optimizer, scheduler)
+        optimizer.zero_grad()
+    return flat(model.parameters())
+
+
+def looped_in_every_mode(loop, micro):
+    wanted, found = looped("DDP", LOOPS[loop], micro), {}
+    for name, setup in MODES.items():
+        found[name] = looped("data_parallel", LOOPS[loop], micro, **setup)
+        if "hidden" not in name and loop != "frozen": found[f"overlap {name}"] = looped("overlap", LOOPS[loop], micro, **setup)
+    return {name: float((wanted - params).abs().max()) for name, params in found.items()}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+@pytest.mark.parametrize("loop,micro", [*((loop, 1) for loop in LOOPS), ("scheduled", 3)])
+def test_what_is_written_between_two_backwards_counts_as_with_DDP(loop, micro):
+    for rank in run(2, looped_in_every_mode, loop, micro): assert all(far < 1e-12 for far in rank.values()), rank
+
+
 class Mixed(nn.Module):
     """Uses other parameters on other batches."""
 
@@ -606,7 +681,7 @@ USES = {"plain": {}, "norm": {"max_grad_norm": 0.1, "look": by_norm}, "scaler": 
         "unused": {"make": Mixed, "micro": 2, "find_unused_parameters": True}, "users": {"look": by_users}, "wait": {"look": by_waiting},
         "consolidate": {"look": by_consolidating}, "reduce_dtype": {"reduce_dtype": torch.float32}, "buffers": {"make": normed},
         "Muon + AdamW": {"groups": two_classes}, "masters": {"make": halved, "options": {"master_dtype": torch.float32}, "look": by_consolidating},
-        "levels": {"nodes": True, "look": by_consolidating},
+        "levels": {"nodes": True, "look": by_consolidating}, "levels, unused": {"nodes": True, "make": Mixed, "micro": 2, "find_unused_parameters": True},
         "all": {"make": halved, "groups": two_classes, "options": {"master_dtype": torch.float32}, "nodes": True, "micro": 2}}
 
 

@@ -249,7 +249,7 @@ class ParallelWay(Care):
     check_reads: bool = False # for debugging, with `hidden`: parameters are NaN for readers that do not wait for them
     bucket_cap_mb: float = 8.0 # MB (2**20 bytes): parameters up to this size travel together, larger ones alone and without a copy
     cut_mb: float = 25.0 # MB: larger parameters are cut into pieces of this size
-    find_unused_parameters: bool = False # parameters without a gradient may change from one iteration to the next
+    find_unused_parameters: bool = False # parameters without a gradient may change; costs a small all-reduce in each step, of each bucket if interleaved
     buffers: str = "broadcast" # from the first rank before a forward, in training or not, as DDP; "average", or "local": leave them alone
 
     def check(self) -> None:
@@ -532,10 +532,13 @@ class Averaged(Heard):
             self.parts[i] = torch.empty_like(part, dtype=mean_dtype(part.dtype, wire))
         mean = start_mean(bucket, gradient, self.zero.across, wire, None if soon else self.parts[i])
         used = torch.tensor(self.has[i], dtype=torch.float32, device=gradient.device) if self.asks and soon else None
-        if used is not None: self._everywhere(used)
+        asked = None if used is None else self.zero.levels[0].all_reduce(used, async_op=True)
         def finish() -> Tensor:
-            if used is not None: self._note(slots, used)
             part = mean()
+            if used is not None and asked is not None:
+                asked.wait()
+                for group in self.zero.levels[1:]: group.all_reduce(used)
+                self._note(slots, used)
             if not inside: self.homes.pool.give(gradient) # the part waits long for its step, and the rest need not
             return part
         return finish
