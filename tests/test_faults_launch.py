@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from test_launch import wait_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,14 +24,6 @@ from zero_nb.launch import World, run
 from zero_nb.train import TrainConfig, configured, train_rank
 
 ROOT = Path(__file__).parent.parent
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-    return value
 
 
 def marked(mark: str) -> dict[int, str]:
