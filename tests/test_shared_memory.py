@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import json
 import logging
 import os
 import random
@@ -530,27 +531,19 @@ def test_a_rank_that_has_left_after_its_last_collective_has_given_its_part():
     assert run(2, leaves)[1] == [0, 0, 1, 1]
 
 
-def unused_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
 KILLED = """
-import os, signal, sys, time, threading, random
+import json, os, random, signal, socket, sys, threading, time
 import torch, torch.distributed as dist
 from datetime import timedelta
 from zero_nb.process_group import Group
-rank, size, port, when, victims = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=20))
-if str(rank) in victims:
-    def kill():
-        time.sleep(when)
-        os.kill(os.getpid(), signal.SIGKILL)
+
+SIZE, TOLD, WRONG = 3, 0, 3
+
+def train(rank, port, when):
+    store = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=5)) # who meets a dead rank waits as long
     dist.barrier()
-    threading.Thread(target=kill, daemon=True).start()
-else: dist.barrier()
-try:
+    if when is not None: threading.Timer(when, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     for turn in range(10 ** 9):
         g = Group(dist.group.WORLD)
         g._wire.transports.clear() # connect again
@@ -558,29 +551,40 @@ try:
             x = torch.full((300_000,), float(turn + i + rank))
             g.reduce_scatter(x)
             g.all_gather(x)
-            if not x.eq(size * (turn + i) + size * (size - 1) / 2).all(): print("WRONG", x, flush=True); os._exit(3)
-except RuntimeError as error: print("told", flush=True)
-os._exit(0)
+            if not x.eq(SIZE * (turn + i) + SIZE * (SIZE - 1) / 2).all(): os._exit(WRONG)
+
+def forked(rank, port, when): # one process, as it is after its imports
+    if pid := os.fork(): return pid
+    try: train(rank, port, when)
+    except RuntimeError: os._exit(TOLD)
+    except BaseException as error: sys.stderr.write(repr(error))
+    os._exit(1)
+
+torch.set_num_threads(1)
+for line in sys.stdin:
+    victims, when = json.loads(line)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    pids = [forked(rank, port, when if rank in victims else None) for rank in range(SIZE)]
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 """
 
 
-@pytest.mark.parametrize("victims", ["1", "0", "012"])
-def test_M2_killed_at_any_moment_leaves_no_wrong_number_and_nothing_in_dev_shm(victims, tmp_path):
+@pytest.mark.parametrize("victims", [(1,), (0,), (0, 1, 2)], ids=str)
+def test_M2_killed_at_any_moment_leaves_no_wrong_number_and_nothing_in_dev_shm(victims):
     """Ranks that connect and move tensors again and again; one of them, or all, are killed. Nobody returns with a wrong sum; every survivor raises."""
-    (tmp_path / "killed.py").write_text(KILLED)
-    seed, before = random.Random(victims), set(files())
-    for _ in range(4):
-        when, port = seed.uniform(0, 0.4), unused_port()
-        ranks = [subprocess.Popen([sys.executable, str(tmp_path / "killed.py"), str(r), "3", port, str(when), victims], stdout=subprocess.PIPE,
-                                  stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}) for r in range(3)]
-        for r, process in enumerate(ranks):
-            out, err = process.communicate(timeout=100)
-            assert "WRONG" not in out, out
-            assert process.returncode == -signal.SIGKILL if str(r) in victims else (process.returncode, out) == (0, "told\n"), (r, process.returncode, out, err)
-        stays = set(files()) - before
-        assert all((SHM / name).stat().st_size == 0 for name in stays), "a name may be left if all die at once; never memory"
-        shared_memory.remove_stale() # as the next job does
-        assert not stays & set(files())
+    seed, before = random.Random(str(victims)), set(files())
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
+        for _ in range(6):
+            starter.stdin.write(json.dumps([victims, seed.uniform(0, 0.4)]) + "\n")
+            starter.stdin.flush()
+            assert json.loads(starter.stdout.readline()) == [-signal.SIGKILL if rank in victims else 0 for rank in range(3)], "0: it was told; 3: a wrong sum"
+            stays = set(files()) - before
+            assert all((SHM / name).stat().st_size == 0 for name in stays), "a name may be left if all die at once; never memory"
+            shared_memory.remove_stale() # as the next job does
+            assert not stays & set(files())
+        starter.stdin.close()
 
 
 def test_M2_an_error_is_never_a_result():
