@@ -48,11 +48,19 @@ def options(kind):
     return {k: v for k, v in needed.items() if k in arguments and arguments[k].default is inspect.Parameter.empty}
 
 
-def train(optimizer, params, steps=12):
-    """Train on gradients of very different sizes; every rank and the unsharded optimizer have the same, but other random states."""
+def train(make, params, steps=12):
+    """Train in two runs on gradients of very different sizes, one parameter frozen for a while; every rank has the same, but other random states."""
+    optimizer = make()
     for step in range(steps):
+        if step == steps // 2:
+            before, optimizer = optimizer, make()
+            if isinstance(before, ZeroRedundancyOptimizer): before.consolidate_state_dict(to=None)
+            optimizer.load_state_dict(before.state_dict())
         chance = torch.Generator().manual_seed(100 + step)
-        for p in params: p.grad = torch.randn(p.shape, generator=chance) * (1.0, 5.0, 0.2)[step % 3]
+        for i, p in enumerate(params):
+            p.requires_grad_(not (i == 1 and step in (8, 9)))
+            p.grad = torch.randn(p.shape, generator=chance) * (1.0, 5.0, 0.2)[step % 3]
+            if not p.requires_grad: p.grad = None
         torch.manual_seed(1000 * step + (dist.get_rank() if isinstance(optimizer, ZeroRedundancyOptimizer) else 77))
         optimizer.step()
     return [p.detach().clone() for p in params]
@@ -63,12 +71,12 @@ def outcome(name, shapes, **how):
     kind, ours, plain = CLASSES[name], parameters(shapes), parameters(shapes)
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = []
-        refused = told(lambda: made.append(ZeroRedundancyOptimizer(groups(name, ours), kind, **options(kind), **how)))
+        def make(): return ZeroRedundancyOptimizer(groups(name, ours), kind, **options(kind), **how)
+        refused = told(lambda: make() and None)
         wanted = []
-        useless = told(lambda: wanted.extend(train(kind(groups(name, plain), **options(kind)), plain)))
+        useless = told(lambda: wanted.extend(train(lambda: kind(groups(name, plain), **options(kind)), plain)))
         if refused: return ("refused", refused, useless)
-        failed = told(lambda: train(made[0], ours))
+        failed = told(lambda: train(make, ours))
         if failed: return ("useless" if useless else "fails", failed, useless)
     if useless: return ("trains", "", useless)
     apart = max(float((p.detach() - q).abs().max() / q.abs().max()) for p, q in zip(ours, wanted, strict=True))
@@ -86,7 +94,9 @@ def outcomes(shapes, how):
 def test_every_class_trains_as_unsharded_or_is_refused(shapes, how, least):
     ranks = run(2, outcomes, shapes, how)
     found = ranks[0]
-    assert {name: o for name, o in found.items() if o[0] in ("differs", "trains", "fails")} == {}, "silently different, or an error only while training"
+    unsaved = {name for name, o in found.items() if o[0] == "fails" and "must be tensors and plain values" in o[1]}  # state that only its own rank can read
+    assert {name: o for name, o in found.items() if o[0] in ("differs", "trains", "fails") and name not in unsaved} == {}, "silently different"
+    assert len(unsaved) <= 4, "an error only while training"
     assert {name: (o[0], other[name][0]) for other in ranks for name, o in found.items() if other[name][0] != o[0]} == {}, "ranks do not agree"
     assert sum(o[0] == "same" for o in found.values()) >= least and len(found) >= 126, "most classes are of use"
     reasons = ("draws random numbers", "steps a parameter differently", "cannot be tried", "looks at all parameters together", "values that are not finite")
@@ -224,7 +234,7 @@ def after_refusal():
     refused = told(lambda: zero.add_param_group({"params": params[3:], "optimizer_class": Clips, "lr": 0.1}))
     zero.add_param_group({"params": params[3:], "lr": 0.1})
     plain = parameters(SHAPES)
-    trained, wanted = train(zero, params), train(AdamW(plain, lr=0.1), plain)
+    trained, wanted = train(lambda: zero, params), train(lambda: AdamW(plain, lr=0.1), plain)
     zero.consolidate_state_dict(to=None)
     return same, refused, max(float((a - b).abs().max()) for a, b in zip(trained, wanted, strict=True)), len(zero.state_dict()["state"])
 

@@ -169,7 +169,8 @@ def moved(count, width):
 def test_H6_state_that_moves_is_what_the_plans_say(monkeypatch):
     monkeypatch.setenv("ZERO_NB_MEMORY", "0")
     for kinds, messages, nbytes, neighbours, elements in run(4, moved, 12, 130):
-        assert set(kinds) == {"send", "recv"} and messages == 2 * neighbours > 0
+        assert set(kinds) == {"send", "recv", "all_reduce"} and kinds["all_reduce"] == 1, "that looks whether all parts are there"
+        assert messages == 2 * neighbours > 0
         assert 8 * elements <= nbytes <= 8 * elements + 8_000 * neighbours, "two numbers for each element, and what it takes to pickle them"
 
 

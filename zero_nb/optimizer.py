@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import accumulate, groupby
-from operator import itemgetter
+from operator import is_, itemgetter
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,16 +22,17 @@ from torch import Tensor
 from .buckets import BucketPlan, EvenCuts, Slot, pack
 from .flat import FlatBucket, flatten, flatten_like
 from .objects import broadcast_object_list, byte_device, dump, exchange_bytes, gather_bytes, load
-from .pieces import Piece, Run, SCALARS, Shard, close_pieces, look, open_pieces, per_element, refreshed, rest, settle, specs, split_piece
+from .pieces import Piece, Run, SCALARS, Shard, close_pieces, open_pieces, per_element, refreshed, rest, settle, specs, split_piece
 from .process_group import Group, TwoLevel, Work, agreeing, fail, fails_everywhere, log_once, two_level
 from .rules import Rule, Settings, check_group, check_settings, choose_fused, describe_state, find_rule, is_known, read_group, read_params, read_state
 from .sharder import ParamSpec, Policy, Roster, by_group, even, mixed, runs
 from .trial import find_trouble
 
 # %% auto #0
-__all__ = ['IN_FLIGHT', 'MASTER', 'Entry', 'Holders', 'ROUND', 'Routes', 'LocalOptimizers', 'LocalShards', 'ShardedParameters',
-           'Place', 'holders', 'holders_of', 'ShardedState', 'LoadedState', 'ShardedChanges', 'ShardedStep',
-           'CheckedState', 'HookedState', 'Copyable', 'DropIn', 'ZeroRedundancyOptimizer']
+__all__ = ['IN_FLIGHT', 'MASTER', 'Entry', 'Common', 'Holders', 'ROUND', 'Routes', 'LocalOptimizers', 'LocalShards',
+           'ShardedParameters', 'WholeState', 'Place', 'holders', 'holders_of', 'ShardedState', 'LoadedState',
+           'ShardedChanges', 'ShardedStep', 'CheckedState', 'HookedState', 'Copyable', 'DropIn',
+           'ZeroRedundancyOptimizer']
 
 # %% ../nbs/13_optimizer.ipynb #2618d435
 IN_FLIGHT = 4 # packed buckets whose gather has started and not ended; bounds scratch memory to so many buckets
@@ -87,7 +88,7 @@ def _lines(rules: list[Rule], param_groups: list[dict[str, Any]], shards: list[S
 def _plan(groups: list[dict[str, Any]], first: int, rules: list[Rule], world_size: int, settings: Settings) -> BucketPlan:
     policies = [even if rule.policy is runs else rule.policy for rule in rules]
     policy: Policy = policies[0] if all(other is policies[0] for other in policies) else partial(mixed, choose=by_group(*policies))
-    params = specs(groups, first)
+    params = specs(groups, first, grads=True)
     return pack(params, world_size, policy=policy, capacity_mb=settings.bucket_cap_mb, cut=False, order=range(len(params)), align=16, pad=False)
 
 # %% ../nbs/13_optimizer.ipynb #3a4ac3d8
@@ -128,6 +129,14 @@ class LocalOptimizers(torch.optim.Optimizer):
 # %% ../nbs/13_optimizer.ipynb #02ed3f56
 class LocalShards(LocalOptimizers):
     """The part of the optimizer that plans param groups, and gives this rank's pieces to their optimizers."""
+
+    def check_groups(self) -> None:
+        """Refuse groups that the user has changed past `add_param_group`: parameters that no rank would step, or that ranks would step without being asked."""
+        taken = [shard.params[i] for shard in self.shards for i in range(len(shard.params))]
+        given = [p for group in self.param_groups for p in group["params"]]
+        if len(given) == len(taken) and all(map(is_, given, taken)) and len(self.param_groups) == len(self.rules): return
+        raise RuntimeError(f"param_groups hold {len(given)} parameters in {len(self.param_groups)} groups that are not the {len(taken)} in {len(self.rules)} "
+                           "groups that were shared out; add parameters by add_param_group(), and stop training some by requires_grad_(False)")
 
     def _shard(self, groups: range, plan: Callable[[], BucketPlan] | None = None) -> Shard:
         """Plan param groups, by index, and find this rank's pieces of them; where others made the buckets, they give the plan, and the gradients."""
@@ -216,7 +225,8 @@ class ShardedParameters(LocalShards):
 
 # %% ../nbs/13_optimizer.ipynb #fb09d7c3
 MASTER = "master_param" # key of the copy that is stepped, in the state of a parameter that has one
-Entry = tuple[list[Run], bool, dict[str, Any]] # state of a piece: its runs, whether it is a whole parameter's, and the values
+Entry = tuple[list[Run], bool, dict[Any, Any]] # state of a piece: its runs, whether it is a whole parameter's, and the values
+Common = dict[tuple[str, str], Any] # state of no parameter, by where it is in a state dict ("state", or "" beside that) and its key
 
 def _check_plain(what: str, value: Any) -> None:
     """Refuse what no other rank would read."""
@@ -234,6 +244,14 @@ def _entry(optims: Iterable[torch.optim.Optimizer], piece: Piece) -> Entry:
                              "optimizer is not element-wise and cannot be sharded with shard='even'; use shard='whole'")
     return piece.runs, piece.whole, state
 
+def _is_row(value: Any) -> bool: return isinstance(value, Tensor) and value.dim() > 0
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other): return False
+    if isinstance(one, Tensor): return torch.equal(one, other)
+    if isinstance(one, dict): return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return len(one) == len(other) and all(map(_same, one, other)) if isinstance(one, (list, tuple)) else bool(one == other)
+
 def _apart(entry: Entry) -> Iterator[tuple[Run, bool, dict[str, Any]]]: # the state of each run
     runs, whole, state = entry
     at = 0
@@ -241,15 +259,42 @@ def _apart(entry: Entry) -> Iterator[tuple[Run, bool, dict[str, Any]]]: # the st
         where = slice(at, at := at + stop - start)
         yield (index, start, stop), whole, {k: v if whole else v[where] if isinstance(v, Tensor) and v.dim() else deepcopy(v) for k, v in state.items()}
 
-def _join(full: dict[int, dict[str, Any]], entry: Entry, params: Sequence[Tensor]) -> None:
-    """Put the state of a piece into the whole parameters'."""
-    for (index, start, stop), whole, state in _apart(entry):
-        found, param = full.setdefault(index, {}), params[index]
-        for key, value in state.items():
-            if whole or not isinstance(value, Tensor) or not value.dim(): found[key] = value
-            else:
-                if key not in found: found[key] = torch.empty_like(param.detach(), dtype=value.dtype, device="cpu")
-                flatten(found[key])[start:stop] = value
+_UNEVEN = ("parameter {}: {}. It had a gradient on some ranks and none on others in a step, so a part of it was not stepped: give all ranks the same "
+           "gradients, as DistributedDataParallel does, and go back to an older checkpoint")
+
+class WholeState:
+    """The state of whole parameters, put together from what all ranks have."""
+
+    def __init__(self, params: Sequence[Tensor]):
+        self.params, self.trouble = params, ""
+        self.by_param: dict[int, dict[str, Any]] = {}
+        self.common: Common = {}
+        self._filled = Counter[tuple[int, str]]() # elements of each value
+
+    def add(self, entry: Entry) -> None:
+        """Put the state of a piece into the whole parameters'."""
+        for where, whole, state in _apart(entry):
+            for key, value in state.items(): self._add_value(where, whole, key, value)
+        for key, value in () if entry[0] else entry[2].items():
+            if not _same(self.common.setdefault(key, value), value): self.trouble = f"state {key[1]!r}, of no parameter, is not the same on all ranks"
+
+    def _add_value(self, run: Run, whole: bool, key: str, value: Any) -> None:
+        index, start, stop = run
+        found, param = self.by_param.setdefault(index, {}), self.params[index]
+        self._filled[index, key] += stop - start
+        if not whole and _is_row(value):
+            if key not in found: found[key] = torch.empty_like(param.detach(), dtype=value.dtype, device="cpu")
+            flatten(found[key])[start:stop] = value
+        else:
+            if key == "step" and not _same(found.setdefault(key, value), value): self.trouble = _UNEVEN.format(index, "its parts have different step counts")
+            found[key] = value
+
+    def check(self) -> None:
+        """Refuse a state of which there are parts only; `RuntimeError`."""
+        for (index, key), count in self._filled.items():
+            numel = self.params[index].numel()
+            if count != numel: self.trouble = _UNEVEN.format(index, f"there is state {key!r} of {count} of its {numel} elements")
+        if self.trouble: raise RuntimeError(self.trouble)
 
 # %% ../nbs/13_optimizer.ipynb #dbf391a1
 def _cut(state: dict[str, Any], run: Run, param: Tensor, whole: bool, elementwise: bool) -> dict[str, Any]:
@@ -294,6 +339,8 @@ def holders(shard: Shard) -> Holders:
     found: dict[int, list[Place]] = {}
     for number, bucket in enumerate(shard.plan.buckets):
         for slot in bucket.slots: found.setdefault(shard.first + slot.param, []).append(Place(number, slot, bucket.bounds))
+    for i, p in enumerate(shard.params):
+        if not p.numel() and shard.plan.params[i].trainable: found[shard.first + i] = [] # no element, and all ranks
     return found
 
 def holders_of(places: Iterable[Place], start: int, stop: int) -> Iterator[tuple[int, int, int, int]]: # (group_rank, start, stop, bucket)
@@ -306,13 +353,30 @@ def holders_of(places: Iterable[Place], start: int, stop: int) -> Iterator[tuple
             if low < end: yield rank, low, end, number
             low, rank = max(low, end), rank + 1
 
+def _is_empty(entry: Entry) -> bool: return all(start == stop for _, start, stop in entry[0]) # of a parameter without elements, which all ranks hold
+
+def _common(optim: torch.optim.Optimizer) -> Common:
+    """Give the state of no parameter, such as a count of steps: beside that of parameters, and beside `state` in a class's own state dict."""
+    full = optim.state_dict()
+    return {("state", key): value for key, value in full["state"].items() if not isinstance(key, int)} | {
+        ("", key): value for key, value in full.items() if key not in ("state", "param_groups")}
+
 class ShardedState(ShardedParameters):
     """The part of the optimizer that saves."""
 
-    _full: dict[str, Any] | None = None # the consolidated state dict, until the next step
+    _full: dict[str, Any] | None = None # the consolidated state dict without its groups, until the next step
     _parked: tuple[Entry, ...] = () # state of parameters that were frozen after they had been stepped
     _parked_at: Holders = MappingProxyType({}) # where that of all ranks is
     _byte_device = property(lambda self: byte_device(self.group, self.params()[0].device), doc="Where state travels between ranks.")
+    _pretends = property(lambda self: self.group.backend(self._byte_device) == "fake", doc="Whether nothing comes from other ranks.")
+
+    def _prefix(self, kind: type) -> str: # of the keys of state of no parameter
+        return "" if len(self.optims) == 1 else f"{kind.__name__}."
+
+    def _common_of(self, kind: type, optim: torch.optim.Optimizer) -> Common:
+        found = {(place, self._prefix(kind) + key): value for (place, key), value in _common(optim).items()}
+        for (_, key), value in found.items(): _check_plain(f"state {key!r}, of no parameter,", value)
+        return found
 
     def params(self) -> list[Tensor]:
         """Give all parameters, in the order in which they were registered."""
@@ -326,21 +390,25 @@ class ShardedState(ShardedParameters):
         to: int = 0, # group rank that receives
     ) -> None:
         """Bring the whole state to one rank's memory (CPU), for `state_dict`; all ranks call this."""
-        entries: list[Entry] = []
+        entries, whole = list[Entry](), WholeState(self.params())
         with agreeing(self.group, f"consolidate_state_dict(to={to})"):
             if not 0 <= to < self.group.size: raise ValueError(f"to must be a rank of the group, 0 to {self.group.size - 1}, got {to}")
-            entries = self._entries(self.shards)
-        full: dict[int, dict[str, Any]] = {}
+            entries = [entry for entry in self._entries(self.shards) if self.group.group_rank == to or not _is_empty(entry)]
+            for kind, optim in self.optims.items(): entries.append(([], True, self._common_of(kind, optim)))
         for data in gather_bytes(self.group, _packed(entries), to, self._byte_device):
-            for entry in _unpacked(data): _join(full, entry, self.params())
+            for entry in _unpacked(data): whole.add(entry)
+        with agreeing(self.group, "putting the state together"):
+            if not self._pretends: whole.check()
+        full = whole.by_param
         for index in [i for i, state in full.items() if MASTER in state]: _reconcile(full, index, self.params()[index].detach().cpu())
-        if self.group.group_rank == to: self._full = {"state": dict(sorted(full.items())), "param_groups": super().state_dict()["param_groups"]}
+        state, beside = ({key: value for (where, key), value in whole.common.items() if where == place} for place in ("state", ""))
+        if self.group.group_rank == to: self._full = {"state": {**dict(sorted(full.items())), **state}, **beside}
 
     def state_dict(self) -> dict[str, Any]:
         """Give the state dict of the unsharded optimizer, after `consolidate_state_dict` and before the next step.
 
         Raises `RuntimeError` on ranks that hold none, as torch's class does."""
-        if self._full is not None: return dict(self._full)
+        if self._full is not None: return {**self._full, "param_groups": super().state_dict()["param_groups"]}
         raise RuntimeError(f"rank {self.group.global_rank} holds no consolidated state; call consolidate_state_dict(to=...) on all ranks "
                            "after the last step, and state_dict() on the rank it went to")
 
@@ -356,15 +424,14 @@ def _dealt(optims: Iterable[torch.optim.Optimizer], shard: Shard, piece: Piece, 
         many = {key for key, v in mine[0].items() if isinstance(v, Tensor) and v.dim()} if len(mine) > 1 else set()
         yield new, {key: torch.cat([part[key] for part in mine]) if key in many else v for key, v in mine[0].items()}
 
-def _load_local(optim: torch.optim.Optimizer, states: dict[int, dict[str, Any]], as_is: bool) -> None:
-    """Load the states of views, by their id, into the local optimizer that steps them; others keep what they have."""
+def _load_local(optim: torch.optim.Optimizer, states: dict[int, dict[str, Any]], common: Common, as_is: bool) -> None:
+    """Load the states of views, by their id, into the local optimizer that steps them, and what is of no parameter; other views keep what they have."""
     views = [view for group in optim.param_groups for view in group["params"]]
-    kept: dict[Any, Any] = {key: value for key, value in optim.state.items() if not isinstance(key, Tensor)} # of no parameter
-    state = kept | {i: found for i, view in enumerate(views) if (found := states.get(id(view), optim.state.get(view)))}
-    optim.state.clear()
-    optim.load_state_dict({"state": state, "param_groups": optim.state_dict()["param_groups"]})
+    own: dict[Any, Any] = {i: found for i, view in enumerate(views) if (found := states.get(id(view), optim.state.get(view)))}
+    state, beside = ({key: value for (where, key), value in common.items() if where == place} for place in ("state", ""))
+    optim.load_state_dict({**beside, "state": own | state, "param_groups": optim.state_dict()["param_groups"]})
     for i, view in enumerate(views) if as_is else (): # torch makes all numbers of a state what the parameter is, which may be bfloat16
-        given = {k: v for k, v in state.get(i, {}).items() if isinstance(v, Tensor) and not v.dim()}
+        given = {k: v for k, v in own.get(i, {}).items() if isinstance(v, Tensor) and not v.dim()}
         if given: optim.state[view].update({k: v.to(optim.state[view][k].device) for k, v in given.items()})
 
 # %% ../nbs/13_optimizer.ipynb #bd4e3f9b
@@ -375,15 +442,16 @@ def _parks(shard: Shard, full: dict[int, dict[str, Any]]) -> Holders:
         if shard.plan.params[place].trainable or not full.get(index := shard.first + place): continue
         n, keeper = p.numel(), index % size
         bounds: Sequence[int] = EvenCuts(-(-n // size), n, size) if shard.merges[place] else [0] * (keeper + 1) + [n] * (size - keeper)
-        if n: found[index] = [Place(0, Slot(place, 0, n, 0), bounds)]
+        found[index] = [Place(0, Slot(place, 0, n, 0), bounds)] if n else [] # all ranks keep what has no elements
     return found
 
 def _to_park(shard: Shard, full: dict[int, dict[str, Any]], parks: Holders) -> Iterator[Entry]: # this rank's part
     """Cut the state of parameters that no rank steps."""
     rank = shard.group.group_rank
-    for index, [(_, slot, bounds)] in parks.items():
-        p, apart, run = shard.params[slot.param], shard.merges[slot.param], (index, bounds[rank], bounds[rank + 1])
-        if run[1] < run[2]: yield [run], not apart, _as_loaded(_cut(full[index], run, p, not apart, apart), p, shard)
+    for index, places in parks.items():
+        p, apart = shard.params[place := index - shard.first], shard.merges[place] and bool(places)
+        run = next(((index, bounds[rank], bounds[rank + 1]) for _, _, bounds in places), (index, 0, 0))
+        if run[1] < run[2] or not places: yield [run], not apart, _as_loaded(_cut(full[index], run, p, not apart, apart), p, shard)
 
 def _as_loaded(state: dict[str, Any], param: Tensor, shard: Shard) -> dict[str, Any]: # in the dtypes that torch.optim gives what it loads
     dtype = shard.master_dtype or param.dtype
@@ -395,32 +463,65 @@ class LoadedState(ShardedState):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of an unsharded optimizer, or of this one at any world size; all ranks call this with the same one."""
-        with agreeing(self.levels, "load_state_dict", lambda: [f"{i} {sorted(s)}" for i, s in sorted(state_dict["state"].items())]):
-            given = [(shard, self._cuts(shard, state_dict["state"])) for shard in self.shards]
-            parks = [_parks(shard, state_dict["state"]) for shard in self.shards]
-            parked = tuple(entry for shard, its in zip(self.shards, parks, strict=True) for entry in _to_park(shard, state_dict["state"], its))
-            super().load_state_dict({**state_dict, "state": {}})
-            self._parked, self._parked_at, self._full = parked, {i: places for its in parks for i, places in its.items()}, None
-            for shard, parts in given: self._give(shard, parts)
+        full = {i: state for i, state in state_dict["state"].items() if isinstance(i, int)}
+        common: Common = {("state", key): value for key, value in state_dict["state"].items() if not isinstance(key, int)}
+        common |= {("", key): value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+        undo: Callable[[], None] | None = None
+        try:
+            with agreeing(self.levels, "load_state_dict", lambda: [f"{i} {sorted(s)}" for i, s in sorted(full.items())]):
+                given = [(shard, [*self._dealt(shard, self._cuts(shard, full))]) for shard in self.shards]
+                parks = [_parks(shard, full) for shard in self.shards]
+                parked = tuple(entry for shard, its in zip(self.shards, parks, strict=True) for entry in _to_park(shard, full, its))
+                undo = self._remembered()
+                super().load_state_dict({**state_dict, "state": {}})
+                self._parked, self._parked_at, self._full = parked, {i: places for its in parks for i, places in its.items()}, None
+                for shard, dealt in given: self._give(shard, dealt, self._common_states(common))
+        except Exception: # on any rank
+            if undo: undo()
+            raise
+
+    def _remembered(self) -> Callable[[], None]:
+        """Note what a load replaces; call what is returned to have it back."""
+        parked, groups = (self._parked, self._parked_at, self._full), self.param_groups
+        local = [(vars(optim), dict(vars(optim))) for optim in self.optims.values()]
+        masters = [(piece, piece.view.data, piece.versions) for shard in self.shards for piece in shard.pieces if piece.master]
+        def undo() -> None:
+            (self._parked, self._parked_at, self._full), self.param_groups = parked, groups
+            for now, before in local:
+                now.clear()
+                now.update(before)
+            for piece, data, versions in masters:
+                piece.view.data = data
+                piece.versions = versions
+        return undo
+
+    def _common_states(self, common: Common) -> dict[type, Common]: # of each class, as copies
+        prefixes = {kind: self._prefix(kind) for kind in self.optims}
+        return {kind: {(where, key.removeprefix(prefix)): deepcopy(value) for (where, key), value in common.items() if key.startswith(prefix)}
+                for kind, prefix in prefixes.items()}
 
     def _cuts(self, shard: Shard, full: dict[int, dict[str, Any]]) -> list[tuple[Piece, list[dict[str, Any]]]]: # by piece, the state of each run
         def cut(piece: Piece, run: Run, param: Tensor) -> dict[str, Any]:
             return _cut(full.get(run[0], {}), run, param, piece.whole, shard.merges[run[0] - shard.first])
         return [(piece, [*map(partial(cut, piece), piece.runs, piece.params)]) for piece in shard.pieces]
 
+    def _dealt(
+        self, shard: Shard, parts: Iterable[tuple[Piece, list[dict[str, Any]]]], # of each piece, the state of its runs
+    ) -> Iterator[tuple[Piece, dict[str, Any]]]: # which may be more pieces
+        for old, found in parts: yield from _dealt(list(self.optims.values()), shard, old, found)
+
     def _give(
         self,
         shard: Shard,
-        parts: Iterable[tuple[Piece, list[dict[str, Any]]]], # of each piece, the state of its runs
-        as_is: bool = False, # it comes from the same optimizer
+        dealt: Sequence[tuple[Piece, dict[str, Any]]], # pieces and their state
+        common: dict[type, Common] | None = None, # state of no parameter, by class; None: what there is stays, and all comes from the same optimizer
     ) -> None:
-        optims = list(self.optims.values())
-        dealt = [(piece, state) for old, found in parts for piece, state in _dealt(optims, shard, old, found)]
         for piece, state in dealt:
-            if piece.master: piece.view.data.copy_(state.pop(MASTER) if MASTER in state else piece.read())
+            if piece.master: piece.view.data = torch.empty_like(piece.view.data).copy_(state.pop(MASTER) if MASTER in state else piece.read())
             piece.versions = [] # the next step looks whether the parameters are what the copy rounds to: a model may be loaded before or after
         rest(shard)
-        for optim in optims: _load_local(optim, {id(piece.view): state for piece, state in dealt}, as_is)
+        states = {id(piece.view): state for piece, state in dealt}
+        for kind, optim in self.optims.items(): _load_local(optim, states, _common(optim) if common is None else common[kind], common is None)
 
 # %% ../nbs/13_optimizer.ipynb #1bf8d0c4
 ROUND = 1 << 20 # elements of parameters that a rank is sent the state of at once; bounds what a change of plan takes in memory
@@ -434,11 +535,9 @@ def _rounds(new: Shard) -> list[list[int]]: # buckets by index; 0 if there are n
 def _wanted(new: Shard, run: Run, whole: bool, state: dict[str, Any], low: int, high: int) -> Entry:
     """Cut out of the state of a run what a rank owns by a new plan."""
     index, place = run[0], run[0] - new.first
-    if not new.merges[place]: return [run], whole, state
+    if not new.merges[place] or run[1] == run[2]: return [run], whole, state
     if whole: return [(index, low, high)], False, _cut(state, (index, low, high), new.params[place], False, True)
     return [(index, low, high)], False, {k: v[low - run[1]:high - run[1]].clone() if _is_row(v) else v for k, v in state.items()}
-
-def _is_row(value: Any) -> bool: return isinstance(value, Tensor) and value.dim() > 0
 
 # %% ../nbs/13_optimizer.ipynb #e496df02
 Routes = dict[int, list[tuple[int, Callable[[], Entry]]]] # by bucket: to whom, and what when its turn comes
@@ -449,6 +548,7 @@ def _routes(entries: Iterable[Entry], new: Shard, owners: Holders) -> tuple[Rout
     for own, whole, state in (part for entry in entries for part in _apart(entry)):
         index, start, stop = own
         if index not in owners: parked.append(([own], whole, {k: v if whole or not _is_row(v) else v.clone() for k, v in state.items()}))
+        elif start == stop: routes.setdefault(0, []).append((new.group.group_rank, partial(_wanted, new, own, whole, state, 0, 0))) # this rank keeps it
         for rank, low, high, i in holders_of(owners.get(index, ()), start, stop):
             routes.setdefault(i, []).append((rank, partial(_wanted, new, own, whole, state, low, high)))
     return routes, tuple(parked)
@@ -460,9 +560,10 @@ def _sources(new: Shard, buckets: Sequence[int], old: Holders) -> set[int]: # gr
 
 def _assembled(piece: Piece, run: Run, param: Tensor, found: Sequence[Entry]) -> dict[str, Any]: # found: of this parameter
     """Put together the state of a run of a new piece."""
+    if run[1] == run[2]: return found[0][2] if found else {}
     parts = sorted((at, stop, i) for i, ([(_, at, stop)], _, _) in enumerate(found) if at < run[2] and run[1] < stop)
     came = sum(stop - at for at, stop, _ in parts)
-    if not came or came < run[2] - run[1]: return {} # never stepped; or the rest was to come from ranks that are only simulated
+    if came < run[2] - run[1]: return {} # never stepped; or the rest was to come from ranks that are only simulated, for `_check_even` has looked before
     states = [found[i][2] for *_, i in parts]
     if found[parts[0][2]][1]: return states[0] # of a whole parameter
     joined = {k: torch.cat([state[k] for state in states]) if _is_row(v) else deepcopy(v) for k, v in states[0].items()} # runs do not share a step count
@@ -493,6 +594,10 @@ def _moved(
         found.clear() # before the next round
 
 # %% ../nbs/13_optimizer.ipynb #50953a47
+def _steps(state: dict[str, Any]) -> int: # 0: it does not say
+    count = state.get("step")
+    return int(count) if isinstance(count, (int, float)) or (isinstance(count, Tensor) and count.numel() == 1) else 0
+
 class ShardedChanges(LoadedState):
     """The part of the optimizer that follows what is frozen and what is not, and who fills the buckets."""
 
@@ -503,6 +608,15 @@ class ShardedChanges(LoadedState):
         with agreeing(self.levels, f"planning anew {why}", lambda: _lines(self.rules, self.param_groups, [new])):
             new = self._shard(range(olds[0].groups.start, olds[-1].groups.stop), plan)
             entries += self._entries(olds)
+        counts = self._counts(entries)
+        with agreeing(self.levels, f"looking for all parts of the state {why}"): self._check_even(entries, counts)
+        try: self._move(first, olds, new, entries)
+        except Exception as error:
+            self._leave_groups(error)
+            raise
+        return new
+
+    def _move(self, first: int, olds: Sequence[Shard], new: Shard, entries: list[Entry]) -> None:
         before, owners = {**self._parked_at, **{i: places for old in olds for i, places in holders(old).items()}}, holders(new)
         for old in olds: self._give_up(old)
         self.shards[first:first + len(olds)] = [new]
@@ -511,8 +625,32 @@ class ShardedChanges(LoadedState):
         routes, self._parked = _routes(entries, new, owners)
         self._parked_at = {i: places for i, places in before.items() if i not in owners}
         entries.clear()
-        self._give(new, _moved(routes, new, before, self._byte_device), as_is=True)
-        return new
+        self._give(new, [*self._dealt(new, _moved(routes, new, before, self._byte_device))])
+
+    def _counts(self, entries: Sequence[Entry]) -> Tensor: # of each parameter, over all ranks: elements with state, and the sum of their step counts
+        here = [[0, 0] for _ in self.params()]
+        for where, _, state in entries:
+            for index, start, stop in where if state.keys() - {MASTER} else ():
+                here[index][0] += stop - start
+                here[index][1] += (stop - start) * _steps(state)
+        counts = torch.tensor(here, dtype=torch.int64, device=self._byte_device)
+        self.group.all_reduce(counts)
+        return counts
+
+    def _check_even(self, entries: Sequence[Entry], counts: Tensor) -> None:
+        """Refuse a state of which there are parts only; `RuntimeError`."""
+        if self._pretends: return
+        every, params = counts.tolist(), self.params()
+        for index, (count, _) in enumerate(every):
+            if count not in (0, numel := params[index].numel()): raise RuntimeError(_UNEVEN.format(index, f"there is state of {count} of its {numel} elements"))
+        stepped = {(index, _steps(state)) for where, _, state in entries if state.keys() - {MASTER} for index, *_ in where}
+        for index, steps in stepped:
+            if every[index][1] != steps * every[index][0]: raise RuntimeError(_UNEVEN.format(index, "its parts have different step counts"))
+
+    def _leave_groups(self, error: Exception) -> None:
+        """End the groups, so that no rank waits for this one; with two levels also the job's, in which the ranks of other nodes wait next."""
+        job = Group()
+        fail(self.levels if self.across is None or job.size != self.group.size * self.across.size else (*self.levels, job), error)
 
     def _give_up(self, old: Shard) -> None: # the memory of a shard, and its state, but for what has been taken note of
         for optim in self.optims.values():
@@ -527,20 +665,32 @@ class ShardedStep(ShardedChanges):
     _agreed = 0 # param groups that all ranks have stepped
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
-        """Enclose the part of a step that can fail on one rank alone; what fails in the first step is an error on every rank."""
+    def arriving(self, lines: Callable[[], Sequence[str]] = lambda: ()) -> Iterator[None]:
+        """Enclose the part of a step that can fail on one rank alone; what fails in the first step, or of `lines` differs, is an error on every rank."""
         if len(self.param_groups) == self._agreed: yield
         else:
-            with agreeing(self.levels, "the first step", lambda: describe_state({"param_groups": self.param_groups})): yield
+            with agreeing(self.levels, "the first step", lambda: [*describe_state({"param_groups": self.param_groups}), *lines()]): yield
             self._agreed = len(self.param_groups)
+
+    def _check_backends(self) -> None: # before anything is stepped that could not be sent
+        if self.group.size == 1: return
+        for device in {p.device for p in self.params()}:
+            if self.group.backend(device) == "none":
+                raise ValueError(f"no backend of {self.group} serves {device}, where a parameter is; initialize the process group with one, for example "
+                                 "backend='cpu:gloo,cuda:nccl'")
+
+    def _which_gradients(self) -> list[str]:
+        return [f"parameter {i} with{'out' * (p.grad is None)} a gradient" for i, p in enumerate(self.params())]
 
     def _step(self, kwargs: dict[str, Any]) -> Any: # what the first local optimizer returns
         shards = [shard for shard in self.shards if not shard.alone]
         why = "for parameters that were frozen, unfrozen or moved"
-        shards = [shard if shard.seen == look(shard.params) else self.replan([shard], why) for shard in shards]
+        shards = [self.replan([shard], why) if shard.changed() else shard for shard in shards]
         opened, agreed = False, len(self.param_groups) != self._agreed
         try:
-            with self.arriving():
+            with self.arriving(self._which_gradients):
+                self.check_groups()
+                if agreed: self._check_backends()
                 for shard in shards: open_pieces(self.optims.values(), shard)
                 self.take_options()
                 opened = True
@@ -549,8 +699,12 @@ class ShardedStep(ShardedChanges):
         except Exception as error:
             self._end_failed_step(shards, opened, None if agreed else error)
             raise
-        for shard in shards: close_pieces(shard.pieces)
-        _gather(bucket for shard in shards for bucket in shard.turns)
+        try:
+            for shard in shards: close_pieces(shard.pieces)
+            _gather(bucket for shard in shards for bucket in shard.turns)
+        except Exception as error:
+            self._leave_groups(error)
+            raise
         for shard in shards: settle(shard.pieces)
         return returned[0]
 
@@ -558,7 +712,7 @@ class ShardedStep(ShardedChanges):
         """Leave the same parameters on all ranks: what a local optimizer had stepped stays stepped, as in `torch.optim`. If not all fail, end the job."""
         for shard in shards: close_pieces(shard.pieces) if opened else rest(shard)
         if fails_everywhere(self.levels) and self.across is None: _gather(bucket for shard in shards for bucket in shard.turns)
-        elif error is not None: fail(self.levels, error) # or the others would wait for this rank; and what nodes hold of one part may differ now
+        elif error is not None: self._leave_groups(error) # or the others would wait for this rank; and what nodes hold of one part may differ now
 
 # %% ../nbs/13_optimizer.ipynb #2b8e32fb
 @contextmanager
@@ -595,6 +749,7 @@ class CheckedState(ShardedStep):
                 check_group(param_group := read_group(param_group), self.settings)
             self.take_options() # what a scheduler has written since the last step is not lost
         super().add_param_group(param_group)
+        self._full = None # it lacks the group
 
     def consolidate_state_dict(
         self,
@@ -618,8 +773,9 @@ class HookedState(CheckedState):
         Raises `RuntimeError` on ranks that hold none, as torch's class does."""
         self.wait_for_driver() # a hook may read anything
         for hook in self._optimizer_state_dict_pre_hooks.values(): hook(self)
-        full = super().state_dict()
-        full = {"state": {i: dict(s) for i, s in full["state"].items()}, "param_groups": [dict(g) for g in full["param_groups"]]}
+        with _without_hooks(self): full = super().state_dict()
+        state = {i: dict(s) if isinstance(i, int) else s for i, s in full["state"].items()}
+        full = {**full, "state": state, "param_groups": [dict(g) for g in full["param_groups"]]}
         return _changed(self, self._optimizer_state_dict_post_hooks, full)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -639,10 +795,12 @@ class Copyable(HookedState):
     def state(self) -> Any:
         """This rank's part of the state, by class; whole it is in `state_dict`. Never empty, since torch steps an optimizer whose state is."""
         self.wait_for_driver()
-        return {kind.__name__: optim.state for kind, optim in vars(self).get("optims", {}).items()}
+        return MappingProxyType({kind.__name__: optim.state for kind, optim in vars(self).get("optims", {}).items()})
 
     @state.setter
-    def state(self, value: Any) -> None: pass # what the base class keeps is in the local optimizers
+    def state(self, value: Any) -> None:
+        if value or vars(self).get("optims"): # the base class sets an empty one when it is made: what it would keep is in the local optimizers
+            raise AttributeError("the state is spread over the ranks and cannot be set; load one by load_state_dict() or make a new optimizer for an empty one")
 
     def __getstate__(self) -> dict[str, Any]:
         self.wait_for_driver()

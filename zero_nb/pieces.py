@@ -31,19 +31,20 @@ __all__ = ['Run', 'SCALARS', 'specs', 'Piece', 'refreshed', 'look', 'Shard', 'pe
 def _names(group: dict[str, Any], index: int) -> list[str]:
     return group.get("param_names") or [f"group {index} parameter {i}" for i in range(len(group["params"]))]
 
-_FACTS = attrgetter("shape", "dtype", "device", "requires_grad", "layout")
+_FACTS = attrgetter("shape", "dtype", "device", "layout")
 
-def _spec(name: str, p: Tensor, group: int, devices: dict[str, dict[torch.device, str]]) -> ParamSpec:
+def _spec(name: str, p: Tensor, trains: bool, group: int, devices: dict[str, dict[torch.device, str]]) -> ParamSpec:
     if p.layout != torch.strided: raise ValueError(f"{name} is {p.layout}, only dense ones can be sharded; give it an optimizer of its own")
     try: p.is_contiguous() or flatten(p.detach())
     except ValueError as error: raise ValueError(f"{name}: {error}") from None
     known = devices.setdefault(p.device.type, {}) # a process may have several; each rank calls its first one by the same name
     device = known.get(p.device) or known.setdefault(p.device, p.device.type + (f"+{len(known)}" if known else ""))
-    return ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), device, group, p.requires_grad)
+    return ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), device, group, trains)
 
 def specs(
     param_groups: list[dict[str, Any]], # as `torch.optim.Optimizer.param_groups`
     first: int = 0, # index of the first of these groups
+    grads: bool = False, # a parameter that is frozen and has a gradient counts as trained, as for `torch.optim`
 ) -> Roster: # in registration order
     """Describe parameters for a plan.
 
@@ -54,9 +55,10 @@ def specs(
         seen, params = dict[Any, int](), group["params"]
         names += _names(group, index)
         for p in params:
-            if (form := seen.get(key := (True if p.is_contiguous() else p.stride(), _FACTS(p)))) is None:
+            trains = p.requires_grad or (grads and p.grad is not None)
+            if (form := seen.get(key := (True if p.is_contiguous() else p.stride(), trains, _FACTS(p)))) is None:
                 form = seen[key] = len(forms)
-                forms.append(_spec(names[len(which)], p, index, devices))
+                forms.append(_spec(names[len(which)], p, trains, index, devices))
             which.append(form)
     return Roster(names, tuple(forms), which)
 
@@ -128,9 +130,12 @@ def _in_turn(buckets: Sequence[FlatBucket]) -> list[FlatBucket]: # by the rank t
         by_owner.setdefault(owner, []).append(bucket)
     return [bucket for turn in zip_longest(*by_owner.values()) for bucket in turn if bucket is not None]
 
-def look(params: Iterable[Tensor]) -> list[Any]:
+def look(
+    params: Iterable[Tensor],
+    grads: bool = False, # a parameter that is frozen and has a gradient counts as trained, as for `torch.optim`
+) -> list[Any]:
     """Note what a plan and its buckets depend on and a user may change: where parameters are, and which are frozen."""
-    return [p.data_ptr() if p.requires_grad else None for p in params]
+    return [p.data_ptr() if p.requires_grad or (grads and p.grad is not None) else None for p in params]
 
 # %% ../nbs/12a_pieces.ipynb #a7c94f66
 class Shard:
@@ -160,14 +165,18 @@ class Shard:
     def buckets(self) -> list[FlatBucket]:
         """The memory of the plan's buckets. Views move there, one bucket after another, when it is first asked for."""
         made = [] if self.alone else [FlatBucket(bucket, self.params, self.group, self.as_views) for bucket in self.plan.buckets]
-        self.seen = [] if self.alone else look(self.params)
+        self.seen = [] if self.alone else look(self.params, self.borrows)
         return made
 
     @cached_property
     def pieces(self) -> list[Piece]:
         """What this rank steps."""
         if self.alone: return [Piece([(self.first + i, 0, p.numel())], [p], p, p.detach(), True) for i, p in enumerate(self.params)]
-        return [piece for bucket in self.buckets for piece in _pieces(self, bucket)]
+        return [*(piece for bucket in self.buckets for piece in _pieces(self, bucket)), *_empty_pieces(self)]
+
+    def changed(self) -> bool:
+        """Tell whether the user has frozen, unfrozen or moved parameters since the buckets were made."""
+        return not self.alone and self.seen != look(self.params, self.borrows)
 
     def let_go(self) -> None:
         """Give up pieces and buckets; the parameters keep what is in them."""
@@ -180,6 +189,17 @@ def _pieces(shard: Shard, bucket: FlatBucket) -> Iterator[Piece]:
         return shard.plan.params[param].group if shard.merges[param] else owned[0]
     for _, neighbours in groupby(zip(bucket.owned, bucket.mine, strict=True), key): yield _piece(shard, bucket, *zip(*neighbours, strict=True))
 
+def _view(shard: Shard, param: Tensor, memory: Tensor, whole: bool) -> Tensor: # what is stepped
+    wide = shard.master_dtype
+    if wide not in (None, param.dtype) and param.is_floating_point(): return Parameter(memory.to(wide))
+    return param if whole and shard.borrows else Parameter(memory)
+
+def _empty_pieces(shard: Shard) -> Iterator[Piece]: # of parameters without elements, which every rank steps
+    for i, p in enumerate(shard.params):
+        if not p.numel() and shard.plan.params[i].trainable:
+            memory = p.detach()
+            yield Piece([(shard.first + i, 0, 0)], [p], _view(shard, p, memory, True), memory, True, versions=[p._version])
+
 def _piece(shard: Shard, bucket: FlatBucket, slots: tuple[Slot, ...], runs: tuple[Tensor, ...]) -> Piece:
     params, first, last = [shard.params[slot.param] for slot in slots], slots[0], slots[-1]
     loaded, at = bucket.flat is None and shard.merges[first.param], first.offset - bucket.bucket.part(shard.group.group_rank)[0]
@@ -187,8 +207,7 @@ def _piece(shard: Shard, bucket: FlatBucket, slots: tuple[Slot, ...], runs: tupl
     if whole: memory = params[0].detach()
     elif len(runs) == 1 and not loaded: memory = runs[0]
     else: memory = bucket.load()[at:at + last.offset + last.numel - first.offset]
-    view = params[0] if whole and shard.borrows else Parameter(memory)
-    if shard.master_dtype not in (None, view.dtype) and view.is_floating_point(): view = Parameter(memory.to(shard.master_dtype))
+    view = _view(shard, params[0], memory, whole)
     owned = [(slot.param + shard.first, slot.start, slot.stop) for slot in slots]
     return Piece(owned, params, view, memory, whole, bucket, at, loaded, [p._version for p in params])
 
@@ -250,6 +269,11 @@ def _slice(piece: Piece, part: Tensor) -> Tensor: # a view, in the shape of the 
     flat = part[piece.at:piece.at + piece.numel]
     return flat.as_strided(piece.params[0].shape, piece.params[0].stride()) if piece.whole else flat
 
+def _open_empty(shard: Shard, lacks: Sequence[bool]) -> list[Piece]:
+    empty = [piece for piece in shard.pieces if piece.bucket is None]
+    for piece in empty: _enter(piece, None if lacks[piece.runs[0][0] - shard.first] else torch.zeros_like(piece.memory))
+    return empty
+
 @torch.no_grad()
 def open_bucket(
     optims: Iterable[torch.optim.Optimizer], # which step the pieces
@@ -260,6 +284,7 @@ def open_bucket(
 ) -> list[Piece]: # those of the bucket
     """Give the views of one bucket their memory and their gradients."""
     opened = []
+    if bucket is shard.buckets[0]: opened += _open_empty(shard, lacks)
     for piece in [piece for piece in shard.pieces if piece.bucket is bucket]:
         for one in split_piece(optims, shard, piece, [lacks[index - shard.first] for index, _, _ in piece.runs]):
             _enter(one, None if lacks[one.runs[0][0] - shard.first] else _slice(one, part))

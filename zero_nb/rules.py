@@ -205,7 +205,7 @@ def read_state(
     state_dict: Any, # of an unsharded optimizer; left as it is
     ours: list[dict[str, Any]], # the optimizer's param groups
     rules: list[Rule], # of these groups
-) -> dict[str, Any]: # the same, with its state by the parameters' index
+) -> dict[str, Any]: # the same, with its state by the parameters' index; state of no parameter keeps its key, a text
     """Check a state dict against an optimizer.
 
     Raises `TypeError` or `ValueError` with the first thing that does not fit."""
@@ -216,11 +216,14 @@ def read_state(
     _check_groups(given, ours, rules)
     trios = zip(given, ours, rules, strict=True)
     places = [(key, p, rule, theirs) for theirs, group, rule in trios for key, p in zip(theirs["params"], group["params"], strict=True)]
-    strange = [key for key in state if key not in {key for key, *_ in places}]
+    known = {key for key, *_ in places}
+    named = any(isinstance(key, str) for key in known) # then a text with a dict is a parameter of another model
+    common = {key: value for key, value in state.items() if key not in known and isinstance(key, str) and not (named and isinstance(value, dict))}
+    strange = [key for key in state if key not in known and key not in common]
     if strange: raise ValueError(f"the state dict has state of {strange[0]!r}, which is in none of its groups; load a state dict of the same model")
     for key, p, rule, theirs in places:
         if key in state: _check_entry(f"parameter {key!r}", state[key], p, rule, theirs)
-    return {**state_dict, "state": {i: state[key] for i, (key, *_) in enumerate(places) if key in state}}
+    return {**state_dict, "state": {i: state[key] for i, (key, *_) in enumerate(places) if key in state} | common}
 
 # %% ../nbs/12b_rules.ipynb #2f9785ee
 def describe_state(state_dict: dict[str, Any]) -> list[str]:
@@ -229,4 +232,8 @@ def describe_state(state_dict: dict[str, Any]) -> list[str]:
         if not isinstance(value, Tensor): return str(value) if isinstance(value, (int, float, tuple, type(None))) else type(value).__name__
         return f"{value.dtype} {value.item()}" if value.numel() == 1 and value.device.type == "cpu" else f"{value.dtype} {tuple(value.shape)}"
     groups = [f"group {i}: " + ", ".join(f"{k} {plain(v)}" for k, v in sorted(g.items()) if k != "params") for i, g in enumerate(state_dict["param_groups"])]
-    return [*groups, *(f"parameter {i}: " + ", ".join(f"{k} {plain(v)}" for k, v in s.items()) for i, s in sorted(state_dict.get("state", {}).items()))]
+    state = state_dict.get("state", {})
+    beside = [(key, value) for key, value in state_dict.items() if key not in ("state", "param_groups")]
+    common = [f"{key}: {plain(value)}" for key, value in [*beside, *state.items()] if isinstance(key, str)]
+    by_param = sorted((i, s) for i, s in state.items() if not isinstance(i, str))
+    return [*groups, *common, *(f"parameter {i}: " + ", ".join(f"{k} {plain(v)}" for k, v in s.items()) for i, s in by_param)]
