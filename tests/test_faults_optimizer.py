@@ -1,6 +1,8 @@
 """What the optimizer's readers and writers find between one backward and the next: the faults of the review, entry by entry."""
 import copy
 import pickle
+import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -565,3 +567,29 @@ def half_loaded(setup):
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_load_that_fails_on_one_rank_leaves_everything_on_all_as_it_was(setup):
     for unchanged, said in run(4 if SETUPS[setup][2] else 2, half_loaded, setup): assert unchanged and all("has broken" in (words or "") for words in said)
+
+
+def far_away(path):
+    """Break on one rank in a later step, and stay alive until all others have heard of it; what each has heard, and in which step."""
+    module, nodes = network(), two_level(2)
+    model = DDP(module)
+    zero = ZeroRedundancyOptimizer(module.parameters(), Breaks, nodes, lr=0.1, trust_optimizer_class=True)
+    store = dist.FileStore(path, 4)
+    for step in range(6):
+        Breaks.ranks = (1,) if step == 2 else ()
+        try:
+            model(batch(step)).square().mean().backward()
+            zero.step()
+        except Exception as error:
+            store.set(str(dist.get_rank()), "heard")
+            store.wait(["0", "1", "2", "3"], timedelta(seconds=40))
+            return step, f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_a_step_that_fails_on_one_rank_reaches_other_nodes_in_their_next_collective(tmp_path):
+    began = time.monotonic()
+    ranks = run(4, far_away, str(tmp_path / "store"), timeout=60)
+    assert time.monotonic() - began < 30, "no rank waits for a time limit"
+    assert ranks[1] == (2, "OverflowError: this rank has broken") and ranks[0][0] == 2 and "rank 1 failed with OverflowError" in ranks[0][1]
+    assert [step for step, _ in ranks[2:]] == [3, 3], "they have stepped, and hear of it in the next backward"

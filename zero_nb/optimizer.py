@@ -711,7 +711,7 @@ class ShardedStep(ShardedChanges):
     def _end_failed_step(self, shards: list[Shard], opened: bool, error: Exception | None) -> None: # None: all ranks know of it
         """Leave the same parameters on all ranks: what a local optimizer had stepped stays stepped, as in `torch.optim`. If not all fail, end the job."""
         for shard in shards: close_pieces(shard.pieces) if opened else rest(shard)
-        if fails_everywhere(self.levels) and self.across is None: _gather(bucket for shard in shards for bucket in shard.turns)
+        if self.across is None and fails_everywhere(self.levels): _gather(bucket for shard in shards for bucket in shard.turns)
         elif error is not None: self._leave_groups(error) # or the others would wait for this rank; and what nodes hold of one part may differ now
 
 # %% ../nbs/13_optimizer.ipynb #2b8e32fb

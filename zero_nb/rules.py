@@ -201,6 +201,9 @@ def _check_groups(given: Any, ours: list[dict[str, Any]], rules: list[Rule]) -> 
         if missing: raise ValueError(f"group {i} of the state dict has no {missing[0]!r}, got {list(theirs)}; "
                                      f"load a state dict of the same optimizer class, {rule.optimizer_class.__name__}")
 
+def _is_of_param(value: Any) -> bool: # and not of an optimizer as a whole, such as a count
+    return isinstance(value, dict) and (not value or any(isinstance(v, Tensor) and v.dim() for v in value.values()))
+
 def read_state(
     state_dict: Any, # of an unsharded optimizer; left as it is
     ours: list[dict[str, Any]], # the optimizer's param groups
@@ -217,8 +220,7 @@ def read_state(
     trios = zip(given, ours, rules, strict=True)
     places = [(key, p, rule, theirs) for theirs, group, rule in trios for key, p in zip(theirs["params"], group["params"], strict=True)]
     known = {key for key, *_ in places}
-    named = any(isinstance(key, str) for key in known) # then a text with a dict is a parameter of another model
-    common = {key: value for key, value in state.items() if key not in known and isinstance(key, str) and not (named and isinstance(value, dict))}
+    common = {key: value for key, value in state.items() if key not in known and isinstance(key, str) and not _is_of_param(value)}
     strange = [key for key in state if key not in known and key not in common]
     if strange: raise ValueError(f"the state dict has state of {strange[0]!r}, which is in none of its groups; load a state dict of the same model")
     for key, p, rule, theirs in places:
