@@ -593,3 +593,19 @@ def test_a_step_that_fails_on_one_rank_reaches_other_nodes_in_their_next_collect
     assert time.monotonic() - began < 30, "no rank waits for a time limit"
     assert ranks[1] == (2, "OverflowError: this rank has broken") and ranks[0][0] == 2 and "rank 1 failed with OverflowError" in ranks[0][1]
     assert [step for step, _ in ranks[2:]] == [3, 3], "they have stepped, and hear of it in the next backward"
+
+
+def taken_over(unsharded):
+    """Per layer, whether backward refuses a graph that was made before all ranks got the first one's parameters."""
+    module = nn.ModuleList([nn.Linear(6, 5), nn.Linear(6, 300_000, bias=False)])  # the second is larger than what is sent in one piece
+    inputs = [torch.ones(2, 6, requires_grad=True) for _ in module]
+    kept = [layer(x).square().sum() for layer, x in zip(module, inputs, strict=True)]
+    if unsharded: DDP(module)
+    else: data_parallel(module, ZeroRedundancyOptimizer(module.parameters(), AdamW), hidden=False)
+    return [refused(loss, x) for loss, x in zip(kept, inputs, strict=True)]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("unsharded", [True, False])
+def test_L4_parameters_that_come_from_the_first_rank_are_written_for_autograd(unsharded):
+    assert run(2, taken_over, unsharded) == [[True, True]] * 2

@@ -715,6 +715,7 @@ def copy_from(module: nn.Module, zero: ZeroRedundancyOptimizer, group_rank: int 
     """Give all ranks the parameters and buffers of one."""
     for state in (module.parameters(), module.buffers()): # a buffer may be a view of a parameter
         tensors = [t.detach() for t in state]
+        torch.autograd.graph.increment_version(tensors) # before they are written, as in a gather: no graph that has saved them is gone through afterwards
         for group in reversed(zero.levels):
             with coalescing_manager(group):
                 for t in tensors: group.broadcast(t, group_rank)
