@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -192,6 +193,23 @@ def test_a_block_may_be_entered_again_after_an_error():
     ranks = run(2, entered_again, timeout=40)
     assert [rank[0] for rank in ranks] == ["KeyError"] * 2 and [rank[1] for rank in ranks] == [50.0, 25.0]
     assert all(rank[2:] == ((1, 3), False, 0) for rank in ranks)
+
+
+def sends_statistics(counts):
+    """End a block in the middle of an accumulation on some ranks; what all ranks send before the next forward is the same."""
+    rank, net = dist.get_rank(), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    zero = ZeroRedundancyOptimizer(net.parameters(), SGD, lr=0.1)
+    handle = data_parallel(net, zero)
+    with Join([handle]):
+        for k in range(counts[rank]):
+            with nullcontext() if k % 2 else handle.no_sync(): net(torch.randn(3, 2)).sum().backward()
+    for _ in range(2): net(torch.randn(3, 2)).sum().backward()
+    return handle.buffers_due
+
+
+@pytest.mark.parametrize("counts", [(1, 4), (3, 2)], ids=str)
+def test_statistics_are_sent_after_a_block_that_ended_in_the_middle_of_an_accumulation(counts):
+    assert run(2, sends_statistics, counts, timeout=40) == [True] * 2
 
 
 # ---- M7 / H6: what a block asks of the store ----

@@ -1,5 +1,6 @@
 """Join: whatever happens in blocks and between them, in any order: what one process that sees all data would have made of it."""
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from zero_nb.overlap import overlap
 from zero_nb.parallel import data_parallel
 
 CLASSES = [(AdamW, {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}), (SGD, {"lr": 0.1, "momentum": 0.9})]
-DDP_MODES = ["plain", "zero"]
-MODES = [*DDP_MODES, "overlap", "interleaved", "parallel", "parallel interleaved"]
+DDP_MODES = ["plain", "zero", "unused"]
+MODES = [*DDP_MODES, "overlap", "interleaved", "parallel", "parallel interleaved", "parallel hidden", "parallel hidden interleaved unused"]
 
 
 class Early(Exception):
@@ -67,13 +68,15 @@ class History:
         self.kind, self.options = self.chance.choice(CLASSES)
         self.zero_first = self.chance.random() < 0.4
         self.to_none = self.chance.random() < 0.7
-        self.clips = self.mode in DDP_MODES and self.chance.random() < 0.2
+        self.zero_between = self.zero_first and self.chance.random() < 0.3  # forward and backward
+        self.clips = "interleaved" not in self.mode and self.chance.random() < 0.25
+        self.averages = self.chance.random() < 0.3  # statistics
+        self.bucket_cap_mb = self.chance.choice([25, 1e-4])
         self.schedules = self.chance.random() < 0.3
         self.views = self.chance.random() < 0.3
         self.segments = [Segment(self.chance, size, self.mode) for _ in range(self.chance.randint(2, 5))]
         for segment in self.segments:
             if self.norm: segment.sizes = [n + 1 for n in segment.sizes]
-            if self.clips: segment.nested = False
             if self.schedules: segment.fails = None  # after an error schedulers are where their ranks left them
 
     def zero(self, optimizer): optimizer.zero_grad(set_to_none=self.to_none)
@@ -109,17 +112,24 @@ class Reference(History):
 class Trained(History):
     """The same on several ranks."""
 
+    def __init__(self, seed, size, group):
+        super().__init__(seed, size)
+        self.group, self.rank = group, dist.get_rank(group)
+
     def play(self):
-        net, mode = self.net, self.mode
+        net, mode, clip = self.net, self.mode, {"max_grad_norm": 0.1} if self.clips else {}
         if mode == "plain": self.optimizer = self.kind(net.parameters(), **self.options)
-        else: self.optimizer = ZeroRedundancyOptimizer(net.parameters(), self.kind, **self.options)
+        else: self.optimizer = ZeroRedundancyOptimizer(net.parameters(), self.kind, self.group, **self.options)
         handle = None
         if mode.startswith("parallel"):
-            self.model, self.joinable = net, data_parallel(net, self.optimizer, interleaved="interleaved" in mode)
-            handle = self.joinable
+            way = {"interleaved": "interleaved" in mode, "hidden": "hidden" in mode, "find_unused_parameters": "unused" in mode}
+            way["buffers"] = "average" if self.averages else "broadcast"
+            handle = data_parallel(net, self.optimizer, bucket_cap_mb=self.bucket_cap_mb, **way, **clip)
+            self.model, self.joinable = net, handle
         else:
-            self.model = self.joinable = DDP(net, gradient_as_bucket_view=self.views)
-            if mode not in DDP_MODES: handle = overlap(self.model, self.optimizer, interleaved=mode == "interleaved")
+            ddp = {"gradient_as_bucket_view": self.views, "find_unused_parameters": mode == "unused", "bucket_cap_mb": self.bucket_cap_mb}
+            self.model = self.joinable = DDP(net, process_group=self.group, **ddp)
+            if mode not in DDP_MODES: handle = overlap(self.model, self.optimizer, interleaved=mode == "interleaved", **clip)
         self.scheduler = lr_scheduler.ExponentialLR(self.optimizer, 0.9) if self.schedules else None
         self.drives = handle is not None
         self.buffers = []
@@ -128,59 +138,57 @@ class Trained(History):
         return torch.cat([p.detach().flatten() for p in net.parameters()]), self.buffers
 
     def alone(self, segment):
-        if dist.get_rank(): return
+        if self.rank: return
         net = self.net.eval()
         with torch.no_grad(): net.forward(torch.ones(2, 4, dtype=torch.float64)) # past hooks, which send buffers
         net.train()
 
-    def equal(self, segment): self.loop(segment, segment.batches(dist.get_rank()))
+    def equal(self, segment): self.loop(segment, segment.batches(self.rank))
 
     def block(self, segment):
         joinables = [self.joinable, self.optimizer]
         if segment.turned: joinables.reverse()
         if self.scheduler: joinables.append(self.scheduler)
-        clip = {"before_step": lambda optimizer: nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)} if self.clips else {}
+        clip = {"before_step": lambda optimizer: nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)} if self.clips and not self.drives else {}
         join = Join(joinables, divide_by=segment.by, policy=segment.policy, **clip)
-        data = segment.batches(dist.get_rank())
+        data = segment.batches(self.rank)
         fails = segment.used()[1]
         said = ""
         try:
             with join:
                 if segment.nested and min(segment.lengths):
-                    with Join(joinables, divide_by=segment.by): self.loop(segment, data[:1])
+                    with Join(joinables, divide_by=segment.by, **clip): self.loop(segment, data[:1])
                     self.loop(segment, data[1:], 1)
                 else: self.loop(segment, join.loader(data) if segment.loads else data)
         except (Early, RuntimeError) as error:
             said = str(error)
             if not fails: raise
         assert bool(said) == fails, "a block fails on all ranks or on none"
-        if fails: self.zero(self.optimizer)
-        else: self.buffers += [b.clone() for b in self.net.buffers()]
+        if not fails: self.buffers += [b.clone() for b in self.net.buffers()]
+        elif not self.zero_first: self.zero(self.optimizer)
 
     def loop(self, segment, data, first=0):
         for k, x in enumerate(data, first):
             if segment.kind == "block" and segment.fails == k: raise Early(f"iteration {k}")
-            if self.zero_first and k % segment.every == 0: self.zero(self.optimizer)
+            if self.zero_first and not self.zero_between and k % segment.every == 0: self.zero(self.optimizer)
             last = (k + 1) % segment.every == 0
             if segment.looks and not self.norm:
                 with torch.no_grad(): self.model(x)
-            if last or not segment.no_sync: self.model(x).square().mean().backward()
-            else:
-                with self.joinable.no_sync(): self.model(x).square().mean().backward()
+            with nullcontext() if last or not segment.no_sync else self.joinable.no_sync():
+                out = self.model(x)
+                if self.zero_between and k % segment.every == 0: self.zero(self.optimizer)
+                out.square().mean().backward()
             if not last: continue
-            if self.clips and segment.kind != "block": nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
+            if self.clips and not self.drives and segment.kind != "block": nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
             self.optimizer.step()
             if not self.zero_first: self.zero(self.optimizer)
             if self.scheduler: self.scheduler.step()
 
 
-def play(seeds, size):
-    """Go through histories; for each what came of it, or the error."""
-    out = []
-    for seed in seeds:
-        history = Trained(seed, size)
-        out.append(history.play())
-    return out
+def play(seeds, size, others):
+    """Go through histories on all ranks but the first few, which take no part."""
+    group = dist.new_group(range(others, others + size)) if others else dist.group.WORLD
+    return [Trained(seed, size, group).play() for seed in seeds] if dist.get_rank() >= others else []
 
 
 def apart(seed, size, ranks):
@@ -190,9 +198,10 @@ def apart(seed, size, ranks):
     return max((params - wanted).abs().max().item() for params, _ in ranks)
 
 
-@pytest.mark.parametrize(("size", "first"), [(2, 0), (2, 20), (3, 100), (3, 120), (4, 200), (4, 220)])
-def test_any_history_of_blocks_ends_where_one_process_ends(size, first):
+@pytest.mark.parametrize(("size", "first", "others"), [(2, 0, 0), (2, 20, 0), (3, 100, 0), (3, 120, 0), (4, 200, 0), (4, 220, 0), (2, 300, 2)])
+def test_any_history_of_blocks_ends_where_one_process_ends(size, first, others):
+    """Twenty histories of ranks that are a group of their own where there are others."""
     seeds = range(first, first + 20)
-    ranks = run(size, play, seeds, size, timeout=300)
+    ranks = run(others + size, play, seeds, size, others, timeout=300)[others:]
     for i, seed in enumerate(seeds):
         assert apart(seed, size, [rank[i] for rank in ranks]) < 1e-12, (seed, vars(Reference(seed, size)))
