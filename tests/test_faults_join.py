@@ -1,4 +1,5 @@
 """Join: what the review found, each under its own name."""
+import json
 import multiprocessing
 import os
 import signal
@@ -352,7 +353,7 @@ def many(monkeypatch, size, leave):
             rank.requests()
         for rank in ranks:
             if leave[rank.log.me] <= k: continue
-            for what in ("backward", "step"): rank.log.tell(0, what, k, {})
+            for what in ("hook", "step"): rank.log.tell(0, what, k, {})
         iterating.append([rank.requests() for rank in ranks])
         for rank in ranks:
             if leave[rank.log.me] > k: continue
@@ -393,6 +394,68 @@ def test_M7_ranks_that_leave_one_after_the_other(monkeypatch, order):
 def test_M7_the_end_of_a_block_moves_a_few_bytes_for_each_rank(monkeypatch):
     per_rank = [many(monkeypatch, size, [1] * size)[3] / size for size in (8, 64, 512)]
     assert max(per_rank) < 1.5 * min(per_rank) and max(per_rank) < 500, per_rank
+
+
+# ---- notes that no rank has written ----
+
+class Alone(Participant):
+    """One of four ranks, on a store that others have written to."""
+
+    def __init__(self, monkeypatch):
+        for module in (process_group, join): monkeypatch.setattr(module, "_store", lambda group: group.store)
+        monkeypatch.setattr(process_group, "_alone", lambda group: False)
+        super().__init__(dist.HashStore(), 4, 2)
+
+
+READERS = {"event/0": Reader.next, "announcer": Reader.answer, "most": Reader.depart, "oldest": Reader.trouble, "relay/0": lambda log: log._find_source(4)}
+GOOD = {"event/0": [0, 0, "step", 0, {}], "announcer": [1, 0], "most": [1, 0], "oldest": [0], "relay/0": [0, ""]}
+WRONG = ["x", "7", "{}", "null", "[]", '["a", "b"]', "[true, 1]", "[1, 2, 3, 4, 5, 6]", "[[", b"\xff\xfe"]
+
+
+@pytest.mark.parametrize("key", READERS)
+def test_a_note_that_no_rank_has_written_is_named(monkeypatch, key):
+    for wrong in WRONG:
+        rank = Alone(monkeypatch)
+        rank.log.waits_since = time.monotonic() - 2
+        rank.counted.store.set(rank.log.notes._name(key), wrong)
+        with pytest.raises(RuntimeError, match=f"rank 2 cannot go on with the note '{key}' of its Join block"): READERS[key](rank.log)
+
+
+@pytest.mark.parametrize(("key", "wrong"), [
+    ("event/0", [1, 0, "step", 0, {}]), ("event/0", [0, -2, "step", 0, {}]), ("event/0", [0, 0, "backward", 0, {}]),
+    ("event/0", [0, 0, "forward", 0, {"ranks": 1, "rebuild": True}]),
+    ("announcer", [4, 0]), ("announcer", [-1, 0]), ("announcer", [0, -1]), ("most", [7, 0])], ids=str)
+def test_values_that_no_rank_writes_are_named(monkeypatch, key, wrong):
+    rank = Alone(monkeypatch)
+    rank.log.notes.put(key, json.dumps(wrong))
+    with pytest.raises(RuntimeError, match=f"rank 2 cannot go on with the note '{key}'"): READERS[key](rank.log)
+
+
+def test_what_no_rank_has_said_is_not_an_error_of_the_reader(monkeypatch):
+    rank = Alone(monkeypatch)
+    for wrong in WRONG:
+        rank.counted.store.set(rank.log.notes._name("failed"), wrong)
+        assert "rank 2 cannot go on with the note 'failed'" in rank.log.failed()
+
+
+def damages(key, wrong):
+    """Write to the board of a block that runs, as a foreign program might."""
+    rank, model = dist.get_rank(), DDP(nn.Linear(2, 1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    block = Join([model, optimizer])
+
+    def train():
+        with block:
+            for k in range((1, 100_000)[rank]):
+                if rank == 1 and k == 3: block.log.notes.put(key, wrong)
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+    return told(train)
+
+
+@pytest.mark.parametrize(("key", "wrong"), [("announcer", "x"), ("announcer", "[9, 9]"), ("failed", "x")])
+def test_a_damaged_note_ends_the_block_on_all_ranks(key, wrong):
+    for kind, words in run(2, damages, key, wrong, timeout=60): assert kind in ("RuntimeError", "DamagedNote") and f"'{key}'" in words, words
 
 
 # ---- what is sent at the end, and who is trusted ----

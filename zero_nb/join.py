@@ -29,11 +29,11 @@ from .objects import broadcast_object_list, dump
 from .optimizer import _Join
 from .overlap import Hook, found_tensors, unstepped_grad
 from .parallel import Parallel, copy_from
-from .process_group import Board, Group, Ranks, _store, abort, agreeing, elsewhere, patience
+from .process_group import Board, Group, Ranks, _read, _store, abort, agreeing, elsewhere, patience
 
 # %% auto #0
-__all__ = ['SLOTS', 'FAN_OUT', 'Count', 'Joinable', 'JoinHook', 'Mark', 'Roll', 'draw_roll', 'Event', 'Notes', 'Relay',
-           'EventLog', 'Reader', 'gather_numbers', 'count_of', 'Present', 'find_overlap', 'reduce_nothing',
+__all__ = ['SLOTS', 'FAN_OUT', 'Count', 'Joinable', 'JoinHook', 'Mark', 'Roll', 'draw_roll', 'Event', 'DamagedNote', 'Notes',
+           'Relay', 'EventLog', 'Reader', 'gather_numbers', 'count_of', 'Present', 'find_overlap', 'reduce_nothing',
            'GradientRecord', 'shadowed_by', 'Block', 'Calling', 'Counting', 'Shadowing', 'Ending', 'Declaring',
            'Leaving', 'Entering', 'Join']
 
@@ -96,6 +96,12 @@ class Event:
     turn: int # iterations that have begun
     options: dict[str, Any]
 
+    def complete(self, number: int) -> bool:
+        """Tell if this is the event of a number, with the options without which it cannot be followed."""
+        return self.number == number and self.part >= -1 and all(isinstance(self.options.get(k), kind) for k, kind in _NEEDED.get(self.what, {}).items())
+
+_NEEDED: dict[str, dict[str, type]] = {"forward": {"ranks": list, "rebuild": bool}, "backward": {"gradients": dict}, "failed": {"said": str}}
+
 # %% ../nbs/15_join.ipynb #5ba27c39
 _PAUSE = 0.01 # seconds between two looks into a store that is a file
 
@@ -110,6 +116,9 @@ def _connect(store: Any) -> Any: # None: a rank has to look again and again
     connection.set_timeout(timedelta(days=1)) # a rank that waits in vain is told
     return connection
 
+class DamagedNote(RuntimeError):
+    """A note in the store is not what a rank has written."""
+
 class Notes(Board):
     """A board whose readers can wait, and on which one of several writers is the first."""
 
@@ -121,11 +130,24 @@ class Notes(Board):
 
     def claim(self, key: str, expected: str, note: str) -> str: # what is there now
         """Leave a note if what is there is what was expected, "" for nothing."""
-        return str(_store(self.group).compare_set(self._name(key), expected, note).decode())
+        return str(_store(self.group).compare_set(self._name(key), expected, note).decode(errors="replace"))
+
+    def values(self, key: str, note: str, *kinds: type) -> list[Any]:
+        """Read a note that holds values of these types.
+
+        Raises `DamagedNote` if it holds anything else."""
+        try: return _read(note, *kinds)
+        except RuntimeError as error: raise DamagedNote(self._damage(key, error)) from None
+
+    def check(self, key: str, note: str, fine: bool) -> None:
+        """Raise `DamagedNote` about values that no rank writes."""
+        if not fine: raise DamagedNote(self._damage(key, f"no rank writes {note[:100]} there; another program writes to the store of this job"))
+
+    def _damage(self, key: str, why: object) -> str: return f"rank {self.group.global_rank} cannot go on with the note {key!r} of its Join block: {why}"
 
     def wait(self, key: str, stop: Callable[[], bool] = lambda: False) -> str:
         """Wait for a note and give it; "" if `stop` says so, which is asked where there is no connection to wait on."""
-        if self.connection is not None: return str(self.connection.get(self._name(key)).decode())
+        if self.connection is not None: return str(self.connection.get(self._name(key)).decode(errors="replace"))
         begin = time.monotonic()
         while not stop():
             if (note := self.see(key)) is not None: return note
@@ -168,7 +190,7 @@ class Relay:
 
     def wait(self, key: str) -> str:
         """Wait for a note and give it."""
-        return str(self.store.get(key).decode())
+        return str(self.store.get(key).decode(errors="replace"))
 
     def claim(self, key: str, expected: str, note: str) -> None:
         """Leave a note if what is there is what was expected, while another thread waits."""
@@ -205,7 +227,7 @@ class EventLog:
         """Announce event `first` and what follows, now and in future."""
         with self.lock:
             stop = self.number if self.announces is None else self.announces
-            if self.recent and first < self.recent[0][0] < stop: self.notes.put("oldest", str(self.recent[0][0]))
+            if self.recent and first < self.recent[0][0] < stop: self.notes.put("oldest", json.dumps([self.recent[0][0]]))
             for event in self.recent:
                 if first <= event[0] < stop: self._write(event)
             self.announces = min(first, stop)
@@ -219,15 +241,20 @@ class EventLog:
         """Remove what no rank reads any more."""
         while self.published and self.published[0] < self.number - SLOTS:
             self.notes.remove(f"event/{self.published.popleft()}")
-            self.notes.put("oldest", str(self.number - SLOTS))
+            self.notes.put("oldest", json.dumps([self.number - SLOTS]))
 
     def _announcer(self) -> tuple[str, int, int]: # the note, the rank that announces, and from where
         note = self.notes.see("announcer") or ""
-        rank, first = map(int, note.split(":")) if note else (-1, 0)
+        rank, first = self._pair("announcer", note) if note else (-1, 0)
         return note, rank, first
 
+    def _pair(self, key: str, note: str) -> tuple[int, int]: # a rank of the group, and a number of events
+        rank, number = self.notes.values(key, note, int, int)
+        self.notes.check(key, note, rank in range(self.size) and number >= 0)
+        return rank, number
+
     def _ask(self, note: str, rank: int, first: int) -> bool: # whether this was the first to ask
-        mine = f"{rank}:{first}"
+        mine = json.dumps([rank, first])
         if self.notes.claim("announcer", note, mine) != mine: return False
         self.notes.put(f"wake/{rank}", "1")
         return True
@@ -235,12 +262,12 @@ class EventLog:
     def depart(self) -> None:
         """Leave the loop: others go on, and one of them announces what it does."""
         if self.size == 1: return
-        self.has_data, mine = False, f"{self.number}:{self.me}"
+        self.has_data, mine = False, json.dumps([self.me, self.number])
         most = self.notes.claim("most", "", mine)
-        while int(most.split(":")[0]) < self.number: most = self.notes.claim("most", most, mine)
+        while self._pair("most", most)[1] < self.number: most = self.notes.claim("most", most, mine)
         self.notes.put(f"gone/{self.me}", "1")
         self.answer() # it may have been chosen just now
-        number, holder = map(int, most.split(":"))
+        holder, number = self._pair("most", most)
         left = self.notes.add("gone")
         self._choose(number, holder)
         if left == self.size: self._write((number, -1, "end", 0, {}))
@@ -250,16 +277,16 @@ class EventLog:
     def _find_source(self, place: int) -> None: # place: ranks that have left before
         """Find where to read, and let others read here."""
         if self.size > FAN_OUT * (place + 1):
-            note = "none"
+            note = json.dumps([0, ""])
             with suppress(OSError, RuntimeError): # others then read from the store of the group
                 self.relay = Relay.open(_store(self.notes.group))
-                note = f"{self.number}:{self.relay.place}"
+                note = json.dumps([self.number, self.relay.place])
             self.notes.put(f"relay/{place}", note)
             self.relayed = place
         if place < FAN_OUT: return
-        first, _, found = self.notes.wait(f"relay/{place // FAN_OUT - 1}").partition(":")
-        with suppress(OSError, RuntimeError):
-            if found and int(first) <= self.number: self.source = Relay.connect(found)
+        first, found = self.notes.values(key := f"relay/{place // FAN_OUT - 1}", self.notes.wait(key), int, str)
+        with suppress(OSError, RuntimeError, ValueError): # an address that is not one is as good as none
+            if found and first <= self.number: self.source = Relay.connect(found)
 
     def _choose(self, most: int, holder: int) -> None:
         """Find a rank that announces what this one has not done yet."""
@@ -268,7 +295,7 @@ class EventLog:
             gone = rank in (-1, self.me) or bool(self.notes.see(f"gone/{rank}") is not None)
             first = self.number if rank in (-1, self.me) else min(first, self.number)
             if gone: rank = self._with_data(holder if most > self.number else -1)
-            if rank < 0 or note == f"{rank}:{first}": return # there is none, or it does so already
+            if rank < 0 or note == json.dumps([rank, first]): return # there is none, or it does so already
             if self._ask(note, rank, first) and (rank == holder or self.notes.see(f"gone/{rank}") is None): return
 
     def _with_data(self, holder: int) -> int: # holder: what is given if there is none
@@ -289,6 +316,7 @@ class Reader(EventLog):
     """The part of a log that reads, and tells of errors."""
 
     waits_since: float | None = None # for the next event; None: it does not wait
+    damage = "" # what the thread of this rank says of a note that it could not read
 
     def next(self) -> Event | None:
         """Wait for an event of a rank with data; None: no rank has any.
@@ -299,7 +327,8 @@ class Reader(EventLog):
         try: note = self.source.wait(key := f"event/{self.number}")
         finally: self.waits_since = None
         if self.relay is not None: self.relay.put(key, note, f"event/{self.number - SLOTS}")
-        event = Event(*json.loads(note))
+        event = Event(*self.notes.values(key, note, int, int, str, int, dict))
+        self.notes.check(key, note, event.complete(self.number))
         if event.what == "failed": raise RuntimeError(event.options["said"])
         if event.what == "end": return None
         self.number += 1
@@ -343,15 +372,19 @@ class Reader(EventLog):
             store.claim(f"event/{self.number}", "", json.dumps([self.number, -1, "failed", 0, {"said": said}]))
 
     def failed(self) -> str:
-        """Give what another rank said before it left with an error."""
+        """Give what another rank said before it left with an error, or what is wrong with the notes."""
+        if self.damage: return self.damage
         with suppress(RuntimeError):
-            if (note := self.notes.see("failed")) and (said := json.loads(note))[0] != self.notes.group.global_rank: return str(said[1])
+            if not (note := self.notes.see("failed")): return ""
+            try: rank, said = self.notes.values("failed", note, int, str)
+            except DamagedNote as error: return str(error)
+            if rank != self.notes.group.global_rank: return str(said)
         return ""
 
     def trouble(self) -> str: # "" as long as there may be an event
         """Tell why the next event will not come."""
         if self.waits_since is None or (waited := time.monotonic() - self.waits_since) < 1: return ""
-        group, rank, oldest = self.notes.group, self._announcer()[1], int(self.notes.see("oldest") or 0)
+        group, rank, oldest = self.notes.group, self._announcer()[1], self.notes.values("oldest", self.notes.see("oldest") or "[0]", int)[0]
         name = "a rank with data" if rank < 0 else f"rank {group.ranks[rank]}"
         if oldest > self.number:
             return (f"{name} is more than {SLOTS} events ahead of rank {group.global_rank}, which has no data and follows it; "
@@ -1120,6 +1153,7 @@ class Shadowing(Counting):
         """Do what ranks with data announce, until none has any."""
         own, warned = self.turn, False
         while event := self.log.next():
+            self.log.notes.check(f"event/{event.number}", str(event), event.part < len(self.parts))
             self.advance(event.turn - self.turn)
             self.turn = event.turn
             if event.part < 0: self.follow(event)
@@ -1225,7 +1259,12 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         with suppress(RuntimeError): # the store may be gone, and collectives with it
-            while not self.done.is_set() and self.attend(): pass
+            try:
+                while not self.done.is_set() and self.attend(): pass
+            except DamagedNote as error:
+                self.log.damage = str(error)
+                self.log.fail(self.log.damage)
+                self.free(self.log.damage)
 
     def attend(self) -> bool: # whether to go on
         """Wait for something to do, and do it."""
