@@ -213,6 +213,40 @@ def test_statistics_are_sent_after_a_block_that_ended_in_the_middle_of_an_accumu
     assert run(2, sends_statistics, counts, timeout=40) == [True] * 2
 
 
+def writes(kind, how, counts):
+    """Change gradients in a way that leaves no version behind."""
+    rank, net = dist.get_rank(), nn.Linear(3, 2)
+    model = DDP(net)
+    made = {"zero": lambda: ZeroRedundancyOptimizer(net.parameters(), SGD, lr=0.1), "fused": lambda: AdamW(net.parameters(), fused=True)}
+    optimizer = made.get(kind, lambda: SGD(net.parameters(), lr=0.1))()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=how == "scaler")
+    clip = {"before_step": lambda optimizer: nn.utils.clip_grad_norm_(net.parameters(), 1.0)} if how == "clipping" else {}
+
+    def train():
+        with Join([model, optimizer], policy="stop" if how == "stopped" else None, **clip):
+            for _ in range(counts[rank]):
+                scaler.scale(model(torch.ones(2, 3)).square().mean()).backward()
+                if how in ("clamp", "clipping", "stopped"):
+                    for p in net.parameters(): p.grad.data.clamp_(-0.01, 0.01)
+                scaler.step(optimizer)
+                scaler.update()
+                if how == "zero":
+                    for p in net.parameters(): p.grad.data.zero_()
+                else: optimizer.zero_grad()
+    return told(train)
+
+
+@pytest.mark.parametrize(("kind", "how"), [
+    ("plain", "scaler"), ("fused", "scaler"), ("zero", "scaler"), ("plain", "clamp"), ("zero", "zero"), ("zero", "clipping")])
+@pytest.mark.filterwarnings("ignore:gradients change")
+def test_gradients_that_are_written_without_a_version_are_an_error(kind, how):
+    for error in run(2, writes, kind, how, (2, 5)): assert error and "gradients were changed between" in error[1], error
+
+
+def test_gradients_may_be_written_where_no_rank_goes_on_without_data():
+    assert run(2, writes, "plain", "clamp", (3, 3)) == run(2, writes, "plain", "stopped", (2, 5)) == [None] * 2
+
+
 # ---- M7 / H6: what a block asks of the store ----
 
 class Counted:
@@ -389,6 +423,30 @@ def test_M7_ranks_that_leave_one_after_the_other(monkeypatch, order):
         iterating, departing, following, _ = many(monkeypatch, size, leave)
         assert all(sum(each) <= 2 for each in iterating)
         assert sum(departing) <= 20 * size and max(following) <= 2
+
+
+@pytest.mark.parametrize("moment", ["claim", "put", "add", "_with_data"])
+def test_ranks_that_leave_at_the_same_time_read_what_the_other_did(monkeypatch, moment):
+    """The last events of a rank need not wait for others; another rank leaves with fewer at any moment between."""
+    for module in (process_group, join): monkeypatch.setattr(module, "_store", lambda group: group.store)
+    monkeypatch.setattr(process_group, "_alone", lambda group: False)
+    store = dist.HashStore()
+    few, many = (Participant(store, 2, rank).log for rank in range(2))
+    for log, count in ((few, 1), (many, 3)):
+        for k in range(count): log.tell(0, "step", k, {})
+    there = few if moment == "_with_data" else few.notes
+    request = getattr(there, moment)
+
+    def late(*args):
+        setattr(there, moment, request)
+        if moment == "claim": request(*args)
+        many.depart()
+        return request(*args)
+    setattr(there, moment, late)
+    few.depart()
+    many.answer()
+    assert few.notes.see("event/3") is not None, "the end is behind the last event of all ranks"
+    assert [few.next().number, few.next().number, few.next(), many.next()] == [1, 2, None, None]
 
 
 def test_M7_the_end_of_a_block_moves_a_few_bytes_for_each_rank(monkeypatch):

@@ -267,10 +267,9 @@ class EventLog:
         while self._pair("most", most)[1] < self.number: most = self.notes.claim("most", most, mine)
         self.notes.put(f"gone/{self.me}", "1")
         self.answer() # it may have been chosen just now
-        holder, number = self._pair("most", most)
         left = self.notes.add("gone")
-        self._choose(number, holder)
-        if left == self.size: self._write((number, -1, "end", 0, {}))
+        self._choose()
+        if left == self.size: self._write((self._most()[1], -1, "end", 0, {})) # all others have said how many they had before they were counted
         self.notes.put(f"wake/{self.me}", "1") # the thread of this rank looks after other things, and leaves the connection to this one
         if isinstance(_base(_store(self.notes.group)), torch.distributed.TCPStore): self._find_source(left - 1)
 
@@ -288,21 +287,27 @@ class EventLog:
         with suppress(OSError, RuntimeError, ValueError): # an address that is not one is as good as none
             if found and first <= self.number: self.source = Relay.connect(found)
 
-    def _choose(self, most: int, holder: int) -> None:
+    def _most(self) -> tuple[int, int]: # the rank that has left with most events so far, and how many
+        return self._pair("most", self.notes.see("most") or json.dumps([self.me, self.number]))
+
+    def _choose(self) -> None:
         """Find a rank that announces what this one has not done yet."""
         while True:
             note, rank, first = self._announcer()
             gone = rank in (-1, self.me) or bool(self.notes.see(f"gone/{rank}") is not None)
             first = self.number if rank in (-1, self.me) else min(first, self.number)
-            if gone: rank = self._with_data(holder if most > self.number else -1)
+            if gone: rank = self._with_data()
+            if left := rank < 0: # all have left; each says how many events it had before it says that it is gone
+                holder, most = self._most()
+                rank = holder if most > self.number else -1
             if rank < 0 or note == json.dumps([rank, first]): return # there is none, or it does so already
-            if self._ask(note, rank, first) and (rank == holder or self.notes.see(f"gone/{rank}") is None): return
+            if self._ask(note, rank, first) and (left or self.notes.see(f"gone/{rank}") is None): return
 
-    def _with_data(self, holder: int) -> int: # holder: what is given if there is none
+    def _with_data(self) -> int: # -1: none has any
         """Find a rank that has data: the one that will for longest, or else the next one after this."""
         for rank in (self.favourite, *((self.me + hop) % self.size for hop in range(1, self.size))):
             if rank != self.me and self.notes.see(f"gone/{rank}") is None: return rank
-        return holder
+        return -1
 
     def clear(self) -> None:
         """Leave nothing behind."""
@@ -503,8 +508,8 @@ def _take_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
             else: group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 # %% ../nbs/15_join.ipynb #b9402209
-_CHANGED = ("gradients were changed between {}, by clipping perhaps, which rank {} cannot repeat without data; pass what changes them to Join as before_step, "
-            "which is called on all ranks")
+_CHANGED = ("gradients were changed between {}, by clipping or a GradScaler perhaps, which rank {} cannot repeat without data; pass what changes them "
+            "to Join as before_step, which is called on all ranks, and a scaler to overlap or data_parallel")
 
 class _Stepper(_Part):
     """An optimizer in a block: a rank without data steps as well, with the options of those that have some."""
@@ -520,10 +525,11 @@ class _Stepper(_Part):
         self.announce(self.prepare())
 
     def prepare(self) -> bool: # whether gradients are not as they were reduced
-        if self.block.before_step is None: return self.block.touched(self.joinable)
-        self.block.before_step(self.joinable)
-        for each in self.block.records: each.save()
-        return False
+        touched = self.block.touched(self.joinable)
+        if self.block.before_step is not None:
+            self.block.before_step(self.joinable)
+            for each in self.block.records: each.save(sizes=bool(each.sizes))
+        return touched
 
     def announce(self, touched: bool) -> None:
         now = _options(self.joinable)
@@ -675,6 +681,11 @@ def _writes(mark: Mark | None, grad: Tensor) -> int | None: # since it was marke
 
 def _is_zero(grad: Tensor) -> bool: return not (grad._values() if grad.is_sparse else grad).any()
 
+def _size(grad: Tensor | None) -> float: # of its values; a write through `.data` changes it, and no version
+    if grad is None: return 0.0
+    values = grad._values() if grad.is_sparse else grad
+    return float(torch.linalg.vector_norm(torch.view_as_real(values) if values.is_complex() else values, dtype=torch.float64))
+
 class GradientRecord:
     """Which gradients of a model a loop keeps from one backward to the next."""
 
@@ -690,9 +701,14 @@ class GradientRecord:
         self.changed = False # a gradient was written between backwards, by clipping for example
         self.save()
 
-    def save(self) -> None:
-        """Remember the gradients as they are, when a backward is over."""
+    def save(self, sizes: bool = False) -> None:
+        """Remember the gradients as they are, when a backward is over; `sizes`: their values as well, which takes a pass over them."""
         self.marks = [_mark(self.find_grad(i)) for i in range(len(self.params))]
+        self.sizes = [str(_size(self.find_grad(i))) for i in range(len(self.params))] if sizes else []
+
+    def rewritten(self, i: int, grad: Tensor) -> bool:
+        """Tell if a gradient has other values than when they were remembered."""
+        return bool(self.sizes) and self.sizes[i] != str(_size(grad)) # as text, for nan is nan
 
     def begin(self, arrived: bool = False) -> None:
         """Begin a backward; `arrived`: its first gradients have been added to what was there."""
@@ -705,8 +721,8 @@ class GradientRecord:
         for i, mark in enumerate(self.marks):
             grad = self.find_grad(i)
             written = None if grad is None else _writes(mark, grad)
-            if written == 0 or (arrived and written == 1): continue
-            if grad is None or arrived or _is_zero(grad):
+            if (written == 0 and grad is not None and not self.rewritten(i, grad)) or (arrived and written == 1): continue
+            if grad is None or arrived or (written != 0 and _is_zero(grad)):
                 self.emptied[i] = number
                 (self.zeroed.discard if grad is None or arrived else self.zeroed.add)(i)
             else: self.changed = True
@@ -831,7 +847,7 @@ class _Output(_Network):
     def over(self) -> None:
         """Remember the gradients that a backward has left."""
         self.inside = False
-        self.record.save()
+        self.record.save(sizes=self.block.compares_values())
 
     def tell_backward(self) -> None:
         """Announce the reduction of a backward, and the step if it is part of that."""
@@ -1096,6 +1112,7 @@ class Counting(Calling):
     """The part of a block that knows how many samples there are, and what became of gradients."""
 
     warned = False # that gradients change
+    announced = 0 # backwards that this rank was asked to announce
 
     def samples_of(self, args: Any, kwargs: Any) -> int:
         """Count the samples that forward is called with."""
@@ -1115,11 +1132,19 @@ class Counting(Calling):
         there = self.declared.active(at)
         return Present(self.group.size, lambda: (sum(counts), there))
 
+    def compares_values(self) -> bool:
+        """Tell whether to compare values of gradients too: on the rank that announces, in its first eight backwards, and then ever more rarely."""
+        if self.log.announces is None or self.log.size == 1: return False
+        self.announced += 1
+        return self.announced <= 8 or self.announced & (self.announced - 1) == 0
+
     def touched(self, optimizer: Any) -> bool:
         """Tell if gradients have changed since they were reduced."""
-        marks = {id(p): mark for record in self.records for p, mark in zip(record.params, record.marks, strict=True) if mark is not None}
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and id(p) in marks]
-        touched = any(_writes(marks[id(p)], p.grad) != 0 for p in params)
+        if self.policy != "shadow": return False
+        params = {id(p): p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        marked = [(each, i, params[id(p)]) for each in self.records for i, p in enumerate(each.params) if each.marks[i] is not None and id(p) in params]
+        touched = any(_writes(each.marks[i], grad) != 0 or each.rewritten(i, grad) for each, i, grad in marked)
+        touched = touched or getattr(optimizer, "found_inf", None) is not None # a fused class divides by a scale itself
         if touched and not self.warned:
             warnings.warn("gradients change between backward and step, which ranks without data cannot repeat; pass what changes them, clipping for "
                           "example, to Join as before_step", stacklevel=2)
@@ -1394,7 +1419,7 @@ class Entering(Leaving):
             self.check_drivers()
             for part in self.parts: part.check()
         self.log, self.roll, self.declared, self.looped, self.warned = Reader(Notes(self.group, "join")), None, None, False, False
-        self.turn, self.taken, self.fault, self.bar, self.counted = 0, 0, None, None, None
+        self.turn, self.taken, self.fault, self.bar, self.counted, self.announced = 0, 0, None, None, None, 0
         for part in self.parts: part.attach()
         self.watch = _Watch(self.log)
         return self
