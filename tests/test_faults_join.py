@@ -262,13 +262,17 @@ class Counted:
         def counted(*args):
             out = method(*args)
             self.log[name] += 1
+            self.log["events"] += "/event/" in str(args[0])
             self.log["bytes"] += sum(len(value) for value in (*args[1:], out) if isinstance(value, (str, bytes)))
             return out
         return counted
 
+    @property
+    def requests(self): return sum(count for name, count in self.log.items() if name not in ("events", "bytes"))
+
 
 def asked_in_blocks(port, counts, norm, by, policy):
-    """Train twice over a TCPStore; requests of this rank in each iteration in which all ranks have data, and in each block."""
+    """Train twice over a TCPStore; requests of this rank in each iteration, all and those for events, and the latter in the last block."""
     rank, n = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
@@ -279,16 +283,16 @@ def asked_in_blocks(port, counts, norm, by, policy):
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW)
     per_block = []
     for _ in range(2):
-        before = store.log.total() - store.log["bytes"]
+        before = store.log["events"]
         with Join([model, optimizer], divide_by=by, policy=policy):
             per_iteration = []
             for _ in range(counts[rank]):
-                start = store.log.total() - store.log["bytes"]
+                start = store.requests, store.log["events"]
                 model(torch.ones(3, 4)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                per_iteration.append(store.log.total() - store.log["bytes"] - start)
-        per_block.append(store.log.total() - store.log["bytes"] - before)
+                per_iteration.append((store.requests - start[0], store.log["events"] - start[1]))
+        per_block.append(store.log["events"] - before)
     dist.barrier()
     return per_iteration, per_block[-1]
 
@@ -303,14 +307,16 @@ def free_port():
                                                     ("world_size", False, "raise"), ("samples", False, "stop")])
 def test_M7_an_iteration_in_which_all_ranks_have_data_asks_nothing(by, norm, policy):
     for per_iteration, _ in run(2, asked_in_blocks, free_port(), (12, 12), norm, by, policy):
-        assert per_iteration[:-1] == [0] * 11  # in the last one the other rank may have left
+        assert per_iteration[:-1] == [(0, 0)] * 11  # in the last one the other rank may have left
 
 
 def test_M7_only_one_rank_announces_and_only_if_a_rank_has_no_data():
     ranks = run(4, asked_in_blocks, free_port(), (40, 0, 40, 40), False, "world_size", "shadow")
-    asked = [sum(per_iteration[2:-1]) for per_iteration, _ in ranks]  # the first ones may come before the announcer is asked, the last after a rank has left
-    assert sorted(asked)[:3] == [0, 0, 0] and 37 * 2 <= max(asked) <= 37 * 2 + 30, asked  # the rest is of its thread, by time
-    assert ranks[1][1] <= 2 * 40 + 80  # it reads each event
+    asked = [per_iteration[2:-1] for per_iteration, _ in ranks]  # the first ones may come before the announcer is asked, the last after a rank has left
+    announcer = max(range(4), key=lambda rank: len(asked[rank]) and sum(events for _, events in asked[rank]))
+    assert all(each == [(0, 0)] * 37 for rank, each in enumerate(asked) if rank not in (1, announcer))
+    assert [events for _, events in asked[announcer]] == [2] * 37  # the other requests are those of its thread, by time
+    assert ranks[1][1] == 2 * 40 + 1  # it reads each event once, and the end
 
 
 def in_a_tree(port, counts, fails):
@@ -362,7 +368,7 @@ class Participant:
 
     def requests(self):
         """Count requests since the last call."""
-        now, before = self.counted.log.total() - self.counted.log["bytes"], self.asked
+        now, before = self.counted.requests, self.asked
         self.asked = now
         return now - before
 
