@@ -6,6 +6,7 @@ import io
 import os
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from stream_standin import NetworkWork, Stream, WatchedStream, World
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import prune
 from torch.optim import SGD, AdamW, Muon
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
@@ -223,6 +225,52 @@ def lookers(names, **setup): return {name: same(base, **LOOKS[name], **setup) fo
 @pytest.mark.parametrize("early", [False, True])
 def test_H2_what_is_read_after_a_step_is_what_it_is_with_DDP(early):
     for rank in run(2, lookers, LOOKS, interleaved=early): assert all(rank.values()), rank
+
+
+def pruned(model, x):
+    prune.l1_unstructured(model[0], "weight", amount=0.3)
+    return model(x)
+
+
+def stacked(model, x):
+    """Call an ensemble of the model and a copy of it."""
+    shape, (params, buffers) = copy.deepcopy(model).to("meta"), torch.func.stack_module_state([model, copy.deepcopy(model)])
+    return torch.func.vmap(lambda p, b: torch.func.functional_call(shape, (p, b), (x,)))(params, buffers)
+
+
+def in_a_thread(model, x):
+    with ThreadPoolExecutor(1) as threads: return threads.submit(model, x).result()
+
+
+# what users do with a model in the middle of training
+USED = {
+    "jit.trace": lambda model, x: torch.jit.trace(model, x)(x),
+    "fx": lambda model, x: torch.fx.symbolic_trace(model)(x), "compile": lambda model, x: torch.compile(model, backend="eager")(x),
+    "prune": pruned, "stack": stacked, "thread": in_a_thread, "part": lambda model, x: model[:3](x),
+    "inside": lambda model, x: nn.Sequential(model, nn.Tanh())(x), "share": lambda model, x: model.share_memory()(x),
+    "keep_vars": lambda model, x: flat(model.state_dict(keep_vars=True).values()),
+    "bytes": lambda model, x: torch.cat([torch.frombuffer(bytearray(t.numpy().tobytes()), dtype=t.dtype) for t in model.state_dict().values()]),
+}
+
+
+def used(**setup):
+    """Use a model after some steps in each way, with DDP and without; are what comes of it and the parameters after a further step equal?"""
+    equal = {}
+    for name, use in USED.items():
+        def look(model, optimizer, use=use): return [use(model, batch(99, 0))]
+        outcomes = [train(base, kind, look, steps=2, **more) for kind, more in (("DDP", {}), ("ours", setup))]
+        equal[name] = all(map(torch.equal, *outcomes))
+    model = base()
+    data_parallel(model, ZeroRedundancyOptimizer(model.parameters(), AdamW), **setup)
+    return equal, [told(lambda: torch.jit.script(model)), told(lambda: torch.jit.script(copy.deepcopy(model)))]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["after", "interleaved-hidden"])
+def test_H2_models_are_used_in_the_middle_of_training_as_with_DDP(mode):
+    for equal, scripted in run(2, functools.partial(used, **MODES[mode]), timeout=100):
+        assert all(equal.values()), equal
+        assert all("torch.jit.script cannot compile the hooks of data_parallel" in words for words in scripted)
 
 
 def refused():

@@ -357,6 +357,19 @@ def test_buffers_are_broadcast_averaged_or_left_alone():
     assert not torch.equal(first["local"][1], second["local"][1])
 
 
+def averaged(dtype):
+    model = nn.BatchNorm1d(3).to(dtype)
+    data_parallel(model, sharded(one_adamw(model)), buffers="average", **SMALL)
+    model.running_mean.fill_(40000.0 + 64 * dist.get_rank())
+    with torch.no_grad(): model.eval()(torch.ones(2, 3, dtype=dtype))
+    return model.running_mean
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_H3_the_average_of_buffers_overflows_only_where_they_do(dtype):
+    for mean in run(2, averaged, dtype): assert torch.equal(mean, torch.full((3,), 40032.0, dtype=dtype))
+
+
 class Choosing(nn.Module):
     """Reads other parameters on other ranks and steps."""
 

@@ -313,13 +313,17 @@ def clip_parts(group: Group, parts: Sequence[Tensor], max_norm: float, norm_type
     """Scale a sharded gradient so that its norm is at most `max_norm`; as `torch.nn.utils.clip_grad_norm_` on the whole one."""
     norm = norm_of(group, parts, norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for part in parts: part.mul_(scale.to(part))
+    for part in parts: part.mul_(scale.to(part.device)) # a number in the norm's dtype: in half precision it could round to 0
     return norm
 
 # %% ../nbs/14_overlap.ipynb #0f2c1768
 _GONE = ("this gradient is gone: backward() has averaged it over all ranks, stepped and freed it, so {} comes too late. Pass max_grad_norm= to overlap() or "
          "data_parallel() to clip (math.inf: only measure) and read the norm from the handle's grad_norm; pass scaler= for a GradScaler; for all else, "
          "detach() the handle and step after backward")
+_CHANGED = ("gradients were changed or taken away after backward() had taken the step, which comes too late; pass max_grad_norm= to clip, scaler= "
+            "for a GradScaler, and for all else detach() and step after backward")
+_MANY = ("{} calls of backward() have each taken a step since step() was last called; to add gradients up, run all but the last backward under "
+         "no_sync(), and to skip steps, detach() and step after backward")
 _ATEN = torch.ops.aten
 
 class SteppedGradient(Tensor):
@@ -354,12 +358,31 @@ class SteppedGradient(Tensor):
         """Give the parameter a gradient, or none, in the place of this one."""
         if (param := self.param()) is not None and param.grad is self: param.grad = grad
 
+    @property
+    def data(self) -> Tensor:
+        """Give the same; Module.to puts another marker here."""
+        return Tensor.data.__get__(self) # type: ignore[attr-defined]
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, SteppedGradient): raise RuntimeError(_GONE.format("data"))
+        Tensor.data.__set__(self, value) # type: ignore[attr-defined]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Raise `RuntimeError`, as what follows: torch answers these without a dispatch."""
+        raise RuntimeError(_GONE.format("numpy"))
+
+    def tolist(self) -> Any:
+        """Raise `RuntimeError`."""
+        raise RuntimeError(_GONE.format("tolist"))
+
     def share_memory_(self) -> SteppedGradient:
         """Do nothing."""
         return self
 
     def __repr__(self, **_: Any) -> str: # type: ignore[override]
         return f"SteppedGradient({tuple(self.shape)})"
+    def __array__(self, *args: Any, **kwargs: Any) -> Any: return self.numpy()
+    def __dlpack__(self, **_: Any) -> Any: return self.numpy()
     def __deepcopy__(self, memo: Any) -> None: return None
     def __reduce_ex__(self, protocol: Any) -> Any: return type(None), ()
 
@@ -402,6 +425,7 @@ class SteppedGradients:
     def __init__(self) -> None:
         self.made: dict[int, SteppedGradient] = {} # by id of the parameter
         self.placed: list[Tensor] = [] # parameters
+        self.unseen = False # by `check`, since they were placed
 
     def place(
         self,
@@ -417,6 +441,12 @@ class SteppedGradients:
             if mark is None or mark.param() is not p: mark = self._make(p)
             if mark.found_inf is not found_inf: mark.found_inf = found_inf
             self._put(p, mark)
+        self.unseen = True
+
+    def check(self) -> None:
+        """Refuse gradients that were put where markers are, or taken away, after the step; once for each step."""
+        unseen, self.unseen = self.unseen, False
+        if unseen and any(not isinstance(p.grad, SteppedGradient) for p in self.placed): raise RuntimeError(_CHANGED)
 
     def _make(self, param: Tensor) -> SteppedGradient:
         mark = self.made[id(param)] = SteppedGradient(param, weakref.ref(param))
@@ -665,6 +695,10 @@ class Hook:
         """Do what is to be done, in the module itself."""
         if self.call: self.call(*args)
     def __reduce__(self) -> Any: return Hook, ()
+    @property
+    def __name__(self) -> str: # torch.jit.script asks for it
+        raise AttributeError("torch.jit.script cannot compile the hooks of data_parallel, which copies of the module have too; call handle.detach() "
+                             "first, load the state dict into another module, or use torch.jit.trace")
 
 class Listening(Driver):
     """The part that hears of forward and backward."""
@@ -719,6 +753,7 @@ class Attached(Joined):
     """The part that comes and goes."""
 
     handles: list[Any] # of hooks
+    taken = 0 # steps since `step` was called
 
     def attach(self, module: Any, zero: ZeroRedundancyOptimizer, way: Care) -> None:
         """Take the optimizer's steps."""
@@ -733,6 +768,13 @@ class Attached(Joined):
         """Look back at a step that was over when backward returned."""
         if kwargs: raise TypeError(f"step() takes no {', '.join(kwargs)} while it is overlapped, for it runs before it is called; detach first")
         self.check_options()
+        self.stepped_grads.check()
+
+    def check_taken(self) -> int: # steps since it was last called
+        """Refuse several calls of `backward` for one of `step`."""
+        taken, self.taken = self.taken, 0
+        if taken > 1: raise RuntimeError(_MANY.format(taken))
+        return taken
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
@@ -893,7 +935,6 @@ class Late(Averages):
 class Backward(Late):
     """What happens when backward is over."""
 
-    taken = 0 # steps since `step` was called
     kept: Mapping[int, Any] = {} # by id of a parameter: the average that a hook of the user's left, and its version
 
     def _finish(self) -> None:
@@ -989,12 +1030,9 @@ class Overlap(Backward):
         """Look back at a step that was over when backward returned."""
         super().step(kwargs)
         if self.under_way and not self.inside: self._finish() # in the place of an iteration, after what DDP sends last
-        taken, self.taken = self.taken, 0
-        if taken > 1: raise RuntimeError(f"{taken} calls of backward() have each taken a step since step() was last called; to add gradients up, "
-                                         "run all but the last backward under ddp.no_sync()")
+        taken = self.check_taken()
         if taken and any(p.grad is not None and (id(p.grad), p.grad._version) != self.kept.get(id(p)) for p in self.zero.params() if id(p) in self.kept):
-            raise RuntimeError("gradients were changed after backward() had taken the step, which comes too late; pass max_grad_norm= to clip, scaler= for a "
-                               "GradScaler, and for all else detach() and step after backward")
+            raise RuntimeError(_CHANGED)
         if not taken and self.way.wire != "kept" and any(p.grad is not None and not isinstance(p.grad, SteppedGradient) for p in self.zero.params()):
             raise RuntimeError("step() found gradients that did not come through DDP's hook, so they are not averaged: register the hook, and run the "
                                "last backward before step() through the wrapped model and outside no_sync()")
@@ -1020,7 +1058,7 @@ def overlap(
 ) -> Overlap: # `detach` it, or use it in a `with` block
     """Step inside `backward`, on gradients that are reduce-scattered while they arrive. All ranks call this.
 
-    When `backward` returns, the parameters are those after the step on every rank; `zero.step()` may be called and does nothing. Each backward outside
+    When `backward` returns, the parameters are those after the step on every rank; `zero.step()` need not be called, and only checks. Each backward outside
     `no_sync` is a step. So `clip_grad_norm_` and whatever else reads or changes `.grad` between `backward` and `step` comes too late, and raises: pass
     `max_grad_norm` to clip, and `scaler` if the loss is scaled. Only averages that a hook of the user's has made can still be read.
     An exception in forward or backward on one rank ends the job's groups on all of them, since the others are in the middle of the same collectives: a batch

@@ -663,7 +663,7 @@ class Backward(Late):
             self.stream.wait(self.judged) # the norm and the scale are read where backward was called
             if self.grad_norm is not None: self.stream.keep(self.grad_norm, self.stream.current)
         self.note_step()
-        self.stepped = True
+        self.stepped, self.taken = True, self.taken + (stepped and not self.follows)
         self.forget()
         self.clean = True
         if not self.way.hidden: self.wait()
@@ -696,11 +696,12 @@ class Steps(Backward):
     def step(self, kwargs: dict[str, Any]) -> None:
         """Do what is left of a step: nothing, unless this rank takes part only now: it had no gradient, or none that was listened to."""
         super().step(kwargs)
+        self.check_taken()
         if not self.stepped: self.stepped_grads.remove()
         if not self.stepped and (self.way.find_unused_parameters or self._came()):
             self.begin()
             self.finish()
-        self.stepped = False
+        self.stepped, self.taken = False, 0
 
     def _came(self) -> bool: # a gradient that nobody listened to
         return self.clean and self.learned and not self.way.scales and bool(self.homes.late())
@@ -733,10 +734,11 @@ def _align_buffers(
     means = [b for b in buffers if how == "average" and b.is_floating_point()]
     with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)): # a backward to come may have saved them, and takes them as DDP's does
         for b in means if ranks and zero.group.group_rank not in ranks else (): b.zero_()
+        for b in means: b.div_(count if b.itemsize < 4 else 1) # of little range, as gradients
         for group in reversed(zero.levels):
             with coalescing_manager(group):
                 for b in buffers: group.all_reduce(b) if any(b is mean for mean in means) else group.broadcast(b, root)
-        for b in means: b.div_(count)
+        for b in means: b.div_(count if b.itemsize >= 4 else 1)
 
 # %% ../nbs/14a_parallel.ipynb #9da200e6
 class Buffers(Steps):
@@ -859,7 +861,8 @@ class Joined(DataParallel):
             self.finish()
         finally: self.follows = False
         self.wait() # others may wait for what this rank sends
-        for p in self.params: p.grad = None # what a scaler reads
+        self.stepped_grads.remove() # what a scaler reads
+        for p in self.params: p.grad = None
         self.stepped = False
 
     def _notify(self) -> None:
@@ -920,8 +923,9 @@ def data_parallel(
 ) -> Parallel:
     """Train a plain module data-parallel, with gradients and optimizer state sharded (ZeRO stage 2). All ranks call this.
 
-    `backward` averages gradients, frees them bucket by bucket, and steps; `zero.step()` may be called and does nothing. What reads or changes
-    `.grad` after `backward`, `clip_grad_norm_` for example, comes too late, and raises: pass `max_grad_norm` to clip, and `scaler` if the loss is scaled.
+    `backward` averages gradients, frees them bucket by bucket, and steps; `zero.step()` need not be called, and only checks that nothing was
+    changed or skipped. What reads or changes `.grad` after `backward`, `clip_grad_norm_` for example, comes too late, and raises: pass `max_grad_norm` to
+    clip, and `scaler` if the loss is scaled.
     When `backward` returns, the parameters are those after the step. With `hidden=True` they come while the next forward runs: a read that goes through
     the module waits, any other must follow `handle.wait()`, and `check_reads=True` shows those that do not.
     An exception in forward or backward on one rank ends the job's groups on all of them: a batch that fails, for lack of memory for example, cannot be
