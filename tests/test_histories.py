@@ -21,7 +21,9 @@ class Both:
     def __init__(self, params, lr):
         self.matrices = [p for p in params if p.dim() == 2]
         self.optims = [torch.optim.Muon(self.matrices, lr=lr)] if self.matrices else []
-        self.optims.append(torch.optim.AdamW(params[len(self.matrices):] or [params[0].new_zeros(0)], lr=lr))  # torch takes no optimizer without parameters
+        rest = params[len(self.matrices):]
+        self.optims.append(torch.optim.AdamW(rest or [params[0].new_zeros(0)], lr=lr))  # torch takes no optimizer without parameters
+        self.starts = [0, len(self.matrices) - (not rest)][-len(self.optims):]  # the index of each one's first parameter
 
     param_groups = property(lambda self: [group for optim in self.optims for group in optim.param_groups])
     def add_param_group(self, group): self.optims[-1].add_param_group(group)
@@ -30,10 +32,9 @@ class Both:
         for optim in self.optims: optim.step()
 
     def state_dict(self):
-        first, states = 0, {}
-        for optim in self.optims:
+        states = {}
+        for first, optim in zip(self.starts, self.optims, strict=True):
             states |= {first + i: state for i, state in optim.state_dict()["state"].items()}
-            first = len(self.matrices)
         return {"state": states, "parts": [optim.state_dict() for optim in self.optims]}
 
     def load_state_dict(self, state):

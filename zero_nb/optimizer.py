@@ -483,7 +483,7 @@ class LoadedState(ShardedState):
     def _remembered(self) -> Callable[[], None]:
         """Note what a load replaces; call what is returned to have it back."""
         parked, groups = (self._parked, self._parked_at, self._full), self.param_groups
-        local = [(vars(optim), dict(vars(optim))) for optim in self.optims.values()]
+        local = [(vars(optim), {**vars(optim), "defaults": dict(optim.defaults)}) for optim in self.optims.values()]
         masters = [(piece, piece.view.data, piece.versions) for shard in self.shards for piece in shard.pieces if piece.master]
         def undo() -> None:
             (self._parked, self._parked_at, self._full), self.param_groups = parked, groups
