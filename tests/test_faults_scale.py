@@ -14,7 +14,7 @@ from zero_nb.launch import run
 from zero_nb.objects import exchange_bytes, gather_bytes
 from zero_nb.overlap import overlap, plan_buckets
 from zero_nb.parallel import data_parallel
-from zero_nb.process_group import Group, Parts, coalescing_manager
+from zero_nb.process_group import Group, Parts, coalescing_manager, two_level
 from zero_nb.record import record, simulate
 from zero_nb.sharder import moves
 
@@ -64,6 +64,48 @@ def test_H6_a_steady_step_does_not_depend_on_the_number_of_ranks(way):
     assert same == collectives and min(collectives.values()) >= 10 and set(collectives) <= {"all_reduce", "reduce_scatter", "all_gather"}
     assert many <= 1.2 * few, (few, many)
     assert more <= 1.3 * wire * 8 / 7 + 64 * MANY * sum(collectives.values()), "at most 16 elements of padding for each rank and collective"
+
+
+# ---- comparing collectives before they are sent ----
+
+class Sizes(nn.Module):
+    """Parameters of as many sizes, each a bucket of its own."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.some = nn.ParameterList([nn.Parameter(torch.ones(160 + 16 * i)) for i in range(count)])
+
+    def forward(self, x): return sum((p * x).sum() for p in self.some)
+
+
+def agreements(way: str, nodes: bool, count: int):
+    """Make an optimizer, load its state and train; unlike buckets, agreements, and requests of this rank but for looks."""
+    from zero_nb.process_group import _Notes
+    levels, asked = two_level(2) if nodes else (Group(),), []
+    before = sum(group._wire.turn for group in levels)
+    for name in ("set", "set_first", "add", "remove"):
+        def request(self, *args, f=getattr(_Notes, name)):
+            asked.append(args[0])
+            return f(self, *args)
+        setattr(_Notes, name, request)
+    model = Sizes(count)
+    ddp = model if way == "parallel" else DDP(model, bucket_cap_mb=1e-4)
+    zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, levels if nodes else None, lr=0.1, bucket_cap_mb=1e-4)
+    zero.load_state_dict({"state": {}, "param_groups": [{**zero.param_groups[0], "params": [*range(count)]}]})
+    if way == "parallel": data_parallel(model, zero, bucket_cap_mb=1e-4, reduce_dtype=torch.bfloat16)
+    elif way != "step": overlap(ddp, zero, interleaved=way == "interleaved")
+    for _ in range(3):
+        ddp(1.0).backward()
+        zero.step()
+        zero.zero_grad()
+    unlike = {bucket.sizes for shard in zero.shards for bucket in shard.buckets}
+    return len(unlike), sum(group._wire.turn for group in levels) - before, len(asked)
+
+
+@pytest.mark.parametrize(("way", "nodes", "most"), [("step", False, 5), ("step", True, 10), ("overlap", False, 9), ("interleaved", True, 16), ("parallel", False, 13)])
+def test_H6_unlike_buckets_of_a_plan_are_not_compared_one_by_one(way, nodes, most):
+    for unlike, turns, requests in run(4 if nodes else 2, agreements, way, nodes, 97, timeout=60):
+        assert unlike >= 97 and turns <= most and requests <= 8 * turns + 16, (unlike, turns, requests)
 
 
 # ---- unequal parts on NCCL ----

@@ -109,6 +109,11 @@ class FlatBucket:
         """The parameters with elements in this bucket, each once."""
         return [self.params[index] for index in dict.fromkeys(slot.param for slot in self.bucket.slots)]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return self.params[self.bucket.slots[0].param].dtype
+
     def load(self) -> Tensor: # 1-D
         """Bring what this rank owns side by side, where it can be changed as one tensor until it is gathered."""
         if self.flat is not None: return self.flat[slice(*self.bucket.part(self.group.group_rank))]
@@ -128,7 +133,7 @@ class FlatBucket:
     def _room(self, room: Tensor | None) -> Tensor:
         param = self.params[self.bucket.slots[0].param]
         numel = self.sizes.padded if self.equal_only and self.sizes.each else self.bucket.numel
-        if room is not None and room.dtype == param.dtype and len(room) == numel: return room
+        if room is not None and room.dtype == self.dtype and len(room) == numel: return room
         flat = param.new_empty(numel)
         flat[self.bucket.numel:] = 0
         return flat

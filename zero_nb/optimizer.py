@@ -23,7 +23,7 @@ from .buckets import BucketPlan, EvenCuts, Slot, pack
 from .flat import FlatBucket, flatten, flatten_like
 from .objects import broadcast_object_list, byte_device, dump, exchange_bytes, gather_bytes, load
 from .pieces import Piece, Run, SCALARS, Shard, close_pieces, open_pieces, per_element, refreshed, rest, settle, specs, split_piece
-from .process_group import Group, TwoLevel, Work, agreeing, fail, fails_everywhere, log_once, two_level
+from .process_group import Group, TwoLevel, Work, agreeing, fail, fails_everywhere, log_once, mark_agreed, two_level
 from .rules import Rule, Settings, check_group, check_settings, choose_fused, describe_state, find_rule, is_known, read_group, read_params, read_state
 from .sharder import ParamSpec, Policy, Roster, by_group, even, mixed, runs
 from .trial import find_trouble
@@ -162,6 +162,9 @@ class LocalShards(LocalOptimizers):
         if not shard.alone: rest(shard)
         self.shards.append(shard)
 
+    def _mark_agreed(self, shards: Sequence[Shard]) -> None: # that all ranks have agreed on the plan of shards: their gathers need not be compared
+        for bucket in (bucket for shard in shards for bucket in shard.buckets): mark_agreed(self.group, "all_gather", bucket.dtype, bucket.sizes)
+
 # %% ../nbs/13_optimizer.ipynb #b07d9dd3
 def _which_cut(param_groups: list[dict[str, Any]], rules: list[Rule], shards: list[Shard]) -> list[bool]:
     """Tell of which param groups a rank may own parts of parameters."""
@@ -196,6 +199,7 @@ class ShardedParameters(LocalShards):
             super().__init__(params, {})
             self._take(range(len(self.param_groups)))
             _try_classes(self.settings, self.param_groups, self.rules, self.shards)
+        self._mark_agreed(self.shards)
         log_once(self.group, lambda: "\n".join(f"{type(self).__name__}: {shard.plan}" for shard in self.shards))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -212,6 +216,7 @@ class ShardedParameters(LocalShards):
             self.optims = optims
             for kind, optim in optims.items(): del optim.param_groups[sum(rule.optimizer_class is kind for rule in self.rules):]
             raise
+        self._mark_agreed(self.shards[shards:])
 
     def _add(self, group: dict[str, Any]) -> None:
         """Take a group as `torch.optim` does, but leave its options to its local optimizer."""
@@ -622,6 +627,7 @@ class ShardedChanges(LoadedState):
         self.shards[first:first + len(olds)] = [new]
         for i in new.groups: self.local_groups()[i]["params"] = _views(self.param_groups[i], new)
         rest(new)
+        self._mark_agreed([new])
         routes, self._parked = _routes(entries, new, owners)
         self._parked_at = {i: places for i, places in before.items() if i not in owners}
         entries.clear()

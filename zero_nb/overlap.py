@@ -24,19 +24,20 @@ from .buckets import Bucket, BucketPlan, Slot, adopt
 from .flat import FlatBucket
 from .optimizer import IN_FLIGHT, ZeroRedundancyOptimizer
 from .pieces import Shard, close_pieces, look, open_bucket, settle, specs
-from .process_group import Group, Work, agreeing, fail
+from .process_group import Group, Work, agreeing, fail, mark_agreed
 from .schedule import Schedule, make_schedule, order
 from .sharder import Policy, by_group, even, mixed, runs
 
 if TYPE_CHECKING: from typing_extensions import Self
 
 # %% auto #0
-__all__ = ['Finish', 'Copy', 'mean_dtype', 'start_mean', 'Prepared', 'Runner', 'cut_in_place', 'cut_runs', 'plan_buckets',
-           'Layout', 'find_layout', 'end_telling', 'AtEnd', 'at_end', 'found_tensors', 'failing', 'norm_of',
-           'clip_parts', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'Care', 'Way', 'check_complex',
-           'check_pair', 'options_of', 'remembered', 'SideStream', 'Driver', 'Hook', 'Listening', 'in_torchs_join',
-           'Joined', 'Attached', 'done', 'beside', 'Noted', 'Arrivals', 'Averages', 'Late', 'Backward', 'Switch',
-           'find_switch', 'Overlap', 'overlap', 'hook_with_zero_step', 'hook_with_zero_step_interleaved']
+__all__ = ['Finish', 'Copy', 'mean_dtype', 'start_mean', 'mark_means', 'Prepared', 'Runner', 'cut_in_place', 'cut_runs',
+           'plan_buckets', 'Layout', 'find_layout', 'end_telling', 'AtEnd', 'at_end', 'found_tensors', 'failing',
+           'norm_of', 'clip_parts', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'Care', 'Way',
+           'check_complex', 'check_pair', 'options_of', 'remembered', 'SideStream', 'Driver', 'Hook', 'Listening',
+           'in_torchs_join', 'Joined', 'Attached', 'done', 'beside', 'Noted', 'Arrivals', 'Averages', 'Late',
+           'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap', 'hook_with_zero_step',
+           'hook_with_zero_step_interleaved']
 
 # %% ../nbs/14_overlap.ipynb #bcb158cc
 Finish = Callable[[], Tensor] # waits for a reduction, and gives what this rank owns of the bucket: the mean over all ranks, 1-D
@@ -67,6 +68,18 @@ def start_mean(
         if mean is None: mean = mine if sent is gradient else torch.empty_like(mine, dtype=mean_dtype(gradient.dtype, wire)) # and let go of what was sent
         return mean.copy_(mine) if halves else torch.div(mine, size, out=mean)
     return finish
+
+# %% ../nbs/14_overlap.ipynb #c853f993
+def mark_means(
+    buckets: Sequence[FlatBucket], # of a plan that all ranks have agreed on
+    across: Group | None = None, # as for `start_mean`
+    wire: torch.dtype | None = None, # as for `start_mean`
+) -> None:
+    """Note that the collectives that average buckets need not be compared."""
+    for bucket in buckets:
+        start, stop = bucket.bucket.part(bucket.group.group_rank)
+        mark_agreed(bucket.group, "reduce_scatter", wire or bucket.dtype, bucket.sizes)
+        if across: mark_agreed(across, "all_reduce", wire or bucket.dtype, stop - start)
 
 # %% ../nbs/14_overlap.ipynb #67e71eed
 class Prepared:
@@ -918,6 +931,7 @@ class Late(Averages):
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
         mode = "interleaved" if self.way.interleaved and self.apart else "after"
+        if not isinstance(self.way.wire, str): mark_means(shard.buckets, self.zero.across, self.way.wire)
         return Runner(self.zero, shard, self._start, self.judge, reuses=self.way.wire != "kept", ask=self._ask, mode=mode, lag=self.way.lag)
 
     def _late(self) -> bool: # whether there was a step

@@ -30,7 +30,7 @@ from .flat import flatten_like
 from .objects import broadcast_object_list
 from .optimizer import IN_FLIGHT, ZeroRedundancyOptimizer, _Join, _Joinable, _JoinHook
 from .overlap import (Attached, Care, Finish, Hook, Runner, SideStream, at_end, beside, check_complex, cut_in_place, failing, in_torchs_join,
-                             mean_dtype, start_mean)
+                             mean_dtype, mark_means, start_mean)
 from .pieces import Shard, look, specs
 from .process_group import Group, Work, agreeing, coalescing_manager
 
@@ -569,6 +569,7 @@ class Planned(Averaged):
         """Give a runner for iterations whose buckets are those of a shard."""
         self.parts, self.held, way = {}, {}, self.way
         mode = "free" if self.soon else "after"
+        mark_means(shard.buckets, self.zero.across, way.reduce_dtype)
         return Runner(self.zero, shard, self._start, self.judge, self._release, ask=self._ask, mode=mode, lag=way.lag, hidden=way.hidden)
 
     def _order(self) -> list[int]: # in which the gradients of the first rank came that had any

@@ -38,9 +38,9 @@ from .transport import Transport
 
 # %% auto #0
 __all__ = ['Steps', 'CHUNK', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank', 'agree', 'agreeing',
-           'log_once', 'Work', 'Parts', 'Call', 'Board', 'patience', 'elsewhere', 'Collectives', 'Group', 'connect',
-           'Coalesced', 'coalescing_manager', 'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'destroy', 'fail',
-           'fails_everywhere']
+           'log_once', 'Work', 'Parts', 'Call', 'mark_agreed', 'Board', 'patience', 'elsewhere', 'Collectives', 'Group',
+           'connect', 'Coalesced', 'coalescing_manager', 'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'destroy',
+           'fail', 'fails_everywhere']
 
 # %% ../nbs/10_process_group.ipynb #c5500ccf
 def _ready() -> bool:
@@ -70,7 +70,8 @@ class _State:
 
     tag: int = 0 # messages so far
     turn: int = 0 # agreements so far
-    known: set[Any] = field(default_factory=set) # what collectives looked like so far
+    known: set[Any] = field(default_factory=set) # collectives that are not compared before they are sent: their like was, or follows from what was agreed on
+    compared: int = 0 # collectives that were compared because none of their like was known
     transports: list[Transport | None] = field(default_factory=list) # one, or None if the group sends messages; empty before it is tried
     lacks: dict[Any, bool] = field(default_factory=dict) # collectives that were tried on a backend we do not know; True if it has none
     connected: set[str] = field(default_factory=set) # backends that have run a collective of all ranks
@@ -540,11 +541,11 @@ def _site() -> str:
 
 def _compare(group: Ranks, like: object, what: object, *parts: object) -> None:
     """Make sure that all ranks are about to run the same collective, if none of its like has run before or the debug level is DETAIL."""
-    known = group._wire.known
-    if (like in known or len(known) >= _COMPARED) and torch.distributed.get_debug_level().value < 2: return
-    text = str(what)
+    state, text = group._wire, str(what)
+    if (like in state.known or state.compared >= _COMPARED) and torch.distributed.get_debug_level().value < 2: return
     agree(group, f"{text}{',' if _NOTE in text else _NOTE.rstrip()} at {_site()}", [str(part) for part in parts])
-    known.add(like)
+    state.compared += like not in state.known
+    state.known.add(like)
 
 def log_once(
     group: Ranks, # only its first rank logs
@@ -727,6 +728,16 @@ class Call:
         return f"{self.kind}{root} of {self.parts.numel if self.parts else self.tensor.numel()} {_dtype(self.tensor)}{parts}"
 
 def _dtype(tensor: Tensor) -> str: return str(tensor.dtype).removeprefix("torch.")
+
+# %% ../nbs/10_process_group.ipynb #649da17a
+def mark_agreed(
+    group: Ranks, # all its ranks call this, after an agreement on what the collective follows from
+    kind: str, # "all_reduce", "reduce_scatter" or "all_gather"
+    dtype: torch.dtype, # of the tensor
+    size: Parts | int, # how the tensor is divided, or its elements
+) -> None:
+    """Note that a collective need not be compared when it comes."""
+    group._wire.known.add((kind, -1, dtype, size))
 
 # %% ../nbs/10_process_group.ipynb #37bcf310
 class Board:
