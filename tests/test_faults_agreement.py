@@ -2,17 +2,20 @@
 import builtins
 import importlib
 import re
+import socket
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from zero_nb import Group, agree, agreeing, get_global_rank, get_group_rank, two_level
 from zero_nb.launch import run
 from zero_nb.objects import broadcast_object_list, gather_object
-from zero_nb.process_group import Group, Ranks, _read, _reported, abort, agree, agreeing, destroy, fail, get_global_rank, get_group_rank
+from zero_nb.process_group import Ranks, _read, _reported, abort, clone, destroy, fail, split
 
 
 def caught(f):
@@ -82,6 +85,63 @@ def test_C1_text_that_no_rank_has_written_is_an_error(text):
     with pytest.raises(RuntimeError, match="another program writes to the store") as error: _read(text, str, str)
     assert len(str(error.value)) < 500
     assert type(_reported("exec", "x")) is type(_reported("__import__", "x")) is type(_reported([], "x")) is RuntimeError
+
+
+# ---- groups of some ranks, on the server of the job ----
+
+def several_groups(port):
+    """Agree in groups that share ranks, nest, and lie side by side, on one TCPStore; what each rank hears."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, 6, rank == 0), rank=rank, world_size=6)
+    whole = Group()
+    part = split(whole, [[0, 3, 5], [1, 4]]) # rank 2 is in none of them
+    inner = split(part, [[0, 2], [1]] if part.size == 3 else [[1], [0]]) if part else None
+    nodes, twin = two_level(3), clone(part) if part else None
+    if part:
+        for i in range(part.size): agree(part, f"turn {i}", [str(part.ranks)])
+
+    def work(group, what, fails=(), odd=()):
+        if group is None: return None
+        with agreeing(group, what, lambda: [str(rank in odd)]):
+            if rank in fails: raise KeyError(f"lost {rank}")
+
+    calls = [lambda: work(part, "the part", fails=[3]), lambda: work(inner, "inside", odd=[5]), lambda: work(twin, "the twin", odd=[4]),
+             lambda: work(nodes, "the nodes", fails=[4]), lambda: work(nodes, "the nodes again", odd=[2]), lambda: work(whole, "the whole", odd=[5])]
+    return [caught(call) for call in calls], [caught(partial(work, group, "at last")) for group in (part, inner, twin, nodes, whole)]
+
+
+def test_groups_of_some_ranks_agree_apart_on_one_server():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    def differ(what, first, other): return f"ranks disagree on {what}: rank {first} has 'False', rank {other} has 'True'; do the same on every rank"
+    for rank, (heard, after) in enumerate(run(6, several_groups, port, timeout=60)):
+        part, inside, twin, nodes, again, whole = (error and error[1] for error in heard)
+        assert after == [None] * 5, "every group is usable afterwards"
+        assert part == {0: repr("rank 3 failed at the part: 'lost 3'"), 5: repr("rank 3 failed at the part: 'lost 3'"), 3: "'lost 3'"}.get(rank)
+        assert inside == (differ("inside", 0, 5) if rank in (0, 5) else None) and twin == (differ("the twin", 1, 4) if rank in (1, 4) else None)
+        assert nodes == ("'lost 4'" if rank == 4 else repr("rank 4 failed at the nodes: 'lost 4'")) and whole == differ("the whole", 0, 5)
+        assert again == "ranks disagree on the nodes again: rank 2 has 'True', rank 5 has 'False'; do the same on every rank", "ranks 2 and 5 tell their nodes"
+
+
+def made_apart():
+    """Make groups where torch has made others on some ranks only, and in the place of groups that were destroyed; sums, and names left in the store."""
+    dist.new_group([1, 2])
+    sums, whole = [], Group()
+    store = dist.distributed_c10d._get_process_group_store(whole.process_group)
+    for _ in range(3):
+        twin, x = clone(whole), torch.ones(1)
+        twin.all_reduce(x)
+        sums.append(x.item())
+        destroy(twin)
+        dist.new_group([0, 1])
+    dist.barrier()
+    return sums, [key for key in store.list_keys() if "named" in key]
+
+
+def test_ranks_that_have_made_other_groups_meet_in_a_new_one(): assert run(3, made_apart, timeout=30) == [([3.0] * 3, [])] * 3
 
 
 # ---- L6: what is made on the CPU stays there ----

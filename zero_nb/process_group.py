@@ -76,6 +76,7 @@ class _State:
     lacks: dict[Any, bool] = field(default_factory=dict) # collectives that were tried on a backend we do not know; True if it has none
     connected: set[str] = field(default_factory=set) # backends that have run a collective of all ranks
     dropped: list[str] = field(default_factory=list) # collectives nobody waited for
+    named: int = 0 # in the state of the job's own group: the highest number in the name of a group that was split off
     ended: str = "" # "aborted" or "destroyed"
     reason: str = "" # what another rank said that failed, if the group was aborted because of that
     watcher: Any = None # the thread that listens to other ranks where the backend does not tell of errors
@@ -194,6 +195,12 @@ class _Notes:
         """Leave a text unless there is one, and give the one that is there now."""
         return str(self._ask(self._store.compare_set, key, "", text).decode())
 
+    def raise_to(self, key: str, number: int) -> int:
+        """Raise a number that all ranks share, and give it; one request more for each rank that raises it just now."""
+        found = self.set_first(key, str(number))
+        while int(found) < number: found = str(self._ask(self._store.compare_set, key, found, str(number)).decode())
+        return int(found)
+
     def peek(self, key: str) -> str:
         """Give a text, or a number as one; "" if there is none."""
         found = self._ask(self._store.compare_set, key, _NOTHING, _NOTHING).decode(errors="replace")
@@ -308,7 +315,7 @@ def _described(error: BaseException) -> str: # type and words, of a group of err
 
 def _report(group: Ranks, what: str, error: Exception) -> tuple[str, str]: # type and words of an error, for the other ranks
     kind = type(error).__name__
-    if hasattr(error, _REPORTED): return kind, str(error)
+    if hasattr(error, _REPORTED): return kind, str(error.args[0]) # `str` of a KeyError adds quotes, once for each level that it passes
     known = _TYPES.get(kind) is type(error)
     return kind if known else RuntimeError.__name__, _shortened(f"rank {group.global_rank} failed at {what}: {error if known else _described(error)}")
 
@@ -619,8 +626,8 @@ class Work:
         if self._error is not None: raise self._error
         self._advance(to_end=True)
 
-    def __del__(self) -> None:
-        if not getattr(self, "done", True) and self._group: self._group._state.dropped.append(_plain(self._what))
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None: # the names of a module may be gone when the interpreter ends
+        if not getattr(self, "done", True) and not ends() and self._group: self._group._state.dropped.append(_plain(self._what))
 
 # %% ../nbs/10_process_group.ipynb #67a01088
 class _Native(NamedTuple):
@@ -1393,13 +1400,37 @@ def coalescing_manager(
     steps = _coalesced(group, block.calls, block.sends, block.receives) if group.size > 1 else iter(())
     block.work = _launch(group, str(block), async_ops, steps) # the work must not keep the block alive
 
+# %% ../nbs/10_process_group.ipynb #6776527a
+def _name_number(group: Ranks) -> int:
+    """Agree on the number that torch puts into the names of the next groups; all ranks of the group call this, after a first agreement."""
+    world = _state(torch.distributed.group.WORLD)
+    number = max(len(torch.distributed.distributed_c10d._world.pg_names), world.named + 1)
+    if not _alone(group):
+        notes, key, readers = _Notes(group, group._wire.life), f"named/{group._wire.turn}", f"named/{group._wire.turn}/readers"
+        notes.raise_to(key, number)
+        agree(group, "the names of new groups")
+        number = int(notes.peek(key))
+        if notes.add(readers) == group.size: notes.remove(key, readers)
+    world.named = number
+    return number
+
+@contextmanager
+def _counted(number: int) -> Iterator[None]:
+    """Let torch count that many groups inside the block."""
+    groups: Any = torch.distributed.distributed_c10d._world.pg_names
+    more = [object() for _ in range(number - len(groups))]
+    groups.update(dict.fromkeys(more, ""))
+    try: yield
+    finally:
+        for one in more: del groups[one]
+
 # %% ../nbs/10_process_group.ipynb #2477960d
-def _new_group(group: Ranks, members: Sequence[int], timeout: timedelta | None) -> Any:
+def _new_group(group: Ranks, members: Sequence[int], timeout: timedelta | None, number: int) -> Any:
     """Make torch's process group of some global ranks, with the options of `group`."""
     dist = torch.distributed
     options: dict[str, Any] = {"use_local_synchronization": True}
     if "sort_ranks" in signature(dist.new_group).parameters: options["sort_ranks"] = False # older torch always sorts
-    return dist.new_group(list(members), timeout or _timeout(group), str(dist.get_backend_config(group.process_group)), **options)
+    with _counted(number): return dist.new_group(list(members), timeout or _timeout(group), str(dist.get_backend_config(group.process_group)), **options)
 
 def _refuse_eager(group: Group, members: int) -> None:
     """Refuse what would wait for ranks that do not call."""
@@ -1426,9 +1457,10 @@ def split(
         if len(set(listed)) != len(listed): raise ValueError(f"a rank may be in one part only, got {[list(part) for part in parts]}")
         if group.process_group is not None: _refuse_eager(group, len(listed))
     mine = next((part for part in parts if group.group_rank in part), None)
+    if group.process_group is None: return None if mine is None else Group()
+    number = _name_number(group)
     if mine is None: return None
-    if group.process_group is None: return Group()
-    made = Group(_new_group(group, [group.ranks[r] for r in mine], timeout))
+    made = Group(_new_group(group, [group.ranks[r] for r in mine], timeout, number))
     agree(made, "a new group") # so that its ranks hear each other's last words from the beginning
     return made
 
