@@ -17,6 +17,7 @@
    `send` or `recv` outside `batch_isend_irecv` and outside a block has a communicator of its own, of two ranks, as with NCCL.
 4. **Errors do not travel.** A work whose peer has failed or left never ends and raises nothing: `synchronize` blocks until this rank calls `abort()`. It then
    returns, with NaN in the results. After that, every call raises.
+5. **NCCL has few dtypes.** A call with another one (complex, whole numbers of 16 bits, 8-bit floats) is a `TypeError`, in the middle of a block as well.
 
 There is no watchdog: nothing here ends by itself. `process_group.launches` lists the names of the calls of each launch. In the rank's process the names
 `ProcessGroupNCCL` and `is_nccl_available` of torch's module are replaced, so the stand-in refuses to be made anywhere but in a forked rank of `run`.
@@ -42,6 +43,7 @@ _CHANGED = threading.Condition()
 _STREAMS: list["_Stream"] = [] # of all communicators of this process
 _PENDING: list["_Op"] = [] # whose results are not there yet, in the order of their calls
 _NO_LIMIT = timedelta(hours=1) # of gloo underneath; a NCCL kernel has none
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool}
 
 
 @dataclass(eq=False)
@@ -62,6 +64,7 @@ class _Op:
     def stage(self, stream: "_Stream") -> None:
         """Take what is read, and spoil what is written."""
         for tensor in (*self.reads, *self.writes):
+            if tensor.dtype not in _DTYPES: raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
             if not tensor.is_contiguous(): raise ValueError("NCCL stand-in: Tensors must be contiguous")
         self.stream = stream
         self.staged = [tensor.detach().clone() for tensor in self.reads]

@@ -218,6 +218,44 @@ def test_all_collectives_equal_what_gloo_does(size):
     assert run(size, both) == [[]] * size
 
 
+def moved(g, dtype, uneven):
+    """Move tensors of a dtype that NCCL may not know, and add complex ones up; the results of this rank."""
+    n, me = g.size, g.group_rank
+    sizes = [r + 1 for r in range(n)] if uneven else [2] * n
+    def full(): return (torch.arange(sum(sizes)) * (me + 1) % 13).to(dtype)
+    a, b, c, d, e, f, left = full(), full(), full(), full(), full(), full(), torch.zeros(1, dtype=dtype)
+    works = [g.broadcast(a, n - 1), g.all_gather(b, sizes), g.gather(c, n - 1, sizes), g.exchange([(full()[:1], (me + 1) % n)], [(left, (me - 1) % n)])]
+    with coalescing_manager(g) as block: g.all_gather(d, sizes)
+    if dtype.is_complex: works += [g.all_reduce(e), g.reduce_scatter(f, sizes)]
+    for work in (*works, block): work.wait()
+    out = (a, b, c if me == n - 1 else c.split(sizes)[me], d, e, f.split(sizes)[me], left)
+    return [x.view(torch.uint8).tolist() for x in out]
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_dtypes_that_nccl_does_not_know_are_moved_as_bytes(uneven):
+    def both():
+        like, plain = nccl_like(host_waits=True), Group()
+        dtypes = [torch.int16, torch.complex64, torch.float8_e5m2, torch.bool]
+        return [dtype for dtype in dtypes if moved(like, dtype, uneven) != moved(plain, dtype, uneven)]
+
+    assert run(3, both) == [[]] * 3
+
+
+def test_a_call_that_nccl_refuses_does_not_leave_a_block_open():
+    def refused():
+        g, x, y = nccl_like(host_waits=True), torch.ones(2), torch.ones(2)
+        def block():
+            with coalescing_manager(g):
+                g.all_reduce(x)
+                g.all_reduce(torch.ones(2, dtype=torch.int16))
+        said = told(block)
+        g.all_reduce(y)
+        return said, y.tolist()
+
+    for said, y in run(2, refused, timeout=30): assert said.startswith("TypeError: Input tensor data type") and y == [2.0, 2.0]
+
+
 def test_a_block_is_one_launch_for_each_kind():
     def block():
         like, rank = nccl_like(), float(dist.get_rank())

@@ -873,8 +873,8 @@ def _exchange(
     if group.backend(tensors[0].device) == "gloo":
         works = [dist.irecv(t, peer, pg, _tag(t)) for t, peer in receives] + [dist.isend(t, peer, pg, _tag(t)) for t, peer in sends]
     else:
-        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, t, peer, pg) for t, peer in receives] +
-                                       [dist.P2POp(dist.isend, t, peer, pg) for t, peer in sends])
+        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, _to_move(t), peer, pg) for t, peer in receives] +
+                                       [dist.P2POp(dist.isend, _to_move(t), peer, pg) for t, peer in sends])
     yield
     for work in works: work.wait()
 
@@ -1001,12 +1001,14 @@ def _native_all_gather(group: Group, call: Call) -> list[_Native]:
     gather = _named(torch.distributed, "all_gather_single", "all_gather_into_tensor")
     if not _fills(parts): return [_native_broadcast(group, call.tensor[start:stop], owner) for owner, start, stop in parts.owners()]
     size = parts.padded // parts.ranks
-    if len(call.tensor) == parts.padded: return [_Native(lambda: gather(call.tensor, call.tensor[mine * size:(mine + 1) * size], **options))]
+    here = call.tensor[mine * size:(mine + 1) * size]
+    if len(call.tensor) == parts.padded: return [_Native(lambda: gather(_to_move(call.tensor), _to_move(here), **options))]
     own, flat = call.part(mine), call.tensor.new_empty(parts.padded)
     if len(own) < size: own = torch.cat([own, own.new_zeros(size - len(own))])
     def finish() -> None:
+        _free_here(own)
         for part, place in _pairs(call, _free_here(flat)): part.copy_(place)
-    return [_Native(lambda: gather(flat, own, **options), finish)]
+    return [_Native(lambda: gather(_to_move(flat), _to_move(own), **options), finish)]
 
 def _native_reduce_scatter(group: Group, call: Call) -> list[_Native]:
     """Reduce equal parts as they are, others filled up to one size, or to each of a few owners."""
@@ -1014,14 +1016,14 @@ def _native_reduce_scatter(group: Group, call: Call) -> list[_Native]:
     reduce = _named(torch.distributed, "reduce_scatter_single", "reduce_scatter_tensor")
     if not _fills(parts): return [_native_reduce(group, call.tensor[start:stop], owner) for owner, start, stop in parts.owners()]
     size = parts.padded // parts.ranks
-    if len(call.tensor) == parts.padded: return [_Native(lambda: reduce(call.tensor[mine * size:(mine + 1) * size], call.tensor, **options))]
+    if len(call.tensor) == parts.padded: return [_Native(lambda: reduce(_to_add(call.tensor[mine * size:(mine + 1) * size]), _to_add(call.tensor), **options))]
     flat, own = call.tensor.new_zeros(parts.padded), call.part(mine)
     for part, place in _pairs(call, flat): place.copy_(part)
     out = own if len(own) == size else own.new_empty(size)
     def finish() -> None:
         _free_here(flat)
         if out is not own: own.copy_(_free_here(out)[:len(own)])
-    return [_Native(lambda: reduce(out, flat, **options), finish)]
+    return [_Native(lambda: reduce(_to_add(out), _to_add(flat), **options), finish)]
 
 def _all_gather(group: Group, call: Call) -> Iterator[None]:
     parts, gloo = call.parts, group.backend(call.tensor.device) == "gloo"
@@ -1046,12 +1048,17 @@ def _options(kind: str, **values: Any) -> Any:
         if hasattr(options, name): setattr(options, name, value)
     return options
 
+def _to_move(tensor: Tensor) -> Tensor: # the same memory, in a dtype that every backend moves
+    return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
+
+def _to_add(tensor: Tensor) -> Tensor: # the same memory, complex numbers as two real ones
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
 def _native_broadcast(group: Group, tensor: Tensor, root: int) -> _Native:
-    data = tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
-    return _Native(lambda: group.process_group.broadcast([data], _options("BroadcastOptions", rootRank=root)))
+    return _Native(lambda: group.process_group.broadcast([_to_move(tensor)], _options("BroadcastOptions", rootRank=root)))
 
 def _native_reduce(group: Group, tensor: Tensor, root: int) -> _Native: # elsewhere the tensor is scratch afterwards
-    return _Native(lambda: group.process_group.reduce([tensor], _options("ReduceOptions", rootRank=root)))
+    return _Native(lambda: group.process_group.reduce([_to_add(tensor)], _options("ReduceOptions", rootRank=root)))
 
 def _native_all_reduce(group: Group, tensor: Tensor) -> _Native:
     if tensor.dtype in _KNOWN: return _Native(lambda: group.process_group.allreduce([tensor], _options("AllreduceOptions")))
@@ -1365,8 +1372,9 @@ def _natively(group: Any, calls: Sequence[Call]) -> Iterator[None]:
     natives = [native for call in calls if call.tensor.numel() for native in _NATIVE[call.kind](group, call)]
     group._wire.connected.add(group.backend(device))
     pg._start_coalescing(device)
-    for native in natives: native.start()
-    work = pg._end_coalescing(device)
+    try:
+        for native in natives: native.start()
+    finally: work = pg._end_coalescing(device) # also if NCCL refuses a tensor: a block that stays open keeps later collectives from running
     yield
     if work is not None: work.wait()
     for native in natives: native.finish()
