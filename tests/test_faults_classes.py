@@ -94,9 +94,10 @@ def outcomes(shapes, how):
 def test_every_class_trains_as_unsharded_or_is_refused(shapes, how, least):
     ranks = run(2, outcomes, shapes, how)
     found = ranks[0]
-    unsaved = {name for name, o in found.items() if o[0] == "fails" and "must be tensors and plain values" in o[1]}  # state that only its own rank can read
+    words = ("must be tensors and plain values", "use shard='whole'")  # of state that only its own rank can read, or that is not element-wise
+    unsaved = {name for name, o in found.items() if o[0] == "fails" and any(reason in o[1] for reason in words)}
     assert {name: o for name, o in found.items() if o[0] in ("differs", "trains", "fails") and name not in unsaved} == {}, "silently different"
-    assert len(unsaved) <= 4, "an error only while training"
+    assert len(unsaved) <= 6, "an error only while training"
     assert {name: (o[0], other[name][0]) for other in ranks for name, o in found.items() if other[name][0] != o[0]} == {}, "ranks do not agree"
     assert sum(o[0] == "same" for o in found.values()) >= least and len(found) >= 126, "most classes are of use"
     reasons = ("draws random numbers", "steps a parameter differently", "cannot be tried", "looks at all parameters together", "values that are not finite")

@@ -238,14 +238,19 @@ def _check_plain(what: str, value: Any) -> None:
     try: dump(value, weights_only=True)
     except Exception as error: raise TypeError(f"{what} must be tensors and plain values, or it cannot move between ranks, got {value!r:.80}") from error
 
+def _is_uncut(key: str, value: Any, numel: int) -> bool: # of a piece with so many elements: not one number for each, nor one for all
+    if isinstance(value, Tensor): return value.dim() > 0 and not per_element(key, value, numel)
+    return any(isinstance(v, Tensor) for v in (value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()))
+
 def _entry(optims: Iterable[torch.optim.Optimizer], piece: Piece) -> Entry:
     """Give the state of a piece; of one that was cut, it must be one value for each element, or one for all."""
     state = next((dict(optim.state[piece.view]) for optim in optims if piece.view in optim.state), {})
     if piece.master: state[MASTER] = piece.view.detach()
     for key, value in state.items():
         if not isinstance(value, (Tensor, int, float, str, type(None))): _check_plain(f"state {key!r} of parameter {piece.runs[0][0]}", value)
-        if not piece.whole and isinstance(value, Tensor) and value.dim() and not per_element(key, value, piece.numel):
-            raise ValueError(f"state {key!r} of parameter {piece.runs[0][0]} has shape {tuple(value.shape)} for {piece.numel} elements, so its "
+        if not piece.whole and _is_uncut(key, value, piece.numel):
+            what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__} of tensors"
+            raise ValueError(f"state {key!r} of parameter {piece.runs[0][0]} has {what} for {piece.numel} elements, so its "
                              "optimizer is not element-wise and cannot be sharded with shard='even'; use shard='whole'")
     return piece.runs, piece.whole, state
 
