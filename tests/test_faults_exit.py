@@ -1,5 +1,5 @@
 """Processes that end without a word, and stores that do: what is printed, and what is raised."""
-import os
+import json
 import re
 import socket
 import subprocess
@@ -7,19 +7,34 @@ import sys
 
 import pytest
 
-START = """
-import os, sys
-import torch, torch.distributed as dist
+STARTER = """
+import json, os, sys
+import torch, torch._dynamo, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from zero_nb import Group, ZeroRedundancyOptimizer, agree, data_parallel, overlap
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
+torch.set_num_threads(1)
+for line in sys.stdin:
+    code, where, environ, paths = json.loads(line)
+    os.environ.update(environ)
+    pids = []
+    for rank, path in enumerate(paths):
+        if not (pid := os.fork()): break
+        pids.append(pid)
+    else:
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+        continue
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
+    break
+else: os._exit(0)
+# A rank, which ends as an interpreter ends.
+dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
 def step(net, zero):
     net(torch.ones(2, 4)).sum().backward()
     zero.step()
     zero.zero_grad()
+exec(code)
 """
 
 ENDS = {
@@ -76,24 +91,31 @@ step(net, zero)
 OWN = r"\[rank\d\]:\[W.*(destroy_process_group|ProcessGroup|TCPStore|socket\.cpp).*|\[W.*(destroy_process_group|ProcessGroup).*" # what torch itself prints
 
 
-def end(code, where):
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([sys.executable, "-c", START + code, str(rank), where], env=environ, stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    try: said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks: rank.kill()
-    return [rank.returncode for rank in ranks], [[line for line in text.splitlines() if line and not re.match(OWN, line)] for text in said]
+@pytest.fixture(scope="module")
+def starter():
+    """Start a process that has imported everything, and is forked for each rank."""
+    with subprocess.Popen([sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.stdin.close()
+
+
+def end(starter, code, where, folder, **environ):
+    """Run code on two ranks; give their exit codes, and what each has printed beside what torch prints."""
+    paths = [folder / f"said by {rank}" for rank in range(2)]
+    starter.stdin.write(json.dumps([code, where, {"GLOO_SOCKET_IFNAME": "lo", **environ}, [*map(str, paths)]]) + "\n")
+    starter.stdin.flush()
+    codes = json.loads(starter.stdout.readline())
+    return codes, [[line for line in path.read_text().splitlines() if line and not re.match(OWN, line)] for path in paths]
 
 
 @pytest.mark.parametrize("memory", ["0", "1"])
 @pytest.mark.parametrize("how", ENDS)
-def test_a_process_that_ends_without_destroying_its_group_prints_nothing(how, memory, tmp_path, monkeypatch):
-    monkeypatch.setenv("ZERO_NB_MEMORY", memory)
-    codes, said = end(ENDS[how], f"file://{tmp_path}/store")
+def test_a_process_that_ends_without_destroying_its_group_prints_nothing(starter, how, memory, tmp_path):
+    codes, said = end(starter, ENDS[how], f"file://{tmp_path}/store", tmp_path, ZERO_NB_MEMORY=memory)
     assert (codes, said) == ([0, 0], [[], []])
 
 
-def test_the_death_of_the_stores_host_is_named():
+def test_the_death_of_the_stores_host_is_named(starter, tmp_path):
     """Rank 0, which hosts the store, ends; rank 1 is told so where it wants to agree on something."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -114,7 +136,7 @@ try: agree(Group(), "the second")
 except RuntimeError as error: print("told:", str(error).replace(chr(10), " "), file=sys.stderr)
 os._exit(0)
 """
-    codes, said = end(code, f"tcp://127.0.0.1:{port}")
+    codes, said = end(starter, code, f"tcp://127.0.0.1:{port}", tmp_path)
     told = [line for line in said[1] if line.startswith("told: ")]
     assert codes == [0, 0] and len(told) == 1 and len(told[0]) < 1000
     assert f"rank 1 cannot reach the store of its group at 127.0.0.1:{port}, through which ranks agree" in told[0]
