@@ -1,7 +1,10 @@
 """The sharded optimizer against the unsharded one, and its errors on every rank."""
 import gc
+import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from datetime import timedelta
 from functools import partial
@@ -805,6 +808,15 @@ def test_state_that_no_other_rank_would_read_is_an_error_on_every_rank_at_once(k
 
 measures_memory = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists() or torch.__version__ < (2, 10), reason=
     "asks Linux how much memory a process has had; before torch 2.10, what torch.save has written stays until Python collects garbage")
+
+
+def run_afresh(n, name, *args):
+    """Run a function of a test module on n ranks of a program that has done nothing before: memory is asked for as it would be in a user's job."""
+    module, function = name.split(".")
+    code = f"import json, {module}\nfrom zero_nb import run\nprint(json.dumps(run({n}, {module}.{function}, *{args!r})))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @measures_memory

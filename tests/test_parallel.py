@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from test_optimizer import measures_memory
+from test_optimizer import measures_memory, run_afresh
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
@@ -1016,7 +1016,8 @@ def first_peak(early):
 @pytest.mark.parametrize("early", [False, True])
 def test_the_first_iteration_does_not_hold_all_gradients(early, monkeypatch):
     monkeypatch.setenv("ZERO_NB_MEMORY", "0")  # the system counts a page of shared memory in every process that has read it
-    for peak in run(4, first_peak, early):  # parameters; a quarter of averages, of what is stepped, and, up to five of twenty, of gradients on their way
+    for peak in run_afresh(4, "test_parallel.first_peak", early):
+        # parameters; a quarter of averages, of what is stepped, and, up to five of twenty, of gradients on their way
         assert 1.25 < peak < 1.85, "gradients that wait for the end would make it 2 at least"
 
 
@@ -1032,7 +1033,8 @@ def vocabulary(pieces, early):
 @pytest.mark.usefixtures("small_pool", "way")
 @pytest.mark.parametrize("early,least", [(False, 3.5), (True, 3.0)])
 def test_a_gradient_that_is_cut_in_a_few_pieces_is_reduced_where_it_lies(early, least):
-    for peak in run(2, vocabulary, 4, early):  # a parameter, its gradient, half of two moments, and, if steps come at the end, of an average
+    for peak in run_afresh(2, "test_parallel.vocabulary", 4, early):
+        # a parameter, its gradient, half of two moments, and, if steps come at the end, of an average
         assert least <= peak < least + 0.7, "messages bring 6 MB for each of four pieces; a copy of the gradient would be another 38 MB"
 
 
