@@ -1012,7 +1012,6 @@ def first_peak(early):
 
 
 @measures_memory
-@pytest.mark.usefixtures("small_pool")
 @pytest.mark.parametrize("early", [False, True])
 def test_the_first_iteration_does_not_hold_all_gradients(early, monkeypatch):
     monkeypatch.setenv("ZERO_NB_MEMORY", "0")  # the system counts a page of shared memory in every process that has read it
