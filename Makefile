@@ -33,10 +33,12 @@ browser: ## what the explorer is tested in: installs Debian's chromium where the
 	echo "installing chromium"; install 2>/dev/null || { $$root apt-get update -qq && install; } || skip "apt-get cannot install chromium"
 
 lint: $(VENV)/.ready ## ruff and mypy
+	$(BIN)/ruff format --check --quiet nbs tests setup.py zero_nb/__init__.py
 	$(BIN)/ruff check nbs zero_nb tests setup.py
 	$(BIN)/mypy
 
 export: $(VENV)/.ready ## write zero_nb/ and the README from the notebooks, and clean the notebooks
+	$(BIN)/ruff format --quiet nbs tests setup.py zero_nb/__init__.py
 	$(BIN)/nbdev_export
 	$(BIN)/nbdev_clean
 	$(BIN)/python tests/readme.py

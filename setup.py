@@ -1,4 +1,5 @@
 """Build zero_nb from the metadata in settings.ini."""
+
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -34,6 +35,9 @@ setup(
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
-    entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"]},
+    entry_points={
+        "console_scripts": cfg["console_scripts"].split(),
+        "nbdev": [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"],
+    },
     zip_safe=False,
 )

@@ -11,5 +11,6 @@ def way(request, monkeypatch):
 
 @pytest.fixture
 def small_pool(monkeypatch):
-    """Let a group share 4 MB a rank at most. The system counts what is shared as memory of each rank that has touched it."""
+    """Let a group share 4 MB a rank at most. The system counts what is shared as memory of each
+    rank that has touched it."""
     monkeypatch.setenv("ZERO_NB_MEMORY_MB", "4")

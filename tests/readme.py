@@ -1,4 +1,5 @@
 """Render the README and its pictures from nbs/index.ipynb: `python tests/readme.py`."""
+
 import re
 from pathlib import Path
 
@@ -9,7 +10,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def readme() -> dict[str, str]:
-    """Give the files to write, by path: the index notebook as markdown, and its pictures, since code hosts show no inline SVG."""
+    """Give the files to write, by path: the index notebook as markdown, and its pictures, since
+    code hosts show no inline SVG."""
     notebook = nbformat.read(ROOT / "nbs" / "index.ipynb", as_version=4)
     notebook.metadata["language_info"] = {"name": "python"}  # a cleaned notebook does not say so
     text, _ = MarkdownExporter().from_notebook_node(notebook)
@@ -17,14 +19,20 @@ def readme() -> dict[str, str]:
 
     def picture(match: re.Match) -> str:
         path = f"nbs/images/index-{len(files) + 1}.svg"
-        files[path] = match[0].replace('fill="currentColor" role', 'fill="#888" color="#888" role') + "\n"  # grey reads on light and on dark
+        files[path] = (
+            match[0].replace('fill="currentColor" role', 'fill="#888" color="#888" role') + "\n"
+        )  # grey reads on light and on dark
         label = re.search(r'aria-label="([^"]*)"', match[0])
         return f"![{label[1] if label else 'figure'}]({path})"
 
     text = re.sub(r"<svg .*?</svg>", picture, text, flags=re.S)
     text = re.sub(r"\]\((\w+\.ipynb)(#[^)]*)?\)", r"](nbs/\1)", text)
     text = re.sub(r"\n{3,}", "\n\n", text)
-    files["README.md"] = "<!-- made from nbs/index.ipynb by `make export`; edit the notebook -->\n\n" + text.strip() + "\n"
+    files["README.md"] = (
+        "<!-- made from nbs/index.ipynb by `make export`; edit the notebook -->\n\n"
+        + text.strip()
+        + "\n"
+    )
     return files
 
 

@@ -1,4 +1,5 @@
 """What the benchmark counts, and what it does with times; no test looks at a time that was measured."""
+
 import csv
 import json
 import mmap
@@ -37,13 +38,29 @@ from zero_nb.bench import (
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
 
-EARLY = ("overlap", "parallel", "interleaved") # step inside backward
+EARLY = ("overlap", "parallel", "interleaved")  # step inside backward
 OURS = [name for name, v in bench.VARIANTS.items() if not v.package]
 TIMES = {"ddp": (1.0, 2.0, 4.0), "torch": (2.0, 4.0, 4.0), "zero": (0.5, 1.0, 2.0)}
-LAUNCH = Launch("gpt", 4, TIMES, {name: tuple(t / 10 for t in times) for name, times in TIMES.items()}, dict.fromkeys(TIMES, 2.5))
-COUNTS = (Counts("gpt", "ddp", 4, 4_000_000, 100, 300, 0, 3, 0), Counts("gpt", "zero", 4, 1_000_000, 60, Fraction(400, 3), Fraction(100, 3), 4, 1),
-          Counts("gpt", "deepspeed", 4, 900, None, None, None, None, None))
-REPORT = Report({"torch": "2.13"}, False, (LAUNCH,), COUNTS, Makings(10, 8, (1.0, 2.0), (2.0, 4.0), (3.0, 3.0), (30.0, 60.0)), {"fairscale": "not installed"})
+LAUNCH = Launch(
+    "gpt",
+    4,
+    TIMES,
+    {name: tuple(t / 10 for t in times) for name, times in TIMES.items()},
+    dict.fromkeys(TIMES, 2.5),
+)
+COUNTS = (
+    Counts("gpt", "ddp", 4, 4_000_000, 100, 300, 0, 3, 0),
+    Counts("gpt", "zero", 4, 1_000_000, 60, Fraction(400, 3), Fraction(100, 3), 4, 1),
+    Counts("gpt", "deepspeed", 4, 900, None, None, None, None, None),
+)
+REPORT = Report(
+    {"torch": "2.13"},
+    False,
+    (LAUNCH,),
+    COUNTS,
+    Makings(10, 8, (1.0, 2.0), (2.0, 4.0), (3.0, 3.0), (30.0, 60.0)),
+    {"fairscale": "not installed"},
+)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -51,24 +68,36 @@ def world(request):
     """Count all models and all variants that need no other package, at one world size."""
     quick, n = models(quick=True), request.param
 
-    def all_of_it(): return {(m, v): count_rank(v, quick[m], torch.device("cpu")) for m in quick for v in OURS}
+    def all_of_it():
+        return {(m, v): count_rank(v, quick[m], torch.device("cpu")) for m in quick for v in OURS}
 
     ranks = run(n, all_of_it)
-    return n, {key: counts(key[1], quick[key[0]], [rank[key] for rank in ranks]) for key in ranks[0]}
+    return n, {
+        key: counts(key[1], quick[key[0]], [rank[key] for rank in ranks]) for key in ranks[0]
+    }
 
 
 def planned_state(model, view, n):
-    """Give the largest state of any rank from the optimizer's own plan: two moments for each element, a step count for each tensor that is stepped."""
+    """Give the largest state of any rank from the optimizer's own plan: two moments for each
+    element, a step count for each tensor that is stepped."""
+
     def of_rank():
-        zero = ZeroRedundancyOptimizer(model.made("cpu").parameters(), torch.optim.AdamW, parameters_as_bucket_view=view, lr=1)
+        zero = ZeroRedundancyOptimizer(
+            model.made("cpu").parameters(), torch.optim.AdamW, parameters_as_bucket_view=view, lr=1
+        )
         return [shard.plan for shard in zero.shards]
+
     plans = run(n, of_rank)[0]
     buckets = [bucket for plan in plans for bucket in plan.buckets]
+
     def of(rank):
         owned = [bucket.slots_of(rank) for bucket in buckets]
         elements = sum(slot.numel for slots in owned for slot in slots)
-        tensors = sum(len(slots) if n == 1 and not view else bool(slots) for slots in owned)  # neighbours in a bucket are one tensor
+        tensors = sum(
+            len(slots) if n == 1 and not view else bool(slots) for slots in owned
+        )  # neighbours in a bucket are one tensor
         return 8 * elements + 4 * tensors
+
     return max(map(of, range(n))), len(buckets)
 
 
@@ -91,20 +120,36 @@ def test_wire_is_known_in_advance(world):
     for name, model in models(quick=True).items():
         once = Fraction((n - 1) * 4 * sum(model.sizes), n)
         assert found[name, "ddp"].wire == found[name, "control"].wire == 2 * once
-        assert found[name, "ddp"].step_wire == found[name, "floor"].wire == found[name, "floor"].collectives == 0
+        assert (
+            found[name, "ddp"].step_wire
+            == found[name, "floor"].wire
+            == found[name, "floor"].collectives
+            == 0
+        )
         assert found[name, "torch"].wire == 3 * once and found[name, "torch"].step_wire == once
         assert found[name, "torch-view"].wire == 3 * once
         assert found[name, "torch"].step_collectives == len(model.sizes)
-        for variant in ("zero", "zero-view"): # a bucket is padded to a multiple of the ranks
-            assert once <= found[name, variant].step_wire <= once + 4 * n * found[name, variant].step_collectives
+        for variant in ("zero", "zero-view"):  # a bucket is padded to a multiple of the ranks
+            assert (
+                once
+                <= found[name, variant].step_wire
+                <= once + 4 * n * found[name, variant].step_collectives
+            )
             assert found[name, variant].wire - found[name, variant].step_wire == 2 * once
-        for variant in EARLY: assert found[name, variant].wire == 2 * once and found[name, variant].step_wire == 0
-        assert 2 * once <= found[name, "fsdp2"].wire <= 1.25 * 2 * once # it pads the rows of every parameter
+        for variant in EARLY:
+            assert found[name, variant].wire == 2 * once and found[name, variant].step_wire == 0
+        assert (
+            2 * once <= found[name, "fsdp2"].wire <= 1.25 * 2 * once
+        )  # it pads the rows of every parameter
 
 
 def test_full_size_models_are_those_of_the_issue():
     full = models()
-    assert {name: len(m.sizes) for name, m in full.items()} == {"linear": 40, "gpt": 38, "small": 1000}
+    assert {name: len(m.sizes) for name, m in full.items()} == {
+        "linear": 40,
+        "gpt": 38,
+        "small": 1000,
+    }
     assert [sum(m.sizes) for m in full.values()] == [80_040_000, 29_938_560, 528_000]
     assert max(full["gpt"].sizes) / sum(full["gpt"].sizes) > 0.64
     assert full.keys() == models(quick=True).keys()
@@ -113,14 +158,19 @@ def test_full_size_models_are_those_of_the_issue():
 @pytest.mark.parametrize("name", models())
 def test_every_variant_trains_the_same_model(name):
     variants = tuple(v for v in OURS if v != "floor")
-    def train(): return bench.time_rank(models(quick=True)[name], variants, 2, torch.device("cpu"))
+
+    def train():
+        return bench.time_rank(models(quick=True)[name], variants, 2, torch.device("cpu"))
+
     ranks = run(2, train)
     for rank in ranks:
         for variant in variants:
             assert rank[variant][2] == pytest.approx(rank["ddp"][2], rel=1e-5), variant
             assert [len(times) for times in rank[variant][:2]] == [2, 0 if variant in EARLY else 2]
     launch = Launch.of(name, ranks)
-    assert launch.iteration["zero"] == bench._rounded(max(a, b) for a, b in zip(ranks[0]["zero"][0], ranks[1]["zero"][0], strict=True))
+    assert launch.iteration["zero"] == bench._rounded(
+        max(a, b) for a, b in zip(ranks[0]["zero"][0], ranks[1]["zero"][0], strict=True)
+    )
     assert bench.strays(Report({}, True, (launch,))) == {}
 
 
@@ -136,42 +186,74 @@ def test_turns_rotate(monkeypatch):
 
     monkeypatch.setattr(bench, "make_job", fake)
     bench.time_rank(models(True)["small"], ["a", "b", "c"], 4, torch.device("cpu"))
-    assert "".join(order[3 * bench.WARM_UP:]) == "abcbcacababc"
+    assert "".join(order[3 * bench.WARM_UP :]) == "abcbcacababc"
 
 
 def test_ratios():
     found = paired([1, 2, 3, 400], [2, 2, 2, 2])
-    assert found.median == 1.25 and found.low == pytest.approx(0.65) and found.high == pytest.approx(140.45)
+    assert (
+        found.median == 1.25
+        and found.low == pytest.approx(0.65)
+        and found.high == pytest.approx(140.45)
+    )
     assert paired([3], [2]) == bench.Spread(1.5, 1.5, 1.5)
-    drift = [1.1 ** i for i in range(40)]
-    assert paired([0.8 * t for t in drift], drift).median == pytest.approx(0.8) # the machine became 40 times slower meanwhile
+    drift = [1.1**i for i in range(40)]
+    assert paired([0.8 * t for t in drift], drift).median == pytest.approx(
+        0.8
+    )  # the machine became 40 times slower meanwhile
     assert statistics.mean(drift[20:]) / statistics.mean(drift[:20]) > 6
     for pair in (([], []), ([1.0], [1.0, 2.0])):
-        with pytest.raises(ValueError, match="same rounds"): paired(*pair)
+        with pytest.raises(ValueError, match="same rounds"):
+            paired(*pair)
 
 
 def test_ratios_of_a_report_are_within_one_launch():
     assert REPORT.ratio("iteration", "gpt", 4, "zero").median == 0.5
     assert REPORT.ratio("step", "gpt", 4, "zero", "torch").median == pytest.approx(0.25)
     assert REPORT.ratio("step", "gpt", 4, "ddp", "zero").median == pytest.approx(2)
-    assert REPORT.ratio("step", "gpt", 2, "zero") is None and REPORT.ratio("step", "gpt", 4, "zero", "fsdp2") is None
-    apart = replace(REPORT, launches=(replace(LAUNCH, iteration={"ddp": (1.0,), "zero": (1.0,)}), replace(LAUNCH, iteration={"ddp": (9.0,), "torch": (9.0,)})))
-    assert apart.ratio("iteration", "gpt", 4, "zero", "torch") is None # not even through the reference
+    assert (
+        REPORT.ratio("step", "gpt", 2, "zero") is None
+        and REPORT.ratio("step", "gpt", 4, "zero", "fsdp2") is None
+    )
+    apart = replace(
+        REPORT,
+        launches=(
+            replace(LAUNCH, iteration={"ddp": (1.0,), "zero": (1.0,)}),
+            replace(LAUNCH, iteration={"ddp": (9.0,), "torch": (9.0,)}),
+        ),
+    )
+    assert (
+        apart.ratio("iteration", "gpt", 4, "zero", "torch") is None
+    )  # not even through the reference
     assert apart.ratio("iteration", "gpt", 4, "torch").median == 1
-    again = replace(REPORT, launches=(*apart.launches, replace(LAUNCH, iteration={"ddp": (2.0, 2.0), "zero": (4.0, 6.0)}), replace(LAUNCH, world_size=2)))
-    assert again.ratio("iteration", "gpt", 4, "zero").median == 2 # of 1, 2 and 3, in two launches
+    again = replace(
+        REPORT,
+        launches=(
+            *apart.launches,
+            replace(LAUNCH, iteration={"ddp": (2.0, 2.0), "zero": (4.0, 6.0)}),
+            replace(LAUNCH, world_size=2),
+        ),
+    )
+    assert again.ratio("iteration", "gpt", 4, "zero").median == 2  # of 1, 2 and 3, in two launches
 
 
 def test_json_is_exact():
     again = Report.from_json(REPORT.to_json())
-    assert again == REPORT and isinstance(again.counts[1].wire, Fraction) and isinstance(again.counts[0].wire, int)
+    assert (
+        again == REPORT
+        and isinstance(again.counts[1].wire, Fraction)
+        and isinstance(again.counts[0].wire, int)
+    )
     assert again.count("gpt", 4, "deepspeed").wire is None and again.count("gpt", 2) is None
     assert Report.from_json(Report({}, True).to_json()) == Report({}, True)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"machine": {}}', REPORT.to_json().replace('"step_wire"', '"steps"')])
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"machine": {}}', REPORT.to_json().replace('"step_wire"', '"steps"')]
+)
 def test_other_reports_are_refused(text):
-    with pytest.raises(ValueError, match="not a report of this version"): Report.from_json(text)
+    with pytest.raises(ValueError, match="not a report of this version"):
+        Report.from_json(text)
 
 
 def test_targets():
@@ -180,26 +262,56 @@ def test_targets():
     assert (answers.count("yes"), answers.count("not measured")) == (4, 22)
     assert met["step, zero_nb / torch's class: gpt, 4 ranks"] == ("0.25", "yes")
     assert met["constructor, zero_nb / AdamW: 10,000 parameters"] == ("2", "yes")
-    assert met["constructor, zero_nb / torch's class: 10,000 parameters, 1,024 ranks"] == ("0.075", "yes")
+    assert met["constructor, zero_nb / torch's class: 10,000 parameters, 1,024 ranks"] == (
+        "0.075",
+        "yes",
+    )
     heavy = replace(REPORT, counts=(COUNTS[0], replace(COUNTS[1], state=1_001_000 + 65_537)))
-    assert verdicts(heavy)[0][3] == "no" and verdicts(replace(heavy, counts=(COUNTS[0], replace(COUNTS[1], state=1_001_000 + 65_536))))[0][3] == "yes"
-    assert Target("", 1.0, lambda report: 1.0).met(REPORT) == "yes" and Target("", 1.0, lambda report: 1.01).met(REPORT) == "no"
+    assert (
+        verdicts(heavy)[0][3] == "no"
+        and verdicts(
+            replace(heavy, counts=(COUNTS[0], replace(COUNTS[1], state=1_001_000 + 65_536)))
+        )[0][3]
+        == "yes"
+    )
+    assert (
+        Target("", 1.0, lambda report: 1.0).met(REPORT) == "yes"
+        and Target("", 1.0, lambda report: 1.01).met(REPORT) == "no"
+    )
     peaks = replace(REPORT, counts=tuple(replace(c, model="linear") for c in COUNTS))
-    assert {words: (value, answer) for words, _, value, answer in verdicts(peaks)}["peak memory, zero_nb / DDP: linear, 4 ranks"] == ("0.6", "yes")
+    assert {words: (value, answer) for words, _, value, answer in verdicts(peaks)}[
+        "peak memory, zero_nb / DDP: linear, 4 ranks"
+    ] == ("0.6", "yes")
 
 
 def test_rows_and_files(tmp_path):
     lines = {row["variant"]: row for row in rows(REPORT)}
     assert list(lines) == ["ddp", "zero", "torch", "deepspeed"]
-    assert lines["zero"]["state / fair share"] == 1 and lines["zero"]["peak / ddp"] == 0.6 and lines["torch"]["state"] is None
-    assert lines["zero"]["wire / ddp"] == pytest.approx(400 / 900) and lines["deepspeed"]["wire / ddp"] is None
-    assert bench.cells(lines["zero"])[3:6] == ["0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)", "0.25 (0.25 to 0.45)"]
+    assert (
+        lines["zero"]["state / fair share"] == 1
+        and lines["zero"]["peak / ddp"] == 0.6
+        and lines["torch"]["state"] is None
+    )
+    assert (
+        lines["zero"]["wire / ddp"] == pytest.approx(400 / 900)
+        and lines["deepspeed"]["wire / ddp"] is None
+    )
+    assert bench.cells(lines["zero"])[3:6] == [
+        "0.50 (0.50 to 0.50)",
+        "0.50 (0.50 to 0.50)",
+        "0.25 (0.25 to 0.45)",
+    ]
     assert bench.cells(lines["ddp"])[3] == bench.cells(lines["torch"])[5] == "1"
     folder = tmp_path / "a" / "b"
     names = write(REPORT, folder)
-    assert sorted(names) == sorted(path.name for path in folder.iterdir()) == ["figure.png", "figure.svg", "report.json", "table.csv", "table.md"]
+    assert (
+        sorted(names)
+        == sorted(path.name for path in folder.iterdir())
+        == ["figure.png", "figure.svg", "report.json", "table.csv", "table.md"]
+    )
     assert Report.from_json((folder / "report.json").read_text()) == REPORT
-    with open(folder / "table.csv", newline="") as file: assert [row["variant"] for row in csv.DictReader(file)] == list(lines)
+    with open(folder / "table.csv", newline="") as file:
+        assert [row["variant"] for row in csv.DictReader(file)] == list(lines)
     text = (folder / "table.md").read_text()
     assert "left out: fairscale (not installed)" in text and "| 0.65 | 0.25 | yes |" in text
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
@@ -207,31 +319,61 @@ def test_rows_and_files(tmp_path):
 
 
 def test_reports_are_added(tmp_path, capsys):
-    flags = ["--quick", "--ranks", "1", "--variants", "zero", "--parts", "counts", "--out", str(tmp_path)]
-    bench.main([*flags, "--model", "small", "--add"]) # nothing is there yet
+    flags = [
+        "--quick",
+        "--ranks",
+        "1",
+        "--variants",
+        "zero",
+        "--parts",
+        "counts",
+        "--out",
+        str(tmp_path),
+    ]
+    bench.main([*flags, "--model", "small", "--add"])  # nothing is there yet
     bench.main([*flags, "--model", "linear", "--add"])
     found = Report.from_json((tmp_path / "report.json").read_text())
-    assert [(c.model, c.variant) for c in found.counts] == [("small", "ddp"), ("small", "zero"), ("linear", "ddp"), ("linear", "zero")]
+    assert [(c.model, c.variant) for c in found.counts] == [
+        ("small", "ddp"),
+        ("small", "zero"),
+        ("linear", "ddp"),
+        ("linear", "zero"),
+    ]
     bench.main([*flags, "--model", "gpt"])
-    assert {c.model for c in Report.from_json((tmp_path / "report.json").read_text()).counts} == {"gpt"}
-    (tmp_path / "report.json").write_text(replace(found, machine=found.machine | {"torch": "1.0"}).to_json())
+    assert {c.model for c in Report.from_json((tmp_path / "report.json").read_text()).counts} == {
+        "gpt"
+    }
+    (tmp_path / "report.json").write_text(
+        replace(found, machine=found.machine | {"torch": "1.0"}).to_json()
+    )
     capsys.readouterr()
-    with pytest.raises(SystemExit): bench.main([*flags, "--model", "small", "--add"])
-    with pytest.raises(SystemExit): bench.main([*[f for f in flags if f != "--quick"], "--model", "small", "--add"])
+    with pytest.raises(SystemExit):
+        bench.main([*flags, "--model", "small", "--add"])
+    with pytest.raises(SystemExit):
+        bench.main([*[f for f in flags if f != "--quick"], "--model", "small", "--add"])
     first, second = capsys.readouterr().err.splitlines()
-    assert "these differ in torch;" in first and "these differ in torch, size of the models;" in second
+    assert (
+        "these differ in torch;" in first and "these differ in torch, size of the models;" in second
+    )
 
 
 def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch):
     flags = ["--quick", "--variants", "zero", "--parts", "counts", "--out", str(tmp_path)]
     bench.main([*flags, "--model", "gpt", "--ranks", "1"])
     count = bench.count_rank
+
     def stop(name, model, device):
-        if model.name == "small" and dist.get_world_size() == 2: raise KeyboardInterrupt
+        if model.name == "small" and dist.get_world_size() == 2:
+            raise KeyboardInterrupt
         return count(name, model, device)
+
     monkeypatch.setattr(bench, "count_rank", stop)
-    for flag, kept in (["--add"], ["gpt 1", "linear 1", "linear 2", "small 1"]), ([], ["linear 1", "linear 2", "small 1"]):
-        with pytest.raises(BaseException, match="rank"): bench.main([*flags, *flag, "--model", "linear", "small", "--ranks", "1", "2"])
+    for flag, kept in (
+        (["--add"], ["gpt 1", "linear 1", "linear 2", "small 1"]),
+        ([], ["linear 1", "linear 2", "small 1"]),
+    ):
+        with pytest.raises(BaseException, match="rank"):
+            bench.main([*flags, *flag, "--model", "linear", "small", "--ranks", "1", "2"])
         found = Report.from_json((tmp_path / "report.json").read_text())
         assert [f"{c.model} {c.world_size}" for c in found.counts if c.variant == "zero"] == kept
     assert not [*tmp_path.glob("*.new")]
@@ -239,21 +381,54 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch)
 
 def test_profiles_are_drawn_of_the_variants_that_were_named(tmp_path, capsys):
     (tmp_path / "report.json").write_text("a report that is there")
-    bench.main(["--quick", "--model", "linear", "--ranks", "2", "--variants", "overlap", "zero", "--parts", "profiles", "--out", str(tmp_path)])
+    bench.main(
+        [
+            "--quick",
+            "--model",
+            "linear",
+            "--ranks",
+            "2",
+            "--variants",
+            "overlap",
+            "zero",
+            "--parts",
+            "profiles",
+            "--out",
+            str(tmp_path),
+        ]
+    )
     assert (tmp_path / "report.json").read_text() == "a report that is there"
     names = ["profile-linear-2-overlap.svg", "profile-linear-2-zero.svg"]
-    assert sorted(path.name for path in tmp_path.glob("*.svg")) == names and ", ".join(names) in capsys.readouterr().out.replace("\n", " ")
-    for name in names: assert (tmp_path / name).read_text().count("<title>") > 5
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == names and ", ".join(
+        names
+    ) in capsys.readouterr().out.replace("\n", " ")
+    for name in names:
+        assert (tmp_path / name).read_text().count("<title>") > 5
     assert bench.profiles(Options(("linear",), (1,), ("overlap",), 1, True)) == {}
     found = run(2, lambda: bench.trace_rank("overlap", models(True)["linear"], torch.device("cpu")))
     assert all({"step", "compute"} <= {s.kind for s in rank} for rank in found)
 
 
 def test_merging_replaces_what_was_measured_again():
-    new = Report(REPORT.machine, False, (replace(LAUNCH, losses={}), replace(LAUNCH, world_size=2)), (replace(COUNTS[1], state=5),), None, {"x": "y"})
+    new = Report(
+        REPORT.machine,
+        False,
+        (replace(LAUNCH, losses={}), replace(LAUNCH, world_size=2)),
+        (replace(COUNTS[1], state=5),),
+        None,
+        {"x": "y"},
+    )
     both = bench.merged(REPORT, new)
-    assert both.launches == new.launches and both.count("gpt", 4, "zero").state == 5 and both.count("gpt", 4) == COUNTS[0] and len(both.counts) == 3
-    assert both.makings == REPORT.makings and both.left_out == {"fairscale": "not installed", "x": "y"}
+    assert (
+        both.launches == new.launches
+        and both.count("gpt", 4, "zero").state == 5
+        and both.count("gpt", 4) == COUNTS[0]
+        and len(both.counts) == 3
+    )
+    assert both.makings == REPORT.makings and both.left_out == {
+        "fairscale": "not installed",
+        "x": "y",
+    }
 
 
 def test_strays():
@@ -265,26 +440,50 @@ def test_together():
     names = ["a", "b", "c", "d", "e"]
     for memory in (0, 10**9, 5 * 10**9, 10**12):
         launches = together(names, 30_000_000, 2, memory)
-        assert [name for launch in launches for name in launch[1:]] == names and {launch[0] for launch in launches} == {"ddp"}
-    assert len(together(names, 30_000_000, 2, 10**12)) == 1 and len(together(names, 30_000_000, 2, 0)) == 5
+        assert [name for launch in launches for name in launch[1:]] == names and {
+            launch[0] for launch in launches
+        } == {"ddp"}
+    assert (
+        len(together(names, 30_000_000, 2, 10**12)) == 1
+        and len(together(names, 30_000_000, 2, 0)) == 5
+    )
     assert together([], 1, 1, 0) == [("ddp",)]
     names = ["zero", "torch", "parallel", "fsdp2", "fairscale"]
-    for memory, expected in ((10**12, [names]), (3 * 10**9, [["zero", "torch"], ["parallel"], ["parallel", "fsdp2"], ["parallel", "fairscale"]]),
-                             (0, [[name] for name in names])):
+    for memory, expected in (
+        (10**12, [names]),
+        (
+            3 * 10**9,
+            [["zero", "torch"], ["parallel"], ["parallel", "fsdp2"], ["parallel", "fairscale"]],
+        ),
+        (0, [[name] for name in names]),
+    ):
         assert together(names, 20_000_000, 2, memory) == [("ddp", *launch) for launch in expected]
 
 
 def test_measure_leaves_out_peers_that_do_not_work_and_no_others(monkeypatch):
-    def broken(module, group, lr): raise OSError("no such library\nlibpeer.so")
-    monkeypatch.setitem(bench.VARIANTS, "absent", Variant("absent", "", broken, package="no_such_peer"))
+    def broken(module, group, lr):
+        raise OSError("no such library\nlibpeer.so")
+
+    monkeypatch.setitem(
+        bench.VARIANTS, "absent", Variant("absent", "", broken, package="no_such_peer")
+    )
     monkeypatch.setitem(bench.VARIANTS, "broken", Variant("broken", "", broken, package="json"))
-    said, options = [], Options(("small",), (1,), ("absent", "broken"), 1, True, parts=("times", "counts"))
+    said, options = (
+        [],
+        Options(("small",), (1,), ("absent", "broken"), 1, True, parts=("times", "counts")),
+    )
     found = measure(options, say=said.append)
-    assert found.left_out == {"absent": "no_such_peer is not installed: pip install no_such_peer", "broken": "OSError: libpeer.so"}
-    assert [c.variant for c in found.counts] == ["ddp"] and [list(launch.step) for launch in found.launches] == [["ddp"]]
+    assert found.left_out == {
+        "absent": "no_such_peer is not installed: pip install no_such_peer",
+        "broken": "OSError: libpeer.so",
+    }
+    assert [c.variant for c in found.counts] == ["ddp"] and [
+        list(launch.step) for launch in found.launches
+    ] == [["ddp"]]
     assert len(said) == 3 and found.makings is None
     monkeypatch.setitem(bench.VARIANTS, "broken", Variant("broken", "", broken))
-    with pytest.raises(OSError, match=r"libpeer\.so"): measure(options)
+    with pytest.raises(OSError, match=r"libpeer\.so"):
+        measure(options)
 
 
 def test_makings():
@@ -295,13 +494,26 @@ def test_makings():
 
 def test_state_bytes_of_any_state():
     p = nn.Parameter(torch.zeros(10))
-    state = {p: {"step": torch.zeros(()), "exp_avg": torch.zeros(10), "half": torch.zeros(3, dtype=torch.bfloat16), "lr": 0.1, "none": None}}
+    state = {
+        p: {
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros(10),
+            "half": torch.zeros(3, dtype=torch.bfloat16),
+            "lr": 0.1,
+            "none": None,
+        }
+    }
     assert bench.state_bytes(state.values()) == 4 + 40 + 6 and bench.state_bytes([]) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
 def test_peak_is_above_the_start():
-    def peak(): return [bench.peak_bytes(torch.device("cpu"), lambda m=m: torch.ones(m * 250_000)) for m in (100, 20)] # the mark is reset
+    def peak():
+        return [
+            bench.peak_bytes(torch.device("cpu"), lambda m=m: torch.ones(m * 250_000))
+            for m in (100, 20)
+        ]  # the mark is reset
+
     large, small = run(1, peak)[0]
     assert 99e6 < large < 102e6 and 19e6 < small < 22e6
 
@@ -309,55 +521,110 @@ def test_peak_is_above_the_start():
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
 def test_peak_counts_memory_that_was_given_back_before():
     def peak():
-        torch.ones(6_000_000) # malloc learns to keep chunks of this size
+        torch.ones(6_000_000)  # malloc learns to keep chunks of this size
         kept = [torch.ones(1_000_000) for _ in range(10)]
-        last = torch.ones(1000) # above them, so that they stay when they are free
+        last = torch.ones(1000)  # above them, so that they stay when they are free
         del kept
-        return bench.peak_bytes(torch.device("cpu"), lambda: [torch.ones(1_000_000) for _ in range(10)]), last.sum()
+        return (
+            bench.peak_bytes(
+                torch.device("cpu"), lambda: [torch.ones(1_000_000) for _ in range(10)]
+            ),
+            last.sum(),
+        )
+
     assert 38e6 < run(1, peak)[0][0] < 44e6
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
 def test_peak_leaves_out_the_pages_of_files(tmp_path):
     (tmp_path / "library").write_bytes(bytes(30_000_000))
+
     def peak():
-        with open(tmp_path / "library", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        with (
+            open(tmp_path / "library", "rb") as file,
+            mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages,
+        ):
+
             def work():
-                assert not sum(pages[::4096]) # mapped now, as a library's code is when it first runs
+                assert not sum(
+                    pages[::4096]
+                )  # mapped now, as a library's code is when it first runs
                 torch.ones(10_000_000)
+
             return bench.peak_bytes(torch.device("cpu"), work)
+
     assert 39e6 < run(1, peak)[0] < 42e6
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["--variants", "zero", "torhc"], "there is no variant 'torhc', did you mean 'torch'?"), (["--model", "linera"], "did you mean 'linear'?"),
-    (["--model", "resnet50"], "there is no model 'resnet50'; known: linear, gpt, small"), (["--parts", "time"], "did you mean 'times'?"),
-    (["--rounds", "0"], "--rounds must be at least 1, got 0"), (["--rounds", "many"], "invalid int value: 'many'"),
-    (["--ranks", "2", "-1"], "--ranks must be at least 1, got -1"), (["--device", "tpu"], "invalid choice: 'tpu'"),
-    (["--out", __file__], "--out must be a folder"), (["--round", "3"], "unrecognized arguments"), (["--variants"], "expected at least one argument")])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--variants", "zero", "torhc"], "there is no variant 'torhc', did you mean 'torch'?"),
+        (["--model", "linera"], "did you mean 'linear'?"),
+        (["--model", "resnet50"], "there is no model 'resnet50'; known: linear, gpt, small"),
+        (["--parts", "time"], "did you mean 'times'?"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--rounds", "many"], "invalid int value: 'many'"),
+        (["--ranks", "2", "-1"], "--ranks must be at least 1, got -1"),
+        (["--device", "tpu"], "invalid choice: 'tpu'"),
+        (["--out", __file__], "--out must be a folder"),
+        (["--round", "3"], "unrecognized arguments"),
+        (["--variants"], "expected at least one argument"),
+    ],
+)
 def test_command_refuses(argv, words, capsys):
-    with pytest.raises(SystemExit) as end: bench.main(argv)
+    with pytest.raises(SystemExit) as end:
+        bench.main(argv)
     out, err = capsys.readouterr()
     assert end.value.code == 2 and words in err and out == "" and len(err.splitlines()) == 1
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
 def test_command_needs_gpus_for_cuda(capsys):
-    with pytest.raises(SystemExit): bench.main(["--device", "cuda"])
-    assert "--device cuda needs a GPU for each of 4 ranks, and torch sees 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cuda"])
+    assert (
+        "--device cuda needs a GPU for each of 4 ranks, and torch sees 0" in capsys.readouterr().err
+    )
 
 
 def test_command_runs_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "zero_nb.bench"]
-    flags = ["--quick", "--model", "small", "--variants", "zero", "--parts", "counts", "times", "--rounds", "2", "--out", tmp_path / "out"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "zero_nb.bench",
+    ]
+    flags = [
+        "--quick",
+        "--model",
+        "small",
+        "--variants",
+        "zero",
+        "--parts",
+        "counts",
+        "times",
+        "--rounds",
+        "2",
+        "--out",
+        tmp_path / "out",
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=100, env=env, cwd=tmp_path)
+    done = subprocess.run(
+        [*command, *flags], capture_output=True, text=True, timeout=100, env=env, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert "Exception ignored" not in done.stderr and "Traceback" not in done.stderr
     assert done.stdout.count("the optimizers") == 1
     found = Report.from_json((tmp_path / "out" / "report.json").read_text())
     assert [(c.variant, c.world_size) for c in found.counts] == [("ddp", 2), ("zero", 2)]
-    assert found.counts[0].wire == 4 * sum(models(True)["small"].sizes) and len(found.launches[0].step["zero"]) == 2
+    assert (
+        found.counts[0].wire == 4 * sum(models(True)["small"].sizes)
+        and len(found.launches[0].step["zero"]) == 2
+    )
 
 
 def test_the_stored_report_is_of_the_full_models_and_exact():
@@ -367,7 +634,11 @@ def test_the_stored_report_is_of_the_full_models_and_exact():
     assert json.loads(found.to_json()) == json.loads(path.read_text())
     for model in models().values():
         for n in (1, 2, 4):
-            full, ours, torchs = (found.count(model.name, n, name) for name in ("ddp", "zero", "torch"))
-            assert full.wire == Fraction(2 * (n - 1) * 4 * sum(model.sizes), n) and full.state == 8 * sum(model.sizes) + 4 * len(model.sizes)
+            full, ours, torchs = (
+                found.count(model.name, n, name) for name in ("ddp", "zero", "torch")
+            )
+            assert full.wire == Fraction(
+                2 * (n - 1) * 4 * sum(model.sizes), n
+            ) and full.state == 8 * sum(model.sizes) + 4 * len(model.sizes)
             assert ours.state <= full.state / n * 1.001 + 65_536 and torchs.wire == 1.5 * full.wire
             assert found.ratio("step", model.name, n, "zero", "torch")

@@ -1,4 +1,5 @@
 """Properties of bucket plans, for random parameter lists and many ranks."""
+
 import pickle
 import random
 from dataclasses import replace
@@ -11,16 +12,47 @@ from hypothesis import strategies as st
 from test_sharder import calls, damaged, param_lists
 
 from zero_nb.buckets import MB, Bucket, BucketPlan, Slot, adopt, ddp_buckets, pack
-from zero_nb.sharder import ParamSpec, Roster, ShardPlan, Span, balanced, by_group, even, greedy, mixed, newton_schulz, runs
+from zero_nb.sharder import (
+    ParamSpec,
+    Roster,
+    ShardPlan,
+    Span,
+    balanced,
+    by_group,
+    even,
+    greedy,
+    mixed,
+    newton_schulz,
+    runs,
+)
 
 quick = settings(max_examples=80, deadline=None)
 worlds = st.one_of(st.integers(1, 9), st.sampled_from([64, 1000]))
-leaves = [even, partial(even, align=4), runs, greedy, balanced, partial(balanced, cost=newton_schulz)]
-policies = st.sampled_from([*leaves, mixed, partial(mixed, choose=by_group(greedy, even, partial(balanced, cost=newton_schulz)))])
-options = st.fixed_dictionaries({
-    "capacity_mb": st.sampled_from([64 / MB, 1000 / MB, 25.0]), "first_mb": st.sampled_from([16 / MB, 1.0]), "by_group": st.booleans(),
-    "align": st.sampled_from([1, 4]), "cut": st.booleans(), "equal": st.booleans(),
-})
+leaves = [
+    even,
+    partial(even, align=4),
+    runs,
+    greedy,
+    balanced,
+    partial(balanced, cost=newton_schulz),
+]
+policies = st.sampled_from(
+    [
+        *leaves,
+        mixed,
+        partial(mixed, choose=by_group(greedy, even, partial(balanced, cost=newton_schulz))),
+    ]
+)
+options = st.fixed_dictionaries(
+    {
+        "capacity_mb": st.sampled_from([64 / MB, 1000 / MB, 25.0]),
+        "first_mb": st.sampled_from([16 / MB, 1.0]),
+        "by_group": st.booleans(),
+        "align": st.sampled_from([1, 4]),
+        "cut": st.booleans(),
+        "equal": st.booleans(),
+    }
+)
 
 
 def small(specs):
@@ -35,23 +67,46 @@ def test_every_element_has_one_place_and_parts_cover_buckets(specs, world_size, 
     plan = pack(specs, world_size, policy=policy, **chosen)
     assert plan.shard_plan.params == specs and plan.shard_plan.loads == plan.loads
     for bucket in plan.buckets:
-        assert bucket.slots and bucket.bounds[0] == 0 and bucket.bounds[-1] == bucket.numel and len(bucket.bounds) == world_size + 1
-        assert {(specs[s.param].dtype, specs[s.param].device) for s in bucket.slots} == {(bucket.dtype, bucket.device)}
-        assert not chosen["by_group"] or {specs[s.param].group for s in bucket.slots} == {bucket.group}
-        assert sum(s.numel for r in range(world_size) for s in bucket.slots_of(r)) == bucket.numel - bucket.padding
+        assert (
+            bucket.slots
+            and bucket.bounds[0] == 0
+            and bucket.bounds[-1] == bucket.numel
+            and len(bucket.bounds) == world_size + 1
+        )
+        assert {(specs[s.param].dtype, specs[s.param].device) for s in bucket.slots} == {
+            (bucket.dtype, bucket.device)
+        }
+        assert not chosen["by_group"] or {specs[s.param].group for s in bucket.slots} == {
+            bucket.group
+        }
+        assert (
+            sum(s.numel for r in range(world_size) for s in bucket.slots_of(r))
+            == bucket.numel - bucket.padding
+        )
         for r in {0, world_size // 2, world_size - 1}:
             start, stop = bucket.part(r)
             assert (stop - start) % chosen["align"] == 0
             assert all(start <= s.offset and s.offset + s.numel <= stop for s in bucket.slots_of(r))
-            assert bucket.spans(r) == tuple(Span(s.param, s.start, s.stop) for s in bucket.slots_of(r))
+            assert bucket.spans(r) == tuple(
+                Span(s.param, s.start, s.stop) for s in bucket.slots_of(r)
+            )
         assert bucket.equal or not chosen["equal"]
 
 
 @quick
-@given(param_lists(devices=st.sampled_from(["cpu", "my device", ' a | "b"', "x|y", "\u2028"])), worlds, policies, options)
+@given(
+    param_lists(devices=st.sampled_from(["cpu", "my device", ' a | "b"', "x|y", "\u2028"])),
+    worlds,
+    policies,
+    options,
+)
 def test_bucket_plans_are_read_back(specs, world_size, policy, chosen):
     plan = pack(small(specs), world_size, policy=policy, **chosen)
-    for again in (BucketPlan.from_text(plan.to_text()), BucketPlan.from_json(plan.to_json()), pickle.loads(pickle.dumps(plan))):
+    for again in (
+        BucketPlan.from_text(plan.to_text()),
+        BucketPlan.from_json(plan.to_json()),
+        pickle.loads(pickle.dumps(plan)),
+    ):
         assert again == plan and hash(again) == hash(plan) and again.digest == plan.digest
     assert plan == pack(small(specs), world_size, policy=policy, **chosen)
 
@@ -65,36 +120,53 @@ def test_even_buckets_have_equal_parts_a_limit_and_padding_only_at_ends(specs, w
         assert bucket.equal and bucket.padding < unit
         used = sum(s.numel for s in bucket.slots) * specs_size(plan, bucket)
         one = len(bucket.slots) == 1
-        assert used <= max(chosen["capacity_mb"] * MB, unit * specs_size(plan, bucket)) or (one and not chosen["cut"])
+        assert used <= max(chosen["capacity_mb"] * MB, unit * specs_size(plan, bucket)) or (
+            one and not chosen["cut"]
+        )
         last = bucket.slots[-1]
-        if one and last.stop < plan.params[last.param].numel: assert bucket.padding == 0
+        if one and last.stop < plan.params[last.param].numel:
+            assert bucket.padding == 0
     assert max(plan.loads) <= sum(b.numel // world_size for b in plan.buckets)
 
 
-def specs_size(plan, bucket): return plan.params[bucket.slots[0].param].itemsize
+def specs_size(plan, bucket):
+    return plan.params[bucket.slots[0].param].itemsize
 
 
 @quick
 @given(param_lists())
 def test_buckets_are_filled_to_their_limit_and_the_first_closes_early(specs):
     specs = [replace(p, dtype="float32") for p in specs if p.trainable and 0 < p.nbytes <= 500]
-    filled = [[specs[s.param].nbytes for s in b.slots] for b in pack(specs, 1, capacity_mb=1000 / MB, first_mb=200 / MB).buckets]
+    filled = [
+        [specs[s.param].nbytes for s in b.slots]
+        for b in pack(specs, 1, capacity_mb=1000 / MB, first_mb=200 / MB).buckets
+    ]
     for i, (mine, following) in enumerate(pairwise(filled)):
-        assert sum(mine) <= 1000 and (sum(mine) + following[0] > 1000 or (i == 0 and sum(mine) >= 200 > sum(mine[:-1])))
+        assert sum(mine) <= 1000 and (
+            sum(mine) + following[0] > 1000 or (i == 0 and sum(mine) >= 200 > sum(mine[:-1]))
+        )
     assert not filled or sum(filled[0][:-1]) < 200
 
 
 @quick
 @given(param_lists(), worlds, options, st.randoms(use_true_random=False))
-def test_buckets_come_in_the_order_in_which_gradients_complete_them(specs, world_size, chosen, random):
+def test_buckets_come_in_the_order_in_which_gradients_complete_them(
+    specs, world_size, chosen, random
+):
     specs = small(specs)
     order = list(range(len(specs)))
     random.shuffle(order)
     arrived = {i: when for when, i in enumerate(order)}
-    for plan, when in ((pack(specs, world_size, order=order, **chosen), arrived), (pack(specs, world_size, **chosen), {i: -i for i in order})):
+    for plan, when in (
+        (pack(specs, world_size, order=order, **chosen), arrived),
+        (pack(specs, world_size, **chosen), {i: -i for i in order}),
+    ):
         complete = [max(when[s.param] for s in bucket.slots) for bucket in plan.buckets]
         assert complete == sorted(complete)
-        assert all([when[s.param] for s in b.slots] == sorted(when[s.param] for s in b.slots) for b in plan.buckets)
+        assert all(
+            [when[s.param] for s in b.slots] == sorted(when[s.param] for s in b.slots)
+            for b in plan.buckets
+        )
 
 
 @quick
@@ -106,9 +178,12 @@ def test_adopted_buckets_are_kept(specs, world_size, policy, data):
     theirs = [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(specs)], strict=True)]
     plan = adopt(specs, world_size, theirs, policy=policy)
     want = [[i for i in bucket if specs[i].numel] for bucket in theirs]
-    found = [[*dict.fromkeys(s.param for s in b.slots)] for b in plan.buckets]  # runs may cut one in two
+    found = [
+        [*dict.fromkeys(s.param for s in b.slots)] for b in plan.buckets
+    ]  # runs may cut one in two
     assert [sorted(b) for b in found] == [sorted(b) for b in want if b]
-    if policy is even: assert found == [b for b in want if b]
+    if policy is even:
+        assert found == [b for b in want if b]
 
 
 @quick
@@ -116,74 +191,122 @@ def test_adopted_buckets_are_kept(specs, world_size, policy, data):
 def test_whole_policies_keep_parameters_whole_and_balance_over_all_buckets(specs, world_size):
     specs = small(specs)
     plan = pack(specs, world_size, policy=balanced, capacity_mb=1000 / MB)
-    assert all(len(plan.shard_plan.owners(i)) == bool(p.trainable and p.numel) for i, p in enumerate(specs))
+    assert all(
+        len(plan.shard_plan.owners(i)) == bool(p.trainable and p.numel) for i, p in enumerate(specs)
+    )
     assert plan.loads == balanced(specs, world_size).loads
 
 
 @quick
-@given(param_lists(), st.sampled_from([(16 / MB, 4 / MB), (100 / MB, 100 / MB), (25.0, 1.0), (4000 / MB, 64 / MB)]))
+@given(
+    param_lists(),
+    st.sampled_from([(16 / MB, 4 / MB), (100 / MB, 100 / MB), (25.0, 1.0), (4000 / MB, 64 / MB)]),
+)
 def test_ddp_buckets_are_those_of_torch(specs, limits):
     torch = pytest.importorskip("torch")
     dist = pytest.importorskip("torch.distributed")
     mine = [i for i, p in reversed(list(enumerate(specs))) if p.trainable and p.numel]
-    if not mine: return
-    tensors = [torch.empty(specs[i].shape, dtype=getattr(torch, specs[i].dtype), device="meta") for i in mine]
-    theirs, _ = dist._compute_bucket_assignment_by_size(tensors, [int(limits[1] * MB), int(limits[0] * MB)], [False] * len(mine))
+    if not mine:
+        return
+    tensors = [
+        torch.empty(specs[i].shape, dtype=getattr(torch, specs[i].dtype), device="meta")
+        for i in mine
+    ]
+    theirs, _ = dist._compute_bucket_assignment_by_size(
+        tensors, [int(limits[1] * MB), int(limits[0] * MB)], [False] * len(mine)
+    )
     found = ddp_buckets(specs, *limits)
     assert sorted([mine[k] for k in bucket] for bucket in theirs) == sorted(found)
 
 
 def test_a_hundred_thousand_parameters():
     specs = [ParamSpec(f"p{i}", (i % 700 + 1,)) for i in range(100_000)]
-    assert pack(specs, 1024).imbalance < 1.001 and pack(specs, 1024, policy=greedy).imbalance < 1.001
+    assert (
+        pack(specs, 1024).imbalance < 1.001 and pack(specs, 1024, policy=greedy).imbalance < 1.001
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(param_lists(5), st.sampled_from(leaves), st.booleans(), st.integers(0, 2**32))
-def test_a_bucket_plan_is_built_exactly_if_every_element_has_one_place(specs, policy, by_group, seed):
+def test_a_bucket_plan_is_built_exactly_if_every_element_has_one_place(
+    specs, policy, by_group, seed
+):
     specs, rng = tuple(p for p in specs if p.numel <= 200), random.Random(seed)
     packed = pack(specs, 2, policy=policy, capacity_mb=64 / MB, by_group=by_group)
-    if not packed.buckets: return
+    if not packed.buckets:
+        return
     k = rng.randrange(len(packed.buckets))
     old = packed.buckets[k]
-    bucket = Bucket(old.dtype, old.device, old.group, tuple(damaged(rng, list(old.slots))), old.bounds)
-    buckets = (*packed.buckets[:k], bucket, *packed.buckets[k + 1:])
+    bucket = Bucket(
+        old.dtype, old.device, old.group, tuple(damaged(rng, list(old.slots))), old.bounds
+    )
+    buckets = (*packed.buckets[:k], bucket, *packed.buckets[k + 1 :])
     placed = sorted((s.param, e) for b in buckets for s in b.slots for e in range(s.start, s.stop))
     once = placed == [(i, e) for i, p in enumerate(specs) if p.trainable for e in range(p.numel)]
     ends = [0, *(s.offset + s.stop - s.start for s in bucket.slots)]
-    apart = all(s.start < s.stop and s.offset >= end for s, end in zip(bucket.slots, ends, strict=False)) and ends[-1] <= bucket.numel
-    same = once and all(specs[s.param].dtype == bucket.dtype and bucket.group in (None, specs[s.param].group) for s in bucket.slots)
-    if apart and same: assert BucketPlan(specs, 2, buckets).buckets == buckets
+    apart = (
+        all(
+            s.start < s.stop and s.offset >= end for s, end in zip(bucket.slots, ends, strict=False)
+        )
+        and ends[-1] <= bucket.numel
+    )
+    same = once and all(
+        specs[s.param].dtype == bucket.dtype and bucket.group in (None, specs[s.param].group)
+        for s in bucket.slots
+    )
+    if apart and same:
+        assert BucketPlan(specs, 2, buckets).buckets == buckets
     else:
-        with pytest.raises(ValueError, match=r"needs a parameter|holds one kind|must start at or after|has exactly one place"): BucketPlan(specs, 2, buckets)
+        with pytest.raises(
+            ValueError,
+            match=r"needs a parameter|holds one kind|must start at or after|has exactly one place",
+        ):
+            BucketPlan(specs, 2, buckets)
 
 
-@pytest.mark.parametrize("policy", [even, runs, greedy, balanced, partial(mixed, choose=by_group(runs))])
+@pytest.mark.parametrize(
+    "policy", [even, runs, greedy, balanced, partial(mixed, choose=by_group(runs))]
+)
 def test_the_work_of_packing_is_a_few_calls_for_each_parameter_whatever_the_ranks(policy):
     specs = [ParamSpec(f"p{i}", (8,)) for i in range(4000)]
-    found = [calls(lambda n=n: pack(specs, n, policy=policy, capacity_mb=1.0, order=range(4000)).digest) / 4000 for n in (1, 8, 250)]
+    found = [
+        calls(lambda n=n: pack(specs, n, policy=policy, capacity_mb=1.0, order=range(4000)).digest)
+        / 4000
+        for n in (1, 8, 250)
+    ]
     assert max(found) < 30, found
 
 
 def test_a_giant_is_cut_without_padding_inside_and_not_cut_when_told():
     giant = [ParamSpec("giant", (50_000_017,), "bfloat16"), ParamSpec("after", (3,), "bfloat16")]
     plan = pack(giant, 8, align=128)
-    assert [b.padding for b in plan.buckets if b.slots[0].param == 0][:-1] == [0] * (len(plan.buckets) - 2)
-    assert all(b.nbytes <= 25 * MB for b in plan.buckets) and all(b.bounds.step % 128 == 0 for b in plan.buckets)
+    assert [b.padding for b in plan.buckets if b.slots[0].param == 0][:-1] == [0] * (
+        len(plan.buckets) - 2
+    )
+    assert all(b.nbytes <= 25 * MB for b in plan.buckets) and all(
+        b.bounds.step % 128 == 0 for b in plan.buckets
+    )
     assert [len(b.slots) for b in pack(giant, 8, cut=False).buckets] == [1, 1]
     whole = pack(giant, 8, policy=greedy)
-    assert [b.spans(0) for b in whole.buckets if b.slots[0].param == 0] == [(Span(0, 0, 50_000_017),)]
+    assert [b.spans(0) for b in whole.buckets if b.slots[0].param == 0] == [
+        (Span(0, 0, 50_000_017),)
+    ]
 
 
 def test_nothing_to_train_is_a_plan_without_buckets():
     plan = pack([ParamSpec("frozen", (4,), trainable=False), ParamSpec("empty", (0, 3))], 4)
     assert plan.buckets == () and plan.loads == (0, 0, 0, 0) and plan.imbalance == 1
-    assert pack([], 2).shard_plan == ShardPlan((), ((), ())) and "0 buckets" in pack([], 2)._repr_html_()
+    assert (
+        pack([], 2).shard_plan == ShardPlan((), ((), ()))
+        and "0 buckets" in pack([], 2)._repr_html_()
+    )
 
 
 def test_equal_partials_share_buckets():
     specs = [ParamSpec(f"p{i}", (4, 4)) for i in range(6)]
-    plan = pack(specs, 2, policy=partial(mixed, choose=lambda spec: partial(balanced, cost=newton_schulz)))
+    plan = pack(
+        specs, 2, policy=partial(mixed, choose=lambda spec: partial(balanced, cost=newton_schulz))
+    )
     assert len(plan.buckets) == 1 and len(plan.buckets[0].slots) == 6
 
 
@@ -191,72 +314,180 @@ two = (ParamSpec("weight", (7,)), ParamSpec("bias", (2,)))
 half = (ParamSpec("weight", (7,)), ParamSpec("half", (2,), "bfloat16"))
 
 
-def bucket(*slots, bounds=(0, 5, 10), dtype="float32", group=None): return Bucket(dtype, "cpu", group, slots, bounds)
+def bucket(*slots, bounds=(0, 5, 10), dtype="float32", group=None):
+    return Bucket(dtype, "cpu", group, slots, bounds)
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: pack(two, 0), "world_size must be an integer >= 1, got 0"),
-    (lambda: pack(two, 2, capacity_mb=0), "capacity_mb must be above 0"),
-    (lambda: pack(two, 2, capacity_mb="25"), "capacity_mb must be above 0"),
-    (lambda: pack(two, 2, first_mb=-1), "first_mb must be above 0"),
-    (lambda: pack(two, 2, policy="greedi"), "did you mean 'greedy'"),
-    (lambda: pack(two, 2, order=[0]), "missing ['bias']"),
-    (lambda: pack(two, 2, order=[0, 1, 1]), "order must name each trainable parameter once"),
-    (lambda: pack(two, 2, order=[0, 1, 2]), "index below 2"),
-    (lambda: pack([*two, two[0]], 2), "are both called 'weight'"),
-    (lambda: pack(two, 2, policy=lambda specs, world_size, loads: even(specs[:1], 2)), "was asked for 2 parameters"),
-    (lambda: adopt(half, 2, [[0, 1]]), "mixes bfloat16 on cpu and float32 on cpu"),
-    (lambda: adopt(two, 2, [[0]]), "'bias' (2 elements) is placed as []"),
-    (lambda: adopt(two, 2, [[0, 1], [1]]), "every element of every trainable parameter has exactly one place"),
-    (lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 6, 0), Slot(1, 0, 2, 6)),)), "'weight' (7 elements) is placed as [(0, 6)]"),
-    (lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 6)),)), "must start at or after 7"),
-    (lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 9)),)), "end by 10"),
-    (lambda: BucketPlan(two, 3, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7)),)), "is cut for 2 ranks, the plan for 3"),
-    (lambda: BucketPlan(half, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7)),)), "a bucket holds one kind"),
-    (lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7), group=1),)), "a bucket holds one kind"),
-    *[(lambda text=text: BucketPlan.from_json(text), "a BucketPlan in JSON is an object of lists of lines") for text in ("[]", "3", '{"ranks": 2}')],
-    (lambda: BucketPlan.from_json("x"), "a BucketPlan is read from the JSON that `to_json` wrote"),
-    (lambda: BucketPlan.from_text("ranks 2\nshard 0"), "lines of a BucketPlan begin with param, ranks, bucket, got 'shard'"),
-    *[(lambda line=line: BucketPlan.from_text(f'param float32[4] cpu group 0 "w"\nranks 2\nbucket {line}'), "a bucket is written as") for line in (
-        "float32 cpu group any | 0@0 | 0 each", "float32 my cpu group any | 0@0 | 2 each", "float32 cpu group x | 0@0 | 2 each",
-        "float32 cpu group any | 0 | 2 each", "float32 cpu group any | 0@0 | two", "float32 cpu group any | 0@0 | ")],
-    (lambda: bucket(bounds=(0, 5, 4)), "never fall"),
-    (lambda: bucket(bounds=(1, 5)), "bounds must start at 0"),
-    (lambda: bucket(bounds=(0,)), "one more number than there are ranks"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pack(two, 0), "world_size must be an integer >= 1, got 0"),
+        (lambda: pack(two, 2, capacity_mb=0), "capacity_mb must be above 0"),
+        (lambda: pack(two, 2, capacity_mb="25"), "capacity_mb must be above 0"),
+        (lambda: pack(two, 2, first_mb=-1), "first_mb must be above 0"),
+        (lambda: pack(two, 2, policy="greedi"), "did you mean 'greedy'"),
+        (lambda: pack(two, 2, order=[0]), "missing ['bias']"),
+        (lambda: pack(two, 2, order=[0, 1, 1]), "order must name each trainable parameter once"),
+        (lambda: pack(two, 2, order=[0, 1, 2]), "index below 2"),
+        (lambda: pack([*two, two[0]], 2), "are both called 'weight'"),
+        (
+            lambda: pack(two, 2, policy=lambda specs, world_size, loads: even(specs[:1], 2)),
+            "was asked for 2 parameters",
+        ),
+        (lambda: adopt(half, 2, [[0, 1]]), "mixes bfloat16 on cpu and float32 on cpu"),
+        (lambda: adopt(two, 2, [[0]]), "'bias' (2 elements) is placed as []"),
+        (
+            lambda: adopt(two, 2, [[0, 1], [1]]),
+            "every element of every trainable parameter has exactly one place",
+        ),
+        (
+            lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 6, 0), Slot(1, 0, 2, 6)),)),
+            "'weight' (7 elements) is placed as [(0, 6)]",
+        ),
+        (
+            lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 6)),)),
+            "must start at or after 7",
+        ),
+        (lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 9)),)), "end by 10"),
+        (
+            lambda: BucketPlan(two, 3, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7)),)),
+            "is cut for 2 ranks, the plan for 3",
+        ),
+        (
+            lambda: BucketPlan(half, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7)),)),
+            "a bucket holds one kind",
+        ),
+        (
+            lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7), group=1),)),
+            "a bucket holds one kind",
+        ),
+        *[
+            (
+                lambda text=text: BucketPlan.from_json(text),
+                "a BucketPlan in JSON is an object of lists of lines",
+            )
+            for text in ("[]", "3", '{"ranks": 2}')
+        ],
+        (
+            lambda: BucketPlan.from_json("x"),
+            "a BucketPlan is read from the JSON that `to_json` wrote",
+        ),
+        (
+            lambda: BucketPlan.from_text("ranks 2\nshard 0"),
+            "lines of a BucketPlan begin with param, ranks, bucket, got 'shard'",
+        ),
+        *[
+            (
+                lambda line=line: BucketPlan.from_text(
+                    f'param float32[4] cpu group 0 "w"\nranks 2\nbucket {line}'
+                ),
+                "a bucket is written as",
+            )
+            for line in (
+                "float32 cpu group any | 0@0 | 0 each",
+                "float32 my cpu group any | 0@0 | 2 each",
+                "float32 cpu group x | 0@0 | 2 each",
+                "float32 cpu group any | 0 | 2 each",
+                "float32 cpu group any | 0@0 | two",
+                "float32 cpu group any | 0@0 | ",
+            )
+        ],
+        (lambda: bucket(bounds=(0, 5, 4)), "never fall"),
+        (lambda: bucket(bounds=(1, 5)), "bounds must start at 0"),
+        (lambda: bucket(bounds=(0,)), "one more number than there are ranks"),
+    ],
+)
 def test_bad_input_has_one_clear_error(call, message):
-    with pytest.raises(ValueError) as caught: call()
+    with pytest.raises(ValueError) as caught:
+        call()
     assert message in str(caught.value)
 
 
 @quick
-@given(param_lists(), worlds, st.sampled_from([None, balanced]), st.sampled_from([64 / MB, 1000 / MB, 25.0]))
-def test_what_lies_in_a_row_is_cut_where_its_owners_change(specs, world_size, matrices, capacity_mb):
+@given(
+    param_lists(),
+    worlds,
+    st.sampled_from([None, balanced]),
+    st.sampled_from([64 / MB, 1000 / MB, 25.0]),
+)
+def test_what_lies_in_a_row_is_cut_where_its_owners_change(
+    specs, world_size, matrices, capacity_mb
+):
     specs = small(specs)
+
     def plan(cut):  # a function that `pack` does not know is asked for its owners
-        policy = cut if matrices is None else partial(mixed, choose=lambda spec: matrices if len(spec.shape) > 1 else cut)
-        return pack(specs, world_size, policy=policy, capacity_mb=capacity_mb, cut=False, order=range(len(specs)))
-    ours, asked = plan(runs), plan(lambda specs, world_size, *, loads=None: runs(specs, world_size, loads=loads))
+        policy = (
+            cut
+            if matrices is None
+            else partial(mixed, choose=lambda spec: matrices if len(spec.shape) > 1 else cut)
+        )
+        return pack(
+            specs,
+            world_size,
+            policy=policy,
+            capacity_mb=capacity_mb,
+            cut=False,
+            order=range(len(specs)),
+        )
+
+    ours, asked = (
+        plan(runs),
+        plan(lambda specs, world_size, *, loads=None: runs(specs, world_size, loads=loads)),
+    )
     assert ours.loads == asked.loads and ours.shard_plan == asked.shard_plan
-    assert [(b.bounds, b.dtype, b.device) for b in ours.buckets] == [(b.bounds, b.dtype, b.device) for b in asked.buckets]
+    assert [(b.bounds, b.dtype, b.device) for b in ours.buckets] == [
+        (b.bounds, b.dtype, b.device) for b in asked.buckets
+    ]
     for mine, theirs in zip(ours.buckets, asked.buckets, strict=True):
-        for group_rank in {0, world_size // 2, world_size - 1}: assert mine.slots_of(group_rank) == theirs.slots_of(group_rank)
+        for group_rank in {0, world_size // 2, world_size - 1}:
+            assert mine.slots_of(group_rank) == theirs.slots_of(group_rank)
 
 
 @quick
 @given(param_lists(), worlds, policies)
 def test_a_plan_by_columns_is_the_plan_of_its_tuples(specs, world_size, policy):
-    plan = pack(specs := small(specs), world_size, policy=policy, order=range(len(specs)), capacity_mb=1000 / MB)
-    plain = BucketPlan(specs, world_size, tuple(replace(b, slots=tuple(b.slots)) for b in plan.buckets))
+    plan = pack(
+        specs := small(specs),
+        world_size,
+        policy=policy,
+        order=range(len(specs)),
+        capacity_mb=1000 / MB,
+    )
+    plain = BucketPlan(
+        specs, world_size, tuple(replace(b, slots=tuple(b.slots)) for b in plan.buckets)
+    )
     for other in (plain, BucketPlan.from_json(plan.to_json()), pickle.loads(pickle.dumps(plan))):
-        assert other == plan and plan == other and hash(other) == hash(plan) and other.mark == plan.mark and other.digest == plan.digest
-    assert plan.params == tuple(specs) == tuple(plan.params) and plan.params[1:] == tuple(specs)[1:] and repr(plan.params) == repr(tuple(specs))
-    assert plan.mark != pack(specs, world_size + 1, policy=policy, order=range(len(specs)), capacity_mb=1000 / MB).mark
+        assert (
+            other == plan
+            and plan == other
+            and hash(other) == hash(plan)
+            and other.mark == plan.mark
+            and other.digest == plan.digest
+        )
+    assert (
+        plan.params == tuple(specs) == tuple(plan.params)
+        and plan.params[1:] == tuple(specs)[1:]
+        and repr(plan.params) == repr(tuple(specs))
+    )
+    assert (
+        plan.mark
+        != pack(
+            specs, world_size + 1, policy=policy, order=range(len(specs)), capacity_mb=1000 / MB
+        ).mark
+    )
 
 
 def test_a_column_is_read_as_a_tuple():
-    slots = pack([ParamSpec(f"p{i}", (i,)) for i in range(1, 5)], 2, order=range(4)).buckets[0].slots
-    assert slots[-1] == slots[3] == Slot(3, 0, 4, 6) and slots[::2] == (slots[0], slots[2]) and next(reversed(slots)) == slots[3]
+    slots = (
+        pack([ParamSpec(f"p{i}", (i,)) for i in range(1, 5)], 2, order=range(4)).buckets[0].slots
+    )
+    assert (
+        slots[-1] == slots[3] == Slot(3, 0, 4, 6)
+        and slots[::2] == (slots[0], slots[2])
+        and next(reversed(slots)) == slots[3]
+    )
     assert slots != (*slots, slots[0]) and slots != [*slots] and slots != 4
-    with pytest.raises(IndexError): slots[4]
-    with pytest.raises(ValueError, match="must be text"): Roster(["w", 3], (ParamSpec("w", (2,)),), [0, 0])
+    with pytest.raises(IndexError):
+        slots[4]
+    with pytest.raises(ValueError, match="must be text"):
+        Roster(["w", 3], (ParamSpec("w", (2,)),), [0, 0])

@@ -1,4 +1,5 @@
 """The console script: what it starts, what it refuses, and what it says when a rank fails."""
+
 import json
 import os
 import signal
@@ -15,7 +16,16 @@ import torch
 
 from zero_nb import cli
 
-TINY = ["--layers=2", "--width=32", "--heads=2", "--block=32", "--batch=2", "--steps=4", "--eval-every=2", "--sample=8"]
+TINY = [
+    "--layers=2",
+    "--width=32",
+    "--heads=2",
+    "--block=32",
+    "--batch=2",
+    "--steps=4",
+    "--eval-every=2",
+    "--sample=8",
+]
 FAILS_ON_RANK_1 = """
 import os
 if os.environ.get("RANK") == "1":
@@ -27,16 +37,28 @@ if os.environ.get("RANK") == "1":
 
 def command(*words):
     script = Path(sys.executable).with_name("zero-nb")
-    return [str(script), *words] if script.exists() else [sys.executable, "-c", "from zero_nb.cli import main; raise SystemExit(main())", *words]
+    return (
+        [str(script), *words]
+        if script.exists()
+        else [
+            sys.executable,
+            "-c",
+            "from zero_nb.cli import main; raise SystemExit(main())",
+            *words,
+        ]
+    )
 
 
 def called(*words, **env):
-    return subprocess.run(command(*words), capture_output=True, text=True, timeout=120, env={**os.environ, **env})
+    return subprocess.run(
+        command(*words), capture_output=True, text=True, timeout=120, env={**os.environ, **env}
+    )
 
 
 def refused(capsys, *words):
     """Call `main` in this process; give its exit status and what it said."""
-    with pytest.raises(SystemExit) as end: cli.main(list(words))
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(words))
     told = capsys.readouterr()
     return end.value.code, told.err, told.out
 
@@ -46,24 +68,56 @@ def test_trains_and_resumes(tmp_path):
     process = called("train", "--nproc=2", *TINY, f"--out={out}")
     assert process.returncode == 0 and process.stderr == "", process.stderr
     assert "MB on each rank" in process.stdout and str(out) in process.stdout
-    process = called("train", "--nproc=1", "--resume", "--no-compare", f"--out={out}")  # complete, so as far again
+    process = called(
+        "train", "--nproc=1", "--resume", "--no-compare", f"--out={out}"
+    )  # complete, so as far again
     assert process.returncode == 0, process.stderr
     numbers = json.loads((out / "report.json").read_text())
-    assert (numbers["world size"], list(numbers["losses"]["zero_nb"])) == (1, [str(step) for step in range(1, 9)])
+    assert (numbers["world size"], list(numbers["losses"]["zero_nb"])) == (
+        1,
+        [str(step) for step in range(1, 9)],
+    )
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (["train", "--bogus"], "zero-nb train: error: unrecognized arguments: --bogus"),
-    (["train", "--layers", "0"], "zero-nb train: error: --layers must be at least 1, got 0"),
-    (["train", "--layers", "two"], "zero-nb train: error: argument --layers: invalid int value: 'two'"),
-    (["train", "--heads", "3", "--width", "64"], "zero-nb train: error: --width must be an even multiple of --heads, got 64 for 3 heads; --width 66 would do"),
-    (["train", "--optimizer", "lion"], "zero-nb train: error: --optimizer must be one of adamw, adam, sgd, rmsprop, adagrad, got 'lion'"),
-    (["train", "--nproc", "0"], "zero-nb train: error: --nproc must be at least 1, got 0"),
-    (["train", "--port", "70000"], "zero-nb train: error: --port must be from 0 to 65535, got 70000"),
-    (["train", "--resume", "--out", "/nowhere"], "zero-nb train: error: --resume needs a checkpoint, and there is no /nowhere/checkpoint.pt"),
-    (["trane"], "zero-nb: error: argument COMMAND: invalid choice: 'trane'"),
-    ([], "zero-nb: error: the following arguments are required: COMMAND"),
-])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "--bogus"], "zero-nb train: error: unrecognized arguments: --bogus"),
+        (["train", "--layers", "0"], "zero-nb train: error: --layers must be at least 1, got 0"),
+        (
+            ["train", "--layers", "two"],
+            "zero-nb train: error: argument --layers: invalid int value: 'two'",
+        ),
+        (
+            ["train", "--heads", "3", "--width", "64"],
+            (
+                "zero-nb train: error: --width must be an even multiple of --heads, got 64 for 3"
+                " heads; --width 66 would do"
+            ),
+        ),
+        (
+            ["train", "--optimizer", "lion"],
+            (
+                "zero-nb train: error: --optimizer must be one of adamw, adam, sgd, rmsprop,"
+                " adagrad, got 'lion'"
+            ),
+        ),
+        (["train", "--nproc", "0"], "zero-nb train: error: --nproc must be at least 1, got 0"),
+        (
+            ["train", "--port", "70000"],
+            "zero-nb train: error: --port must be from 0 to 65535, got 70000",
+        ),
+        (
+            ["train", "--resume", "--out", "/nowhere"],
+            (
+                "zero-nb train: error: --resume needs a checkpoint, and there is no"
+                " /nowhere/checkpoint.pt"
+            ),
+        ),
+        (["trane"], "zero-nb: error: argument COMMAND: invalid choice: 'trane'"),
+        ([], "zero-nb: error: the following arguments are required: COMMAND"),
+    ],
+)
 def test_a_mistake_is_one_line(capsys, monkeypatch, words, says):
     monkeypatch.setattr(cli, "launch", lambda *args: pytest.fail("processes were started"))
     status, err, out = refused(capsys, *words)
@@ -75,25 +129,46 @@ def test_a_port_in_use(capsys, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, err, _ = refused(capsys, "train", f"--port={port}")
-    assert status == 2 and f"--port must be free, and {port} is in use; choose another" in err and err.count("\n") == 1
+    assert (
+        status == 2
+        and f"--port must be free, and {port} is in use; choose another" in err
+        and err.count("\n") == 1
+    )
 
 
 def test_ranks_and_gpus(capsys, monkeypatch):
     started = []
-    monkeypatch.setattr(cli, "launch", lambda arguments, nproc, port: started.append((nproc, port, arguments)) or ("", 0))
+    monkeypatch.setattr(
+        cli,
+        "launch",
+        lambda arguments, nproc, port: started.append((nproc, port, arguments)) or ("", 0),
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     status, err, _ = refused(capsys, "train", "--nproc=8")
-    assert status == 2 and "--nproc must be at most 4, the GPUs of this machine, got 8; --device cpu runs 8 ranks anyway" in err
-    assert cli.main(["train"]) == cli.main(["train", "--device=cpu"]) == cli.main(["train", "--nproc=8", "--device=cpu", "--no-compare"]) == 0
+    assert (
+        status == 2
+        and "--nproc must be at most 4, the GPUs of this machine, got 8; --device cpu runs 8 ranks anyway"
+        in err
+    )
+    assert (
+        cli.main(["train"])
+        == cli.main(["train", "--device=cpu"])
+        == cli.main(["train", "--nproc=8", "--device=cpu", "--no-compare"])
+        == 0
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert cli.main(["train", "--port=0", "--eval-every=7"]) == 0
     assert [call[:2] for call in started] == [(4, 0), (2, 0), (8, 0), (2, 0)]
-    assert started[2][2] == ["-m", "zero_nb.train", "--device=cpu", "--no-compare"] and started[3][2][2:] == ["--eval-every=7"]
+    assert started[2][2] == ["-m", "zero_nb.train", "--device=cpu", "--no-compare"] and started[3][
+        2
+    ][2:] == ["--eval-every=7"]
 
 
 def test_a_missing_package_names_the_extra(capsys, monkeypatch):
     find = cli.importlib.util.find_spec
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    monkeypatch.setattr(
+        cli.importlib.util, "find_spec", lambda name: None if name == "rich" else find(name)
+    )
     status, err, _ = refused(capsys, "train")
     assert status == 2 and "needs rich: pip install 'zero_nb[train]'" in err
 
@@ -103,7 +178,18 @@ def test_help(capsys, monkeypatch):
     status, _, out = refused(capsys, "--help")
     assert status == 0 and "train a small GPT" in " ".join(out.split())
     status, _, out = refused(capsys, "train", "--help")
-    assert status == 0 and all(flag in out for flag in ("--nproc", "--port", "--steps", "--optimizer", "--layers", "--resume", "--no-compare"))
+    assert status == 0 and all(
+        flag in out
+        for flag in (
+            "--nproc",
+            "--port",
+            "--steps",
+            "--optimizer",
+            "--layers",
+            "--resume",
+            "--no-compare",
+        )
+    )
     assert "SUPPRESS" not in out
     monkeypatch.setitem(cli.COMMANDS, "plan", ("zero_nb.not_there", "say what is needed"))
     assert "plan" not in refused(capsys, "--help")[2]
@@ -111,61 +197,105 @@ def test_help(capsys, monkeypatch):
 
 def test_plan_prints_a_table_and_draws_it(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["plan", "gpt2-xl", "--world-size", "8", "--optimizer", "adamw", "--memory", "24GB"]) == 0
+    assert (
+        cli.main(
+            ["plan", "gpt2-xl", "--world-size", "8", "--optimizer", "adamw", "--memory", "24GB"]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "fits in 24GB" in text and "drawn in gpt2-xl-8.svg" in text
     assert Path("gpt2-xl-8.svg").read_text(encoding="utf-8").startswith("<svg")
-    assert cli.main(["plan", "gpt2", "--svg", ""]) == 0 and list(tmp_path.iterdir()) == [tmp_path / "gpt2-xl-8.svg"]
+    assert cli.main(["plan", "gpt2", "--svg", ""]) == 0 and list(tmp_path.iterdir()) == [
+        tmp_path / "gpt2-xl-8.svg"
+    ]
 
 
 def test_plan_finds_a_function_of_the_current_folder(tmp_path):
     (tmp_path / "mine.py").write_text("import torch\ndef model(): return torch.nn.Linear(30, 10)\n")
-    process = subprocess.run(command("plan", "mine:model", "--svg", ""), cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0 and "mine:model: 310 parameters" in process.stdout, process.stderr
+    process = subprocess.run(
+        command("plan", "mine:model", "--svg", ""),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0 and "mine:model: 310 parameters" in process.stdout, (
+        process.stderr
+    )
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (["plan", "gpt2-xxl"], "gpt2-xl"),
-    (["plan", "gpt2", "--master-dtype", "fp32"], "unknown master_dtype 'fp32'"),
-    (["plan", "gpt2", "--world-size", "0"], "got 0"),
-    (["plan", "gpt2", "--memory", "much"], "much"),
-    (["plan"], "name one model"),
-    (["plan", "gpt2", "--svg", "/nowhere/x.svg"], "--svg must be a file that can be written"),
-])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plan", "gpt2-xxl"], "gpt2-xl"),
+        (["plan", "gpt2", "--master-dtype", "fp32"], "unknown master_dtype 'fp32'"),
+        (["plan", "gpt2", "--world-size", "0"], "got 0"),
+        (["plan", "gpt2", "--memory", "much"], "much"),
+        (["plan"], "name one model"),
+        (["plan", "gpt2", "--svg", "/nowhere/x.svg"], "--svg must be a file that can be written"),
+    ],
+)
 def test_a_mistake_in_a_plan_is_one_line(capsys, words, says):
     status, err, _ = refused(capsys, *words)
-    assert status == 2 and says in err and err.count("\n") == 1 and err.startswith("zero-nb plan: error: ")
+    assert (
+        status == 2
+        and says in err
+        and err.count("\n") == 1
+        and err.startswith("zero-nb plan: error: ")
+    )
 
 
 def test_the_command_itself_needs_no_torch():
-    code = "import sys; from zero_nb.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    code = (
+        "import sys; from zero_nb.cli import main\ntry: main(['--help'])\nexcept SystemExit:"
+        " pass\nassert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
 def test_a_rank_that_raises(tmp_path):
-    Path(tmp_path, "sitecustomize.py").write_text(FAILS_ON_RANK_1.format(error="ZeroDivisionError('no gradient left')"))
+    Path(tmp_path, "sitecustomize.py").write_text(
+        FAILS_ON_RANK_1.format(error="ZeroDivisionError('no gradient left')")
+    )
     process = called("train", "--nproc=2", *TINY, f"--out={tmp_path}", PYTHONPATH=str(tmp_path))
     lines = process.stderr.splitlines()
-    assert process.returncode == 1 and lines[-1] == "zero-nb train: rank 1 failed: ZeroDivisionError: no gradient left"
-    assert process.stderr.count("Traceback") == 1 and "clip_grad_norm_" in process.stderr and len(lines) < 40
+    assert (
+        process.returncode == 1
+        and lines[-1] == "zero-nb train: rank 1 failed: ZeroDivisionError: no gradient left"
+    )
+    assert (
+        process.stderr.count("Traceback") == 1
+        and "clip_grad_norm_" in process.stderr
+        and len(lines) < 40
+    )
 
 
 @contextmanager
 def training(out):
     """Start a training that would take hours; give its launcher and its ranks once it has taken a step."""
-    process = subprocess.Popen(command("train", "--nproc=2", *TINY, "--steps=100000", "--eval-every=1", f"--out={out}"),
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command("train", "--nproc=2", *TINY, "--steps=100000", "--eval-every=1", f"--out={out}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     stop, ranks = threading.Timer(100, process.kill), []
     stop.start()
     try:
         assert any(line.startswith("step ") for line in process.stdout)  # older gloo speaks first
-        ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "zero_nb.train" in child.cmdline()]
+        ranks = [
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if "zero_nb.train" in child.cmdline()
+        ]
         assert len(ranks) == 2
         yield process, ranks
         assert psutil.wait_procs(ranks, timeout=30)[1] == []
     finally:
         stop.cancel()
-        for left in [process, *ranks]: left.kill() if psutil.pid_exists(left.pid) else None
+        for left in [process, *ranks]:
+            left.kill() if psutil.pid_exists(left.pid) else None
         process.communicate()
 
 
@@ -173,18 +303,28 @@ def test_a_rank_that_is_killed(tmp_path):
     with training(tmp_path) as (process, ranks):
         next(rank for rank in ranks if rank.environ()["RANK"] == "1").kill()
         _, err = process.communicate(timeout=60)
-        assert process.returncode == 1 and err == "zero-nb train: rank 1 was ended by SIGKILL; the machine may have run out of memory\n"
+        assert (
+            process.returncode == 1
+            and err
+            == "zero-nb train: rank 1 was ended by SIGKILL; the machine may have run out of"
+            " memory\n"
+        )
 
 
 def test_an_interrupt_ends_all_ranks(tmp_path):
     with training(tmp_path) as (process, _):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-        assert process.returncode == 130 and err == "zero-nb train: stopped by SIGINT; --resume continues from the last checkpoint\n"
+        assert (
+            process.returncode == 130
+            and err
+            == "zero-nb train: stopped by SIGINT; --resume continues from the last checkpoint\n"
+        )
 
 
 def test_a_killed_launcher_leaves_no_rank(tmp_path):
-    with training(tmp_path) as (process, _): process.kill()
+    with training(tmp_path) as (process, _):
+        process.kill()
 
 
 def test_out_that_is_a_file_and_a_shortened_option(capsys, monkeypatch, tmp_path):

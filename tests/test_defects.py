@@ -1,4 +1,6 @@
-"""Defects of torch's classes beside ours: the same scenario on both, so that a test here fails on the day torch repairs one."""
+"""Defects of torch's classes beside ours: the same scenario on both, so that a test here fails on
+the day torch repairs one."""
+
 import copy
 import time
 import warnings
@@ -12,7 +14,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.distributed.optim.functional_sgd import _FunctionalSGD
@@ -33,15 +38,19 @@ def network():
 
 
 def ones(params):
-    for p in params: p.grad = torch.ones_like(p) if p.requires_grad else None
+    for p in params:
+        p.grad = torch.ones_like(p) if p.requires_grad else None
 
 
 def told(f):
-    try: return f() and None
-    except Exception as e: return f"{type(e).__name__}: {e}"
+    try:
+        return f() and None
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
 
 
-def held(zero): return sum(v.numel() for s in zero.optim.state.values() for v in s.values() if v.dim())
+def held(zero):
+    return sum(v.numel() for s in zero.optim.state.values() for v in s.values() if v.dim())
 
 
 def both(f, size=2, **options):
@@ -50,6 +59,7 @@ def both(f, size=2, **options):
 
 
 # ---- 1. a generator inside a group dict ----
+
 
 def generator(kind):
     model = network()
@@ -62,24 +72,32 @@ def generator(kind):
 
 def test_1_a_generator_in_a_group_trains():
     torchs, ours = both(generator)
-    assert torchs == [([0.0] * 8, 0)] * 2  # used up while it is checked: nothing trains, and nobody says so
-    for change, count in ours: assert change == pytest.approx([1.0] * 8) and count == 4
+    assert (
+        torchs == [([0.0] * 8, 0)] * 2
+    )  # used up while it is checked: nothing trains, and nobody says so
+    for change, count in ours:
+        assert change == pytest.approx([1.0] * 8) and count == 4
 
 
 # ---- 2 and 3. overlap ----
 
-HOOKS = {TorchZero: (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved),
-         ZeroRedundancyOptimizer: (hook_with_zero_step, hook_with_zero_step_interleaved)}
+HOOKS = {
+    TorchZero: (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved),
+    ZeroRedundancyOptimizer: (hook_with_zero_step, hook_with_zero_step_interleaved),
+}
 
 
 def overlapped(kind, optimizer_class, interleaved, ranks=(0, 1), groups=1, pretend=False):
-    """Give, for each of four iterations (two, where torch's may hang in the third), whether it has changed all parameters; or what was said."""
+    """Give, for each of four iterations (two, where torch's may hang in the third), whether it has
+    changed all parameters; or what was said."""
     group = dist.new_group(list(ranks))
-    if dist.get_rank() not in ranks: return None
+    if dist.get_rank() not in ranks:
+        return None
     model = DDP(network(), process_group=group, bucket_cap_mb=1e-4)
     params = list(model.parameters())
     given = params if groups == 1 else [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
-    if pretend: dist.get_backend = lambda *_: "nccl"  # torch's hook asks for nothing else of NCCL
+    if pretend:
+        dist.get_backend = lambda *_: "nccl"  # torch's hook asks for nothing else of NCCL
     changed = []
 
     def trained():
@@ -97,7 +115,9 @@ def overlapped(kind, optimizer_class, interleaved, ranks=(0, 1), groups=1, prete
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_2_overlap_trains_a_subgroup(interleaved):
-    refused = run(4, overlapped, TorchZero, _FunctionalSGD, interleaved, (2, 3))  # where it is not, the third backward never ends
+    refused = run(
+        4, overlapped, TorchZero, _FunctionalSGD, interleaved, (2, 3)
+    )  # where it is not, the third backward never ends
     ours = run(4, overlapped, ZeroRedundancyOptimizer, SGD, interleaved, (2, 3))
     assert all("may meet hangs" in rank for rank in refused[2:])
     assert ours == [None, None, [True] * 4, [True] * 4]
@@ -114,10 +134,15 @@ def test_3_overlap_steps_from_the_first_iteration_on_gloo_and_any_class(interlea
 
 def test_3_overlap_takes_plain_classes_and_several_groups():
     """Torch's, which never comes so far on gloo, asks for a functional class and one group."""
-    for kind, groups in ((AdamW, 1), (SGD, 2)): assert run(2, overlapped, ZeroRedundancyOptimizer, kind, False, groups=groups) == [[True] * 4] * 2
+    for kind, groups in ((AdamW, 1), (SGD, 2)):
+        assert (
+            run(2, overlapped, ZeroRedundancyOptimizer, kind, False, groups=groups)
+            == [[True] * 4] * 2
+        )
 
 
 # ---- 4. Join with nothing but the optimizer, and what it leaves behind ----
+
 
 def uneven(kind):
     group, p = dist.new_group(timeout=timedelta(seconds=3)), nn.Parameter(torch.zeros(4))
@@ -126,7 +151,8 @@ def uneven(kind):
 
     def join():
         with Join([zero]):
-            for _ in range(1 + dist.get_rank()): zero.step()
+            for _ in range(1 + dist.get_rank()):
+                zero.step()
 
     message = told(join)
     dist.barrier()
@@ -135,7 +161,10 @@ def uneven(kind):
 
 def test_4_an_optimizer_may_join_alone_and_keeps_nothing_of_it():
     torchs, ours = both(uneven)
-    assert [p for p, _ in torchs] == [False, False]  # a joined rank's step says that it has not joined
+    assert [p for p, _ in torchs] == [
+        False,
+        False,
+    ]  # a joined rank's step says that it has not joined
     assert all(left for _, left in torchs)  # two more collectives at every step, for ever
     assert ours == [([-2.0] * 4, False)] * 2
 
@@ -160,12 +189,15 @@ JOINS = (Join, TorchZero), (OurJoin, ZeroRedundancyOptimizer)
 
 def parameters(kinds, first, optimizer=None):
     group = dist.new_group(timeout=timedelta(seconds=3))
-    try: model, _ = joined(kinds, first, optimizer, group=group)
-    except RuntimeError: return None
+    try:
+        model, _ = joined(kinds, first, optimizer, group=group)
+    except RuntimeError:
+        return None
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-def unsharded(params, kind, group, **options): return kind(params, **options)
+def unsharded(params, kind, group, **options):
+    return kind(params, **options)
 
 
 def test_4_joinables_may_come_in_any_order():
@@ -175,10 +207,14 @@ def test_4_joinables_may_come_in_any_order():
 
 
 def test_4_a_rank_without_data_steps_with_the_gradients_of_the_others():
-    wanted = run(2, parameters, (Join, None), "ddp", unsharded)[1]  # whose last joiner has stepped all parameters itself
+    wanted = run(2, parameters, (Join, None), "ddp", unsharded)[
+        1
+    ]  # whose last joiner has stepped all parameters itself
     torchs, ours = (run(2, parameters, kinds, "ddp")[0] for kinds in JOINS)
     assert ours == pytest.approx(wanted, abs=1e-6)
-    assert torchs != pytest.approx(wanted, abs=1e-4)  # its part of the parameters is stepped with its own last gradients
+    assert torchs != pytest.approx(
+        wanted, abs=1e-4
+    )  # its part of the parameters is stepped with its own last gradients
 
 
 def afterwards(kinds):
@@ -187,7 +223,8 @@ def afterwards(kinds):
     model, _ = joined(kinds, group=group)
     model.require_forward_param_sync = False
     with torch.no_grad(), group.recording() as log:
-        if dist.get_rank() == 0: model(torch.ones(1, 6))
+        if dist.get_rank() == 0:
+            model(torch.ones(1, 6))
     return len(log)
 
 
@@ -200,8 +237,11 @@ def test_4_nothing_is_sent_once_the_block_has_ended():
 class Counter(Joinable):
     """Sends one number in an iteration."""
 
-    def __init__(self): super().__init__()
-    def send(self): dist.all_reduce(torch.ones(1))
+    def __init__(self):
+        super().__init__()
+
+    def send(self):
+        dist.all_reduce(torch.ones(1))
 
     def __call__(self):
         Join.notify_join_context(self)
@@ -222,16 +262,24 @@ def far_apart(kinds):
         warnings.simplefilter("always")
         before = list(warnings.filters)
         with kinds[0]([counter]):
-            for _ in range(1005 * dist.get_rank()): counter()
-        return len([w for w in caught if "skew" in str(w.message)]), warnings.filters == before, len(filters)
+            for _ in range(1005 * dist.get_rank()):
+                counter()
+        return (
+            len([w for w in caught if "skew" in str(w.message)]),
+            warnings.filters == before,
+            len(filters),
+        )
 
 
 def test_4_warnings_come_once_and_keep_their_filters():
     torchs, ours = (run(2, far_apart, kinds) for kinds in JOINS)
-    assert [same for _, same, _ in torchs] == [False, False] and [(n, same) for n, same, _ in ours] == [(1, True), (0, True)]
+    assert [same for _, same, _ in torchs] == [False, False] and [
+        (n, same) for n, same, _ in ours
+    ] == [(1, True), (0, True)]
 
 
 # ---- 5. loading ----
+
 
 def load_from_unsharded(kind):
     model = network()
@@ -241,13 +289,18 @@ def load_from_unsharded(kind):
     given = reference.state_dict()
     kept = copy.deepcopy(given)
     kind(model.parameters(), AdamW).load_state_dict(given)
-    same = [given["state"][i] is not None and all(v.equal(kept["state"][i][k]) for k, v in s.items()) for i, s in given["state"].items()]
+    same = [
+        given["state"][i] is not None and all(v.equal(kept["state"][i][k]) for k, v in s.items())
+        for i, s in given["state"].items()
+    ]
     return same, given["param_groups"] == kept["param_groups"]
 
 
 def test_5_loading_leaves_the_callers_state_dict_alone():
     torchs, ours = both(load_from_unsharded)
-    assert not any(all(same) for same, _ in torchs)  # what other ranks own becomes None, so that one dict cannot be loaded twice
+    assert not any(
+        all(same) for same, _ in torchs
+    )  # what other ranks own becomes None, so that one dict cannot be loaded twice
     assert ours == [([True] * 4, True)] * 2
 
 
@@ -258,8 +311,11 @@ def load_wider(kind):
     ones(wide.parameters())
     reference.step()
     zero, plain = kind(low.parameters(), AdamW), AdamW(low.parameters())
-    for optimizer in (plain, zero): optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
-    dtypes = lambda optimizer: {str(v.dtype) for s in optimizer.state.values() for k, v in s.items() if k != "step"}
+    for optimizer in (plain, zero):
+        optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    dtypes = lambda optimizer: {
+        str(v.dtype) for s in optimizer.state.values() for k, v in s.items() if k != "step"
+    }
     return dtypes(plain), dtypes(zero.optim)
 
 
@@ -277,8 +333,10 @@ def saved_late(kind):
     zero.step()
     zero.consolidate_state_dict(to=0)
     zero.step()
-    try: return [state["step"].item() for state in zero.state_dict()["state"].values()]
-    except RuntimeError as error: return str(error)
+    try:
+        return [state["step"].item() for state in zero.state_dict()["state"].values()]
+    except RuntimeError as error:
+        return str(error)
 
 
 def test_5_a_state_dict_is_of_one_step():
@@ -307,6 +365,7 @@ def test_5_a_fused_optimizer_steps_on_the_gpu_after_loading():
 
 # ---- 6. a class that refuses some parameters ----
 
+
 def refused(kind):
     group, start = dist.new_group(timeout=timedelta(seconds=3)), time.monotonic()
     weight, bias = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
@@ -325,11 +384,15 @@ def refused(kind):
 def test_6_a_class_that_refuses_some_parameters_raises_on_all_ranks():
     torchs, ours = both(refused)
     (first, waited, broken), (second, _, _) = torchs  # the bias is rank 1's
-    assert "Muon only supports 2D" in second and "Muon" not in first and waited > 2 and broken  # rank 0 waits until its group breaks
-    for message, waited, broken in ours: assert "Muon only supports 2D" in message and waited < 3 and broken is None
+    assert (
+        "Muon only supports 2D" in second and "Muon" not in first and waited > 2 and broken
+    )  # rank 0 waits until its group breaks
+    for message, waited, broken in ours:
+        assert "Muon only supports 2D" in message and waited < 3 and broken is None
 
 
 # ---- 7. frozen parameters ----
+
 
 def adapters(kind):
     """Step a frozen base and small trainable adapters, as in LoRA."""
@@ -349,21 +412,29 @@ def recorded(step):
         def call(tensor, *args, **kwargs):
             sent.append(tensor.numel())
             return real[name](tensor, *args, **kwargs)
+
         return call
 
-    for name in real: setattr(dist, name, watch(name))
-    try: step()
+    for name in real:
+        setattr(dist, name, watch(name))
+    try:
+        step()
     finally:
-        for name, f in real.items(): setattr(dist, name, f)
+        for name, f in real.items():
+            setattr(dist, name, f)
     return sum(sent)
 
 
 def test_7_frozen_parameters_are_neither_counted_nor_sent(monkeypatch):
-    monkeypatch.setenv("ZERO_NB_MEMORY", "0") # sends are what is counted
+    monkeypatch.setenv("ZERO_NB_MEMORY", "0")  # sends are what is counted
     torchs, ours = both(adapters, size=4)
     trainable, everything = 8 * 256, 3 * 4096 + 8 * 256
     state = [s for s, _ in torchs]
-    assert max(state) == 2 * trainable and sorted(state)[:3] == [0, 0, 0]  # three ranks hold a frozen matrix each, the fourth all of the state
+    assert max(state) == 2 * trainable and sorted(state)[:3] == [
+        0,
+        0,
+        0,
+    ]  # three ranks hold a frozen matrix each, the fourth all of the state
     assert all(sent == everything for _, sent in torchs)
     state = [s for s, _ in ours]
     assert max(state) == min(state) == 2 * trainable / 4
@@ -372,20 +443,28 @@ def test_7_frozen_parameters_are_neither_counted_nor_sent(monkeypatch):
 
 # ---- 8. names, mixed dtypes, torch.distributed.checkpoint ----
 
+
 def named(kind):
     zero = kind(network().named_parameters(), SGD, lr=0.1)
     return zero.param_groups[0]["param_names"]
 
 
 def test_8_named_parameters_are_taken():
-    def torchs(): return told(lambda: named(TorchZero))
+    def torchs():
+        return told(lambda: named(TorchZero))
 
     assert all("TypeError" in message for message in run(2, torchs))
-    assert run(2, named, ZeroRedundancyOptimizer) == [["0.weight", "0.bias", "2.weight", "2.bias"]] * 2
+    assert (
+        run(2, named, ZeroRedundancyOptimizer) == [["0.weight", "0.bias", "2.weight", "2.bias"]] * 2
+    )
 
 
 def mixed(kind):
-    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+    params = [
+        nn.Parameter(torch.zeros(3)),
+        nn.Parameter(torch.zeros(5, dtype=torch.bfloat16)),
+        nn.Parameter(torch.zeros(2, dtype=torch.float64)),
+    ]
 
     def train():
         zero = kind(params, SGD, lr=1.0)
@@ -409,17 +488,29 @@ def checkpointed(kind):
     zero.step()
     zero.zero_grad()
     if kind is TorchZero:
-        for rank in range(2): zero.consolidate_state_dict(rank)
-    else: zero.consolidate_state_dict(None)
-    message = told(lambda: sorted(get_optimizer_state_dict(model, zero)["state"]) == ["0.bias", "0.weight", "2.bias", "2.weight"] or 1 / 0)
+        for rank in range(2):
+            zero.consolidate_state_dict(rank)
+    else:
+        zero.consolidate_state_dict(None)
+    message = told(
+        lambda: (
+            sorted(get_optimizer_state_dict(model, zero)["state"])
+            == ["0.bias", "0.weight", "2.bias", "2.weight"]
+            or 1 / 0
+        )
+    )
     again = told(lambda: get_optimizer_state_dict(model, zero))
     return message, again, {float(state["step"]) for state in zero.optim.state.values()}
 
 
 def test_8_torch_distributed_checkpoint_reads_the_state_on_every_rank():
     torchs, ours = both(checkpointed)
-    assert "not been consolidated on this rank" in torchs[0][0] and torchs[1][0] is None  # only the last rank it was brought to
-    assert all(steps == {3.0} for *_, steps in torchs)  # and every look at it takes another step, with gradients of zero
+    assert (
+        "not been consolidated on this rank" in torchs[0][0] and torchs[1][0] is None
+    )  # only the last rank it was brought to
+    assert all(
+        steps == {3.0} for *_, steps in torchs
+    )  # and every look at it takes another step, with gradients of zero
     assert ours == [(None, None, {1.0})] * 2
 
 
@@ -435,31 +526,45 @@ def test_8_torch_distributed_checkpoint_writes_the_state_back():
         set_optimizer_state_dict(model, other, saved)
         other.consolidate_state_dict(None)
         got = other.state_dict()
-        return got["param_groups"][0]["lr"], all(v.equal(got["state"][i][k]) for i, s in want["state"].items() for k, v in s.items())
+        return got["param_groups"][0]["lr"], all(
+            v.equal(got["state"][i][k]) for i, s in want["state"].items() for k, v in s.items()
+        )
 
     assert run(2, there_and_back) == [(1e-3, True)] * 2
 
 
 # ---- 9. the coalescing manager ----
 
+
 def after_an_exception(torchs):
     group, x = dist.new_group(timeout=timedelta(seconds=5)), torch.ones(3)
     try:
         with _coalescing_manager(group) if torchs else coalescing_manager(group):
-            dist.all_reduce(x.clone(), group=group) if torchs else Group(group).all_reduce(x.clone())
+            (
+                dist.all_reduce(x.clone(), group=group)
+                if torchs
+                else Group(group).all_reduce(x.clone())
+            )
             raise KeyError("the user's")
-    except KeyError: pass
+    except KeyError:
+        pass
     dist.all_reduce(x, group=group) if torchs else Group(group).all_reduce(x)
     return x.tolist()
 
 
 def test_9_an_exception_in_a_coalescing_block_leaves_the_group_usable():
-    assert run(2, after_an_exception, True) == [[1.0] * 3] * 2  # written down in a block that never ends: nothing is reduced, and nobody says so
+    assert (
+        run(2, after_an_exception, True) == [[1.0] * 3] * 2
+    )  # written down in a block that never ends: nothing is reduced, and nobody says so
     assert run(2, after_an_exception, False) == [[2.0] * 3] * 2
 
 
 def other_kinds(torchs):
-    group, x, y = dist.new_group(timeout=timedelta(seconds=5)), torch.full((2,), 1.0 + dist.get_rank()), torch.full((2,), 1.0 + dist.get_rank())
+    group, x, y = (
+        dist.new_group(timeout=timedelta(seconds=5)),
+        torch.full((2,), 1.0 + dist.get_rank()),
+        torch.full((2,), 1.0 + dist.get_rank()),
+    )
     if not torchs:
         with coalescing_manager(group):
             Group(group).all_reduce(x)
@@ -472,22 +577,36 @@ def other_kinds(torchs):
 
 
 def test_9_mixed_operations_do_not_run_as_the_first_one():
-    assert run(2, other_kinds, True) == [([3.0, 3.0], [3.0, 3.0])] * 2  # the maximum came out as a sum
-    assert run(2, other_kinds, False) == [([3.0, 3.0], [2.0, 2.0])] * 2  # another kind is another run
+    assert (
+        run(2, other_kinds, True) == [([3.0, 3.0], [3.0, 3.0])] * 2
+    )  # the maximum came out as a sum
+    assert (
+        run(2, other_kinds, False) == [([3.0, 3.0], [2.0, 2.0])] * 2
+    )  # another kind is another run
 
 
 # ---- 10. what is frozen changes ----
 
+
 def thawing(kind):
     """Train two of four matrices, then the two others; state elements that this rank keeps for what is trained."""
     layers, taken = [nn.Parameter(torch.zeros(16, 16)) for _ in range(4)], []
-    for i, p in enumerate(layers): p.requires_grad_(i % 2 == 1)
+    for i, p in enumerate(layers):
+        p.requires_grad_(i % 2 == 1)
     zero = kind(layers, AdamW)
     for trained in (1, 0):
-        for i, p in enumerate(layers): p.requires_grad_(i % 2 == trained)
+        for i, p in enumerate(layers):
+            p.requires_grad_(i % 2 == trained)
         ones(layers)
         zero.step()
-        taken.append(sum(v.numel() for p, state in zero.optim.state.items() for v in state.values() if p.requires_grad and v.dim()))
+        taken.append(
+            sum(
+                v.numel()
+                for p, state in zero.optim.state.items()
+                for v in state.values()
+                if p.requires_grad and v.dim()
+            )
+        )
     return taken
 
 

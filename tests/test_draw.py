@@ -1,4 +1,5 @@
 """Pictures: well-formed, small, in the reader's colours; and the explorer, by hand and in a real browser."""
+
 import importlib.util
 import json
 import os
@@ -48,20 +49,37 @@ def well_formed(picture: Svg) -> ET.Element:
     """Parse a picture, and check what holds for every one of them."""
     root = ET.fromstring(str(picture))
     assert root.tag == NS + "svg" and root.get("aria-label") and root.get("fill") == "currentColor"
-    assert not {"white", "#fff", "#ffffff", "black", "#000", "#000000"} & {value.lower() for e in root.iter() for value in e.attrib.values()}
+    assert not {"white", "#fff", "#ffffff", "black", "#000", "#000000"} & {
+        value.lower() for e in root.iter() for value in e.attrib.values()
+    }
     for rect in root.iter(NS + "rect"):
         x, y, w, h = (float(rect.get(k)) for k in ("x", "y", "width", "height"))
-        assert w > 0 and h >= 0 and -0.01 <= x <= picture.width + 0.2 and x + w <= picture.width + 1 and y + h <= picture.height + 0.5
-    for text in root.iter(NS + "text"): assert 0 <= float(text.get("x")) <= picture.width and 0 <= float(text.get("y")) <= picture.height
+        assert (
+            w > 0
+            and h >= 0
+            and -0.01 <= x <= picture.width + 0.2
+            and x + w <= picture.width + 1
+            and y + h <= picture.height + 0.5
+        )
+    for text in root.iter(NS + "text"):
+        assert (
+            0 <= float(text.get("x")) <= picture.width
+            and 0 <= float(text.get("y")) <= picture.height
+        )
     assert len(str(picture)) < 50_000
     return root
 
 
-def texts(root): return " ".join(t.text or "" for t in root.iter(NS + "text"))
+def texts(root):
+    return " ".join(t.text or "" for t in root.iter(NS + "text"))
 
 
 @quick
-@given(param_lists(), st.sampled_from([1, 2, 9, 16, 17, 1000]), st.sampled_from([even, greedy, balanced, mixed]))
+@given(
+    param_lists(),
+    st.sampled_from([1, 2, 9, 16, 17, 1000]),
+    st.sampled_from([even, greedy, balanced, mixed]),
+)
 def test_shards_are_drawn_for_any_plan(specs, world_size, policy):
     assert f"{world_size} ranks" in texts(well_formed(draw_shards(policy(specs, world_size))))
 
@@ -77,7 +95,10 @@ def test_buckets_are_drawn_for_any_plan(specs, world_size, policy):
 @given(param_lists(), st.sampled_from([1, 3, 64, 200]), st.sampled_from([1, 4, 100]))
 def test_moves_are_drawn_for_any_two_plans(specs, before, after):
     found = moves(even(specs, before), greedy(specs, after))
-    assert well_formed(draw_moves(found, before, after)).get("aria-label") == f"{sum(m.numel for m in found)} elements move"
+    assert (
+        well_formed(draw_moves(found, before, after)).get("aria-label")
+        == f"{sum(m.numel for m in found)} elements move"
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -85,36 +106,82 @@ def test_timelines_show_every_collective(mode):
     bars = play(make_schedule(3, mode), lambda e: 1.0)
     root = well_formed(draw_timeline(bars))
     tips = [t.text for t in root.iter(NS + "title")]
-    assert all(any(tip.startswith(f"{c}:") for tip in tips) for c in make_schedule(3, mode).collectives)
+    assert all(
+        any(tip.startswith(f"{c}:") for tip in tips) for c in make_schedule(3, mode).collectives
+    )
     assert well_formed(draw_timeline(())) is not None
 
 
-@pytest.mark.parametrize(("start", "stop"), [(-1.0, 2.0), (2.0, 1.0), (0.0, float("nan")), (0.0, float("inf"))])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(-1.0, 2.0), (2.0, 1.0), (0.0, float("nan")), (0.0, float("inf"))]
+)
 def test_a_timeline_does_not_run_backwards(start, stop):
     with pytest.raises(ValueError, match="0:RS must start at 0 s or later and stop after that"):
         draw_timeline([Bar(Event("backward", "RS", 0), start, stop)])
 
 
 def trace(*events, **more):
-    """Write a trace as torch.profiler does; an event is (category, name, thread or stream, start and duration in microseconds)."""
-    timed = [{"ph": "X", "cat": cat, "name": name, "tid": line, "ts": 1e6 + ts, "dur": dur, "args": {"stream": line}} for cat, name, line, ts, dur in events]
-    return json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *timed, {"ph": "i", "ts": 5}], **more})
+    """Write a trace as torch.profiler does; an event is (category, name, thread or stream, start
+    and duration in microseconds)."""
+    timed = [
+        {
+            "ph": "X",
+            "cat": cat,
+            "name": name,
+            "tid": line,
+            "ts": 1e6 + ts,
+            "dur": dur,
+            "args": {"stream": line},
+        }
+        for cat, name, line, ts, dur in events
+    ]
+    return json.dumps(
+        {"traceEvents": [{"ph": "M", "name": "process_name"}, *timed, {"ph": "i", "ts": 5}], **more}
+    )
 
 
 def test_a_profile_of_a_gpu_has_a_line_for_each_stream_and_no_operators():
-    found = read_trace(trace(
-        ("cpu_op", "aten::mm", 1, 0, 90), ("kernel", "sm90_sgemm", 7, 20, 40), ("kernel", "void multi_tensor_apply_kernel<FusedAdam>", 20, 50, 10),
-        ("kernel", "ncclDevKernel_ReduceScatter_Sum_f32", 24, 60, 30), ("gpu_memcpy", "Memcpy DtoD", 7, 70, 5), ("cuda_runtime", "x", 1, 0, 9)))
-    assert [(s.line, s.kind) for s in found] == [("stream 7", "compute"), ("stream 7", "copy"), ("stream 20", "step"), ("stream 24", "collective")]
-    assert [(round(s.start * 1e6), round(s.stop * 1e6)) for s in found] == [(0, 40), (50, 55), (30, 40), (40, 70)]
+    found = read_trace(
+        trace(
+            ("cpu_op", "aten::mm", 1, 0, 90),
+            ("kernel", "sm90_sgemm", 7, 20, 40),
+            ("kernel", "void multi_tensor_apply_kernel<FusedAdam>", 20, 50, 10),
+            ("kernel", "ncclDevKernel_ReduceScatter_Sum_f32", 24, 60, 30),
+            ("gpu_memcpy", "Memcpy DtoD", 7, 70, 5),
+            ("cuda_runtime", "x", 1, 0, 9),
+        )
+    )
+    assert [(s.line, s.kind) for s in found] == [
+        ("stream 7", "compute"),
+        ("stream 7", "copy"),
+        ("stream 20", "step"),
+        ("stream 24", "collective"),
+    ]
+    assert [(round(s.start * 1e6), round(s.stop * 1e6)) for s in found] == [
+        (0, 40),
+        (50, 55),
+        (30, 40),
+        (40, 70),
+    ]
 
 
 def test_a_profile_of_a_cpu_has_a_line_for_each_thread_and_the_outer_operators():
-    found = read_trace(trace(("cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", 2, 0, 60), ("cpu_op", "aten::mm", 2, 10, 40),
-                             ("cpu_op", "aten::resolve_conj", 2, 12, 1), ("user_annotation", "Optimizer.step#AdamW.step", 2, 50, 20),
-                             ("cpu_op", "aten::_fused_adamw_", 2, 52, 10), ("cpu_op", "aten::linear", 1, 5, 4), ("cpu_op", "aten::addmm", 1, 6, 2)))
-    assert [(s.line, s.name, s.kind) for s in found] == [("thread 1", "aten::linear", "compute"), ("thread 2", "aten::mm", "compute"),
-                                                         ("thread 2", "aten::_fused_adamw_", "step")]
+    found = read_trace(
+        trace(
+            ("cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", 2, 0, 60),
+            ("cpu_op", "aten::mm", 2, 10, 40),
+            ("cpu_op", "aten::resolve_conj", 2, 12, 1),
+            ("user_annotation", "Optimizer.step#AdamW.step", 2, 50, 20),
+            ("cpu_op", "aten::_fused_adamw_", 2, 52, 10),
+            ("cpu_op", "aten::linear", 1, 5, 4),
+            ("cpu_op", "aten::addmm", 1, 6, 2),
+        )
+    )
+    assert [(s.line, s.name, s.kind) for s in found] == [
+        ("thread 1", "aten::linear", "compute"),
+        ("thread 2", "aten::mm", "compute"),
+        ("thread 2", "aten::_fused_adamw_", "step"),
+    ]
 
 
 def test_profiles_are_drawn():
@@ -122,7 +189,9 @@ def test_profiles_are_drawn():
     many = [Stretch("stream 7", "gemm<&>", i * 1e-6, i * 1e-6 + 5e-7) for i in range(5000)]
     svg = well_formed(draw_stretches([*many, Stretch("stream 20", "FusedAdam", 2e-3, 3e-3)]))
     bars = [r for r in svg.iter(NS + "rect") if r.find(NS + "title") is not None]
-    assert len(bars) == 2 and "5000 x gemm<&>" in bars[1].find(NS + "title").text  # what lies closer than half a pixel is one
+    assert (
+        len(bars) == 2 and "5000 x gemm<&>" in bars[1].find(NS + "title").text
+    )  # what lies closer than half a pixel is one
     assert float(bars[0].get("width")) == pytest.approx(float(bars[1].get("width")) / 5, rel=0.01)
 
 
@@ -130,10 +199,15 @@ def test_bars_are_as_long_as_bytes():
     found = compare("gpt2-xl").estimates
     widths = {}
     for rect in well_formed(draw_estimates(found, memory=16e9)).iter(NS + "rect"):
-        if (title := rect.find(NS + "title")) is not None: widths[title.text.rsplit(" ", 2)[0]] = float(rect.get("width"))
+        if (title := rect.find(NS + "title")) is not None:
+            widths[title.text.rsplit(" ", 2)[0]] = float(rect.get("width"))
     assert widths["ddp: state"] == pytest.approx(2 * widths["ddp: parameters"], rel=1e-3)
     assert {name.split(": ")[1] for name in widths} <= set(KINDS)
-    bold = [t.text for t in ET.fromstring(str(draw_estimates(found, memory=16e9))).iter(NS + "text") if t.get("font-weight") == "bold"]
+    bold = [
+        t.text
+        for t in ET.fromstring(str(draw_estimates(found, memory=16e9))).iter(NS + "text")
+        if t.get("font-weight") == "bold"
+    ]
     assert bold == ["24.9 GB"]
 
 
@@ -141,7 +215,11 @@ def test_curves_go_from_left_to_right_and_labels_do_not_collide():
     curves = {s: [(n, estimate("gpt2", "adamw", n, s).total) for n in (1, 4, 16)] for s in STAGES}
     root = well_formed(draw_ranks(curves, memory=1e9))
     assert len(list(root.iter(NS + "polyline"))) == len(STAGES)
-    ends = sorted(float(t.get("y")) for t in root.iter(NS + "text") if any((t.text or "").startswith(f"{s} ") for s in STAGES))
+    ends = sorted(
+        float(t.get("y"))
+        for t in root.iter(NS + "text")
+        if any((t.text or "").startswith(f"{s} ") for s in STAGES)
+    )
     assert all(b - a >= 11 for a, b in pairwise(ends))
     well_formed(draw_ranks({"one": [(8, 5.0)]}))
 
@@ -156,18 +234,25 @@ def test_a_saved_picture_stands_alone(tmp_path):
     path = draw_shards(even(find_model("gpt2")[1], 4)).save(tmp_path / "plan.svg")
     text = path.read_text(encoding="utf-8")
     assert "prefers-color-scheme:dark" in text and ET.fromstring(text).tag == NS + "svg"
-    assert "<style>" not in str(draw_shards(even(find_model("gpt2")[1], 4)))  # a style in a notebook would colour the whole page
+    assert "<style>" not in str(
+        draw_shards(even(find_model("gpt2")[1], 4))
+    )  # a style in a notebook would colour the whole page
 
 
 def test_small_functions():
-    assert len({colour(i, 10) for i in range(10)}) == 10 and len({colour(i, 64) for i in range(64)}) > 60
+    assert (
+        len({colour(i, 10) for i in range(10)}) == 10
+        and len({colour(i, 64) for i in range(64)}) > 60
+    )
     assert [short(n) for n in (0, 999, 1500, 2e6)] == ["0", "999", "1.5 k", "2 M"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_setting_of_the_explorer_is_a_picture(stage):
-    for model in MODELS: well_formed(explore(model, "adamw", stage, 64, dtype="bfloat16"))
-    for optimizer in OPTIMIZERS: well_formed(explore("gpt2", optimizer, stage, RANKS[-1], bucket_mb=1))
+    for model in MODELS:
+        well_formed(explore(model, "adamw", stage, 64, dtype="bfloat16"))
+    for optimizer in OPTIMIZERS:
+        well_formed(explore("gpt2", optimizer, stage, RANKS[-1], bucket_mb=1))
 
 
 def test_the_explorer_follows_its_controls():
@@ -184,20 +269,32 @@ def test_the_explorer_follows_its_controls():
 
 def test_the_explorer_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    with pytest.raises(ImportError, match=r"pip install 'zero_nb\[notebook\]'"): explorer()
+    with pytest.raises(ImportError, match=r"pip install 'zero_nb\[notebook\]'"):
+        explorer()
 
 
 def contrast(colours):
     """Compare the luminance of two colours such as `rgb(1, 2, 3)`; 4.5 is what WCAG asks of text."""
+
     def light(colour):
         parts = [int(n) / 255 for n in re.findall(r"\d+", colour)[:3]]
-        return sum(w * (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4) for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+        return sum(
+            w * (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4)
+            for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
+        )
+
     low, high = sorted(map(light, colours))
     return (high + 0.05) / (low + 0.05)
 
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-MISSING = ["chromium"] * (CHROMIUM is None) + [name for name in ("playwright", "jupyterlab", "ipywidgets") if importlib.util.find_spec(name) is None]
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+MISSING = ["chromium"] * (CHROMIUM is None) + [
+    name
+    for name in ("playwright", "jupyterlab", "ipywidgets")
+    if importlib.util.find_spec(name) is None
+]
 BACKGROUND = """element => {
     for (; element; element = element.parentElement) {
         const colour = getComputedStyle(element).backgroundColor
@@ -206,36 +303,69 @@ BACKGROUND = """element => {
     return "rgb(255, 255, 255)"
 }"""
 needs_browser = pytest.mark.skipif(
-    bool(MISSING), reason=f"drives the explorer in a real JupyterLab, and needs {', '.join(MISSING)}, which `make pytest` installs where it can")
+    bool(MISSING),
+    reason=(
+        f"drives the explorer in a real JupyterLab, and needs {', '.join(MISSING)}, which `make"
+        " pytest` installs where it can"
+    ),
+)
 
 
 @pytest.fixture
 def lab(tmp_path):
     """Run a JupyterLab with one notebook that shows the explorer, and give its address."""
-    cells = [{"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "execution_count": None,
-              "source": "from zero_nb.draw import explorer\nexplorer()"}]
+    cells = [
+        {
+            "cell_type": "code",
+            "id": "a",
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+            "source": "from zero_nb.draw import explorer\nexplorer()",
+        }
+    ]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    (tmp_path / "explorer.ipynb").write_text(json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+    (tmp_path / "explorer.ipynb").write_text(
+        json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5})
+    )
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    env = {**os.environ, **{f"JUPYTER_{kind}_DIR": str(tmp_path / kind) for kind in ("CONFIG", "DATA", "RUNTIME")}}
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}",
-               "--ServerApp.port_retries=0", "--IdentityProvider.token=explorer", f"--ServerApp.root_dir={tmp_path}", "--LabApp.news_url=None",
-               "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    env = {
+        **os.environ,
+        **{f"JUPYTER_{kind}_DIR": str(tmp_path / kind) for kind in ("CONFIG", "DATA", "RUNTIME")},
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        "--ServerApp.ip=127.0.0.1",
+        f"--ServerApp.port={port}",
+        "--ServerApp.port_retries=0",
+        "--IdentityProvider.token=explorer",
+        f"--ServerApp.root_dir={tmp_path}",
+        "--LabApp.news_url=None",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]
     with open(tmp_path / "log", "wb") as log:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
         for _ in range(300):
-            if server.poll() is not None: pytest.fail((tmp_path / "log").read_text()[-2000:])
+            if server.poll() is not None:
+                pytest.fail((tmp_path / "log").read_text()[-2000:])
             with socket.socket() as s:
-                if s.connect_ex(("127.0.0.1", port)) == 0: break
+                if s.connect_ex(("127.0.0.1", port)) == 0:
+                    break
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}/lab/tree/explorer.ipynb?token=explorer"
     finally:
         os.killpg(server.pid, signal.SIGTERM)
-        try: server.wait(10)
-        except subprocess.TimeoutExpired: os.killpg(server.pid, signal.SIGKILL)
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 @needs_browser
@@ -250,7 +380,9 @@ def test_a_saved_picture_is_read_in_both_themes(tmp_path, theme):
         page.goto(f"file://{tmp_path}/plan.svg")
         text = page.locator("text").first
         ink, paper = text.evaluate("e => getComputedStyle(e).fill"), text.evaluate(BACKGROUND)
-        assert contrast((ink, paper)) > 4.5 and (contrast((paper, "rgb(0, 0, 0)")) < 4.5) == (theme == "dark")
+        assert contrast((ink, paper)) > 4.5 and (contrast((paper, "rgb(0, 0, 0)")) < 4.5) == (
+            theme == "dark"
+        )
         browser.close()
 
 
@@ -263,8 +395,11 @@ def test_the_slider_moves_the_picture_in_a_real_jupyterlab(lab):
         page = browser.new_page(viewport={"width": 1400, "height": 900})
         page.goto(lab)
         page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-        # before there is a kernel the indicator says "idle" too, and running a cell then opens the dialog that asks for one
-        page.locator("#jp-main-statusbar", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
+        # before there is a kernel the indicator says "idle" too, and running a cell then opens the
+        # dialog that asks for one
+        page.locator("#jp-main-statusbar", has_text="Python 3 (ipykernel) | Idle").wait_for(
+            timeout=60_000
+        )
         page.locator(".jp-Notebook .jp-Cell .cm-content").first.click()
         page.keyboard.press("Shift+Enter")
         picture = page.locator(".jp-OutputArea svg[aria-label*='gpt2-xl']").first
@@ -274,8 +409,12 @@ def test_the_slider_moves_the_picture_in_a_real_jupyterlab(lab):
         shot = picture.screenshot()
         ranks = page.locator(".widget-hslider", has_text="ranks").locator(".noUi-handle")
         ranks.focus()
-        for _ in range(2): page.keyboard.press("ArrowRight")
+        for _ in range(2):
+            page.keyboard.press("ArrowRight")
         page.wait_for_selector(".jp-OutputArea svg[aria-label*='32 ranks']", timeout=20_000)
         after = page.locator(".jp-OutputArea svg[aria-label*='gpt2-xl']").first
-        assert after.get_attribute("aria-label") == explore(ranks=32).label and after.screenshot() != shot
+        assert (
+            after.get_attribute("aria-label") == explore(ranks=32).label
+            and after.screenshot() != shot
+        )
         browser.close()

@@ -1,4 +1,5 @@
 """The planner: against torch's optimizers, against real modules, and its errors."""
+
 import argparse
 import json
 import math
@@ -34,20 +35,46 @@ from zero_nb.estimate import (
 from zero_nb.sharder import ParamSpec, balanced
 
 quick = settings(max_examples=30, deadline=None)
-specs_lists = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40), st.booleans()), min_size=1, max_size=10).map(
-    lambda rows: tuple(ParamSpec(f"p{i}", (a, b), "float32", "cpu", 0, trainable) for i, (a, b, trainable) in enumerate(rows)))
-tiny = (ParamSpec("weight", (64, 32)), ParamSpec("bias", (64,)), ParamSpec("frozen", (100,), trainable=False))
+specs_lists = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 40), st.booleans()), min_size=1, max_size=10
+).map(
+    lambda rows: tuple(
+        ParamSpec(f"p{i}", (a, b), "float32", "cpu", 0, trainable)
+        for i, (a, b, trainable) in enumerate(rows)
+    )
+)
+tiny = (
+    ParamSpec("weight", (64, 32)),
+    ParamSpec("bias", (64,)),
+    ParamSpec("frozen", (100,), trainable=False),
+)
 
 
-@pytest.mark.parametrize(("name", "cls", "options"), [
-    ("sgd", "SGD", {}), ("sgd-momentum", "SGD", {"momentum": 0.9}), ("adam", "Adam", {}), ("adamw", "AdamW", {}), ("adamw-amsgrad", "AdamW", {"amsgrad": True}),
-    ("adamax", "Adamax", {}), ("nadam", "NAdam", {}), ("radam", "RAdam", {}), ("adagrad", "Adagrad", {}), ("adadelta", "Adadelta", {}),
-    ("rmsprop", "RMSprop", {}), ("rprop", "Rprop", {}), ("asgd", "ASGD", {}), ("adafactor", "Adafactor", {}), ("muon", "Muon", {}),
-])
+@pytest.mark.parametrize(
+    ("name", "cls", "options"),
+    [
+        ("sgd", "SGD", {}),
+        ("sgd-momentum", "SGD", {"momentum": 0.9}),
+        ("adam", "Adam", {}),
+        ("adamw", "AdamW", {}),
+        ("adamw-amsgrad", "AdamW", {"amsgrad": True}),
+        ("adamax", "Adamax", {}),
+        ("nadam", "NAdam", {}),
+        ("radam", "RAdam", {}),
+        ("adagrad", "Adagrad", {}),
+        ("adadelta", "Adadelta", {}),
+        ("rmsprop", "RMSprop", {}),
+        ("rprop", "Rprop", {}),
+        ("asgd", "ASGD", {}),
+        ("adafactor", "Adafactor", {}),
+        ("muon", "Muon", {}),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_the_table_of_optimizers_is_what_torch_does(name, cls, options):
     torch = pytest.importorskip("torch")
-    if not hasattr(torch.optim, cls): pytest.skip(f"this torch has no {cls}")
+    if not hasattr(torch.optim, cls):
+        pytest.skip(f"this torch has no {cls}")
     spec = ParamSpec("h.0.weight", (12, 8))
     p = torch.nn.Parameter(torch.ones(12, 8))
     p.grad = torch.ones_like(p)
@@ -62,52 +89,86 @@ def test_the_table_of_optimizers_is_what_torch_does(name, cls, options):
 
 def test_every_optimizer_of_the_table_is_tested():
     marks = test_the_table_of_optimizers_is_what_torch_does.pytestmark
-    assert {row[0] for mark in marks if mark.name == "parametrize" for row in mark.args[1]} == set(OPTIMIZERS)
+    assert {row[0] for mark in marks if mark.name == "parametrize" for row in mark.args[1]} == set(
+        OPTIMIZERS
+    )
 
 
 def test_published_models_have_the_published_numbers_of_parameters():
-    totals = {name: sum(math.prod(shape) for shape in make().values()) for name, make in MODELS.items()}
-    assert totals["gpt2-xl"] == 1_557_611_200 and totals["llama-3-70b"] == 70_553_706_496 and totals["mixtral-8x7b"] == 46_702_792_704
+    totals = {
+        name: sum(math.prod(shape) for shape in make().values()) for name, make in MODELS.items()
+    }
+    assert (
+        totals["gpt2-xl"] == 1_557_611_200
+        and totals["llama-3-70b"] == 70_553_706_496
+        and totals["mixtral-8x7b"] == 46_702_792_704
+    )
 
 
 def test_a_module_is_described_without_memory_and_tied_parameters_once():
     torch = pytest.importorskip("torch")
     with torch.device("meta"):
         head = torch.nn.Linear(64, 100_000_000, bias=False, dtype=torch.bfloat16)
-        model = torch.nn.Sequential(torch.nn.Embedding(100_000_000, 64), head, torch.nn.LayerNorm(64))
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(100_000_000, 64), head, torch.nn.LayerNorm(64)
+        )
         tied = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     tied[1].weight = tied[0].weight
     model[2].requires_grad_(False)
     found = specs_of(model)
     assert [(p.name, p.dtype, p.trainable) for p in found] == [
-        ("0.weight", "float32", True), ("1.weight", "bfloat16", True), ("2.weight", "float32", False), ("2.bias", "float32", False)]
+        ("0.weight", "float32", True),
+        ("1.weight", "bfloat16", True),
+        ("2.weight", "float32", False),
+        ("2.bias", "float32", False),
+    ]
     assert [p.name for p in specs_of(tied)] == ["0.weight", "0.bias", "1.bias"]
     assert estimate(model, "adamw", 8).parameters == 100_000_000 * 64 * 6 + 128 * 4
 
 
 @quick
-@given(specs_lists, st.integers(1, 9), st.sampled_from(["adamw", "sgd", "nadam", "adafactor", "muon"]), st.sampled_from(list(STAGES)))
+@given(
+    specs_lists,
+    st.integers(1, 9),
+    st.sampled_from(["adamw", "sgd", "nadam", "adafactor", "muon"]),
+    st.sampled_from(list(STAGES)),
+)
 def test_state_is_the_same_in_sum_whatever_the_stage(specs, world_size, optimizer, stage):
     rule, ranks = state_rule(optimizer), range(1 if stage == "ddp" else world_size)
     found = [estimate(specs, optimizer, world_size, stage, group_rank=r) for r in ranks]
     scalars = sum(4 * rule(p).scalars for p in specs if p.trainable and p.numel)
     numbers = sum(4 * rule(p).numbers(p, p.numel) for p in specs if p.trainable and p.numel)
-    if stage in ("ddp", "torch") or world_size == 1: assert sum(e.state for e in found) == numbers + scalars
-    else: # what is cut has scalars on each side; neighbours in a bucket share theirs
+    if stage in ("ddp", "torch") or world_size == 1:
+        assert sum(e.state for e in found) == numbers + scalars
+    else:  # what is cut has scalars on each side; neighbours in a bucket share theirs
         most = max((4 * rule(p).scalars for p in specs if p.trainable and p.numel), default=0)
         alone = sum(4 * rule(p).scalars for p in specs if p.trainable and p.numel and rule(p).whole)
         shared = most if scalars > alone else 0
-        assert numbers + alone + shared <= sum(e.state for e in found) <= numbers + scalars * (1 + world_size)
+        assert (
+            numbers + alone + shared
+            <= sum(e.state for e in found)
+            <= numbers + scalars * (1 + world_size)
+        )
     assert {e.parameters for e in found} == {sum(p.nbytes for p in specs)}
-    assert all(e.padding >= 0 and e.wire >= 0 and e.imbalance >= 1 and e.seconds >= 0 for e in found)
-    assert all(e.total == e.parameters + e.gradients + e.state + e.master + e.buckets for e in found)
+    assert all(
+        e.padding >= 0 and e.wire >= 0 and e.imbalance >= 1 and e.seconds >= 0 for e in found
+    )
+    assert all(
+        e.total == e.parameters + e.gradients + e.state + e.master + e.buckets for e in found
+    )
 
 
 @quick
 @given(specs_lists, st.integers(2, 9))
 def test_traffic_of_all_ranks(specs, world_size):
     full = sum(p.nbytes for p in specs if p.trainable)
-    wire = {stage: sum(estimate(specs, "adamw", world_size, stage, group_rank=r).wire for r in range(world_size)) for stage in STAGES}
+    wire = {
+        stage: sum(
+            estimate(specs, "adamw", world_size, stage, group_rank=r).wire
+            for r in range(world_size)
+        )
+        for stage in STAGES
+    }
     assert wire["ddp"] == world_size * (2 * (world_size - 1) * full // world_size)
     assert wire["torch"] - wire["ddp"] == (world_size - 1) * full
     for stage in ("zero1", "zero2"):
@@ -120,14 +181,18 @@ def test_traffic_of_all_ranks(specs, world_size):
 def test_fewest_ranks_is_the_first_that_fits(specs, stage, memory):
     found = fewest_ranks(specs, "adamw", memory, stage, most=32)
     fit = [n for n in range(1, 33) if fits(estimate(specs, "adamw", n, stage), memory)]
-    if found is None: assert 32 not in fit
-    else: assert found in fit and found - 1 not in fit and (not fit or found <= 2 * fit[0])
+    if found is None:
+        assert 32 not in fit
+    else:
+        assert found in fit and found - 1 not in fit and (not fit or found <= 2 * fit[0])
 
 
 def test_master_copies_are_kept_by_owners():
     specs = [ParamSpec("w", (1000,), "bfloat16"), ParamSpec("b", (8,), "float32")]
     e = estimate(specs, "adamw", 4, master_dtype="float32")
-    assert e.master == 256 * 4 and e.state == (256 + 8) * 8 + 2 * 4  # the largest share: parts are multiples of 16, so one rank has all 8 of "b"
+    assert (
+        e.master == 256 * 4 and e.state == (256 + 8) * 8 + 2 * 4
+    )  # the largest share: parts are multiples of 16, so one rank has all 8 of "b"
     assert estimate(specs, "adamw", 4, "ddp", master_dtype="float32").master == 4000
 
 
@@ -138,7 +203,9 @@ def test_machines_bound_collectives_from_below():
     assert machine.seconds("AR", 1e6, 8) == pytest.approx(2 * (0.5 * 10 + 2e-3 + 1e-2))
     for m in MACHINES.values():
         times = [m.seconds("AG", 25e6, 2**k) for k in range(10)]
-        assert times == sorted(times) and m.seconds("RS", 25e6, 8) + m.seconds("AG", 25e6, 8) == pytest.approx(m.seconds("AR", 25e6, 8))
+        assert times == sorted(times) and m.seconds("RS", 25e6, 8) + m.seconds(
+            "AG", 25e6, 8
+        ) == pytest.approx(m.seconds("AR", 25e6, 8))
 
 
 def test_computation_hides_communication():
@@ -149,33 +216,72 @@ def test_computation_hides_communication():
 
 
 def test_hybrid_groups_shard_like_the_small_group_and_reduce_across():
-    flat, hybrid, small = (estimate("gpt2", "adamw", n, "zero1", replicas=r) for n, r in ((64, 1), (64, 8), (8, 1)))
-    assert hybrid.state == small.state > flat.state and hybrid.wire > small.wire and hybrid.world_size == 64
+    flat, hybrid, small = (
+        estimate("gpt2", "adamw", n, "zero1", replicas=r) for n, r in ((64, 1), (64, 8), (8, 1))
+    )
+    assert (
+        hybrid.state == small.state > flat.state
+        and hybrid.wire > small.wire
+        and hybrid.world_size == 64
+    )
 
 
 def test_the_planner_is_quick_and_wide():
-    for ranks in (1, 1024, 16_384): assert estimate("llama-3-70b", "adamw", ranks, "zero2", dtype="bfloat16").world_size == ranks
+    for ranks in (1, 1024, 16_384):
+        assert (
+            estimate("llama-3-70b", "adamw", ranks, "zero2", dtype="bfloat16").world_size == ranks
+        )
 
 
 def test_tables_name_every_stage():
     found = compare(tiny, "adamw", 4)
     text, html = repr(found), found._repr_html_()
-    assert all(stage in text and f"<td>{stage}</td>" in html for stage in STAGES) and found["zero2"].stage == "zero2"
+    assert (
+        all(stage in text and f"<td>{stage}</td>" in html for stage in STAGES)
+        and found["zero2"].stage == "zero2"
+    )
     assert len({len(line) for line in text.splitlines()}) == 1
-    assert repr(Estimate("m", "ddp", "adamw", 1, 0)).startswith("stage") and "<table>" in Estimate("m", "ddp", "adamw", 1, 0)._repr_html_()
+    assert (
+        repr(Estimate("m", "ddp", "adamw", 1, 0)).startswith("stage")
+        and "<table>" in Estimate("m", "ddp", "adamw", 1, 0)._repr_html_()
+    )
 
 
-@pytest.mark.parametrize(("text", "size"), [("24GB", 24 * 10**9), ("24 gib", 24 * 2**30), ("1.5TB", 15 * 10**11), ("100", 100), (100, 100),
-                                            ("1e", None), ("0GB", None), ("-1GB", None), ("GB", None),
-                                            ("1.2.3GB", None), ("24 gigs", None), ("", None), (".", None)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GB", 24 * 10**9),
+        ("24 gib", 24 * 2**30),
+        ("1.5TB", 15 * 10**11),
+        ("100", 100),
+        (100, 100),
+        ("1e", None),
+        ("0GB", None),
+        ("-1GB", None),
+        ("GB", None),
+        ("1.2.3GB", None),
+        ("24 gigs", None),
+        ("", None),
+        (".", None),
+    ],
+)
 def test_memory_is_read(text, size):
-    if size is not None: assert parse_memory(text) == size
+    if size is not None:
+        assert parse_memory(text) == size
     else:
-        with pytest.raises(ValueError, match="memory must be above 0"): parse_memory(text)
+        with pytest.raises(ValueError, match="memory must be above 0"):
+            parse_memory(text)
 
 
 def test_numbers_are_written():
-    assert [amount(n) for n in (0, 999, 1000, 999_999, 1_557_611_200, 2e13)] == ["0 B", "999 B", "1 kB", "1000 kB", "1.56 GB", "20 TB"]
+    assert [amount(n) for n in (0, 999, 1000, 999_999, 1_557_611_200, 2e13)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1000 kB",
+        "1.56 GB",
+        "20 TB",
+    ]
     assert [duration(s) for s in (2.5, 0.0345, 1e-5)] == ["2.5 s", "34.5 ms", "10 us"]
 
 
@@ -188,74 +294,134 @@ def plan(capsys, *argv):
 
 def test_the_command_prints_a_table_and_what_fits(capsys):
     said = plan(capsys, "gpt2-xl", "--world-size", "8", "--optimizer", "adamw", "--memory", "16GB")
-    assert "1,557,611,200 parameters" in said and "ddp     does not fit in 16GB" in said and "dropin  fits in 16GB; fewest ranks that do: 4" in said
+    assert (
+        "1,557,611,200 parameters" in said
+        and "ddp     does not fit in 16GB" in said
+        and "dropin  fits in 16GB; fewest ranks that do: 4" in said
+    )
 
 
 def test_the_command_takes_the_dtype_in_which_gradients_are_added(capsys):
-    sent = [plan(capsys, "gpt2", "--dtype", "bfloat16", "--stage", "zero1", *more) for more in ((), ("--reduce-dtype", "float32"))]
-    assert "436 MB" in sent[0] and "653 MB" in sent[1] and "653 MB" not in sent[0] # 7/8 of 124 million elements, 2 + 2 and 4 + 2 bytes
+    sent = [
+        plan(capsys, "gpt2", "--dtype", "bfloat16", "--stage", "zero1", *more)
+        for more in ((), ("--reduce-dtype", "float32"))
+    ]
+    assert (
+        "436 MB" in sent[0] and "653 MB" in sent[1] and "653 MB" not in sent[0]
+    )  # 7/8 of 124 million elements, 2 + 2 and 4 + 2 bytes
 
 
 def test_the_command_returns_what_it_printed(capsys):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     found = main(parser.parse_args(["gpt2", "--stage", "zero2", "--world-size", "4"]))
-    assert [(e.model, e.stage, e.world_size) for e in found.estimates] == [("gpt2", "zero2", 4)] and repr(found) in capsys.readouterr().out
+    assert [(e.model, e.stage, e.world_size) for e in found.estimates] == [
+        ("gpt2", "zero2", 4)
+    ] and repr(found) in capsys.readouterr().out
 
 
 def test_the_command_takes_shapes_and_functions(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.json").write_text(json.dumps({"w": [10, 4], "b": {"shape": [4], "dtype": "bfloat16", "trainable": False}}))
-    (tmp_path / "my_models.py").write_text("from zero_nb.sharder import ParamSpec\ndef make(): return [ParamSpec('w', (3, 5))]\n")
+    (tmp_path / "mine.json").write_text(
+        json.dumps({"w": [10, 4], "b": {"shape": [4], "dtype": "bfloat16", "trainable": False}})
+    )
+    (tmp_path / "my_models.py").write_text(
+        "from zero_nb.sharder import ParamSpec\ndef make(): return [ParamSpec('w', (3, 5))]\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert "mine: 44 parameters" in plan(capsys, "--shapes", "mine.json")
     assert "15 parameters" in plan(capsys, "my_models:make")
 
 
-@pytest.mark.parametrize(("content", "message"), [("[1, 2]", "must hold"), ('{"w": 3}', "must hold"), ('{"w": {"size": [3]}}', "must hold"),
-                                                  ("{", "cannot be read as JSON"),
-                                                  ('{"w": [-1]}', "a shape holds integers >= 0"), (None, "cannot be read")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1, 2]", "must hold"),
+        ('{"w": 3}', "must hold"),
+        ('{"w": {"size": [3]}}', "must hold"),
+        ("{", "cannot be read as JSON"),
+        ('{"w": [-1]}', "a shape holds integers >= 0"),
+        (None, "cannot be read"),
+    ],
+)
 def test_bad_shape_files_have_one_error(tmp_path, content, message):
     path = tmp_path / "shapes.json"
-    if content is not None: path.write_text(content)
-    with pytest.raises(ValueError, match=message): read_shapes(path)
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_shapes(path)
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: estimate("lama-3-8b"), "did you mean llama-3-8b"),
-    (lambda: estimate("xyzzy"), "choose one of gpt2"),
-    (lambda: estimate(tiny, "adamv"), "unknown optimizer 'adamv'; did you mean adam"),
-    (lambda: estimate(tiny, stage="zero3"), "unknown stage 'zero3'"),
-    (lambda: estimate(tiny, world_size=0), "world_size must be an integer >= 1"),
-    (lambda: estimate(tiny, world_size=8, replicas=3), "replicas must divide world_size, got 3 and 8"),
-    (lambda: estimate(tiny, world_size=4, group_rank=4), "group_rank must lie in 0 to 3"),
-    (lambda: estimate(tiny, machine="tablet"), "unknown machine 'tablet'"),
-    (lambda: estimate(tiny, policy="evn"), "did you mean 'even'"),
-    (lambda: estimate(tiny, capacity_mb=-1), "capacity_mb must be above 0"),
-    (lambda: estimate(tiny, dtype="float3"), "unknown dtype 'float3'"),
-    *[(lambda seconds=seconds: estimate(tiny, compute=seconds), "compute must be seconds >= 0") for seconds in (-1.0, math.nan, math.inf, "1")],
-    (lambda: estimate(tiny, master_dtype="fp32"), "unknown master_dtype 'fp32'"),
-    (lambda: estimate(tiny, reduce_dtype="int32"), "unknown reduce_dtype 'int32'; did you mean float32"),
-    (lambda: Machine("m", 0, 1, 1, 1, 1, 1, 1), "machine 'm': per_node must be ranks >= 1, got 0"),
-    (lambda: Machine("m", 8, 1, 1, 0, 1, 1, 1), "machine 'm': bandwidth must be above 0, got 0"),
-    (lambda: Machine("m", 8, 1, 1, 1, -1, 1, 1), "machine 'm': latency must be >= 0, got -1"),
-    (lambda: Machine("m", 8, 1, 1, 1, 1, math.nan, 1), "machine 'm': node_bandwidth must be above 0, got nan"),
-    (lambda: find_model("no_such_module:f"), "No module named"),
-    (lambda: find_model(":f"), "model ':f' must name a function of a module"),
-    (lambda: find_model("json:"), "model 'json:' must name a function of a module"),
-    (lambda: find_model("json:loads"), "model 'json:loads' must be made by a call without arguments, which raised TypeError"),
-    (lambda: find_model("json:no_such_function"), "has no attribute"),
-    (lambda: main(argparse.Namespace(model=None, shapes=None)), "name one model, or --shapes FILE"),
-    (lambda: main(argparse.Namespace(model="gpt2", shapes="x.json")), "name one model, or --shapes FILE"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: estimate("lama-3-8b"), "did you mean llama-3-8b"),
+        (lambda: estimate("xyzzy"), "choose one of gpt2"),
+        (lambda: estimate(tiny, "adamv"), "unknown optimizer 'adamv'; did you mean adam"),
+        (lambda: estimate(tiny, stage="zero3"), "unknown stage 'zero3'"),
+        (lambda: estimate(tiny, world_size=0), "world_size must be an integer >= 1"),
+        (
+            lambda: estimate(tiny, world_size=8, replicas=3),
+            "replicas must divide world_size, got 3 and 8",
+        ),
+        (lambda: estimate(tiny, world_size=4, group_rank=4), "group_rank must lie in 0 to 3"),
+        (lambda: estimate(tiny, machine="tablet"), "unknown machine 'tablet'"),
+        (lambda: estimate(tiny, policy="evn"), "did you mean 'even'"),
+        (lambda: estimate(tiny, capacity_mb=-1), "capacity_mb must be above 0"),
+        (lambda: estimate(tiny, dtype="float3"), "unknown dtype 'float3'"),
+        *[
+            (
+                lambda seconds=seconds: estimate(tiny, compute=seconds),
+                "compute must be seconds >= 0",
+            )
+            for seconds in (-1.0, math.nan, math.inf, "1")
+        ],
+        (lambda: estimate(tiny, master_dtype="fp32"), "unknown master_dtype 'fp32'"),
+        (
+            lambda: estimate(tiny, reduce_dtype="int32"),
+            "unknown reduce_dtype 'int32'; did you mean float32",
+        ),
+        (
+            lambda: Machine("m", 0, 1, 1, 1, 1, 1, 1),
+            "machine 'm': per_node must be ranks >= 1, got 0",
+        ),
+        (
+            lambda: Machine("m", 8, 1, 1, 0, 1, 1, 1),
+            "machine 'm': bandwidth must be above 0, got 0",
+        ),
+        (lambda: Machine("m", 8, 1, 1, 1, -1, 1, 1), "machine 'm': latency must be >= 0, got -1"),
+        (
+            lambda: Machine("m", 8, 1, 1, 1, 1, math.nan, 1),
+            "machine 'm': node_bandwidth must be above 0, got nan",
+        ),
+        (lambda: find_model("no_such_module:f"), "No module named"),
+        (lambda: find_model(":f"), "model ':f' must name a function of a module"),
+        (lambda: find_model("json:"), "model 'json:' must name a function of a module"),
+        (
+            lambda: find_model("json:loads"),
+            "model 'json:loads' must be made by a call without arguments, which raised TypeError",
+        ),
+        (lambda: find_model("json:no_such_function"), "has no attribute"),
+        (
+            lambda: main(argparse.Namespace(model=None, shapes=None)),
+            "name one model, or --shapes FILE",
+        ),
+        (
+            lambda: main(argparse.Namespace(model="gpt2", shapes="x.json")),
+            "name one model, or --shapes FILE",
+        ),
+    ],
+)
 def test_bad_input_has_one_clear_error(call, message):
-    with pytest.raises(ValueError) as caught: call()
+    with pytest.raises(ValueError) as caught:
+        call()
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("model", [[1, 2], 3, [("w", (3, 4))]])
 def test_what_is_no_model_has_one_clear_error(model):
-    with pytest.raises(TypeError, match="a model is a module, or `ParamSpec`s, or one of gpt2"): estimate(model)
+    with pytest.raises(TypeError, match="a model is a module, or `ParamSpec`s, or one of gpt2"):
+        estimate(model)
 
 
 def test_an_own_state_and_policy():
@@ -274,22 +440,42 @@ print(compare("gpt2", "muon", 4)["zero2"].total, fewest_ranks("gpt2-xl", "adamw"
 if {missing!r} != "torch":
     assert "torch" not in sys.modules
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()[1] == "4"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()[1]
+        == "4"
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("reduce_dtype,sent,kept", [(None, 2, 2), ("bfloat16", 2, 2), ("float32", 4, 4), ("float16", 2, 4), ("float64", 8, 8)])
-def test_gradients_that_are_added_in_another_dtype_cost_their_bytes(stage, reduce_dtype, sent, kept):
+@pytest.mark.parametrize(
+    "reduce_dtype,sent,kept",
+    [(None, 2, 2), ("bfloat16", 2, 2), ("float32", 4, 4), ("float16", 2, 4), ("float64", 8, 8)],
+)
+def test_gradients_that_are_added_in_another_dtype_cost_their_bytes(
+    stage, reduce_dtype, sent, kept
+):
     """Two ranks, 1,000 elements, one bucket of two parameters."""
     specs = [ParamSpec("w", (900,), "bfloat16"), ParamSpec("b", (100,), "bfloat16")]
     found = estimate(specs, "adamw", 2, stage, reduce_dtype=reduce_dtype)
     plain = estimate(specs, "adamw", 2, stage)
-    if stage not in ("zero1", "zero2"): assert found == plain
+    if stage not in ("zero1", "zero2"):
+        assert found == plain
     else:
         cast = reduce_dtype not in (None, "bfloat16")
         assert plain.wire == 500 * 2 * 2 and found.wire == 500 * (sent + 2)
         assert found.gradients == {"zero1": 2000 + 500 * kept * cast, "zero2": 500 * kept}[stage]
-        assert found.buckets == (plain.buckets + 1000 * sent * cast if stage == "zero2" else max(plain.buckets, 1000 * sent * cast))
+        assert found.buckets == (
+            plain.buckets + 1000 * sent * cast
+            if stage == "zero2"
+            else max(plain.buckets, 1000 * sent * cast)
+        )
         assert (found.seconds > plain.seconds) == (sent > 2)
-    hybrid = [estimate(specs, "adamw", 4, stage, replicas=2, reduce_dtype=kind).wire for kind in (None, reduce_dtype)]
-    assert hybrid[1] - hybrid[0] == (found.wire - plain.wire) + (500 * (sent - 2) if stage in ("zero1", "zero2") else 0)
+    hybrid = [
+        estimate(specs, "adamw", 4, stage, replicas=2, reduce_dtype=kind).wire
+        for kind in (None, reduce_dtype)
+    ]
+    assert hybrid[1] - hybrid[0] == (found.wire - plain.wire) + (
+        500 * (sent - 2) if stage in ("zero1", "zero2") else 0
+    )

@@ -1,4 +1,5 @@
 """Agreement under faults: hostile text in the store, errors of every type, old lives of a group, stores that die."""
+
 import builtins
 import importlib
 import re
@@ -20,53 +21,93 @@ from zero_nb.process_group import Ranks, _read, _reported, abort, clone, destroy
 
 def caught(f):
     """Give the type and the words of what `f` raises, or None."""
-    try: f()
-    except Exception as error: return type(error).__name__, str(error)
+    try:
+        f()
+    except Exception as error:
+        return type(error).__name__, str(error)
     return None
 
 
 # ---- C1, L1: what other ranks post is text, never code ----
 
-class exec(Exception):  # the name of a builtin function, which agreement at cfde325 looked up and called
+
+class exec(
+    Exception
+):  # the name of a builtin function, which agreement at cfde325 looked up and called
     """An error of a user's own, whose name means something else to Python."""
 
 
-class exit(ValueError): pass
+class exit(ValueError):
+    pass
 
 
 class Whole(Exception):
     """An error that cannot be made from its words alone."""
 
-    def __init__(self, code: int, *, path: str): super().__init__(f"code {code} in {path}")
+    def __init__(self, code: int, *, path: str):
+        super().__init__(f"code {code} in {path}")
 
 
 def fails_with(make):
     g = Group()
+
     def work():
         with agreeing(g, "the work"):
-            if g.group_rank == 1: raise make()
+            if g.group_rank == 1:
+                raise make()
+
     after = lambda: agree(g, "more work", ["the same"])  # the group is usable afterwards
     return caught(work), caught(after)
 
 
-def decoding(): return UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
-def grouped(): return vars(builtins)["ExceptionGroup"]("two things", [KeyError("lost"), OSError(28, "No space left on device")])
+def decoding():
+    return UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
 
-@pytest.mark.parametrize(("make", "kind", "words"), [
-    (lambda: exec("open('/tmp/zero_nb_owned', 'w')"), "RuntimeError", "exec: open("), (lambda: exit("2"), "RuntimeError", "exit: 2"),
-    (lambda: Whole(3, path="a.bin"), "RuntimeError", "Whole: code 3 in a.bin"),
-    (decoding, "RuntimeError", "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
-    pytest.param(grouped, "RuntimeError", "ExceptionGroup: two things (2 sub-exceptions): KeyError: 'lost'; OSError: [Errno 28] No space left on device",
-                 marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="the type is of Python 3.11")),
-    (lambda: KeyError("lost"), "KeyError", "lost"), (lambda: FileNotFoundError(2, "No such file", "a.bin"), "FileNotFoundError", "'a.bin'"),
-    (lambda: NotImplementedError("not yet"), "NotImplementedError", "not yet"), (lambda: IndexError("far"), "IndexError", "far"),
-])
+def grouped():
+    return vars(builtins)["ExceptionGroup"](
+        "two things", [KeyError("lost"), OSError(28, "No space left on device")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: exec("open('/tmp/zero_nb_owned', 'w')"), "RuntimeError", "exec: open("),
+        (lambda: exit("2"), "RuntimeError", "exit: 2"),
+        (lambda: Whole(3, path="a.bin"), "RuntimeError", "Whole: code 3 in a.bin"),
+        (
+            decoding,
+            "RuntimeError",
+            (
+                "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0: invalid"
+                " start byte"
+            ),
+        ),
+        pytest.param(
+            grouped,
+            "RuntimeError",
+            "ExceptionGroup: two things (2 sub-exceptions): KeyError: 'lost'; OSError: [Errno 28]"
+            " No space left on device",
+            marks=pytest.mark.skipif(
+                sys.version_info < (3, 11), reason="the type is of Python 3.11"
+            ),
+        ),
+        (lambda: KeyError("lost"), "KeyError", "lost"),
+        (lambda: FileNotFoundError(2, "No such file", "a.bin"), "FileNotFoundError", "'a.bin'"),
+        (lambda: NotImplementedError("not yet"), "NotImplementedError", "not yet"),
+        (lambda: IndexError("far"), "IndexError", "far"),
+    ],
+)
 def test_L1_errors_of_every_type_arrive_whole(make, kind, words):
     for rank, (error, after) in enumerate(run(3, fails_with, make)):
         assert after is None
-        if rank == 1: assert error == (type(make()).__name__, str(make()))
-        else: assert error[0] == kind and "rank 1 failed at the work: " in error[1] and words in error[1]
+        if rank == 1:
+            assert error == (type(make()).__name__, str(make()))
+        else:
+            assert (
+                error[0] == kind and "rank 1 failed at the work: " in error[1] and words in error[1]
+            )
 
 
 def test_C1_an_errors_name_is_not_called(tmp_path):
@@ -79,55 +120,107 @@ def test_C1_an_errors_name_is_not_called(tmp_path):
     assert not (tmp_path / "owned").exists() and kinds == ["RuntimeError", "exec"]
 
 
-@pytest.mark.parametrize("text", [
-    "{}", "[]", "null", '["exec", 1]', "{" * 100_000, "[" * 100_000, "\udcff", "no JSON", '{"failed": ["eval", "1"]}', "[1]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[]",
+        "null",
+        '["exec", 1]',
+        "{" * 100_000,
+        "[" * 100_000,
+        "\udcff",
+        "no JSON",
+        '{"failed": ["eval", "1"]}',
+        "[1]",
+    ],
+)
 def test_C1_text_that_no_rank_has_written_is_an_error(text):
-    with pytest.raises(RuntimeError, match="another program writes to the store") as error: _read(text, str, str)
+    with pytest.raises(RuntimeError, match="another program writes to the store") as error:
+        _read(text, str, str)
     assert len(str(error.value)) < 500
-    assert type(_reported("exec", "x")) is type(_reported("__import__", "x")) is type(_reported([], "x")) is RuntimeError
+    assert (
+        type(_reported("exec", "x"))
+        is type(_reported("__import__", "x"))
+        is type(_reported([], "x"))
+        is RuntimeError
+    )
 
 
 # ---- groups of some ranks, on the server of the job ----
+
 
 def several_groups(port):
     """Agree in groups that share ranks, nest, and lie side by side, on one TCPStore; what each rank hears."""
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, 6, rank == 0), rank=rank, world_size=6)
+    dist.init_process_group(
+        "gloo", store=dist.TCPStore("127.0.0.1", port, 6, rank == 0), rank=rank, world_size=6
+    )
     whole = Group()
-    part = split(whole, [[0, 3, 5], [1, 4]]) # rank 2 is in none of them
+    part = split(whole, [[0, 3, 5], [1, 4]])  # rank 2 is in none of them
     inner = split(part, [[0, 2], [1]] if part.size == 3 else [[1], [0]]) if part else None
     nodes, twin = two_level(3), clone(part) if part else None
     if part:
-        for i in range(part.size): agree(part, f"turn {i}", [str(part.ranks)])
+        for i in range(part.size):
+            agree(part, f"turn {i}", [str(part.ranks)])
 
     def work(group, what, fails=(), odd=()):
-        if group is None: return None
+        if group is None:
+            return None
         with agreeing(group, what, lambda: [str(rank in odd)]):
-            if rank in fails: raise KeyError(f"lost {rank}")
+            if rank in fails:
+                raise KeyError(f"lost {rank}")
 
-    calls = [lambda: work(part, "the part", fails=[3]), lambda: work(inner, "inside", odd=[5]), lambda: work(twin, "the twin", odd=[4]),
-             lambda: work(nodes, "the nodes", fails=[4]), lambda: work(nodes, "the nodes again", odd=[2]), lambda: work(whole, "the whole", odd=[5])]
-    return [caught(call) for call in calls], [caught(partial(work, group, "at last")) for group in (part, inner, twin, nodes, whole)]
+    calls = [
+        lambda: work(part, "the part", fails=[3]),
+        lambda: work(inner, "inside", odd=[5]),
+        lambda: work(twin, "the twin", odd=[4]),
+        lambda: work(nodes, "the nodes", fails=[4]),
+        lambda: work(nodes, "the nodes again", odd=[2]),
+        lambda: work(whole, "the whole", odd=[5]),
+    ]
+    return [caught(call) for call in calls], [
+        caught(partial(work, group, "at last")) for group in (part, inner, twin, nodes, whole)
+    ]
 
 
 def test_groups_of_some_ranks_agree_apart_on_one_server():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    def differ(what, first, other): return f"ranks disagree on {what}: rank {first} has 'False', rank {other} has 'True'; do the same on every rank"
+
+    def differ(what, first, other):
+        return (
+            f"ranks disagree on {what}: rank {first} has 'False', rank {other} has 'True'; do the"
+            " same on every rank"
+        )
+
     for rank, (heard, after) in enumerate(run(6, several_groups, port, timeout=60)):
         part, inside, twin, nodes, again, whole = (error and error[1] for error in heard)
         assert after == [None] * 5, "every group is usable afterwards"
-        assert part == {0: repr("rank 3 failed at the part: 'lost 3'"), 5: repr("rank 3 failed at the part: 'lost 3'"), 3: "'lost 3'"}.get(rank)
-        assert inside == (differ("inside", 0, 5) if rank in (0, 5) else None) and twin == (differ("the twin", 1, 4) if rank in (1, 4) else None)
-        assert nodes == ("'lost 4'" if rank == 4 else repr("rank 4 failed at the nodes: 'lost 4'")) and whole == differ("the whole", 0, 5)
-        assert again == "ranks disagree on the nodes again: rank 2 has 'True', rank 5 has 'False'; do the same on every rank", "ranks 2 and 5 tell their nodes"
+        assert part == {
+            0: repr("rank 3 failed at the part: 'lost 3'"),
+            5: repr("rank 3 failed at the part: 'lost 3'"),
+            3: "'lost 3'",
+        }.get(rank)
+        assert inside == (differ("inside", 0, 5) if rank in (0, 5) else None) and twin == (
+            differ("the twin", 1, 4) if rank in (1, 4) else None
+        )
+        assert nodes == (
+            "'lost 4'" if rank == 4 else repr("rank 4 failed at the nodes: 'lost 4'")
+        ) and whole == differ("the whole", 0, 5)
+        assert (
+            again
+            == "ranks disagree on the nodes again: rank 2 has 'True', rank 5 has 'False'; do the"
+            " same on every rank"
+        ), "ranks 2 and 5 tell their nodes"
 
 
 def made_apart():
-    """Make groups where torch has made others on some ranks only, and in the place of groups that were destroyed; sums, and names left in the store."""
+    """Make groups where torch has made others on some ranks only, and in the place of groups that
+    were destroyed; sums, and names left in the store."""
     dist.new_group([1, 2])
     sums, whole = [], Group()
     store = dist.distributed_c10d._get_process_group_store(whole.process_group)
@@ -141,10 +234,12 @@ def made_apart():
     return sums, [key for key in store.list_keys() if "named" in key]
 
 
-def test_ranks_that_have_made_other_groups_meet_in_a_new_one(): assert run(3, made_apart, timeout=30) == [([3.0] * 3, [])] * 3
+def test_ranks_that_have_made_other_groups_meet_in_a_new_one():
+    assert run(3, made_apart, timeout=30) == [([3.0] * 3, [])] * 3
 
 
 # ---- L6: what is made on the CPU stays there ----
+
 
 def test_L6_abort_frees_a_thread_whatever_the_default_device():
     def stuck():
@@ -169,14 +264,26 @@ def test_L6_abort_frees_a_thread_whatever_the_default_device():
 
 # ---- texts that callers match ----
 
+
 def test_ranks_that_are_not_in_a_group_are_told_in_torchs_words():
     def strange():
         pair = dist.new_group([0, 1])
-        if dist.get_rank() == 2: return None
-        calls = [lambda: get_global_rank(pair, 5), lambda: get_group_rank(pair, 2), lambda: broadcast_object_list([1], src=2, group=pair),
-                 lambda: broadcast_object_list([1], group_src=7, group=pair), lambda: gather_object(1, None, dst=2, group=pair)]
-        theirs = [lambda: dist.get_global_rank(pair, 5), lambda: dist.get_group_rank(pair, 2), lambda: dist.broadcast_object_list([1], src=2, group=pair),
-                  lambda: dist.get_global_rank(pair, 7), lambda: dist.get_group_rank(pair, 2)]
+        if dist.get_rank() == 2:
+            return None
+        calls = [
+            lambda: get_global_rank(pair, 5),
+            lambda: get_group_rank(pair, 2),
+            lambda: broadcast_object_list([1], src=2, group=pair),
+            lambda: broadcast_object_list([1], group_src=7, group=pair),
+            lambda: gather_object(1, None, dst=2, group=pair),
+        ]
+        theirs = [
+            lambda: dist.get_global_rank(pair, 5),
+            lambda: dist.get_group_rank(pair, 2),
+            lambda: dist.broadcast_object_list([1], src=2, group=pair),
+            lambda: dist.get_global_rank(pair, 7),
+            lambda: dist.get_group_rank(pair, 2),
+        ]
         return [caught(call) for call in calls], [caught(call) for call in theirs]
 
     first, second, _ = run(3, strange)
@@ -188,26 +295,35 @@ def test_ranks_that_are_not_in_a_group_are_told_in_torchs_words():
 
 # ---- L12: texts are short, however many ranks there are ----
 
+
 def test_L12_a_group_of_many_ranks_describes_itself_in_a_line():
     from zero_nb.record import simulate
-    with simulate(16_384, 3) as pg: text = repr(Ranks(pg))
+
+    with simulate(16_384, 3) as pg:
+        text = repr(Ranks(pg))
     assert len(text) < 200 and "3 of 16384" in text and "0, 1, 2" in text and "16383" in text
     assert repr(Ranks()) == "Ranks(group_rank=0 of 1, global ranks [0])"
 
 
 # ---- H5: errors travel where the backend does not let them ----
 
+
 def one_fails(host_waits, kind):
     from nccl_like import nccl_like, synchronize
+
     g = nccl_like(host_waits=host_waits, connect=True)
-    for _ in range(2): g.all_reduce(torch.ones(4))  # compared, so that the ranks go into the third without waiting for each other
+    for _ in range(2):
+        g.all_reduce(
+            torch.ones(4)
+        )  # compared, so that the ranks go into the third without waiting for each other
     if g.group_rank == 1:
         fail(g, ArithmeticError("the loss is not a number"))
         return caught(lambda: g.all_reduce(torch.ones(4)))
     if kind == "async":
         work = g.all_reduce(torch.ones(4), async_op=True)
         return caught(work.wait)
-    if host_waits: return caught(lambda: g.all_reduce(torch.ones(4)))
+    if host_waits:
+        return caught(lambda: g.all_reduce(torch.ones(4)))
     g.all_reduce(torch.ones(4))  # returns at once, as with NCCL
     synchronize()  # sits here until the communicator is aborted, and raises nothing
     return caught(lambda: g.all_reduce(torch.ones(4)))
@@ -217,13 +333,21 @@ def one_fails(host_waits, kind):
 def test_H5_peers_that_sit_in_a_kernel_hear_why_a_rank_failed(host_waits, kind):
     first, second, third = run(3, one_fails, host_waits, kind, timeout=40)
     assert second[0] == "RuntimeError"
-    for name, words in (first, third): assert name == "RuntimeError" and "rank 1 failed with ArithmeticError: the loss is not a number" in words
-    if host_waits: assert "all_reduce of 4 float32" in first[1]
+    for name, words in (first, third):
+        assert (
+            name == "RuntimeError"
+            and "rank 1 failed with ArithmeticError: the loss is not a number" in words
+        )
+    if host_waits:
+        assert "all_reduce of 4 float32" in first[1]
 
 
 def watchers(end):
     from nccl_like import nccl_like
-    def count(): return sum(thread.name == "zero_nb watcher" for thread in threading.enumerate())
+
+    def count():
+        return sum(thread.name == "zero_nb watcher" for thread in threading.enumerate())
+
     plain = Group()
     plain.all_reduce(torch.ones(1))
     seen = [count()]
@@ -234,22 +358,34 @@ def watchers(end):
     seen.append(count())
     end(g)
     deadline = time.monotonic() + 20
-    while count() and time.monotonic() < deadline: time.sleep(0.05)
+    while count() and time.monotonic() < deadline:
+        time.sleep(0.05)
     return [*seen, count()]
 
 
-@pytest.mark.parametrize("end", [abort, destroy, lambda g: dist.destroy_process_group(g.process_group)], ids=["abort", "destroy", "torch"])
+@pytest.mark.parametrize(
+    "end",
+    [abort, destroy, lambda g: dist.destroy_process_group(g.process_group)],
+    ids=["abort", "destroy", "torch"],
+)
 def test_H5_a_group_has_one_watcher_where_it_needs_one_and_it_ends_with_the_group(end):
     assert run(2, watchers, end) == [[0, 0, 1, 0]] * 2
 
 
 def test_H5_a_destructor_hands_its_news_to_a_thread(monkeypatch):
-    overlap, process_group = (importlib.import_module(f"zero_nb.{name}") for name in ("overlap", "process_group"))
+    overlap, process_group = (
+        importlib.import_module(f"zero_nb.{name}") for name in ("overlap", "process_group")
+    )
     came, by = threading.Event(), []
+
     def noting(groups, error):
         by.append((threading.current_thread() is threading.main_thread(), str(error)))
         came.set()
-    for module in (overlap, process_group): monkeypatch.setattr(module, "fail", noting)
+
+    for module in (overlap, process_group):
+        monkeypatch.setattr(module, "fail", noting)
     end = overlap.AtEnd(lambda: None, Group())
     del end
-    assert came.wait(20) and by == [(False, "backward() did not come to its end; look at the output of this rank")]
+    assert came.wait(20) and by == [
+        (False, "backward() did not come to its end; look at the output of this rank")
+    ]

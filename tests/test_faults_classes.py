@@ -1,4 +1,6 @@
-"""Every class of optimizers that can be had, sharded against unsharded: right, or refused on every rank with words that say why; never different in silence."""
+"""Every class of optimizers that can be had, sharded against unsharded: right, or refused on every
+rank with words that say why; never different in silence."""
+
 import contextlib
 import inspect
 import io
@@ -21,13 +23,21 @@ from zero_nb.sharder import even
 
 SHAPES = [(8, 6), (8,), (4, 3, 3, 3), (4,), (6, 10), (6,)]
 MATRICES = [(8, 6), (6, 10), (12, 8)]
-CLASSES = {f"{kind.__module__.split('.')[0]}.{name}": kind for module in (torch.optim, pytorch_optimizer) for name, kind in vars(module).items()
-           if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer}
+CLASSES = {
+    f"{kind.__module__.split('.')[0]}.{name}": kind
+    for module in (torch.optim, pytorch_optimizer)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind is not torch.optim.Optimizer
+}
 
 
 def told(f):
-    try: return f() and None
-    except Exception as e: return f"{type(e).__name__}: {e}"
+    try:
+        return f() and None
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
 
 
 def parameters(shapes):
@@ -37,31 +47,46 @@ def parameters(shapes):
 
 def groups(name, params):
     """Param groups as a class wants them: some step matrices otherwise than the rest."""
-    if name.endswith(("AdaMuon", "AdaGO", "NorMuon", "DistributedMuon", "MuonClip", "optimizer.Muon")):
-        return [{"params": [p for p in params if p.dim() == 2], "use_muon": True}, {"params": [p for p in params if p.dim() != 2], "use_muon": False}]
+    if name.endswith(
+        ("AdaMuon", "AdaGO", "NorMuon", "DistributedMuon", "MuonClip", "optimizer.Muon")
+    ):
+        return [
+            {"params": [p for p in params if p.dim() == 2], "use_muon": True},
+            {"params": [p for p in params if p.dim() != 2], "use_muon": False},
+        ]
     return params
 
 
 def options(kind):
     arguments = inspect.signature(kind.__init__).parameters
     needed = {"lr": 1e-2, "num_data": 100, "num_iterations": 100}
-    return {k: v for k, v in needed.items() if k in arguments and arguments[k].default is inspect.Parameter.empty}
+    return {
+        k: v
+        for k, v in needed.items()
+        if k in arguments and arguments[k].default is inspect.Parameter.empty
+    }
 
 
 def train(make, params, steps=12):
-    """Train in two runs on gradients of very different sizes, one parameter frozen for a while; every rank has the same, but other random states."""
+    """Train in two runs on gradients of very different sizes, one parameter frozen for a while;
+    every rank has the same, but other random states."""
     optimizer = make()
     for step in range(steps):
         if step == steps // 2:
             before, optimizer = optimizer, make()
-            if isinstance(before, ZeroRedundancyOptimizer): before.consolidate_state_dict(to=None)
+            if isinstance(before, ZeroRedundancyOptimizer):
+                before.consolidate_state_dict(to=None)
             optimizer.load_state_dict(before.state_dict())
         chance = torch.Generator().manual_seed(100 + step)
         for i, p in enumerate(params):
             p.requires_grad_(not (i == 1 and step in (8, 9)))
             p.grad = torch.randn(p.shape, generator=chance) * (1.0, 5.0, 0.2)[step % 3]
-            if not p.requires_grad: p.grad = None
-        torch.manual_seed(1000 * step + (dist.get_rank() if isinstance(optimizer, ZeroRedundancyOptimizer) else 77))
+            if not p.requires_grad:
+                p.grad = None
+        torch.manual_seed(
+            1000 * step
+            + (dist.get_rank() if isinstance(optimizer, ZeroRedundancyOptimizer) else 77)
+        )
         optimizer.step()
     return [p.detach().clone() for p in params]
 
@@ -71,16 +96,31 @@ def outcome(name, shapes, **how):
     kind, ours, plain = CLASSES[name], parameters(shapes), parameters(shapes)
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        def make(): return ZeroRedundancyOptimizer(groups(name, ours), kind, **options(kind), **how)
+
+        def make():
+            return ZeroRedundancyOptimizer(groups(name, ours), kind, **options(kind), **how)
+
         refused = told(lambda: make() and None)
         wanted = []
-        useless = told(lambda: wanted.extend(train(lambda: kind(groups(name, plain), **options(kind)), plain)))
-        if refused: return ("refused", refused, useless)
+        useless = told(
+            lambda: wanted.extend(train(lambda: kind(groups(name, plain), **options(kind)), plain))
+        )
+        if refused:
+            return ("refused", refused, useless)
         failed = told(lambda: train(make, ours))
-        if failed: return ("useless" if useless else "fails", failed, useless)
-    if useless: return ("trains", "", useless)
-    apart = max(float((p.detach() - q).abs().max() / q.abs().max()) for p, q in zip(ours, wanted, strict=True))
-    return ("same" if apart < 1e-5 else "differs", apart, None)  # float32: 12 steps of about 1e-7 of the values each
+        if failed:
+            return ("useless" if useless else "fails", failed, useless)
+    if useless:
+        return ("trains", "", useless)
+    apart = max(
+        float((p.detach() - q).abs().max() / q.abs().max())
+        for p, q in zip(ours, wanted, strict=True)
+    )
+    return (
+        "same" if apart < 1e-5 else "differs",
+        apart,
+        None,
+    )  # float32: 12 steps of about 1e-7 of the values each
 
 
 def outcomes(shapes, how):
@@ -88,21 +128,58 @@ def outcomes(shapes, how):
     return {name: outcome(name, shapes, **how) for name in CLASSES}
 
 
-@pytest.mark.parametrize("shapes, how, least", [(SHAPES, {}, 95), (MATRICES, {}, 95), (SHAPES, {"shard": "even"}, 40),
-                                                (SHAPES, {"shard": "greedy", "parameters_as_bucket_view": True}, 95)],
-                         ids=["all", "matrices", "even", "views"])
+@pytest.mark.parametrize(
+    "shapes, how, least",
+    [
+        (SHAPES, {}, 95),
+        (MATRICES, {}, 95),
+        (SHAPES, {"shard": "even"}, 40),
+        (SHAPES, {"shard": "greedy", "parameters_as_bucket_view": True}, 95),
+    ],
+    ids=["all", "matrices", "even", "views"],
+)
 def test_every_class_trains_as_unsharded_or_is_refused(shapes, how, least):
     ranks = run(2, outcomes, shapes, how)
     found = ranks[0]
-    words = ("must be tensors and plain values", "use shard='whole'")  # of state that only its own rank can read, or that is not element-wise
-    unsaved = {name for name, o in found.items() if o[0] == "fails" and any(reason in o[1] for reason in words)}
-    assert {name: o for name, o in found.items() if o[0] in ("differs", "trains", "fails") and name not in unsaved} == {}, "silently different"
+    words = (
+        "must be tensors and plain values",
+        "use shard='whole'",
+    )  # of state that only its own rank can read, or that is not element-wise
+    unsaved = {
+        name
+        for name, o in found.items()
+        if o[0] == "fails" and any(reason in o[1] for reason in words)
+    }
+    assert {
+        name: o
+        for name, o in found.items()
+        if o[0] in ("differs", "trains", "fails") and name not in unsaved
+    } == {}, "silently different"
     assert len(unsaved) <= 6, "an error only while training"
-    assert {name: (o[0], other[name][0]) for other in ranks for name, o in found.items() if other[name][0] != o[0]} == {}, "ranks do not agree"
-    assert sum(o[0] == "same" for o in found.values()) >= least and len(found) >= 126, "most classes are of use"
-    reasons = ("draws random numbers", "steps a parameter differently", "cannot be tried", "looks at all parameters together", "values that are not finite")
-    silent = {name: o for name, o in found.items() if o[0] == "refused" and not o[2] and not any(reason in o[1] for reason in reasons)}
-    assert {name: o for name, o in silent.items() if "must be" not in o[1]} == {}, "what is of use without ranks is refused with a reason"
+    assert {
+        name: (o[0], other[name][0])
+        for other in ranks
+        for name, o in found.items()
+        if other[name][0] != o[0]
+    } == {}, "ranks do not agree"
+    assert sum(o[0] == "same" for o in found.values()) >= least and len(found) >= 126, (
+        "most classes are of use"
+    )
+    reasons = (
+        "draws random numbers",
+        "steps a parameter differently",
+        "cannot be tried",
+        "looks at all parameters together",
+        "values that are not finite",
+    )
+    silent = {
+        name: o
+        for name, o in found.items()
+        if o[0] == "refused" and not o[2] and not any(reason in o[1] for reason in reasons)
+    }
+    assert {name: o for name, o in silent.items() if "must be" not in o[1]} == {}, (
+        "what is of use without ranks is refused with a reason"
+    )
 
 
 class Clips(SGD):
@@ -113,23 +190,27 @@ class Clips(SGD):
 
 class Draws(SGD):
     def step(self, closure=None):
-        for p in self.param_groups[0]["params"]: p.grad.add_(random.random() + np.random.rand() + torch.rand(()).item())
+        for p in self.param_groups[0]["params"]:
+            p.grad.add_(random.random() + np.random.rand() + torch.rand(()).item())
         return super().step(closure)
 
 
 class Once(SGD):
-    """Draws one random number, which is the same for all parameters: a few steps from the same random state do not show it."""
+    """Draws one random number, which is the same for all parameters: a few steps from the same
+    random state do not show it."""
 
     def step(self, closure=None):
         scale = torch.rand(())
-        for p in self.param_groups[0]["params"]: p.grad.mul_(scale)
+        for p in self.param_groups[0]["params"]:
+            p.grad.mul_(scale)
         return super().step(closure)
 
 
 class Rows(SGD):
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
-            if p.dim() > 1: p.grad.sub_(p.grad.mean(0))
+            if p.dim() > 1:
+                p.grad.sub_(p.grad.mean(0))
         return super().step(closure)
 
 
@@ -149,15 +230,19 @@ class Loud(SGD):
 
 
 class Breaks(SGD):
-    def step(self, closure=None): raise OverflowError("this class never steps")
+    def step(self, closure=None):
+        raise OverflowError("this class never steps")
 
 
-class Fine(AdamW): pass
+class Fine(AdamW):
+    pass
 
 
 MAKES = {
     "clips": lambda p: ZeroRedundancyOptimizer(p, Clips, lr=0.1),
-    "clips, in two groups": lambda p: ZeroRedundancyOptimizer([{"params": p[:1]}, {"params": p[1:], "lr": 0.2}], Clips, lr=0.1),
+    "clips, in two groups": lambda p: ZeroRedundancyOptimizer(
+        [{"params": p[:1]}, {"params": p[1:], "lr": 0.2}], Clips, lr=0.1
+    ),
     "draws": lambda p: ZeroRedundancyOptimizer(p, Draws, lr=0.1),
     "draws once": lambda p: ZeroRedundancyOptimizer(p, Once, lr=0.1),
     "rows, cut": lambda p: ZeroRedundancyOptimizer(p, Rows, lr=0.1, shard="even"),
@@ -165,39 +250,77 @@ MAKES = {
     "Adafactor, cut": lambda p: ZeroRedundancyOptimizer(p, Adafactor, shard="even"),
     "Muon, cut": lambda p: ZeroRedundancyOptimizer(p[:1], Muon, shard="even"),
     "breaks": lambda p: ZeroRedundancyOptimizer(p, Breaks, lr=0.1),
-    "a group's own class": lambda p: ZeroRedundancyOptimizer([{"params": p[:1]}, {"params": p[1:], "optimizer_class": Clips, "lr": 0.1}], AdamW),
-    "a later group": lambda p: ZeroRedundancyOptimizer(p[:1], AdamW).add_param_group({"params": p[1:], "optimizer_class": Clips, "lr": 0.1}),
-    "trust on one rank": lambda p: ZeroRedundancyOptimizer(p, Clips, lr=0.1, trust_optimizer_class=dist.get_rank() == 0),
+    "a group's own class": lambda p: ZeroRedundancyOptimizer(
+        [{"params": p[:1]}, {"params": p[1:], "optimizer_class": Clips, "lr": 0.1}], AdamW
+    ),
+    "a later group": (
+        lambda p: ZeroRedundancyOptimizer(p[:1], AdamW).add_param_group(
+            {"params": p[1:], "optimizer_class": Clips, "lr": 0.1}
+        )
+    ),
+    "trust on one rank": lambda p: ZeroRedundancyOptimizer(
+        p, Clips, lr=0.1, trust_optimizer_class=dist.get_rank() == 0
+    ),
     "no word": lambda p: ZeroRedundancyOptimizer(p, Fine, lr=0.1, trust_optimizer_class="yes"),
 }
 FINE = {
     "rows": lambda p: ZeroRedundancyOptimizer(p, Rows, lr=0.1),
     "fine": lambda p: ZeroRedundancyOptimizer(p, Fine),
     "fine, cut": lambda p: ZeroRedundancyOptimizer(p, Fine, shard="even"),
-    "bfloat16": lambda p: ZeroRedundancyOptimizer([nn.Parameter(q.detach().bfloat16()) for q in p], pytorch_optimizer.Lion),
+    "bfloat16": lambda p: ZeroRedundancyOptimizer(
+        [nn.Parameter(q.detach().bfloat16()) for q in p], pytorch_optimizer.Lion
+    ),
     "a rate that is a tensor": lambda p: ZeroRedundancyOptimizer(p, Fine, lr=torch.tensor(0.1)),
-    "clips, trusted": lambda p: ZeroRedundancyOptimizer(p, Clips, lr=0.1, trust_optimizer_class=True),
-    "draws, trusted": lambda p: ZeroRedundancyOptimizer(p, Draws, lr=0.1, trust_optimizer_class=True),
+    "clips, trusted": lambda p: ZeroRedundancyOptimizer(
+        p, Clips, lr=0.1, trust_optimizer_class=True
+    ),
+    "draws, trusted": lambda p: ZeroRedundancyOptimizer(
+        p, Draws, lr=0.1, trust_optimizer_class=True
+    ),
 }
 
 
-def made(): return {name: told(lambda: make(parameters(SHAPES))) for name, make in {**MAKES, **FINE}.items()}  # noqa: B023
+def made():
+    return {
+        name: told(lambda: make(parameters(SHAPES))) for name, make in {**MAKES, **FINE}.items()
+    }
 
 
 def test_a_class_that_is_not_known_is_tried_and_refused_on_every_rank():
     for rank in run(2, made):
-        wanted = {"clips": "together with others and alone", "clips, in two groups": "together with others", "draws": "random numbers",
-                  "draws once": "random numbers", "rows, cut": "shard='whole'", "rows, cut by a policy": "whole and cut", "Adafactor, cut": "whole and cut",
-                  "Muon, cut": "Muon", "breaks": "OverflowError: this class never steps", "a group's own class": "Clips steps a parameter differently",
-                  "a later group": "Clips steps", "trust on one rank": "ranks disagree", "no word": "trust_optimizer_class must be True or False"}
-        assert {name: rank[name] for name, words in wanted.items() if words not in (rank[name] or "")} == {}
-        assert all(rank[name].startswith("TypeError" if name == "no word" else "ValueError") for name in wanted)
+        wanted = {
+            "clips": "together with others and alone",
+            "clips, in two groups": "together with others",
+            "draws": "random numbers",
+            "draws once": "random numbers",
+            "rows, cut": "shard='whole'",
+            "rows, cut by a policy": "whole and cut",
+            "Adafactor, cut": "whole and cut",
+            "Muon, cut": "Muon",
+            "breaks": "OverflowError: this class never steps",
+            "a group's own class": "Clips steps a parameter differently",
+            "a later group": "Clips steps",
+            "trust on one rank": "ranks disagree",
+            "no word": "trust_optimizer_class must be True or False",
+        }
+        assert {
+            name: rank[name] for name, words in wanted.items() if words not in (rank[name] or "")
+        } == {}
+        assert all(
+            rank[name].startswith("TypeError" if name == "no word" else "ValueError")
+            for name in wanted
+        )
         assert {name: rank[name] for name in FINE} == dict.fromkeys(FINE)
-        assert all("trust_optimizer_class=True" in rank[name] for name in wanted if name not in ("Muon, cut", "no word", "trust on one rank"))
+        assert all(
+            "trust_optimizer_class=True" in rank[name]
+            for name in wanted
+            if name not in ("Muon, cut", "no word", "trust on one rank")
+        )
 
 
 def quiet():
-    """Make optimizers of a loud class; give what was printed, warned of, drawn and done, beyond what the class does for the user's own parameters."""
+    """Make optimizers of a loud class; give what was printed, warned of, drawn and done, beyond
+    what the class does for the user's own parameters."""
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -213,15 +336,31 @@ def quiet():
             counts.append((Loud.made, Loud.stepped))
     hook.remove()
     told(lambda: ZeroRedundancyOptimizer(parameters(SHAPES), Draws, lr=0.1))
-    same = (random.getstate() == before[0], str(np.random.get_state()) == before[1], torch.equal(torch.get_rng_state(), before[2]))
-    for k in range(100): told(lambda: ZeroRedundancyOptimizer(parameters([(3,)]), Loud, lr=0.1 + k))  # noqa: B023
-    return shown.getvalue(), len(warned), same, heard, counts, len(zero.param_groups), max(map(len, trial._FOUND.values())), len(trial._FOUND)
+    same = (
+        random.getstate() == before[0],
+        str(np.random.get_state()) == before[1],
+        torch.equal(torch.get_rng_state(), before[2]),
+    )
+    for k in range(100):
+        told(lambda: ZeroRedundancyOptimizer(parameters([(3,)]), Loud, lr=0.1 + k))
+    return (
+        shown.getvalue(),
+        len(warned),
+        same,
+        heard,
+        counts,
+        len(zero.param_groups),
+        max(map(len, trial._FOUND.values())),
+        len(trial._FOUND),
+    )
 
 
 def test_a_trial_leaves_random_states_output_and_hooks_alone_and_is_made_once():
     for shown, warned, same, heard, counts, of_groups, most, classes in run(2, quiet):
         assert (shown, warned, same, heard, of_groups) == ("made\n" * 3, 3, (True,) * 3, [], 1)
-        assert counts[1] == (counts[0][0] + 1, counts[0][1]) and counts[2][1] == 2 * counts[0][1], "tried once for each set of options"
+        assert counts[1] == (counts[0][0] + 1, counts[0][1]) and counts[2][1] == 2 * counts[0][1], (
+            "tried once for each set of options"
+        )
         assert most <= 16 and classes == 2
 
 
@@ -232,12 +371,19 @@ def after_refusal():
     told(lambda: ZeroRedundancyOptimizer(params, Clips, lr=0.1, parameters_as_bucket_view=True))
     same = all(map(torch.equal, before, params))
     zero = ZeroRedundancyOptimizer(params[:3], AdamW, lr=0.1)
-    refused = told(lambda: zero.add_param_group({"params": params[3:], "optimizer_class": Clips, "lr": 0.1}))
+    refused = told(
+        lambda: zero.add_param_group({"params": params[3:], "optimizer_class": Clips, "lr": 0.1})
+    )
     zero.add_param_group({"params": params[3:], "lr": 0.1})
     plain = parameters(SHAPES)
     trained, wanted = train(lambda: zero, params), train(lambda: AdamW(plain, lr=0.1), plain)
     zero.consolidate_state_dict(to=None)
-    return same, refused, max(float((a - b).abs().max()) for a, b in zip(trained, wanted, strict=True)), len(zero.state_dict()["state"])
+    return (
+        same,
+        refused,
+        max(float((a - b).abs().max()) for a, b in zip(trained, wanted, strict=True)),
+        len(zero.state_dict()["state"]),
+    )
 
 
 def test_a_refused_class_leaves_everything_as_it_was():

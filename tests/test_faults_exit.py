@@ -1,4 +1,5 @@
 """Processes that end without a word, and stores that do: what is printed, and what is raised."""
+
 import json
 import re
 import socket
@@ -38,32 +39,43 @@ exec(code)
 """
 
 ENDS = {
-    "step": """
+    "step": (
+        """
 net = DDP(model)
 zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
 for _ in range(3): step(net, zero)
-""",
-    "overlap": """
+"""
+    ),
+    "overlap": (
+        """
 net = DDP(model)
 zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
 handle = overlap(net, zero)
 for _ in range(3): step(net, zero)
-""",
-    "data_parallel": """
+"""
+    ),
+    "data_parallel": (
+        """
 zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
 handle = data_parallel(model, zero)
 for _ in range(3): step(model, zero)
-""",
-    "a work that is dropped": """
+"""
+    ),
+    "a work that is dropped": (
+        """
 x = torch.ones(8)
 work = Group().all_gather(x, async_op=True)
-""",
-    "a work that is kept": """
+"""
+    ),
+    "a work that is kept": (
+        """
 import builtins
 x = torch.ones(8)
 builtins.kept = Group().reduce_scatter(x, async_op=True)
-""",
-    "a work that outlives its module": """
+"""
+    ),
+    "a work that outlives its module": (
+        """
 import builtins, zero_nb.process_group
 class Last:
     def __init__(self): self.work = Group().reduce_scatter(torch.ones(8), async_op=True)
@@ -71,30 +83,41 @@ class Last:
         names.update(dict.fromkeys(names)) # as the interpreter leaves a module that it ends
         del self.work
 builtins.last = Last()
-""",
-    "in the middle of backward": """
+"""
+    ),
+    "in the middle of backward": (
+        """
 zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
 handle = data_parallel(model, zero)
 for _ in range(2): step(model, zero)
 model[0].weight.register_hook(lambda gradient: sys.exit(0))
 step(model, zero)
-""",
-    "in the middle of backward, with DDP": """
+"""
+    ),
+    "in the middle of backward, with DDP": (
+        """
 net = DDP(model)
 zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
 handle = overlap(net, zero)
 for _ in range(2): step(net, zero)
 model[0].weight.register_hook(lambda gradient: sys.exit(0))
 step(net, zero)
-""",
+"""
+    ),
 }
-OWN = r"\[rank\d\]:\[W.*(destroy_process_group|ProcessGroup|TCPStore|socket\.cpp).*|\[W.*(destroy_process_group|ProcessGroup).*" # what torch itself prints
+# what torch itself prints
+OWN = (
+    r"\[rank\d\]:\[W.*(destroy_process_group|ProcessGroup|TCPStore|socket\.cpp).*"
+    r"|\[W.*(destroy_process_group|ProcessGroup).*"
+)
 
 
 @pytest.fixture(scope="module")
 def starter():
     """Start a process that has imported everything, and is forked for each rank."""
-    with subprocess.Popen([sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield process
         process.stdin.close()
 
@@ -102,16 +125,26 @@ def starter():
 def end(starter, code, where, folder, **environ):
     """Run code on two ranks; give their exit codes, and what each has printed beside what torch prints."""
     paths = [folder / f"said by {rank}" for rank in range(2)]
-    starter.stdin.write(json.dumps([code, where, {"GLOO_SOCKET_IFNAME": "lo", **environ}, [*map(str, paths)]]) + "\n")
+    starter.stdin.write(
+        json.dumps([code, where, {"GLOO_SOCKET_IFNAME": "lo", **environ}, [*map(str, paths)]])
+        + "\n"
+    )
     starter.stdin.flush()
     codes = json.loads(starter.stdout.readline())
-    return codes, [[line for line in path.read_text().splitlines() if line and not re.match(OWN, line)] for path in paths]
+    return codes, [
+        [line for line in path.read_text().splitlines() if line and not re.match(OWN, line)]
+        for path in paths
+    ]
 
 
 @pytest.mark.parametrize("memory", ["0", "1"])
 @pytest.mark.parametrize("how", ENDS)
-def test_a_process_that_ends_without_destroying_its_group_prints_nothing(starter, how, memory, tmp_path):
-    codes, said = end(starter, ENDS[how], f"file://{tmp_path}/store", tmp_path, ZERO_NB_MEMORY=memory)
+def test_a_process_that_ends_without_destroying_its_group_prints_nothing(
+    starter, how, memory, tmp_path
+):
+    codes, said = end(
+        starter, ENDS[how], f"file://{tmp_path}/store", tmp_path, ZERO_NB_MEMORY=memory
+    )
     assert (codes, said) == ([0, 0], [[], []])
 
 
@@ -139,5 +172,8 @@ os._exit(0)
     codes, said = end(starter, code, f"tcp://127.0.0.1:{port}", tmp_path)
     told = [line for line in said[1] if line.startswith("told: ")]
     assert codes == [0, 0] and len(told) == 1 and len(told[0]) < 1000
-    assert f"rank 1 cannot reach the store of its group at 127.0.0.1:{port}, through which ranks agree" in told[0]
+    assert (
+        f"rank 1 cannot reach the store of its group at 127.0.0.1:{port}, through which ranks agree"
+        in told[0]
+    )
     assert "the process that hosts it has ended, rank 0's or torchrun's agent" in told[0]

@@ -1,4 +1,5 @@
 """The stand-in for NCCL: each of its rules, seen kept and seen broken; and what the package does under them."""
+
 import threading
 
 import pytest
@@ -11,14 +12,18 @@ from zero_nb.process_group import Group, clone, coalescing_manager, split
 
 
 def told(f):
-    try: return f() and None
-    except Exception as e: return f"{type(e).__name__}: {e}"
+    try:
+        return f() and None
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
 
 
-def nan(x: torch.Tensor) -> bool: return bool(x.isnan().all())
+def nan(x: torch.Tensor) -> bool:
+    return bool(x.isnan().all())
 
 
 # ---- the stand-in ----
+
 
 def test_results_are_there_after_waiting_and_synchronizing_only():
     def late():
@@ -29,21 +34,39 @@ def test_results_are_there_after_waiting_and_synchronizing_only():
         waited = pg.allreduce([x])
         seen.append(nan(x))
         waited.wait()
-        seen.append(nan(x)) # it only orders the stream
+        seen.append(nan(x))  # it only orders the stream
         synchronize()
         forgotten, whole = pg.allreduce([y]), torch.tensor([3])
         synchronize()
         seen += [x.tolist(), nan(y)]
         pg.allreduce([whole]).wait()
         seen.append(whole.item() == torch.iinfo(torch.int64).max)
-        synchronize() # later works of one stream end after earlier ones
+        synchronize()  # later works of one stream end after earlier ones
         seen += [whole.item(), y.tolist(), forgotten.is_completed()]
-        pg.allreduce([z]) # not waited for: the second reads the first's result, on one stream
+        pg.allreduce([z])  # not waited for: the second reads the first's result, on one stream
         pg.allreduce([z]).wait()
         synchronize()
         return [*seen, z.tolist()]
 
-    assert run(2, late) == [[{"cpu": "nccl"}, "NcclLike", True, True, [1.0] * 4, True, True, 6, [3.0] * 4, True, [10.0] * 4]] * 2
+    assert (
+        run(2, late)
+        == [
+            [
+                {"cpu": "nccl"},
+                "NcclLike",
+                True,
+                True,
+                [1.0] * 4,
+                True,
+                True,
+                6,
+                [3.0] * 4,
+                True,
+                [10.0] * 4,
+            ]
+        ]
+        * 2
+    )
 
 
 def test_the_host_can_play_the_stream():
@@ -66,12 +89,18 @@ def test_nothing_of_a_block_runs_before_its_end():
         pg._start_coalescing(torch.device("cpu"))
         inside = pg.allreduce([x])
         pg.allreduce([y])
-        before = [len(pg.launches), "waited inside the block" in str(told(inside.wait)), "no order in a block" in str(told(lambda: pg.allreduce([x])))]
+        before = [
+            len(pg.launches),
+            "waited inside the block" in str(told(inside.wait)),
+            "no order in a block" in str(told(lambda: pg.allreduce([x]))),
+        ]
         pg._end_coalescing(torch.device("cpu")).wait()
         synchronize()
         return [*before, pg.launches, x.tolist(), y.tolist()]
 
-    assert run(2, block) == [[0, True, True, [["allreduce", "allreduce"]], [2.0] * 2, [2.0] * 3]] * 2
+    assert (
+        run(2, block) == [[0, True, True, [["allreduce", "allreduce"]], [2.0] * 2, [2.0] * 3]] * 2
+    )
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
@@ -79,10 +108,15 @@ def test_an_inner_block_makes_the_outer_one_wait_for_nothing(kind):
     def blocks():
         g = nccl_like(connect=True)
         pg, rank = g.process_group, dist.get_rank()
-        def parts(): return [torch.full((r + 1,), float(rank + 1)) for r in range(2)]
+
+        def parts():
+            return [torch.full((r + 1,), float(rank + 1)) for r in range(2)]
+
         def uneven(p):
-            if kind == "all_gather": return dist.all_gather(p, p[rank].clone(), group=pg, async_op=True)
+            if kind == "all_gather":
+                return dist.all_gather(p, p[rank].clone(), group=pg, async_op=True)
             return dist.reduce_scatter(p[rank], p, group=pg, async_op=True)
+
         alone = parts()
         uneven(alone).wait()
         synchronize()
@@ -95,11 +129,21 @@ def test_an_inner_block_makes_the_outer_one_wait_for_nothing(kind):
         work.wait()
         late.wait()
         synchronize()
-        lost = [ended is None, nan(inside[1 - rank] if kind == "all_gather" else inside[rank]), nan(before), nan(after)]
-        pg.allreduce([torch.ones(1)]).wait() # a later event finds all of them done
+        lost = [
+            ended is None,
+            nan(inside[1 - rank] if kind == "all_gather" else inside[rank]),
+            nan(before),
+            nan(after),
+        ]
+        pg.allreduce([torch.ones(1)]).wait()  # a later event finds all of them done
         synchronize()
         mine = slice(None) if kind == "all_gather" else slice(rank, rank + 1)
-        return lost, [p.tolist() for p in alone[mine]] == [p.tolist() for p in inside[mine]], after.item(), len(pg.launches)
+        return (
+            lost,
+            [p.tolist() for p in alone[mine]] == [p.tolist() for p in inside[mine]],
+            after.item(),
+            len(pg.launches),
+        )
 
     assert run(2, blocks) == [([True] * 4, True, 2.0, 3)] * 2
 
@@ -108,22 +152,41 @@ def test_the_first_use_is_everybodys():
     def first():
         rank, errors = dist.get_rank(), []
         g = nccl_like(first_use_limit=1)
-        def message(group, *ops): # past the package, which refuses it as the first use
-            for work in dist.batch_isend_irecv([dist.P2POp(op, x, peer, group.process_group) for op, x, peer in ops]): work.wait()
-        def pass_on(): message(g, (dist.irecv if rank else dist.isend, torch.ones(1), 1 - rank))
-        if rank < 2: errors.append(told(pass_on))
+
+        def message(group, *ops):  # past the package, which refuses it as the first use
+            for work in dist.batch_isend_irecv(
+                [dist.P2POp(op, x, peer, group.process_group) for op, x, peer in ops]
+            ):
+                work.wait()
+
+        def pass_on():
+            message(g, (dist.irecv if rank else dist.isend, torch.ones(1), 1 - rank))
+
+        if rank < 2:
+            errors.append(told(pass_on))
         dist.barrier()
-        if rank < 2: errors.append(told(pass_on))
+        if rank < 2:
+            errors.append(told(pass_on))
         dist.barrier()
-        errors.append(told(lambda: g.all_reduce(torch.ones(1)))) # rank 2's first use, which the others began with messages
+        errors.append(
+            told(lambda: g.all_reduce(torch.ones(1)))
+        )  # rank 2's first use, which the others began with messages
         ring = nccl_like(host_waits=True)
         got = torch.zeros(1)
-        message(ring, (dist.isend, torch.ones(1) * rank, (rank + 1) % 3), (dist.irecv, got, (rank - 1) % 3))
+        message(
+            ring,
+            (dist.isend, torch.ones(1) * rank, (rank + 1) % 3),
+            (dist.irecv, got, (rank - 1) % 3),
+        )
         return errors, got.item()
 
     found = run(3, first)
-    for errors, _ in found[:2]: assert all("NCCL stand-in" in e and "ranks [2] do not" in e for e in errors[:2]), errors
-    assert all("NCCL stand-in: the first use of a communicator differs" in errors[-1] for errors, _ in found), found
+    for errors, _ in found[:2]:
+        assert all("NCCL stand-in" in e and "ranks [2] do not" in e for e in errors[:2]), errors
+    assert all(
+        "NCCL stand-in: the first use of a communicator differs" in errors[-1]
+        for errors, _ in found
+    ), found
     assert [got for _, got in found] == [2.0, 0.0, 1.0]
 
 
@@ -131,8 +194,10 @@ def test_a_single_message_has_a_communicator_of_two():
     def pair():
         rank, g = dist.get_rank(), nccl_like(first_use_limit=1)
         x = torch.full((2,), float(rank))
-        if rank == 0: dist.send(x, 2, group=g.process_group)
-        if rank == 2: dist.recv(x, 0, group=g.process_group)
+        if rank == 0:
+            dist.send(x, 2, group=g.process_group)
+        if rank == 2:
+            dist.recv(x, 0, group=g.process_group)
         synchronize()
         return x.tolist(), g.process_group.launches
 
@@ -144,11 +209,12 @@ def test_errors_do_not_travel(end):
     def leave():
         g = nccl_like(connect=True)
         if dist.get_rank() == 1:
-            if end == "destroy": dist.destroy_process_group(g.process_group)
+            if end == "destroy":
+                dist.destroy_process_group(g.process_group)
             return None
         x, pg = torch.ones(2), g.process_group
         work = pg.allreduce([x])
-        work.wait() # raises nothing
+        work.wait()  # raises nothing
         waits = threading.Thread(target=synchronize, daemon=True)
         waits.start()
         waits.join(1)
@@ -167,7 +233,8 @@ def test_groups_made_of_it_and_on_it_are_like_it():
         g = nccl_like(host_waits=True)
         twin, pair, own = clone(g), split(g, [[2, 0], [1]]), Group(g.process_group)
         x = torch.full((2,), float(dist.get_rank()))
-        if pair is not None and pair.size == 2: pair.all_reduce(x)
+        if pair is not None and pair.size == 2:
+            pair.all_reduce(x)
         y = torch.ones(1)
         twin.all_reduce(y)
         return twin.backends, own.backends, pair.backends["cpu"], x.tolist(), y.item()
@@ -188,34 +255,70 @@ def test_another_communicator_must_be_waited_for():
         synchronize()
         return error, x.tolist()
 
-    for error, x in run(2, both): assert "of another communicator writes, and nobody waited for that" in error and x == [4.0] * 2
+    for error, x in run(2, both):
+        assert (
+            "of another communicator writes, and nobody waited for that" in error and x == [4.0] * 2
+        )
 
 
 # ---- the package over it ----
+
 
 def all_kinds(g, dtype, uneven, async_op):
     """Run each kind of collective on parts of equal and unequal size; the results of this rank."""
     n, me = g.size, g.group_rank
     sizes = [r + 1 for r in range(n)] if uneven else [2] * n
-    def full(): return (torch.arange(sum(sizes)) * (me + 1) % 13).to(dtype)
-    def mine(flat): return flat.split(sizes)[me]
+
+    def full():
+        return (torch.arange(sum(sizes)) * (me + 1) % 13).to(dtype)
+
+    def mine(flat):
+        return flat.split(sizes)[me]
+
     a, b, c, d, e, f = (full() for _ in range(6))
-    out, right, left = torch.zeros(n * sizes[me], dtype=dtype), full()[:1], torch.zeros(1, dtype=dtype)
-    works = [g.all_reduce(a, async_op=async_op), g.broadcast(b, n - 1, async_op=async_op), g.reduce_scatter(c, sizes, async_op=async_op),
-             g.all_gather(d, sizes, async_op=async_op), g.gather(e, n - 1, sizes, async_op=async_op), g.scatter(f, 0, sizes, async_op=async_op),
-             g.all_to_all(out, full(), [sizes[me]] * n, sizes, async_op=async_op)]
-    if n > 1: works.append(g.exchange([(right, (me + 1) % n)], [(left, (me - 1) % n)], async_op=async_op))
-    for work in works: work.wait()
+    out, right, left = (
+        torch.zeros(n * sizes[me], dtype=dtype),
+        full()[:1],
+        torch.zeros(1, dtype=dtype),
+    )
+    works = [
+        g.all_reduce(a, async_op=async_op),
+        g.broadcast(b, n - 1, async_op=async_op),
+        g.reduce_scatter(c, sizes, async_op=async_op),
+        g.all_gather(d, sizes, async_op=async_op),
+        g.gather(e, n - 1, sizes, async_op=async_op),
+        g.scatter(f, 0, sizes, async_op=async_op),
+        g.all_to_all(out, full(), [sizes[me]] * n, sizes, async_op=async_op),
+    ]
+    if n > 1:
+        works.append(g.exchange([(right, (me + 1) % n)], [(left, (me - 1) % n)], async_op=async_op))
+    for work in works:
+        work.wait()
     synchronize()
-    return [x.tolist() for x in (a, b, mine(c), d, e if me == n - 1 else mine(e), mine(f), out, left)]
+    return [
+        x.tolist() for x in (a, b, mine(c), d, e if me == n - 1 else mine(e), mine(f), out, left)
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_collectives_equal_what_gloo_does(size):
     def both():
-        like, padded, plain = nccl_like(), nccl_like(host_waits=True), Group() # unequal parts are copied after they came, here by the host
-        cases = [(dtype, uneven, async_op) for dtype in (torch.float32, torch.int64) for uneven in (False, True) for async_op in (False, True)]
-        return [case for case in cases if all_kinds(padded if case[1] else like, *case) != all_kinds(plain, *case)]
+        like, padded, plain = (
+            nccl_like(),
+            nccl_like(host_waits=True),
+            Group(),
+        )  # unequal parts are copied after they came, here by the host
+        cases = [
+            (dtype, uneven, async_op)
+            for dtype in (torch.float32, torch.int64)
+            for uneven in (False, True)
+            for async_op in (False, True)
+        ]
+        return [
+            case
+            for case in cases
+            if all_kinds(padded if case[1] else like, *case) != all_kinds(plain, *case)
+        ]
 
     assert run(size, both) == [[]] * size
 
@@ -224,12 +327,31 @@ def moved(g, dtype, uneven):
     """Move tensors of a dtype that NCCL may not know, and add complex ones up; the results of this rank."""
     n, me = g.size, g.group_rank
     sizes = [r + 1 for r in range(n)] if uneven else [2] * n
-    def full(): return (torch.arange(sum(sizes)) * (me + 1) % 13).to(dtype)
-    a, b, c, d, e, f, left = full(), full(), full(), full(), full(), full(), torch.zeros(1, dtype=dtype)
-    works = [g.broadcast(a, n - 1), g.all_gather(b, sizes), g.gather(c, n - 1, sizes), g.exchange([(full()[:1], (me + 1) % n)], [(left, (me - 1) % n)])]
-    with coalescing_manager(g) as block: g.all_gather(d, sizes)
-    if dtype.is_complex: works += [g.all_reduce(e), g.reduce_scatter(f, sizes)]
-    for work in (*works, block): work.wait()
+
+    def full():
+        return (torch.arange(sum(sizes)) * (me + 1) % 13).to(dtype)
+
+    a, b, c, d, e, f, left = (
+        full(),
+        full(),
+        full(),
+        full(),
+        full(),
+        full(),
+        torch.zeros(1, dtype=dtype),
+    )
+    works = [
+        g.broadcast(a, n - 1),
+        g.all_gather(b, sizes),
+        g.gather(c, n - 1, sizes),
+        g.exchange([(full()[:1], (me + 1) % n)], [(left, (me - 1) % n)]),
+    ]
+    with coalescing_manager(g) as block:
+        g.all_gather(d, sizes)
+    if dtype.is_complex:
+        works += [g.all_reduce(e), g.reduce_scatter(f, sizes)]
+    for work in (*works, block):
+        work.wait()
     out = (a, b, c if me == n - 1 else c.split(sizes)[me], d, e, f.split(sizes)[me], left)
     return [x.view(torch.uint8).tolist() for x in out]
 
@@ -239,7 +361,9 @@ def test_dtypes_that_nccl_does_not_know_are_moved_as_bytes(uneven):
     def both():
         like, plain = nccl_like(host_waits=True), Group()
         dtypes = [torch.int16, torch.complex64, torch.float8_e5m2, torch.bool]
-        return [dtype for dtype in dtypes if moved(like, dtype, uneven) != moved(plain, dtype, uneven)]
+        return [
+            dtype for dtype in dtypes if moved(like, dtype, uneven) != moved(plain, dtype, uneven)
+        ]
 
     assert run(3, both) == [[]] * 3
 
@@ -247,15 +371,18 @@ def test_dtypes_that_nccl_does_not_know_are_moved_as_bytes(uneven):
 def test_a_call_that_nccl_refuses_does_not_leave_a_block_open():
     def refused():
         g, x, y = nccl_like(host_waits=True), torch.ones(2), torch.ones(2)
+
         def block():
             with coalescing_manager(g):
                 g.all_reduce(x)
                 g.all_reduce(torch.ones(2, dtype=torch.int16))
+
         said = told(block)
         g.all_reduce(y)
         return said, y.tolist()
 
-    for said, y in run(2, refused, timeout=30): assert said.startswith("TypeError: Input tensor data type") and y == [2.0, 2.0]
+    for said, y in run(2, refused, timeout=30):
+        assert said.startswith("TypeError: Input tensor data type") and y == [2.0, 2.0]
 
 
 def test_a_block_is_one_launch_for_each_kind():
@@ -264,18 +391,33 @@ def test_a_block_is_one_launch_for_each_kind():
         sums, parts, halves = ([torch.full((4,), rank + i) for i in range(3)] for _ in range(3))
         for async_ops in (False, True):
             with coalescing_manager(like, async_ops=async_ops) as cm:
-                for x in sums: like.all_reduce(x)
-                for x in parts: like.all_gather(x)
-                for x in halves: like.reduce_scatter(x)
+                for x in sums:
+                    like.all_reduce(x)
+                for x in parts:
+                    like.all_gather(x)
+                for x in halves:
+                    like.reduce_scatter(x)
             cm.wait()
             synchronize()
         launches = list(like.process_group.launches)
-        with pytest.raises(ZeroDivisionError), coalescing_manager(like): like.all_reduce(sums[0]).wait(1 / 0)
-        return [len(b) for b in launches], [len(set(b)) for b in launches], sums[0].tolist(), parts[0].tolist()
+        with pytest.raises(ZeroDivisionError), coalescing_manager(like):
+            like.all_reduce(sums[0]).wait(1 / 0)
+        return (
+            [len(b) for b in launches],
+            [len(set(b)) for b in launches],
+            sums[0].tolist(),
+            parts[0].tolist(),
+        )
 
     for lengths, kinds, sums, parts in run(2, block):
-        assert lengths == [3] * 6 and kinds == [1] * 6 and sums == [2.0] * 4 and parts == [0.0, 0.0, 1.0, 1.0]
+        assert (
+            lengths == [3] * 6
+            and kinds == [1] * 6
+            and sums == [2.0] * 4
+            and parts == [0.0, 0.0, 1.0, 1.0]
+        )
 
 
 def test_the_stand_in_stays_on_the_ranks_of_run():
-    with pytest.raises(RuntimeError, match="on the ranks of run"): nccl_like()
+    with pytest.raises(RuntimeError, match="on the ranks of run"):
+        nccl_like()

@@ -1,4 +1,6 @@
-"""What the optimizer's readers and writers find between one backward and the next: the faults of the review, entry by entry."""
+"""What the optimizer's readers and writers find between one backward and the next: the faults of
+the review, entry by entry."""
+
 import copy
 import pickle
 import time
@@ -21,7 +23,10 @@ from zero_nb.parallel import Parallel, data_parallel
 from zero_nb.process_group import Group, two_level
 from zero_nb.train import TrainConfig, save_checkpoint
 
-SMALL = {"bucket_cap_mb": 0.002, "cut_mb": 0.004}  # buckets of 2 kB, larger parameters in pieces of 4 kB: several of each in small models
+SMALL = {
+    "bucket_cap_mb": 0.002,
+    "cut_mb": 0.004,
+}  # buckets of 2 kB, larger parameters in pieces of 4 kB: several of each in small models
 MODES = {  # how the optimizer's steps are taken
     "step": None,
     "overlap": (overlap, {}),
@@ -35,7 +40,13 @@ MODES = {  # how the optimizer's steps are taken
 def network(dtype=torch.float32) -> nn.Module:
     """Small and large parameters, of one and of two dimensions."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 50, bias=False), nn.LayerNorm(50), nn.Linear(50, 5)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(12, 40),
+        nn.Tanh(),
+        nn.Linear(40, 50, bias=False),
+        nn.LayerNorm(50),
+        nn.Linear(50, 5),
+    ).to(dtype)
 
 
 def attach(mode, model, make):
@@ -49,7 +60,9 @@ def attach(mode, model, make):
 
 
 def batch(step, dtype=torch.float32):
-    return torch.randn(6, 12, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank())).to(dtype)
+    return torch.randn(
+        6, 12, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    ).to(dtype)
 
 
 def iterate(model, zero, step, dtype=torch.float32):
@@ -59,33 +72,62 @@ def iterate(model, zero, step, dtype=torch.float32):
 
 
 def told(f):
-    try: return f() and None
-    except Exception as e: return f"{type(e).__name__}: {e}"
+    try:
+        return f() and None
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
 
 
-def refused(loss, x) -> bool: return "inplace operation" in (told(lambda: torch.autograd.grad(loss, x)) or "")
+def refused(loss, x) -> bool:
+    return "inplace operation" in (told(lambda: torch.autograd.grad(loss, x)) or "")
 
 
-PLACEMENTS = {f"{shard}{'-views' if views else ''}-{cap}": {"shard": shard, "parameters_as_bucket_view": views, "bucket_cap_mb": cap}
-              for shard in ("even", "whole") for views in (False, True) for cap in (1.0, 0.0005)}
+PLACEMENTS = {
+    f"{shard}{'-views' if views else ''}-{cap}": {
+        "shard": shard,
+        "parameters_as_bucket_view": views,
+        "bucket_cap_mb": cap,
+    }
+    for shard in ("even", "whole")
+    for views in (False, True)
+    for cap in (1.0, 0.0005)
+}
 
 
 def kept_graphs(mode, unsharded):
-    """Per placement, which parameters a step has not marked as written, and layers whose backward goes on with what a step has overwritten."""
+    """Per placement, which parameters a step has not marked as written, and layers whose backward
+    goes on with what a step has overwritten."""
     out = {}
     for name, options in PLACEMENTS.items():
-        def make(model, options=options): return (AdamW if unsharded else ZeroRedundancyOptimizer)(
-            model.parameters(), *(() if unsharded else (AdamW,)), lr=1e-2, **({} if unsharded else options))
+
+        def make(model, options=options):
+            return (AdamW if unsharded else ZeroRedundancyOptimizer)(
+                model.parameters(),
+                *(() if unsharded else (AdamW,)),
+                lr=1e-2,
+                **({} if unsharded else options),
+            )
+
         module = network()
         model, zero, _ = attach(mode, module, make)
-        for step in range(4): iterate(model, zero, step)
+        for step in range(4):
+            iterate(model, zero, step)
         layers = [module[0], module[2], module[4]]
         inputs = [torch.ones(3, layer.in_features, requires_grad=True) for layer in layers]
         kept = [layer(x).square().sum() for layer, x in zip(layers, inputs, strict=True)]
         before = [p._version for p in module.parameters()]
         iterate(model, zero, 5)
-        went_on = [i for i, (loss, x) in enumerate(zip(kept, inputs, strict=True)) if not refused(loss, x)]
-        out[name] = went_on, [i for i, (p, v) in enumerate(zip(module.parameters(), before, strict=True)) if p._version == v]
+        went_on = [
+            i for i, (loss, x) in enumerate(zip(kept, inputs, strict=True)) if not refused(loss, x)
+        ]
+        out[name] = (
+            went_on,
+            [
+                i
+                for i, (p, v) in enumerate(zip(module.parameters(), before, strict=True))
+                if p._version == v
+            ],
+        )
     return out
 
 
@@ -99,11 +141,23 @@ def test_L4_as_with_the_unsharded_optimizer():
     assert run(2, kept_graphs, "step", True) == [{name: ([], []) for name in PLACEMENTS}] * 2
 
 
-def masters(model, nodes=None): return ZeroRedundancyOptimizer(model.parameters(), AdamW, nodes, lr=1e-2, master_dtype=torch.float32)
+def masters(model, nodes=None):
+    return ZeroRedundancyOptimizer(
+        model.parameters(), AdamW, nodes, lr=1e-2, master_dtype=torch.float32
+    )
+
+
 def muon_adamw(model, nodes=None):
     found = list(model.parameters())
-    return ZeroRedundancyOptimizer([{"params": [p for p in found if p.dim() == 2], "optimizer_class": Muon, "lr": 0.02},
-                                    {"params": [p for p in found if p.dim() != 2]}], AdamW, nodes, lr=1e-2)
+    return ZeroRedundancyOptimizer(
+        [
+            {"params": [p for p in found if p.dim() == 2], "optimizer_class": Muon, "lr": 0.02},
+            {"params": [p for p in found if p.dim() != 2]},
+        ],
+        AdamW,
+        nodes,
+        lr=1e-2,
+    )
 
 
 def consolidated(zero, *_):
@@ -116,25 +170,58 @@ def loaded(zero, *_):
     zero.load_state_dict(saved)
 
 
-def loaded_old(zero, module, handle, old): zero.load_state_dict(copy.deepcopy(old))
-def copied(zero, *_): return [p.detach().clone() for group in copy.deepcopy(zero).param_groups for p in group["params"]]
-def pickled(zero, *_): return [p.detach().clone() for group in pickle.loads(pickle.dumps(zero)).param_groups for p in group["params"]]
-def reduced(zero, *_): return [p.detach().clone() for group in zero.__getstate__()["param_groups"] for p in group["params"]]
-def stepped_here(zero, *_): return [key.detach().clone() for state in zero.state.values() for key in state if isinstance(key, torch.Tensor)]
+def loaded_old(zero, module, handle, old):
+    zero.load_state_dict(copy.deepcopy(old))
+
+
+def copied(zero, *_):
+    return [
+        p.detach().clone() for group in copy.deepcopy(zero).param_groups for p in group["params"]
+    ]
+
+
+def pickled(zero, *_):
+    return [
+        p.detach().clone()
+        for group in pickle.loads(pickle.dumps(zero)).param_groups
+        for p in group["params"]
+    ]
+
+
+def reduced(zero, *_):
+    return [
+        p.detach().clone() for group in zero.__getstate__()["param_groups"] for p in group["params"]
+    ]
+
+
+def stepped_here(zero, *_):
+    return [
+        key.detach().clone()
+        for state in zero.state.values()
+        for key in state
+        if isinstance(key, torch.Tensor)
+    ]
+
+
 def frozen(zero, module, handle, *_):  # which DDP does not take
-    if isinstance(handle, Parallel): next(iter(module.parameters())).requires_grad_(False)
+    if isinstance(handle, Parallel):
+        next(iter(module.parameters())).requires_grad_(False)
 
 
 def detached(zero, module, handle, *_):
-    if handle is not None: handle.detach()
+    if handle is not None:
+        handle.detach()
     return consolidated(zero)
 
 
 def left(zero, module, handle, *_):  # an exception that every rank sees ends the block
-    if handle is None: return None
+    if handle is None:
+        return None
     try:
-        with handle: raise KeyboardInterrupt
-    except KeyboardInterrupt: pass
+        with handle:
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
     return consolidated(zero)
 
 
@@ -143,7 +230,8 @@ def seen(zero, *_):  # as an exponential moving average reads them
 
 
 def added(zero, module, handle, *_):
-    if handle is not None: return told(lambda: zero.add_param_group({"params": [nn.Parameter(torch.ones(3))]}))
+    if handle is not None:
+        return told(lambda: zero.add_param_group({"params": [nn.Parameter(torch.ones(3))]}))
     extra = nn.Parameter(torch.ones(3, dtype=next(iter(module.parameters())).dtype))
     zero.add_param_group({"params": [extra]})
     return consolidated(zero)
@@ -151,62 +239,107 @@ def added(zero, module, handle, *_):
 
 def in_hooks(zero, *_):  # which a user may read anything in
     found = []
-    for register in (zero.register_state_dict_pre_hook, zero.register_load_state_dict_pre_hook): register(lambda *_: found.append(seen(zero)))
-    for call in (zero.state_dict, lambda: zero.load_state_dict({"state": {}, "param_groups": []})): told(call)
+    for register in (zero.register_state_dict_pre_hook, zero.register_load_state_dict_pre_hook):
+        register(lambda *_: found.append(seen(zero)))
+    for call in (zero.state_dict, lambda: zero.load_state_dict({"state": {}, "param_groups": []})):
+        told(call)
     return found
 
 
-READERS = [consolidated, loaded, loaded_old, copied, pickled, reduced, stepped_here, frozen, detached, left, added, in_hooks]
-SETUPS = {"masters": (masters, torch.bfloat16, False), "Muon and AdamW": (muon_adamw, torch.float32, False),
-          "two levels": (masters, torch.bfloat16, True), "Muon and AdamW on two levels": (muon_adamw, torch.float32, True)}
+READERS = [
+    consolidated,
+    loaded,
+    loaded_old,
+    copied,
+    pickled,
+    reduced,
+    stepped_here,
+    frozen,
+    detached,
+    left,
+    added,
+    in_hooks,
+]
+SETUPS = {
+    "masters": (masters, torch.bfloat16, False),
+    "Muon and AdamW": (muon_adamw, torch.float32, False),
+    "two levels": (masters, torch.bfloat16, True),
+    "Muon and AdamW on two levels": (muon_adamw, torch.float32, True),
+}
 
 
 def history(mode, setup, reader, waits):
-    """Train, read right after a step or after a wait, and train on; give what was read and the parameters at the end."""
+    """Train, read right after a step or after a wait, and train on; give what was read and the
+    parameters at the end."""
     make, dtype, levels = SETUPS[setup]
     nodes, module = two_level(2) if levels else None, network(dtype)
     model, zero, handle = attach(mode, module, lambda model: make(model, nodes))
     old = None
     for step in range(4):
-        if step == 3: old = consolidated(zero)
+        if step == 3:
+            old = consolidated(zero)
         iterate(model, zero, step, dtype)
-    if waits and handle is not None: handle.wait()
-    if waits: [p.detach().sum() for p in module.parameters()]
+    if waits and handle is not None:
+        handle.wait()
+    if waits:
+        [p.detach().sum() for p in module.parameters()]
     found = reader(zero, module, handle, old)
     if reader is not left:  # which leaves a step half done
-        for step in range(5, 7): iterate(model, zero, step, dtype)
+        for step in range(5, 7):
+            iterate(model, zero, step, dtype)
     return found, [p.detach().clone() for p in module.parameters()]
 
 
 def same(these, those) -> bool:
-    if isinstance(these, torch.Tensor): return these.dtype == those.dtype and torch.equal(these, those)
-    if isinstance(these, dict): return these.keys() == those.keys() and all(same(these[key], those[key]) for key in these)
-    if isinstance(these, (list, tuple)): return len(these) == len(those) and all(map(same, these, those))
+    if isinstance(these, torch.Tensor):
+        return these.dtype == those.dtype and torch.equal(these, those)
+    if isinstance(these, dict):
+        return these.keys() == those.keys() and all(same(these[key], those[key]) for key in these)
+    if isinstance(these, (list, tuple)):
+        return len(these) == len(those) and all(map(same, these, those))
     return these == those
 
 
-def too_early(mode, setup, readers): return [f.__name__ for f in readers if not same(history(mode, setup, f, False), history(mode, setup, f, True))]
+def too_early(mode, setup, readers):
+    return [
+        f.__name__
+        for f in readers
+        if not same(history(mode, setup, f, False), history(mode, setup, f, True))
+    ]
 
 
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("mode", MODES)
 def test_H1_who_reads_right_after_a_step_reads_what_comes_after_a_wait(mode, setup):
-    size, readers = 4 if SETUPS[setup][2] else 2, READERS if "hidden" in mode else [consolidated, seen, loaded, detached]
+    size, readers = (
+        4 if SETUPS[setup][2] else 2,
+        READERS if "hidden" in mode else [consolidated, seen, loaded, detached],
+    )
     assert run(size, too_early, mode, setup, readers) == [[]] * size
 
 
 def resumed(mode, setup, attached, folder):
-    """Save with the training job's function right after a step, train on, and do the same from the file; give both ends."""
+    """Save with the training job's function right after a step, train on, and do the same from the
+    file; give both ends."""
     make, dtype, levels = SETUPS[setup]
     nodes = two_level(2) if levels else None
+
     def side():
         module = network(dtype)
         model, zero, _ = attach(mode, module, lambda model: make(model, nodes))
-        return SimpleNamespace(model=module, call=model, optimizer=zero, schedule=StepLR(zero, 2, 0.5), config=TrainConfig(out=folder))
+        return SimpleNamespace(
+            model=module,
+            call=model,
+            optimizer=zero,
+            schedule=StepLR(zero, 2, 0.5),
+            config=TrainConfig(out=folder),
+        )
+
     def train(side, steps):
         for step in steps:
             iterate(side.call, side.optimizer, step, dtype)
             side.schedule.step()
+
     first = side()
     train(first, range(5))
     save_checkpoint(first, SimpleNamespace(losses={}, held_out={}), 5, Group())
@@ -214,19 +347,27 @@ def resumed(mode, setup, attached, folder):
     dist.barrier()
     state = torch.load(Path(folder, "checkpoint.pt"), weights_only=True)
     again = side()
-    if attached: train(again, range(20, 23))  # what was trained before a load does not matter
+    if attached:
+        train(again, range(20, 23))  # what was trained before a load does not matter
     again.model.load_state_dict(state["model"])
     again.optimizer.load_state_dict(state["optimizer"])
     again.schedule.load_state_dict(state["schedule"])
     train(again, range(5, 9))
-    return [[p.detach().clone() for p in one.model.parameters()] for one in (first, again)], [group["lr"] for group in again.optimizer.param_groups]
+    return [[p.detach().clone() for p in one.model.parameters()] for one in (first, again)], [
+        group["lr"] for group in again.optimizer.param_groups
+    ]
 
 
 @pytest.mark.parametrize("setup", ["masters", "Muon and AdamW", "two levels"])
 @pytest.mark.parametrize("mode", MODES)
 def test_H1_a_job_that_saved_right_after_a_step_resumes_bit_for_bit(mode, setup, tmp_path):
-    for attached in (True,) if (mode, setup) == ("step", "two levels") else (False, True):  # DDP itself adds up in another order in its first iteration
-        for (first, again), _ in run(4 if SETUPS[setup][2] else 2, resumed, mode, setup, attached, str(tmp_path)): assert same(first, again), attached
+    for attached in (
+        (True,) if (mode, setup) == ("step", "two levels") else (False, True)
+    ):  # DDP itself adds up in another order in its first iteration
+        for (first, again), _ in run(
+            4 if SETUPS[setup][2] else 2, resumed, mode, setup, attached, str(tmp_path)
+        ):
+            assert same(first, again), attached
 
 
 class Takes(SGD):
@@ -240,27 +381,51 @@ class Takes(SGD):
 class Doubles(SGD):
     """An optimizer that always returns something."""
 
-    def step(self, closure=None): return (super().step(closure), 2)
+    def step(self, closure=None):
+        return (super().step(closure), 2)
 
 
 def closures():
     """Find for which closures `step` does otherwise than with torch's class."""
     from torch.distributed.optim import ZeroRedundancyOptimizer as Torchs
+
     found = []
     for make in (Torchs, ZeroRedundancyOptimizer):
         for kind in (AdamW, SGD, Takes, Doubles):
-            for closure in (None, 5, 0, False, "x", (), *([lambda: torch.tensor(3.0)] if kind in (SGD, AdamW) else [])):
+            for closure in (
+                None,
+                5,
+                0,
+                False,
+                "x",
+                (),
+                *([lambda: torch.tensor(3.0)] if kind in (SGD, AdamW) else []),
+            ):
                 model, outcome = DDP(network()), []
                 zero = make(model.parameters(), kind, lr=0.1)
                 for _ in range(2):  # the first step, and a later one, which ranks do not agree on
                     model(batch(0)).square().mean().backward()
-                    given = told(lambda: outcome.append(zero.step(closure) if closure is not None else zero.step()))  # noqa: B023
+                    given = told(
+                        lambda: outcome.append(
+                            zero.step(closure) if closure is not None else zero.step()
+                        )
+                    )
                     outcome.append((given or "").replace("rank 0: ", ""))
-                found.append((kind.__name__, str(closure)[:9], str(outcome), [p.detach().clone() for p in model.parameters()]))
+                found.append(
+                    (
+                        kind.__name__,
+                        str(closure)[:9],
+                        str(outcome),
+                        [p.detach().clone() for p in model.parameters()],
+                    )
+                )
     half, apart = len(found) // 2, []
     for torchs, ours in zip(found[:half], found[half:], strict=True):
-        close = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(torchs[3], ours[3], strict=True))
-        if torchs[:3] != ours[:3] or not close: apart.append((ours[:3], torchs[:3]))
+        close = all(
+            torch.allclose(a, b, atol=1e-5) for a, b in zip(torchs[3], ours[3], strict=True)
+        )
+        if torchs[:3] != ours[:3] or not close:
+            apart.append((ours[:3], torchs[:3]))
     return apart
 
 
@@ -273,13 +438,20 @@ class Breaks(AdamW):
 
     ranks = ()
 
-    def __init__(self, params, **options): super().__init__(params, foreach=False, fused=False, **options)
+    def __init__(self, params, **options):
+        super().__init__(params, foreach=False, fused=False, **options)
+
     def step(self, closure=None):
-        if dist.get_rank() not in Breaks.ranks: return super().step(closure)
+        if dist.get_rank() not in Breaks.ranks:
+            return super().step(closure)
         grads = [p.grad for group in self.param_groups for p in group["params"]][1:]
-        for p in [p for group in self.param_groups for p in group["params"]][1:]: p.grad = None
+        for p in [p for group in self.param_groups for p in group["params"]][1:]:
+            p.grad = None
         super().step(closure)
-        for p, grad in zip([p for group in self.param_groups for p in group["params"]][1:], grads, strict=True): p.grad = grad
+        for p, grad in zip(
+            [p for group in self.param_groups for p in group["params"]][1:], grads, strict=True
+        ):
+            p.grad = grad
         raise OverflowError("this rank has broken")
 
 
@@ -291,15 +463,30 @@ def replicas_agree(module):
 
 
 def broken(shard, views, dtype, breaks):
-    """Go through steps of which some break on some ranks; for each what was raised, and whether replicas agree after it."""
+    """Go through steps of which some break on some ranks; for each what was raised, and whether
+    replicas agree after it."""
     module, found = network(dtype), []
-    zero = ZeroRedundancyOptimizer(module.parameters(), Breaks, lr=0.1, shard=shard, parameters_as_bucket_view=views, trust_optimizer_class=True,
-                                   master_dtype=torch.float32 if dtype == torch.bfloat16 else None)
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(),
+        Breaks,
+        lr=0.1,
+        shard=shard,
+        parameters_as_bucket_view=views,
+        trust_optimizer_class=True,
+        master_dtype=torch.float32 if dtype == torch.bfloat16 else None,
+    )
     for step, ranks in enumerate(breaks):
         Breaks.ranks = ranks
-        if step == 4: module[0].weight.requires_grad_(False)
+        if step == 4:
+            module[0].weight.requires_grad_(False)
         for i, p in enumerate(module.parameters()):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)).to(p.dtype) if p.requires_grad else None
+            p.grad = (
+                torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)).to(
+                    p.dtype
+                )
+                if p.requires_grad
+                else None
+            )
         raised = told(zero.step)
         found.append((raised, replicas_agree(module)))
     zero.consolidate_state_dict(to=None)
@@ -310,8 +497,18 @@ def broken(shard, views, dtype, breaks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shard", ["even", "whole"])
 @pytest.mark.parametrize("views", [False, True])
-def test_replicas_agree_after_a_step_that_failed_on_all_ranks_or_in_the_first_step_on_one(shard, views, dtype):
-    breaks = [(1,), (0, 1), (), (0, 1), (0, 1), (), ()]  # the first step, which ranks agree on; later ones; twice in a row, the second time frozen
+def test_replicas_agree_after_a_step_that_failed_on_all_ranks_or_in_the_first_step_on_one(
+    shard, views, dtype
+):
+    breaks = [
+        (1,),
+        (0, 1),
+        (),
+        (0, 1),
+        (0, 1),
+        (),
+        (),
+    ]  # the first step, which ranks agree on; later ones; twice in a row, the second time frozen
     ranks = run(2, broken, shard, views, dtype, breaks)
     for rank, found in enumerate(ranks):
         assert [same for _, same in found] == [True] * len(breaks), [same for _, same in found]
@@ -322,14 +519,23 @@ def test_replicas_agree_after_a_step_that_failed_on_all_ranks_or_in_the_first_st
 def lone(levels, catches):
     """Break on one rank in a later step; what each rank gets then, and from what it does after it."""
     module = network()
-    zero = ZeroRedundancyOptimizer(module.parameters(), Breaks, two_level(2) if levels else None, lr=0.1, trust_optimizer_class=True)
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(),
+        Breaks,
+        two_level(2) if levels else None,
+        lr=0.1,
+        trust_optimizer_class=True,
+    )
     found = []
     for step in range(4):
         Breaks.ranks = (1,) if step == 2 else ()
-        for p in module.parameters(): p.grad = torch.ones_like(p)
+        for p in module.parameters():
+            p.grad = torch.ones_like(p)
         raised = told(zero.step)
-        if raised: found.append(raised)
-        if raised and not catches: raise RuntimeError(raised)
+        if raised:
+            found.append(raised)
+        if raised and not catches:
+            raise RuntimeError(raised)
     return found
 
 
@@ -337,18 +543,29 @@ def lone(levels, catches):
 def test_a_step_that_fails_on_one_rank_alone_is_an_error_on_all(levels, way):
     ranks = run(4 if levels else 2, lone, levels, True, timeout=60)
     assert ranks[1][0] == "OverflowError: this rank has broken"
-    assert len(ranks[0]) == 2 and "rank 1 failed with OverflowError: this rank has broken" in ranks[0][0]  # and so does the step after it
+    assert (
+        len(ranks[0]) == 2
+        and "rank 1 failed with OverflowError: this rank has broken" in ranks[0][0]
+    )  # and so does the step after it
     assert all(words.startswith("RuntimeError") for rank in ranks for words in rank[1:])
     if not levels:
-        with pytest.raises(RuntimeError, match="has broken"): run(2, lone, False, False, timeout=60)
+        with pytest.raises(RuntimeError, match="has broken"):
+            run(2, lone, False, False, timeout=60)
 
 
 # ---- who reads or writes what between `backward` and the next `backward`, without a driver ----
 
+
 def pair(dtype=torch.float32, wide=None, **options):
-    """Make a model with the sharded optimizer, and the same with the unsharded one, which takes gradients and steps in `wide`."""
+    """Make a model with the sharded optimizer, and the same with the unsharded one, which takes
+    gradients and steps in `wide`."""
     ours, plain = network(dtype), network(dtype).to(wide or dtype)
-    return ours, plain, ZeroRedundancyOptimizer(ours.parameters(), AdamW, lr=1e-2, **options), AdamW(plain.parameters(), lr=1e-2)
+    return (
+        ours,
+        plain,
+        ZeroRedundancyOptimizer(ours.parameters(), AdamW, lr=1e-2, **options),
+        AdamW(plain.parameters(), lr=1e-2),
+    )
 
 
 def given(*models, step=0, lacking=()):
@@ -361,7 +578,10 @@ def given(*models, step=0, lacking=()):
 
 
 def apart(ours, plain) -> float:
-    return max((p - q.to(p.dtype)).abs().max().item() for p, q in zip(ours.parameters(), plain.parameters(), strict=True))
+    return max(
+        (p - q.to(p.dtype)).abs().max().item()
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True)
+    )
 
 
 def both_step(ours, plain, zero, torchs, steps):
@@ -372,56 +592,107 @@ def both_step(ours, plain, zero, torchs, steps):
 
 
 def between(what):
-    """Do something between two steps, with both optimizers; how far they are apart after more steps, and what was said."""
+    """Do something between two steps, with both optimizers; how far they are apart after more
+    steps, and what was said."""
     wide = torch.float32 if what in ("written", "a copy written through data") else None
-    ours, plain, zero, torchs = pair(torch.bfloat16 if wide else torch.float32, wide, **({"master_dtype": wide} if wide else {}))
+    ours, plain, zero, torchs = pair(
+        torch.bfloat16 if wide else torch.float32, wide, **({"master_dtype": wide} if wide else {})
+    )
     both_step(ours, plain, zero, torchs, range(3))
     said, models = None, (ours, plain)
     if what == "written":
         with torch.no_grad():
-            for model in models: [p.fill_(0.5) for p in model.parameters()]
-    if what == "a copy written through data": [p.data.fill_(0.5) for model in models for p in model.parameters()]
+            for model in models:
+                [p.fill_(0.5) for p in model.parameters()]
+    if what == "a copy written through data":
+        [p.data.fill_(0.5) for model in models for p in model.parameters()]
     if what == "moved":
         for model in models:
-            for p in model.parameters(): p.data = p.data.clone() * 2
-    if what == "loaded into the model": [model.load_state_dict({k: v / 2 for k, v in model.state_dict().items()}) for model in models]
+            for p in model.parameters():
+                p.data = p.data.clone() * 2
+    if what == "loaded into the model":
+        [
+            model.load_state_dict({k: v / 2 for k, v in model.state_dict().items()})
+            for model in models
+        ]
     given(ours, plain, step=3)
-    if what == "gradients changed": [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in models]
-    if what == "gradients added up": [p.grad.add_(p.grad) for model in models for p in model.parameters()]
-    if what == "frozen after backward": [next(iter(model.parameters())).requires_grad_(False) for model in models]
-    if what == "frozen, gradients zero": [(p.requires_grad_(False), p.grad.zero_()) for model in models for p in [*model.parameters()][:2]]
-    if what == "unfrozen, no gradient": [setattr(p, "grad", None) for model in models for p in [*model.parameters()][:2]]
+    if what == "gradients changed":
+        [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in models]
+    if what == "gradients added up":
+        [p.grad.add_(p.grad) for model in models for p in model.parameters()]
+    if what == "frozen after backward":
+        [next(iter(model.parameters())).requires_grad_(False) for model in models]
+    if what == "frozen, gradients zero":
+        [
+            (p.requires_grad_(False), p.grad.zero_())
+            for model in models
+            for p in [*model.parameters()][:2]
+        ]
+    if what == "unfrozen, no gradient":
+        [setattr(p, "grad", None) for model in models for p in [*model.parameters()][:2]]
     if what == "options":
-        for group in (*zero.param_groups, *torchs.param_groups): group.update(lr=0.3, betas=(0.5, 0.6), weight_decay=0.2)
-    if what == "a group edited": zero.param_groups[0]["params"] = zero.param_groups[0]["params"][:-1]
-    if what == "a parameter appended": zero.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
-    if what == "state set": said = told(lambda: setattr(zero, "state", {}))
-    if what == "state cleared": said = told(lambda: zero.state.clear())
-    if what == "a group away": zero.param_groups.clear()
+        for group in (*zero.param_groups, *torchs.param_groups):
+            group.update(lr=0.3, betas=(0.5, 0.6), weight_decay=0.2)
+    if what == "a group edited":
+        zero.param_groups[0]["params"] = zero.param_groups[0]["params"][:-1]
+    if what == "a parameter appended":
+        zero.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
+    if what == "state set":
+        said = told(lambda: setattr(zero, "state", {}))
+    if what == "state cleared":
+        said = told(lambda: zero.state.clear())
+    if what == "a group away":
+        zero.param_groups.clear()
     before = torch.get_rng_state()
     said = said or told(zero.step)
-    same = torch.equal(before, torch.get_rng_state()) and all(p.grad is None or p.grad.abs().sum() >= 0 for p in ours.parameters())
+    same = torch.equal(before, torch.get_rng_state()) and all(
+        p.grad is None or p.grad.abs().sum() >= 0 for p in ours.parameters()
+    )
     if not said:
         torchs.step()
         both_step(ours, plain, zero, torchs, range(4, 6))
     return said, apart(ours, plain), same
 
 
-TAKEN = ["nothing", "written", "moved", "loaded into the model", "gradients changed", "gradients added up", "frozen after backward",
-         "frozen, gradients zero", "unfrozen, no gradient", "options"]
-REFUSED = {"a group edited": "add_param_group", "a parameter appended": "add_param_group", "a group away": "add_param_group",
-           "state set": "load_state_dict", "state cleared": "clear"}
+TAKEN = [
+    "nothing",
+    "written",
+    "moved",
+    "loaded into the model",
+    "gradients changed",
+    "gradients added up",
+    "frozen after backward",
+    "frozen, gradients zero",
+    "unfrozen, no gradient",
+    "options",
+]
+REFUSED = {
+    "a group edited": "add_param_group",
+    "a parameter appended": "add_param_group",
+    "a group away": "add_param_group",
+    "state set": "load_state_dict",
+    "state cleared": "clear",
+}
 
 
-def all_between(): return {what: between(what) for what in (*TAKEN, *REFUSED, "a copy written through data")}
+def all_between():
+    return {what: between(what) for what in (*TAKEN, *REFUSED, "a copy written through data")}
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_is_read_and_written_between_two_backwards_is_taken_or_refused(size):
     for found in run(size, all_between):
-        for what in TAKEN: assert found[what][0] is None and found[what][1] < (2**-6 if what == "written" else 1e-5) and found[what][2], (what, found[what])
-        for what, words in REFUSED.items(): assert words in (found[what][0] or ""), (what, found[what])
-        assert found["a copy written through data"][1] > 0.1, "the notebooks say that such a write is lost"
+        for what in TAKEN:
+            assert (
+                found[what][0] is None
+                and found[what][1] < (2**-6 if what == "written" else 1e-5)
+                and found[what][2]
+            ), (what, found[what])
+        for what, words in REFUSED.items():
+            assert words in (found[what][0] or ""), (what, found[what])
+        assert found["a copy written through data"][1] > 0.1, (
+            "the notebooks say that such a write is lost"
+        )
 
 
 def saved_late():
@@ -437,7 +708,8 @@ def saved_late():
 
 
 def test_a_state_dict_has_the_options_of_now_and_all_groups():
-    for lr, said in run(2, saved_late): assert lr == 0.005 and "consolidate_state_dict" in said
+    for lr, said in run(2, saved_late):
+        assert lr == 0.005 and "consolidate_state_dict" in said
 
 
 def freeze_last(model):
@@ -447,45 +719,58 @@ def freeze_last(model):
 
 
 def uneven(first, what, options):
-    """Step with a gradient that one rank lacks, in the first step or a later one, and then save or freeze; what each rank is told."""
+    """Step with a gradient that one rank lacks, in the first step or a later one, and then save or
+    freeze; what each rank is told."""
     model, _, zero, _ = pair(**options)
     lacking = (2,) if dist.get_rank() == 1 else ()  # the matrix of 40 x 50
     said = []
     for step in range(3 - 2 * first):
         given(model, step=step, lacking=lacking if first or step == 1 else ())
         said.append(told(zero.step))
-    if first: return said[0]
-    if what == "save": return told(lambda: zero.consolidate_state_dict(to=0))
+    if first:
+        return said[0]
+    if what == "save":
+        return told(lambda: zero.consolidate_state_dict(to=0))
     given(model, step=5)
     freeze_last(model)
     return told(zero.step)
 
 
-@pytest.mark.parametrize("first, what, options", [
-    (True, "", {}), (False, "save", {}), (False, "freeze", {}), (False, "save", {"parameters_as_bucket_view": True}),
-    (False, "freeze", {"bucket_cap_mb": 0.0005}),
-])
+@pytest.mark.parametrize(
+    "first, what, options",
+    [
+        (True, "", {}),
+        (False, "save", {}),
+        (False, "freeze", {}),
+        (False, "save", {"parameters_as_bucket_view": True}),
+        (False, "freeze", {"bucket_cap_mb": 0.0005}),
+    ],
+)
 def test_a_gradient_that_some_ranks_lack_is_an_error_on_every_rank(first, what, options):
     words = "parameter 2 with" if first else "parameter 2: its parts have different step counts"
-    for said in run(2, uneven, first, what, options): assert words in (said or "")
+    for said in run(2, uneven, first, what, options):
+        assert words in (said or "")
 
 
 def never(what):
     """Let one rank never step a parameter that the others step."""
     model, _, zero, _ = pair()
     given(model)
-    for p in [*model.parameters()][:3]: p.grad = None
+    for p in [*model.parameters()][:3]:
+        p.grad = None
     zero.step()
     given(model, lacking=(2,) if dist.get_rank() == 1 else ())
     zero.step()
-    if what == "save": return told(lambda: zero.consolidate_state_dict(to=1))
+    if what == "save":
+        return told(lambda: zero.consolidate_state_dict(to=1))
     freeze_last(model)
     return told(zero.step)
 
 
 @pytest.mark.parametrize("what", ["save", "freeze"])
 def test_state_of_a_part_of_a_parameter_is_an_error_on_every_rank(what):
-    for said in run(2, never, what): assert "parameter 2: there is state" in (said or "") and "of its 2000 elements" in said
+    for said in run(2, never, what):
+        assert "parameter 2: there is state" in (said or "") and "of its 2000 elements" in said
 
 
 class Counts(SGD):
@@ -498,10 +783,12 @@ class Counts(SGD):
         self.total += 1
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None: p.grad.mul_(1 / self.total + 1 / self.state["k"])
+                if p.grad is not None:
+                    p.grad.mul_(1 / self.total + 1 / self.state["k"])
         return super().step(closure)
 
-    def state_dict(self): return {**super().state_dict(), "total": self.total}
+    def state_dict(self):
+        return {**super().state_dict(), "total": self.total}
 
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
@@ -510,11 +797,19 @@ class Counts(SGD):
 
 def counting(two):
     ours, plain = network(), network()
+
     def split(model):
         found = [*model.parameters()]
-        return [{"params": found[:3], "optimizer_class": AdamW}, {"params": found[3:]}] if two else found
-    def make(): return ZeroRedundancyOptimizer(split(ours), Counts, lr=0.01)
-    zero, torchs = make(), Counts([*plain.parameters()][3 if two else 0:], lr=0.01)
+        return (
+            [{"params": found[:3], "optimizer_class": AdamW}, {"params": found[3:]}]
+            if two
+            else found
+        )
+
+    def make():
+        return ZeroRedundancyOptimizer(split(ours), Counts, lr=0.01)
+
+    zero, torchs = make(), Counts([*plain.parameters()][3 if two else 0 :], lr=0.01)
     adam = AdamW([*plain.parameters()][:3]) if two else None
     for step in range(9):
         given(ours, plain, step=step, lacking=(0,) if step == 2 else ())
@@ -524,7 +819,8 @@ def counting(two):
             state, zero = zero.state_dict(), make()
             zero.load_state_dict(state)
         zero.step()
-        for optim in (torchs, adam) if two else (torchs,): optim.step()
+        for optim in (torchs, adam) if two else (torchs,):
+            optim.step()
     return apart(ours, plain)
 
 
@@ -540,11 +836,13 @@ class Loads(AdamW):
 
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
-        if dist.get_rank() in Loads.ranks: raise OverflowError("this rank has broken")
+        if dist.get_rank() in Loads.ranks:
+            raise OverflowError("this rank has broken")
 
 
 def half_loaded(setup):
-    """Fail to load on one rank, and train on; how far it is from training that never tried, and what each rank heard."""
+    """Fail to load on one rank, and train on; how far it is from training that never tried, and
+    what each rank heard."""
     make, dtype, levels = SETUPS[setup]
     nodes, ends = two_level(2) if levels else None, []
     for fails in (False, True):
@@ -555,9 +853,11 @@ def half_loaded(setup):
         for step in range(6):
             given(module, step=step)
             group["params"][0].grad = torch.ones(5, dtype=dtype)
-            if step == 2: old = consolidated(zero)
+            if step == 2:
+                old = consolidated(zero)
             Loads.ranks = (1,)
-            if step == 4 and fails: said = [told(lambda: zero.load_state_dict(copy.deepcopy(old))) for _ in range(2)]  # noqa: B023
+            if step == 4 and fails:
+                said = [told(lambda: zero.load_state_dict(copy.deepcopy(old))) for _ in range(2)]
             Loads.ranks = ()
             zero.step()
         ends.append([*(p.detach().clone() for p in module.parameters()), consolidated(zero)])
@@ -566,14 +866,18 @@ def half_loaded(setup):
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_load_that_fails_on_one_rank_leaves_everything_on_all_as_it_was(setup):
-    for unchanged, said in run(4 if SETUPS[setup][2] else 2, half_loaded, setup): assert unchanged and all("has broken" in (words or "") for words in said)
+    for unchanged, said in run(4 if SETUPS[setup][2] else 2, half_loaded, setup):
+        assert unchanged and all("has broken" in (words or "") for words in said)
 
 
 def far_away(path):
-    """Break on one rank in a later step, and stay alive until all others have heard of it; what each has heard, and in which step."""
+    """Break on one rank in a later step, and stay alive until all others have heard of it; what
+    each has heard, and in which step."""
     module, nodes = network(), two_level(2)
     model = DDP(module)
-    zero = ZeroRedundancyOptimizer(module.parameters(), Breaks, nodes, lr=0.1, trust_optimizer_class=True)
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(), Breaks, nodes, lr=0.1, trust_optimizer_class=True
+    )
     store = dist.FileStore(path, 4)
     for step in range(6):
         Breaks.ranks = (1,) if step == 2 else ()
@@ -591,17 +895,28 @@ def test_a_step_that_fails_on_one_rank_reaches_other_nodes_in_their_next_collect
     began = time.monotonic()
     ranks = run(4, far_away, str(tmp_path / "store"), timeout=60)
     assert time.monotonic() - began < 30, "no rank waits for a time limit"
-    assert ranks[1] == (2, "OverflowError: this rank has broken") and ranks[0][0] == 2 and "rank 1 failed with OverflowError" in ranks[0][1]
-    assert [step for step, _ in ranks[2:]] == [3, 3], "they have stepped, and hear of it in the next backward"
+    assert (
+        ranks[1] == (2, "OverflowError: this rank has broken")
+        and ranks[0][0] == 2
+        and "rank 1 failed with OverflowError" in ranks[0][1]
+    )
+    assert [step for step, _ in ranks[2:]] == [
+        3,
+        3,
+    ], "they have stepped, and hear of it in the next backward"
 
 
 def taken_over(unsharded):
     """Per layer, whether backward refuses a graph that was made before all ranks got the first one's parameters."""
-    module = nn.ModuleList([nn.Linear(6, 5), nn.Linear(6, 300_000, bias=False)])  # the second is larger than what is sent in one piece
+    module = nn.ModuleList(
+        [nn.Linear(6, 5), nn.Linear(6, 300_000, bias=False)]
+    )  # the second is larger than what is sent in one piece
     inputs = [torch.ones(2, 6, requires_grad=True) for _ in module]
     kept = [layer(x).square().sum() for layer, x in zip(module, inputs, strict=True)]
-    if unsharded: DDP(module)
-    else: data_parallel(module, ZeroRedundancyOptimizer(module.parameters(), AdamW), hidden=False)
+    if unsharded:
+        DDP(module)
+    else:
+        data_parallel(module, ZeroRedundancyOptimizer(module.parameters(), AdamW), hidden=False)
     return [refused(loss, x) for loss, x in zip(kept, inputs, strict=True)]
 
 

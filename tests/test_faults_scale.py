@@ -1,4 +1,5 @@
 """Work for each step, messages and memory, from 2 ranks to 16,384."""
+
 import sys
 import time
 
@@ -22,18 +23,24 @@ MANY = 16_384  # ranks
 
 
 def calls_of(f) -> int:
-    """Count the calls of functions, Python's and C's, that `f` makes: a measure of its time that does not depend on the machine."""
+    """Count the calls of functions, Python's and C's, that `f` makes: a measure of its time that
+    does not depend on the machine."""
     count = 0
+
     def see(frame, event, arg):
         nonlocal count
         count += event in ("call", "c_call")
+
     sys.setprofile(see)
-    try: f()
-    finally: sys.setprofile(None)
+    try:
+        f()
+    finally:
+        sys.setprofile(None)
     return count
 
 
-def layers(count: int, width: int) -> nn.Module: return nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
+def layers(count: int, width: int) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
 
 
 def a_steady_step(size: int, way: str, count: int = 24, width: int = 130):
@@ -42,9 +49,13 @@ def a_steady_step(size: int, way: str, count: int = 24, width: int = 130):
     with simulate(size, 0) as pg:
         model = layers(count, width)
         ddp = model if way == "parallel" else DDP(model, process_group=pg, bucket_cap_mb=0.06)
-        zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, pg, lr=1e-3, bucket_cap_mb=0.1)
-        if way == "parallel": data_parallel(model, zero, bucket_cap_mb=0.1)
-        elif way != "step": overlap(ddp, zero, interleaved=way == "interleaved")
+        zero = zero_nb.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, pg, lr=1e-3, bucket_cap_mb=0.1
+        )
+        if way == "parallel":
+            data_parallel(model, zero, bucket_cap_mb=0.1)
+        elif way != "step":
+            overlap(ddp, zero, interleaved=way == "interleaved")
         x = torch.ones(2, width)
 
         def iterate():
@@ -52,8 +63,10 @@ def a_steady_step(size: int, way: str, count: int = 24, width: int = 130):
             zero.step()
             zero.zero_grad()
 
-        for _ in range(4): iterate()
-        with pg.recording() as log: iterate()
+        for _ in range(4):
+            iterate()
+        with pg.recording() as log:
+            iterate()
         return calls_of(iterate), log.count(), log.wire
 
 
@@ -61,12 +74,19 @@ def a_steady_step(size: int, way: str, count: int = 24, width: int = 130):
 def test_H6_a_steady_step_does_not_depend_on_the_number_of_ranks(way):
     few, collectives, wire = a_steady_step(8, way)
     many, same, more = a_steady_step(MANY, way)
-    assert same == collectives and min(collectives.values()) >= 10 and set(collectives) <= {"all_reduce", "reduce_scatter", "all_gather"}
+    assert (
+        same == collectives
+        and min(collectives.values()) >= 10
+        and set(collectives) <= {"all_reduce", "reduce_scatter", "all_gather"}
+    )
     assert many <= 1.2 * few, (few, many)
-    assert more <= 1.3 * wire * 8 / 7 + 64 * MANY * sum(collectives.values()), "at most 16 elements of padding for each rank and collective"
+    assert more <= 1.3 * wire * 8 / 7 + 64 * MANY * sum(collectives.values()), (
+        "at most 16 elements of padding for each rank and collective"
+    )
 
 
 # ---- comparing collectives before they are sent ----
+
 
 class Sizes(nn.Module):
     """Parameters of as many sizes, each a bucket of its own."""
@@ -75,25 +95,37 @@ class Sizes(nn.Module):
         super().__init__()
         self.some = nn.ParameterList([nn.Parameter(torch.ones(160 + 16 * i)) for i in range(count)])
 
-    def forward(self, x): return sum((p * x).sum() for p in self.some)
+    def forward(self, x):
+        return sum((p * x).sum() for p in self.some)
 
 
 def agreements(way: str, nodes: bool, count: int):
-    """Make an optimizer, load its state and train; unlike buckets, agreements, and requests of this rank but for looks."""
+    """Make an optimizer, load its state and train; unlike buckets, agreements, and requests of this
+    rank but for looks."""
     from zero_nb.process_group import _Notes
+
     levels, asked = two_level(2) if nodes else (Group(),), []
     before = sum(group._wire.turn for group in levels)
     ask = _Notes._ask
+
     def counted(self, request, key, *values):
-        if values and values[0] != "\0": asked.append(key) # else it is a look
+        if values and values[0] != "\0":
+            asked.append(key)  # else it is a look
         return ask(self, request, key, *values)
+
     _Notes._ask = counted
     model = Sizes(count)
     ddp = model if way == "parallel" else DDP(model, bucket_cap_mb=1e-4)
-    zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, levels if nodes else None, lr=0.1, bucket_cap_mb=1e-4)
-    zero.load_state_dict({"state": {}, "param_groups": [{**zero.param_groups[0], "params": [*range(count)]}]})
-    if way == "parallel": data_parallel(model, zero, bucket_cap_mb=1e-4, reduce_dtype=torch.bfloat16)
-    elif way != "step": overlap(ddp, zero, interleaved=way == "interleaved")
+    zero = zero_nb.ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, levels if nodes else None, lr=0.1, bucket_cap_mb=1e-4
+    )
+    zero.load_state_dict(
+        {"state": {}, "param_groups": [{**zero.param_groups[0], "params": [*range(count)]}]}
+    )
+    if way == "parallel":
+        data_parallel(model, zero, bucket_cap_mb=1e-4, reduce_dtype=torch.bfloat16)
+    elif way != "step":
+        overlap(ddp, zero, interleaved=way == "interleaved")
     for _ in range(3):
         ddp(1.0).backward()
         zero.step()
@@ -102,16 +134,41 @@ def agreements(way: str, nodes: bool, count: int):
     return len(unlike), sum(group._wire.turn for group in levels) - before, len(asked)
 
 
-@pytest.mark.parametrize(("way", "nodes"), [("step", False), ("step", True), ("overlap", False), ("interleaved", True), ("parallel", False)])
+@pytest.mark.parametrize(
+    ("way", "nodes"),
+    [
+        ("step", False),
+        ("step", True),
+        ("overlap", False),
+        ("interleaved", True),
+        ("parallel", False),
+    ],
+)
 def test_H6_unlike_buckets_of_a_plan_are_not_compared_one_by_one(way, nodes):
-    few, many = (run(4 if nodes else 2, agreements, way, nodes, count, timeout=60) for count in (3, 97))
+    few, many = (
+        run(4 if nodes else 2, agreements, way, nodes, count, timeout=60) for count in (3, 97)
+    )
     for (_, turns, _), (unlike, same, requests) in zip(few, many, strict=True):
-        assert unlike >= 97 and same == turns <= 24 and requests <= 8 * turns + 16, (unlike, turns, same, requests)
+        assert unlike >= 97 and same == turns <= 24 and requests <= 8 * turns + 16, (
+            unlike,
+            turns,
+            same,
+            requests,
+        )
 
 
 # ---- unequal parts on NCCL ----
 
-DIVISIONS = [[7, 7, 2], [7, 7, 7], [1, 2, 3], [0, 9, 0], [0, 100, 3], [4, 0, 0], [40, 1, 1], [0, 0, 0]]
+DIVISIONS = [
+    [7, 7, 2],
+    [7, 7, 7],
+    [1, 2, 3],
+    [0, 9, 0],
+    [0, 100, 3],
+    [4, 0, 0],
+    [40, 1, 1],
+    [0, 0, 0],
+]
 
 
 def in_turn_and_in_blocks():
@@ -119,24 +176,40 @@ def in_turn_and_in_blocks():
     from nccl_like import nccl_like
 
     twin, plain, wrong = nccl_like(host_waits=True), Group(), []
-    def full(sizes, i): return (torch.arange(float(sum(sizes))) + i) * (plain.group_rank + 1)
+
+    def full(sizes, i):
+        return (torch.arange(float(sum(sizes))) + i) * (plain.group_rank + 1)
 
     def start(group, tensors, async_op=True):
-        works = [group.reduce_scatter(t, sizes, async_op=async_op) for t, sizes in zip(tensors[0], DIVISIONS, strict=True)]
-        return works + [group.all_gather(t, sizes, async_op=async_op) for t, sizes in zip(tensors[1], DIVISIONS, strict=True)]
+        works = [
+            group.reduce_scatter(t, sizes, async_op=async_op)
+            for t, sizes in zip(tensors[0], DIVISIONS, strict=True)
+        ]
+        return works + [
+            group.all_gather(t, sizes, async_op=async_op)
+            for t, sizes in zip(tensors[1], DIVISIONS, strict=True)
+        ]
 
     for block in (False, True):
-        ours, want = ([[full(sizes, i) for i, sizes in enumerate(DIVISIONS)] for _ in range(2)] for _ in range(2))
+        ours, want = (
+            [[full(sizes, i) for i, sizes in enumerate(DIVISIONS)] for _ in range(2)]
+            for _ in range(2)
+        )
         works = start(plain, want)
-        if not block: works += start(twin, ours)
+        if not block:
+            works += start(twin, ours)
         else:
-            with coalescing_manager(twin, async_ops=True) as cm: start(twin, ours, async_op=False)
+            with coalescing_manager(twin, async_ops=True) as cm:
+                start(twin, ours, async_op=False)
             works.append(cm)
-        for work in works: work.wait()
+        for work in works:
+            work.wait()
         for i, sizes in enumerate(DIVISIONS):
-            mine = slice(sum(sizes[:plain.group_rank]), sum(sizes[:plain.group_rank + 1]))
-            if not ours[0][i][mine].equal(want[0][i][mine]): wrong.append((block, "reduce_scatter", sizes, ours[0][i], want[0][i]))
-            if not ours[1][i].equal(want[1][i]): wrong.append((block, "all_gather", sizes, ours[1][i], want[1][i]))
+            mine = slice(sum(sizes[: plain.group_rank]), sum(sizes[: plain.group_rank + 1]))
+            if not ours[0][i][mine].equal(want[0][i][mine]):
+                wrong.append((block, "reduce_scatter", sizes, ours[0][i], want[0][i]))
+            if not ours[1][i].equal(want[1][i]):
+                wrong.append((block, "all_gather", sizes, ours[1][i], want[1][i]))
     return wrong, {name for launch in twin.process_group.launches for name in launch}
 
 
@@ -147,11 +220,25 @@ def test_H7_unequal_parts_in_a_block_are_waited_for():
 
 def test_H6_parts_are_three_numbers_where_they_follow_a_rule():
     rule = Parts.of([16] * 12_500 + [0] * (MANY - 12_500))
-    assert rule == Parts(MANY, 200_000, 16) and rule.part(12_499) == (199_984, 200_000) and rule.part(MANY - 1) == (200_000, 200_000)
-    assert len(str(rule)) < 100 and rule.padded == 16 * MANY and sum(rule) == 200_000 and len(rule) == MANY
+    assert (
+        rule == Parts(MANY, 200_000, 16)
+        and rule.part(12_499) == (199_984, 200_000)
+        and rule.part(MANY - 1) == (200_000, 200_000)
+    )
+    assert (
+        len(str(rule)) < 100
+        and rule.padded == 16 * MANY
+        and sum(rule) == 200_000
+        and len(rule) == MANY
+    )
     odd = [3, 0, 5] * 1000
     listed = Parts.of(odd)
-    assert [*listed] == odd and listed.part(2) == (3, 8) and listed.part(1) == (3, 3) and len(str(listed)) < 200
+    assert (
+        [*listed] == odd
+        and listed.part(2) == (3, 8)
+        and listed.part(1) == (3, 3)
+        and len(str(listed)) < 200
+    )
     assert str(listed) != str(Parts.of([3, 0, 5] * 999 + [3, 5, 0])), "what differs reads otherwise"
 
 
@@ -168,20 +255,31 @@ def compiled():
     return f(torch.ones(4)).tolist()
 
 
-def test_a_compiler_follows_equal_parts(): assert run(2, compiled) == [[5.0] * 4] * 2
+def test_a_compiler_follows_equal_parts():
+    assert run(2, compiled) == [[5.0] * 4] * 2
 
 
 # ---- state that moves ----
 
+
 def messages_of_a_move(size: int, group_rank: int, count: int = 24, width: int = 130):
-    """Change the plan of an optimizer with state on one of `size` simulated ranks; what was called for it, and how often."""
+    """Change the plan of an optimizer with state on one of `size` simulated ranks; what was called
+    for it, and how often."""
     with simulate(size, group_rank) as pg:
         model = layers(count, width)
-        zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, pg, lr=1e-3, bucket_cap_mb=0.1)
-        for p in model.parameters(): p.grad = torch.ones_like(p)
+        zero = zero_nb.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, pg, lr=1e-3, bucket_cap_mb=0.1
+        )
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
         zero.step()
         given = [list(range(i, i + 6)) for i in range(0, 2 * count, 6)]
-        with pg.recording() as log: calls = calls_of(lambda: zero.replan(zero.shards, "to see what moves", lambda: plan_buckets(zero, given)))
+        with pg.recording() as log:
+            calls = calls_of(
+                lambda: zero.replan(
+                    zero.shards, "to see what moves", lambda: plan_buckets(zero, given)
+                )
+            )
         return log.count(), calls
 
 
@@ -189,7 +287,9 @@ def messages_of_a_move(size: int, group_rank: int, count: int = 24, width: int =
 def test_H6_state_moves_between_neighbours_only(group_rank):
     _, calls = messages_of_a_move(8, group_rank)
     many, more = messages_of_a_move(MANY, group_rank)
-    assert set(many) <= {"send", "recv", "all_reduce"} and sum(many.values()) <= 4 * 24 + 1, "two messages for each rank with which a bucket is shared"
+    assert set(many) <= {"send", "recv", "all_reduce"} and sum(many.values()) <= 4 * 24 + 1, (
+        "two messages for each rank with which a bucket is shared"
+    )
     assert more <= 4 * calls, (calls, more)
 
 
@@ -198,26 +298,41 @@ def moved(count, width):
     with record() as pg:
         torch.manual_seed(0)
         model = layers(count, width)
-        zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, pg, lr=1e-3, bucket_cap_mb=0.1)
-        for p in model.parameters(): p.grad = torch.ones_like(p)
+        zero = zero_nb.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, pg, lr=1e-3, bucket_cap_mb=0.1
+        )
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
         zero.step()
         old, me = zero.shards[0].plan.shard_plan, dist.get_rank()
         given = [list(range(i, i + 6)) for i in range(0, 2 * count, 6)]
-        with pg.recording() as log: zero.replan(zero.shards, "to see what moves", lambda: plan_buckets(zero, given))
+        with pg.recording() as log:
+            zero.replan(zero.shards, "to see what moves", lambda: plan_buckets(zero, given))
         mine = [move for move in moves(old, zero.shards[0].plan.shard_plan) if move.source == me]
         sends = log.only("send")
-        return log.count(), len(sends), sum(e.bytes for e in sends), len({move.destination for move in mine}), sum(move.numel for move in mine)
+        return (
+            log.count(),
+            len(sends),
+            sum(e.bytes for e in sends),
+            len({move.destination for move in mine}),
+            sum(move.numel for move in mine),
+        )
 
 
 def test_H6_state_that_moves_is_what_the_plans_say(monkeypatch):
     monkeypatch.setenv("ZERO_NB_MEMORY", "0")
     for kinds, messages, nbytes, neighbours, elements in run(4, moved, 12, 130):
-        assert set(kinds) == {"send", "recv", "all_reduce"} and kinds["all_reduce"] == 1, "that looks whether all parts are there"
+        assert set(kinds) == {"send", "recv", "all_reduce"} and kinds["all_reduce"] == 1, (
+            "that looks whether all parts are there"
+        )
         assert messages == 2 * neighbours > 0
-        assert 8 * elements <= nbytes <= 8 * elements + 8_000 * neighbours, "two numbers for each element, and what it takes to pickle them"
+        assert 8 * elements <= nbytes <= 8 * elements + 8_000 * neighbours, (
+            "two numbers for each element, and what it takes to pickle them"
+        )
 
 
 # ---- bytes ----
+
 
 def in_pieces():
     """Gather and broadcast much more than one piece; the largest tensor that was sent, and the state that came."""
@@ -226,9 +341,11 @@ def in_pieces():
         torch.manual_seed(0)
         model = layers(3, 100)
         zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, pg, lr=1e-3)
-        for p in model.parameters(): p.grad = torch.ones_like(p)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
         zero.step()
-        with pg.recording() as log: zero.consolidate_state_dict(to=None)
+        with pg.recording() as log:
+            zero.consolidate_state_dict(to=None)
         whole = torch.cat([s["exp_avg"].flatten() for s in zero.state_dict()["state"].values()])
         return max(e.bytes for e in log if e.dtype == "uint8"), len(whole), whole.unique().tolist()
 
@@ -269,8 +386,10 @@ def given_up():
     said = ""
     try:
         for i, _ in enumerate(gather_bytes(group, bytearray(10), to=0)):
-            if i == 1: break
-    except RuntimeError as error: said = str(error)
+            if i == 1:
+                break
+    except RuntimeError as error:
+        said = str(error)
     dist.barrier()
     again = [bytes(part) for part in gather_bytes(group, bytearray([dist.get_rank()]), to=3)]
     return said, again
@@ -278,14 +397,19 @@ def given_up():
 
 def test_M8_ranks_learn_that_their_turn_never_comes():
     for rank, (said, again) in enumerate(run(5, given_up, timeout=60)):
-        assert ("rank 0 has stopped to read" in said) == (rank > 2) and again == ([bytes([r]) for r in range(5)] if rank == 3 else [])
+        assert ("rank 0 has stopped to read" in said) == (rank > 2) and again == (
+            [bytes([r]) for r in range(5)] if rank == 3 else []
+        )
 
 
 # ---- messages on NCCL ----
 
+
 def told(f):
-    try: f()
-    except Exception as error: return f"{type(error).__name__}: {error}"
+    try:
+        f()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def first_messages():
@@ -296,24 +420,43 @@ def first_messages():
 
     group, me = nccl_like(host_waits=True), dist.get_rank()
     x = torch.full((2,), float(me))
-    pair = [told(lambda: group.send(x, 1) if me == 0 else group.recv(x, 0)), told(lambda: group.exchange([(x, 1 - me)], []))] if me < 2 else []
+    pair = (
+        [
+            told(lambda: group.send(x, 1) if me == 0 else group.recv(x, 0)),
+            told(lambda: group.exchange([(x, 1 - me)], [])),
+        ]
+        if me < 2
+        else []
+    )
     dist.barrier()
     launched = len(group.process_group.launches)
     process_group.connect(group, x.device)
-    if me < 2: group.send(x, 1) if me == 0 else group.recv(x, 0)
+    if me < 2:
+        group.send(x, 1) if me == 0 else group.recv(x, 0)
     flat = torch.full((3,), float(me))
     other = process_group.clone(group)
     other.gather(flat, 0, [1, 0, 2])
     last = process_group.clone(group)
     came = exchange_bytes(last, {2: b"zero"} if me == 0 else {}, [0] if me == 2 else [])
-    return pair, launched, x.tolist(), flat.tolist(), {peer: bytes(data) for peer, data in came.items()}
+    return (
+        pair,
+        launched,
+        x.tolist(),
+        flat.tolist(),
+        {peer: bytes(data) for peer, data in came.items()},
+    )
 
 
 def test_M10_messages_of_some_ranks_are_not_the_first_use_of_a_group():
     found = run(3, first_messages, timeout=60)
     for pair, launched, *_ in found:
-        assert launched == 0 and all(said.startswith("RuntimeError") and "call connect(group, 'cpu')" in said for said in pair), pair
-    assert found[1][2] == [0.0, 0.0] and found[0][3] == [0.0, 2.0, 2.0] and found[2][4] == {0: b"zero"}
+        assert launched == 0 and all(
+            said.startswith("RuntimeError") and "call connect(group, 'cpu')" in said
+            for said in pair
+        ), pair
+    assert (
+        found[1][2] == [0.0, 0.0] and found[0][3] == [0.0, 2.0, 2.0] and found[2][4] == {0: b"zero"}
+    )
 
 
 def bound():
@@ -326,7 +469,10 @@ def bound():
     group.backends = {"xpu": "xccl"}
     other = objects.byte_device(group, torch.device("xpu", 2))
     group.backends = {"cuda": "nccl", "cpu": "gloo"}
-    return [str(device) for device in (near, *found, other, objects.byte_device(group, torch.device("cuda", 3)))]
+    return [
+        str(device)
+        for device in (near, *found, other, objects.byte_device(group, torch.device("cuda", 3)))
+    ]
 
 
 def test_M11_bytes_travel_on_the_device_of_the_group_or_of_a_parameter():
@@ -335,6 +481,7 @@ def test_M11_bytes_travel_on_the_device_of_the_group_or_of_a_parameter():
 
 # ---- another default device ----
 
+
 def trained(way: str, device: str | None):
     """Train with parameters on the CPU where new tensors are made elsewhere; the parameters."""
     torch.manual_seed(0)
@@ -342,17 +489,23 @@ def trained(way: str, device: str | None):
     ddp = model if way == "parallel" else DDP(model, bucket_cap_mb=0.001)
     torch.set_default_device(device)
     try:
-        zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-        if way == "parallel": handle = data_parallel(model, zero, max_grad_norm=1.0)
-        elif way != "step": handle = overlap(ddp, zero, interleaved=way == "interleaved")
+        zero = zero_nb.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9
+        )
+        if way == "parallel":
+            handle = data_parallel(model, zero, max_grad_norm=1.0)
+        elif way != "step":
+            handle = overlap(ddp, zero, interleaved=way == "interleaved")
         for _ in range(4):
             ddp(x).square().mean().backward()
             zero.step()
             zero.zero_grad()
-        if way != "step": handle.detach()
+        if way != "step":
+            handle.detach()
         zero.consolidate_state_dict(to=None)
         zero.load_state_dict(zero.state_dict())
-    finally: torch.set_default_device(None)
+    finally:
+        torch.set_default_device(None)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -361,10 +514,14 @@ def trained(way: str, device: str | None):
 def test_L6_new_tensors_do_not_follow_the_default_device(way, memory, monkeypatch):
     monkeypatch.setenv("ZERO_NB_MEMORY", memory)
     plain, elsewhere = run(2, trained, way, None), run(2, trained, way, "meta")
-    assert all(a.device.type == b.device.type == "cpu" and a.equal(b) for a, b in zip(plain, elsewhere, strict=True))
+    assert all(
+        a.device.type == b.device.type == "cpu" and a.equal(b)
+        for a, b in zip(plain, elsewhere, strict=True)
+    )
 
 
 # ---- training over NCCL's rules ----
+
 
 def over_nccl(way: str, shard: str, views: bool):
     """Train over NCCL's rules and over gloo; the largest difference, and the collectives that NCCL was given."""
@@ -373,24 +530,57 @@ def over_nccl(way: str, shard: str, views: bool):
     twin, found = nccl_like(host_waits=True), []
     for group in (twin.process_group, dist.group.WORLD):
         torch.manual_seed(0)
-        model, x = nn.Sequential(nn.Linear(20, 31), nn.Linear(31, 300), nn.Linear(300, 7)), torch.randn(3, 5, 20)[dist.get_rank()]
-        ddp = model if way == "parallel" else DDP(model, process_group=dist.group.WORLD, bucket_cap_mb=0.01)
-        zero = zero_nb.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, group, views, shard=shard, lr=0.01, bucket_cap_mb=0.01)
-        if way == "parallel": handle = data_parallel(model, zero, bucket_cap_mb=0.01)
-        elif way != "step": handle = overlap(ddp, zero, interleaved=way == "interleaved")
+        model, x = (
+            nn.Sequential(nn.Linear(20, 31), nn.Linear(31, 300), nn.Linear(300, 7)),
+            torch.randn(3, 5, 20)[dist.get_rank()],
+        )
+        ddp = (
+            model
+            if way == "parallel"
+            else DDP(model, process_group=dist.group.WORLD, bucket_cap_mb=0.01)
+        )
+        zero = zero_nb.ZeroRedundancyOptimizer(
+            model.parameters(),
+            torch.optim.AdamW,
+            group,
+            views,
+            shard=shard,
+            lr=0.01,
+            bucket_cap_mb=0.01,
+        )
+        if way == "parallel":
+            handle = data_parallel(model, zero, bucket_cap_mb=0.01)
+        elif way != "step":
+            handle = overlap(ddp, zero, interleaved=way == "interleaved")
         for _ in range(4):
             ddp(x).square().mean().backward()
             zero.step()
             zero.zero_grad()
-        if way != "step": handle.detach()
+        if way != "step":
+            handle.detach()
         zero.consolidate_state_dict(to=None)
         state = [s["exp_avg"].flatten() for s in zero.state_dict()["state"].values()]
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()] + state))
-    return (found[0] - found[1]).abs().max().item(), {name for launch in twin.process_group.launches for name in launch}
+    return (found[0] - found[1]).abs().max().item(), {
+        name for launch in twin.process_group.launches for name in launch
+    }
 
 
-@pytest.mark.parametrize(("way", "shard", "views"), [("step", "even", False), ("step", "even", True), ("step", "whole", False), ("overlap", "even", False),
-                                                     ("interleaved", "whole", False), ("parallel", "even", False), ("parallel", "whole", False)])
+@pytest.mark.parametrize(
+    ("way", "shard", "views"),
+    [
+        ("step", "even", False),
+        ("step", "even", True),
+        ("step", "whole", False),
+        ("overlap", "even", False),
+        ("interleaved", "whole", False),
+        ("parallel", "even", False),
+        ("parallel", "whole", False),
+    ],
+)
 def test_H6_training_over_nccl_is_that_over_gloo(way, shard, views):
     for difference, names in run(3, over_nccl, way, shard, views, timeout=120):
-        assert difference < 1e-6 and not names & {"allgather", "reduce_scatter"}, (difference, names)
+        assert difference < 1e-6 and not names & {"allgather", "reduce_scatter"}, (
+            difference,
+            names,
+        )

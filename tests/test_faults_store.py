@@ -1,4 +1,6 @@
-"""Agreement as the store sees it: many ranks simulated in one process, counted requests and bytes, random histories on one store."""
+"""Agreement as the store sees it: many ranks simulated in one process, counted requests and bytes,
+random histories on one store."""
+
 import importlib
 import random
 import socket
@@ -12,13 +14,23 @@ import torch.distributed as dist
 
 from zero_nb import process_group
 from zero_nb.launch import run
-from zero_nb.process_group import Group, Ranks, _Agreement, _missing, _Notes, _State, _steps_of, agree
+from zero_nb.process_group import (
+    Group,
+    Ranks,
+    _Agreement,
+    _missing,
+    _Notes,
+    _State,
+    _steps_of,
+    agree,
+)
 
 
 class Counting:
     """A store that counts what one rank asks of it: requests by kind, and bytes as TCPStore sends them."""
 
-    def __init__(self, inner): self.inner, self.requests, self.bytes = inner, [], 0
+    def __init__(self, inner):
+        self.inner, self.requests, self.bytes = inner, [], 0
 
     def _count(self, kind, *texts, reply):
         self.requests.append(kind)
@@ -29,7 +41,7 @@ class Counting:
         self.inner.set(key, text)
 
     def add(self, key, amount):
-        self._count("add", PREFIX + key, "", reply=8) # the amount is a number of 8 bytes
+        self._count("add", PREFIX + key, "", reply=8)  # the amount is a number of 8 bytes
         return self.inner.add(key, amount)
 
     def check(self, keys):
@@ -46,14 +58,19 @@ class Counting:
         return self.inner.delete_key(key)
 
 
-PREFIX = "/default_pg/0//" # what torch puts before the keys of the default group
+PREFIX = "/default_pg/0//"  # what torch puts before the keys of the default group
 
 
 class Simulated(Ranks):
     """A rank of a group of many, all in this process."""
 
     def __init__(self, size, group_rank, store):
-        self.ranks, self.size, self.group_rank, self.process_group = tuple(range(size)), size, group_rank, None
+        self.ranks, self.size, self.group_rank, self.process_group = (
+            tuple(range(size)),
+            size,
+            group_rank,
+            None,
+        )
         self._state = self._wire = _State()
         self.store = Counting(store)
 
@@ -70,41 +87,58 @@ def clock(monkeypatch):
 
 
 def play(clock, ranks, calls, order=None, until=None):
-    """Let ranks agree on what `calls` gives each, side by side; give what each raised, or "ok", or "" if it was stopped at `until` seconds."""
+    """Let ranks agree on what `calls` gives each, side by side; give what each raised, or "ok", or
+    "" if it was stopped at `until` seconds."""
     outcomes = [""] * len(ranks)
     running = {}
     for i in order or range(len(ranks)):
-        if calls[i] is not None: running[i] = (0.0, _steps_of(_Agreement(ranks[i], *calls[i])))
+        if calls[i] is not None:
+            running[i] = (0.0, _steps_of(_Agreement(ranks[i], *calls[i])))
     while running and (until is None or clock.seconds < until):
         begin = clock.seconds
         for i, (wake, steps) in list(running.items()):
-            if wake > begin: continue
-            try: running[i] = (begin + next(steps), steps)
-            except StopIteration: outcomes[i] = "ok"
-            except Exception as error: outcomes[i] = f"{type(error).__name__}: {error}"
-            if outcomes[i]: del running[i]
-        if running: clock.seconds = max(begin + 1e-5, min(wake for wake, _ in running.values()))
+            if wake > begin:
+                continue
+            try:
+                running[i] = (begin + next(steps), steps)
+            except StopIteration:
+                outcomes[i] = "ok"
+            except Exception as error:
+                outcomes[i] = f"{type(error).__name__}: {error}"
+            if outcomes[i]:
+                del running[i]
+        if running:
+            clock.seconds = max(begin + 1e-5, min(wake for wake, _ in running.values()))
     return outcomes
 
 
-def make(size, store): return [Simulated(size, rank, store) for rank in range(size)]
+def make(size, store):
+    return [Simulated(size, rank, store) for rank in range(size)]
 
 
 def taken(ranks):
     """Give the requests of each rank since the last call, and the bytes of all."""
-    out, nbytes = [Counter(rank.store.requests) for rank in ranks], sum(rank.store.bytes for rank in ranks)
-    for rank in ranks: rank.store.requests, rank.store.bytes = [], 0
+    out, nbytes = (
+        [Counter(rank.store.requests) for rank in ranks],
+        sum(rank.store.bytes for rank in ranks),
+    )
+    for rank in ranks:
+        rank.store.requests, rank.store.bytes = [], 0
     return out, nbytes
 
 
 # ---- H6 ----
+
 
 @pytest.mark.parametrize("size", [8, 1024, 16_384])
 def test_H6_requests_of_an_agreement_do_not_depend_on_the_number_of_ranks(clock, size):
     ranks = make(size, dist.HashStore())
     assert play(clock, ranks, [("the first", ["a line"], None)] * size) == ["ok"] * size
     first, nbytes = taken(ranks)
-    assert Counter(sum(asked.values()) for asked in first[1:]).most_common(1)[0][0] == 3 and nbytes < 215 * size
+    assert (
+        Counter(sum(asked.values()) for asked in first[1:]).most_common(1)[0][0] == 3
+        and nbytes < 215 * size
+    )
     for turn in range(1, 3):
         what = ("making ZeroRedundancyOptimizer", ["a line", "another"], None)
         assert play(clock, ranks, [what] * size) == ["ok"] * size
@@ -112,7 +146,9 @@ def test_H6_requests_of_an_agreement_do_not_depend_on_the_number_of_ranks(clock,
         ordinary = Counter({"add": 1, "check": 1})
         special = [a for a in asked if a != ordinary]
         assert len(special) <= size // 8 and max(sum(a.values()) for a in special) <= 16
-        assert sum(sum(a.values()) for a in asked) <= 2.29 * size + 8 and nbytes < 130 * size + 1000, turn
+        assert (
+            sum(sum(a.values()) for a in asked) <= 2.29 * size + 8 and nbytes < 130 * size + 1000
+        ), turn
 
 
 def asked_of_the_store(turns):
@@ -120,30 +156,42 @@ def asked_of_the_store(turns):
     g, asked = Group(), []
     store = process_group._store(g)
     agree(g, "the first")
+
     class Noting:
         def __getattr__(self, name):
-            if name == "check" or not callable(found := getattr(store, name)): return getattr(store, name)
+            if name == "check" or not callable(found := getattr(store, name)):
+                return getattr(store, name)
+
             def request(*args):
-                if args[1:] != ("\0", "\0"): asked.append(name)
+                if args[1:] != ("\0", "\0"):
+                    asked.append(name)
                 return found(*args)
+
             return request
+
     process_group._store = lambda group: Noting()
-    for _ in range(turns): agree(g, "the work", ["a line"])
+    for _ in range(turns):
+        agree(g, "the work", ["a line"])
     return len(asked) / turns
 
 
 def test_H6_no_rank_asks_more_when_there_are_more_ranks():
     few, many = run(2, asked_of_the_store, 10), run(7, asked_of_the_store, 10)
-    assert max(many) <= 9 and sum(many) / 7 < sum(few) / 2 # each adds once, and one decides and clears
+    assert (
+        max(many) <= 9 and sum(many) / 7 < sum(few) / 2
+    )  # each adds once, and one decides and clears
 
 
 def test_H6_a_job_of_16384_ranks_stays_within_its_budget(clock):
     """Five agreements: the constructor's two, load_state_dict's two, the first step's one."""
     size = 16_384
     ranks = make(size, dist.HashStore())
-    for what in ("making A", "making B", "load A", "load B", "the first step"): assert set(play(clock, ranks, [(what, [], None)] * size)) == {"ok"}
+    for what in ("making A", "making B", "load A", "load B", "the first step"):
+        assert set(play(clock, ranks, [(what, [], None)] * size)) == {"ok"}
     asked, nbytes = taken(ranks)
-    assert nbytes < 10e6 and sum(sum(a.values()) for a in asked) < 13 * size # what that costs a TCPStore is measured in the notebook
+    assert (
+        nbytes < 10e6 and sum(sum(a.values()) for a in asked) < 13 * size
+    )  # what that costs a TCPStore is measured in the notebook
 
 
 @pytest.mark.parametrize("size", [2, 8, 300])
@@ -152,7 +200,14 @@ def test_H6_the_store_does_not_grow(clock, size):
     ranks, keys = make(size, store), []
     for turn in range(12):
         odd = turn % 4 if turn < 9 else 0
-        calls = [("the work", [str(odd == 1 and rank == 1)], ValueError("no") if odd == 2 and rank == size - 1 else None) for rank in range(size)]
+        calls = [
+            (
+                "the work",
+                [str(odd == 1 and rank == 1)],
+                ValueError("no") if odd == 2 and rank == size - 1 else None,
+            )
+            for rank in range(size)
+        ]
         outcomes = play(clock, ranks, calls)
         assert all((outcome == "ok") == (odd not in (1, 2)) for outcome in outcomes)
         keys.append(store.num_keys())
@@ -160,6 +215,7 @@ def test_H6_the_store_does_not_grow(clock, size):
 
 
 # ---- every outcome is everybody's ----
+
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_histories_end_alike_on_all_ranks(clock, seed):
@@ -169,75 +225,155 @@ def test_random_histories_end_alike_on_all_ranks(clock, seed):
     for turn in range(6):
         fault = chance.choice(["", "", "differ", "fail", "fail", "both"])
         who = set(chance.sample(range(size), chance.randint(1, min(4, size))))
-        calls = [(f"turn {turn}", ["odd" if fault in ("differ", "both") and r in who else "line"], KeyError(f"lost {r}") if fault in ("fail", "both") and
-                  r == min(who) else None) for r in range(size)]
+        calls = [
+            (
+                f"turn {turn}",
+                ["odd" if fault in ("differ", "both") and r in who else "line"],
+                KeyError(f"lost {r}") if fault in ("fail", "both") and r == min(who) else None,
+            )
+            for r in range(size)
+        ]
         outcomes = play(clock, ranks, calls, order=chance.sample(range(size), size))
-        if not fault or (fault == "differ" and len(who) == size): assert outcomes == ["ok"] * size
-        elif fault == "differ": assert len(set(outcomes)) == 1 and outcomes[0].startswith("ValueError: ranks disagree on") and "'odd'" in outcomes[0]
+        if not fault or (fault == "differ" and len(who) == size):
+            assert outcomes == ["ok"] * size
+        elif fault == "differ":
+            assert (
+                len(set(outcomes)) == 1
+                and outcomes[0].startswith("ValueError: ranks disagree on")
+                and "'odd'" in outcomes[0]
+            )
         else:
             assert outcomes[min(who)] == f"KeyError: 'lost {min(who)}'"
-            assert {o for r, o in enumerate(outcomes) if r != min(who)} == {f"KeyError: \"rank {min(who)} failed at turn {turn}: 'lost {min(who)}'\""}
+            assert {o for r, o in enumerate(outcomes) if r != min(who)} == {
+                f"KeyError: \"rank {min(who)} failed at turn {turn}: 'lost {min(who)}'\""
+            }
 
 
-@pytest.mark.parametrize(("size", "late"), [(2, [1]), (3, [0]), (40, [17]), (40, [0, 16, 39]), (300, list(range(50, 120))), (1024, [1000])])
+@pytest.mark.parametrize(
+    ("size", "late"),
+    [
+        (2, [1]),
+        (3, [0]),
+        (40, [17]),
+        (40, [0, 16, 39]),
+        (300, list(range(50, 120))),
+        (1024, [1000]),
+    ],
+)
 def test_late_ranks_are_named_after_few_requests(clock, size, late):
     ranks = make(size, dist.HashStore())
     play(clock, ranks, [("the first", [], None)] * size)
     taken(ranks)
-    outcomes = play(clock, ranks, [None if rank in late else ("the second", [], None) for rank in range(size)])
-    named = f"rank {late[0]} did" if len(late) == 1 else f"ranks {', '.join(map(str, late[:8]))}{' and more' if len(late) > 8 else ''} did"
-    for rank, outcome in enumerate(outcomes): assert (outcome == "") if rank in late else outcome.startswith(f"RuntimeError: {named} not arrive within 30 s")
+    outcomes = play(
+        clock, ranks, [None if rank in late else ("the second", [], None) for rank in range(size)]
+    )
+    named = (
+        f"rank {late[0]} did"
+        if len(late) == 1
+        else f"ranks {', '.join(map(str, late[:8]))}{' and more' if len(late) > 8 else ''} did"
+    )
+    for rank, outcome in enumerate(outcomes):
+        assert (
+            (outcome == "")
+            if rank in late
+            else outcome.startswith(f"RuntimeError: {named} not arrive within 30 s")
+        )
     taken(ranks)
     assert list(islice(_missing(_Notes(ranks[0], ranks[0]._wire.life), 1, size), 9)) == late[:9]
-    assert len(ranks[0].store.requests) <= 9 + 4 # levels
-    outcomes = play(clock, ranks, [("the second", [], None) if rank in late else None for rank in range(size)])
-    assert all("did not arrive within 30 s" in outcomes[rank] for rank in late) # no rank goes on where the others have given up
+    assert len(ranks[0].store.requests) <= 9 + 4  # levels
+    outcomes = play(
+        clock, ranks, [("the second", [], None) if rank in late else None for rank in range(size)]
+    )
+    assert all(
+        "did not arrive within 30 s" in outcomes[rank] for rank in late
+    )  # no rank goes on where the others have given up
 
 
 # ---- L2: a new life on the same store ----
+
 
 @pytest.mark.parametrize("seed", range(200))
 def test_L2_a_new_life_hears_nothing_of_the_old(clock, seed):
     """Groups are made anew on one store, whatever the ranks of the one before were doing when they were stopped."""
     chance, store = random.Random(seed), dist.HashStore()
     size = chance.choice([2, 3, 17, 40])
-    for _ in range(4): # lives that end at any moment
+    for _ in range(4):  # lives that end at any moment
         ranks = make(size, store)
         for turn in range(chance.randint(0, 3)):
-            calls = [(f"old {turn}", [chance.choice("ab")] if chance.random() < 0.1 else ["a"], OSError("old") if chance.random() < 0.05 else None)
-                     for _ in range(size)]
-            if chance.random() < 0.5: calls[chance.choice([0, chance.randrange(size)])] = None
+            calls = [
+                (
+                    f"old {turn}",
+                    [chance.choice("ab")] if chance.random() < 0.1 else ["a"],
+                    OSError("old") if chance.random() < 0.05 else None,
+                )
+                for _ in range(size)
+            ]
+            if chance.random() < 0.5:
+                calls[chance.choice([0, chance.randrange(size)])] = None
             clock.limit = chance.choice([0.5, 30])
-            play(clock, ranks, calls, order=chance.sample(range(size), size), until=clock.seconds + chance.choice([1e-4, 0.02, 1, 100]))
+            play(
+                clock,
+                ranks,
+                calls,
+                order=chance.sample(range(size), size),
+                until=clock.seconds + chance.choice([1e-4, 0.02, 1, 100]),
+            )
         for rank in ranks:
-            if rank._wire.met and chance.random() < 0.3: _Notes(rank, rank._wire.life).set("failed", "old words")
+            if rank._wire.met and chance.random() < 0.3:
+                _Notes(rank, rank._wire.life).set("failed", "old words")
     clock.limit, ranks = 30.0, make(size, store)
-    for turn in range(3): assert play(clock, ranks, [(f"new {turn}", ["a"], None)] * size, order=chance.sample(range(size), size)) == ["ok"] * size
-    outcomes = play(clock, ranks, [("new", [], OSError("new") if rank == 1 else None) for rank in range(size)])
-    assert outcomes[1] == "OSError: new" and all(o == "OSError: rank 1 failed at new: new" for r, o in enumerate(outcomes) if r != 1)
+    for turn in range(3):
+        assert (
+            play(
+                clock,
+                ranks,
+                [(f"new {turn}", ["a"], None)] * size,
+                order=chance.sample(range(size), size),
+            )
+            == ["ok"] * size
+        )
+    outcomes = play(
+        clock, ranks, [("new", [], OSError("new") if rank == 1 else None) for rank in range(size)]
+    )
+    assert outcomes[1] == "OSError: new" and all(
+        o == "OSError: rank 1 failed at new: new" for r, o in enumerate(outcomes) if r != 1
+    )
 
 
 def again(store_of):
     """Make the job's group twice on one store; the first one ends with an error that rank 1 leaves to the others."""
     from zero_nb.process_group import fail
+
     rank, heard = dist.get_rank(), []
-    dist.barrier() # all have met
+    dist.barrier()  # all have met
     dist.destroy_process_group()
     store = store_of(rank)
     for life in range(2):
         dist.init_process_group("fake", store=store, rank=rank, world_size=2)
         g = Group()
-        process_group._alone = lambda group: group.size == 1 # this backend sends nothing, so that it meets again on any store; agreement needs none
-        try: agree(g, f"life {life}")
-        except Exception as error: heard.append(str(error))
-        if life == 0 and rank == 1: fail(g, ArithmeticError("the loss is not a number"))
+        process_group._alone = lambda group: (
+            group.size == 1
+        )  # this backend sends nothing, so that it meets again on any store; agreement needs none
+        try:
+            agree(g, f"life {life}")
+        except Exception as error:
+            heard.append(str(error))
+        if life == 0 and rank == 1:
+            fail(g, ArithmeticError("the loss is not a number"))
         if life == 1:
-            if rank == 0: process_group.time.sleep(0.3) # longer than ranks wait before they listen to last words
-            try: agree(g, "the second")
-            except Exception as error: heard.append(str(error))
+            if rank == 0:
+                process_group.time.sleep(
+                    0.3
+                )  # longer than ranks wait before they listen to last words
+            try:
+                agree(g, "the second")
+            except Exception as error:
+                heard.append(str(error))
         dist.destroy_process_group()
-    if rank == 1: store.set("done", "")
-    else: store.wait(["done"]) # a TCPStore is hosted by rank 0
+    if rank == 1:
+        store.set("done", "")
+    else:
+        store.wait(["done"])  # a TCPStore is hosted by rank 0
     return heard
 
 
@@ -246,9 +382,11 @@ def test_L2_a_group_made_anew_on_the_same_store_hears_no_old_words(tmp_path, kin
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
     def store_of(rank):
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
-        if kind == "file": return dist.FileStore(str(tmp_path / "store"), 2)
+        if kind == "file":
+            return dist.FileStore(str(tmp_path / "store"), 2)
         return dist.TCPStore("127.0.0.1", port, 2, rank == 0)
 
     assert run(2, again, store_of) == [[], []]

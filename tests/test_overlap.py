@@ -1,4 +1,5 @@
 """The step inside backward, beside plain DDP with the same optimizer."""
+
 import copy
 import time
 import warnings
@@ -22,7 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from zero_nb.bench import models, peak_bytes, trace_rank
 from zero_nb.launch import run
 from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.overlap import clip_parts, cut_runs, hook_with_zero_step, hook_with_zero_step_interleaved, norm_of, overlap
+from zero_nb.overlap import (
+    clip_parts,
+    cut_runs,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    norm_of,
+    overlap,
+)
 from zero_nb.parallel import data_parallel
 from zero_nb.process_group import Group, two_level
 from zero_nb.record import record, simulate
@@ -41,23 +49,33 @@ class Net(nn.Module):
 
     def forward(self, x, uses=(0, 1, 2, 3)):
         x = self.first(x).tanh()
-        for i in uses: x = x + self.middle[i](x).tanh()
+        for i in uses:
+            x = x + self.middle[i](x).tanh()
         return self.last(x)
 
 
-def network(dtype=torch.float64): return Net().to(dtype)
+def network(dtype=torch.float64):
+    return Net().to(dtype)
 
 
 def batch(step, part=0, dtype=torch.float64):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * step + 10 * part + dist.get_rank()), dtype=dtype)
+    return torch.randn(
+        4,
+        6,
+        generator=torch.Generator().manual_seed(1000 * step + 10 * part + dist.get_rank()),
+        dtype=dtype,
+    )
 
 
 def told(f):
-    try: f()
-    except Exception as error: return type(error).__name__, str(error)
+    try:
+        f()
+    except Exception as error:
+        return type(error).__name__, str(error)
 
 
-def flat(model): return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def apart(model, group=None):
@@ -71,9 +89,17 @@ def apart(model, group=None):
 class Several:
     """Torch's optimizers side by side."""
 
-    def __init__(self, *optimizers): self.optimizers, self.param_groups = optimizers, [g for o in optimizers for g in o.param_groups]
-    def step(self): [o.step() for o in self.optimizers]
-    def zero_grad(self, set_to_none=True): [o.zero_grad(set_to_none) for o in self.optimizers]
+    def __init__(self, *optimizers):
+        self.optimizers, self.param_groups = (
+            optimizers,
+            [g for o in optimizers for g in o.param_groups],
+        )
+
+    def step(self):
+        [o.step() for o in self.optimizers]
+
+    def zero_grad(self, set_to_none=True):
+        [o.zero_grad(set_to_none) for o in self.optimizers]
 
 
 MUON, ADAMW = {"lr": 0.02, "weight_decay": 0.1}, {"lr": 1e-2, "weight_decay": 0.1}
@@ -85,7 +111,11 @@ def unsharded(name, model, groups):
         matrices, others = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
         return Several(Muon(matrices, **MUON), AdamW(others, **ADAMW))
     params = [{"params": params[:3]}, {"params": params[3:], "lr": 0.05}] if groups else params
-    return AdamW(params, **ADAMW) if name == "adamw" else SGD(params, lr=0.1, momentum=0.9, nesterov=True)
+    return (
+        AdamW(params, **ADAMW)
+        if name == "adamw"
+        else SGD(params, lr=0.1, momentum=0.9, nesterov=True)
+    )
 
 
 def sharded(name, model, groups, process_group=None, **options):
@@ -93,17 +123,35 @@ def sharded(name, model, groups, process_group=None, **options):
     make = partial(ZeroRedundancyOptimizer, process_group=process_group, **options)
     if name == "muon":
         matrices, others = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
-        return make([{"params": matrices, "optimizer_class": Muon, **MUON}, {"params": others}], AdamW, **ADAMW)
+        return make(
+            [{"params": matrices, "optimizer_class": Muon, **MUON}, {"params": others}],
+            AdamW,
+            **ADAMW,
+        )
     params = [{"params": params[:3]}, {"params": params[3:], "lr": 0.05}] if groups else params
-    return make(params, AdamW, **ADAMW) if name == "adamw" else make(params, SGD, lr=0.1, momentum=0.9, nesterov=True)
+    return (
+        make(params, AdamW, **ADAMW)
+        if name == "adamw"
+        else make(params, SGD, lr=0.1, momentum=0.9, nesterov=True)
+    )
 
 
-USES = [(0, 1, 3), (0, 3), (3, 2), (0, 1, 2, 3), (0,), (1, 3), (2,)]  # layers used, by step; each of them differs by rank as well
+USES = [
+    (0, 1, 3),
+    (0, 3),
+    (3, 2),
+    (0, 1, 2, 3),
+    (0,),
+    (1, 3),
+    (2,),
+]  # layers used, by step; each of them differs by rank as well
 
 
 def used(feature, step):
-    if feature == "static": return 0, 3
-    if feature != "unused": return 0, 1, 2, 3
+    if feature == "static":
+        return 0, 3
+    if feature != "unused":
+        return 0, 1, 2, 3
     return USES[step % len(USES)] if dist.get_rank() != 1 else USES[step % len(USES)][:1]
 
 
@@ -117,7 +165,8 @@ def backward(model, feature, step):
 
 
 def side_by_side(plain, ours, steps, prepare=lambda model, step: None, group=None):
-    """Train two models, each with its optimizer; give the largest difference between them, or between replicas of the second."""
+    """Train two models, each with its optimizer; give the largest difference between them, or
+    between replicas of the second."""
     worst = 0.0
     for step in range(steps):
         for model, optimizer in (plain, ours):
@@ -125,28 +174,48 @@ def side_by_side(plain, ours, steps, prepare=lambda model, step: None, group=Non
             backward(model, "plain", step)
             optimizer.step()
             optimizer.zero_grad()
-        worst = max(worst, (flat(plain[0]) - flat(ours[0])).abs().max().item(), apart(ours[0], group))
+        worst = max(
+            worst, (flat(plain[0]) - flat(ours[0])).abs().max().item(), apart(ours[0], group)
+        )
     return worst
 
 
 def beside(name, feature, interleaved, steps=6, **more):
     """Train both ways; give the largest difference of parameters, and of replicas."""
-    ddp = {"static_graph": feature == "static", "find_unused_parameters": feature == "unused", "bucket_cap_mb": CAP}
-    plain, ours = DDP(network(), **ddp), DDP(network(), gradient_as_bucket_view=feature in ("views", "unused", "accumulate"), **ddp)
+    ddp = {
+        "static_graph": feature == "static",
+        "find_unused_parameters": feature == "unused",
+        "bucket_cap_mb": CAP,
+    }
+    plain, ours = (
+        DDP(network(), **ddp),
+        DDP(network(), gradient_as_bucket_view=feature in ("views", "unused", "accumulate"), **ddp),
+    )
     optimizer = unsharded(name, plain, feature == "groups")
-    zero = sharded(name, ours, feature == "groups", parameters_as_bucket_view=feature in ("views", "clip"))
+    zero = sharded(
+        name, ours, feature == "groups", parameters_as_bucket_view=feature in ("views", "clip")
+    )
     worst = differs = 0.0
-    handle = overlap(ours, zero, interleaved=interleaved, max_grad_norm=0.3 if feature == "clip" else None, **more)
+    handle = overlap(
+        ours,
+        zero,
+        interleaved=interleaved,
+        max_grad_norm=0.3 if feature == "clip" else None,
+        **more,
+    )
     for step in range(steps):
         backward(plain, feature, step)
-        if feature == "clip": norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        if feature == "clip":
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
         optimizer.step()
         optimizer.zero_grad()
         backward(ours, feature, step)
-        if step % 3: zero.step()
+        if step % 3:
+            zero.step()
         zero.zero_grad(set_to_none=bool(step % 2))
         worst = max(worst, (flat(plain) - flat(ours)).abs().max().item())
-        if feature == "clip": worst = max(worst, abs(norm.item() - handle.grad_norm.item()))
+        if feature == "clip":
+            worst = max(worst, abs(norm.item() - handle.grad_norm.item()))
         differs = max(differs, apart(ours))
         assert all(p.grad is None for p in ours.parameters())
         handle.taken = 0  # a test may call step() now and then
@@ -156,42 +225,61 @@ def beside(name, feature, interleaved, steps=6, **more):
 
 
 FEATURES = ["plain", "static", "unused", "accumulate", "groups", "clip", "views"]
-EVERY = [(name, feature, interleaved) for feature in FEATURES for interleaved in (False, True) for name in ("adamw", "sgd", "muon")
-         if not (feature == "clip" and interleaved) and not (feature == "groups" and name == "muon")]
+EVERY = [
+    (name, feature, interleaved)
+    for feature in FEATURES
+    for interleaved in (False, True)
+    for name in ("adamw", "sgd", "muon")
+    if not (feature == "clip" and interleaved) and not (feature == "groups" and name == "muon")
+]
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_step_in_backward_is_that_of_ddp_and_the_same_optimizer(size):
-    """Every step, from the first, in both modes; replicas are equal bit for bit. All cases at 2 ranks, a third of them at others."""
-    cases = EVERY if size == 2 else EVERY[size % 3::3]
+    """Every step, from the first, in both modes; replicas are equal bit for bit. All cases at 2
+    ranks, a third of them at others."""
+    cases = EVERY if size == 2 else EVERY[size % 3 :: 3]
     for found in run(size, lambda: {case: beside(*case) for case in cases}):
         wrong = {case: value for case, value in found.items() if value[0] > 1e-9 or value[1]}
         assert not wrong and len(found) == len(cases)
 
 
 def wide(interleaved):
-    """Step a bfloat16 model in float32, beside the same by hand; on equal data, so that no order of additions matters."""
+    """Step a bfloat16 model in float32, beside the same by hand; on equal data, so that no order of
+    additions matters."""
     plain, ours = (DDP(network(torch.bfloat16), bucket_cap_mb=CAP) for _ in range(2))
     copies = [p.detach().float() for p in plain.parameters()]
-    reference, zero = AdamW(copies, **ADAMW), sharded("adamw", ours, False, master_dtype=torch.float32)
+    reference, zero = (
+        AdamW(copies, **ADAMW),
+        sharded("adamw", ours, False, master_dtype=torch.float32),
+    )
     overlap(ours, zero, interleaved=interleaved)
     for step in range(6):
         data = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).bfloat16()
-        for model in (plain, ours): model(data).square().mean().backward()
-        for p, copied in zip(plain.parameters(), copies, strict=True): copied.grad, p.grad = p.grad.float(), None
+        for model in (plain, ours):
+            model(data).square().mean().backward()
+        for p, copied in zip(plain.parameters(), copies, strict=True):
+            copied.grad, p.grad = p.grad.float(), None
         reference.step()
         with torch.no_grad():
-            for p, copied in zip(plain.parameters(), copies, strict=True): p.copy_(copied)
-        if not torch.equal(flat(plain), flat(ours)): return step
+            for p, copied in zip(plain.parameters(), copies, strict=True):
+                p.copy_(copied)
+        if not torch.equal(flat(plain), flat(ours)):
+            return step
     return apart(ours)
 
 
 def test_a_low_precision_model_is_stepped_in_high_precision():
-    for size in (2, 4): assert run(size, lambda: [wide(interleaved) for interleaved in (False, True)]) == [[0.0, 0.0]] * size
+    for size in (2, 4):
+        assert (
+            run(size, lambda: [wide(interleaved) for interleaved in (False, True)])
+            == [[0.0, 0.0]] * size
+        )
 
 
 # ---- optimizers of others ----
+
 
 class Counting(torch.optim.Optimizer):
     """Counts its steps where `where` says, and steps less from one to the next."""
@@ -199,22 +287,35 @@ class Counting(torch.optim.Optimizer):
     def __init__(self, params, lr=0.1, where="group"):
         super().__init__(params, {"lr": lr, "count": 0})
         self.where = where
-        if where == "attribute": self.count = 0
+        if where == "attribute":
+            self.count = 0
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            if self.where == "group": group["count"] = count = group["count"] + 1
-            elif self.where == "state": self.state["all"]["count"] = count = self.state["all"].get("count", 0) + 1
-            else: self.count = count = self.count + 1
+            if self.where == "group":
+                group["count"] = count = group["count"] + 1
+            elif self.where == "state":
+                self.state["all"]["count"] = count = self.state["all"].get("count", 0) + 1
+            else:
+                self.count = count = self.count + 1
             for p in group["params"]:
-                if p.grad is None: continue
+                if p.grad is None:
+                    continue
                 p -= group["lr"] / count * p.grad.sign()
 
 
 def counted(where, interleaved):
     plain, ours = (DDP(network(), bucket_cap_mb=CAP) for _ in range(2))
-    kind = type("Counting", (Counting,), {"__init__": lambda self, params, **options: Counting.__init__(self, params, where=where, **options)})
+    kind = type(
+        "Counting",
+        (Counting,),
+        {
+            "__init__": lambda self, params, **options: Counting.__init__(
+                self, params, where=where, **options
+            )
+        },
+    )
     optimizer, zero = kind(plain.parameters()), ZeroRedundancyOptimizer(ours.parameters(), kind)
     handle, worst = overlap(ours, zero, interleaved=interleaved), 0.0
     with warnings.catch_warnings(record=True) as caught:
@@ -226,12 +327,22 @@ def counted(where, interleaved):
             backward(ours, "plain", step)
             zero.step()
             worst = max(worst, (flat(plain) - flat(ours)).abs().max().item())
-    assert handle.live and not handle.apart and zero.param_groups[0]["count"] == optimizer.param_groups[0]["count"]
-    return worst + apart(ours), [str(w.message) for w in caught if "stepped together" in str(w.message)]
+    assert (
+        handle.live
+        and not handle.apart
+        and zero.param_groups[0]["count"] == optimizer.param_groups[0]["count"]
+    )
+    return worst + apart(ours), [
+        str(w.message) for w in caught if "stepped together" in str(w.message)
+    ]
 
 
 def test_a_class_that_counts_outside_the_state_of_parameters_is_stepped_as_a_whole():
-    cases = [(where, interleaved) for where in ("group", "state", "attribute") for interleaved in (False, True)]
+    cases = [
+        (where, interleaved)
+        for where in ("group", "state", "attribute")
+        for interleaved in (False, True)
+    ]
     for rank in run(2, lambda: [counted(*case) for case in cases]):
         for (_, interleaved), (worst, warned) in zip(cases, rank, strict=True):
             assert worst < 1e-9 and len(warned) == interleaved
@@ -239,43 +350,63 @@ def test_a_class_that_counts_outside_the_state_of_parameters_is_stepped_as_a_who
 
 # ---- as torch's users write it ----
 
+
 def by_hook(make, inner, state=None, name="adamw", tolerance=1e-9, steps=5, schedule=True):
     """Train with a hook that the user registers, beside DDP with the inner hook alone."""
     plain, ours = (DDP(network(), bucket_cap_mb=CAP) for _ in range(2))
     plain.register_comm_hook(state and state(), inner)
-    optimizer, zero = unsharded(name, plain, False), sharded(name, ours, False, overlap_with_ddp=True)
+    optimizer, zero = (
+        unsharded(name, plain, False),
+        sharded(name, ours, False, overlap_with_ddp=True),
+    )
     hook = make(inner, ours, zero)
     ours.register_comm_hook(state and state(), hook)
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (optimizer, zero)]
     for step in range(steps + 2):
-        if step == steps: hook.overlap.detach()
+        if step == steps:
+            hook.overlap.detach()
         for model, o, scheduler in zip((plain, ours), (optimizer, zero), schedulers, strict=True):
             backward(model, "plain", step)
-            if o is optimizer or step >= steps: o.step()
+            if o is optimizer or step >= steps:
+                o.step()
             o.zero_grad()
             scheduler.step()
-        if (worst := (flat(plain) - flat(ours)).abs().max().item()) > tolerance or apart(ours): return step, worst
-    assert zero.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == zero.param_groups[0]["initial_lr"] / 8
+        if (worst := (flat(plain) - flat(ours)).abs().max().item()) > tolerance or apart(ours):
+            return step, worst
+    assert (
+        zero.param_groups[0]["lr"]
+        == optimizer.param_groups[0]["lr"]
+        == zero.param_groups[0]["initial_lr"] / 8
+    )
     return zero.driver is None
 
 
-def power(): return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3, min_compression_rate=1)
+def power():
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=3, min_compression_rate=1
+    )
 
 
 def test_hooks_of_torchs_names_keep_or_replace_the_users_hook_and_leave_it_when_detached():
     """Without a call of step() while it is overlapped, and with a scheduler, which says nothing."""
+
     def every():
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*lr_scheduler.*")
             found = {}
             for make in (hook_with_zero_step, hook_with_zero_step_interleaved):
                 found[make.__name__, "mean"] = by_hook(make, default_hooks.allreduce_hook)
-                found[make.__name__, "sgd"] = by_hook(partial(make, shard_buckets=True), default_hooks.allreduce_hook, name="sgd")
-                found[make.__name__, "fp16"] = by_hook(make, default_hooks.fp16_compress_hook, name="sgd", tolerance=1e-3)
+                found[make.__name__, "sgd"] = by_hook(
+                    partial(make, shard_buckets=True), default_hooks.allreduce_hook, name="sgd"
+                )
+                found[make.__name__, "fp16"] = by_hook(
+                    make, default_hooks.fp16_compress_hook, name="sgd", tolerance=1e-3
+                )
                 found[make.__name__, "kept"] = by_hook(make, twice, state=lambda: {"factor": 2.0})
             return found
 
-    for found in run(3, every): assert set(found.values()) == {True}, found
+    for found in run(3, every):
+        assert set(found.values()) == {True}, found
 
 
 def twice(state, bucket):
@@ -285,7 +416,8 @@ def twice(state, bucket):
 
 
 def compressed(interleaved):
-    """PowerSGD keeps errors and queries for each bucket, in a state of the user's; one bucket, since with several it waits for ever on gloo under plain DDP."""
+    """PowerSGD keeps errors and queries for each bucket, in a state of the user's; one bucket,
+    since with several it waits for ever on gloo under plain DDP."""
     plain, ours = (DDP(network(torch.float32)) for _ in range(2))
     plain.register_comm_hook(power(), powerSGD_hook.powerSGD_hook)
     optimizer, zero = unsharded("sgd", plain, False), sharded("sgd", ours, False)
@@ -299,69 +431,125 @@ def test_powersgd_is_kept():
 
 def test_half_precision_travels_where_the_users_hook_asks_for_it():
     """bf16_compress_hook, which torch refuses on gloo by its name."""
+
     def sent():
         group = record()
         model = DDP(network(torch.float32), process_group=group, bucket_cap_mb=CAP)
         zero = ZeroRedundancyOptimizer(model.parameters(), SGD, group, lr=0.1)
         overlap(model, zero, hook=default_hooks.bf16_compress_hook)
-        for step in range(3): backward(model, "plain", step)
-        return sorted({(e.kind, e.dtype) for e in group.log.events if e.kind in ("reduce_scatter", "all_gather") and e.parent is None}), apart(model)
+        for step in range(3):
+            backward(model, "plain", step)
+        return sorted(
+            {
+                (e.kind, e.dtype)
+                for e in group.log.events
+                if e.kind in ("reduce_scatter", "all_gather") and e.parent is None
+            }
+        ), apart(model)
 
-    for kinds, differs in run(2, sent): assert ("reduce_scatter", "bfloat16") in kinds and ("reduce_scatter", "float32") not in kinds and not differs
+    for kinds, differs in run(2, sent):
+        assert (
+            ("reduce_scatter", "bfloat16") in kinds
+            and ("reduce_scatter", "float32") not in kinds
+            and not differs
+        )
 
 
 # ---- what travels, and when ----
 
+
 def traffic(interleaved, **more):
-    """Record an iteration of plain DDP and one of ours; give the bytes on the wire, ours by kind, and what was started beside what was planned."""
+    """Record an iteration of plain DDP and one of ours; give the bytes on the wire, ours by kind,
+    and what was started beside what was planned."""
     theirs, group = record(), record()
-    plain, ours = DDP(network(), process_group=theirs, bucket_cap_mb=CAP), DDP(network(), process_group=group, bucket_cap_mb=CAP)
+    plain, ours = (
+        DDP(network(), process_group=theirs, bucket_cap_mb=CAP),
+        DDP(network(), process_group=group, bucket_cap_mb=CAP),
+    )
     zero = sharded("adamw", ours, False, process_group=group)
     handle = overlap(ours, zero, interleaved=interleaved, **more)
     for step in range(4):
-        with theirs.recording() as their_log: backward(plain, "plain", step)
-        with group.recording() as log: backward(ours, "plain", step)
+        with theirs.recording() as their_log:
+            backward(plain, "plain", step)
+        with group.recording() as log:
+            backward(ours, "plain", step)
     outer = [e for e in log.events if e.parent is None]
     names = {"reduce_scatter": "RS", "all_gather": "AG"}
     sizes = [b.bucket.numel * 8 for b in handle.runner.shard.buckets]
-    planned = [(op, sizes[int(i)]) for i, op in (word.split(":") for word in handle.schedule.collectives)]
+    planned = [
+        (op, sizes[int(i)]) for i, op in (word.split(":") for word in handle.schedule.collectives)
+    ]
     wire = {kind: sum(e.wire for e in outer if e.kind == kind) for kind in names}
-    mine, whole = (8 * sum(sizes) for sizes in zip(*((b.sizes[b.group.group_rank], b.bucket.numel) for b in handle.runner.shard.buckets), strict=True))
-    assert wire == {"reduce_scatter": whole - mine, "all_gather": (group.size() - 1) * mine} # of each rank by what it owns
-    return sum(e.wire for e in their_log.events), wire, [(names[e.kind], e.bytes) for e in outer] == planned, len(planned), flat(ours).numel() * 8
+    mine, whole = (
+        8 * sum(sizes)
+        for sizes in zip(
+            *((b.sizes[b.group.group_rank], b.bucket.numel) for b in handle.runner.shard.buckets),
+            strict=True,
+        )
+    )
+    assert wire == {
+        "reduce_scatter": whole - mine,
+        "all_gather": (group.size() - 1) * mine,
+    }  # of each rank by what it owns
+    return (
+        sum(e.wire for e in their_log.events),
+        wire,
+        [(names[e.kind], e.bytes) for e in outer] == planned,
+        len(planned),
+        flat(ours).numel() * 8,
+    )
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_traffic_is_ddps_and_collectives_start_as_planned(size):
-    for ranks in zip(*run(size, lambda: [traffic(interleaved) for interleaved in (False, True)]), strict=True):
-        for theirs, _, in_order, count, nbytes in ranks: assert theirs * size == 2 * (size - 1) * nbytes and in_order and count == 10
-        for kind in ("reduce_scatter", "all_gather"): assert sum(ours[kind] for _, ours, *_ in ranks) == (size - 1) * nbytes # a rank that owns more sends more
+    for ranks in zip(
+        *run(size, lambda: [traffic(interleaved) for interleaved in (False, True)]), strict=True
+    ):
+        for theirs, _, in_order, count, nbytes in ranks:
+            assert theirs * size == 2 * (size - 1) * nbytes and in_order and count == 10
+        for kind in ("reduce_scatter", "all_gather"):
+            assert (
+                sum(ours[kind] for _, ours, *_ in ranks) == (size - 1) * nbytes
+            )  # a rank that owns more sends more
 
 
 def test_a_lag_is_kept():
-    for rank in run(2, lambda: [traffic(True, lag=lag)[2] for lag in (0, 3, 9)]): assert rank == [True] * 3
+    for rank in run(2, lambda: [traffic(True, lag=lag)[2] for lag in (0, 3, 9)]):
+        assert rank == [True] * 3
 
 
 # ---- who takes part ----
 
+
 def some(interleaved, ranks):
     """Train on a subgroup, in which global rank 0 is not."""
     group = dist.new_group(ranks)
-    if dist.get_rank() not in ranks: return None
+    if dist.get_rank() not in ranks:
+        return None
     plain, ours = (DDP(network(), process_group=group, bucket_cap_mb=CAP) for _ in range(2))
-    optimizer, zero = unsharded("adamw", plain, False), sharded("adamw", ours, False, process_group=group)
+    optimizer, zero = (
+        unsharded("adamw", plain, False),
+        sharded("adamw", ours, False, process_group=group),
+    )
     overlap(ours, zero, interleaved=interleaved)
     return side_by_side((plain, optimizer), (ours, zero), 5, group=group) < 1e-9
 
 
 def test_a_subgroup_without_global_rank_0_trains():
-    assert run(3, lambda: [some(interleaved, [1, 2]) for interleaved in (False, True)]) == [[None, None], [True, True], [True, True]]
+    assert run(3, lambda: [some(interleaved, [1, 2]) for interleaved in (False, True)]) == [
+        [None, None],
+        [True, True],
+        [True, True],
+    ]
 
 
 def hybrid(interleaved):
     plain, ours = (DDP(network(), bucket_cap_mb=CAP) for _ in range(2))
-    optimizer, zero = unsharded("adamw", plain, False), sharded("adamw", ours, False, process_group=two_level(2))
+    optimizer, zero = (
+        unsharded("adamw", plain, False),
+        sharded("adamw", ours, False, process_group=two_level(2)),
+    )
     assert zero.group.size == 2 and zero.across.size == 2
     overlap(ours, zero, interleaved=interleaved)
     return side_by_side((plain, optimizer), (ours, zero), 5) < 1e-9
@@ -373,37 +561,55 @@ def test_state_may_be_shared_inside_nodes_while_gradients_are_averaged_across():
 
 # ---- norms and scaled gradients ----
 
+
 def norm_where_one_rank_has_nothing(dtypes):
     whole = [torch.arange(1, 7, dtype=dtype) for dtype in dtypes]
     mine = [part if dist.get_rank() == 0 else part[:0] for part in whole]
     norms = [norm_of(Group(), mine, kind) for kind in (2.0, float("inf"))]
     clip_parts(Group(), mine, 1.0)
-    return [norm.item() for norm in norms], [part.tolist() for part in mine], [norm.dtype for norm in norms]
+    return (
+        [norm.item() for norm in norms],
+        [part.tolist() for part in mine],
+        [norm.dtype for norm in norms],
+    )
 
 
-@pytest.mark.parametrize("dtypes", [[torch.bfloat16], [torch.float64], [torch.bfloat16, torch.float64]])
+@pytest.mark.parametrize(
+    "dtypes", [[torch.bfloat16], [torch.float64], [torch.bfloat16, torch.float64]]
+)
 def test_the_norm_is_that_of_all_ranks_also_of_those_that_own_nothing(dtypes):
     params = [nn.Parameter(torch.zeros(6, dtype=dtype)) for dtype in dtypes]
-    for p in params: p.grad = torch.arange(1, 7, dtype=p.dtype)
-    right = [nn.utils.get_total_norm([p.grad.double() for p in params], kind).item() for kind in (2.0, float("inf"))]
+    for p in params:
+        p.grad = torch.arange(1, 7, dtype=p.dtype)
+    right = [
+        nn.utils.get_total_norm([p.grad.double() for p in params], kind).item()
+        for kind in (2.0, float("inf"))
+    ]
     nn.utils.clip_grad_norm_(params, 1.0)
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     for rank, (norms, parts, kinds) in enumerate(run(2, norm_where_one_rank_has_nothing, dtypes)):
         assert norms == pytest.approx(right, rel=1e-6) and kinds == [wide, wide]
-        assert parts == ([pytest.approx(p.grad.tolist(), rel=1e-2) for p in params] if rank == 0 else [[] for _ in params])
-
+        assert parts == (
+            [pytest.approx(p.grad.tolist(), rel=1e-2) for p in params]
+            if rank == 0
+            else [[] for _ in params]
+        )
 
 
 def scaled():
     """Train beside plain DDP with a scaler each, on a loss that is infinite on one rank now and then."""
     plain, ours = (DDP(network(torch.float32), bucket_cap_mb=CAP) for _ in range(2))
     optimizer, zero = unsharded("adamw", plain, False), sharded("adamw", ours, False)
-    scalers, seen = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) for _ in range(2)], []
+    scalers, seen = (
+        [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) for _ in range(2)],
+        [],
+    )
     overlap(ours, zero, scaler=scalers[1], max_grad_norm=0.3)
     for step in range(12):
         for model, o, scaler in ((plain, optimizer, scalers[0]), (ours, zero, scalers[1])):
             before, data = flat(model), batch(step, dtype=torch.float32)
-            if step in (0, 5, 6) and dist.get_rank() == dist.get_world_size() - 1: data[0, 0] = torch.inf
+            if step in (0, 5, 6) and dist.get_rank() == dist.get_world_size() - 1:
+                data[0, 0] = torch.inf
             scaler.scale(model(data).square().mean()).backward()
             if o is optimizer:
                 scaler.unscale_(o)
@@ -413,36 +619,51 @@ def scaled():
             o.zero_grad()
             skipped = torch.equal(before, flat(model))
         seen.append((skipped, scalers[0].get_scale(), scalers[1].get_scale()))
-        if (not skipped and (flat(plain) - flat(ours)).abs().max() > 1e-4) or apart(ours): return step
-    return [skipped for skipped, _, _ in seen] == [step in (0, 5, 6) for step in range(12)] and all(a == b for _, a, b in seen)
+        if (not skipped and (flat(plain) - flat(ours)).abs().max() > 1e-4) or apart(ours):
+            return step
+    return [skipped for skipped, _, _ in seen] == [step in (0, 5, 6) for step in range(12)] and all(
+        a == b for _, a, b in seen
+    )
 
 
 def test_a_scaler_skips_on_every_rank_and_scales_as_without_overlap():
-    for size in (2, 3): assert run(size, scaled) == [True] * size
+    for size in (2, 3):
+        assert run(size, scaled) == [True] * size
 
 
 # ---- checkpoints ----
 
+
 def state_of(optimizer):
-    if isinstance(optimizer, ZeroRedundancyOptimizer): optimizer.consolidate_state_dict(to=None)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict(to=None)
     return optimizer.state_dict()
 
 
 def close(one, other):
     """Tell if two state dicts hold the same values."""
-    if set(one["state"]) != set(other["state"]): return False
+    if set(one["state"]) != set(other["state"]):
+        return False
     pairs = [(v, other["state"][i][k]) for i, s in one["state"].items() for k, v in s.items()]
-    return all(torch.allclose(torch.as_tensor(a).double(), torch.as_tensor(b).double(), atol=1e-9) for a, b in pairs)
+    return all(
+        torch.allclose(torch.as_tensor(a).double(), torch.as_tensor(b).double(), atol=1e-9)
+        for a, b in pairs
+    )
 
 
 def resumed(interleaved, at, mixed):
-    """Train, save after `at` steps, load into a fresh pair (of the other kind if `mixed`), and go on; beside training straight through."""
+    """Train, save after `at` steps, load into a fresh pair (of the other kind if `mixed`), and go
+    on; beside training straight through."""
+
     def fresh(is_sharded, state=None):
         model = DDP(network(), bucket_cap_mb=CAP)
-        if state: model.module.load_state_dict(state[0])
+        if state:
+            model.module.load_state_dict(state[0])
         optimizer = sharded("adamw", model, True) if is_sharded else unsharded("adamw", model, True)
-        if is_sharded: overlap(model, optimizer, interleaved=interleaved)
-        if state: optimizer.load_state_dict(copy.deepcopy(state[1]))  # torch steps what it was given
+        if is_sharded:
+            overlap(model, optimizer, interleaved=interleaved)
+        if state:
+            optimizer.load_state_dict(copy.deepcopy(state[1]))  # torch steps what it was given
         return model, optimizer
 
     def go_on(model, optimizer, steps):
@@ -454,44 +675,69 @@ def resumed(interleaved, at, mixed):
     straight, first = fresh(False), fresh(True)
     go_on(*straight, range(at))
     go_on(*first, range(at))
-    saved = [(copy.deepcopy(model.module.state_dict()), copy.deepcopy(state_of(o))) for model, o in (straight, first)]
+    saved = [
+        (copy.deepcopy(model.module.state_dict()), copy.deepcopy(state_of(o)))
+        for model, o in (straight, first)
+    ]
     same = close(saved[0][1], saved[1][1])
-    second = fresh(not mixed, saved[1]), fresh(True, saved[0])  # ours goes on as ours or as torch's, and torch's as ours
-    for pair in (straight, first, *second): go_on(*pair, range(at, at + 4))
+    second = (
+        fresh(not mixed, saved[1]),
+        fresh(True, saved[0]),
+    )  # ours goes on as ours or as torch's, and torch's as ours
+    for pair in (straight, first, *second):
+        go_on(*pair, range(at, at + 4))
     same &= all(close(state_of(straight[1]), state_of(o)) for _, o in (first, *second))
     first[1].load_state_dict(saved[1][1])  # and in the middle of training
     first[0].module.load_state_dict(saved[1][0])
     go_on(*first, range(at, at + 4))
     same &= close(state_of(straight[1]), state_of(first[1]))
-    return same and max((flat(straight[0]) - flat(model)).abs().max().item() for model, _ in (first, *second)) < 1e-9
+    return (
+        same
+        and max(
+            (flat(straight[0]) - flat(model)).abs().max().item() for model, _ in (first, *second)
+        )
+        < 1e-9
+    )
 
 
 def test_checkpoints_go_to_and_from_unsharded_training_at_any_step():
     """After no step, before and after DDP has filled its buckets anew, and after many."""
     cases = [(False, 1, True), (True, 2, False), (True, 4, True), (False, 5, False)]
-    for rank in run(3, lambda: [resumed(*case) for case in cases]): assert rank == [True] * len(cases)
+    for rank in run(3, lambda: [resumed(*case) for case in cases]):
+        assert rank == [True] * len(cases)
 
 
 # ---- other loops ----
 
+
 def normed():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Linear(40, 3)).double()
+    return nn.Sequential(
+        nn.Linear(6, 40),
+        nn.BatchNorm1d(40),
+        nn.Linear(40, 40),
+        nn.BatchNorm1d(40),
+        nn.Linear(40, 3),
+    ).double()
 
 
 def tied():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    model = nn.Sequential(
+        nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)
+    ).double()
     model[4].weight = model[0].weight
     return model
 
 
-def simply(model, step): model(batch(step)).square().mean().backward()
+def simply(model, step):
+    model(batch(step)).square().mean().backward()
 
 
 def changing(model, step):
     """Accumulate over parts that use other layers, other ones on each rank."""
-    with model.no_sync(): model(batch(step, 1), (0, 1) if dist.get_rank() == 0 else (2,)).square().mean().backward()
+    with model.no_sync():
+        model(batch(step, 1), (0, 1) if dist.get_rank() == 0 else (2,)).square().mean().backward()
     model(batch(step, 2), (0, 3) if step % 2 else (1,)).square().mean().backward()
 
 
@@ -500,13 +746,22 @@ def recomputed(model, step):
     checkpoint(lambda x: model(x), batch(step), use_reentrant=False).square().mean().backward()
 
 
-def doubled(model, step): (model(batch(step)).square().mean() + model(batch(step, 1)).square().mean()).backward()
+def doubled(model, step):
+    (model(batch(step)).square().mean() + model(batch(step, 1)).square().mean()).backward()
 
 
 LOOPS = {
-    "batch norm": (normed, {}, simply), "tied weights": (tied, {}, simply), "layers that change while they accumulate":
-    (network, {"find_unused_parameters": True, "gradient_as_bucket_view": True}, changing), "checkpoint": (network, {}, recomputed),
-    "two forwards": (network, {}, doubled), "a closure": (network, {}, simply)}
+    "batch norm": (normed, {}, simply),
+    "tied weights": (tied, {}, simply),
+    "layers that change while they accumulate": (
+        network,
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+        changing,
+    ),
+    "checkpoint": (network, {}, recomputed),
+    "two forwards": (network, {}, doubled),
+    "a closure": (network, {}, simply),
+}
 
 
 def looped(name, interleaved):
@@ -516,34 +771,52 @@ def looped(name, interleaved):
     overlap(ours, zero, interleaved=interleaved)
     for step in range(5):
         for model, o in ((plain, optimizer), (ours, zero)):
-            if name == "a closure": o.step(partial(iterate, model, step))
+            if name == "a closure":
+                o.step(partial(iterate, model, step))
             else:
                 iterate(model, step)
                 o.step()
             o.zero_grad()
         worst = max(worst, (flat(plain) - flat(ours)).abs().max().item(), apart(ours))
-    return worst + max([(a - b).abs().max().item() for a, b in zip(plain.buffers(), ours.buffers(), strict=True)], default=0)
+    return worst + max(
+        [(a - b).abs().max().item() for a, b in zip(plain.buffers(), ours.buffers(), strict=True)],
+        default=0,
+    )
 
 
 def test_other_loops_are_those_of_ddp_too():
-    for rank in run(3, lambda: {(name, interleaved): looped(name, interleaved) for name in LOOPS for interleaved in (False, True)}):
+    for rank in run(
+        3,
+        lambda: {
+            (name, interleaved): looped(name, interleaved)
+            for name in LOOPS
+            for interleaved in (False, True)
+        },
+    ):
         assert max(rank.values()) < 1e-8, rank
 
 
 # ---- models that change ----
 
+
 def thawing(interleaved, unused):
     """Freeze a layer, and thaw it; beside plain DDP, which takes that only if it looks for unused parameters."""
-    plain, ours = (DDP(network(), bucket_cap_mb=CAP, find_unused_parameters=unused) for _ in range(2))
+    plain, ours = (
+        DDP(network(), bucket_cap_mb=CAP, find_unused_parameters=unused) for _ in range(2)
+    )
     optimizer, zero = unsharded("adamw", plain, False), sharded("adamw", ours, False)
     overlap(ours, zero, interleaved=interleaved)
+
     def change(model, step):
-        if step in (4, 8): model.module.middle[1].requires_grad_(step == 8)
+        if step in (4, 8):
+            model.module.middle[1].requires_grad_(step == 8)
+
     return side_by_side((plain, optimizer), (ours, zero), 12, change) < 1e-9
 
 
 def test_layers_may_be_frozen_and_thawed():
-    for rank in run(2, lambda: [thawing(interleaved, True) for interleaved in (False, True)]): assert rank == [True, True]
+    for rank in run(2, lambda: [thawing(interleaved, True) for interleaved in (False, True)]):
+        assert rank == [True, True]
 
 
 def wrapped_too_early():
@@ -553,7 +826,8 @@ def wrapped_too_early():
     ours = DDP(model, bucket_cap_mb=CAP)
     zero = sharded("adamw", ours, False)
     overlap(ours, zero)
-    for step in range(3): backward(ours, "plain", step)
+    for step in range(3):
+        backward(ours, "plain", step)
     model.last.requires_grad_(True)
     error = told(lambda: backward(ours, "plain", 3))
     return error, sum(len(optim.state) for optim in zero.optims.values())
@@ -562,7 +836,11 @@ def wrapped_too_early():
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_layer_that_ddp_does_not_reduce_is_named_and_the_state_stays(size):
     for (kind, message), states in run(size, wrapped_too_early):
-        assert kind in ("ValueError", "RuntimeError") and "frozen when DDP was made" in message and states
+        assert (
+            kind in ("ValueError", "RuntimeError")
+            and "frozen when DDP was made" in message
+            and states
+        )
 
 
 def attach_again(interleaved):
@@ -572,29 +850,37 @@ def attach_again(interleaved):
     optimizer, zero = unsharded("adamw", plain, False), sharded("adamw", ours, False)
     worst, handle = 0.0, overlap(ours, zero, interleaved=interleaved)
     for step in range(16):
-        if step in (4, 12): handle.detach()
-        if step == 6: handle = overlap(ours, zero, interleaved=not interleaved)
+        if step in (4, 12):
+            handle.detach()
+        if step == 6:
+            handle = overlap(ours, zero, interleaved=not interleaved)
         if step == 9:
             handle.detach()
             del ours
             ours = DDP(model, bucket_cap_mb=2 * CAP)
-            with overlap(ours, zero, interleaved=interleaved) as handle: backward(ours, "plain", step)
+            with overlap(ours, zero, interleaved=interleaved) as handle:
+                backward(ours, "plain", step)
             handle = overlap(ours, zero, interleaved=interleaved)
-        elif step: backward(ours, "plain", step)
+        elif step:
+            backward(ours, "plain", step)
         backward(plain, "plain", step) if step else None
         for o in (optimizer, zero):
-            if step != 9 or o is optimizer: o.step()
+            if step != 9 or o is optimizer:
+                o.step()
             o.zero_grad()
-        with torch.no_grad(): ours.eval()(batch(step)), ours.train()  # an evaluation in between
+        with torch.no_grad():
+            ours.eval()(batch(step)), ours.train()  # an evaluation in between
         worst = max(worst, (flat(plain) - flat(ours)).abs().max().item(), apart(ours))
     return worst < 1e-9
 
 
 def test_overlap_may_be_detached_and_attached_again_to_the_same_or_a_new_ddp():
-    for rank in run(3, lambda: [attach_again(interleaved) for interleaved in (False, True)]): assert rank == [True, True]
+    for rank in run(3, lambda: [attach_again(interleaved) for interleaved in (False, True)]):
+        assert rank == [True, True]
 
 
 # ---- what goes wrong ----
+
 
 class Refusing(torch.autograd.Function):
     """Raises in backward on the last rank, at a step."""
@@ -606,7 +892,8 @@ class Refusing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        if ctx.fails: raise ArithmeticError("no gradient here")
+        if ctx.fails:
+            raise ArithmeticError("no gradient here")
         return gradient, None
 
 
@@ -614,9 +901,11 @@ class Faulty(Net):
     """A model that fails where it is told to."""
 
     def forward(self, x, where=""):
-        if where == "forward": raise ArithmeticError("no forward here")
+        if where == "forward":
+            raise ArithmeticError("no forward here")
         x = self.first(x).tanh()
-        for i, layer in enumerate(self.middle): x = Refusing.apply(x + layer(x).tanh(), where == f"backward {i}")
+        for i, layer in enumerate(self.middle):
+            x = Refusing.apply(x + layer(x).tanh(), where == f"backward {i}")
         return self.last(x)
 
 
@@ -628,7 +917,8 @@ def failing_at(where, step, interleaved, nodes=False):
     mine, now = dist.get_rank() == dist.get_world_size() - 1, 0
 
     def hook(state, bucket):
-        if where == "hook" and mine and now == step: raise ArithmeticError("no hook here")
+        if where == "hook" and mine and now == step:
+            raise ArithmeticError("no hook here")
         return default_hooks.allreduce_hook(None, bucket)
 
     if where == "step":
@@ -637,59 +927,107 @@ def failing_at(where, step, interleaved, nodes=False):
     overlap(model, zero, hook=hook if where == "hook" else None, interleaved=interleaved)
     begin = time.monotonic()
     try:
-        for now in range(step + 3): model(batch(now), where if mine and now == step else "").square().mean().backward()
-    except Exception as error: return type(error).__name__, str(error), time.monotonic() - begin
+        for now in range(step + 3):
+            model(batch(now), where if mine and now == step else "").square().mean().backward()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
 
 
-FAULTS = [("forward", "no forward here"), ("backward 3", "no gradient here"), ("backward 0", "no gradient here"), ("hook", "no hook here"),
-          ("step", "division by zero")]
+FAULTS = [
+    ("forward", "no forward here"),
+    ("backward 3", "no gradient here"),
+    ("backward 0", "no gradient here"),
+    ("hook", "no hook here"),
+    ("step", "division by zero"),
+]
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("where,word", FAULTS, ids=[where for where, _ in FAULTS])
 def test_a_rank_that_fails_ends_all_of_them_with_an_error_that_names_it(where, word):
     """In the first iteration, in which state moves, and in a later one, while buckets arrive."""
-    for size, *how in ((2, 0, False), (3, 1, True), (3, 4, True), (2, 4, False), (4, 0, True, True), (4, 4, False, True)):
+    for size, *how in (
+        (2, 0, False),
+        (3, 1, True),
+        (3, 4, True),
+        (2, 4, False),
+        (4, 0, True, True),
+        (4, 4, False, True),
+    ):
         found = run(size, failing_at, where, *how, timeout=60, group_timeout=30)
         assert word in found[-1][1], found
-        for kind, message, seconds in found[:-1]: assert kind in ("RuntimeError", "ZeroDivisionError") and f"rank {size - 1}" in message and seconds < 20, found
+        for kind, message, seconds in found[:-1]:
+            assert (
+                kind in ("RuntimeError", "ZeroDivisionError")
+                and f"rank {size - 1}" in message
+                and seconds < 20
+            ), found
 
 
 def refusals():
     """Every argument that cannot work, with the answer to it."""
     model = DDP(network(), bucket_cap_mb=CAP)
     params, extra = list(model.parameters()), nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    def zero(given=params, **more): return ZeroRedundancyOptimizer(given, SGD, lr=0.1, **more)
+
+    def zero(given=params, **more):
+        return ZeroRedundancyOptimizer(given, SGD, lr=0.1, **more)
+
     taken, halves = zero(), (dist.new_group([0]), dist.new_group([1]))
     taken.driver = object()
     hooked = DDP(network())
     hooked.register_comm_hook(None, default_hooks.allreduce_hook)
     ours, inner, mine = zero(), default_hooks.allreduce_hook, halves[dist.get_rank()]
     calls = [
-        lambda: overlap(model.module, ours), lambda: overlap(model, SGD(params, lr=0.1)), lambda: overlap(model, ours, hook="mean"),
-        lambda: overlap(model, ours, interleaved=True, max_grad_norm=1.0), lambda: overlap(model, ours, interleaved=True, scaler=torch.amp.GradScaler("cpu")),
-        lambda: overlap(model, ours, lag=-1), lambda: overlap(model, ours, max_grad_norm=0), lambda: overlap(model, taken),
-        lambda: overlap(model, zero(params[1:])), lambda: overlap(model, zero([*params, extra])), lambda: overlap(model, zero(process_group=mine)),
-        lambda: overlap(hooked, zero(hooked.parameters())), lambda: overlap(model, ours, interleaved=dist.get_rank() == 0),
+        lambda: overlap(model.module, ours),
+        lambda: overlap(model, SGD(params, lr=0.1)),
+        lambda: overlap(model, ours, hook="mean"),
+        lambda: overlap(model, ours, interleaved=True, max_grad_norm=1.0),
+        lambda: overlap(model, ours, interleaved=True, scaler=torch.amp.GradScaler("cpu")),
+        lambda: overlap(model, ours, lag=-1),
+        lambda: overlap(model, ours, max_grad_norm=0),
+        lambda: overlap(model, taken),
+        lambda: overlap(model, zero(params[1:])),
+        lambda: overlap(model, zero([*params, extra])),
+        lambda: overlap(model, zero(process_group=mine)),
+        lambda: overlap(hooked, zero(hooked.parameters())),
+        lambda: overlap(model, ours, interleaved=dist.get_rank() == 0),
         lambda: overlap(model, ours, max_grad_norm=1.0 + dist.get_rank()),
         lambda: overlap(model, ours, hook=[twice, powerSGD_hook.powerSGD_hook][dist.get_rank()]),
-        lambda: hook_with_zero_step(inner, model.module, ours), lambda: hook_with_zero_step_interleaved("mean", model, ours)]
+        lambda: hook_with_zero_step(inner, model.module, ours),
+        lambda: hook_with_zero_step_interleaved("mean", model, ours),
+    ]
     found = [told(call) for call in calls]
-    assert ours.driver is None and told(lambda: overlap(model, ours)) is None  # nothing was left behind
+    assert (
+        ours.driver is None and told(lambda: overlap(model, ours)) is None
+    )  # nothing was left behind
     return found
 
 
-REFUSED = [("TypeError", "DistributedDataParallel, got Net"), ("TypeError", "zero_nb's"), ("TypeError", "'mean'"), ("ValueError", "interleaved=False"),
-           ("ValueError", "interleaved=False"), ("ValueError", "-1"), ("ValueError", "above 0, got 0"), ("RuntimeError", "overlapped already"),
-           ("ValueError", "first.weight of the model is not in the optimizer"), ("ValueError", "(3,) of the optimizer is not in the model"),
-           ("ValueError", "make both with the same ranks"), ("RuntimeError", "a comm hook already, allreduce_hook"), ("ValueError", "disagree"),
-           ("ValueError", "max_grad_norm=2.0"), ("ValueError", "by powerSGD_hook"),
-           ("TypeError", "DistributedDataParallel, got Net"), ("TypeError", "'mean'")]
+REFUSED = [
+    ("TypeError", "DistributedDataParallel, got Net"),
+    ("TypeError", "zero_nb's"),
+    ("TypeError", "'mean'"),
+    ("ValueError", "interleaved=False"),
+    ("ValueError", "interleaved=False"),
+    ("ValueError", "-1"),
+    ("ValueError", "above 0, got 0"),
+    ("RuntimeError", "overlapped already"),
+    ("ValueError", "first.weight of the model is not in the optimizer"),
+    ("ValueError", "(3,) of the optimizer is not in the model"),
+    ("ValueError", "make both with the same ranks"),
+    ("RuntimeError", "a comm hook already, allreduce_hook"),
+    ("ValueError", "disagree"),
+    ("ValueError", "max_grad_norm=2.0"),
+    ("ValueError", "by powerSGD_hook"),
+    ("TypeError", "DistributedDataParallel, got Net"),
+    ("TypeError", "'mean'"),
+]
 
 
 def test_what_cannot_work_is_refused_on_every_rank_and_leaves_nothing_behind():
     for rank in run(2, refusals):
-        for (kind, word), found in zip(REFUSED, rank, strict=True): assert found and found[0] == kind and word in found[1], (word, found)
+        for (kind, word), found in zip(REFUSED, rank, strict=True):
+            assert found and found[0] == kind and word in found[1], (word, found)
 
 
 def misuse():
@@ -701,33 +1039,60 @@ def misuse():
     found = [told(zero.step)]  # the hook was not registered
     zero.zero_grad()
     model.register_comm_hook(None, hook)
-    for step in range(2): backward(model, "plain", step)
+    for step in range(2):
+        backward(model, "plain", step)
     found.append(told(zero.step))  # two steps
-    with model.no_sync(): backward(model, "plain", 2)
-    found += [told(zero.step), told(lambda: zero.step(grad_scaler=None)), told(lambda: zero.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}))]
+    with model.no_sync():
+        backward(model, "plain", 2)
+    found += [
+        told(zero.step),
+        told(lambda: zero.step(grad_scaler=None)),
+        told(lambda: zero.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})),
+    ]
     backward(model, "plain", 3)
     return [*found, told(zero.step), apart(model)]
 
 
 def test_a_step_that_does_not_mean_what_it_says_is_an_error():
-    words = [("RuntimeError", "register the hook"), ("RuntimeError", "2 calls of backward"), ("RuntimeError", "no_sync"), ("TypeError", "grad_scaler"),
-             ("RuntimeError", "while the step is overlapped")]
+    words = [
+        ("RuntimeError", "register the hook"),
+        ("RuntimeError", "2 calls of backward"),
+        ("RuntimeError", "no_sync"),
+        ("TypeError", "grad_scaler"),
+        ("RuntimeError", "while the step is overlapped"),
+    ]
     for rank in run(2, misuse):
         assert rank[5:] == [None, 0.0]
-        for (kind, word), found in zip(words, rank[:5], strict=True): assert found and found[0] == kind and word in found[1], (word, found)
+        for (kind, word), found in zip(words, rank[:5], strict=True):
+            assert found and found[0] == kind and word in found[1], (word, found)
 
 
 def planned(features):
-    """Give the parameters in each bucket of the plan, iteration after iteration, and of what DDP filled in the last one."""
+    """Give the parameters in each bucket of the plan, iteration after iteration, and of what DDP
+    filled in the last one."""
     model = DDP(network(), bucket_cap_mb=CAP, **features)
     handle, found = overlap(model, sharded("adamw", model, False)), []
     for step in range(4):
         backward(model, "plain", step)
-        found.append([sorted({slot.param for slot in bucket.bucket.slots}) for bucket in handle.runner.shard.buckets])
+        found.append(
+            [
+                sorted({slot.param for slot in bucket.bucket.slots})
+                for bucket in handle.runner.shard.buckets
+            ]
+        )
     return found, [sorted(run) for run in handle.layout.runs], model.bucket_bytes_cap
 
 
-@pytest.mark.parametrize("features", [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+    ],
+    ids=str,
+)
 def test_the_first_plan_is_cut_as_ddp_will_cut_and_the_last_has_its_buckets(features):
     for found, filled, cap in run(2, planned, features):
         params = list(Net().double().parameters())
@@ -736,12 +1101,26 @@ def test_the_first_plan_is_cut_as_ddp_will_cut_and_the_last_has_its_buckets(feat
         assert len(found[0]) > 2 and max(sizes[0]) < cap + max(p.nbytes for p in params)
 
 
-@pytest.mark.parametrize("given,most,wanted", [
-    ([0, 1, 2], 41, [[0, 1, 2]]), ([1, 4], 16, [[1, 4]]), ([3], 1, [[3]]),  # as DDP fills them
-    ([0, 1, 2], 40, [[1, 2], [0]]), ([4, 1], 16, [[4, 1]]), ([0, 1, 2, 3, 4, 5, 6], 60, [[4, 5, 6], [0, 1, 2, 3]]), ([4, 4, 4], 80, [[4], [4], [4]])], ids=str)
-def test_a_run_that_goes_on_where_ddp_would_have_closed_its_bucket_is_cut_from_its_end(given, most, wanted):
+@pytest.mark.parametrize(
+    "given,most,wanted",
+    [
+        ([0, 1, 2], 41, [[0, 1, 2]]),
+        ([1, 4], 16, [[1, 4]]),
+        ([3], 1, [[3]]),  # as DDP fills them
+        ([0, 1, 2], 40, [[1, 2], [0]]),
+        ([4, 1], 16, [[4, 1]]),
+        ([0, 1, 2, 3, 4, 5, 6], 60, [[4, 5, 6], [0, 1, 2, 3]]),
+        ([4, 4, 4], 80, [[4], [4], [4]]),
+    ],
+    ids=str,
+)
+def test_a_run_that_goes_on_where_ddp_would_have_closed_its_bucket_is_cut_from_its_end(
+    given, most, wanted
+):
     params = [torch.zeros(n) for n in (7, 3, 9, 1, 20, 4, 4)]
-    assert list(cut_runs([given], params, most)) == wanted and list(cut_runs([given, given], params, most)) == [*wanted, *wanted]
+    assert list(cut_runs([given], params, most)) == wanted and list(
+        cut_runs([given, given], params, most)
+    ) == [*wanted, *wanted]
 
 
 @measures_memory
@@ -750,9 +1129,20 @@ def test_memory_does_not_rise_while_buckets_settle():
     def peak():
         def train():
             torch.manual_seed(0)
-            model = DDP(nn.Sequential(*(nn.Linear(1200, 1200) for _ in range(20))), bucket_cap_mb=10, gradient_as_bucket_view=True)
-            overlap(model, ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1, parameters_as_bucket_view=True))
-            for _ in range(4): model(torch.ones(1, 1200)).sum().backward()
+            model = DDP(
+                nn.Sequential(*(nn.Linear(1200, 1200) for _ in range(20))),
+                bucket_cap_mb=10,
+                gradient_as_bucket_view=True,
+            )
+            overlap(
+                model,
+                ZeroRedundancyOptimizer(
+                    model.parameters(), AdamW, lr=0.1, parameters_as_bucket_view=True
+                ),
+            )
+            for _ in range(4):
+                model(torch.ones(1, 1200)).sum().backward()
+
         return peak_bytes(torch.device("cpu"), train) / (20 * 1201 * 1200 * 4)
 
     assert max(run(2, peak)) < 3.5  # parameters, gradients, and half of two moments
@@ -763,10 +1153,24 @@ def test_memory_does_not_rise_while_buckets_settle():
 def test_many_iterations_end_and_replicas_agree(size):
     def many():
         group = dist.new_group(timeout=timedelta(seconds=30))
-        models = [DDP(network(torch.float32), process_group=group, bucket_cap_mb=CAP, find_unused_parameters=unused) for unused in (False, True)]
-        for interleaved, model in enumerate(models): overlap(model, sharded("adamw", model, False, process_group=group), interleaved=bool(interleaved))
+        models = [
+            DDP(
+                network(torch.float32),
+                process_group=group,
+                bucket_cap_mb=CAP,
+                find_unused_parameters=unused,
+            )
+            for unused in (False, True)
+        ]
+        for interleaved, model in enumerate(models):
+            overlap(
+                model,
+                sharded("adamw", model, False, process_group=group),
+                interleaved=bool(interleaved),
+            )
         for step in range(MANY):
-            for feature, model in zip(("plain", "unused"), models, strict=True): backward(model, feature, step)
+            for feature, model in zip(("plain", "unused"), models, strict=True):
+                backward(model, feature, step)
         return [apart(model) for model in models]
 
     assert run(size, many, timeout=600) == [[0.0, 0.0]] * size
@@ -778,48 +1182,95 @@ MANY = 100  # of each of two models
 class Settled:
     """A reducer whose buckets stay as they are: to exchange them, DDP reads on the host."""
 
-    def __init__(self, reducer): self.reducer = reducer
-    def __getattr__(self, name): return getattr(self.reducer, name)
-    def _rebuild_buckets(self): return False
+    def __init__(self, reducer):
+        self.reducer = reducer
+
+    def __getattr__(self, name):
+        return getattr(self.reducer, name)
+
+    def _rebuild_buckets(self):
+        return False
 
 
 @pytest.fixture
 def unreadable(monkeypatch):
-    """Let DDP and ours work on "meta", where it is an error to read on the host, which waits on a GPU, and to mix tensors of two devices."""
-    def address(tensor): return (tensor.untyped_storage()._cdata << 20) + tensor.storage_offset() * tensor.element_size()
+    """Let DDP and ours work on "meta", where it is an error to read on the host, which waits on a
+    GPU, and to mix tensors of two devices."""
+
+    def address(tensor):
+        return (
+            tensor.untyped_storage()._cdata << 20
+        ) + tensor.storage_offset() * tensor.element_size()
+
     def done(value):
         future = torch.futures.Future()
         future.set_result(value)
         return future
+
     real = torch.Tensor.data_ptr
-    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: address(tensor) if tensor.is_meta else real(tensor))  # they all are at 0
+    monkeypatch.setattr(
+        torch.Tensor, "data_ptr", lambda tensor: address(tensor) if tensor.is_meta else real(tensor)
+    )  # they all are at 0
     monkeypatch.setattr(distributed, "_verify_param_shape_across_processes", lambda *args: None)
-    monkeypatch.setattr(import_module("zero_nb.overlap"), "done", done)  # torch's futures take numbered devices
+    monkeypatch.setattr(
+        import_module("zero_nb.overlap"), "done", done
+    )  # torch's futures take numbered devices
     return monkeypatch
 
 
-@pytest.mark.parametrize("way,clip", [("step", None), ("overlap", None), ("overlap", 1.0), ("interleaved", None),
-                                      ("parallel", None), ("parallel", 1.0), ("parallel interleaved", None)])
+@pytest.mark.parametrize(
+    "way,clip",
+    [
+        ("step", None),
+        ("overlap", None),
+        ("overlap", 1.0),
+        ("interleaved", None),
+        ("parallel", None),
+        ("parallel", 1.0),
+        ("parallel interleaved", None),
+    ],
+)
 @pytest.mark.parametrize("shard", ["even", "whole"])
 @pytest.mark.parametrize("size,rank", [(1, 0), (2, 1), (3, 0)])
 def test_an_iteration_reads_nothing_from_its_device(size, rank, shard, way, clip, unreadable):
-    clipping, interleaved, read = {} if clip is None else {"max_grad_norm": clip}, "interleaved" in way, torch.Tensor.tolist
-    def read_once(tensor): return [1.0] * tensor.numel() if tensor.is_meta else read(tensor)
+    clipping, interleaved, read = (
+        {} if clip is None else {"max_grad_norm": clip},
+        "interleaved" in way,
+        torch.Tensor.tolist,
+    )
+
+    def read_once(tensor):
+        return [1.0] * tensor.numel() if tensor.is_meta else read(tensor)
+
     with simulate(size, rank) as group:
         model = network(torch.float32).to("meta")
         zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, group, lr=0.1, shard=shard)
-        trained = data_parallel(model, zero, interleaved=interleaved, **clipping).module if way.startswith("parallel") else DDP(model, process_group=group)
-        if trained is not model: trained.reducer = Settled(trained.reducer)
-        if way in ("overlap", "interleaved"): overlap(trained, zero, interleaved=interleaved, **clipping)
+        trained = (
+            data_parallel(model, zero, interleaved=interleaved, **clipping).module
+            if way.startswith("parallel")
+            else DDP(model, process_group=group)
+        )
+        if trained is not model:
+            trained.reducer = Settled(trained.reducer)
+        if way in ("overlap", "interleaved"):
+            overlap(trained, zero, interleaved=interleaved, **clipping)
         for step in range(4):
             with unreadable.context() as once:
-                if step == 0: once.setattr(torch.Tensor, "tolist", read_once)  # which parameters are used on any rank
-                with group.recording() as log: trained(torch.empty(4, 6, device="meta")).square().mean().backward()
+                if step == 0:
+                    once.setattr(
+                        torch.Tensor, "tolist", read_once
+                    )  # which parameters are used on any rank
+                with group.recording() as log:
+                    trained(torch.empty(4, 6, device="meta")).square().mean().backward()
                 zero.step()
                 zero.zero_grad()
         assert size == 1 or way == "step" or log.only("reduce_scatter")
-        for refused in (lambda: torch.empty(1, device="meta").item(), lambda: torch.empty(2, device="meta") + torch.ones(2)):
-            with pytest.raises(RuntimeError, match="meta"): refused()
+        for refused in (
+            lambda: torch.empty(1, device="meta").item(),
+            lambda: torch.empty(2, device="meta") + torch.ones(2),
+        ):
+            with pytest.raises(RuntimeError, match="meta"):
+                refused()
 
 
 @cuda
@@ -828,16 +1279,25 @@ def test_an_iteration_reads_nothing_from_its_device(size, rank, shard, way, clip
 def test_an_iteration_does_not_wait_for_the_gpu(through, interleaved):
     def watched():
         model = network(torch.float32).cuda()
-        zero, x = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1, fused=True, parameters_as_bucket_view=True), torch.ones(4, 6, device="cuda")
-        if through == "DDP": overlap(model := DDP(model, bucket_cap_mb=CAP), zero, interleaved=interleaved)
-        else: data_parallel(model, zero, interleaved=interleaved)
+        zero, x = (
+            ZeroRedundancyOptimizer(
+                model.parameters(), AdamW, lr=0.1, fused=True, parameters_as_bucket_view=True
+            ),
+            torch.ones(4, 6, device="cuda"),
+        )
+        if through == "DDP":
+            overlap(model := DDP(model, bucket_cap_mb=CAP), zero, interleaved=interleaved)
+        else:
+            data_parallel(model, zero, interleaved=interleaved)
         for step in range(6):
             loss = model(x).square().mean()
-            if step > 3: torch.cuda.set_sync_debug_mode("error")  # the first iterations plan, and agree
+            if step > 3:
+                torch.cuda.set_sync_debug_mode("error")  # the first iterations plan, and agree
             try:
                 loss.backward()
                 zero.step()
-            finally: torch.cuda.set_sync_debug_mode("default")
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         return all(bool(p.isfinite().all()) for p in model.parameters())
 
     assert run(1, watched, backend=GPU) == [True]
@@ -846,6 +1306,8 @@ def test_an_iteration_does_not_wait_for_the_gpu(through, interleaved):
 @cuda
 @pytest.mark.parametrize("variant", ["overlap", "interleaved"])
 def test_buckets_step_on_a_stream_of_their_own(variant):
-    found, = run(1, lambda: trace_rank(variant, models()["linear"], torch.device("cuda", 0)), backend=GPU)
+    (found,) = run(
+        1, lambda: trace_rank(variant, models()["linear"], torch.device("cuda", 0)), backend=GPU
+    )
     streams = {kind: {s.line for s in found if s.kind == kind} for kind in ("step", "compute")}
     assert streams["step"] and streams["compute"] - streams["step"], streams

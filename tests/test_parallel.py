@@ -1,4 +1,6 @@
-"""Training without DDP: the same numbers as DDP and a plain optimizer, in every mode; what may go wrong goes wrong on every rank."""
+"""Training without DDP: the same numbers as DDP and a plain optimizer, in every mode; what may go
+wrong goes wrong on every rank."""
+
 import contextlib
 import copy
 import io
@@ -23,22 +25,40 @@ from zero_nb.parallel import data_parallel
 from zero_nb.process_group import two_level
 from zero_nb.record import record
 
-SMALL = {"bucket_cap_mb": 0.002, "cut_mb": 0.004}  # buckets of 2 kB, and larger parameters in pieces of 4 kB: several of each in small models
-MODES = {f"{'interleaved' if early else 'after'}{'-hidden' if hidden else ''}": {"interleaved": early, "hidden": hidden}
-         for early in (False, True) for hidden in (False, True)}
+SMALL = {
+    "bucket_cap_mb": 0.002,
+    "cut_mb": 0.004,
+}  # buckets of 2 kB, and larger parameters in pieces of 4 kB: several of each in small models
+MODES = {
+    f"{'interleaved' if early else 'after'}{'-hidden' if hidden else ''}": {
+        "interleaved": early,
+        "hidden": hidden,
+    }
+    for early in (False, True)
+    for hidden in (False, True)
+}
 
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 25, bias=False), nn.LayerNorm(25), nn.Linear(25, 5)).double()
+    return nn.Sequential(
+        nn.Linear(12, 40),
+        nn.Tanh(),
+        nn.Linear(40, 25, bias=False),
+        nn.LayerNorm(25),
+        nn.Linear(25, 5),
+    ).double()
 
 
 def batch(step, rank=None, rows=6, width=12, dtype=torch.float64):
     rank = dist.get_rank() if rank is None else rank
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank), dtype=dtype)
+    return torch.randn(
+        rows, width, generator=torch.Generator().manual_seed(1000 * step + rank), dtype=dtype
+    )
 
 
-def flat(params): return torch.cat([p.detach().flatten() for p in params])
+def flat(params):
+    return torch.cat([p.detach().flatten() for p in params])
 
 
 def replicas(model, group=None):
@@ -49,20 +69,37 @@ def replicas(model, group=None):
 
 
 def told(f):
-    try: return f() and None
-    except Exception as e: return f"{type(e).__name__}: {e}"
+    try:
+        return f() and None
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
 
 
-def adamw(params): return {"params": params, "lr": 1e-2, "weight_decay": 0.1}
-def momentum(params): return {"params": params, "optimizer_class": SGD, "lr": 0.1, "momentum": 0.9}
-def muon(params): return {"params": params, "optimizer_class": Muon, "lr": 0.02}
+def adamw(params):
+    return {"params": params, "lr": 1e-2, "weight_decay": 0.1}
 
 
-def one_adamw(model): return [adamw(list(model.parameters()))]
-def one_sgd(model): return [momentum(list(model.parameters()))]
+def momentum(params):
+    return {"params": params, "optimizer_class": SGD, "lr": 0.1, "momentum": 0.9}
+
+
+def muon(params):
+    return {"params": params, "optimizer_class": Muon, "lr": 0.02}
+
+
+def one_adamw(model):
+    return [adamw(list(model.parameters()))]
+
+
+def one_sgd(model):
+    return [momentum(list(model.parameters()))]
+
+
 def two_rates(model):
     found = list(model.parameters())
     return [adamw(found[:2]), {**adamw(found[2:]), "lr": 3e-3}]
+
+
 def muon_adamw(model):
     found = list(model.parameters())
     return [muon([p for p in found if p.dim() == 2]), adamw([p for p in found if p.dim() != 2])]
@@ -70,20 +107,37 @@ def muon_adamw(model):
 
 def plainly(groups):
     """Unsharded optimizers, one for each group."""
+
     def one(group):
         options = {k: v for k, v in group.items() if k not in ("params", "optimizer_class")}
         return group.get("optimizer_class", AdamW)(group["params"], **options)
+
     return [one(group) for group in groups]
 
 
-def sharded(groups, process_group=None, **options): return ZeroRedundancyOptimizer(groups, AdamW, process_group, lr=1e-2, **options)
+def sharded(groups, process_group=None, **options):
+    return ZeroRedundancyOptimizer(groups, AdamW, process_group, lr=1e-2, **options)
 
 
-def rates(optimizers): return [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.3) for o in optimizers]
+def rates(optimizers):
+    return [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.3) for o in optimizers]
 
 
-def compare(groups=one_adamw, make=network, steps=6, micro=1, clip=None, scheduled=False, options=None, ddp=None, forwards=1, data=batch, **setup):
-    """Train a model both ways; the largest difference of a parameter or buffer, seen after some steps: others leave parameters on their way."""
+def compare(
+    groups=one_adamw,
+    make=network,
+    steps=6,
+    micro=1,
+    clip=None,
+    scheduled=False,
+    options=None,
+    ddp=None,
+    forwards=1,
+    data=batch,
+    **setup,
+):
+    """Train a model both ways; the largest difference of a parameter or buffer, seen after some
+    steps: others leave parameters on their way."""
     one, other = make(), make()
     wrapped, optims = DDP(one, **(ddp or {})), plainly(groups(one))
     zero = sharded(groups(other), **(options or {}))
@@ -93,21 +147,36 @@ def compare(groups=one_adamw, make=network, steps=6, micro=1, clip=None, schedul
         for m in range(micro):
             for model, context in ((wrapped, wrapped.no_sync), (other, handle.no_sync)):
                 with context() if m < micro - 1 else contextlib.nullcontext():
-                    sum(model(data(10 * i + m + 100 * k)).square().mean() for k in range(forwards)).backward()
+                    sum(
+                        model(data(10 * i + m + 100 * k)).square().mean() for k in range(forwards)
+                    ).backward()
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(one.parameters(), clip)
             assert norm > clip, "something is clipped"
             assert torch.allclose(norm, handle.grad_norm, rtol=1e-9), (norm, handle.grad_norm)
-        for o in [*optims, zero]: o.step()
-        for s in schedulers: s.step()
-        for o in [*optims, zero]: o.zero_grad()
-        if i in (2, steps - 2): continue
-        pairs = zip([*one.parameters(), *one.buffers()], [*other.parameters(), *other.buffers()], strict=True)
-        worst = max(worst, *(float((a.detach().double() - b.detach().double()).abs().max()) for a, b in pairs))
+        for o in [*optims, zero]:
+            o.step()
+        for s in schedulers:
+            s.step()
+        for o in [*optims, zero]:
+            o.zero_grad()
+        if i in (2, steps - 2):
+            continue
+        pairs = zip(
+            [*one.parameters(), *one.buffers()],
+            [*other.parameters(), *other.buffers()],
+            strict=True,
+        )
+        worst = max(
+            worst,
+            *(float((a.detach().double() - b.detach().double()).abs().max()) for a, b in pairs),
+        )
         assert all(p.grad is None for p in other.parameters()), f"step {i}: a gradient is left"
         assert replicas(other), f"step {i}: replicas differ"
     before = network() if make is network else make()
-    assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), other.parameters(), strict=True)), "something was learnt"
+    assert any(
+        not torch.equal(a, b) for a, b in zip(before.parameters(), other.parameters(), strict=True)
+    ), "something was learnt"
     return worst
 
 
@@ -115,14 +184,19 @@ KINDS = {"AdamW": one_adamw, "SGD": one_sgd, "Muon+AdamW": muon_adamw}
 
 
 def everything():
-    return {(mode, kind): compare(groups, steps=4, **setup) for mode, setup in MODES.items() for kind, groups in KINDS.items()}
+    return {
+        (mode, kind): compare(groups, steps=4, **setup)
+        for mode, setup in MODES.items()
+        for kind, groups in KINDS.items()
+    }
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_ddp_in_every_mode(size):
     for rank in run(size, everything):
-        for name, worst in rank.items(): assert worst < 1e-9, name
+        for name, worst in rank.items():
+            assert worst < 1e-9, name
 
 
 class Sized(nn.Module):
@@ -133,28 +207,38 @@ class Sized(nn.Module):
         torch.manual_seed(1)
         self.first, self.last = nn.Linear(12, 333).double(), nn.Linear(333, 7).double()
 
-    def forward(self, x): return self.last(self.first(x).tanh())
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
 
 
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(2)
-        self.a, self.b, self.mid = nn.Linear(12, 20).double(), nn.Linear(12, 20).double(), nn.Linear(20, 12).double()
+        self.a, self.b, self.mid = (
+            nn.Linear(12, 20).double(),
+            nn.Linear(12, 20).double(),
+            nn.Linear(20, 12).double(),
+        )
         self.b.weight = self.a.weight
 
-    def forward(self, x): return self.b(self.mid(self.a(x).tanh()).tanh())
+    def forward(self, x):
+        return self.b(self.mid(self.a(x).tanh()).tanh())
 
 
 class Recomputed(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
         torch.manual_seed(3)
-        self.inside, self.reentrant = nn.ModuleList(nn.Linear(12, 12) for _ in range(4)).double(), reentrant
+        self.inside, self.reentrant = (
+            nn.ModuleList(nn.Linear(12, 12) for _ in range(4)).double(),
+            reentrant,
+        )
 
     def forward(self, x):
         x = x.requires_grad_()
-        for layer in self.inside: x = checkpoint(lambda y, layer=layer: layer(y).tanh(), x, use_reentrant=self.reentrant)
+        for layer in self.inside:
+            x = checkpoint(lambda y, layer=layer: layer(y).tanh(), x, use_reentrant=self.reentrant)
         return x
 
 
@@ -164,7 +248,8 @@ class Recurrent(nn.Module):
         torch.manual_seed(4)
         self.gru, self.out = nn.GRU(12, 9, 2).double(), nn.Linear(9, 3).double()
 
-    def forward(self, x): return self.out(self.gru(x[None])[0])
+    def forward(self, x):
+        return self.out(self.gru(x[None])[0])
 
 
 class Attending(nn.Module):
@@ -174,7 +259,8 @@ class Attending(nn.Module):
         self.layer = nn.TransformerEncoderLayer(12, 3, 24, dropout=0.0, batch_first=True).double()
         self.scales = nn.ParameterList([nn.Parameter(torch.ones(12).double()) for _ in range(2)])
 
-    def forward(self, x): return self.layer(x[None] * self.scales[0]) * self.scales[1]
+    def forward(self, x):
+        return self.layer(x[None] * self.scales[0]) * self.scales[1]
 
 
 class Never(nn.Module):
@@ -185,33 +271,55 @@ class Never(nn.Module):
         torch.manual_seed(6)
         self.read, self.unread = nn.Linear(12, 20).double(), nn.Linear(20, 12).double()
 
-    def forward(self, x): return self.read(x)
+    def forward(self, x):
+        return self.read(x)
 
 
 def normed():
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(12, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 4)).double()
+    return nn.Sequential(
+        nn.Linear(12, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 4)
+    ).double()
 
 
-def compiled(backend): return lambda: torch.compile(network(), backend=backend)
+def compiled(backend):
+    return lambda: torch.compile(network(), backend=backend)
 
 
 def cases(early):
     setup = {"interleaved": early}
     out = {
-        "groups": compare(two_rates, **setup), "scheduler": compare(two_rates, scheduled=True, **setup), "accumulation": compare(micro=3, **setup),
-        "views": compare(options={"parameters_as_bucket_view": True}, **setup), "cut": compare(make=Sized, **setup),
-        "tiny": compare(**{**setup, "bucket_cap_mb": 1e-6, "cut_mb": 1e-4}), "one bucket": compare(bucket_cap_mb=1.0, **setup),
-        "lag 0": compare(lag=0, **setup), "lag 3": compare(lag=3, **setup), "lag 99": compare(lag=99, **setup),
-        "tied": compare(make=Tied, ddp={"find_unused_parameters": False}, **setup), "forwards": compare(forwards=3, **setup),
-        "reentrant": compare(make=lambda: Recomputed(True), micro=2, **setup), "recomputed": compare(make=lambda: Recomputed(False), **setup),
-        "GRU": compare(make=Recurrent, hidden=False, **setup), "attention": compare(make=Attending, **setup),
+        "groups": compare(two_rates, **setup),
+        "scheduler": compare(two_rates, scheduled=True, **setup),
+        "accumulation": compare(micro=3, **setup),
+        "views": compare(options={"parameters_as_bucket_view": True}, **setup),
+        "cut": compare(make=Sized, **setup),
+        "tiny": compare(**{**setup, "bucket_cap_mb": 1e-6, "cut_mb": 1e-4}),
+        "one bucket": compare(bucket_cap_mb=1.0, **setup),
+        "lag 0": compare(lag=0, **setup),
+        "lag 3": compare(lag=3, **setup),
+        "lag 99": compare(lag=99, **setup),
+        "tied": compare(make=Tied, ddp={"find_unused_parameters": False}, **setup),
+        "forwards": compare(forwards=3, **setup),
+        "reentrant": compare(make=lambda: Recomputed(True), micro=2, **setup),
+        "recomputed": compare(make=lambda: Recomputed(False), **setup),
+        "GRU": compare(make=Recurrent, hidden=False, **setup),
+        "attention": compare(make=Attending, **setup),
         "never read": compare(make=Never, ddp={"find_unused_parameters": True}, **setup),
-        "never, looked for": compare(make=Never, ddp={"find_unused_parameters": True}, find_unused_parameters=True, **setup),
+        "never, looked for": compare(
+            make=Never, ddp={"find_unused_parameters": True}, find_unused_parameters=True, **setup
+        ),
         "BatchNorm": compare(make=normed, **setup),
-        "SGD groups": compare(lambda m: [momentum(p) for p in ([*m.parameters()][:3], [*m.parameters()][3:])], **setup),
+        "SGD groups": compare(
+            lambda m: [momentum(p) for p in ([*m.parameters()][:3], [*m.parameters()][3:])], **setup
+        ),
     }
-    if not early: out |= {"clipped": compare(clip=0.05, steps=4), "clipped two": compare(two_rates, clip=0.05, micro=2), "clipped by inf": clipped_by_inf()}
+    if not early:
+        out |= {
+            "clipped": compare(clip=0.05, steps=4),
+            "clipped two": compare(two_rates, clip=0.05, micro=2),
+            "clipped by inf": clipped_by_inf(),
+        }
     return out
 
 
@@ -229,14 +337,16 @@ def clipped_by_inf():
 @pytest.mark.parametrize("size", [2, 3])
 def test_equals_ddp_for_whatever_is_trained(size, early):
     for rank in run(size, cases, early):
-        for name, worst in rank.items(): assert worst < 1e-9, name
+        for name, worst in rank.items():
+            assert worst < 1e-9, name
 
 
 def compiling(before, backend):
     one, other = network(), network()
     wrapped, optim = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1)
     zero = sharded(one_adamw(other))
-    if before: other = torch.compile(other, backend=backend)
+    if before:
+        other = torch.compile(other, backend=backend)
     handle = data_parallel(other, zero, **SMALL)
     called = other if before else torch.compile(other, backend=backend)
     for i in range(4):
@@ -247,39 +357,57 @@ def compiling(before, backend):
         zero.step()
         assert all(type(p.grad) is SteppedGradient for p in other.parameters()) and replicas(other)
     assert handle.schedule
-    return max(float((a - b).detach().abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    return max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
 
 
-def compiling_all(): return {(before, backend): compiling(before, backend) for before in (True, False) for backend in ("eager", "aot_eager")}
+def compiling_all():
+    return {
+        (before, backend): compiling(before, backend)
+        for before in (True, False)
+        for backend in ("eager", "aot_eager")
+    }
 
 
 def test_compiled_modules_train_alike():
     for rank in run(2, compiling_all):
-        for name, worst in rank.items(): assert worst < 1e-9, name
+        for name, worst in rank.items():
+            assert worst < 1e-9, name
 
 
 def halves(early):
-    """bfloat16 parameters with float32 masters, beside DDP with the same sharded optimizer: gradients are rounded alike, but added in another order."""
+    """bfloat16 parameters with float32 masters, beside DDP with the same sharded optimizer:
+    gradients are rounded alike, but added in another order."""
     one, other = network().bfloat16(), network().bfloat16()
     wrapped, ref = DDP(one), sharded(one_adamw(one), master_dtype=torch.float32)
     zero = sharded(one_adamw(other), master_dtype=torch.float32)
     data_parallel(other, zero, interleaved=early, hidden=early, **SMALL)
     for i in range(5):
-        for model in (wrapped, other): model(batch(i, dtype=torch.bfloat16)).float().square().mean().backward()
+        for model in (wrapped, other):
+            model(batch(i, dtype=torch.bfloat16)).float().square().mean().backward()
         ref.step()
         ref.zero_grad()
         zero.step()
     masters = [piece.view for shard in zero.shards for piece in shard.pieces]
     assert all(view.dtype == torch.float32 for view in masters) and replicas(other)
-    return max(float((a - b).detach().abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    return max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
 
 
-def halves_both(): return halves(False), halves(True)
+def halves_both():
+    return halves(False), halves(True)
 
 
 def test_float32_masters_of_bfloat16_parameters():
     for size in (1, 3):
-        for worst in run(size, halves_both): assert max(worst) <= (0.0 if size == 1 else 0.02)  # the last bit of bfloat16, at this size of parameter
+        for worst in run(size, halves_both):
+            assert max(worst) <= (
+                0.0 if size == 1 else 0.02
+            )  # the last bit of bfloat16, at this size of parameter
 
 
 def moved(early):
@@ -296,12 +424,16 @@ def moved(early):
     first = copy.deepcopy(optim.state_dict())
     zero.load_state_dict(copy.deepcopy(first))
     for i in range(3, 6):
-        for model in (wrapped, other): model(batch(i)).square().mean().backward()
+        for model in (wrapped, other):
+            model(batch(i)).square().mean().backward()
         optim.step()
         optim.zero_grad()
-    zero.load_state_dict(copy.deepcopy(optim.state_dict()))  # while parameters are on their way, and the buckets are planned
+    zero.load_state_dict(
+        copy.deepcopy(optim.state_dict())
+    )  # while parameters are on their way, and the buckets are planned
     for i in range(6, 9):
-        for model in (wrapped, other): model(batch(i)).square().mean().backward()
+        for model in (wrapped, other):
+            model(batch(i)).square().mean().backward()
         optim.step()
         optim.zero_grad()
     zero.consolidate_state_dict(to=None)
@@ -311,49 +443,69 @@ def moved(early):
     plain.load_state_dict(zero.state_dict())
     again = DDP(third)
     for i in range(9, 11):
-        for model in (wrapped, other, again): model(batch(i)).square().mean().backward()
+        for model in (wrapped, other, again):
+            model(batch(i)).square().mean().backward()
         for o in (optim, plain):
             o.step()
             o.zero_grad()
     mine = flat(one.parameters())
-    return float((mine - flat(other.parameters())).abs().max()), float((mine - flat(third.parameters())).abs().max())
+    return float((mine - flat(other.parameters())).abs().max()), float(
+        (mine - flat(third.parameters())).abs().max()
+    )
 
 
-def moved_both(): return moved(False), moved(True)
+def moved_both():
+    return moved(False), moved(True)
 
 
 def test_state_comes_and_goes_in_the_middle():
     for rank in run(3, moved_both):
-        for worst in rank: assert max(worst) < 1e-9
+        for worst in rank:
+            assert max(worst) < 1e-9
 
 
 def buffers():
     out = {}
     for how in ("broadcast", "average", "local"):
         model = normed()
-        with torch.no_grad(): model[0].weight.add_(dist.get_rank())  # ranks begin apart
+        with torch.no_grad():
+            model[0].weight.add_(dist.get_rank())  # ranks begin apart
         data_parallel(model, sharded(one_adamw(model)), buffers=how, **SMALL)
         out[how, "first"] = model[0].weight.detach().clone()
-        for i in range(3): model(batch(i)).square().mean().backward()
+        for i in range(3):
+            model(batch(i)).square().mean().backward()
         before = model[1].running_mean.clone()
         model(batch(3))
         after = model[1].running_mean.clone()
         model.eval()
         model(batch(4))
-        out[how] = before, after, int(model[1].num_batches_tracked), model[0](batch(3)).mean(0).detach()
+        out[how] = (
+            before,
+            after,
+            int(model[1].num_batches_tracked),
+            model[0](batch(3)).mean(0).detach(),
+        )
         out[how, "evaluated"] = model[1].running_mean.clone()
     return out
 
 
 def test_buffers_are_broadcast_averaged_or_left_alone():
     first, second = run(2, buffers)
-    assert torch.equal(first["average", "first"], second["average", "first"]) and torch.equal(first["average", "first"], normed()[0].weight)
-    for how, begin in (("broadcast", lambda a, b, own: a), ("average", lambda a, b, own: (a + b) / 2), ("local", lambda a, b, own: own)):
+    assert torch.equal(first["average", "first"], second["average", "first"]) and torch.equal(
+        first["average", "first"], normed()[0].weight
+    )
+    for how, begin in (
+        ("broadcast", lambda a, b, own: a),
+        ("average", lambda a, b, own: (a + b) / 2),
+        ("local", lambda a, b, own: own),
+    ):
         for rank in (first, second):
             _, after, count, mean = rank[how]
             expected = begin(first[how][0], second[how][0], rank[how][0]) * 0.9 + 0.1 * mean
             assert torch.allclose(after, expected) and count == 4, how
-            assert torch.allclose(rank[how, "evaluated"], begin(first[how][1], second[how][1], rank[how][1])), how
+            assert torch.allclose(
+                rank[how, "evaluated"], begin(first[how][1], second[how][1], rank[how][1])
+            ), how
     assert not torch.equal(first["local"][1], second["local"][1])
 
 
@@ -361,13 +513,15 @@ def averaged(dtype):
     model = nn.BatchNorm1d(3).to(dtype)
     data_parallel(model, sharded(one_adamw(model)), buffers="average", **SMALL)
     model.running_mean.fill_(40000.0 + 64 * dist.get_rank())
-    with torch.no_grad(): model.eval()(torch.ones(2, 3, dtype=dtype))
+    with torch.no_grad():
+        model.eval()(torch.ones(2, 3, dtype=dtype))
     return model.running_mean
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_H3_the_average_of_buffers_overflows_only_where_they_do(dtype):
-    for mean in run(2, averaged, dtype): assert torch.equal(mean, torch.full((3,), 40032.0, dtype=dtype))
+    for mean in run(2, averaged, dtype):
+        assert torch.equal(mean, torch.full((3,), 40032.0, dtype=dtype))
 
 
 class Choosing(nn.Module):
@@ -376,23 +530,37 @@ class Choosing(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(8)
-        self.ways, self.out = nn.ModuleList(nn.Linear(12, 12) for _ in range(3)).double(), nn.Linear(12, 3).double()
+        self.ways, self.out = (
+            nn.ModuleList(nn.Linear(12, 12) for _ in range(3)).double(),
+            nn.Linear(12, 3).double(),
+        )
 
     def forward(self, x, ways):
-        for i in ways: x = self.ways[i](x).tanh()
+        for i in ways:
+            x = self.ways[i](x).tanh()
         return self.out(x)
 
 
-CHOICES = [lambda rank: [0, 1, 2], lambda rank: [rank % 3], lambda rank: [], lambda rank: [0], lambda rank: [2, 1] if rank else [], lambda rank: [0, 1, 2]]
+CHOICES = [
+    lambda rank: [0, 1, 2],
+    lambda rank: [rank % 3],
+    lambda rank: [],
+    lambda rank: [0],
+    lambda rank: [2, 1] if rank else [],
+    lambda rank: [0, 1, 2],
+]
 
 
 def choosing(early, first=0):
     one, other = Choosing(), Choosing()
     wrapped, optim = DDP(one, find_unused_parameters=True), AdamW(one.parameters(), lr=1e-2)
     zero = sharded([{**adamw(list(other.parameters())), "weight_decay": 0.01}])
-    data_parallel(other, zero, interleaved=early, hidden=early, find_unused_parameters=True, **SMALL)
+    data_parallel(
+        other, zero, interleaved=early, hidden=early, find_unused_parameters=True, **SMALL
+    )
     for i in range(first, len(CHOICES)):
-        for model in (wrapped, other): model(batch(i), CHOICES[i](dist.get_rank())).square().mean().backward()
+        for model in (wrapped, other):
+            model(batch(i), CHOICES[i](dist.get_rank())).square().mean().backward()
         optim.step()
         optim.zero_grad()
         zero.step()
@@ -401,13 +569,15 @@ def choosing(early, first=0):
     return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
 
 
-def choosing_all(): return {(early, first): choosing(early, first) for early in (False, True) for first in (0, 1)}
+def choosing_all():
+    return {(early, first): choosing(early, first) for early in (False, True) for first in (0, 1)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_parameters_without_a_gradient_may_change(size):
     for rank in run(size, choosing_all):
-        for name, worst in rank.items(): assert worst < 1e-9, name
+        for name, worst in rank.items():
+            assert worst < 1e-9, name
 
 
 def surprised(lack, early):
@@ -415,9 +585,12 @@ def surprised(lack, early):
     data_parallel(model, sharded(one_adamw(model)), interleaved=early, hidden=early, **SMALL)
     odd = dist.get_rank() == 1
     common, other = ([0, 1], [0]) if lack else ([0], [0, 1])
+
     def go():
-        for i in range(5): model(batch(i), other if odd and i == 3 else common).square().mean().backward()
+        for i in range(5):
+            model(batch(i), other if odd and i == 3 else common).square().mean().backward()
         return list(model.parameters())
+
     return told(go)
 
 
@@ -426,7 +599,11 @@ def surprised(lack, early):
 def test_a_change_that_was_not_announced_is_an_error_on_every_rank(lack, early):
     messages = run(3, surprised, lack, early, timeout=60)
     assert "find_unused_parameters=True" in messages[1], messages[1]
-    assert ("no gradient in this backward, but did before" if lack else "got a gradient in this backward, but did not before") in messages[1]
+    assert (
+        "no gradient in this backward, but did before"
+        if lack
+        else "got a gradient in this backward, but did not before"
+    ) in messages[1]
     assert all("rank 1 failed with RuntimeError" in m for m in (messages[0], messages[2])), messages
 
 
@@ -435,12 +612,15 @@ def idle(early):
     one, other = network(), network()
     wrapped, optim = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1)
     zero = sharded(one_adamw(other))
-    data_parallel(other, zero, interleaved=early, hidden=early, find_unused_parameters=True, **SMALL)
+    data_parallel(
+        other, zero, interleaved=early, hidden=early, find_unused_parameters=True, **SMALL
+    )
     for i in range(6):
         works = dist.get_rank() or i % 2
         (wrapped(batch(i)).square().mean() * bool(works)).backward()
         loss = other(batch(i)).square().mean()
-        if works: loss.backward()
+        if works:
+            loss.backward()
         optim.step()
         optim.zero_grad()
         zero.step()
@@ -448,28 +628,38 @@ def idle(early):
     return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
 
 
-def idle_both(): return idle(False), idle(True)
+def idle_both():
+    return idle(False), idle(True)
 
 
 def test_a_rank_without_any_gradient_takes_part_in_step():
-    for worst in run(3, idle_both): assert max(worst) < 1e-9
+    for worst in run(3, idle_both):
+        assert max(worst) < 1e-9
 
 
 def freezing(early):
     one, other = network(), network()
     optim, zero = AdamW(one.parameters(), lr=1e-2, weight_decay=0.1), sharded(one_adamw(other))
-    for model in (one, other): model[0].requires_grad_(False)
-    handle, unthawed = data_parallel(other, zero, interleaved=early, hidden=early, **SMALL), other[0].weight.detach().clone()
+    for model in (one, other):
+        model[0].requires_grad_(False)
+    handle, unthawed = (
+        data_parallel(other, zero, interleaved=early, hidden=early, **SMALL),
+        other[0].weight.detach().clone(),
+    )
     for i in range(8):
         if i in (3, 6):
-            for model in (one, other): model[3 if i == 3 else 4].requires_grad_(False)
+            for model in (one, other):
+                model[3 if i == 3 else 4].requires_grad_(False)
         if i == 5:
-            for model in (one, other): model[3].requires_grad_(True)
+            for model in (one, other):
+                model[3].requires_grad_(True)
         other(batch(i)).square().mean().backward()
         one(batch(i)).square().mean().backward()
         for p in one.parameters():
-            if p.grad is not None: dist.all_reduce(p.grad)
-            if p.grad is not None: p.grad /= dist.get_world_size()
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+            if p.grad is not None:
+                p.grad /= dist.get_world_size()
         optim.step()
         optim.zero_grad()
     assert torch.equal(other[0].weight, unthawed) and handle.schedule
@@ -477,12 +667,14 @@ def freezing(early):
     return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
 
 
-def freezing_both(): return freezing(False), freezing(True)
+def freezing_both():
+    return freezing(False), freezing(True)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_parameters_may_be_frozen_and_unfrozen_between_steps(size):
-    for worst in run(size, freezing_both): assert max(worst) < 1e-9
+    for worst in run(size, freezing_both):
+        assert max(worst) < 1e-9
 
 
 def by_hand(model, steps, micro=1):
@@ -491,7 +683,8 @@ def by_hand(model, steps, micro=1):
     for i in range(steps):
         yield i
         for p in model.parameters():
-            if p.grad is None: continue
+            if p.grad is None:
+                continue
             dist.all_reduce(p.grad)
             p.grad /= size
         optim.step()
@@ -501,7 +694,8 @@ def by_hand(model, steps, micro=1):
 class Output:
     """Something that nobody finds a tensor in."""
 
-    def __init__(self, value): self.value = value
+    def __init__(self, value):
+        self.value = value
 
 
 class Wrapped(nn.Module):
@@ -509,24 +703,37 @@ class Wrapped(nn.Module):
         super().__init__()
         self.inside = network()
 
-    def forward(self, x): return Output(self.inside(x))
+    def forward(self, x):
+        return Output(self.inside(x))
 
 
 def adding_up(early, how):
     """Gradients add up before the backward that averages, in ways that a hook before forward does not see."""
     one, other = network(), Wrapped() if how == "output" else network()
-    handle = data_parallel(other, sharded(one_adamw(other)), interleaved=early, hidden=early, **SMALL)
+    handle = data_parallel(
+        other, sharded(one_adamw(other)), interleaved=early, hidden=early, **SMALL
+    )
     for i in by_hand(one, 6):
-        for m in range(3): one(batch(3 * i + m)).square().mean().backward()
+        for m in range(3):
+            one(batch(3 * i + m)).square().mean().backward()
         if how == "by hand":
-            for k, p in enumerate(one.parameters()): p.grad += torch.full_like(p, k + 1.0)
-        def loss(m, i=i): return (other(batch(3 * i + m)).value if how == "output" else other(batch(3 * i + m))).square().mean()
+            for k, p in enumerate(one.parameters()):
+                p.grad += torch.full_like(p, k + 1.0)
+
+        def loss(m, i=i):
+            return (
+                (other(batch(3 * i + m)).value if how == "output" else other(batch(3 * i + m)))
+                .square()
+                .mean()
+            )
+
         losses = [loss(m) for m in range(3)] if how == "forward" else []
         for m in range(3):
             with handle.no_sync() if m < 2 else contextlib.nullcontext():
                 value = losses[m] if losses else loss(m)
-                if how == "by hand" and m == 2: # as a user might, on every parameter
-                    for k, p in enumerate(other.parameters()): p.grad += torch.full_like(p, k + 1.0)
+                if how == "by hand" and m == 2:  # as a user might, on every parameter
+                    for k, p in enumerate(other.parameters()):
+                        p.grad += torch.full_like(p, k + 1.0)
                 value.backward()
     return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
 
@@ -535,15 +742,21 @@ HOWS = ["forward", "output", "by hand"]
 
 
 def untouched():
-    """Differentiate by an input, which leaves all gradients alone: those that have added up, and one of a frozen parameter."""
+    """Differentiate by an input, which leaves all gradients alone: those that have added up, and
+    one of a frozen parameter."""
     model = network()
     model[0].bias.requires_grad_(False)
     model[0].bias.grad = torch.ones_like(model[0].bias)
-    handle, x = data_parallel(model, zero := sharded(one_adamw(model)), **SMALL), batch(0).requires_grad_()
-    for i in range(2): model(batch(i)).square().mean().backward()
+    handle, x = (
+        data_parallel(model, zero := sharded(one_adamw(model)), **SMALL),
+        batch(0).requires_grad_(),
+    )
+    for i in range(2):
+        model(batch(i)).square().mean().backward()
     before, found = flat(model.parameters()), []
     torch.autograd.grad(model(x).sum(), x)
-    with handle.no_sync(): model(batch(2)).square().mean().backward()
+    with handle.no_sync():
+        model(batch(2)).square().mean().backward()
     summed = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     torch.autograd.grad(model(x).sum(), x)
     found = [torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), summed, strict=True)]
@@ -551,25 +764,38 @@ def untouched():
 
 
 def test_autograd_grad_leaves_gradients_alone():
-    for found, still, driven in run(2, untouched, timeout=60): assert all(found) and len(found) == 7 and still and driven
+    for found, still, driven in run(2, untouched, timeout=60):
+        assert all(found) and len(found) == 7 and still and driven
 
 
 def broken_off(listened):
-    """Fail in the backward of one rank, before or after the first bucket has left, with gradients that had added up; then go on."""
+    """Fail in the backward of one rank, before or after the first bucket has left, with gradients
+    that had added up; then go on."""
     model = Turning()
     handle = data_parallel(model, sharded(one_adamw(model)), **(SMALL if listened else {}))
-    for i in range(2): model(batch(i)).square().mean().backward()
-    with handle.no_sync(): model(batch(2)).square().mean().backward()
+    for i in range(2):
+        model(batch(i)).square().mean().backward()
+    with handle.no_sync():
+        model(batch(2)).square().mean().backward()
     summed = [p.grad.clone() for p in model.parameters()]
+
     class Fails(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x): return x.clone()
+        def forward(ctx, x):
+            return x.clone()
+
         @staticmethod
-        def backward(ctx, grad): raise KeyError("in backward")
-    if dist.get_rank() == 0: model.layers[2].register_forward_hook(lambda module, args, output: Fails.apply(output))
+        def backward(ctx, grad):
+            raise KeyError("in backward")
+
+    if dist.get_rank() == 0:
+        model.layers[2].register_forward_hook(lambda module, args, output: Fails.apply(output))
     messages = [told(lambda: model(batch(3)).square().mean().backward()) for _ in range(2)]
     handle.leave()
-    kept = [p.grad is not None and (listened or torch.allclose(p.grad, grad)) for p, grad in zip(model.layers[0].parameters(), summed[:2], strict=True)]
+    kept = [
+        p.grad is not None and (listened or torch.allclose(p.grad, grad))
+        for p, grad in zip(model.layers[0].parameters(), summed[:2], strict=True)
+    ]
     return messages, kept
 
 
@@ -578,16 +804,22 @@ def broken_off(listened):
 def test_a_backward_that_broke_off_is_told_in_the_next_forward(size, listened):
     ranks = run(size, broken_off, listened, timeout=60)
     (first, second), kept = ranks[0]
-    assert "in backward" in first and "the last backward did not come to its end" in second and all(kept), ranks[0]
+    assert (
+        "in backward" in first
+        and "the last backward did not come to its end" in second
+        and all(kept)
+    ), ranks[0]
 
 
-def adding_up_all(): return {(how, early): adding_up(early, how) for how in HOWS for early in (False, True)}
+def adding_up_all():
+    return {(how, early): adding_up(early, how) for how in HOWS for early in (False, True)}
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_gradients_that_have_added_up_are_told_from_those_that_come(size):
     for rank in run(size, adding_up_all):
-        for name, worst in rank.items(): assert worst < 1e-9, name
+        for name, worst in rank.items():
+            assert worst < 1e-9, name
 
 
 def written(early):
@@ -597,16 +829,20 @@ def written(early):
     for i in by_hand(one, 5):
         if i == 3:
             for model in (one, other):
-                for p in model.parameters(): p.grad = torch.ones_like(p)
-        for model in (one, other): model(batch(i)).square().mean().backward()
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+        for model in (one, other):
+            model(batch(i)).square().mean().backward()
     return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
 
 
-def written_both(): return written(False), written(True)
+def written_both():
+    return written(False), written(True)
 
 
 def test_a_gradient_written_before_backward_is_part_of_the_sum():
-    for worst in run(2, written_both): assert max(worst) < 1e-9
+    for worst in run(2, written_both):
+        assert max(worst) < 1e-9
 
 
 class Turning(nn.Module):
@@ -618,7 +854,8 @@ class Turning(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(5)).double()
 
     def forward(self, x, first=0):
-        for k in range(5): x = self.layers[(first + k) % 5](x).tanh()
+        for k in range(5):
+            x = self.layers[(first + k) % 5](x).tanh()
         return x
 
 
@@ -626,17 +863,22 @@ def turning(early):
     one, other = Turning(), Turning()
     data_parallel(other, sharded(one_adamw(other)), interleaved=early, hidden=early, **SMALL)
     for i in by_hand(one, 8):
-        first = i if i < 5 else i * (1 + dist.get_rank()) # from then on, another order on each rank
-        for model in (one, other): model(batch(i), first).square().mean().backward()
+        first = (
+            i if i < 5 else i * (1 + dist.get_rank())
+        )  # from then on, another order on each rank
+        for model in (one, other):
+            model(batch(i), first).square().mean().backward()
     assert replicas(other)
     return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
 
 
-def turning_both(): return turning(False), turning(True)
+def turning_both():
+    return turning(False), turning(True)
 
 
 def test_gradients_may_come_in_another_order_than_at_first():
-    for worst in run(3, turning_both): assert max(worst) < 1e-9
+    for worst in run(3, turning_both):
+        assert max(worst) < 1e-9
 
 
 def disordered(early, nodes):
@@ -644,26 +886,31 @@ def disordered(early, nodes):
     zero = sharded(one_adamw(other), two_level(2) if nodes else None)
     data_parallel(other, zero, interleaved=early, hidden=early, **SMALL)
     for i in by_hand(one, 5):
-        for model in (one, other): model(batch(i), dist.get_rank()).square().mean().backward()
+        for model in (one, other):
+            model(batch(i), dist.get_rank()).square().mean().backward()
     assert replicas(other)
     return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
 
 
 @pytest.mark.parametrize("nodes", [False, True])
 def test_each_rank_may_have_an_order_of_its_own_from_the_first_iteration_on(nodes):
-    for early in (False, True): assert max(run(4, disordered, early, nodes)) < 1e-9
+    for early in (False, True):
+        assert max(run(4, disordered, early, nodes)) < 1e-9
 
 
 def listened_to():
     """How many parameters are listened to: all while the order is not known, then one for each bucket."""
     one, other = Turning(), Turning()
-    for model in (one, other): model.layers[0].requires_grad_(False)
+    for model in (one, other):
+        model.layers[0].requires_grad_(False)
     handle, seen = data_parallel(other, sharded(one_adamw(other)), bucket_cap_mb=0.0025), []
     for i in by_hand(one, 6):
         if i == 3:
-            for model in (one, other): model.layers[0].requires_grad_(True)
+            for model in (one, other):
+                model.layers[0].requires_grad_(True)
         seen.append(len(handle.hooks))
-        for model in (one, other): model(batch(i)).square().mean().backward()
+        for model in (one, other):
+            model(batch(i)).square().mean().backward()
         seen += [len(handle.hooks), len(handle.runner.shard.plan.buckets)]
     worst = float((flat(one.parameters()) - flat(other.parameters())).abs().max())
     handle.detach()
@@ -673,7 +920,9 @@ def listened_to():
 def test_one_parameter_of_each_bucket_is_listened_to():
     for seen, worst, left in run(2, listened_to):
         before, after, buckets = seen[::3], seen[1::3], seen[2::3]
-        assert before[0] == 8 and after == buckets and 1 < buckets[0] < 8 and before[1:3] == after[:2], seen
+        assert (
+            before[0] == 8 and after == buckets and 1 < buckets[0] < 8 and before[1:3] == after[:2]
+        ), seen
         assert buckets[-1] > buckets[0] and worst < 1e-9 and left == 0, (seen, worst, left)
 
 
@@ -684,31 +933,43 @@ class Hidden(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(12, 12).double(), nn.Linear(12, 12).double()
 
-    def forward(self, x, both=True): return Output(self.b(self.a(x) if both else x))
+    def forward(self, x, both=True):
+        return Output(self.b(self.a(x) if both else x))
 
 
 def unheard():
     model = Hidden()
     data_parallel(model, zero := sharded(one_adamw(model)))
+
     def go():
         for i in range(4):
             model(batch(i), both=i < 2 or dist.get_rank() != 1).value.square().mean().backward()
             zero.step()
+
     return told(go)
 
 
 def test_a_lack_that_no_hook_reports_is_an_error_in_step():
     messages = run(2, unheard, timeout=30)
-    assert "no gradient in this backward, but did before" in messages[1] and "rank 1 failed" in messages[0], messages
+    assert (
+        "no gradient in this backward, but did before" in messages[1]
+        and "rank 1 failed" in messages[0]
+    ), messages
 
 
 def waited_for():
     """How many buckets have come when nothing, a bias that is not there, and the first weight have been read."""
     model = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(6))).double()
     handle = data_parallel(model, sharded(one_adamw(model)), hidden=True, bucket_cap_mb=0.001)
-    for i in range(3): model(batch(i)).square().mean().backward()
-    def came(): return sum(work.done for work in handle.running.gathers.values())
-    def guarded(): return [type(layer._parameters) is not dict for layer in model]
+    for i in range(3):
+        model(batch(i)).square().mean().backward()
+
+    def came():
+        return sum(work.done for work in handle.running.gathers.values())
+
+    def guarded():
+        return [type(layer._parameters) is not dict for layer in model]
+
     seen = [came()]
     assert model[0].bias is None
     seen.append(came())
@@ -718,19 +979,30 @@ def waited_for():
 
 def test_a_read_waits_for_no_more_than_its_own_parameter():
     for (before, none, one), guarded, count in run(2, waited_for):
-        assert count == 6 and none == before and one == before + 1 < count, (before, none, one, count)
+        assert count == 6 and none == before and one == before + 1 < count, (
+            before,
+            none,
+            one,
+            count,
+        )
         assert guarded == [False] + [True] * 5
 
 
 def some_ranks():
     """Ranks 1 and 2 of three train."""
     group = dist.new_group([1, 2])
-    if dist.get_rank() == 0: return None
+    if dist.get_rank() == 0:
+        return None
     one, other = network(), network()
-    wrapped, optim, zero = DDP(one, process_group=group), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1), sharded(one_adamw(other), group)
+    wrapped, optim, zero = (
+        DDP(one, process_group=group),
+        AdamW(one.parameters(), lr=1e-2, weight_decay=0.1),
+        sharded(one_adamw(other), group),
+    )
     handle = data_parallel(other, zero, **SMALL)
     for i in range(4):
-        for model in (wrapped, other): model(batch(i)).square().mean().backward()
+        for model in (wrapped, other):
+            model(batch(i)).square().mean().backward()
         optim.step()
         optim.zero_grad()
     assert replicas(other, group) and handle.schedule
@@ -742,16 +1014,31 @@ def test_some_ranks_may_train_alone():
     assert result[0] is None and max(result[1:]) < 1e-9
 
 
-def levels(): return {early: compare(options={"process_group": two_level(2)}, interleaved=early, make=normed) for early in (False, True)}
+def levels():
+    return {
+        early: compare(options={"process_group": two_level(2)}, interleaved=early, make=normed)
+        for early in (False, True)
+    }
 
 
 def levels_unused(early):
     one, other = Choosing(), Choosing()
-    wrapped, optim = DDP(one, find_unused_parameters=True), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1)
+    wrapped, optim = (
+        DDP(one, find_unused_parameters=True),
+        AdamW(one.parameters(), lr=1e-2, weight_decay=0.1),
+    )
     zero = sharded(one_adamw(other), two_level(2))
-    handle = data_parallel(other, zero, interleaved=early, find_unused_parameters=True, max_grad_norm=None if early else 0.05, **SMALL)
+    handle = data_parallel(
+        other,
+        zero,
+        interleaved=early,
+        find_unused_parameters=True,
+        max_grad_norm=None if early else 0.05,
+        **SMALL,
+    )
     for i, choice in enumerate(CHOICES):
-        for model in (wrapped, other): model(batch(i), choice(dist.get_rank())).square().mean().backward()
+        for model in (wrapped, other):
+            model(batch(i), choice(dist.get_rank())).square().mean().backward()
         if not early:
             norm = nn.utils.clip_grad_norm_(one.parameters(), 0.05)
             assert torch.allclose(norm, handle.grad_norm)
@@ -762,22 +1049,32 @@ def levels_unused(early):
 
 
 def test_two_levels():
-    for rank in run(4, levels): assert max(rank.values()) < 1e-9
-    for early in (False, True): assert max(run(4, levels_unused, early)) < 1e-9
+    for rank in run(4, levels):
+        assert max(rank.values()) < 1e-9
+    for early in (False, True):
+        assert max(run(4, levels_unused, early)) < 1e-9
 
 
 def scaled():
     """Scale a loss so that it overflows now and then, on one rank."""
     one, other = network(), network()
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2, backoff_factor=0.5) for _ in range(2)]
-    wrapped, optim, zero = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1), sharded(one_adamw(other))
+    scalers = [
+        torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2, backoff_factor=0.5)
+        for _ in range(2)
+    ]
+    wrapped, optim, zero = (
+        DDP(one),
+        AdamW(one.parameters(), lr=1e-2, weight_decay=0.1),
+        sharded(one_adamw(other)),
+    )
     handle = data_parallel(other, zero, scaler=scalers[1], max_grad_norm=0.1, **SMALL)
     scales, stood = [], []
     for i in range(8):
         before = flat(other.parameters())
         for model, scaler in ((wrapped, scalers[0]), (other, scalers[1])):
             loss = scaler.scale(model(batch(i)).square().mean())
-            if i in (0, 4) and dist.get_rank() == 1: loss = loss * float("inf")
+            if i in (0, 4) and dist.get_rank() == 1:
+                loss = loss * float("inf")
             loss.backward()
         scalers[0].unscale_(optim)
         norm = nn.utils.clip_grad_norm_(one.parameters(), 0.1)
@@ -785,8 +1082,10 @@ def scaled():
         optim.zero_grad()
         scalers[1].step(zero)
         zero.zero_grad()
-        for scaler in scalers: scaler.update()
-        if i not in (0, 4): assert torch.allclose(norm, handle.grad_norm)
+        for scaler in scalers:
+            scaler.update()
+        if i not in (0, 4):
+            assert torch.allclose(norm, handle.grad_norm)
         scales.append([scaler.get_scale() for scaler in scalers])
         stood.append(torch.equal(before, flat(other.parameters())))
         assert replicas(other)
@@ -802,16 +1101,24 @@ def test_a_scaler_skips_on_every_rank(size):
 
 def detached(early):
     one, other = network(), network()
-    wrapped, optim, zero = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1), sharded(one_adamw(other))
+    wrapped, optim, zero = (
+        DDP(one),
+        AdamW(one.parameters(), lr=1e-2, weight_decay=0.1),
+        sharded(one_adamw(other)),
+    )
+
     def go(steps, model):
         for i in steps:
-            for m in (wrapped, model): m(batch(i)).square().mean().backward()
+            for m in (wrapped, model):
+                m(batch(i)).square().mean().backward()
             if model is not other:
                 zero.step()
                 zero.zero_grad()
             optim.step()
             optim.zero_grad()
-    with data_parallel(other, zero, interleaved=early, hidden=early, **SMALL): go(range(3), other)
+
+    with data_parallel(other, zero, interleaved=early, hidden=early, **SMALL):
+        go(range(3), other)
     assert zero.driver is None and all(type(m._parameters) is dict for m in other.modules())
     go(range(3, 5), DDP(other))
     handle = data_parallel(other, zero, interleaved=early, hidden=early, **SMALL)
@@ -823,15 +1130,18 @@ def detached(early):
     return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
 
 
-def detached_both(): return detached(False), detached(True)
+def detached_both():
+    return detached(False), detached(True)
 
 
 def test_detach_leaves_a_plain_module_and_optimizer():
     for size in (1, 2):
-        for worst in run(size, detached_both): assert max(worst) < 1e-9
+        for worst in run(size, detached_both):
+            assert max(worst) < 1e-9
 
 
-def unpickled(data): return torch.load(io.BytesIO(data), weights_only=False)
+def unpickled(data):
+    return torch.load(io.BytesIO(data), weights_only=False)
 
 
 def saved(thing):
@@ -844,14 +1154,16 @@ def by_loading(model):
     """Load, which copies into the parameters that are on their way: what comes afterwards must not overwrite it."""
     state = network().state_dict()
     with torch.no_grad():
-        for value in state.values(): value.mul_(2).add_(1)
+        for value in state.values():
+            value.mul_(2).add_(1)
     model.load_state_dict(state)
     return model(batch(50))
 
 
 def by_setting(model):
     with torch.no_grad():
-        for module in (model[0], model[4]): module.weight.fill_(3.0)
+        for module in (model[0], model[4]):
+            module.weight.fill_(3.0)
     return model(batch(50))
 
 
@@ -863,17 +1175,30 @@ def by_casting(model):
 
 
 READS = {
-    "state_dict": lambda m: flat(m.state_dict().values()), "parameters": lambda m: flat(m.parameters()),
-    "one of parameters": lambda m: next(iter(m.parameters())), "last of parameters": lambda m: list(m.parameters())[-1],
-    "named_parameters": lambda m: flat(p for _, p in m.named_parameters()), "get_parameter": lambda m: m.get_parameter("2.weight"),
-    "weight": lambda m: m[0].weight, "bias": lambda m: m[4].bias, "deepcopy": lambda m: flat(copy.deepcopy(m).parameters()),
-    "pickle": lambda m: flat(unpickled(saved(m)).parameters()), "pickled state": lambda m: flat(unpickled(saved(m.state_dict())).values()),
-    "forward": lambda m: m(batch(50)), "part": lambda m: m[2](batch(50, width=40)), "load_state_dict": by_loading, "set": by_setting,
+    "state_dict": lambda m: flat(m.state_dict().values()),
+    "parameters": lambda m: flat(m.parameters()),
+    "one of parameters": lambda m: next(iter(m.parameters())),
+    "last of parameters": lambda m: list(m.parameters())[-1],
+    "named_parameters": lambda m: flat(p for _, p in m.named_parameters()),
+    "get_parameter": lambda m: m.get_parameter("2.weight"),
+    "weight": lambda m: m[0].weight,
+    "bias": lambda m: m[4].bias,
+    "deepcopy": lambda m: flat(copy.deepcopy(m).parameters()),
+    "pickle": lambda m: flat(unpickled(saved(m)).parameters()),
+    "pickled state": lambda m: flat(unpickled(saved(m.state_dict())).values()),
+    "forward": lambda m: m(batch(50)),
+    "part": lambda m: m[2](batch(50, width=40)),
+    "load_state_dict": by_loading,
+    "set": by_setting,
     "cast": by_casting,
-    "functional_call": lambda m: torch.func.functional_call(m, {"0.bias": torch.ones(40).double()}, (batch(50),)),
+    "functional_call": lambda m: torch.func.functional_call(
+        m, {"0.bias": torch.ones(40).double()}, (batch(50),)
+    ),
     "grad of input": lambda m: torch.autograd.grad(m(x := batch(50).requires_grad_()).sum(), x)[0],
-    "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()), "apply": lambda m: m.apply(lambda x: None)[3].weight,
-    "children": lambda m: flat(p for c in m.children() for p in c.parameters()), "repeated": lambda m: flat([*m.parameters(), *m.parameters()]),
+    "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "apply": lambda m: m.apply(lambda x: None)[3].weight,
+    "children": lambda m: flat(p for c in m.children() for p in c.parameters()),
+    "repeated": lambda m: flat([*m.parameters(), *m.parameters()]),
 }
 
 
@@ -881,9 +1206,12 @@ def reading(name, hidden, early, evaluates):
     model = network()
     zero = sharded(one_adamw(model))
     data_parallel(model, zero, hidden=hidden, interleaved=early, **SMALL)
-    for i in range(2): model(batch(i)).square().mean().backward()
-    if evaluates: model.eval()
-    with torch.no_grad() if evaluates else contextlib.nullcontext(): seen = READS[name](model).detach().clone()
+    for i in range(2):
+        model(batch(i)).square().mean().backward()
+    if evaluates:
+        model.eval()
+    with torch.no_grad() if evaluates else contextlib.nullcontext():
+        seen = READS[name](model).detach().clone()
     return seen, flat(model.parameters())
 
 
@@ -893,7 +1221,8 @@ def reads():
         for early in (False, True):
             evaluates = early and name != "grad of input"
             (a, b), (c, d) = (reading(name, hidden, early, evaluates) for hidden in (False, True))
-            if not (torch.equal(a, c) and torch.equal(b, d)): wrong.append((name, early))
+            if not (torch.equal(a, c) and torch.equal(b, d)):
+                wrong.append((name, early))
     return wrong
 
 
@@ -907,10 +1236,12 @@ def one_reads(early):
     data_parallel(model, sharded(one_adamw(model)), interleaved=early, hidden=True, **SMALL)
     for i in range(4):
         model(batch(i)).square().mean().backward()
-        if dist.get_rank() == i % 3: saved(model.state_dict())
+        if dist.get_rank() == i % 3:
+            saved(model.state_dict())
         dist.barrier()
         order = list(model) if dist.get_rank() else reversed(list(model))
-        for layer in order: list(layer.parameters())
+        for layer in order:
+            list(layer.parameters())
     return replicas(model)
 
 
@@ -927,8 +1258,10 @@ def left_out():
         data_parallel(model, zero, **SMALL)
         for i in range(4):
             model(batch(i)).square().mean().backward()
-            if calls: zero.step()
-            if calls: zero.zero_grad()
+            if calls:
+                zero.step()
+            if calls:
+                zero.zero_grad()
         out.append(flat(model.parameters()))
     return torch.equal(*out)
 
@@ -946,7 +1279,8 @@ class Opposite(nn.Sequential):
     """Runs its modules from the last to the first."""
 
     def forward(self, x):
-        for module in reversed(self): x = module(x)
+        for module in reversed(self):
+            x = module(x)
         return x
 
 
@@ -956,8 +1290,12 @@ def living(early, opposite):
     handle = data_parallel(model, zero, interleaved=early, hidden=False, bucket_cap_mb=0.016, lag=1)
     params, most, plans = list(model.parameters()), [0] * 5, [handle.runner.shard.plan]
     step = 0
-    def look(param): most[step] = max(most[step], sum(p.grad is not None for p in params))
-    for p in params: p.register_post_accumulate_grad_hook(look)
+
+    def look(param):
+        most[step] = max(most[step], sum(p.grad is not None for p in params))
+
+    for p in params:
+        p.register_post_accumulate_grad_hook(look)
     for step in range(5):
         model(batch(step, width=64, dtype=torch.float32)).square().mean().backward()
         plans.append(handle.runner.shard.plan)
@@ -969,8 +1307,16 @@ def living(early, opposite):
 def test_gradients_live_for_a_bucket(early, opposite):
     for most, count, changes in run(2, living, early, opposite):
         assert max(most[1:]) <= 4, "a bucket of weights, and the biases that wait for theirs"
-        assert most[0] > count / 2 if opposite else most[0] <= 4, "in the first iteration, those that come out of turn wait"
-        assert changes == [opposite, False, False, False, False], "plans are made anew for them alone"
+        assert most[0] > count / 2 if opposite else most[0] <= 4, (
+            "in the first iteration, those that come out of turn wait"
+        )
+        assert changes == [
+            opposite,
+            False,
+            False,
+            False,
+            False,
+        ], "plans are made anew for them alone"
 
 
 def turned():
@@ -978,21 +1324,30 @@ def turned():
         torch.manual_seed(5)
         return Opposite(*(nn.Linear(12, 12) for _ in range(5))).double()
 
-    return [compare(make=make, groups=groups, options=options, **mode) for groups in KINDS.values() for mode in MODES.values()
-            for options in ({}, {"parameters_as_bucket_view": True})]
+    return [
+        compare(make=make, groups=groups, options=options, **mode)
+        for groups in KINDS.values()
+        for mode in MODES.values()
+        for options in ({}, {"parameters_as_bucket_view": True})
+    ]
 
 
 @pytest.mark.usefixtures("way")
 def test_modules_may_run_in_another_order_than_they_are_registered_in():
-    for worst in run(3, turned): assert max(worst) < 1e-9
+    for worst in run(3, turned):
+        assert max(worst) < 1e-9
 
 
 def frozen_first(early):
     one, other = network(), network()
-    data_parallel(other, zero := sharded(one_adamw(other)), interleaved=early, hidden=early, **SMALL)
+    data_parallel(
+        other, zero := sharded(one_adamw(other)), interleaved=early, hidden=early, **SMALL
+    )
     for i in by_hand(one, 5):
-        for model in (one, other): model[0].requires_grad_(i > 1)
-        for model in (one, other): model(batch(i)).square().mean().backward()
+        for model in (one, other):
+            model[0].requires_grad_(i > 1)
+        for model in (one, other):
+            model(batch(i)).square().mean().backward()
         zero.step()
     assert replicas(other)
     return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
@@ -1000,21 +1355,29 @@ def frozen_first(early):
 
 def test_parameters_may_be_frozen_before_the_first_backward():
     for early in (False, True):
-        for worst in run(2, frozen_first, early): assert worst < 1e-9
+        for worst in run(2, frozen_first, early):
+            assert worst < 1e-9
 
 
 def first_peak(early):
     def train():
         model = nn.Sequential(*(nn.Linear(1400, 1400) for _ in range(20)))
-        data_parallel(model, sharded([{"params": model.parameters(), "optimizer_class": SGD}]), interleaved=early)
+        data_parallel(
+            model,
+            sharded([{"params": model.parameters(), "optimizer_class": SGD}]),
+            interleaved=early,
+        )
         model(torch.ones(1, 1400)).sum().backward()
+
     return peak_bytes(torch.device("cpu"), train) / (20 * 1401 * 1400 * 4)
 
 
 @measures_memory
 @pytest.mark.parametrize("early", [False, True])
 def test_the_first_iteration_does_not_hold_all_gradients(early, monkeypatch):
-    monkeypatch.setenv("ZERO_NB_MEMORY", "0")  # the system counts a page of shared memory in every process that has read it
+    monkeypatch.setenv(
+        "ZERO_NB_MEMORY", "0"
+    )  # the system counts a page of shared memory in every process that has read it
     for peak in run_afresh(4, "test_parallel.first_peak", early):
         # parameters; a quarter of averages, of what is stepped, and, up to five of twenty, of gradients on their way
         assert 1.25 < peak < 1.85, "gradients that wait for the end would make it 2 at least"
@@ -1023,8 +1386,15 @@ def test_the_first_iteration_does_not_hold_all_gradients(early, monkeypatch):
 def vocabulary(pieces, early):
     def train():
         model = nn.Linear(2000, 4800, bias=False)
-        data_parallel(model, sharded(one_adamw(model)), interleaved=early, cut_mb=model.weight.nbytes / 2**20 / pieces)
-        for _ in range(4): model(torch.ones(1, 2000)).sum().backward()
+        data_parallel(
+            model,
+            sharded(one_adamw(model)),
+            interleaved=early,
+            cut_mb=model.weight.nbytes / 2**20 / pieces,
+        )
+        for _ in range(4):
+            model(torch.ones(1, 2000)).sum().backward()
+
     return peak_bytes(torch.device("cpu"), train) / (2000 * 4800 * 4)
 
 
@@ -1034,7 +1404,10 @@ def vocabulary(pieces, early):
 def test_a_gradient_that_is_cut_in_a_few_pieces_is_reduced_where_it_lies(early, least):
     for peak in run_afresh(2, "test_parallel.vocabulary", 4, early):
         # a parameter, its gradient, half of two moments, and, if steps come at the end, of an average
-        assert least <= peak < least + 0.7, "messages bring 6 MB for each of four pieces; a copy of the gradient would be another 38 MB"
+        assert least <= peak < least + 0.7, (
+            "messages bring 6 MB for each of four pieces; a copy of the gradient would be another"
+            " 38 MB"
+        )
 
 
 NETWORK = {"reduce_scatter": "RS", "all_gather": "AG"}
@@ -1057,10 +1430,16 @@ def traffic(setup):
         logs.append(list(group.log.collectives()))
         wire = group.log.wire
         group.log.clear()
-    sizes = [bucket.nbytes for bucket in handle.runner.shard.plan.buckets] if hasattr(handle.runner.shard.plan.buckets[0], "nbytes") else [
-        bucket.numel * 4 for bucket in handle.runner.shard.plan.buckets]
+    sizes = (
+        [bucket.nbytes for bucket in handle.runner.shard.plan.buckets]
+        if hasattr(handle.runner.shard.plan.buckets[0], "nbytes")
+        else [bucket.numel * 4 for bucket in handle.runner.shard.plan.buckets]
+    )
     assert len(set(sizes)) == len(sizes) > 2, "buckets are told apart by their size"
-    seen = [tuple(f"{sizes.index(e.bytes)}:{NETWORK.get(e.kind, e.kind)}" for e in log) for log in logs[2:]]
+    seen = [
+        tuple(f"{sizes.index(e.bytes)}:{NETWORK.get(e.kind, e.kind)}" for e in log)
+        for log in logs[2:]
+    ]
     return seen, handle.schedule.collectives, wire, sum(p.numel() * 4 for p in model.parameters())
 
 
@@ -1069,8 +1448,11 @@ def traffic(setup):
 def test_traffic_is_that_of_ddp_in_the_order_of_the_schedule(mode):
     size = 3
     ranks = run(size, traffic, MODES[mode])
-    for seen, planned, *_ in ranks: assert all(order == planned == ranks[0][1] for order in seen)
-    assert sum(wire for _, _, wire, _ in ranks) == 2 * (size - 1) * ranks[0][3]  # parts are rounded to 16 elements, so ranks differ a little
+    for seen, planned, *_ in ranks:
+        assert all(order == planned == ranks[0][1] for order in seen)
+    assert (
+        sum(wire for _, _, wire, _ in ranks) == 2 * (size - 1) * ranks[0][3]
+    )  # parts are rounded to 16 elements, so ranks differ a little
 
 
 def refused(f):
@@ -1080,15 +1462,28 @@ def refused(f):
 
 def bad():
     rank, out = dist.get_rank(), {}
-    def ask(name, f): out[name] = told(f)
+
+    def ask(name, f):
+        out[name] = told(f)
+
     def made(model=None, **setup):
         model = model or network()
         return data_parallel(model, sharded(one_adamw(model)), **setup)
+
     ask("ddp", lambda: data_parallel(wrapped := DDP(network()), sharded(one_adamw(wrapped))))
     ask("plain optimizer", lambda: data_parallel(model := network(), AdamW(model.parameters())))
     ask("not a module", lambda: data_parallel([1], sharded(one_adamw(network()))))
-    ask("missing", lambda: data_parallel(model := network(), sharded([adamw(list(model.parameters())[:3])])))
-    ask("strange", lambda: data_parallel(model := network(), sharded([adamw([*model.parameters(), nn.Parameter(torch.ones(3, 4))])])))
+    ask(
+        "missing",
+        lambda: data_parallel(model := network(), sharded([adamw(list(model.parameters())[:3])])),
+    )
+    ask(
+        "strange",
+        lambda: data_parallel(
+            model := network(),
+            sharded([adamw([*model.parameters(), nn.Parameter(torch.ones(3, 4))])]),
+        ),
+    )
     ask("unknown", lambda: made(bucket_cap=3))
     ask("apart", lambda: made(bucket_cap_mb=1.0 + rank))
     ask("negative cap", lambda: made(bucket_cap_mb=-1.0))
@@ -1113,11 +1508,25 @@ def bad():
 
 
 WORDS = {
-    "ddp": "TypeError.*plain model.*module", "plain optimizer": "TypeError.*ZeroRedundancyOptimizer, got AdamW", "not a module": "TypeError.*Module, got list",
-    "missing": "ValueError.*'3.weight'", "strange": r"ValueError.*\(3, 4\)", "unknown": "TypeError.*bucket_cap",
-    "apart": "rank", "negative cap": "ValueError.*bucket_cap_mb", "cap": "bucket_cap_mb", "cut": "ValueError.*cut_mb", "lag": "ValueError.*lag",
-    "lag of a float": "(Type|Value)Error.*lag", "buffers": "ValueError.*'none'", "clip": "ValueError.*max_grad_norm", "judges": "ValueError.*interleaved",
-    "scaler": "TypeError.*scaler.*got", "twice": "RuntimeError.*detach", "other optimizer": "RuntimeError.*detach", "closure": "TypeError.*found_inf",
+    "ddp": "TypeError.*plain model.*module",
+    "plain optimizer": "TypeError.*ZeroRedundancyOptimizer, got AdamW",
+    "not a module": "TypeError.*Module, got list",
+    "missing": "ValueError.*'3.weight'",
+    "strange": r"ValueError.*\(3, 4\)",
+    "unknown": "TypeError.*bucket_cap",
+    "apart": "rank",
+    "negative cap": "ValueError.*bucket_cap_mb",
+    "cap": "bucket_cap_mb",
+    "cut": "ValueError.*cut_mb",
+    "lag": "ValueError.*lag",
+    "lag of a float": "(Type|Value)Error.*lag",
+    "buffers": "ValueError.*'none'",
+    "clip": "ValueError.*max_grad_norm",
+    "judges": "ValueError.*interleaved",
+    "scaler": "TypeError.*scaler.*got",
+    "twice": "RuntimeError.*detach",
+    "other optimizer": "RuntimeError.*detach",
+    "closure": "TypeError.*found_inf",
     "add": "RuntimeError.*overlapped",
 }
 
@@ -1125,7 +1534,8 @@ WORDS = {
 def test_bad_input_is_an_error_on_every_rank():
     ranks = run(2, bad, timeout=60)
     for name, words in WORDS.items():
-        for rank in ranks: assert rank[name] and re.search(words, rank[name], re.S), (name, rank[name])
+        for rank in ranks:
+            assert rank[name] and re.search(words, rank[name], re.S), (name, rank[name])
 
 
 class Trap(nn.Module):
@@ -1136,22 +1546,29 @@ class Trap(nn.Module):
         self.inside, self.where = network(), ""
 
     def forward(self, x):
-        if self.where == "forward": raise ValueError("caught in forward")
+        if self.where == "forward":
+            raise ValueError("caught in forward")
         out = self.inside[0](x)
-        if self.where == "backward": out.register_hook(self.spring)
+        if self.where == "backward":
+            out.register_hook(self.spring)
         return self.inside[1:](out)
 
-    def spring(self, grad): raise ValueError("caught in backward")
+    def spring(self, grad):
+        raise ValueError("caught in backward")
 
 
 def trapped(where, setup, at, nodes=False):
     model = Trap()
-    data_parallel(model, sharded(one_adamw(model), two_level(2) if nodes else None), **SMALL, **setup)
+    data_parallel(
+        model, sharded(one_adamw(model), two_level(2) if nodes else None), **SMALL, **setup
+    )
+
     def go():
         for i in range(4):
             model.where = where if i == at and dist.get_rank() == 1 else ""
             model(batch(i)).square().mean().backward()
         return list(model.parameters())
+
     return told(go)
 
 
@@ -1163,7 +1580,8 @@ def test_a_rank_that_raises_is_named_by_the_others(mode, where, at):
     for size, nodes in ((3, False), (4, True)):
         messages = run(size, trapped, where, MODES[mode], at, nodes, timeout=30)
         assert messages.pop(1) == f"ValueError: caught in {where}"
-        for message in messages: assert "rank 1 failed with" in message, message  # and it ends soon
+        for message in messages:
+            assert "rank 1 failed with" in message, message  # and it ends soon
 
 
 def twice_differentiated():
@@ -1175,16 +1593,31 @@ def twice_differentiated():
 def differentiated_by_one():
     model = network()
     data_parallel(model, sharded(one_adamw(model)), **SMALL)
-    return told(lambda: [model(batch(step)).square().mean().backward(create_graph=step == 1 and dist.get_rank() == 1) for step in range(3)])
+    return told(
+        lambda: [
+            model(batch(step))
+            .square()
+            .mean()
+            .backward(create_graph=step == 1 and dist.get_rank() == 1)
+            for step in range(3)
+        ]
+    )
 
 
 def wholly_recomputed(reentrant):
     one, other = network(), network()
-    wrapped, optim, zero, worst = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1), sharded(one_adamw(other)), 0.0
+    wrapped, optim, zero, worst = (
+        DDP(one),
+        AdamW(one.parameters(), lr=1e-2, weight_decay=0.1),
+        sharded(one_adamw(other)),
+        0.0,
+    )
     data_parallel(other, zero, **SMALL)
     for step in range(4):
         wrapped(batch(step)).square().mean().backward()
-        checkpoint(other, batch(step).requires_grad_(), use_reentrant=reentrant).square().mean().backward()
+        checkpoint(
+            other, batch(step).requires_grad_(), use_reentrant=reentrant
+        ).square().mean().backward()
         optim.step()
         optim.zero_grad()
         worst = max(worst, (flat(one.parameters()) - flat(other.parameters())).abs().max().item())
@@ -1193,7 +1626,8 @@ def wholly_recomputed(reentrant):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_the_module_may_be_recomputed_as_a_whole(reentrant):
-    for worst, same in run(2, wholly_recomputed, reentrant): assert worst < 1e-12 and same
+    for worst, same in run(2, wholly_recomputed, reentrant):
+        assert worst < 1e-12 and same
 
 
 def scheduled():
@@ -1210,47 +1644,61 @@ def scheduled():
 
 
 def test_a_scheduler_does_not_miss_the_step_that_is_left_out():
-    for caught, lr in run(2, scheduled): assert not caught and lr == 1e-2 / 8
+    for caught, lr in run(2, scheduled):
+        assert not caught and lr == 1e-2 / 8
 
 
 def left_after_an_error():
     """One rank leaves the block by an exception; the other is not in one, and waits for nobody."""
     model = network()
     handle = data_parallel(model, zero := sharded(one_adamw(model)), **SMALL)
+
     def go():
         with handle if dist.get_rank() == 1 else contextlib.nullcontext():
-            for step in range(3): model(batch(step)).square().mean().backward()
-            if dist.get_rank() == 1: raise KeyError("in the loop")
+            for step in range(3):
+                model(batch(step)).square().mean().backward()
+            if dist.get_rank() == 1:
+                raise KeyError("in the loop")
+
     return told(go), zero.driver is None, told(lambda: [model(batch(9))])
 
 
 def test_the_block_ends_at_once_on_a_rank_that_raises_in_it():
-    assert run(2, left_after_an_error, timeout=30) == [(None, False, None), ("KeyError: 'in the loop'", True, None)]
+    assert run(2, left_after_an_error, timeout=30) == [
+        (None, False, None),
+        ("KeyError: 'in the loop'", True, None),
+    ]
 
 
 def called_twice():
     model = Recomputed(True)
     data_parallel(model, sharded(one_adamw(model)), **SMALL)
+
     def go():
         model(batch(0)).sum().backward()
         (model(batch(0)) + model(batch(1))).sum().backward()
+
     return told(go)
 
 
 def test_what_is_recomputed_twice_is_refused():
-    for message in run(2, called_twice): assert "two gradients in one backward" in message, message
+    for message in run(2, called_twice):
+        assert "two gradients in one backward" in message, message
 
 
 def test_double_backward_is_refused():
-    for message in run(2, twice_differentiated): assert message.startswith("RuntimeError") and "create_graph=True" in message, message
-    for message in run(2, differentiated_by_one, timeout=30): assert "create_graph=True" in message, message
+    for message in run(2, twice_differentiated):
+        assert message.startswith("RuntimeError") and "create_graph=True" in message, message
+    for message in run(2, differentiated_by_one, timeout=30):
+        assert "create_graph=True" in message, message
 
 
 def long():
     model = network()
     zero = sharded(muon_adamw(model))
     data_parallel(model, zero, interleaved=True, **SMALL)
-    for i in range(300): model(batch(i)).square().mean().backward()
+    for i in range(300):
+        model(batch(i)).square().mean().backward()
     return replicas(model)
 
 

@@ -1,4 +1,5 @@
 """Bad plans of every module, and random ones of every size."""
+
 import random
 
 import pytest
@@ -14,33 +15,74 @@ two = (ParamSpec("weight", (7,)), ParamSpec("bias", (2,)))
 
 
 @settings(max_examples=8, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([1, 100, 10_000, 100_000]), st.sampled_from([1, 3, 257, 4096]), st.sampled_from([even, greedy, balanced]))
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([1, 100, 10_000, 100_000]),
+    st.sampled_from([1, 3, 257, 4096]),
+    st.sampled_from([even, greedy, balanced]),
+)
 def test_long_lists_of_parameters(seed, count, world_size, policy):
     rng = random.Random(seed)
-    specs = [ParamSpec(f"p{i}", (rng.choice((0, 1, 7, 64, 4096, rng.randrange(10**6))),), trainable=rng.random() < 0.9) for i in range(count)]
+    specs = [
+        ParamSpec(
+            f"p{i}",
+            (rng.choice((0, 1, 7, 64, 4096, rng.randrange(10**6))),),
+            trainable=rng.random() < 0.9,
+        )
+        for i in range(count)
+    ]
     plan = policy(specs, world_size)
-    total, largest = sum(p.numel for p in specs if p.trainable), max((p.numel for p in specs if p.trainable), default=0)
-    assert sum(plan.loads) == total and max(plan.loads) <= total / world_size + (1 if policy is even else largest)
+    total, largest = (
+        sum(p.numel for p in specs if p.trainable),
+        max((p.numel for p in specs if p.trainable), default=0),
+    )
+    assert sum(plan.loads) == total and max(plan.loads) <= total / world_size + (
+        1 if policy is even else largest
+    )
     other = even(specs, max(1, world_size // 2))
     stay = sum(m.numel for m in moves(plan, other))
     assert stay <= total and moves(other, other) == ()
-    if count <= 10_000: assert ShardPlan.from_text(plan.to_text()) == plan
+    if count <= 10_000:
+        assert ShardPlan.from_text(plan.to_text()) == plan
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: pack(two, 2, align=0), "align must be an integer >= 1"),
-    (lambda: pack(two, 2, align=-4), "align must be an integer >= 1"),
-    (lambda: BucketPlan(two, 1, (Bucket("float32", "cpu", None, (Slot(-1, 0, 2, 0),), (0, 2)),)), "needs a parameter from 0 to 1"),
-    (lambda: adopt(two, 2, [[0, 1, 7]]), "buckets must hold indices of trainable parameters, below 2, got [7]"),
-    (lambda: adopt(two, 2, [[-1, 0]]), "got [-1]"),
-    (lambda: adopt((*two, ParamSpec("f", (2,), trainable=False)), 2, [[0, 1, 2]], policy="greedy"), "got [2]"),
-    (lambda: BucketPlan.from_text("nonsense"), "begin with param, ranks and bucket"),
-    (lambda: BucketPlan.from_text("ranks 2\nbucket what"), "a bucket is written as"),
-    (lambda: Schedule.parse("backward"), "a line of a schedule is written as"),
-    (lambda: Schedule.parse("0:GRAD 0:RS"), "a line of a schedule is written as"),
-    (lambda: estimate(two, world_size=8, replicas=0), "replicas must divide world_size, got 0 and 8"),
-    (lambda: estimate(two, __import__("torch").optim.LBFGS), "LBFGS cannot step a matrix by itself"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pack(two, 2, align=0), "align must be an integer >= 1"),
+        (lambda: pack(two, 2, align=-4), "align must be an integer >= 1"),
+        (
+            lambda: BucketPlan(
+                two, 1, (Bucket("float32", "cpu", None, (Slot(-1, 0, 2, 0),), (0, 2)),)
+            ),
+            "needs a parameter from 0 to 1",
+        ),
+        (
+            lambda: adopt(two, 2, [[0, 1, 7]]),
+            "buckets must hold indices of trainable parameters, below 2, got [7]",
+        ),
+        (lambda: adopt(two, 2, [[-1, 0]]), "got [-1]"),
+        (
+            lambda: adopt(
+                (*two, ParamSpec("f", (2,), trainable=False)), 2, [[0, 1, 2]], policy="greedy"
+            ),
+            "got [2]",
+        ),
+        (lambda: BucketPlan.from_text("nonsense"), "begin with param, ranks and bucket"),
+        (lambda: BucketPlan.from_text("ranks 2\nbucket what"), "a bucket is written as"),
+        (lambda: Schedule.parse("backward"), "a line of a schedule is written as"),
+        (lambda: Schedule.parse("0:GRAD 0:RS"), "a line of a schedule is written as"),
+        (
+            lambda: estimate(two, world_size=8, replicas=0),
+            "replicas must divide world_size, got 0 and 8",
+        ),
+        (
+            lambda: estimate(two, __import__("torch").optim.LBFGS),
+            "LBFGS cannot step a matrix by itself",
+        ),
+    ],
+)
 def test_findings(call, message):
-    with pytest.raises(ValueError) as caught: call()
+    with pytest.raises(ValueError) as caught:
+        call()
     assert message in str(caught.value)

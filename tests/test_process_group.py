@@ -1,4 +1,5 @@
 """Collectives against arithmetic on every size of group, and agreement against every way to disagree."""
+
 import inspect
 import multiprocessing
 import os
@@ -41,38 +42,61 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
 
 def values(group_rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    return (torch.arange(size * 5) % 7 + group_rank + 1).to(dtype)  # small whole numbers: sums are exact in every dtype
+    return (torch.arange(size * 5) % 7 + group_rank + 1).to(
+        dtype
+    )  # small whole numbers: sums are exact in every dtype
 
 
 def every_collective(ranks=None):
     """Compare all collectives with what arithmetic says; return what went wrong."""
     process_group = dist.new_group(ranks) if ranks else None
-    if ranks and dist.get_rank() not in ranks: return []
+    if ranks and dist.get_rank() not in ranks:
+        return []
     g, wrong = Group(process_group), []
     for dtype in DTYPES:
         everyone = [values(r, g.size, dtype) for r in range(g.size)]
         mine, total = everyone[g.group_rank], torch.stack(everyone).sum(0).to(dtype)
         for async_op in (False, True):
-            reduced, sent, scattered, gathered = mine.clone(), mine.clone(), mine.clone(), mine.clone()
+            reduced, sent, scattered, gathered = (
+                mine.clone(),
+                mine.clone(),
+                mine.clone(),
+                mine.clone(),
+            )
             source = g.size - 1
-            works = [g.all_reduce(reduced, async_op=async_op), g.broadcast(sent, source, async_op=async_op)]
-            works += [g.reduce_scatter(scattered, async_op=async_op), g.all_gather(gathered, async_op=async_op)]
-            for work in works: work.wait()
+            works = [
+                g.all_reduce(reduced, async_op=async_op),
+                g.broadcast(sent, source, async_op=async_op),
+            ]
+            works += [
+                g.reduce_scatter(scattered, async_op=async_op),
+                g.all_gather(gathered, async_op=async_op),
+            ]
+            for work in works:
+                work.wait()
             parts = torch.cat([e.chunk(g.size)[r] for r, e in enumerate(everyone)])
             part = slice(5 * g.group_rank, 5 * g.group_rank + 5)
-            good = [reduced.equal(total), sent.equal(everyone[source]), scattered[part].equal(total[part]), gathered.equal(parts)]
-            if not all(good): wrong.append((dtype, async_op, good))
+            good = [
+                reduced.equal(total),
+                sent.equal(everyone[source]),
+                scattered[part].equal(total[part]),
+                gathered.equal(parts),
+            ]
+            if not all(good):
+                wrong.append((dtype, async_op, good))
     return wrong
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_collectives(size): assert run(size, every_collective) == [[]] * size
+def test_collectives(size):
+    assert run(size, every_collective) == [[]] * size
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("ranks", [[2, 3], [3, 1], [1], [3, 0, 2]])
-def test_collectives_of_a_subgroup(ranks): assert run(4, every_collective, ranks) == [[]] * 4
+def test_collectives_of_a_subgroup(ranks):
+    assert run(4, every_collective, ranks) == [[]] * 4
 
 
 @pytest.mark.usefixtures("way")
@@ -82,7 +106,8 @@ def test_two_groups_at_once():
         mine, world = Group(pairs[dist.get_rank() % 2]), Group()
         a, b = torch.full((4,), float(dist.get_rank())), torch.full((8,), float(dist.get_rank()))
         works = [mine.all_gather(a, async_op=True), world.all_gather(b, async_op=True)]
-        for work in reversed(works): work.wait()
+        for work in reversed(works):
+            work.wait()
         return a.tolist(), b.tolist()
 
     for rank, (a, b) in enumerate(run(4, both)):
@@ -94,17 +119,28 @@ def test_many_in_flight_and_repeated_waits():
     def many():
         g = Group()
         flats = [torch.full((6,), float(g.group_rank + i)) for i in range(50)]
-        works = [g.reduce_scatter(f, async_op=True) if i % 2 else g.all_gather(f, async_op=True) for i, f in enumerate(flats)]
-        for work in works[::-1] + works: work.wait()
-        return all(f.tolist() == [i, i, i + 1, i + 1, i + 2, i + 2] if i % 2 == 0 else f.chunk(3)[g.group_rank].tolist() == [3 * i + 3] * 2
-                   for i, f in enumerate(flats))
+        works = [
+            g.reduce_scatter(f, async_op=True) if i % 2 else g.all_gather(f, async_op=True)
+            for i, f in enumerate(flats)
+        ]
+        for work in works[::-1] + works:
+            work.wait()
+        return all(
+            (
+                f.tolist() == [i, i, i + 1, i + 1, i + 2, i + 2]
+                if i % 2 == 0
+                else f.chunk(3)[g.group_rank].tolist() == [3 * i + 3] * 2
+            )
+            for i, f in enumerate(flats)
+        )
 
     assert run(3, many) == [True] * 3
 
 
 def test_empty_tensors_move_nothing():
     def empty():
-        for call in (Group().all_reduce, Group().reduce_scatter, Group().all_gather): call(torch.empty(0))
+        for call in (Group().all_reduce, Group().reduce_scatter, Group().all_gather):
+            call(torch.empty(0))
         return True
 
     assert run(2, empty) == [True, True]
@@ -114,7 +150,12 @@ def test_empty_tensors_move_nothing():
 def test_gather_bytes(to):
     def gather():
         g = Group()
-        return [bytes(part) for part in gather_bytes(g, bytearray(bytes([g.group_rank]) * (g.group_rank * 100_000)), to)]
+        return [
+            bytes(part)
+            for part in gather_bytes(
+                g, bytearray(bytes([g.group_rank]) * (g.group_rank * 100_000)), to
+            )
+        ]
 
     got = run(3, gather)
     assert got[to] == [b"", b"\1" * 100_000, b"\2" * 200_000]
@@ -122,21 +163,29 @@ def test_gather_bytes(to):
 
 
 def told(f):
-    try: return f() and None
-    except Exception as e: return type(e).__name__, str(e)
+    try:
+        return f() and None
+    except Exception as e:
+        return type(e).__name__, str(e)
 
 
 def test_bad_tensors_are_refused_before_anything_is_sent():
     def refused():
         g = Group()
-        bad = [(g.all_reduce, torch.zeros(4, 4).to_sparse()), (g.all_gather, torch.zeros(5)), (g.reduce_scatter, torch.zeros(2, 2)),
-               (g.all_reduce, torch.zeros(3, device="meta")), (g.all_reduce, torch.ones(1))]  # the last one is good: the group is usable afterwards
+        bad = [
+            (g.all_reduce, torch.zeros(4, 4).to_sparse()),
+            (g.all_gather, torch.zeros(5)),
+            (g.reduce_scatter, torch.zeros(2, 2)),
+            (g.all_reduce, torch.zeros(3, device="meta")),
+            (g.all_reduce, torch.ones(1)),
+        ]  # the last one is good: the group is usable afterwards
         return [told(lambda call=call, tensor=tensor: call(tensor)) for call, tensor in bad]
 
     for messages in run(2, refused):
         assert [m and m[0] for m in messages] == ["ValueError"] * 4 + [None]
         said = ["dense tensors", "2 equal parts", "tensor of 2 parts", "no backend"]
-        for (_, message), words in zip(messages[:4], said, strict=True): assert words in message
+        for (_, message), words in zip(messages[:4], said, strict=True):
+            assert words in message
 
 
 def test_a_stranger_to_the_group_is_told_so():
@@ -145,7 +194,11 @@ def test_a_stranger_to_the_group_is_told_so():
         return told(lambda: Group(pair))
 
     first, *others = run(3, stranger)
-    assert first[0] == "ValueError" and "global rank 0 is not a member" in first[1] and others == [None, None]
+    assert (
+        first[0] == "ValueError"
+        and "global rank 0 is not a member" in first[1]
+        and others == [None, None]
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -153,10 +206,15 @@ def test_a_stranger_to_the_group_is_told_so():
 def test_one_ranks_error_is_everybodys(size, who):
     def fails():
         g = Group()
+
         def work():
             with agreeing(g, "the work"):
-                if g.group_rank == who: raise KeyError("lost")
-        return told(work), told(lambda: agree(g, "more work", ["the same"]))  # and the group is usable afterwards
+                if g.group_rank == who:
+                    raise KeyError("lost")
+
+        return told(work), told(
+            lambda: agree(g, "more work", ["the same"])
+        )  # and the group is usable afterwards
 
     for rank, (error, after) in enumerate(run(size, fails)):
         assert error[0] == "KeyError" and "lost" in error[1] and after is None
@@ -164,7 +222,8 @@ def test_one_ranks_error_is_everybodys(size, who):
 
 
 def test_an_error_that_has_no_builtin_name_is_a_runtime_error_elsewhere():
-    class Odd(Exception): pass
+    class Odd(Exception):
+        pass
 
     def fails():
         g = Group()
@@ -177,11 +236,15 @@ def test_the_first_line_that_differs_is_named():
     def differs():
         g = Group()
         lines = [f"layer {i}" for i in range(2000)]
-        if g.group_rank == 2: lines[1500] = "layer of another kind"
+        if g.group_rank == 2:
+            lines[1500] = "layer of another kind"
         return told(lambda: agree(g, "the model", lines))
 
     for kind, message in run(3, differs):
-        assert kind == "ValueError" and "rank 0 has 'layer 1500', rank 2 has 'layer of another kind'" in message
+        assert (
+            kind == "ValueError"
+            and "rank 0 has 'layer 1500', rank 2 has 'layer of another kind'" in message
+        )
 
 
 @pytest.mark.parametrize("gone", [0, 1])
@@ -190,40 +253,58 @@ def test_a_rank_that_does_not_come_is_named(gone):
         dist.barrier()
         g = Group(dist.new_group(timeout=timedelta(seconds=3)))
         dist.barrier()  # all are here, so that only the one that leaves can be late
-        if g.group_rank == gone: return None
+        if g.group_rank == gone:
+            return None
         return told(lambda: agree(g, "the work", []))
 
     for rank, error in enumerate(run(3, waits)):
-        assert error is None if rank == gone else error[0] == "RuntimeError" and f"rank {gone} did not arrive within 3 s" in error[1]
+        assert (
+            error is None
+            if rank == gone
+            else error[0] == "RuntimeError" and f"rank {gone} did not arrive within 3 s" in error[1]
+        )
 
 
 def test_a_group_of_one_needs_nothing():
     assert not dist.is_initialized() and "RANK" not in os.environ
     g, x = Group(), torch.arange(3.0)
-    for call in (g.all_reduce, g.all_gather, g.reduce_scatter): call(x, async_op=True).wait()
+    for call in (g.all_reduce, g.all_gather, g.reduce_scatter):
+        call(x, async_op=True).wait()
     assert (g.ranks, g.size, g.group_rank, g.global_rank, x.tolist()) == ((0,), 1, 0, 0, [0, 1, 2])
     assert [bytes(b) for b in gather_bytes(g, bytearray(b"abc"), 0)] == [b"abc"]
-    with pytest.raises(ZeroDivisionError), agreeing(g, "a division"): 1 / 0
+    with pytest.raises(ZeroDivisionError), agreeing(g, "a division"):
+        1 / 0
 
 
 def test_the_store_does_not_grow_with_agreements():
     def keys():
         g = Group()
         store = dist.distributed_c10d._get_process_group_store(g.process_group)
-        for i in range(3): agree(g, "the work", [str(i)])
+        for i in range(3):
+            agree(g, "the work", [str(i)])
         dist.barrier()
         before = store.num_keys()
         dist.barrier()
-        for i in range(10): agree(g, "the work", [str(i)])
+        for i in range(10):
+            agree(g, "the work", [str(i)])
         assert told(lambda: agree(g, "the work", [str(g.group_rank)]))[0] == "ValueError"
-        for i in range(2): agree(g, "the work", [str(i)])
+        for i in range(2):
+            agree(g, "the work", [str(i)])
         dist.barrier()
         return store.num_keys() - before
 
     assert run(3, keys) == [0, 0, 0]
 
 
-MOVED = [torch.bool, torch.uint16, torch.float8_e4m3fn, torch.complex64, torch.int16, torch.bfloat16, torch.float64]
+MOVED = [
+    torch.bool,
+    torch.uint16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.int16,
+    torch.bfloat16,
+    torch.float64,
+]
 
 
 def everything(size: int, dtype: torch.dtype, async_op: bool) -> list[str]:
@@ -234,10 +315,11 @@ def everything(size: int, dtype: torch.dtype, async_op: bool) -> list[str]:
     everyone = [((torch.arange(sum(sizes)) + rank) % 5).to(dtype) for rank in range(n)]
     bounds = [sum(sizes[:rank]) for rank in range(n + 1)]
     part = slice(bounds[r], bounds[r + 1])
-    parts = torch.cat([everyone[rank][bounds[rank]:bounds[rank + 1]] for rank in range(n)])
+    parts = torch.cat([everyone[rank][bounds[rank] : bounds[rank + 1]] for rank in range(n)])
 
     def same(kind: str, got: torch.Tensor, want: torch.Tensor) -> None:
-        if not got.contiguous().view(torch.uint8).equal(want.contiguous().view(torch.uint8)): wrong.append(kind)
+        if not got.contiguous().view(torch.uint8).equal(want.contiguous().view(torch.uint8)):
+            wrong.append(kind)
 
     def on_mine(call, *args, **kwargs):
         mine = everyone[r].clone()
@@ -249,7 +331,11 @@ def everything(size: int, dtype: torch.dtype, async_op: bool) -> list[str]:
     gathered = on_mine(g.gather, n - 1, sizes)
     same("gather", gathered, parts if r == n - 1 else everyone[r])
     same("scatter", on_mine(g.scatter, 0, sizes)[part], everyone[0][part])
-    if dtype not in (torch.uint16, torch.float8_e4m3fn, torch.bool):  # torch has no addition for these on a CPU
+    if dtype not in (
+        torch.uint16,
+        torch.float8_e4m3fn,
+        torch.bool,
+    ):  # torch has no addition for these on a CPU
         total = torch.stack(everyone).sum(0).to(dtype)
         same("all_reduce", on_mine(g.all_reduce), total)
         same("reduce_scatter", on_mine(g.reduce_scatter, sizes)[part], total[part])
@@ -263,7 +349,8 @@ def everything(size: int, dtype: torch.dtype, async_op: bool) -> list[str]:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 def test_unequal_parts_of_any_dtype(size, dtype):
-    for async_op in (False, True): assert run(size, everything, 7, dtype, async_op) == [[]] * size
+    for async_op in (False, True):
+        assert run(size, everything, 7, dtype, async_op) == [[]] * size
 
 
 @pytest.mark.usefixtures("way")
@@ -283,17 +370,26 @@ def test_a_tensor_with_gaps_is_handled():
         g.all_gather(flat)
         return whole[0].tolist(), flat.tolist()
 
-    assert run(2, gaps) == [([1.0, 3.0, 2.0, 1.0], [0.0, 0.0, 1.0, 1.0]), ([2.0, 3.0, 2.0, 2.0], [0.0, 0.0, 1.0, 1.0])]
+    assert run(2, gaps) == [
+        ([1.0, 3.0, 2.0, 1.0], [0.0, 0.0, 1.0, 1.0]),
+        ([2.0, 3.0, 2.0, 2.0], [0.0, 0.0, 1.0, 1.0]),
+    ]
 
 
 def test_messages_of_a_pair_keep_their_order():
     def order():
         g, got = Group(), [torch.zeros(2) for _ in range(20)]
-        def send(i): return g.send(torch.full((2,), float(i)), 1, async_op=True)
-        works = [send(i) if g.group_rank == 0 else g.recv(t, 0, async_op=True) for i, t in enumerate(got)]
+
+        def send(i):
+            return g.send(torch.full((2,), float(i)), 1, async_op=True)
+
+        works = [
+            send(i) if g.group_rank == 0 else g.recv(t, 0, async_op=True) for i, t in enumerate(got)
+        ]
         flat = torch.full((4,), float(g.group_rank))
         g.all_gather(flat)  # a collective between the two is not confused with them
-        for work in reversed(works): work.wait()
+        for work in reversed(works):
+            work.wait()
         return [t[0].item() for t in got], flat.tolist()
 
     (_, first), (received, second) = run(2, order)
@@ -302,9 +398,13 @@ def test_messages_of_a_pair_keep_their_order():
 
 # ---- which rank ----
 
+
 def test_translation_is_torchs_and_checks_more():
     def translate():
-        said, groups = [], [None, dist.new_group([2, 3]), dist.new_group([0, 3]), dist.new_group([1])]
+        said, groups = (
+            [],
+            [None, dist.new_group([2, 3]), dist.new_group([0, 3]), dist.new_group([1])],
+        )
         for group in groups:
             if group is dist.GroupMember.NON_GROUP_MEMBER:
                 said.append(told(lambda group=group: get_process_group_ranks(group)))
@@ -314,25 +414,37 @@ def test_translation_is_torchs_and_checks_more():
                 assert ranks == dist.get_process_group_ranks(group) and type(ranks) is list
                 assert [get_group_rank(given, r) for r in ranks] == list(range(len(ranks)))
                 assert [get_global_rank(given, r) for r in range(len(ranks))] == ranks
-                assert told(lambda given=given, ranks=ranks: get_global_rank(given, len(ranks)))[0] == "ValueError"
+                assert (
+                    told(lambda given=given, ranks=ranks: get_global_rank(given, len(ranks)))[0]
+                    == "ValueError"
+                )
                 assert told(lambda given=given: get_global_rank(given, -1))[0] == "ValueError"
                 assert told(lambda given=given: get_group_rank(given, 17))[0] == "ValueError"
         return said
 
     for rank, said in enumerate(run(4, translate)):
         assert len(said) == 3 - [[2, 3], [0, 3], [1]].__str__().count(str(rank))
-        assert all(kind == "ValueError" and f"global rank {rank} is not a member" in message for kind, message in said)
+        assert all(
+            kind == "ValueError" and f"global rank {rank} is not a member" in message
+            for kind, message in said
+        )
 
 
 def test_translation_without_a_job():
-    assert (get_process_group_ranks(), get_global_rank(None, 0), get_group_rank(None, 0)) == ([0], 0, 0)
-    with pytest.raises(ValueError, match="not initialized"): get_process_group_ranks(object())
+    assert (get_process_group_ranks(), get_global_rank(None, 0), get_group_rank(None, 0)) == (
+        [0],
+        0,
+        0,
+    )
+    with pytest.raises(ValueError, match="not initialized"):
+        get_process_group_ranks(object())
 
 
 def test_nested_groups():
     def nested():
         outer = split(Group(), [[3, 1, 2]])
-        if outer is None: return None
+        if outer is None:
+            return None
         inner = split(outer, [[2], [1, 0]])
         x = torch.tensor([float(inner.global_rank)])
         inner.all_reduce(x)
@@ -342,7 +454,9 @@ def test_nested_groups():
     assert first is None
     ordered = "sort_ranks" in inspect.signature(dist.new_group).parameters  # older torch sorts
     assert {outer for outer, *_ in others} == {(3, 1, 2) if ordered else (1, 2, 3)}
-    assert others[0][1:] == (((1, 3), 0, 4.0) if ordered else ((1, 2), 0, 3.0)) and all(o[3] == sum(o[1]) for o in others)
+    assert others[0][1:] == (((1, 3), 0, 4.0) if ordered else ((1, 2), 0, 3.0)) and all(
+        o[3] == sum(o[1]) for o in others
+    )
 
 
 def test_a_clone_is_apart():
@@ -351,10 +465,15 @@ def test_a_clone_is_apart():
         twin = clone(g, timeout=timedelta(seconds=7))
         a, b = torch.ones(4), torch.ones(4)
         works = [g.reduce_scatter(a, async_op=True), twin.reduce_scatter(b, async_op=True)]
-        for work in works: work.wait()
+        for work in works:
+            work.wait()
         destroy(twin)
         g.all_reduce(a)
-        return twin.ranks == g.ranks, twin.process_group is not g.process_group, told(lambda: twin.all_reduce(b))[1]
+        return (
+            twin.ranks == g.ranks,
+            twin.process_group is not g.process_group,
+            told(lambda: twin.all_reduce(b))[1],
+        )
 
     assert run(2, cloned) == [(True, True, "this process group was destroyed; make a new one")] * 2
 
@@ -362,42 +481,73 @@ def test_a_clone_is_apart():
 def test_splits_that_cannot_be():
     def bad():
         g = Group()
-        return [told(call) for call in (lambda: split(g, [[0, 1], [1]]), lambda: split(g, [[0, 5]]), lambda: split(g, [[g.group_rank]]),
-                                        lambda: two_level(2), lambda: two_level(0), lambda: g.all_reduce(torch.ones(1)))]
+        return [
+            told(call)
+            for call in (
+                lambda: split(g, [[0, 1], [1]]),
+                lambda: split(g, [[0, 5]]),
+                lambda: split(g, [[g.group_rank]]),
+                lambda: two_level(2),
+                lambda: two_level(0),
+                lambda: g.all_reduce(torch.ones(1)),
+            )
+        ]
 
     for errors in run(3, bad):
         assert [e and e[0] for e in errors] == ["ValueError"] * 5 + [None]
         said = ["one part only", "[5] are not in", "disagree", "divide the 3", "divide the 3"]
-        for (_, message), words in zip(errors[:5], said, strict=True): assert words in message
+        for (_, message), words in zip(errors[:5], said, strict=True):
+            assert words in message
 
 
-def test_split_of_a_process_alone(): assert split(Group(), [[0]]).size == 1 and clone(Group()).ranks == (0,) and two_level(1).inside.size == 1
+def test_split_of_a_process_alone():
+    assert (
+        split(Group(), [[0]]).size == 1
+        and clone(Group()).ranks == (0,)
+        and two_level(1).inside.size == 1
+    )
 
 
 # ---- coalescing ----
+
 
 def coalesced(seed: int, async_ops: bool) -> list[bool]:
     """Run a random block and the same calls one by one; compare."""
     g, dice = Group(), random.Random(seed)
     plan = []
     for _ in range(dice.randint(1, 30)):
-        kind, dtype = dice.choice(["all_reduce", "broadcast", "reduce_scatter", "all_gather"]), dice.choice([torch.float32, torch.bfloat16, torch.int64])
-        sizes = [dice.choice([0, 1, 5, 300]) for _ in range(g.size)] if dice.random() < 0.9 else [CHUNK // 4] * g.size
+        kind, dtype = (
+            dice.choice(["all_reduce", "broadcast", "reduce_scatter", "all_gather"]),
+            dice.choice([torch.float32, torch.bfloat16, torch.int64]),
+        )
+        sizes = (
+            [dice.choice([0, 1, 5, 300]) for _ in range(g.size)]
+            if dice.random() < 0.9
+            else [CHUNK // 4] * g.size
+        )
         plan.append((kind, dtype, sizes, dice.randrange(g.size)))
-    inputs = [((torch.arange(sum(sizes)) + g.group_rank) % 7).to(dtype) for _, dtype, sizes, _ in plan]
+    inputs = [
+        ((torch.arange(sum(sizes)) + g.group_rank) % 7).to(dtype) for _, dtype, sizes, _ in plan
+    ]
 
     def all_calls(tensors):
         for (kind, _, sizes, root), t in zip(plan, tensors, strict=True):
-            if kind == "all_reduce": g.all_reduce(t)
-            elif kind == "broadcast": g.broadcast(t, root)
-            else: getattr(g, kind)(t, sizes)
+            if kind == "all_reduce":
+                g.all_reduce(t)
+            elif kind == "broadcast":
+                g.broadcast(t, root)
+            else:
+                getattr(g, kind)(t, sizes)
 
     one_by_one, together = [t.clone() for t in inputs], [t.clone() for t in inputs]
     all_calls(one_by_one)
     with coalescing_manager(g, async_ops=async_ops) as block:
         all_calls(together)
-        assert all(t.equal(i) for t, i in zip(together, inputs, strict=True)), "something was sent inside the block"
-    if async_ops: block.wait()
+        assert all(t.equal(i) for t, i in zip(together, inputs, strict=True)), (
+            "something was sent inside the block"
+        )
+    if async_ops:
+        block.wait()
     same = []
     for (kind, _, sizes, _), a, b in zip(plan, one_by_one, together, strict=True):
         mine = a.split(sizes)[g.group_rank].equal(b.split(sizes)[g.group_rank])
@@ -408,7 +558,8 @@ def coalesced(seed: int, async_ops: bool) -> list[bool]:
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("seed", range(12))
 def test_a_block_is_its_calls(seed):
-    for same in run(1 + seed % 4, coalesced, seed, seed % 2 == 0): assert all(same)
+    for same in run(1 + seed % 4, coalesced, seed, seed % 2 == 0):
+        assert all(same)
 
 
 def test_sends_in_a_block():
@@ -427,10 +578,12 @@ def test_sends_in_a_block():
 def test_an_exception_in_a_block_sends_nothing():
     def fails():
         g, x = Group(), torch.ones(4)
+
         def block():
             with coalescing_manager(g):
                 g.all_reduce(x)
                 raise KeyError("lost")
+
         said = told(block)
         before = x.tolist()
         g.all_reduce(x)
@@ -445,31 +598,49 @@ def test_blocks_that_cannot_be():
         other = clone(g)
 
         def unsupported():
-            with coalescing_manager(g): g.gather(x, 0)
+            with coalescing_manager(g):
+                g.gather(x, 0)
 
         def overlapping():
-            with coalescing_manager(g): [g.all_reduce(t) for t in (x[:5], x[4:])]
+            with coalescing_manager(g):
+                [g.all_reduce(t) for t in (x[:5], x[4:])]
 
         def nested():
-            with coalescing_manager(g), coalescing_manager(other): pass
+            with coalescing_manager(g), coalescing_manager(other):
+                pass
 
         def early():
-            with coalescing_manager(g, async_ops=True): g.all_reduce(x).wait()
+            with coalescing_manager(g, async_ops=True):
+                g.all_reduce(x).wait()
 
         def gaps():
-            with coalescing_manager(g): g.all_reduce(x[::2])
+            with coalescing_manager(g):
+                g.all_reduce(x[::2])
 
         errors = [told(f) for f in (unsupported, overlapping, nested, early, gaps)]
         with coalescing_manager(g):
             g.all_reduce(x)
-            other.all_gather(y := torch.full((2,), float(g.group_rank)))  # another group's collectives are not this block's
+            other.all_gather(
+                y := torch.full((2,), float(g.group_rank))
+            )  # another group's collectives are not this block's
             during = y.tolist()
         return errors, during, x[0].item()
 
     for errors, during, total in run(2, bad):
-        assert [kind for kind, _ in errors] == ["ValueError"] * 3 + ["RuntimeError", "ValueError"] and during == [0.0, 1.0] and total == 2.0
-        said = ["gather cannot be coalesced", "same memory appears twice", "already inside", "has not ended", "contiguous"]
-        for (_, message), words in zip(errors, said, strict=True): assert words in message
+        assert (
+            [kind for kind, _ in errors] == ["ValueError"] * 3 + ["RuntimeError", "ValueError"]
+            and during == [0.0, 1.0]
+            and total == 2.0
+        )
+        said = [
+            "gather cannot be coalesced",
+            "same memory appears twice",
+            "already inside",
+            "has not ended",
+            "contiguous",
+        ]
+        for (_, message), words in zip(errors, said, strict=True):
+            assert words in message
 
 
 @pytest.mark.usefixtures("way")
@@ -477,25 +648,33 @@ def test_blocks_that_cannot_be():
 def test_a_collective_nobody_waited_for(coalesce):
     def forgets():
         g, x = Group(), torch.ones(4)
+
         def forget():
-            if not coalesce: return g.reduce_scatter(x, async_op=True) and None
-            with coalescing_manager(g, async_ops=True): g.all_reduce(x)
+            if not coalesce:
+                return g.reduce_scatter(x, async_op=True) and None
+            with coalescing_manager(g, async_ops=True):
+                g.all_reduce(x)
+
         forget()
         return told(lambda: g.all_reduce(torch.ones(1)))
 
     for kind, message in run(2, forgets):
         assert kind == "RuntimeError" and "never waited for" in message
-        assert ("1 x all_reduce" if coalesce else "reduce_scatter of 4 float32") in message and ("test_process_group.py:" in message) == coalesce
+        assert ("1 x all_reduce" if coalesce else "reduce_scatter of 4 float32") in message and (
+            "test_process_group.py:" in message
+        ) == coalesce
 
 
 def test_a_block_belongs_to_its_thread():
     def threads():
         g, twin, log = Group(), None, []
         twin = clone(g)
+
         def elsewhere():
             y = torch.ones(2)
             twin.all_reduce(y)
             log.append(y.tolist())
+
         with coalescing_manager(twin):
             thread = threading.Thread(target=elsewhere)
             thread.start()
@@ -507,6 +686,7 @@ def test_a_block_belongs_to_its_thread():
 
 # ---- compilers ----
 
+
 def test_fake_tensors():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -514,13 +694,15 @@ def test_fake_tensors():
         g = Group()
         with FakeTensorMode():
             x = torch.ones(6)
-            for call in (g.all_reduce, g.reduce_scatter, g.all_gather): call(x)
+            for call in (g.all_reduce, g.reduce_scatter, g.all_gather):
+                call(x)
             return tuple(x.shape), told(lambda: g.gather(x, 0))[0]
 
     assert run(2, fake) == [((6,), "NotImplementedError")] * 2
 
 
 # ---- checking ----
+
 
 def unlike(size: int, kind: str, fault: str):
     """Run a collective in which the last rank's tensor differs; then one in which it does not."""
@@ -536,45 +718,76 @@ def unlike(size: int, kind: str, fault: str):
 
 
 @pytest.mark.parametrize("fault", ["longer", "shorter", "longer type", "type"])
-@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all", "coalescing"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "all_reduce",
+        "broadcast",
+        "reduce_scatter",
+        "all_gather",
+        "gather",
+        "scatter",
+        "all_to_all",
+        "coalescing",
+    ],
+)
 def test_tensors_that_differ_between_ranks_are_found_before_they_are_sent(kind, fault):
     for size in (2, 3):
         got = run(size, unlike, 24, kind, fault)
-        assert [(kind, sent, total) for (kind, _), sent, total in got] == [("ValueError", False, float(size))] * size
+        assert [(kind, sent, total) for (kind, _), sent, total in got] == [
+            ("ValueError", False, float(size))
+        ] * size
         assert len({message for (_, message), _, _ in got}) == 1
         message = got[0][0][1]
-        assert "rank 0 has" in message and f"rank {size - 1} has" in message and f"{6 if kind == 'coalescing' else 24} float32" in message
+        assert (
+            "rank 0 has" in message
+            and f"rank {size - 1} has" in message
+            and f"{6 if kind == 'coalescing' else 24} float32" in message
+        )
         assert message.count("test_process_group.py:") == (1 if kind == "coalescing" else 2)
 
 
 def test_an_empty_tensor_on_one_rank_is_found():
-    def empty(): return told(lambda: Group().all_reduce(torch.ones(3 * dist.get_rank())))
+    def empty():
+        return told(lambda: Group().all_reduce(torch.ones(3 * dist.get_rank())))
 
-    for kind, message in run(2, empty): assert kind == "ValueError" and "of 0 float32" in message and "of 3 float32" in message
+    for kind, message in run(2, empty):
+        assert kind == "ValueError" and "of 0 float32" in message and "of 3 float32" in message
 
 
 def test_wrong_roots_and_kinds_are_found():
     def wrong():
         g, r = Group(), dist.get_rank()
-        calls = [lambda: g.broadcast(torch.ones(3), r), lambda: g.gather(torch.ones(6), r), lambda: (g.all_gather if r else g.reduce_scatter)(torch.ones(6)),
-                 lambda: g.all_gather(torch.ones(6), [1, 3, 2] if r else [2, 2, 2]),
-                 lambda: g.all_to_all(torch.ones(6), torch.ones(6), *[[2, 2, 2]] * 2 * min(r, 1))]
+        calls = [
+            lambda: g.broadcast(torch.ones(3), r),
+            lambda: g.gather(torch.ones(6), r),
+            lambda: (g.all_gather if r else g.reduce_scatter)(torch.ones(6)),
+            lambda: g.all_gather(torch.ones(6), [1, 3, 2] if r else [2, 2, 2]),
+            lambda: g.all_to_all(torch.ones(6), torch.ones(6), *[[2, 2, 2]] * 2 * min(r, 1)),
+        ]
         return [told(call) for call in calls]
 
     first, second, third = run(3, wrong)
-    assert first == second == third and all(kind == "ValueError" and "ranks disagree on what comes next" in message for kind, message in first)
+    assert first == second == third and all(
+        kind == "ValueError" and "ranks disagree on what comes next" in message
+        for kind, message in first
+    )
 
 
 def test_collectives_are_compared_once():
     def once():
         g, turns = Group(), []
         sizes = [1, 2] if g.group_rank else [2, 1]
+
         def calls():
-            for root in range(2): g.broadcast(torch.ones(3), root)
+            for root in range(2):
+                g.broadcast(torch.ones(3), root)
             g.all_reduce(torch.ones(3), async_op=True).wait()
             g.all_to_all(torch.zeros(3), torch.ones(3), sizes, sizes)
-            with coalescing_manager(g): g.all_gather(torch.ones(4))
+            with coalescing_manager(g):
+                g.all_gather(torch.ones(4))
             turns.append(g._wire.turn)
+
         calls()
         calls()
         Group().all_reduce(torch.ones(3))
@@ -591,16 +804,21 @@ def test_sizes_that_never_repeat_are_compared_a_while(monkeypatch):
 
     def ever_new():
         g = Group()
-        for i in range(20): g.all_reduce(torch.ones(i))
+        for i in range(20):
+            g.all_reduce(torch.ones(i))
         return g._wire.turn
 
     monkeypatch.setattr(process_group, "_COMPARED", 7)
     assert run(2, ever_new) == [7] * 2
 
 
-@pytest.mark.parametrize(("known", "other"), [("all_reduce", "all_gather"), ("all_gather", "all_reduce"), ("gather", "reduce_scatter")])
+@pytest.mark.parametrize(
+    ("known", "other"),
+    [("all_reduce", "all_gather"), ("all_gather", "all_reduce"), ("gather", "reduce_scatter")],
+)
 def test_a_rank_that_goes_astray_is_told_of(known, other):
     """The others do what is known, so they cannot wait to compare it: all say where they were when time is up."""
+
     def astray():
         g, x = clone(Group(), timeout=timedelta(seconds=3)), torch.zeros(12)
         start(g, known, x)
@@ -609,25 +827,37 @@ def test_a_rank_that_goes_astray_is_told_of(known, other):
         return said
 
     first, second, _ = run(3, astray)
-    assert first[0] == second[0] == "RuntimeError" and f"{known}" in first[1] and "failed" in first[1]
-    assert f"rank 1 was at '{other} of 12 float32 at test_process_group.py:" in first[1] and f"waited at '{other} of 12 float32 at" in second[1]
+    assert (
+        first[0] == second[0] == "RuntimeError" and f"{known}" in first[1] and "failed" in first[1]
+    )
+    assert (
+        f"rank 1 was at '{other} of 12 float32 at test_process_group.py:" in first[1]
+        and f"waited at '{other} of 12 float32 at" in second[1]
+    )
 
 
 @pytest.mark.usefixtures("way")
 def test_known_rings_of_unequal_size_do_not_mix():
     def mixed():
         g = clone(Group(), timeout=timedelta(seconds=3))
-        for size in (12, 24): g.reduce_scatter(torch.ones(size))
+        for size in (12, 24):
+            g.reduce_scatter(torch.ones(size))
         x = torch.ones(24 if g.group_rank else 12)
         said = told(lambda: g.reduce_scatter(x))
         dist.barrier()
         return said, x.sum().item() == x.numel()
 
     for rank, ((kind, message), untouched) in enumerate(run(2, mixed)):
-        assert kind == "RuntimeError" and f"reduce_scatter of {24 if rank else 12} float32 failed" in message and untouched
+        assert (
+            kind == "RuntimeError"
+            and f"reduce_scatter of {24 if rank else 12} float32 failed" in message
+            and untouched
+        )
 
 
-@pytest.mark.parametrize("other", [torch.zeros(4), torch.zeros(3, dtype=torch.int32)], ids=["size", "dtype"])
+@pytest.mark.parametrize(
+    "other", [torch.zeros(4), torch.zeros(3, dtype=torch.int32)], ids=["size", "dtype"]
+)
 def test_unequal_sends_do_not_mix(other):
     def unequal():
         g = clone(Group(), timeout=timedelta(seconds=3))
@@ -636,32 +866,53 @@ def test_unequal_sends_do_not_mix(other):
         return said
 
     sent, received = run(2, unequal)
-    assert "sending 3 float32 to group rank 1 failed" in sent[1] and f"receiving {len(other)} {str(other.dtype)[6:]} from group rank 0 failed" in received[1]
+    assert (
+        "sending 3 float32 to group rank 1 failed" in sent[1]
+        and f"receiving {len(other)} {str(other.dtype)[6:]} from group rank 0 failed" in received[1]
+    )
     assert other.sum() == 0
 
 
 def test_threads_agree_at_the_same_time(tmp_path):
     """Two threads of a rank wait for each other's peers; the store, which they share, serves both."""
+
     def meet(rank, port):
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=20))
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=20),
+        )
         groups = [Group(dist.new_group()) for _ in range(2)]
         dist.barrier()
+
         def work(i):
-            if i != rank: time.sleep(0.5)
+            if i != rank:
+                time.sleep(0.5)
             groups[i].all_reduce(torch.ones(3))
+
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(2)]
-        for thread in threads: thread.start()
-        for thread in threads: thread.join(10)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
         os._exit(any(thread.is_alive() for thread in threads))
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [multiprocessing.get_context("fork").Process(target=meet, args=(rank, port)) for rank in range(2)]
-    for rank in ranks: rank.start()
-    for rank in ranks: rank.join(30)
+    ranks = [
+        multiprocessing.get_context("fork").Process(target=meet, args=(rank, port))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
     codes = [rank.exitcode for rank in ranks]
-    for rank in ranks: rank.kill()
+    for rank in ranks:
+        rank.kill()
     assert codes == [0, 0]
 
 
@@ -682,16 +933,23 @@ def test_detail_checks_every_collective():
         g, errors = Group(), []
         first = g.group_rank == 0
         kind = torch.float64 if first else torch.float32
-        calls = [lambda: g.all_reduce(torch.zeros(4 + first)), lambda: g.all_reduce(torch.zeros(4, dtype=kind)),
-                 lambda: g.broadcast(torch.zeros(4), int(first)), lambda: g.all_gather(torch.zeros(4), [3, 1] if first else [1, 3]),
-                 lambda: (g.all_gather if first else g.reduce_scatter)(torch.zeros(4)),
-                 lambda: agree(g, "the model", []) if first else g.all_reduce(torch.zeros(1))]
+        calls = [
+            lambda: g.all_reduce(torch.zeros(4 + first)),
+            lambda: g.all_reduce(torch.zeros(4, dtype=kind)),
+            lambda: g.broadcast(torch.zeros(4), int(first)),
+            lambda: g.all_gather(torch.zeros(4), [3, 1] if first else [1, 3]),
+            lambda: (g.all_gather if first else g.reduce_scatter)(torch.zeros(4)),
+            lambda: agree(g, "the model", []) if first else g.all_reduce(torch.zeros(1)),
+        ]
         errors += [told(call) for call in calls]
         x = torch.full((4,), 1.0 + first)
         g.all_reduce(x)
-        with coalescing_manager(g): g.all_gather(x)
+        with coalescing_manager(g):
+            g.all_gather(x)
         sizes = [1, 2] if first else [2, 1]
-        g.all_to_all(torch.zeros(3), torch.arange(3.0), sizes, sizes)  # sizes differ between ranks, and may
+        g.all_to_all(
+            torch.zeros(3), torch.arange(3.0), sizes, sizes
+        )  # sizes differ between ranks, and may
         return errors, x.tolist()
 
     a, b = run(2, differ)
@@ -706,10 +964,12 @@ def test_ranks_that_agree_on_different_things_are_told_so():
         g = Group()
         return told(lambda: agree(g, "loading" if g.group_rank else "saving", []))
 
-    for kind, message in run(2, differ): assert kind == "ValueError" and "'saving'" in message and "'loading'" in message
+    for kind, message in run(2, differ):
+        assert kind == "ValueError" and "'saving'" in message and "'loading'" in message
 
 
 # ---- other backends ----
+
 
 class Few(dist.ProcessGroup if dist.is_available() else object):
     """A backend with nothing but broadcast and all-reduce, made of gloo's."""
@@ -718,9 +978,14 @@ class Few(dist.ProcessGroup if dist.is_available() else object):
         super().__init__(inner.rank(), inner.size())
         self.inner = inner
 
-    def getBackendName(self): return "few"
-    def allreduce(self, *args): return self.inner.allreduce(*args)
-    def broadcast(self, *args): return self.inner.broadcast(*args)
+    def getBackendName(self):
+        return "few"
+
+    def allreduce(self, *args):
+        return self.inner.allreduce(*args)
+
+    def broadcast(self, *args):
+        return self.inner.broadcast(*args)
 
 
 def with_backend(make):
@@ -739,7 +1004,9 @@ def test_a_backend_with_broadcast_and_all_reduce_only():
         return g.backends["cpu"], flat.tolist(), whole.split([1, 2, 4])[g.group_rank].tolist()
 
     got = run(3, few)
-    assert {backend for backend, *_ in got} == {"few"} and all(flat == [0, 0, 1, 1, 2, 2] for _, flat, _ in got)
+    assert {backend for backend, *_ in got} == {"few"} and all(
+        flat == [0, 0, 1, 1, 2, 2] for _, flat, _ in got
+    )
     assert [part for *_, part in got] == [[0.0], [3.0, 6.0], [9.0, 12.0, 15.0, 18.0]]
 
 
@@ -748,10 +1015,22 @@ class Grumpy(Few):
 
     calls = 0
 
-    def refuse(self, *args): self.calls, _ = self.calls + 1, self.no()
-    def no(self): raise RuntimeError("not today")
+    def refuse(self, *args):
+        self.calls, _ = self.calls + 1, self.no()
+
+    def no(self):
+        raise RuntimeError("not today")
+
     def __getattribute__(self, name):
-        if name.startswith(("all_gather_single", "_allgather_base", "reduce_scatter_single", "_reduce_scatter_base")): return self.refuse
+        if name.startswith(
+            (
+                "all_gather_single",
+                "_allgather_base",
+                "reduce_scatter_single",
+                "_reduce_scatter_base",
+            )
+        ):
+            return self.refuse
         return super().__getattribute__(name)
 
 
@@ -764,11 +1043,19 @@ class Tired(Few):
 
     def gather(self, *args):
         self.calls += 1
-        if self.calls > 1: raise RuntimeError("this backend does not support being called twice")
-        return self.inner.all_gather_single(*args) if hasattr(self.inner, "all_gather_single") else self.inner._allgather_base(*args)
+        if self.calls > 1:
+            raise RuntimeError("this backend does not support being called twice")
+        return (
+            self.inner.all_gather_single(*args)
+            if hasattr(self.inner, "all_gather_single")
+            else self.inner._allgather_base(*args)
+        )
 
-    def all_gather_single(self, *args): return self.gather(*args)
-    def _allgather_base(self, *args): return self.gather(*args)
+    def all_gather_single(self, *args):
+        return self.gather(*args)
+
+    def _allgather_base(self, *args):
+        return self.gather(*args)
 
 
 def test_what_a_backend_refuses_is_asked_for_once():
@@ -790,66 +1077,104 @@ def test_a_failure_of_what_a_backend_has_is_an_error():
         return [told(lambda: g.all_gather(torch.ones(4))), list(g._state.lacks.values())]
 
     for (kind, message), lacks in run(2, fails):
-        assert kind == "RuntimeError" and "all_gather of 4 float32 failed: this backend does not support being called twice" in message and lacks == [False]
+        assert (
+            kind == "RuntimeError"
+            and "all_gather of 4 float32 failed: this backend does not support being called twice"
+            in message
+            and lacks == [False]
+        )
 
 
 def test_both_spellings_of_torch_are_found():
     class Old:
-        def reduce_scatter_tensor(): return "old"
-    class New(Old):
-        def reduce_scatter_single(): return "new"
+        def reduce_scatter_tensor():
+            return "old"
 
-    assert [_named(m, "reduce_scatter_single", "reduce_scatter_tensor")() for m in (Old, New)] == ["old", "new"]
+    class New(Old):
+        def reduce_scatter_single():
+            return "new"
+
+    assert [_named(m, "reduce_scatter_single", "reduce_scatter_tensor")() for m in (Old, New)] == [
+        "old",
+        "new",
+    ]
 
 
 def eager(nccl):
     """Make groups of some ranks where the default group is bound to a device; `nccl`: and would connect over NCCL."""
     whole = Group()
-    if nccl: whole.backends = {"cpu": "gloo", "cuda": "nccl"}
+    if nccl:
+        whole.backends = {"cpu": "gloo", "cuda": "nccl"}
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-    if nccl: return [told(lambda: split(whole, [[0, 1]])), told(lambda: split(whole, [[0], [1]]))]
-    if (part := split(whole, [[2, 0]])) is None: return None
+    if nccl:
+        return [told(lambda: split(whole, [[0, 1]])), told(lambda: split(whole, [[0], [1]]))]
+    if (part := split(whole, [[2, 0]])) is None:
+        return None
     part.all_reduce(x := torch.ones(3))
     return x.tolist()
 
 
 def test_groups_that_would_wait_for_others_to_connect_are_refused():
-    for found in run(3, eager, True, timeout=30): assert all("all 3 ranks together, and these have 2" in str(said) for said in found), found
+    for found in run(3, eager, True, timeout=30):
+        assert all("all 3 ranks together, and these have 2" in str(said) for said in found), found
     assert run(3, eager, False, timeout=30) == [[2.0] * 3, None, [2.0] * 3]
 
 
 # ---- ending ----
 
-COLLECTIVES = ["all_reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all", "exchange", "coalescing"]
+COLLECTIVES = [
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter",
+    "all_gather",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "exchange",
+    "coalescing",
+]
 
 
 def start(g: Group, kind: str, x: torch.Tensor) -> None:
     """Run one collective of a kind."""
     n = g.size
-    if kind in ("broadcast", "gather", "scatter"): getattr(g, kind)(x, 0)
-    elif kind == "all_to_all": g.all_to_all(x.clone(), x)
-    elif kind == "exchange": g.exchange([(x, (g.group_rank + 1) % n)], [(x.clone(), (g.group_rank - 1) % n)])
+    if kind in ("broadcast", "gather", "scatter"):
+        getattr(g, kind)(x, 0)
+    elif kind == "all_to_all":
+        g.all_to_all(x.clone(), x)
+    elif kind == "exchange":
+        g.exchange([(x, (g.group_rank + 1) % n)], [(x.clone(), (g.group_rank - 1) % n)])
     elif kind == "coalescing":
-        with coalescing_manager(g): [g.all_reduce(t) for t in x.chunk(4)]
-    else: getattr(g, kind)(x)
+        with coalescing_manager(g):
+            [g.all_reduce(t) for t in x.chunk(4)]
+    else:
+        getattr(g, kind)(x)
 
 
 def bereaved(rank: int, store: str, kind: str, after: float) -> str:
     """Run a collective over and over; rank 2 of 3 is killed meanwhile. Returns what the others are told."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=3))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=3)
+    )
     g, x, said = Group(), torch.zeros(3 << 18), ""
     start(g, kind, x)
-    if rank == 2: threading.Timer(after, os.kill, [os.getpid(), signal.SIGKILL]).start()
+    if rank == 2:
+        threading.Timer(after, os.kill, [os.getpid(), signal.SIGKILL]).start()
     try:
-        while True: start(g, kind, x)
-    except RuntimeError as error: said = str(error)
+        while True:
+            start(g, kind, x)
+    except RuntimeError as error:
+        said = str(error)
     destroy(g)
     destroy(g)
     return said
 
 
 def names(kind: str, said: str) -> bool:
-    what = {"exchange": f"sending {3 << 18} float32 to group rank", "coalescing": "the coalescing block at test_process_group.py"}.get(kind, kind)
+    what = {
+        "exchange": f"sending {3 << 18} float32 to group rank",
+        "coalescing": "the coalescing block at test_process_group.py",
+    }.get(kind, kind)
     return what in said and "failed:" in said
 
 
@@ -865,10 +1190,13 @@ def test_a_peer_killed_during_a_collective(kind, tmp_path):
         os._exit(0)
 
     ranks = {key: fork.Process(target=live, args=key) for key in heard}
-    for process in ranks.values(): process.start()
-    for process in ranks.values(): process.join(60)
+    for process in ranks.values():
+        process.start()
+    for process in ranks.values():
+        process.join(60)
     codes = {key: process.exitcode for key, process in ranks.items()}
-    for process in ranks.values(): process.kill()
+    for process in ranks.values():
+        process.kill()
     assert codes == {(job, rank): -signal.SIGKILL if rank == 2 else 0 for job, rank in ranks}
     assert all(names(kind, heard[job, rank].get()) for job, rank in heard if rank < 2)
 
@@ -876,12 +1204,32 @@ def test_a_peer_killed_during_a_collective(kind, tmp_path):
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
 def test_a_process_whose_peer_was_killed_exits_normally(kind, tmp_path):
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from test_process_group import bereaved; print(bereaved(int(sys.argv[2]), *sys.argv[3:5], 0.3))"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from test_process_group import bereaved;"
+        " print(bereaved(int(sys.argv[2]), *sys.argv[3:5], 0.3))"
+    )
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parent), str(rank), str(tmp_path / "store"), kind],
-                              stdout=subprocess.PIPE, text=True, env=environ) for rank in range(3)]
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                code,
+                str(Path(__file__).parent),
+                str(rank),
+                str(tmp_path / "store"),
+                kind,
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        for rank in range(3)
+    ]
     said = [rank.communicate(timeout=60)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, -signal.SIGKILL] and all(names(kind, words) for words in said[:2])
+    assert [rank.returncode for rank in ranks] == [0, 0, -signal.SIGKILL] and all(
+        names(kind, words) for words in said[:2]
+    )
 
 
 @pytest.mark.usefixtures("way")
@@ -889,9 +1237,11 @@ def test_a_process_whose_peer_was_killed_exits_normally(kind, tmp_path):
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_abort_frees_a_stuck_rank(kind, known):
     """Stuck in a collective that is known, or where a new one is compared."""
+
     def stuck():
         g, x = clone(Group(), timeout=timedelta(seconds=60)), torch.zeros(3 << 18)
-        if known: start(g, kind, x)
+        if known:
+            start(g, kind, x)
         dist.barrier()
         if g.group_rank == 0:
             dist.barrier()  # stays away from the collective until the others are free
@@ -906,8 +1256,15 @@ def test_abort_frees_a_stuck_rank(kind, known):
     first, *others = run(3, stuck)
     assert first == (None, None)
     for said, early in others:
-        if kind in ("gather", "scatter", "broadcast", "exchange") and said is None: continue  # nothing of it was stuck on this rank
-        assert early and said[0] == "RuntimeError" and ("failed" in said[1] or (not known and "the group was aborted while rank" in said[1]))
+        if kind in ("gather", "scatter", "broadcast", "exchange") and said is None:
+            continue  # nothing of it was stuck on this rank
+        assert (
+            early
+            and said[0] == "RuntimeError"
+            and (
+                "failed" in said[1] or (not known and "the group was aborted while rank" in said[1])
+            )
+        )
     assert any(said for said, _ in others)
 
 
@@ -943,7 +1300,13 @@ ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
 ddp(torch.ones(2, 4)).sum().backward()
 """
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path / str(job))], env=environ) for job in range(3) for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(tmp_path / str(job))], env=environ
+        )
+        for job in range(3)
+        for rank in range(2)
+    ]
     assert [rank.wait(60) for rank in ranks] == [0] * 6
 
 
@@ -955,9 +1318,18 @@ def test_the_device_of_a_tensor_chooses_the_backend():
         x, objects = torch.full((4,), float(g.group_rank)), [g.group_rank]
         g.all_gather(x)  # by gloo
         broadcast_object_list(objects, group=g)  # bytes travel on the CPU
-        return g.backends, g.backend(torch.device("cuda", 1)), x.tolist(), objects, clone(g).backends == g.backends
+        return (
+            g.backends,
+            g.backend(torch.device("cuda", 1)),
+            x.tolist(),
+            objects,
+            clone(g).backends == g.backends,
+        )
 
-    assert run(2, several) == [({"cpu": "gloo", "cuda": "fake"}, "fake", [0.0, 0.0, 1.0, 1.0], [0], True)] * 2
+    assert (
+        run(2, several)
+        == [({"cpu": "gloo", "cuda": "fake"}, "fake", [0.0, 0.0, 1.0, 1.0], [0], True)] * 2
+    )
 
 
 def abort_after_another():
@@ -965,10 +1337,13 @@ def abort_after_another():
     group, rank, said = Group(dist.new_group()), dist.get_rank(), []
     group.all_reduce(torch.ones(1))  # connections are there
     dist.barrier()
-    if rank == 0: abort(group)
+    if rank == 0:
+        abort(group)
     dist.barrier()
     if rank == 1:
-        stuck = threading.Thread(target=lambda: said.append(told(lambda: group.recv(torch.ones(1), 2))))
+        stuck = threading.Thread(
+            target=lambda: said.append(told(lambda: group.recv(torch.ones(1), 2)))
+        )
         stuck.start()
         time.sleep(0.5)
         abort(group)
@@ -992,8 +1367,8 @@ def fails_as_messages_leave(count, numel):
         start = time.monotonic()
         return told(work.wait), time.monotonic() - start
     dist.barrier()
-    time.sleep(0.1) # rank 0 waits
-    os.kill(pids[0], signal.SIGSTOP) # it learns that rank 1 is ready only when rank 1 has gone on
+    time.sleep(0.1)  # rank 0 waits
+    os.kill(pids[0], signal.SIGSTOP)  # it learns that rank 1 is ready only when rank 1 has gone on
     work = g.exchange([], tensors, async_op=True)
     threading.Timer(0.1, os.kill, (pids[0], signal.SIGCONT)).start()
     fail(g, ArithmeticError("the loss is not a number"))
@@ -1003,5 +1378,5 @@ def fails_as_messages_leave(count, numel):
 @pytest.mark.parametrize("count, numel", [(3, 10), (2, 1 << 22)])
 def test_no_message_is_lost_on_its_way_to_a_rank_that_fails(count, numel):
     (error, seconds), _ = run(2, fails_as_messages_leave, count, numel, timeout=60)
-    assert seconds < 5, (error, seconds) # sent, or an error
+    assert seconds < 5, (error, seconds)  # sent, or an error
     assert error is None or "the loss is not a number" in error[1]

@@ -1,4 +1,5 @@
 """Schedules: what holds for any number of buckets, and every error."""
+
 import math
 import random
 from itertools import pairwise
@@ -8,17 +9,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_nb.buckets import pack
-from zero_nb.schedule import MODES, OPS, Event, Schedule, agree, clock, make_schedule, order, peak, play
+from zero_nb.schedule import (
+    MODES,
+    OPS,
+    Event,
+    Schedule,
+    agree,
+    clock,
+    make_schedule,
+    order,
+    peak,
+    play,
+)
 from zero_nb.sharder import ParamSpec
 
 quick = settings(max_examples=100, deadline=None)
-any_schedule = st.builds(make_schedule, st.integers(0, 12), st.sampled_from(list(MODES)), lag=st.integers(0, 5), hidden=st.booleans())
+any_schedule = st.builds(
+    make_schedule,
+    st.integers(0, 12),
+    st.sampled_from(list(MODES)),
+    lag=st.integers(0, 5),
+    hidden=st.booleans(),
+)
 
 
 @quick
 @given(any_schedule)
 def test_schedules_are_read_back_from_their_text(schedule):
-    assert Schedule.parse(str(schedule)) == schedule and hash(Schedule.parse(str(schedule))) == hash(schedule)
+    assert Schedule.parse(str(schedule)) == schedule and hash(
+        Schedule.parse(str(schedule))
+    ) == hash(schedule)
     agree(schedule, Schedule.parse(str(schedule)))
 
 
@@ -28,14 +48,22 @@ def test_every_bucket_lives_once_and_in_order(count, mode, lag, hidden):
     events = make_schedule(count, mode, lag=lag, hidden=hidden).events
     how = MODES[mode]
     life = ["GRAD", how.reduce, "STEP", *["FREE"] * how.free, *["AG"] * how.gather, "FWD"]
-    for i in range(count): assert [e.op for e in events if e.bucket == i] == life
+    for i in range(count):
+        assert [e.op for e in events if e.bucket == i] == life
     assert [e.bucket for e in events if e.op == how.reduce] == list(range(count))
     assert sum(e.op == "SYNC" for e in events) == (not hidden)
-    if not how.early: assert all(e.phase == "step" for e in events if e.op == "STEP")
+    if not how.early:
+        assert all(e.phase == "step" for e in events if e.op == "STEP")
 
 
 @quick
-@given(st.integers(1, 12), st.sampled_from(list(MODES)), st.integers(0, 5), st.booleans(), st.lists(st.floats(0, 5), min_size=6, max_size=6))
+@given(
+    st.integers(1, 12),
+    st.sampled_from(list(MODES)),
+    st.integers(0, 5),
+    st.booleans(),
+    st.lists(st.floats(0, 5), min_size=6, max_size=6),
+)
 def test_play_waits_for_what_it_must(count, mode, lag, hidden, prices):
     cost = dict(zip(("GRAD", "FWD", "STEP", "AR", "RS", "AG"), prices, strict=True))
     bars = play(make_schedule(count, mode, lag=lag, hidden=hidden), lambda e: cost[e.op])
@@ -45,20 +73,42 @@ def test_play_waits_for_what_it_must(count, mode, lag, hidden, prices):
         assert all(a.stop <= b.start for a, b in pairwise(line))
     for i in range(count):
         assert at["STEP", i].start >= at[MODES[mode].reduce, i].stop >= at["GRAD", i].stop
-        if MODES[mode].gather: assert at["FWD", i].start >= at["AG", i].stop and at["AG", i].start >= at["STEP", i].stop
+        if MODES[mode].gather:
+            assert (
+                at["FWD", i].start >= at["AG", i].stop and at["AG", i].start >= at["STEP", i].stop
+            )
     total = sum(b.stop - b.start for b in bars)
-    assert max(sum(b.stop - b.start for b in bars if b.event.network is lane) for lane in (True, False)) <= max(b.stop for b in bars) + 1e-9 <= total + 2e-9
+    assert (
+        max(
+            sum(b.stop - b.start for b in bars if b.event.network is lane) for lane in (True, False)
+        )
+        <= max(b.stop for b in bars) + 1e-9
+        <= total + 2e-9
+    )
 
 
 @quick
-@given(st.integers(0, 12), st.sampled_from(list(MODES)), st.integers(0, 5), st.booleans(), st.integers(0, 2**32))
+@given(
+    st.integers(0, 12),
+    st.sampled_from(list(MODES)),
+    st.integers(0, 5),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
 def test_the_order_and_the_clock_say_what_schedules_and_play_say(count, mode, lag, hidden, seed):
     rng = random.Random(seed)
-    costs = {op: [rng.random() for _ in range(count)] for op in OPS} | {"FREE": [0.0] * count, "SYNC": [0.0]}
+    costs = {op: [rng.random() for _ in range(count)] for op in OPS} | {
+        "FREE": [0.0] * count,
+        "SYNC": [0.0],
+    }
     schedule = make_schedule(count, mode, lag=lag, hidden=hidden)
-    steps = [step for steps in order(count, mode, lag=lag, hidden=hidden).values() for step in steps]
+    steps = [
+        step for steps in order(count, mode, lag=lag, hidden=hidden).values() for step in steps
+    ]
     assert steps == [(e.op, e.bucket) for e in schedule.events]
-    assert [*clock(steps, costs)] == [bar[1:] for bar in play(schedule, lambda e: costs[e.op][e.bucket])]
+    assert [*clock(steps, costs)] == [
+        bar[1:] for bar in play(schedule, lambda e: costs[e.op][e.bucket])
+    ]
     assert peak(steps, range(1, count + 1)) == peak(schedule, range(1, count + 1))
 
 
@@ -66,7 +116,7 @@ def test_the_order_and_the_clock_say_what_schedules_and_play_say(count, mode, la
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=10), st.integers(0, 4))
 def test_freeing_keeps_lag_plus_one_buckets(sizes, lag):
     found = peak(make_schedule(len(sizes), "free", lag=lag), sizes)
-    windows = [sum(sizes[i:i + lag + 1]) for i in range(len(sizes))]
+    windows = [sum(sizes[i : i + lag + 1]) for i in range(len(sizes))]
     assert found == max(windows)
     assert peak(make_schedule(len(sizes), "interleaved", lag=lag), sizes) == sum(sizes)
 
@@ -78,30 +128,53 @@ def test_a_plan_gives_the_number_of_buckets():
 
 def test_hidden_gathers_are_read_in_the_order_in_which_they_arrive():
     events = make_schedule(4, "after", hidden=True).events
-    assert [e.bucket for e in events if e.op == "AG"] == [e.bucket for e in events if e.op == "FWD"] == [3, 2, 1, 0]
+    assert (
+        [e.bucket for e in events if e.op == "AG"]
+        == [e.bucket for e in events if e.op == "FWD"]
+        == [3, 2, 1, 0]
+    )
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: make_schedule(2, "afte"), "unknown mode 'afte', did you mean 'after'"),
-    (lambda: make_schedule(2, "zzz"), "choose one of ddp, dropin, after, interleaved, free"),
-    (lambda: make_schedule(2, "free", lag=-1), "must be integers >= 0, got -1 and 2"),
-    (lambda: make_schedule(-1), "must be integers >= 0, got 1 and -1"),
-    (lambda: make_schedule(2, "free", lag=1.5), "must be integers >= 0, got 1.5 and 2"),
-    (lambda: order(True), "must be integers >= 0, got 1 and True"),
-    (lambda: play(make_schedule(2), lambda e: -0.1 if e.op == "STEP" else 1.0), "STEP of bucket 0 must take seconds >= 0, got -0.1"),
-    (lambda: play(make_schedule(2), lambda e: math.nan if e.op == "AG" else 1.0), "AG of bucket 0 must take seconds >= 0, got nan"),
-    (lambda: play(make_schedule(2), lambda e: math.inf), "must take seconds >= 0, got inf"),
-    (lambda: Schedule.parse("backward: 0:RS"), "0:RS comes after nothing"),
-    (lambda: Schedule.parse("backward: 0:GRAD 0:STEP"), "0:STEP comes after GRAD"),
-    (lambda: Schedule.parse("backward: 0:GRAD 0:RS 0:AG"), "0:AG comes after REDUCE"),
-    (lambda: Schedule.parse("backward: 0:GRAD 0:RS 0:FREE"), "0:FREE comes after REDUCE"),
-    (lambda: Schedule.parse("backward: 0:GRAD 0:RS 0:AR"), "0:AR comes after REDUCE"),
-    (lambda: Schedule.parse("backward: 0:GRAD 0:GRAD"), "each at most once"),
-    (lambda: Schedule((Event("step", "WAIT", 0),)), "unknown operation 'WAIT'"),
-    (lambda: agree(make_schedule(2, "ddp"), make_schedule(2, "after")), "collective 0 is 0:AR on group_rank 0 and 0:RS on group_rank 1"),
-    (lambda: agree(make_schedule(2), make_schedule(2), make_schedule(3)), "collective 2 is 0:AG on group_rank 0 and 2:RS on group_rank 2"),
-    (lambda: agree(make_schedule(1, "ddp"), make_schedule(0, "ddp")), "collective 0 is 0:AR on group_rank 0 and nothing on group_rank 1"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: make_schedule(2, "afte"), "unknown mode 'afte', did you mean 'after'"),
+        (lambda: make_schedule(2, "zzz"), "choose one of ddp, dropin, after, interleaved, free"),
+        (lambda: make_schedule(2, "free", lag=-1), "must be integers >= 0, got -1 and 2"),
+        (lambda: make_schedule(-1), "must be integers >= 0, got 1 and -1"),
+        (lambda: make_schedule(2, "free", lag=1.5), "must be integers >= 0, got 1.5 and 2"),
+        (lambda: order(True), "must be integers >= 0, got 1 and True"),
+        (
+            lambda: play(make_schedule(2), lambda e: -0.1 if e.op == "STEP" else 1.0),
+            "STEP of bucket 0 must take seconds >= 0, got -0.1",
+        ),
+        (
+            lambda: play(make_schedule(2), lambda e: math.nan if e.op == "AG" else 1.0),
+            "AG of bucket 0 must take seconds >= 0, got nan",
+        ),
+        (lambda: play(make_schedule(2), lambda e: math.inf), "must take seconds >= 0, got inf"),
+        (lambda: Schedule.parse("backward: 0:RS"), "0:RS comes after nothing"),
+        (lambda: Schedule.parse("backward: 0:GRAD 0:STEP"), "0:STEP comes after GRAD"),
+        (lambda: Schedule.parse("backward: 0:GRAD 0:RS 0:AG"), "0:AG comes after REDUCE"),
+        (lambda: Schedule.parse("backward: 0:GRAD 0:RS 0:FREE"), "0:FREE comes after REDUCE"),
+        (lambda: Schedule.parse("backward: 0:GRAD 0:RS 0:AR"), "0:AR comes after REDUCE"),
+        (lambda: Schedule.parse("backward: 0:GRAD 0:GRAD"), "each at most once"),
+        (lambda: Schedule((Event("step", "WAIT", 0),)), "unknown operation 'WAIT'"),
+        (
+            lambda: agree(make_schedule(2, "ddp"), make_schedule(2, "after")),
+            "collective 0 is 0:AR on group_rank 0 and 0:RS on group_rank 1",
+        ),
+        (
+            lambda: agree(make_schedule(2), make_schedule(2), make_schedule(3)),
+            "collective 2 is 0:AG on group_rank 0 and 2:RS on group_rank 2",
+        ),
+        (
+            lambda: agree(make_schedule(1, "ddp"), make_schedule(0, "ddp")),
+            "collective 0 is 0:AR on group_rank 0 and nothing on group_rank 1",
+        ),
+    ],
+)
 def test_bad_input_has_one_clear_error(call, message):
-    with pytest.raises(ValueError) as caught: call()
+    with pytest.raises(ValueError) as caught:
+        call()
     assert message in str(caught.value)

@@ -1,4 +1,5 @@
-"""Ranks of one machine that share memory, and what the transport before it, which read other processes' memory, did wrong."""
+"""Ranks of one machine that share memory, and what the transport before it, which read other
+processes' memory, did wrong."""
 
 import ctypes
 import itertools
@@ -29,8 +30,10 @@ SHM = Path("/dev/shm")
 
 
 def told(f):
-    try: f()
-    except (RuntimeError, OSError, ValueError) as e: return type(e).__name__, str(e)
+    try:
+        f()
+    except (RuntimeError, OSError, ValueError) as e:
+        return type(e).__name__, str(e)
     return "", "no error"
 
 
@@ -41,57 +44,97 @@ def through(group):
 
 def files():
     """Names that were left behind: no process has a lock on them, and another test has not made them this moment."""
+
     def unlocked():
         found = set()
         for path in SHM.glob("zero_nb*"):
-            try: fd = os.open(path, os.O_RDWR)
-            except FileNotFoundError: continue
-            if not shared_memory._locked(fd, 0, 0): found.add(path.name)
+            try:
+                fd = os.open(path, os.O_RDWR)
+            except FileNotFoundError:
+                continue
+            if not shared_memory._locked(fd, 0, 0):
+                found.add(path.name)
             os.close(fd)
         return found
+
     first = unlocked()
-    if first: time.sleep(0.3)
+    if first:
+        time.sleep(0.3)
     return sorted(first & unlocked()) if first else []
 
 
 def idle(near):
     """Tell that a transport keeps nothing of collectives that are over."""
     near.outbox.collect()
-    return not near.under_way and not near.early and not near.unpublished and all(count <= near.outbox.count for count in near.outbox.released.values())
+    return (
+        not near.under_way
+        and not near.early
+        and not near.unpublished
+        and all(count <= near.outbox.count for count in near.outbox.released.values())
+    )
 
 
 class Meeting:
     """All ranks of the job, through torch's own collectives."""
 
-    def __init__(self, limit=20.0): self.rank, self.ranks, self.limit = dist.get_rank(), tuple(range(dist.get_world_size())), limit
+    def __init__(self, limit=20.0):
+        self.rank, self.ranks, self.limit = (
+            dist.get_rank(),
+            tuple(range(dist.get_world_size())),
+            limit,
+        )
 
     def swap(self, text):
         texts = [None] * len(self.ranks)
         dist.all_gather_object(texts, text)
         return texts
 
-    def propose(self, text): return self.swap(text)[0]
-    def agree(self, refusal): return next(filter(None, self.swap(refusal)), "")
+    def propose(self, text):
+        return self.swap(text)[0]
+
+    def agree(self, refusal):
+        return next(filter(None, self.swap(refusal)), "")
 
 
-def connected(limit=20.0): return shared_memory.connect(Meeting(limit))
+def connected(limit=20.0):
+    return shared_memory.connect(Meeting(limit))
 
 
 # ---- what it moves ----
 
+
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int16, torch.complex64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float64,
+        torch.int16,
+        torch.complex64,
+        torch.bool,
+        torch.uint8,
+    ],
+)
 def test_both_halves_are_exact(size, dtype):
     def halves():
         near, rank = connected(), dist.get_rank()
         out = []
-        for sizes in ([5] * size, [0, 7, 3, 1][:size], [0] * (size - 1) + [9], [100_003, 1, 70_000, 65_536][:size]):
+        for sizes in (
+            [5] * size,
+            [0, 7, 3, 1][:size],
+            [0] * (size - 1) + [9],
+            [100_003, 1, 70_000, 65_536][:size],
+        ):
             ranks = [(torch.arange(sum(sizes)) % 3 + r).to(dtype) for r in range(size)]
             x = ranks[rank].clone()
-            for _ in near.reduce_scatter(x.split(sizes)): pass
-            for _ in near.all_gather(x.split(sizes)): pass
+            for _ in near.reduce_scatter(x.split(sizes)):
+                pass
+            for _ in near.all_gather(x.split(sizes)):
+                pass
             total = ranks[0].clone()
-            for term in ranks[1:]: total += term
+            for term in ranks[1:]:
+                total += term
             out.append(x.equal(total))
         dist.barrier()
         return out, idle(near)
@@ -101,19 +144,31 @@ def test_both_halves_are_exact(size, dtype):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_tensors_larger_than_the_pool_and_many_of_them_at_once(size, monkeypatch):
-    """1 MB for each rank: one block. Eight collectives of 5 MB are under way together, and waited for in another order on each rank."""
+    """1 MB for each rank: one block. Eight collectives of 5 MB are under way together, and waited
+    for in another order on each rank."""
     monkeypatch.setenv("ZERO_NB_MEMORY_MB", "1")
+
     def large():
         near, rank = connected(), dist.get_rank()
-        sizes = [500_000] * (size - 1) + [1_250_003 - 500_000 * (size - 1)] if size == 2 else [700_001, 2, 550_000]
+        sizes = (
+            [500_000] * (size - 1) + [1_250_003 - 500_000 * (size - 1)]
+            if size == 2
+            else [700_001, 2, 550_000]
+        )
         flats = [torch.arange(float(sum(sizes))) + rank + i for i in range(8)]
         steps = [near.reduce_scatter(x.split(sizes)) for x in flats]
-        for s in steps: next(s)
-        for i in random.Random(rank).sample(range(8), 8): assert next(steps[i], "end") == "end"
+        for s in steps:
+            next(s)
+        for i in random.Random(rank).sample(range(8), 8):
+            assert next(steps[i], "end") == "end"
         steps = [near.all_gather(x.split(sizes)) for x in flats]
-        for s in steps: next(s)
-        for i in random.Random(9 - rank).sample(range(8), 8): assert next(steps[i], "end") == "end"
-        total = [sum(torch.arange(float(sum(sizes))) + r + i for r in range(size)) for i in range(8)]
+        for s in steps:
+            next(s)
+        for i in random.Random(9 - rank).sample(range(8), 8):
+            assert next(steps[i], "end") == "end"
+        total = [
+            sum(torch.arange(float(sum(sizes))) + r + i for r in range(size)) for i in range(8)
+        ]
         return [x.equal(t) for x, t in zip(flats, total, strict=True)], near.outbox.pool.size
 
     assert run(size, large, timeout=60) == [([True] * 8, 1 << 20)] * size
@@ -121,14 +176,17 @@ def test_tensors_larger_than_the_pool_and_many_of_them_at_once(size, monkeypatch
 
 def test_a_sum_does_not_depend_on_its_owner():
     """Element by element, in the order of the ranks: no cut and no owner changes a bit of it."""
+
     def summed():
         near, rank = connected(), dist.get_rank()
         torch.manual_seed(rank)
         x, sums = torch.randn(300_000) * 10 ** (rank * 3), []
         for sizes in ([100_000] * 3, [1, 299_998, 1], [0, 0, 300_000]):
             y = x.clone()
-            for _ in near.reduce_scatter(y.split(sizes)): pass
-            for _ in near.all_gather(y.split(sizes)): pass
+            for _ in near.reduce_scatter(y.split(sizes)):
+                pass
+            for _ in near.all_gather(y.split(sizes)):
+                pass
             sums.append(y)
         every = [torch.empty_like(x) for _ in range(3)]
         dist.all_gather(every, x)
@@ -139,15 +197,20 @@ def test_a_sum_does_not_depend_on_its_owner():
 
 def test_many_in_flight_waited_for_in_any_order():
     """More than a rank may have published, between ranks that read none until all have started."""
+
     def flying(count):
         rank, g = dist.get_rank(), Group()
         xs = [torch.full((4,), float(i + rank)) for i in range(count)]
         works = [g.reduce_scatter(x, async_op=True) for x in xs]
         order = list(range(count))
-        if rank: order.reverse()
-        for i in order: works[i].wait()
+        if rank:
+            order.reverse()
+        for i in order:
+            works[i].wait()
         dist.barrier()
-        return all(x[2 * rank:2 * rank + 2].eq(2 * i + 1).all() for i, x in enumerate(xs)), idle(through(g))
+        return all(x[2 * rank : 2 * rank + 2].eq(2 * i + 1).all() for i, x in enumerate(xs)), idle(
+            through(g)
+        )
 
     assert run(2, flying, 1500, timeout=60) == [(True, True)] * 2
 
@@ -158,9 +221,16 @@ def test_threads_wait_for_different_collectives():
         g.reduce_scatter(torch.ones(8))
         xs = [torch.full((8,), float(i)) for i in range(40)]
         works = [g.reduce_scatter(x, async_op=True) for x in xs]
-        half = [threading.Thread(target=lambda mine: [w.wait() for w in mine], args=(works[i::4],), daemon=True) for i in range(4)]
-        for t in half: t.start()
-        for t in half: t.join(20)
+        half = [
+            threading.Thread(
+                target=lambda mine: [w.wait() for w in mine], args=(works[i::4],), daemon=True
+            )
+            for i in range(4)
+        ]
+        for t in half:
+            t.start()
+        for t in half:
+            t.join(20)
         part = slice(4 * g.group_rank, 4 * g.group_rank + 4)
         return [w.done for w in works], [x[part].eq(2 * i).all().item() for i, x in enumerate(xs)]
 
@@ -169,19 +239,22 @@ def test_threads_wait_for_different_collectives():
 
 def test_a_tensor_may_be_written_over_when_its_collective_is_over():
     """A rank that is back from a collective overwrites all it has, while its peers are late."""
+
     def late():
         g, out = Group(), []
         for turn in range(6):
             x = torch.full((6,), float(g.group_rank + turn))
             work = g.reduce_scatter(x, async_op=True)
-            if turn % 3 == g.group_rank: time.sleep(0.1)
+            if turn % 3 == g.group_rank:
+                time.sleep(0.1)
             work.wait()
-            mine = x[2 * g.group_rank:2 * g.group_rank + 2].clone()
+            mine = x[2 * g.group_rank : 2 * g.group_rank + 2].clone()
             x.fill_(float("nan"))
             y = torch.full((3,), float("nan"))
             y[g.group_rank] = mine[0]
             work = g.all_gather(y, async_op=True)
-            if turn % 3 == g.group_rank: time.sleep(0.1)
+            if turn % 3 == g.group_rank:
+                time.sleep(0.1)
             work.wait()
             out.append(y.tolist())
             y.fill_(float("nan"))
@@ -191,13 +264,18 @@ def test_a_tensor_may_be_written_over_when_its_collective_is_over():
 
 
 def test_a_rank_that_computes_lets_the_others_go_on():
-    """Its part lies in the segment since it has started: the others end their collective while it waits for something else."""
+    """Its part lies in the segment since it has started: the others end their collective while it
+    waits for something else."""
+
     def busy():
         g, x = Group(), torch.full((6,), float(dist.get_rank()))
         works = [g.all_gather(x, async_op=True), g.reduce_scatter(torch.ones(6), async_op=True)]
-        if g.group_rank == 0: dist.barrier() # the others come here when they have all they wait for
-        for work in works: work.wait()
-        if g.group_rank: dist.barrier()
+        if g.group_rank == 0:
+            dist.barrier()  # the others come here when they have all they wait for
+        for work in works:
+            work.wait()
+        if g.group_rank:
+            dist.barrier()
         return x.tolist()
 
     assert run(3, busy, timeout=60) == [[0, 0, 1, 1, 2, 2]] * 3
@@ -214,7 +292,15 @@ def test_a_group_that_records_says_what_it_moved():
 
     for rank, (right, kinds, near) in enumerate(run(3, used)):
         mine = (1, 2, 7)[rank]
-        assert right and near and kinds == [("reduce_scatter", 40, 4 * (10 - mine), True), ("all_gather", 40, 8 * mine, True)]
+        assert (
+            right
+            and near
+            and kinds
+            == [
+                ("reduce_scatter", 40, 4 * (10 - mine), True),
+                ("all_gather", 40, 8 * mine, True),
+            ]
+        )
 
 
 def test_a_group_that_recorded_leaves_the_one_it_wraps_connected():
@@ -244,26 +330,39 @@ def test_subgroups_and_groups_in_another_order():
 
 # ---- its memory ----
 
+
 def test_places_are_reused_lowest_first_and_never_overlap():
     fd = os.memfd_create("pool")
     try:
         pool, held, seed = shared_memory.Pool(fd, 4096, 8 << 20), [], random.Random(0)
         assert pool.size == 2 << 20, "it begins small"
         for _ in range(3000):
-            if held and seed.random() < 0.5: pool.free(*held.pop(seed.randrange(len(held))))
-            elif place := pool.reserve(seed.choice([1, 64, 1000, 1 << 16, 1 << 20])): held.append(place)
+            if held and seed.random() < 0.5:
+                pool.free(*held.pop(seed.randrange(len(held))))
+            elif place := pool.reserve(seed.choice([1, 64, 1000, 1 << 16, 1 << 20])):
+                held.append(place)
             spans = sorted(held)
-            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)) and all(first % 64 == 0 for first, _ in held)
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)) and all(
+                first % 64 == 0 for first, _ in held
+            )
             assert sum(end - first for first, end in (*held, *pool.holes)) == pool.size <= 8 << 20
-        for place in held: pool.free(*place)
+        for place in held:
+            pool.free(*place)
         assert pool.holes == [(4096, 4096 + pool.size)] and pool.reserve(1) == (4096, 4160)
-        assert pool.reserve(9 << 20) is None and pool.size == 8 << 20 == os.fstat(fd).st_blocks * 512, "it is all there: no access can fail"
-    finally: os.close(fd)
+        assert (
+            pool.reserve(9 << 20) is None and pool.size == 8 << 20 == os.fstat(fd).st_blocks * 512
+        ), "it is all there: no access can fail"
+    finally:
+        os.close(fd)
 
 
 def test_little_memory_left_is_not_taken(monkeypatch):
-    """The pool grows by no more than a quarter of what is free, and not at all when the system refuses; what it has is enough."""
-    def refuse(*_): raise OSError(28, "No space left on device")
+    """The pool grows by no more than a quarter of what is free, and not at all when the system
+    refuses; what it has is enough."""
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
     fd = os.memfd_create("pool")
     try:
         pool = shared_memory.Pool(fd, 0, 8 << 20)
@@ -272,7 +371,8 @@ def test_little_memory_left_is_not_taken(monkeypatch):
         assert pool.reserve(1) is None and pool.size == pool.limit == 2 << 20
         pool.free(0, 2 << 20)
         assert pool.reserve(1 << 20) == (0, 1 << 20)
-    finally: os.close(fd)
+    finally:
+        os.close(fd)
 
 
 def test_ranks_that_run_out_of_shared_memory_go_on_with_what_they_have():
@@ -280,7 +380,8 @@ def test_ranks_that_run_out_of_shared_memory_go_on_with_what_they_have():
     program = """
 import os, sys, ctypes
 libc = ctypes.CDLL(None, use_errno=True)
-if libc.unshare(0x00020000) or libc.mount(b"none", b"/", None, 0x44000, None) or libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=SIZE"): sys.exit(77)
+if libc.unshare(0x00020000) or libc.mount(b"none", b"/", None, 0x44000, None): sys.exit(77)
+if libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=SIZE"): sys.exit(77)
 import torch, torch.distributed as dist, logging
 from zero_nb.launch import run
 from zero_nb.process_group import Group
@@ -293,20 +394,37 @@ def work():
     return all(x.eq(2).all().item() for x in xs), near and near.outbox.pool.size <= 4 << 20
 print(run(2, work))
 """
-    for size, way in (("12m", "[(True, True), (True, True)]"), ("2m", "[(True, None), (True, None)]")):
-        done = subprocess.run([sys.executable, "-c", program.replace("SIZE", size)], capture_output=True, text=True, timeout=120)
-        if done.returncode == 77: pytest.skip("may not mount here")
+    for size, way in (
+        ("12m", "[(True, True), (True, True)]"),
+        ("2m", "[(True, None), (True, None)]"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program.replace("SIZE", size)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if done.returncode == 77:
+            pytest.skip("may not mount here")
         assert way in done.stdout, done.stdout + done.stderr[-2000:]
-    assert "No space left on device" in done.stdout and done.stdout.count("shared memory cannot be used") == 1, done.stdout
+    assert (
+        "No space left on device" in done.stdout
+        and done.stdout.count("shared memory cannot be used") == 1
+    ), done.stdout
 
 
 def test_nothing_stays_open():
     def opened():
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(20):
-            for _ in connected().all_gather(torch.ones(2).split(1)): pass
+            for _ in connected().all_gather(torch.ones(2).split(1)):
+                pass
         dist.barrier()
-        return len(os.listdir("/proc/self/fd")) - before, sum("zero_nb" in line for line in Path("/proc/self/maps").read_text().splitlines()), files()
+        return (
+            len(os.listdir("/proc/self/fd")) - before,
+            sum("zero_nb" in line for line in Path("/proc/self/maps").read_text().splitlines()),
+            files(),
+        )
 
     assert run(2, opened) == [(0, 0, [])] * 2
 
@@ -324,6 +442,7 @@ def test_a_destroyed_group_gives_its_memory_back():
 
 # ---- who may use it ----
 
+
 @pytest.mark.parametrize("who", [0, 1, 2])
 def test_one_rank_that_may_not_is_enough(who):
     def mixed():
@@ -332,7 +451,8 @@ def test_one_rank_that_may_not_is_enough(who):
         handler.emit = lambda entry: logs.append(entry.getMessage())
         logging.getLogger("zero_nb").addHandler(handler)
         logging.getLogger("zero_nb").setLevel("INFO")
-        if dist.get_rank() == who: os.environ["ZERO_NB_MEMORY"] = "0"
+        if dist.get_rank() == who:
+            os.environ["ZERO_NB_MEMORY"] = "0"
         g, x = Group(), torch.ones(12)
         for _ in range(2):
             g.reduce_scatter(x)
@@ -344,17 +464,30 @@ def test_one_rank_that_may_not_is_enough(who):
     assert len(first[2]) == 1 and f"rank {who}: ZERO_NB_MEMORY=0 forbids it" in first[2][0]
 
 
-@pytest.mark.parametrize("how", ["elsewhere", "other file", "other user", "no memory", "bad setting"])
+@pytest.mark.parametrize(
+    "how", ["elsewhere", "other file", "other user", "no memory", "bad setting"]
+)
 def test_ranks_that_cannot_share_send_messages(how):
-    """Another machine, one that looks alike and is not, a user who may not open the file, no memory, and a setting that is no number."""
+    """Another machine, one that looks alike and is not, a user who may not open the file, no
+    memory, and a setting that is no number."""
+
     def apart():
-        def refuse(*_): raise OSError(28, "No space left on device")
+        def refuse(*_):
+            raise OSError(28, "No space left on device")
+
         if dist.get_rank() == 1:
-            if how == "elsewhere": shared_memory._place = lambda _: "there"
-            if how == "other file": shared_memory._open_locked = lambda path, byte: shared_memory.os.memfd_create("elsewhere")
-            if how == "other user": shared_memory.os.geteuid = lambda: 65533
-            if how == "no memory": shared_memory.os.posix_fallocate = refuse
-            if how == "bad setting": os.environ["ZERO_NB_MEMORY_MB"] = "many"
+            if how == "elsewhere":
+                shared_memory._place = lambda _: "there"
+            if how == "other file":
+                shared_memory._open_locked = lambda path, byte: shared_memory.os.memfd_create(
+                    "elsewhere"
+                )
+            if how == "other user":
+                shared_memory.os.geteuid = lambda: 65533
+            if how == "no memory":
+                shared_memory.os.posix_fallocate = refuse
+            if how == "bad setting":
+                os.environ["ZERO_NB_MEMORY_MB"] = "many"
         shared_memory._PATIENCE = 0.5
         g, x = Group(), torch.ones(12)
         g.reduce_scatter(x)
@@ -370,20 +503,26 @@ def test_the_file_is_this_users_alone(monkeypatch, tmp_path):
     os.close(fd)
     (tmp_path / "open").touch()
     (tmp_path / "open").chmod(0o666)
-    with pytest.raises(PermissionError, match="alone"): shared_memory._open_locked(tmp_path / "open", 5)
+    with pytest.raises(PermissionError, match="alone"):
+        shared_memory._open_locked(tmp_path / "open", 5)
     (tmp_path / "link").symlink_to(tmp_path / "own")
-    with pytest.raises(OSError, match="symbolic"): shared_memory._open_locked(tmp_path / "link", 5)
+    with pytest.raises(OSError, match="symbolic"):
+        shared_memory._open_locked(tmp_path / "link", 5)
 
 
 def slow_to_look():
     """Open a file on two ranks of which one takes its time after its first lock."""
     real = os.fstat
+
     def slow(fd):
         time.sleep(0.3)
         return real(fd)
+
     os.fstat = slow if dist.get_rank() else real
-    try: fd, locks = shared_memory.open_together(f"slow {os.getppid()}", dist.get_rank(), range(2))
-    finally: os.fstat = real
+    try:
+        fd, locks = shared_memory.open_together(f"slow {os.getppid()}", dist.get_rank(), range(2))
+    finally:
+        os.fstat = real
     same = [None, None]
     dist.all_gather_object(same, os.fstat(fd).st_ino)
     return same[0] == same[1] and shared_memory._locked(fd, locks + 1 - dist.get_rank())
@@ -405,8 +544,11 @@ time.sleep(60)
 def test_a_file_that_was_left_is_removed_and_one_in_use_is_not(monkeypatch, tmp_path):
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     used, mine = tmp_path / "zero_nb-used", tmp_path / "zero_nb-mine"
-    for path in (used, mine, tmp_path / "zero_nb-left", tmp_path / "other"): path.touch(0o600)
-    holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(used)], stdout=subprocess.PIPE, text=True)
+    for path in (used, mine, tmp_path / "zero_nb-left", tmp_path / "other"):
+        path.touch(0o600)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(used)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout.readline() == "locked\n"
         monkeypatch.setattr(shared_memory, "_NAMED", {mine.name})
@@ -414,43 +556,81 @@ def test_a_file_that_was_left_is_removed_and_one_in_use_is_not(monkeypatch, tmp_
     finally:
         holder.kill()
         holder.wait()
-    assert shared_memory.remove_stale() == ["zero_nb-used"] and sorted(path.name for path in tmp_path.iterdir()) == ["other", "zero_nb-mine"]
+    assert shared_memory.remove_stale() == ["zero_nb-used"] and sorted(
+        path.name for path in tmp_path.iterdir()
+    ) == ["other", "zero_nb-mine"]
 
 
 def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():
-    """Counted on a store, with one thread for each of 40 ranks that are on two machines: they find out before any of them makes a file."""
+    """Counted on a store, with one thread for each of 40 ranks that are on two machines: they find
+    out before any of them makes a file."""
     from zero_nb import process_group
 
     class Counted:
-        def __init__(self, store): self.store, self.requests, self.bytes = store, 0, 0
+        def __init__(self, store):
+            self.store, self.requests, self.bytes = store, 0, 0
+
         def __getattr__(self, name):
             def call(*args):
-                self.requests += "\0" not in args # a look whether something is there
+                self.requests += "\0" not in args  # a look whether something is there
                 self.bytes += sum(len(arg) for arg in args if isinstance(arg, str))
                 return getattr(self.store, name)(*args)
+
             return call
 
     size, store, told_of = 40, dist.HashStore(), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_group, "_store", lambda group: group.process_group)
         patch.setattr(process_group, "_timeout", lambda group: timedelta(seconds=30))
-        patch.setattr(shared_memory, "_place", lambda _: f"machine {threading.current_thread().name}")
+        patch.setattr(
+            shared_memory, "_place", lambda _: f"machine {threading.current_thread().name}"
+        )
+
         def rank(r):
             group = object.__new__(process_group.Ranks)
-            group.group_rank, group.ranks, group.size, group.process_group = r, tuple(range(size)), size, Counted(store)
+            group.group_rank, group.ranks, group.size, group.process_group = (
+                r,
+                tuple(range(size)),
+                size,
+                Counted(store),
+            )
             group._state = group._wire = process_group._State()
-            told_of.append((transport.connect(process_group._Meeting(group)), group.process_group.requests, group.process_group.bytes))
-        threads = [threading.Thread(target=rank, args=(r,), name=str(r % 2), daemon=True) for r in range(size)]
-        for t in threads: t.start()
-        for t in threads: t.join(60)
-    assert len(told_of) == size and {said[0] for said, _, _ in told_of} == {None} and len({said for said, _, _ in told_of}) == 1
-    assert max(requests for _, requests, _ in told_of) <= 14 and sum(nbytes for _, _, nbytes in told_of) < 1000 * size
-    assert store.num_keys() <= 1 and not files() # the store keeps one of its own
+            told_of.append(
+                (
+                    transport.connect(process_group._Meeting(group)),
+                    group.process_group.requests,
+                    group.process_group.bytes,
+                )
+            )
+
+        threads = [
+            threading.Thread(target=rank, args=(r,), name=str(r % 2), daemon=True)
+            for r in range(size)
+        ]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+    assert (
+        len(told_of) == size
+        and {said[0] for said, _, _ in told_of} == {None}
+        and len({said for said, _, _ in told_of}) == 1
+    )
+    assert (
+        max(requests for _, requests, _ in told_of) <= 14
+        and sum(nbytes for _, _, nbytes in told_of) < 1000 * size
+    )
+    assert store.num_keys() <= 1 and not files()  # the store keeps one of its own
 
 
 # ---- what goes wrong ----
 
-@pytest.mark.parametrize("end", [abort, destroy, lambda g: fail(g, ValueError("no data"))], ids=["abort", "destroy", "fail"])
+
+@pytest.mark.parametrize(
+    "end",
+    [abort, destroy, lambda g: fail(g, ValueError("no data"))],
+    ids=["abort", "destroy", "fail"],
+)
 def test_a_rank_that_ends_the_group_frees_the_others(end):
     def ended():
         g = clone(Group())
@@ -467,7 +647,11 @@ def test_a_rank_that_ends_the_group_frees_the_others(end):
 
     for rank, ((kind, message), soon) in enumerate(run(3, ended)):
         assert kind == "RuntimeError" and soon
-        assert ("group was" in message) if rank == 2 else ("rank 2" in message and "reduce_scatter of 6 float32 failed" in message)
+        assert (
+            ("group was" in message)
+            if rank == 2
+            else ("rank 2" in message and "reduce_scatter of 6 float32 failed" in message)
+        )
 
 
 def test_abort_frees_a_thread_of_its_own_process():
@@ -493,13 +677,23 @@ def test_a_late_rank_is_named_and_nothing_moves_after_that():
         x = torch.ones(2)
         said = told(lambda: g.all_gather(x)) if g.group_rank == 0 else ("", "")
         dist.barrier()
-        if g.group_rank == 1: told(lambda: g.all_gather(torch.full((2,), 5.0)))
+        if g.group_rank == 1:
+            told(lambda: g.all_gather(torch.full((2,), 5.0)))
         dist.barrier()
-        again = told(lambda: through(g).all_gather(x.split(1)).__next__()) if g.group_rank == 0 else ("", "")
+        again = (
+            told(lambda: through(g).all_gather(x.split(1)).__next__())
+            if g.group_rank == 0
+            else ("", "")
+        )
         return said, again, x.tolist()
 
     (kind, message), (_, again), x = run(2, late)[0]
-    assert kind == "RuntimeError" and "nothing came from rank 1 within 1 s" in message and "rank 1 within 1 s" in again and x == [1, 1]
+    assert (
+        kind == "RuntimeError"
+        and "nothing came from rank 1 within 1 s" in message
+        and "rank 1 within 1 s" in again
+        and x == [1, 1]
+    )
 
 
 def test_a_rank_at_another_collective_is_found_out():
@@ -510,11 +704,13 @@ def test_a_rank_at_another_collective_is_found_out():
         dist.barrier()
         return said
 
-    for kind, message in run(2, other): assert kind == "RuntimeError" and "at another collective" in message
+    for kind, message in run(2, other):
+        assert kind == "RuntimeError" and "at another collective" in message
 
 
 def test_a_rank_that_has_left_after_its_last_collective_has_given_its_part():
     """It may end, and be killed, before the others look: all it had to give lies in the segment."""
+
     def leaves():
         near, x = connected(), torch.full((4,), float(dist.get_rank()))
         if dist.get_rank() == 0:
@@ -525,7 +721,8 @@ def test_a_rank_that_has_left_after_its_last_collective_has_given_its_part():
             return None
         dist.barrier()
         dist.barrier()
-        for _ in near.all_gather(x.split(2)): pass
+        for _ in near.all_gather(x.split(2)):
+            pass
         return x.tolist()
 
     assert run(2, leaves)[1] == [0, 0, 1, 1]
@@ -541,7 +738,8 @@ SIZE, TOLD, WRONG = 3, 0, 3
 
 def train(rank, port, when):
     store = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=5)) # who meets a dead rank waits as long
+    limit = timedelta(seconds=5) # a rank that meets a dead one waits as long
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=limit)
     dist.barrier()
     if when is not None: threading.Timer(when, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     for turn in range(10 ** 9):
@@ -573,22 +771,31 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("victims", [(1,), (0,), (0, 1, 2)], ids=str)
 def test_M2_killed_at_any_moment_leaves_no_wrong_number_and_nothing_in_dev_shm(victims):
-    """Ranks that connect and move tensors again and again; one of them, or all, are killed. Nobody returns with a wrong sum; every survivor raises."""
+    """Ranks that connect and move tensors again and again; one of them, or all, are killed. Nobody
+    returns with a wrong sum; every survivor raises."""
     seed, before = random.Random(str(victims)), set(files())
-    with subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as starter:
         for _ in range(6):
             starter.stdin.write(json.dumps([victims, seed.uniform(0, 0.4)]) + "\n")
             starter.stdin.flush()
-            assert json.loads(starter.stdout.readline()) == [-signal.SIGKILL if rank in victims else 0 for rank in range(3)], "0: it was told; 3: a wrong sum"
+            assert json.loads(starter.stdout.readline()) == [
+                -signal.SIGKILL if rank in victims else 0 for rank in range(3)
+            ], "0: it was told; 3: a wrong sum"
             stays = set(files()) - before
-            assert all((SHM / name).stat().st_size == 0 for name in stays), "a name may be left if all die at once; never memory"
-            shared_memory.remove_stale() # as the next job does
+            assert all((SHM / name).stat().st_size == 0 for name in stays), (
+                "a name may be left if all die at once; never memory"
+            )
+            shared_memory.remove_stale()  # as the next job does
             assert not stays & set(files())
         starter.stdin.close()
 
 
 def test_M2_an_error_is_never_a_result():
-    """Rank 0 offers its part, leaves at once and overwrites it: rank 1, which owns nothing of it, raises or has what was offered."""
+    """Rank 0 offers its part, leaves at once and overwrites it: rank 1, which owns nothing of it,
+    raises or has what was offered."""
+
     def offered():
         g = clone(Group())
         g.all_gather(torch.ones(4), [4, 0])
@@ -608,19 +815,30 @@ def test_M2_an_error_is_never_a_result():
 
 
 def test_M1_no_stranger_can_hold_a_job_up():
-    """No rank has a socket that other users could call, at any moment while it connects; and one that is called by a silent stranger goes on."""
+    """No rank has a socket that other users could call, at any moment while it connects; and one
+    that is called by a silent stranger goes on."""
+
     def visited():
         calls, kept, over = set(), [], threading.Event()
-        def own(): return {os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{name}")}
+
+        def own():
+            return {
+                os.readlink(f"/proc/self/fd/{name}")
+                for name in os.listdir("/proc/self/fd")
+                if os.path.islink(f"/proc/self/fd/{name}")
+            }
+
         def stranger():
             while not over.is_set():
                 for line in Path("/proc/net/unix").read_text().splitlines():
                     *_, inode, name = line.split()
-                    if "@zero_nb/" not in name or name in calls or f"socket:[{inode}]" not in own(): continue
+                    if "@zero_nb/" not in name or name in calls or f"socket:[{inode}]" not in own():
+                        continue
                     calls.add(name)
                     kept.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                     kept[-1].setblocking(False)
                     kept[-1].connect("\0" + name[1:])
+
         threading.Thread(target=stranger, daemon=True).start()
         said = []
         for _ in range(10):
@@ -666,8 +884,21 @@ dist.destroy_process_group()
 
 def torchrun(folder, program):
     (folder / "program.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(folder / "program.py")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(folder / "program.py"),
+    ]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
 
 
 def test_M3_a_forked_child_raises_at_once_and_leaves_its_parents_collective_alone(tmp_path):
@@ -705,18 +936,32 @@ def test_data_loader_workers_and_a_child_that_closes(tmp_path):
 
 
 def forbid(call, first=None):
-    """Let the kernel kill this process, and those it starts, when it makes a system call, perhaps with a certain first argument: as systemd's filters do."""
+    """Let the kernel kill this process, and those it starts, when it makes a system call, perhaps
+    with a certain first argument: as systemd's filters do."""
     import struct
-    if os.uname().machine != "x86_64": pytest.skip("numbers of system calls are those of x86-64")
+
+    if os.uname().machine != "x86_64":
+        pytest.skip("numbers of system calls are those of x86-64")
     load, equal, ret = 0x20, 0x15, 0x06
-    kill, allow = struct.pack("HBBI", ret, 0, 0, 0x80000000), struct.pack("HBBI", ret, 0, 0, 0x7FFF0000)
-    checks = [struct.pack("HBBI", load, 0, 0, 0), struct.pack("HBBI", equal, 0, 3 if first else 1, call)]
-    if first: checks += [struct.pack("HBBI", load, 0, 0, 16), struct.pack("HBBI", equal, 0, 1, first)]
+    kill, allow = (
+        struct.pack("HBBI", ret, 0, 0, 0x80000000),
+        struct.pack("HBBI", ret, 0, 0, 0x7FFF0000),
+    )
+    checks = [
+        struct.pack("HBBI", load, 0, 0, 0),
+        struct.pack("HBBI", equal, 0, 3 if first else 1, call),
+    ]
+    if first:
+        checks += [struct.pack("HBBI", load, 0, 0, 16), struct.pack("HBBI", equal, 0, 1, first)]
     code = b"".join([*checks, kill, allow])
     buffer = ctypes.create_string_buffer(code, len(code))
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer)), 16)
+    program = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer)), 16
+    )
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0, os.strerror(ctypes.get_errno())
+    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0, os.strerror(
+        ctypes.get_errno()
+    )
 
 
 def halves_work():
@@ -728,7 +973,7 @@ def halves_work():
 
 def test_M4_a_filter_that_kills_who_reads_other_memory_kills_nobody():
     def filtered():
-        forbid(310) # process_vm_readv
+        forbid(310)  # process_vm_readv
         return halves_work()
 
     assert run(2, filtered) == [([2.0] * 4, True)] * 2
@@ -737,9 +982,11 @@ def test_M4_a_filter_that_kills_who_reads_other_memory_kills_nobody():
 def test_M4_gathered_parameters_are_copied_by_no_such_call_either():
     def filtered():
         from zero_nb.optimizer import ZeroRedundancyOptimizer
+
         forbid(310)
         params = [torch.nn.Parameter(torch.ones(3)) for _ in range(40)]
-        for p in params: p.grad = torch.ones(3)
+        for p in params:
+            p.grad = torch.ones(3)
         ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.5).step()
         return [p.tolist() for p in params]
 
@@ -748,10 +995,15 @@ def test_M4_gathered_parameters_are_copied_by_no_such_call_either():
 
 def test_M5_a_process_that_nobody_may_read_any_more_goes_on():
     """What `PR_SET_DUMPABLE` forbids after the ranks have connected is not needed."""
+
     def hidden():
-        libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        libc, header, sets = (
+            ctypes.CDLL(None),
+            (ctypes.c_uint32 * 2)(0x20080522, 0),
+            (ctypes.c_uint32 * 6)(),
+        )
         assert libc.capget(header, sets) == 0
-        sets[0] &= ~(1 << 19) # CAP_SYS_PTRACE, with which root reads everything
+        sets[0] &= ~(1 << 19)  # CAP_SYS_PTRACE, with which root reads everything
         assert libc.capset(header, sets) == 0
         first = halves_work()
         assert libc.prctl(4, 0, 0, 0, 0) == 0
@@ -763,8 +1015,9 @@ def test_M5_a_process_that_nobody_may_read_any_more_goes_on():
 @pytest.mark.parametrize("setting", ["0", "1"])
 def test_M6_no_process_is_given_the_right_to_trace_this_one(setting, monkeypatch):
     monkeypatch.setenv("ZERO_NB_MEMORY", setting)
+
     def filtered():
-        forbid(157, 0x59616D61) # prctl(PR_SET_PTRACER)
+        forbid(157, 0x59616D61)  # prctl(PR_SET_PTRACER)
         return halves_work()
 
     assert run(2, filtered) == [([2.0] * 4, setting == "1")] * 2
@@ -785,6 +1038,7 @@ def test_L6_a_default_device_does_not_decide_how_tensors_move():
 
 def test_L7_a_killed_rank_is_noticed_though_its_child_lives():
     """The child has all its parent's files and sockets open. The limit is 60 s."""
+
     def killed():
         g = clone(Group(), timeout=timedelta(seconds=60))
         g.all_gather(torch.ones(2))
@@ -796,19 +1050,27 @@ def test_L7_a_killed_rank_is_noticed_though_its_child_lives():
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
         begin = time.monotonic()
-        kind, message = told(lambda: through(g).all_gather(torch.ones(2).split(1)).__next__() or list(through(g).all_gather(torch.ones(2).split(1))))
+        kind, message = told(
+            lambda: (
+                through(g).all_gather(torch.ones(2).split(1)).__next__()
+                or list(through(g).all_gather(torch.ones(2).split(1)))
+            )
+        )
         Path(folder, "said").write_text(f"{kind}: {message}; {time.monotonic() - begin < 12}")
         return None
 
     import tempfile
+
     with tempfile.TemporaryDirectory() as folder:
-        with pytest.raises(RuntimeError): run(2, killed, timeout=90)
+        with pytest.raises(RuntimeError):
+            run(2, killed, timeout=90)
         said = (Path(folder) / "said").read_text()
     assert said.startswith("RuntimeError: nothing came from rank 1") and said.endswith("True")
 
 
 def test_L8_who_lives_is_told_by_locks_and_not_by_numbers_of_processes():
     """A process that got a dead rank's number has no lock; and neither has a child of it."""
+
     def lives():
         near = connected()
         other = near.segment.peers[0]
@@ -818,7 +1080,9 @@ def test_L8_who_lives_is_told_by_locks_and_not_by_numbers_of_processes():
             if os.fork() == 0:
                 time.sleep(10)
                 os._exit(0)
-            os.close(os.dup(near.segment.fd)) # closing any descriptor of a file ends this process's locks
+            os.close(
+                os.dup(near.segment.fd)
+            )  # closing any descriptor of a file ends this process's locks
         dist.barrier()
         last = near.segment.alive(other)
         dist.barrier()
@@ -839,7 +1103,9 @@ def test_L9_there_is_no_thread_to_wait_for():
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_process_ends_whatever_is_under_way(waits, tmp_path):
     """Also with a collective that nobody waits for, and with nobody who destroys the group."""
-    done = torchrun(tmp_path, f"""
+    done = torchrun(
+        tmp_path,
+        f"""
 import torch, torch.distributed as dist
 from zero_nb.process_group import Group
 dist.init_process_group("gloo")
@@ -848,5 +1114,8 @@ g.all_gather(torch.ones(4))
 work = g.all_gather(torch.ones(1 << 24), async_op=True)
 if {waits}: work.wait()
 if g.group_rank == 0: print("ends")
-""")
-    assert done.returncode == 0 and "ends" in done.stdout and "terminate called" not in done.stderr, done.stderr[-2000:]
+""",
+    )
+    assert (
+        done.returncode == 0 and "ends" in done.stdout and "terminate called" not in done.stderr
+    ), done.stderr[-2000:]

@@ -2,6 +2,7 @@
 
 Public names load their module when first used, so that plans can be made where there is no torch.
 """
+
 __version__ = "0.1.0"
 
 import sys
@@ -10,12 +11,32 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 _MODULES = {
-    "sharder": ("Grid", "GridPlan", "ParamSpec", "ShardPlan", "Span", "balanced", "even", "greedy", "mixed", "moves"),
+    "sharder": (
+        "Grid",
+        "GridPlan",
+        "ParamSpec",
+        "ShardPlan",
+        "Span",
+        "balanced",
+        "even",
+        "greedy",
+        "mixed",
+        "moves",
+    ),
     "buckets": ("BucketPlan", "pack"),
     "schedule": ("make_schedule",),
     "estimate": ("compare", "estimate"),
     "record": ("record", "simulate"),
-    "process_group": ("Group", "agree", "agreeing", "coalescing_manager", "get_global_rank", "get_group_rank", "get_process_group_ranks", "two_level"),
+    "process_group": (
+        "Group",
+        "agree",
+        "agreeing",
+        "coalescing_manager",
+        "get_global_rank",
+        "get_group_rank",
+        "get_process_group_ranks",
+        "two_level",
+    ),
     "objects": ("broadcast_object_list", "gather_object", "scatter_object_list"),
     "launch": ("run",),
     "optimizer": ("ZeroRedundancyOptimizer",),
@@ -34,15 +55,36 @@ if TYPE_CHECKING:
     from .optimizer import ZeroRedundancyOptimizer
     from .overlap import hook_with_zero_step, hook_with_zero_step_interleaved, overlap
     from .parallel import data_parallel
-    from .process_group import Group, agree, agreeing, coalescing_manager, get_global_rank, get_group_rank, get_process_group_ranks, two_level
+    from .process_group import (
+        Group,
+        agree,
+        agreeing,
+        coalescing_manager,
+        get_global_rank,
+        get_group_rank,
+        get_process_group_ranks,
+        two_level,
+    )
     from .record import record, simulate
     from .schedule import make_schedule
-    from .sharder import Grid, GridPlan, ParamSpec, ShardPlan, Span, balanced, even, greedy, mixed, moves
+    from .sharder import (
+        Grid,
+        GridPlan,
+        ParamSpec,
+        ShardPlan,
+        Span,
+        balanced,
+        even,
+        greedy,
+        mixed,
+        moves,
+    )
 
 
 def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
-        if name in names: return getattr(import_module(f"{__name__}.{module}"), name)
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -50,16 +92,19 @@ class _Package(ModuleType):
     """Keeps `zero_nb.record` and `zero_nb.overlap` the functions: importing a module of that name would bind it to the module."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in __all__ and isinstance(value, ModuleType)): super().__setattr__(name, value)
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package
 
 
-def __dir__() -> list[str]: return [*globals(), *__all__]
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
 
 
-def _connect_shared_memory(meeting: Any) -> Any: return import_module(f"{__name__}.shared_memory").connect(meeting)
+def _connect_shared_memory(meeting: Any) -> Any:
+    return import_module(f"{__name__}.shared_memory").connect(meeting)
 
 
 import_module(f"{__name__}.transport").register("shared memory", _connect_shared_memory)

@@ -57,10 +57,10 @@ class Model:
     """Something to train."""
 
     name: str
-    words: str # for people
+    words: str  # for people
     build: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], Sequence[Tensor]] # an input and a target
-    loss: Callable[[Tensor, Tensor], Tensor] # of an output and a target
+    batch: Callable[[torch.Generator], Sequence[Tensor]]  # an input and a target
+    loss: Callable[[Tensor, Tensor], Tensor]  # of an output and a target
 
     def made(self, device: torch.device) -> nn.Module:
         """Build it with the same weights every time."""
@@ -71,7 +71,8 @@ class Model:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Elements of each parameter; nothing is allocated."""
-        with torch.device("meta"): return tuple(p.numel() for p in self.build().parameters())
+        with torch.device("meta"):
+            return tuple(p.numel() for p in self.build().parameters())
 
 # %% ../nbs/30_benchmark.ipynb #c82de787
 class TiedGPT(GPT):
@@ -82,6 +83,7 @@ class TiedGPT(GPT):
         self.embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
+
 class Chain(nn.Module):
     """Small layers, each added to what comes in, so that a thousand parameters still learn."""
 
@@ -89,34 +91,63 @@ class Chain(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
-    def forward(self, x: Tensor) -> Tensor: # [B, C] -> [B, C]
+    def forward(self, x: Tensor) -> Tensor:  # [B, C] -> [B, C]
         """Apply the layers."""
-        for layer in self.layers: x = x + 0.1 * layer(x)
+        for layer in self.layers:
+            x = x + 0.1 * layer(x)
         return x
 
 # %% ../nbs/30_benchmark.ipynb #3781ab3b
 def _vectors(batch: int, width: int) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
-    return lambda generator: (torch.randn(batch, width, generator=generator), torch.randn(batch, width, generator=generator))
+    return lambda generator: (
+        torch.randn(batch, width, generator=generator),
+        torch.randn(batch, width, generator=generator),
+    )
+
 
 def _words(length: int, vocabulary: int) -> Callable[[torch.Generator], Sequence[Tensor]]:
     return lambda generator: torch.randint(vocabulary, (2, 1, length), generator=generator).unbind()
 
+
 _mse = nn.functional.mse_loss
 
-def _next_word(logits: Tensor, target: Tensor) -> Tensor: return nn.functional.cross_entropy(logits.transpose(1, 2), target)
+
+def _next_word(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.transpose(1, 2), target)
+
 
 def models(
-    quick: bool = False, # shrunk, for a look and for tests
-) -> dict[str, Model]: # by name
+    quick: bool = False,  # shrunk, for a look and for tests
+) -> dict[str, Model]:  # by name
     """Give the models of the benchmark."""
     n, width = (4, 100) if quick else (20, 2000)
-    layers, channels, heads, vocabulary, length = (2, 32, 2, 1000, 16) if quick else (6, 384, 6, 50_304, 64)
+    layers, channels, heads, vocabulary, length = (
+        (2, 32, 2, 1000, 16) if quick else (6, 384, 6, 50_304, 64)
+    )
     links, link = (50, 8) if quick else (500, 32)
     found = [
-        Model("linear", f"{n} x Linear({width})", lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(n))), _vectors(20, width), _mse),
-        Model("gpt", f"GPT, {layers} layers of {channels}, tied vocabulary of {vocabulary:,}",
-              lambda: TiedGPT(layers, channels, heads, vocabulary), _words(length, vocabulary), _next_word),
-        Model("small", f"{2 * links:,} small parameters", lambda: Chain(links, link), _vectors(8, link), _mse)]
+        Model(
+            "linear",
+            f"{n} x Linear({width})",
+            lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(n))),
+            _vectors(20, width),
+            _mse,
+        ),
+        Model(
+            "gpt",
+            f"GPT, {layers} layers of {channels}, tied vocabulary of {vocabulary:,}",
+            lambda: TiedGPT(layers, channels, heads, vocabulary),
+            _words(length, vocabulary),
+            _next_word,
+        ),
+        Model(
+            "small",
+            f"{2 * links:,} small parameters",
+            lambda: Chain(links, link),
+            _vectors(8, link),
+            _mse,
+        ),
+    ]
     return {model.name: model for model in found}
 
 # %% ../nbs/30_benchmark.ipynb #0dbee628
@@ -124,16 +155,25 @@ def models(
 class Runner:
     """A model that is ready to be trained."""
 
-    module: Callable[..., Tensor] # its forward
-    step: Callable[[], Any] # after backward; when it returns, the next forward may start
-    state: Callable[[], Iterable[dict[str, Any]]] # what the optimizer keeps on this rank, a dict for each thing that it steps
+    module: Callable[..., Tensor]  # its forward
+    step: Callable[[], Any]  # after backward; when it returns, the next forward may start
+    state: Callable[
+        [], Iterable[dict[str, Any]]
+    ]  # what the optimizer keeps on this rank, a dict for each thing that it steps
     zero_grad: Callable[[], Any]
     backward: Callable[[Tensor], Any] = Tensor.backward
-    settle: Callable[[], Any] = lambda: None # returns when all parameters have come
-    early: bool = False # steps inside backward, so that there is no step to time
+    settle: Callable[[], Any] = lambda: None  # returns when all parameters have come
+    early: bool = False  # steps inside backward, so that there is no step to time
+
 
 def _runner(module: Any, optimizer: Any, local: Any = None, **more: Any) -> Runner:
-    return Runner(module, optimizer.step, lambda: (local or optimizer).state.values(), optimizer.zero_grad, **more)
+    return Runner(
+        module,
+        optimizer.step,
+        lambda: (local or optimizer).state.values(),
+        optimizer.zero_grad,
+        **more,
+    )
 
 # %% ../nbs/30_benchmark.ipynb #a8cf7e5f
 @dataclass(frozen=True)
@@ -141,63 +181,107 @@ class Variant:
     """A way to train in data parallel."""
 
     name: str
-    words: str # for people
-    make: Callable[[nn.Module, Any, float], Runner] # from a model on its device, a torch process group, a learning rate
-    package: str = "" # that it needs besides torch
-    counted: bool = True # talks through the process group it is given, so that a recording group sees all
-    same: bool = True # does the reference's arithmetic
+    words: str  # for people
+    make: Callable[
+        [nn.Module, Any, float], Runner
+    ]  # from a model on its device, a torch process group, a learning rate
+    package: str = ""  # that it needs besides torch
+    counted: bool = (
+        True  # talks through the process group it is given, so that a recording group sees all
+    )
+    same: bool = True  # does the reference's arithmetic
 
     @property
-    def missing(self) -> str: # "" if it can run
+    def missing(self) -> str:  # "" if it can run
         """Say why it cannot run here."""
-        return "" if not self.package or importlib.util.find_spec(self.package) else f"{self.package} is not installed: pip install {self.package}"
+        return (
+            ""
+            if not self.package or importlib.util.find_spec(self.package)
+            else f"{self.package} is not installed: pip install {self.package}"
+        )
 
-VARIANTS: dict[str, Variant] = {} # by name, the reference first
+
+VARIANTS: dict[str, Variant] = {}  # by name, the reference first
+
 
 def variant(name: str, words: str, **facts: Any) -> Callable[[Callable], Callable]:
     """Enter the decorated function in `VARIANTS`."""
+
     def add(make: Callable[[nn.Module, Any, float], Runner]) -> Callable:
         VARIANTS[name] = Variant(name, words, make, **facts)
         return make
+
     return add
 
 # %% ../nbs/30_benchmark.ipynb #39b40e36
 def _ddp(module: nn.Module, group: Any, lr: float, **options: Any) -> Runner:
-    return _runner(DistributedDataParallel(module, process_group=group, **options), AdamW(module.parameters(), lr=lr, fused=True))
+    return _runner(
+        DistributedDataParallel(module, process_group=group, **options),
+        AdamW(module.parameters(), lr=lr, fused=True),
+    )
+
 
 REFERENCE = "ddp"
 
+
 def _zero(module: nn.Module, group: Any, lr: float, view: bool = False, **options: Any) -> Runner:
     ddp = DistributedDataParallel(module, process_group=group, **options)
-    zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, process_group=group, parameters_as_bucket_view=view, lr=lr)
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(), AdamW, process_group=group, parameters_as_bucket_view=view, lr=lr
+    )
     return _runner(ddp, zero, zero.optim)
+
 
 def _torch(module: nn.Module, group: Any, lr: float, view: bool = False) -> Runner:
     from torch.distributed.optim import ZeroRedundancyOptimizer as Torchs
+
     ddp = DistributedDataParallel(module, process_group=group)
-    zero = Torchs(module.parameters(), AdamW, process_group=group, parameters_as_bucket_view=view, lr=lr, fused=True)
+    zero = Torchs(
+        module.parameters(),
+        AdamW,
+        process_group=group,
+        parameters_as_bucket_view=view,
+        lr=lr,
+        fused=True,
+    )
     return _runner(ddp, zero, zero.optim)
 
+
 _OWN: tuple[tuple[str, str, Callable], ...] = (
-    (REFERENCE, "DDP + fused AdamW", _ddp), ("zero", "zero_nb", _zero), ("torch", "torch's class", _torch),
-    ("zero-view", "zero_nb, bucket view", partial(_zero, view=True)), ("torch-view", "torch's class, bucket view", partial(_torch, view=True)),
+    (REFERENCE, "DDP + fused AdamW", _ddp),
+    ("zero", "zero_nb", _zero),
+    ("torch", "torch's class", _torch),
+    ("zero-view", "zero_nb, bucket view", partial(_zero, view=True)),
+    ("torch-view", "torch's class, bucket view", partial(_torch, view=True)),
     ("ddp-gradview", "DDP, gradients in its buckets", partial(_ddp, gradient_as_bucket_view=True)),
-    ("zero-gradview", "zero_nb, gradients in DDP's buckets", partial(_zero, gradient_as_bucket_view=True)),
-    ("control", "DDP + fused AdamW once more", _ddp))
-for _name, _what, _make in _OWN: variant(_name, _what)(_make)
+    (
+        "zero-gradview",
+        "zero_nb, gradients in DDP's buckets",
+        partial(_zero, gradient_as_bucket_view=True),
+    ),
+    ("control", "DDP + fused AdamW once more", _ddp),
+)
+for _name, _what, _make in _OWN:
+    variant(_name, _what)(_make)
 
 # %% ../nbs/30_benchmark.ipynb #9f4cae0e
 @variant("overlap", "zero_nb, overlapped")
 def _overlap(module: nn.Module, group: Any, lr: float) -> Runner:
     ddp = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
-    zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, process_group=group, parameters_as_bucket_view=True, lr=lr)
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(), AdamW, process_group=group, parameters_as_bucket_view=True, lr=lr
+    )
     overlap(ddp, zero)
     return _runner(ddp, zero, zero.optim, early=True)
 
+
 def _parallel(module: nn.Module, group: Any, lr: float, interleaved: bool = False) -> Runner:
-    zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, process_group=group, parameters_as_bucket_view=True, lr=lr)
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(), AdamW, process_group=group, parameters_as_bucket_view=True, lr=lr
+    )
     handle = data_parallel(module, zero, interleaved=interleaved)
     return _runner(module, zero, zero.optim, settle=handle.wait, early=True)
+
 
 variant("parallel", "zero_nb without DDP")(_parallel)
 variant("interleaved", "zero_nb without DDP, interleaved")(partial(_parallel, interleaved=True))
@@ -207,38 +291,67 @@ variant("interleaved", "zero_nb without DDP, interleaved")(partial(_parallel, in
 def _fsdp2(module: nn.Module, group: Any, lr: float) -> Runner:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
+
     mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type)
-    layers = [*next((part for part in module.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))), [])]
-    size = max(1, -(-len(layers) // 20)) # layers that travel together: it has no buckets of its own
-    for i in range(0, len(layers), size): fully_shard(layers[i:i + size], mesh=mesh, reshard_after_forward=False)
+    layers = [
+        *next(
+            (part for part in module.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))),
+            [],
+        )
+    ]
+    size = max(
+        1, -(-len(layers) // 20)
+    )  # layers that travel together: it has no buckets of its own
+    for i in range(0, len(layers), size):
+        fully_shard(layers[i : i + size], mesh=mesh, reshard_after_forward=False)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
     return _runner(module, AdamW(module.parameters(), lr=lr, fused=True))
+
 
 @variant("floor", "no communication", same=False)
 def _floor(module: nn.Module, group: Any, lr: float) -> Runner:
     params, ranks = list(module.parameters()), Group(group)
-    def mine(tensor: Tensor) -> Tensor: return tensor.view(-1).tensor_split(ranks.size)[ranks.group_rank]
+
+    def mine(tensor: Tensor) -> Tensor:
+        return tensor.view(-1).tensor_split(ranks.size)[ranks.group_rank]
+
     spans = [nn.Parameter(mine(p.detach())) for p in params]
     optimizer = AdamW(spans, lr=lr, fused=True)
+
     def step() -> None:
-        for p, span in zip(params, spans, strict=True): span.grad = None if p.grad is None else mine(p.grad)
+        for p, span in zip(params, spans, strict=True):
+            span.grad = None if p.grad is None else mine(p.grad)
         optimizer.step()
+
     return Runner(module, step, optimizer.state.values, module.zero_grad)
 
 # %% ../nbs/30_benchmark.ipynb #15d66916
 @variant("deepspeed", "DeepSpeed ZeRO-1", package="deepspeed", counted=False)
 def _deepspeed(module: nn.Module, group: Any, lr: float) -> Runner:
     deepspeed: Any = importlib.import_module("deepspeed")
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
     optimizer = AdamW(module.parameters(), lr=lr, fused=True)
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=optimizer, config=config, dist_init_required=False
+    )
     return Runner(engine, engine.step, optimizer.state.values, lambda: None, engine.backward)
+
 
 @variant("fairscale", "fairscale OSS + ShardedDDP", package="fairscale")
 def _fairscale(module: nn.Module, group: Any, lr: float) -> Runner:
-    oss: Any = importlib.import_module("fairscale.optim").OSS(module.parameters(), optim=AdamW, group=group, lr=lr, fused=True)
-    sharded: Any = importlib.import_module("fairscale.nn.data_parallel").ShardedDataParallel(module, oss, process_group=group)
-    return Runner(sharded, oss.step, oss.optim.state.values, lambda: sharded.zero_grad(set_to_none=False)) # it keeps views of its gradients
+    oss: Any = importlib.import_module("fairscale.optim").OSS(
+        module.parameters(), optim=AdamW, group=group, lr=lr, fused=True
+    )
+    sharded: Any = importlib.import_module("fairscale.nn.data_parallel").ShardedDataParallel(
+        module, oss, process_group=group
+    )
+    return Runner(
+        sharded, oss.step, oss.optim.state.values, lambda: sharded.zero_grad(set_to_none=False)
+    )  # it keeps views of its gradients
 
 # %% ../nbs/30_benchmark.ipynb #99cec7b7
 @dataclass(frozen=True)
@@ -247,16 +360,16 @@ class Job:
 
     model: Model
     runner: Runner
-    batch: tuple[Tensor, Tensor] # input and target, on the device
+    batch: tuple[Tensor, Tensor]  # input and target, on the device
 
-    def backward(self) -> Tensor: # loss, []
+    def backward(self) -> Tensor:  # loss, []
         """Run forward and backward."""
         x, y = self.batch
         loss = self.model.loss(self.runner.module(x), y)
         self.runner.backward(loss)
         return loss.detach()
 
-    def iterate(self) -> Tensor: # loss, []
+    def iterate(self) -> Tensor:  # loss, []
         """Train once."""
         loss = self.backward()
         self.runner.step()
@@ -264,43 +377,60 @@ class Job:
         self.runner.settle()
         return loss
 
+
 LR = 1e-4
 
-def make_job(name: str, model: Model, device: torch.device, group: Any = None) -> Job: # on this rank; `group` is all ranks if not given
+
+def make_job(
+    name: str, model: Model, device: torch.device, group: Any = None
+) -> Job:  # on this rank; `group` is all ranks if not given
     """Make a variant of the model ready."""
     group = dist.group.WORLD if group is None else group
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     batch = model.batch(generator)
-    return Job(model, VARIANTS[name].make(model.made(device), group, LR), (batch[0].to(device), batch[1].to(device)))
+    return Job(
+        model,
+        VARIANTS[name].make(model.made(device), group, LR),
+        (batch[0].to(device), batch[1].to(device)),
+    )
 
 # %% ../nbs/30_benchmark.ipynb #ae8b0ced
-WARM_UP = 3 # iterations before anything is measured: DDP rearranges its buckets after the first, optimizers make their state in it
+# iterations before anything is measured: DDP rearranges its buckets after the first, optimizers
+# make their state in it
+WARM_UP = 3
+
 
 def _clock(device: torch.device) -> float:
-    if device.type == "cuda": torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
+
 
 def time_rank(
     model: Model,
-    names: Sequence[str], # of variants
+    names: Sequence[str],  # of variants
     rounds: int,
-    device: torch.device, # of this rank
-) -> dict[str, tuple[list[float], list[float], float]]: # by variant: seconds of each iteration, seconds of each step, last loss
+    device: torch.device,  # of this rank
+) -> dict[
+    str, tuple[list[float], list[float], float]
+]:  # by variant: seconds of each iteration, seconds of each step, last loss
     """Let the variants take turns on this rank; all ranks call this."""
     jobs, ranks = {name: make_job(name, model, device) for name in names}, Group()
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
     losses = {name: [job.iterate() for _ in range(WARM_UP)][-1] for name, job in jobs.items()}
+
     def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-        ranks.all_reduce(torch.zeros(1, device=device)) # all ranks are here
+        ranks.all_reduce(torch.zeros(1, device=device))  # all ranks are here
         start = _clock(device)
         result = work()
         return _clock(device) - start, result
+
     for i in range(rounds):
-        for name in [*names[i % len(names):], *names[:i % len(names)]]:
+        for name in [*names[i % len(names) :], *names[: i % len(names)]]:
             seconds, losses[name] = timed(jobs[name].iterate)
             times[name][0].append(seconds)
             if jobs[name].runner.early:
-                jobs[name].iterate() # so that all train equally long
+                jobs[name].iterate()  # so that all train equally long
                 continue
             jobs[name].backward()
             times[name][1].append(timed(jobs[name].runner.step)[0])
@@ -316,20 +446,27 @@ class Spread:
     low: float
     high: float
 
-    def __str__(self) -> str: return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
 
 def paired(
-    ours: Sequence[float], # seconds, one for each round
-    theirs: Sequence[float], # of the same rounds
+    ours: Sequence[float],  # seconds, one for each round
+    theirs: Sequence[float],  # of the same rounds
 ) -> Spread:
     """Divide round by round."""
-    if len(ours) != len(theirs) or not ours: raise ValueError(f"ratios are of the same rounds, at least one; got {len(ours)} and {len(theirs)} times")
+    if len(ours) != len(theirs) or not ours:
+        raise ValueError(
+            f"ratios are of the same rounds, at least one; got {len(ours)} and {len(theirs)} times"
+        )
     pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
     tenths = statistics.quantiles(pairs, n=10, method="inclusive") if len(pairs) > 1 else pairs * 9
     return Spread(statistics.median(pairs), tenths[0], tenths[-1])
 
 # %% ../nbs/30_benchmark.ipynb #75eac9b9
-def _rounded(times: Iterable[float]) -> tuple[float, ...]: return tuple(float(f"{t:.5g}") for t in times)
+def _rounded(times: Iterable[float]) -> tuple[float, ...]:
+    return tuple(float(f"{t:.5g}") for t in times)
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -337,18 +474,32 @@ class Launch:
 
     model: str
     world_size: int
-    iteration: dict[str, tuple[float, ...]] # by variant
-    step: dict[str, tuple[float, ...]] # by variant: after backward, until all ranks have the new parameters
-    losses: dict[str, float] # by variant: the last, on rank 0
+    iteration: dict[str, tuple[float, ...]]  # by variant
+    step: dict[
+        str, tuple[float, ...]
+    ]  # by variant: after backward, until all ranks have the new parameters
+    losses: dict[str, float]  # by variant: the last, on rank 0
 
     @classmethod
-    def of(cls, model: str, ranks: Sequence[dict[str, tuple[list[float], list[float], float]]]) -> Launch:
+    def of(
+        cls, model: str, ranks: Sequence[dict[str, tuple[list[float], list[float], float]]]
+    ) -> Launch:
         """Bring together what `time_rank` returned."""
-        iteration, step = ({name: _rounded(map(max, zip(*(r[name][k] for r in ranks), strict=True))) for name in ranks[0]} for k in (0, 1))
+        iteration, step = (
+            {
+                name: _rounded(map(max, zip(*(r[name][k] for r in ranks), strict=True)))
+                for name in ranks[0]
+            }
+            for k in (0, 1)
+        )
         step = {name: times for name, times in step.items() if times}
-        return cls(model, len(ranks), iteration, step, {name: value[2] for name, value in ranks[0].items()})
+        return cls(
+            model, len(ranks), iteration, step, {name: value[2] for name, value in ranks[0].items()}
+        )
 
-    def ratio(self, what: str, ours: str, theirs: str = REFERENCE) -> Spread | None: # None: not both are in this launch
+    def ratio(
+        self, what: str, ours: str, theirs: str = REFERENCE
+    ) -> Spread | None:  # None: not both are in this launch
         """Compare two variants; `what` is "iteration" or "step"."""
         times = getattr(self, what)
         return paired(times[ours], times[theirs]) if ours in times and theirs in times else None
@@ -361,34 +512,46 @@ class Counts:
     model: str
     variant: str
     world_size: int
-    state: int # kept by the optimizer
-    peak: int | None # above what the process held before the model was built; None: unknown on this system
-    wire: int | Fraction | None # sent in one iteration by a rank, on average; None: the variant uses a group of its own
-    step_wire: int | Fraction | None # of these, after backward
-    collectives: int | None # in one iteration
-    step_collectives: int | None # of these, after backward
+    state: int  # kept by the optimizer
+    peak: (
+        int | None
+    )  # above what the process held before the model was built; None: unknown on this system
+    wire: (
+        int | Fraction | None
+    )  # sent in one iteration by a rank, on average; None: the variant uses a group of its own
+    step_wire: int | Fraction | None  # of these, after backward
+    collectives: int | None  # in one iteration
+    step_collectives: int | None  # of these, after backward
 
-def state_bytes(states: Iterable[dict[str, Any]]) -> int: # bytes on this rank
+
+def state_bytes(states: Iterable[dict[str, Any]]) -> int:  # bytes on this rank
     """Add up the tensors of an optimizer's state."""
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors] # FSDP's know of the other ranks' parts
+    local = [
+        t.to_local() if hasattr(t, "to_local") else t for t in tensors
+    ]  # FSDP's know of the other ranks' parts
     return sum(t.numel() * t.element_size() for t in local)
 
 # %% ../nbs/30_benchmark.ipynb #dcbaa413
-_MMAP_THRESHOLD = -3 # glibc's number for the size from which an allocation has pages of its own
+_MMAP_THRESHOLD = -3  # glibc's number for the size from which an allocation has pages of its own
 
-def _less_files(key: str) -> int: # bytes of this process, VmRSS or VmHWM (its peak), less the pages that mirror files
+
+def _less_files(
+    key: str,
+) -> int:  # bytes of this process, VmRSS or VmHWM (its peak), less the pages that mirror files
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * (int(status[key].split()[0]) - int(status["RssFile"].split()[0]))
 
+
 def peak_bytes(
-    device: torch.device, # whose memory
+    device: torch.device,  # whose memory
     work: Callable[[], Any],
-) -> int | None: # None: this system does not say
-    """Measure how far memory rises while `work` runs. From then on the process gives large tensors back to the system as soon as they are free."""
+) -> int | None:  # None: this system does not say
+    """Measure how far memory rises while `work` runs. From then on the process gives large tensors
+    back to the system as soon as they are free."""
     gc.collect()
     with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0) # what is free is not handed out again unseen
+        ctypes.CDLL(None).malloc_trim(0)  # what is free is not handed out again unseen
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 18)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -396,7 +559,8 @@ def peak_bytes(
         start = torch.cuda.memory_allocated(device)
         work()
         return torch.cuda.max_memory_allocated(device) - start
-    try: Path("/proc/self/clear_refs").write_text("5") # the mark falls to what is held now
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is held now
     except OSError:
         work()
         return None
@@ -406,34 +570,46 @@ def peak_bytes(
 
 # %% ../nbs/30_benchmark.ipynb #f28675a4
 def count_rank(
-    name: str, # of the variant
+    name: str,  # of the variant
     model: Model,
-    device: torch.device, # of this rank
-) -> dict[str, Any]: # the fields of `Counts` that are numbers
+    device: torch.device,  # of this rank
+) -> dict[str, Any]:  # the fields of `Counts` that are numbers
     """Count what a variant costs this rank; all ranks call this, in fresh processes."""
-    make_job(name, models(quick=True)["linear"], device).iterate() # what torch loads at first use is not the model's
+    make_job(
+        name, models(quick=True)["linear"], device
+    ).iterate()  # what torch loads at first use is not the model's
     found: dict[str, Any] = dict.fromkeys(("wire", "step_wire", "collectives", "step_collectives"))
+
     def train(group: Any = None) -> Job:
         job = make_job(name, model, device, group)
-        for _ in range(WARM_UP): job.iterate()
+        for _ in range(WARM_UP):
+            job.iterate()
         found["state"] = state_bytes(job.runner.state())
         return job
+
     found["peak"] = peak_bytes(device, train)
-    if not VARIANTS[name].counted: return found
+    if not VARIANTS[name].counted:
+        return found
     gc.collect()
     job = train(group := record())
     with group.recording() as log:
         job.backward()
-        with group.recording() as step: job.runner.step()
+        with group.recording() as step:
+            job.runner.step()
         job.runner.settle()
-    for key, seen in (("", log), ("step_", step)): found |= {f"{key}wire": seen.wire, f"{key}collectives": len(seen.collectives())}
+    for key, seen in (("", log), ("step_", step)):
+        found |= {f"{key}wire": seen.wire, f"{key}collectives": len(seen.collectives())}
     return found
+
 
 def counts(name: str, model: Model, ranks: Sequence[dict[str, Any]]) -> Counts:
     """Bring together what `count_rank` returned: the most that any rank has, and what a rank sends on average."""
-    most: dict[str, Any] = {key: None if ranks[0][key] is None else max(r[key] for r in ranks) for key in ranks[0]}
+    most: dict[str, Any] = {
+        key: None if ranks[0][key] is None else max(r[key] for r in ranks) for key in ranks[0]
+    }
     for key in ("wire", "step_wire"):
-        if most[key] is not None: most[key] = sum(Fraction(r[key]) for r in ranks) / len(ranks)
+        if most[key] is not None:
+            most[key] = sum(Fraction(r[key]) for r in ranks) / len(ranks)
     return Counts(model.name, name, len(ranks), **most)
 
 # %% ../nbs/30_benchmark.ipynb #8eefc0cf
@@ -441,47 +617,59 @@ def counts(name: str, model: Model, ranks: Sequence[dict[str, Any]]) -> Counts:
 class Makings:
     """Seconds that constructors took, one for each round."""
 
-    parameters: int # how many, all small
-    world_size: int # ranks of the group that was simulated
-    adamw: tuple[float, ...] # torch.optim.AdamW
-    zero: tuple[float, ...] # zero_nb, one rank
-    zero_many: tuple[float, ...] # zero_nb, one of many ranks
-    torch_many: tuple[float, ...] # torch's class, one of many ranks
+    parameters: int  # how many, all small
+    world_size: int  # ranks of the group that was simulated
+    adamw: tuple[float, ...]  # torch.optim.AdamW
+    zero: tuple[float, ...]  # zero_nb, one rank
+    zero_many: tuple[float, ...]  # zero_nb, one of many ranks
+    torch_many: tuple[float, ...]  # torch's class, one of many ranks
 
-def make_rank(parameters: int, world_size: int, rounds: int) -> Makings: # on one rank
+
+def make_rank(parameters: int, world_size: int, rounds: int) -> Makings:  # on one rank
     """Time constructors, taking turns."""
     from torch.distributed.optim import ZeroRedundancyOptimizer as Torchs
+
     params = [nn.Parameter(torch.zeros(8)) for _ in range(parameters)]
-    with simulate(1), simulate(world_size) as many: # the first is the default group
+    with simulate(1), simulate(world_size) as many:  # the first is the default group
         ways: dict[str, Callable[[], Any]] = {
-            "adamw": lambda: AdamW(params, lr=LR, fused=True), "zero": lambda: ZeroRedundancyOptimizer(params, AdamW, lr=LR),
+            "adamw": lambda: AdamW(params, lr=LR, fused=True),
+            "zero": lambda: ZeroRedundancyOptimizer(params, AdamW, lr=LR),
             "zero_many": lambda: ZeroRedundancyOptimizer(params, AdamW, process_group=many, lr=LR),
-            "torch_many": lambda: Torchs(params, AdamW, process_group=many, lr=LR, fused=True)}
+            "torch_many": lambda: Torchs(params, AdamW, process_group=many, lr=LR, fused=True),
+        }
         times: dict[str, list[float]] = {name: [] for name in ways}
-        for i in range(rounds + 1): # the first is not counted
+        for i in range(rounds + 1):  # the first is not counted
             for name, way in ways.items():
                 gc.collect()
                 start = time.perf_counter()
                 way()
-                if i: times[name].append(time.perf_counter() - start)
-    return Makings(parameters, world_size, **{name: _rounded(seconds) for name, seconds in times.items()})
+                if i:
+                    times[name].append(time.perf_counter() - start)
+    return Makings(
+        parameters, world_size, **{name: _rounded(seconds) for name, seconds in times.items()}
+    )
 
 # %% ../nbs/30_benchmark.ipynb #1ac4ec84
 def trace_rank(
-    name: str, # of the variant
+    name: str,  # of the variant
     model: Model,
-    device: torch.device, # of this rank
+    device: torch.device,  # of this rank
 ) -> list[Stretch]:
     """Profile an iteration of a variant on this rank; all ranks call this."""
     job = make_job(name, model, device)
-    for _ in range(WARM_UP): job.iterate()
+    for _ in range(WARM_UP):
+        job.iterate()
     activity = torch.profiler.ProfilerActivity
     activities = [activity.CPU, *([activity.CUDA] if device.type == "cuda" else [])]
-    with torch.profiler.profile(activities=activities, schedule=torch.profiler.schedule(wait=0, warmup=2, active=1)) as profile:
-        for i in range(3): # the profiler itself is slow at first
-            if i: profile.step()
+    with torch.profiler.profile(
+        activities=activities, schedule=torch.profiler.schedule(wait=0, warmup=2, active=1)
+    ) as profile:
+        for i in range(3):  # the profiler itself is slow at first
+            if i:
+                profile.step()
             job.iterate()
-            if device.type == "cuda": torch.cuda.synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(path := str(Path(folder, "trace.json")))
         return read_trace(Path(path).read_text(encoding="utf-8"))
@@ -491,26 +679,46 @@ def trace_rank(
 class Report:
     """What a run of the benchmark found."""
 
-    machine: dict[str, str] # when, and on what
-    quick: bool # with shrunk models
+    machine: dict[str, str]  # when, and on what
+    quick: bool  # with shrunk models
     launches: tuple[Launch, ...] = ()
     counts: tuple[Counts, ...] = ()
     makings: Makings | None = None
-    left_out: dict[str, str] = field(default_factory=dict) # by variant: why
+    left_out: dict[str, str] = field(default_factory=dict)  # by variant: why
 
-    def ratio(self, what: str, model: str, world_size: int, ours: str, theirs: str = REFERENCE) -> Spread | None: # None: not measured together
-        """Compare the times of two variants, round by round, in all launches that have both; `what` is "iteration" or "step"."""
-        times = [getattr(launch, what) for launch in self.launches if (launch.model, launch.world_size) == (model, world_size)]
+    def ratio(
+        self, what: str, model: str, world_size: int, ours: str, theirs: str = REFERENCE
+    ) -> Spread | None:  # None: not measured together
+        """Compare the times of two variants, round by round, in all launches that have both; `what`
+        is "iteration" or "step"."""
+        times = [
+            getattr(launch, what)
+            for launch in self.launches
+            if (launch.model, launch.world_size) == (model, world_size)
+        ]
         times = [found for found in times if ours in found and theirs in found]
-        return paired(*([t for found in times for t in found[name]] for name in (ours, theirs))) if times else None
+        return (
+            paired(*([t for found in times for t in found[name]] for name in (ours, theirs)))
+            if times
+            else None
+        )
 
-    def count(self, model: str, world_size: int, name: str = REFERENCE) -> Counts | None: # None: not counted
+    def count(
+        self, model: str, world_size: int, name: str = REFERENCE
+    ) -> Counts | None:  # None: not counted
         """Find the counts of a variant."""
-        return next((c for c in self.counts if (c.model, c.world_size, c.variant) == (model, world_size, name)), None)
+        return next(
+            (
+                c
+                for c in self.counts
+                if (c.model, c.world_size, c.variant) == (model, world_size, name)
+            ),
+            None,
+        )
 
     def to_json(self) -> str:
         """Write all of it."""
-        return json.dumps(asdict(self), default=str) + "\n" # a fraction becomes "4/3"
+        return json.dumps(asdict(self), default=str) + "\n"  # a fraction becomes "4/3"
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -519,24 +727,53 @@ class Report:
 
 # %% ../nbs/30_benchmark.ipynb #380d1974
 def _exact(counts: dict[str, Any]) -> Counts:
-    return Counts(**counts | {k: Fraction(counts[k]) for k in ("wire", "step_wire") if isinstance(counts[k], str)})
+    return Counts(
+        **counts
+        | {k: Fraction(counts[k]) for k in ("wire", "step_wire") if isinstance(counts[k], str)}
+    )
 
-def _tuples(values: dict[str, Any]) -> dict[str, Any]: return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
 
 def _read(data: dict[str, Any]) -> Report:
     try:
-        launches = tuple(Launch(**launch | {k: _tuples(launch[k]) for k in ("iteration", "step")}) for launch in data["launches"])
+        launches = tuple(
+            Launch(**launch | {k: _tuples(launch[k]) for k in ("iteration", "step")})
+            for launch in data["launches"]
+        )
         makings = data["makings"] and Makings(**_tuples(data["makings"]))
-        return Report(data["machine"], data["quick"], launches, tuple(map(_exact, data["counts"])), makings, data["left_out"])
+        return Report(
+            data["machine"],
+            data["quick"],
+            launches,
+            tuple(map(_exact, data["counts"])),
+            makings,
+            data["left_out"],
+        )
     except (KeyError, TypeError) as error:
-        raise ValueError(f"this is not a report of this version of zero_nb.bench ({type(error).__name__}: {error}); run the benchmark again") from error
+        raise ValueError(
+            f"this is not a report of this version of zero_nb.bench ({type(error).__name__}:"
+            f" {error}); run the benchmark again"
+        ) from error
 
 # %% ../nbs/30_benchmark.ipynb #5a22490f
 def check_same(old: Report, facts: dict[str, str], quick: bool) -> None:
     """Raise `ValueError` unless an old report is of this machine and of these models."""
-    differ = [key for key in sorted(old.machine.keys() | facts.keys()) if key != "date" and old.machine.get(key) != facts.get(key)]
-    if old.quick != quick: differ.append("size of the models")
-    if differ: raise ValueError(f"a report can be added to one of the same machine and models, and these differ in {', '.join(differ)}; choose another --out")
+    differ = [
+        key
+        for key in sorted(old.machine.keys() | facts.keys())
+        if key != "date" and old.machine.get(key) != facts.get(key)
+    ]
+    if old.quick != quick:
+        differ.append("size of the models")
+    if differ:
+        raise ValueError(
+            "a report can be added to one of the same machine and models, and these differ in"
+            f" {', '.join(differ)}; choose another --out"
+        )
+
 
 def merged(old: Report, new: Report) -> Report:
     """Put what was measured now in place of what was measured before.
@@ -547,7 +784,14 @@ def merged(old: Report, new: Report) -> Report:
     counted = {(c.model, c.world_size, c.variant) for c in new.counts}
     launches = [launch for launch in old.launches if (launch.model, launch.world_size) not in timed]
     kept = [c for c in old.counts if (c.model, c.world_size, c.variant) not in counted]
-    return Report(new.machine, new.quick, (*launches, *new.launches), (*kept, *new.counts), new.makings or old.makings, old.left_out | new.left_out)
+    return Report(
+        new.machine,
+        new.quick,
+        (*launches, *new.launches),
+        (*kept, *new.counts),
+        new.makings or old.makings,
+        old.left_out | new.left_out,
+    )
 
 # %% ../nbs/30_benchmark.ipynb #02efd583
 @dataclass(frozen=True)
@@ -556,170 +800,330 @@ class Target:
 
     words: str
     limit: float
-    measured: Callable[[Report], float | None] # None: not measured
+    measured: Callable[[Report], float | None]  # None: not measured
 
     def met(self, report: Report) -> str:
         """Say whether it is met."""
         value = self.measured(report)
         return "not measured" if value is None else "yes" if value <= self.limit else "no"
 
-def _worst(values: Iterable[float | None]) -> float | None: return max((v for v in values if v is not None), default=None)
 
-def _time(what: str, model: str, ranks: Sequence[int], ours: str, theirs: str) -> Callable[[Report], float | None]:
-    return lambda report: _worst(found.median for n in ranks if (found := report.ratio(what, model, n, ours, theirs)))
+def _worst(values: Iterable[float | None]) -> float | None:
+    return max((v for v in values if v is not None), default=None)
+
+
+def _time(
+    what: str, model: str, ranks: Sequence[int], ours: str, theirs: str
+) -> Callable[[Report], float | None]:
+    return lambda report: _worst(
+        found.median for n in ranks if (found := report.ratio(what, model, n, ours, theirs))
+    )
+
 
 def _state(report: Report) -> float | None:
     """Divide the state of a rank by what it may be."""
-    pairs = [(c, report.count(c.model, c.world_size)) for c in report.counts if c.variant.startswith("zero")]
-    return _worst(c.state / (1.001 * full.state / c.world_size + 65_536) for c, full in pairs if full)
+    pairs = [
+        (c, report.count(c.model, c.world_size))
+        for c in report.counts
+        if c.variant.startswith("zero")
+    ]
+    return _worst(
+        c.state / (1.001 * full.state / c.world_size + 65_536) for c, full in pairs if full
+    )
+
 
 def _peak(model: str, name: str, against: str = REFERENCE) -> Callable[[Report], float | None]:
     def measured(report: Report) -> float | None:
         ours, theirs = report.count(model, 4, name), report.count(model, 4, against)
         return ours.peak / theirs.peak if ours and theirs and ours.peak and theirs.peak else None
+
     return measured
 
-def _peer(name: str) -> Callable[[Report], float | None]: # one rank has nothing to share
-    return lambda report: _worst(found.median for model in models() for n in (2, 4) if (found := report.ratio("iteration", model, n, "parallel", name)))
+
+def _peer(name: str) -> Callable[[Report], float | None]:  # one rank has nothing to share
+    return lambda report: _worst(
+        found.median
+        for model in models()
+        for n in (2, 4)
+        if (found := report.ratio("iteration", model, n, "parallel", name))
+    )
+
 
 def _wire(name: str, report: Report) -> float | None:
-    pairs = [(c, report.count(c.model, c.world_size)) for c in report.counts if c.variant == name and c.world_size > 1]
+    pairs = [
+        (c, report.count(c.model, c.world_size))
+        for c in report.counts
+        if c.variant == name and c.world_size > 1
+    ]
     return _worst(float(c.wire / full.wire) for c, full in pairs if c.wire and full and full.wire)
 
+
 def _making(ours: str, theirs: str) -> Callable[[Report], float | None]:
-    return lambda report: paired(getattr(report.makings, ours), getattr(report.makings, theirs)).median if report.makings else None
+    return lambda report: (
+        paired(getattr(report.makings, ours), getattr(report.makings, theirs)).median
+        if report.makings
+        else None
+    )
 
 # %% ../nbs/30_benchmark.ipynb #7d8ba655
 TARGETS = (
-    Target("state on a rank / (full/N x 1.001 + 64 KB), worst of all models and ranks", 1.0, _state),
-    Target("step, zero_nb / torch's class: gpt, 4 ranks", 0.65, _time("step", "gpt", [4], "zero", "torch")),
-    Target("step, zero_nb / torch's class: linear, worst of 2 and 4 ranks", 1.0, _time("step", "linear", [2, 4], "zero", "torch")),
-    Target("step, zero_nb / torch's class: small, worst of 2 and 4 ranks", 0.05, _time("step", "small", [2, 4], "zero", "torch")),
-    Target("step, zero_nb / torch's class, both bucket view: small, worst of 2 and 4 ranks", 0.8, _time("step", "small", [2, 4], "zero-view", "torch-view")),
-    *(Target(f"step, zero_nb / fused AdamW: {model}, 1 rank", 1.02, _time("step", model, [1], "zero", REFERENCE)) for model in ("linear", "gpt", "small")),
+    Target(
+        "state on a rank / (full/N x 1.001 + 64 KB), worst of all models and ranks", 1.0, _state
+    ),
+    Target(
+        "step, zero_nb / torch's class: gpt, 4 ranks",
+        0.65,
+        _time("step", "gpt", [4], "zero", "torch"),
+    ),
+    Target(
+        "step, zero_nb / torch's class: linear, worst of 2 and 4 ranks",
+        1.0,
+        _time("step", "linear", [2, 4], "zero", "torch"),
+    ),
+    Target(
+        "step, zero_nb / torch's class: small, worst of 2 and 4 ranks",
+        0.05,
+        _time("step", "small", [2, 4], "zero", "torch"),
+    ),
+    Target(
+        "step, zero_nb / torch's class, both bucket view: small, worst of 2 and 4 ranks",
+        0.8,
+        _time("step", "small", [2, 4], "zero-view", "torch-view"),
+    ),
+    *(
+        Target(
+            f"step, zero_nb / fused AdamW: {model}, 1 rank",
+            1.02,
+            _time("step", model, [1], "zero", REFERENCE),
+        )
+        for model in ("linear", "gpt", "small")
+    ),
     Target("constructor, zero_nb / AdamW: 10,000 parameters", 3.0, _making("zero", "adamw")),
-    Target("constructor, zero_nb / torch's class: 10,000 parameters, 1,024 ranks", 0.1, _making("zero_many", "torch_many")),
+    Target(
+        "constructor, zero_nb / torch's class: 10,000 parameters, 1,024 ranks",
+        0.1,
+        _making("zero_many", "torch_many"),
+    ),
     Target("peak memory, zero_nb / DDP: linear, 4 ranks", 0.70, _peak("linear", "zero")),
-    Target("peak memory, zero_nb / DDP, both with gradients in DDP's buckets: linear, 4 ranks", 0.70, _peak("linear", "zero-gradview", "ddp-gradview")),
-    Target("peak memory, zero_nb, overlapped / DDP: linear, 4 ranks", 0.70, _peak("linear", "overlap")),
-    *(Target(f"iteration, {VARIANTS[name].words} / DDP: {model}, {' and '.join(map(str, n))} ranks", limit, _time("iteration", model, n, name, REFERENCE))
-      for name, limits in (("overlap", (0.90, 0.95, 0.90)), ("parallel", (0.80, 0.90, 1.05)))
-      for model, n, limit in zip(("linear", "gpt", "small"), ([2, 4], [4], [2, 4]), limits, strict=True)),
-    *(Target(f"iteration, zero_nb without DDP / {words}: worst of all models, 2 and 4 ranks", limit, _peer(name))
-      for name, words, limit in (("deepspeed", "DeepSpeed ZeRO-1", 0.65), ("fsdp2", "FSDP2", 0.65), ("fairscale", "ShardedDDP", 0.95))),
-    *(Target(f"wire bytes, {VARIANTS[name].words} / DDP, worst of all models and ranks", 1.01, partial(_wire, name)) for name in ("overlap", "parallel")),
-    *(Target(f"peak memory, zero_nb without DDP / DDP: {model}, 4 ranks", limit, _peak(model, "parallel"))
-      for model, limit in (("linear", 0.50), ("gpt", 0.85))))
+    Target(
+        "peak memory, zero_nb / DDP, both with gradients in DDP's buckets: linear, 4 ranks",
+        0.70,
+        _peak("linear", "zero-gradview", "ddp-gradview"),
+    ),
+    Target(
+        "peak memory, zero_nb, overlapped / DDP: linear, 4 ranks", 0.70, _peak("linear", "overlap")
+    ),
+    *(
+        Target(
+            f"iteration, {VARIANTS[name].words} / DDP: {model}, {' and '.join(map(str, n))} ranks",
+            limit,
+            _time("iteration", model, n, name, REFERENCE),
+        )
+        for name, limits in (("overlap", (0.90, 0.95, 0.90)), ("parallel", (0.80, 0.90, 1.05)))
+        for model, n, limit in zip(
+            ("linear", "gpt", "small"), ([2, 4], [4], [2, 4]), limits, strict=True
+        )
+    ),
+    *(
+        Target(
+            f"iteration, zero_nb without DDP / {words}: worst of all models, 2 and 4 ranks",
+            limit,
+            _peer(name),
+        )
+        for name, words, limit in (
+            ("deepspeed", "DeepSpeed ZeRO-1", 0.65),
+            ("fsdp2", "FSDP2", 0.65),
+            ("fairscale", "ShardedDDP", 0.95),
+        )
+    ),
+    *(
+        Target(
+            f"wire bytes, {VARIANTS[name].words} / DDP, worst of all models and ranks",
+            1.01,
+            partial(_wire, name),
+        )
+        for name in ("overlap", "parallel")
+    ),
+    *(
+        Target(
+            f"peak memory, zero_nb without DDP / DDP: {model}, 4 ranks",
+            limit,
+            _peak(model, "parallel"),
+        )
+        for model, limit in (("linear", 0.50), ("gpt", 0.85))
+    ),
+)
 
 
-def verdicts(report: Report) -> list[tuple[str, str, str, str]]: # target, limit, measured, met
+def verdicts(report: Report) -> list[tuple[str, str, str, str]]:  # target, limit, measured, met
     """Hold a report against the targets."""
     value = lambda target: "" if (found := target.measured(report)) is None else f"{found:.3g}"
     return [(t.words, f"{t.limit:g}", value(t), t.met(report)) for t in TARGETS]
 
 # %% ../nbs/30_benchmark.ipynb #ae5e1bdd
-PEERS = ("fsdp2", "deepspeed", "fairscale") # rivals of `parallel`
+PEERS = ("fsdp2", "deepspeed", "fairscale")  # rivals of `parallel`
 
-def _memory() -> int: # bytes that are free on this machine
+
+def _memory() -> int:  # bytes that are free on this machine
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        return next(
+            1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
+        )
     return 8 << 30
 
+
 def together(
-    names: Sequence[str], # of variants, without the reference
-    elements: int, # of the model
+    names: Sequence[str],  # of variants, without the reference
+    elements: int,  # of the model
     world_size: int,
-    memory: int, # bytes for all ranks
-) -> list[tuple[str, ...]]: # launches; each begins with the reference
-    """Put as many variants in a launch as fit, at least one; where peers have launches of their own, ours is there too."""
-    reference, other = 22 * elements * world_size, elements * (14 * world_size + 8) # DDP: parameter, gradient, bucket, state
+    memory: int,  # bytes for all ranks
+) -> list[tuple[str, ...]]:  # launches; each begins with the reference
+    """Put as many variants in a launch as fit, at least one; where peers have launches of their
+    own, ours is there too."""
+    reference, other = (
+        22 * elements * world_size,
+        elements * (14 * world_size + 8),
+    )  # DDP: parameter, gradient, bucket, state
     fit = max(1, (memory - reference) // max(1, other))
-    if fit >= len(names): return [(REFERENCE, *names)]
+    if fit >= len(names):
+        return [(REFERENCE, *names)]
     ours = ("parallel",) if "parallel" in names and fit > 1 else ()
-    own, peers, room = [name for name in names if name not in PEERS], [name for name in names if name in PEERS], fit - len(ours)
-    return [*((REFERENCE, *own[i:i + fit]) for i in range(0, len(own), fit)), *((REFERENCE, *ours, *peers[i:i + room]) for i in range(0, len(peers), room))]
+    own, peers, room = (
+        [name for name in names if name not in PEERS],
+        [name for name in names if name in PEERS],
+        fit - len(ours),
+    )
+    return [
+        *((REFERENCE, *own[i : i + fit]) for i in range(0, len(own), fit)),
+        *((REFERENCE, *ours, *peers[i : i + room]) for i in range(0, len(peers), room)),
+    ]
 
 # %% ../nbs/30_benchmark.ipynb #c3d41df7
 PARTS = ("times", "counts", "constructors", "profiles")
 
+
 def _known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
     for name in given:
-        if name in known: continue
+        if name in known:
+            continue
         near = difflib.get_close_matches(name, known, 1, 0.5)
-        raise ValueError(f"there is no {what} {name!r}{f', did you mean {near[0]!r}?' if near else ';'} known: {', '.join(known)}")
+        raise ValueError(
+            f"there is no {what} {name!r}{f', did you mean {near[0]!r}?' if near else ';'} known:"
+            f" {', '.join(known)}"
+        )
+
 
 @dataclass(frozen=True)
 class Options:
     """What to measure."""
 
     models: tuple[str, ...] = ("linear", "gpt", "small")
-    ranks: tuple[int, ...] = (1, 2, 4) # world sizes
-    variants: tuple[str, ...] = tuple(VARIANTS) # the reference is always there
+    ranks: tuple[int, ...] = (1, 2, 4)  # world sizes
+    variants: tuple[str, ...] = tuple(VARIANTS)  # the reference is always there
     rounds: int = 20
-    quick: bool = False # shrunk models
-    device: str = "cpu" # or "cuda"
+    quick: bool = False  # shrunk models
+    device: str = "cpu"  # or "cuda"
     parts: tuple[str, ...] = PARTS[:3]
 
     def __post_init__(self) -> None:
         _known("model", self.models, list(models()))
         _known("variant", self.variants, list(VARIANTS))
         _known("part", self.parts, PARTS)
-        if self.rounds < 1: raise ValueError(f"--rounds must be at least 1, got {self.rounds}")
-        if bad := [n for n in self.ranks if n < 1]: raise ValueError(f"--ranks must be at least 1, got {bad[0]}")
+        if self.rounds < 1:
+            raise ValueError(f"--rounds must be at least 1, got {self.rounds}")
+        if bad := [n for n in self.ranks if n < 1]:
+            raise ValueError(f"--ranks must be at least 1, got {bad[0]}")
         gpus = torch.cuda.device_count() if self.device == "cuda" else 0
-        if self.device == "cuda" and gpus < (need := int(os.environ.get("LOCAL_WORLD_SIZE", max(self.ranks)))):
-            raise ValueError(f"--device cuda needs a GPU for each of {need} ranks, and torch sees {gpus}; start fewer, or use --device cpu")
+        if self.device == "cuda" and gpus < (
+            need := int(os.environ.get("LOCAL_WORLD_SIZE", max(self.ranks)))
+        ):
+            raise ValueError(
+                f"--device cuda needs a GPU for each of {need} ranks, and torch sees {gpus}; start"
+                " fewer, or use --device cpu"
+            )
 
 # %% ../nbs/30_benchmark.ipynb #1ebc33a0
-Ranks = Callable[..., list] # (n, f, *args) -> what f(*args) returned on each rank
+Ranks = Callable[..., list]  # (n, f, *args) -> what f(*args) returned on each rank
 
-def forked(device: str) -> Ranks: # for every call fresh processes
+
+def forked(device: str) -> Ranks:  # for every call fresh processes
     """Give a function that starts n ranks on this machine."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     return lambda n, f, *args: run(n, f, *args, timeout=7200.0, backend=backend)
 
-def under_torchrun(n: int, f: Callable, *args: Any) -> list: # on ranks other than 0 the list holds this rank's value only, n times
+
+def under_torchrun(
+    n: int, f: Callable, *args: Any
+) -> list:  # on ranks other than 0 the list holds this rank's value only, n times
     """Do it on the ranks of this job."""
     group, value = Group(), f(*args)
     values: list[Any] | None = [None] * n if group.group_rank == 0 else None
     gather_object(value, values, group=group, group_dst=0)
     return values or [value] * n
 
-def _device(kind: str) -> torch.device: # of this rank
-    return torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
 
-def _count(name: str, model: Model, kind: str) -> dict[str, Any]: return count_rank(name, model, _device(kind))
+def _device(kind: str) -> torch.device:  # of this rank
+    return (
+        torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
+    )
 
-def _times(model: Model, names: Sequence[str], rounds: int, kind: str) -> dict[str, Any]: return time_rank(model, names, rounds, _device(kind))
 
-def _trace(name: str, model: Model, kind: str) -> list[Stretch]: return trace_rank(name, model, _device(kind))
+def _count(name: str, model: Model, kind: str) -> dict[str, Any]:
+    return count_rank(name, model, _device(kind))
+
+
+def _times(model: Model, names: Sequence[str], rounds: int, kind: str) -> dict[str, Any]:
+    return time_rank(model, names, rounds, _device(kind))
+
+
+def _trace(name: str, model: Model, kind: str) -> list[Stretch]:
+    return trace_rank(name, model, _device(kind))
 
 # %% ../nbs/30_benchmark.ipynb #3842383c
 def measure(
     options: Options,
-    ranks: Ranks | None = None, # None: forked from this process
-    say: Callable[[str], None] = lambda line: None, # is told what is being done
-    keep: Callable[[Report], None] = lambda report: None, # is given what there is, after each model and world size
+    ranks: Ranks | None = None,  # None: forked from this process
+    say: Callable[[str], None] = lambda line: None,  # is told what is being done
+    keep: Callable[[Report], None] = lambda report: (
+        None
+    ),  # is given what there is, after each model and world size
 ) -> Report:
     """Run the benchmark."""
     ranks, here = ranks or forked(options.device), machine(options)
-    left_out = {name: v.missing for name, v in VARIANTS.items() if name in options.variants and v.missing}
+    left_out = {
+        name: v.missing for name, v in VARIANTS.items() if name in options.variants and v.missing
+    }
     found, launches = list[Counts](), list[Launch]()
     for model in (models(options.quick)[name] for name in options.models):
         for n in options.ranks:
-            names = [name for name in options.variants if name not in left_out and name != REFERENCE]
+            names = [
+                name for name in options.variants if name not in left_out and name != REFERENCE
+            ]
             for name in (REFERENCE, *names) if "counts" in options.parts else ():
                 say(f"counting: {model.words}, {n} ranks, {VARIANTS[name].words}")
-                try: found.append(counts(name, model, ranks(n, _count, name, model, options.device)))
+                try:
+                    found.append(counts(name, model, ranks(n, _count, name, model, options.device)))
                 except Exception as error:
-                    if not VARIANTS[name].package: raise
-                    left_out[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
+                    if not VARIANTS[name].package:
+                        raise
+                    left_out[name] = (
+                        f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
+                    )
             names = [name for name in names if name not in left_out]
-            for several in together(names, sum(model.sizes), n, _memory() * 4 // 5) if "times" in options.parts else ():
+            for several in (
+                together(names, sum(model.sizes), n, _memory() * 4 // 5)
+                if "times" in options.parts
+                else ()
+            ):
                 say(f"timing: {model.words}, {n} ranks, {', '.join(several)}")
-                launches.append(Launch.of(model.name, ranks(n, _times, model, several, options.rounds, options.device)))
-            if found or launches: keep(Report(here, options.quick, tuple(launches), tuple(found), None, left_out))
+                launches.append(
+                    Launch.of(
+                        model.name, ranks(n, _times, model, several, options.rounds, options.device)
+                    )
+                )
+            if found or launches:
+                keep(Report(here, options.quick, tuple(launches), tuple(found), None, left_out))
     size = (200, 64, 3) if options.quick else (10_000, 1_024, 7)
     alone = "constructors" in options.parts and "RANK" not in os.environ
     makings = ranks(1, make_rank, *size)[0] if alone else None
@@ -728,15 +1132,23 @@ def measure(
 # %% ../nbs/30_benchmark.ipynb #01b21964
 def profiles(
     options: Options,
-    ranks: Ranks | None = None, # as for `measure`
+    ranks: Ranks | None = None,  # as for `measure`
     say: Callable[[str], None] = lambda line: None,
-) -> dict[str, Svg]: # by file name; nothing if they are not wanted
+) -> dict[str, Svg]:  # by file name; nothing if they are not wanted
     """Draw what runs when in an iteration of each variant."""
     ranks, found = ranks or forked(options.device), dict[str, Svg]()
-    wanted = [(models(options.quick)[m], n, v) for m in options.models for n in options.ranks for v in options.variants if not VARIANTS[v].missing]
+    wanted = [
+        (models(options.quick)[m], n, v)
+        for m in options.models
+        for n in options.ranks
+        for v in options.variants
+        if not VARIANTS[v].missing
+    ]
     for model, n, name in wanted if "profiles" in options.parts else ():
         say(f"profiling: {model.words}, {n} ranks, {VARIANTS[name].words}")
-        found[f"profile-{model.name}-{n}-{name}.svg"] = draw_stretches(ranks(n, _trace, name, model, options.device)[0])
+        found[f"profile-{model.name}-{n}-{name}.svg"] = draw_stretches(
+            ranks(n, _trace, name, model, options.device)[0]
+        )
     return found
 
 # %% ../nbs/30_benchmark.ipynb #3966c254
@@ -745,98 +1157,226 @@ def machine(options: Options) -> dict[str, str]:
     processor = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        processor = next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
     gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
-    return {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "python": platform.python_version(), "processor": processor,
-            "cores": str(os.cpu_count()), **gpu, "threads of a rank": "1" if options.device == "cpu" else str(torch.get_num_threads()),
-            **({"backend": "nccl"} if options.device == "cuda" else
-               {"backend": "gloo", "zero_nb moves tensors by": "shared memory" if available() else "messages"})}
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": processor,
+        "cores": str(os.cpu_count()),
+        **gpu,
+        "threads of a rank": "1" if options.device == "cpu" else str(torch.get_num_threads()),
+        **(
+            {"backend": "nccl"}
+            if options.device == "cuda"
+            else {
+                "backend": "gloo",
+                "zero_nb moves tensors by": "shared memory" if available() else "messages",
+            }
+        ),
+    }
 
 # %% ../nbs/30_benchmark.ipynb #49fcbfa1
-def strays(report: Report) -> dict[str, str]: # by variant: what was seen
+def strays(report: Report) -> dict[str, str]:  # by variant: what was seen
     """Name the variants whose last loss is not the reference's, as that of an approximation or of a mistake."""
     found = {}
     for launch in report.launches:
         for name, loss in launch.losses.items():
             want = launch.losses[REFERENCE]
-            if name in VARIANTS and VARIANTS[name].same and not abs(loss - want) <= 5e-4 * abs(want):
-                found[name] = f"last loss {loss:.4f} where {REFERENCE} had {want:.4f} ({launch.model}, {launch.world_size} ranks)"
+            if (
+                name in VARIANTS
+                and VARIANTS[name].same
+                and not abs(loss - want) <= 5e-4 * abs(want)
+            ):
+                found[name] = (
+                    f"last loss {loss:.4f} where {REFERENCE} had {want:.4f} ({launch.model}, {launch.world_size} ranks)"
+                )
     return found
 
 # %% ../nbs/30_benchmark.ipynb #de16eef8
-def rows(report: Report) -> list[dict[str, Any]]: # values; None where something was not measured
+def rows(report: Report) -> list[dict[str, Any]]:  # values; None where something was not measured
     """Set the report out, a row for each model, world size and variant."""
     keys = dict.fromkeys([(c.model, c.world_size, c.variant) for c in report.counts])
-    keys |= dict.fromkeys([(launch.model, launch.world_size, name) for launch in report.launches for name in launch.iteration])
+    keys |= dict.fromkeys(
+        [
+            (launch.model, launch.world_size, name)
+            for launch in report.launches
+            for name in launch.iteration
+        ]
+    )
     order = list(models()), list(VARIANTS)
-    return [_row(report, *key) for key in sorted(keys, key=lambda k: (order[0].index(k[0]), k[1], order[1].index(k[2])))]
+    return [
+        _row(report, *key)
+        for key in sorted(keys, key=lambda k: (order[0].index(k[0]), k[1], order[1].index(k[2])))
+    ]
 
-def _over(ours: Any, theirs: Any) -> float | None: return None if ours is None or not theirs else float(ours / theirs)
+
+def _over(ours: Any, theirs: Any) -> float | None:
+    return None if ours is None or not theirs else float(ours / theirs)
+
 
 def _row(report: Report, model: str, n: int, name: str) -> dict[str, Any]:
     ours, full = report.count(model, n, name), report.count(model, n)
     row: dict[str, Any] = {"model": model, "ranks": n, "variant": name}
     for what, theirs in (("iteration", REFERENCE), ("step", REFERENCE), ("step", "torch")):
         found = report.ratio(what, model, n, name, theirs)
-        row |= {f"{what} / {theirs}": found and found.median, f"{what} / {theirs}, low": found and found.low, f"{what} / {theirs}, high": found and found.high}
-    numbers = {key: getattr(ours, key, None) for key in ("state", "wire", "step_wire", "collectives", "step_collectives", "peak")}
+        row |= {
+            f"{what} / {theirs}": found and found.median,
+            f"{what} / {theirs}, low": found and found.low,
+            f"{what} / {theirs}, high": found and found.high,
+        }
+    numbers = {
+        key: getattr(ours, key, None)
+        for key in ("state", "wire", "step_wire", "collectives", "step_collectives", "peak")
+    }
     share = _over(full.state, n) if full else None
-    return row | numbers | {"state / fair share": _over(numbers["state"], share), **{f"{key} / {REFERENCE}": _over(numbers[key], full and getattr(full, key))
-                                                                                  for key in ("wire", "peak")}}
+    return (
+        row
+        | numbers
+        | {
+            "state / fair share": _over(numbers["state"], share),
+            **{
+                f"{key} / {REFERENCE}": _over(numbers[key], full and getattr(full, key))
+                for key in ("wire", "peak")
+            },
+        }
+    )
 
 # %% ../nbs/30_benchmark.ipynb #88b55fb3
-HEADS = ("model", "ranks", "variant", "iteration / ddp", "step / ddp", "step / torch", "state MB", "/ fair", "wire MB", "/ ddp",
-         "collectives", "in step", "peak MB", "/ ddp ")
+HEADS = (
+    "model",
+    "ranks",
+    "variant",
+    "iteration / ddp",
+    "step / ddp",
+    "step / torch",
+    "state MB",
+    "/ fair",
+    "wire MB",
+    "/ ddp",
+    "collectives",
+    "in step",
+    "peak MB",
+    "/ ddp ",
+)
+
 
 def _ratio(row: dict[str, Any], key: str) -> str:
-    if row[key] is None: return "-"
-    return "1" if key.endswith(row["variant"]) and row[key] == 1 else str(Spread(row[key], row[f"{key}, low"], row[f"{key}, high"]))
+    if row[key] is None:
+        return "-"
+    return (
+        "1"
+        if key.endswith(row["variant"]) and row[key] == 1
+        else str(Spread(row[key], row[f"{key}, low"], row[f"{key}, high"]))
+    )
 
-def _number(value: Any, form: str = ".2f", scale: float = 1.0) -> str: return "-" if value is None else format(float(value) * scale, form)
 
-def cells(row: dict[str, Any]) -> list[str]: # one for each of `HEADS`
+def _number(value: Any, form: str = ".2f", scale: float = 1.0) -> str:
+    return "-" if value is None else format(float(value) * scale, form)
+
+
+def cells(row: dict[str, Any]) -> list[str]:  # one for each of `HEADS`
     """Write a row for people."""
-    ratios = [_ratio(row, key) for key in (f"iteration / {REFERENCE}", f"step / {REFERENCE}", "step / torch")]
+    ratios = [
+        _ratio(row, key)
+        for key in (f"iteration / {REFERENCE}", f"step / {REFERENCE}", "step / torch")
+    ]
     state = [_number(row["state"], ".2f", 1e-6), _number(row["state / fair share"])]
-    wire = [_number(row["wire"], ".2f", 1e-6), _number(row[f"wire / {REFERENCE}"]), *(_number(row[key], ".0f") for key in ("collectives", "step_collectives"))]
+    wire = [
+        _number(row["wire"], ".2f", 1e-6),
+        _number(row[f"wire / {REFERENCE}"]),
+        *(_number(row[key], ".0f") for key in ("collectives", "step_collectives")),
+    ]
     peak = [_number(row["peak"], ".0f", 1e-6), _number(row[f"peak / {REFERENCE}"])]
     return [row["model"], str(row["ranks"]), row["variant"], *ratios, *state, *wire, *peak]
 
+
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Set a table."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines)) + "\n"
+    return (
+        "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines))
+        + "\n"
+    )
 
 # %% ../nbs/30_benchmark.ipynb #d837de59
 def draw(
-    report: Report, # with times
-    file: Any, # path or binary stream
-    form: str = "png", # or "svg"
+    report: Report,  # with times
+    file: Any,  # path or binary stream
+    form: str = "png",  # or "svg"
 ) -> None:
     """Draw the ratios to the reference: a column for each model, iterations above and steps below."""
     from matplotlib.figure import Figure
+
     shown = [name for name in models() if any(launch.model == name for launch in report.launches)]
-    names = [name for name in VARIANTS if name != REFERENCE and any(name in launch.iteration for launch in report.launches)]
+    names = [
+        name
+        for name in VARIANTS
+        if name != REFERENCE and any(name in launch.iteration for launch in report.launches)
+    ]
     sizes = sorted({launch.world_size for launch in report.launches})
-    if not shown or not names: raise ValueError("a figure shows times of variants beside the reference, and this report has none; measure part 'times'")
-    figure = Figure(figsize=(3 + 2.6 * len(shown), 1.6 + 0.5 * len(names)), dpi=72, layout="constrained")
+    if not shown or not names:
+        raise ValueError(
+            "a figure shows times of variants beside the reference, and this report has none; measure part 'times'"
+        )
+    figure = Figure(
+        figsize=(3 + 2.6 * len(shown), 1.6 + 0.5 * len(names)), dpi=72, layout="constrained"
+    )
     axes = figure.subplots(2, len(shown), sharey=True, squeeze=False)
-    for (i, what), (j, model) in ((a, b) for a in enumerate(("iteration", "step")) for b in enumerate(shown)):
+    for (i, what), (j, model) in (
+        (a, b) for a in enumerate(("iteration", "step")) for b in enumerate(shown)
+    ):
         ax = axes[i][j]
-        for k, n in enumerate(sizes): _draw_ratios(ax, [report.ratio(what, model, n, name) for name in names], k, len(sizes), n)
+        for k, n in enumerate(sizes):
+            _draw_ratios(
+                ax, [report.ratio(what, model, n, name) for name in names], k, len(sizes), n
+            )
         ax.axvline(1, color="gray", linewidth=0.8, zorder=0)
-        ax.set(xscale="log", yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.4, -0.6), title=f"{model}: {what} / {REFERENCE}")
-        ticks = [t for t in (0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 5, 10, 20, 50) if ax.get_xlim()[0] <= t <= ax.get_xlim()[1]]
+        ax.set(
+            xscale="log",
+            yticks=range(len(names)),
+            yticklabels=names,
+            ylim=(len(names) - 0.4, -0.6),
+            title=f"{model}: {what} / {REFERENCE}",
+        )
+        ticks = [
+            t
+            for t in (0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 5, 10, 20, 50)
+            if ax.get_xlim()[0] <= t <= ax.get_xlim()[1]
+        ]
         ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
         ax.set_xticks([], minor=True)
         ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper right", ncols=len(sizes), frameon=False, fontsize=8)
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(),
+        loc="outside upper right",
+        ncols=len(sizes),
+        frameon=False,
+        fontsize=8,
+    )
     figure.savefig(file, format=form)
+
 
 def _draw_ratios(ax: Any, ratios: Sequence[Spread | None], k: int, of: int, n: int) -> None:
     found = [(i + 0.22 * (k - (of - 1) / 2), r) for i, r in enumerate(ratios) if r]
     color = ("#f4b183", "#2e75b6", "#1f3864", "#70ad47", "#7f7f7f")[k % 5]
-    ax.hlines([y for y, _ in found], [r.low for _, r in found], [r.high for _, r in found], color=color, linewidth=1.5)
-    ax.plot([r.median for _, r in found], [y for y, _ in found], "o", color=color, markersize=4, label=f"{n} rank{'s' * (n > 1)}")
+    ax.hlines(
+        [y for y, _ in found],
+        [r.low for _, r in found],
+        [r.high for _, r in found],
+        color=color,
+        linewidth=1.5,
+    )
+    ax.plot(
+        [r.median for _, r in found],
+        [y for y, _ in found],
+        "o",
+        color=color,
+        markersize=4,
+        label=f"{n} rank{'s' * (n > 1)}",
+    )
 
 # %% ../nbs/30_benchmark.ipynb #dbce0544
 def save(report: Report, folder: str | Path) -> None:
@@ -847,7 +1387,7 @@ def save(report: Report, folder: str | Path) -> None:
     new.replace(Path(folder, "report.json"))
 
 # %% ../nbs/30_benchmark.ipynb #7ccd0444
-def write(report: Report, folder: str | Path) -> list[str]: # names of the files
+def write(report: Report, folder: str | Path) -> list[str]:  # names of the files
     """Leave the report in a folder: JSON, CSV, Markdown and, if there are times, a figure."""
     save(report, folder)
     folder, values = Path(folder), rows(report)
@@ -856,91 +1396,178 @@ def write(report: Report, folder: str | Path) -> list[str]: # names of the files
         writer.writeheader()
         writer.writerows(values)
     parts = [markdown(("", ""), report.machine.items()), markdown(HEADS, map(cells, values))]
-    if not report.quick: parts.append(markdown(("target", "limit", "measured", "met"), verdicts(report)))
+    if not report.quick:
+        parts.append(markdown(("target", "limit", "measured", "met"), verdicts(report)))
     parts += [f"{line}\n" for line in _remarks(report)]
     (folder / "table.md").write_text("\n".join(parts), encoding="utf-8")
     names = ["report.json", "table.csv", "table.md"]
     if any(len(launch.iteration) > 1 for launch in report.launches):
-        for form in ("png", "svg"): draw(report, folder / f"figure.{form}", form)
+        for form in ("png", "svg"):
+            draw(report, folder / f"figure.{form}", form)
         names += ["figure.png", "figure.svg"]
     return names
 
+
 def _remarks(report: Report) -> list[str]:
     out = [f"left out: {name} ({why})" for name, why in report.left_out.items()]
-    return out + [f"did other work than the reference: {name}, {what}" for name, what in strays(report).items()]
+    return out + [
+        f"did other work than the reference: {name}, {what}"
+        for name, what in strays(report).items()
+    ]
+
 
 def show(report: Report) -> None:
     """Print the tables."""
     from rich.console import Console
     from rich.table import Table
-    tables: list[tuple[str, Sequence[str], Iterable[Sequence[str]]]] = [("the optimizers", HEADS, map(cells, rows(report)))]
-    if not report.quick: tables.append(("targets", ("target", "limit", "measured", "met"), verdicts(report)))
-    console = Console(force_jupyter=False) if sys.stdout.isatty() else Console(width=200, force_jupyter=False, force_terminal=False, color_system=None)
+
+    tables: list[tuple[str, Sequence[str], Iterable[Sequence[str]]]] = [
+        ("the optimizers", HEADS, map(cells, rows(report)))
+    ]
+    if not report.quick:
+        tables.append(("targets", ("target", "limit", "measured", "met"), verdicts(report)))
+    console = (
+        Console(force_jupyter=False)
+        if sys.stdout.isatty()
+        else Console(width=200, force_jupyter=False, force_terminal=False, color_system=None)
+    )
     for title, heads, lines in tables:
         grid = Table(*heads, title=title, title_justify="left")
-        for line in lines: grid.add_row(*line)
+        for line in lines:
+            grid.add_row(*line)
         console.print(grid)
-    for line in _remarks(report): console.print(line, highlight=False)
+    for line in _remarks(report):
+        console.print(line, highlight=False)
 
 # %% ../nbs/30_benchmark.ipynb #004e7d38
 def _parser() -> Parser:
     words = "Compare ways to train in data parallel: times as ratios in one launch, bytes exactly."
     parser = Parser(prog="zero_nb.bench", allow_abbrev=False, description=words)
     add, default = parser.add_argument, Options()
-    add("--model", nargs="+", default=default.models, metavar="NAME", help=f"of {', '.join(default.models)} (default: all)")
-    add("--ranks", nargs="+", type=int, default=None, metavar="N", help="world sizes (default: 1 2 4; under torchrun its ranks)")
-    add("--variants", nargs="+", default=default.variants, metavar="NAME", help=f"of {', '.join(VARIANTS)} (default: all that are installed)")
-    add("--rounds", type=int, default=default.rounds, metavar="INT", help="turns of every variant (default: 20)")
+    add(
+        "--model",
+        nargs="+",
+        default=default.models,
+        metavar="NAME",
+        help=f"of {', '.join(default.models)} (default: all)",
+    )
+    add(
+        "--ranks",
+        nargs="+",
+        type=int,
+        default=None,
+        metavar="N",
+        help="world sizes (default: 1 2 4; under torchrun its ranks)",
+    )
+    add(
+        "--variants",
+        nargs="+",
+        default=default.variants,
+        metavar="NAME",
+        help=f"of {', '.join(VARIANTS)} (default: all that are installed)",
+    )
+    add(
+        "--rounds",
+        type=int,
+        default=default.rounds,
+        metavar="INT",
+        help="turns of every variant (default: 20)",
+    )
     add("--quick", action="store_true", help="shrink the models: a look, not a measurement")
     add("--device", choices=("cpu", "cuda"), default=default.device, help="(default: cpu)")
-    add("--parts", nargs="+", default=default.parts, metavar="PART", help=f"of {', '.join(PARTS)} (default: all but profiles)")
-    add("--add", action="store_true", help="keep what report.json in --out has of other models, world sizes and parts")
-    add("--out", default="runs/bench", metavar="FOLDER", help="for report.json, table.csv, table.md, figures (default: runs/bench)")
+    add(
+        "--parts",
+        nargs="+",
+        default=default.parts,
+        metavar="PART",
+        help=f"of {', '.join(PARTS)} (default: all but profiles)",
+    )
+    add(
+        "--add",
+        action="store_true",
+        help="keep what report.json in --out has of other models, world sizes and parts",
+    )
+    add(
+        "--out",
+        default="runs/bench",
+        metavar="FOLDER",
+        help="for report.json, table.csv, table.md, figures (default: runs/bench)",
+    )
     return parser
 
-def _options(given: Any) -> Options: # of the parsed command line
+
+def _options(given: Any) -> Options:  # of the parsed command line
     world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 0
-    if world and given.ranks not in (None, [world]): raise ValueError(f"--ranks must be the launcher's {world} or be left out, got {given.ranks}")
-    if Path(given.out).exists() and not Path(given.out).is_dir(): raise ValueError(f"--out must be a folder, and {given.out} is a file")
-    if missing := [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"tables and figures need {' and '.join(missing)}: pip install 'zero_nb[train]'")
+    if world and given.ranks not in (None, [world]):
+        raise ValueError(
+            f"--ranks must be the launcher's {world} or be left out, got {given.ranks}"
+        )
+    if Path(given.out).exists() and not Path(given.out).is_dir():
+        raise ValueError(f"--out must be a folder, and {given.out} is a file")
+    if missing := [
+        name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None
+    ]:
+        raise ValueError(
+            f"tables and figures need {' and '.join(missing)}: pip install 'zero_nb[train]'"
+        )
     ranks = (world,) if world else tuple(given.ranks or Options().ranks)
-    once = [tuple(dict.fromkeys(names)) for names in (given.model, ranks, given.variants, given.parts)]
+    once = [
+        tuple(dict.fromkeys(names)) for names in (given.model, ranks, given.variants, given.parts)
+    ]
     return Options(once[0], once[1], once[2], given.rounds, given.quick, given.device, once[3])
 
 # %% ../nbs/30_benchmark.ipynb #e6e1ff13
-def _before(given: Any, options: Options) -> Report | None: # what to add to
+def _before(given: Any, options: Options) -> Report | None:  # what to add to
     path = Path(given.out, "report.json")
-    if not given.add or not path.exists(): return None
+    if not given.add or not path.exists():
+        return None
     old = Report.from_json(path.read_text(encoding="utf-8"))
     check_same(old, machine(options), options.quick)
     return old
 
+
 def main(
-    argv: Sequence[str] | None = None, # without the program's name; by default the process's
+    argv: Sequence[str] | None = None,  # without the program's name; by default the process's
 ) -> None:
     """Run the benchmark, print its tables and leave its files."""
     parser = _parser()
     given = parser.parse_args(argv)
-    try: old = _before(given, options := _options(given))
-    except ValueError as error: parser.error(str(error))
-    def say(line: str) -> None: print(line, file=sys.stderr, flush=True)
-    def keep(report: Report) -> None: save(merged(old, report) if old else report, given.out)
-    if "RANK" not in os.environ: report, pictures = measure(options, None, say, keep), profiles(options, None, say)
+    try:
+        old = _before(given, options := _options(given))
+    except ValueError as error:
+        parser.error(str(error))
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def keep(report: Report) -> None:
+        save(merged(old, report) if old else report, given.out)
+
+    if "RANK" not in os.environ:
+        report, pictures = measure(options, None, say, keep), profiles(options, None, say)
     else:
-        if options.device == "cuda": torch.cuda.set_device(_device("cuda"))
-        else: torch.set_num_threads(1)
+        if options.device == "cuda":
+            torch.cuda.set_device(_device("cuda"))
+        else:
+            torch.set_num_threads(1)
         dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
         told = (say, keep) if (first := dist.get_rank() == 0) else ()
-        report, pictures = measure(options, under_torchrun, *told), profiles(options, under_torchrun, *told[:1])
+        report, pictures = (
+            measure(options, under_torchrun, *told),
+            profiles(options, under_torchrun, *told[:1]),
+        )
         dist.destroy_process_group()
-        if not first: return
+        if not first:
+            return
     names = list[str]()
-    if options.parts != ("profiles",): # which are no part of a report
+    if options.parts != ("profiles",):  # which are no part of a report
         show(report := merged(old, report) if old else report)
         names += write(report, given.out)
     Path(given.out).mkdir(parents=True, exist_ok=True)
-    for name, picture in pictures.items(): picture.save(Path(given.out, name))
+    for name, picture in pictures.items():
+        picture.save(Path(given.out, name))
     print(f"in {given.out}: {', '.join([*names, *pictures])}")
 
-if __name__ == "__main__" and "__file__" in globals(): main()  # a program that runs, not this notebook
+
+if __name__ == "__main__" and "__file__" in globals():
+    main()  # a program that runs, not this notebook

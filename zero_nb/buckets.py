@@ -20,17 +20,47 @@ from itertools import accumulate, pairwise
 from operator import add, eq, le, sub
 from typing import Any, NamedTuple
 
-from .sharder import (DEVICE, ITEMSIZE, Column, Owners, ParamSpec, Policy, Roster, ShardPlan, Span, Written, balances, checked, described, device_from,
-    device_text, even, find_policy, identity, leaf, only, param_from, param_text, row_cuts, run_from, run_text, runs, setting, spread, unique, world)
+from zero_nb.sharder import (
+    DEVICE,
+    ITEMSIZE,
+    Column,
+    Owners,
+    ParamSpec,
+    Policy,
+    Roster,
+    ShardPlan,
+    Span,
+    Written,
+    balances,
+    checked,
+    described,
+    device_from,
+    device_text,
+    even,
+    find_policy,
+    identity,
+    leaf,
+    only,
+    param_from,
+    param_text,
+    row_cuts,
+    run_from,
+    run_text,
+    runs,
+    setting,
+    spread,
+    unique,
+    world,
+)
 
 # %% ../nbs/02_buckets.ipynb #9d96b660
 class Slot(NamedTuple):
     """Where a run of elements of a parameter sits in a bucket: `[start, stop)` at `[offset, offset + stop - start)`."""
 
-    param: int # index in registration order
-    start: int # first element, counted in the flattened parameter
-    stop: int # one past the last
-    offset: int # of element `start`, in the bucket
+    param: int  # index in registration order
+    start: int  # first element, counted in the flattened parameter
+    stop: int  # one past the last
+    offset: int  # of element `start`, in the bucket
 
     @property
     def numel(self) -> int:
@@ -42,14 +72,20 @@ class Slot(NamedTuple):
         """The elements, without their place."""
         return Span(self.param, self.start, self.stop)
 
+
 def _inside(slots: Sequence[Slot], start: int, stop: int) -> tuple[Slot, ...]:
-    at, found = max(0, bisect_right(slots, start, key=lambda s: s.offset) - 1) if len(slots) > 1 else 0, []
+    at, found = (
+        max(0, bisect_right(slots, start, key=lambda s: s.offset) - 1) if len(slots) > 1 else 0,
+        [],
+    )
     while at < len(slots):
         param, first, last, offset = slots[at]
-        if offset >= stop: break
+        if offset >= stop:
+            break
         end = offset + last - first
         low, high = start if start > offset else offset, stop if stop < end else end
-        if low < high: found.append(Slot(param, first + low - offset, first + high - offset, low))
+        if low < high:
+            found.append(Slot(param, first + low - offset, first + high - offset, low))
         at += 1
     return tuple(found)
 
@@ -58,40 +94,58 @@ def _inside(slots: Sequence[Slot], start: int, stop: int) -> tuple[Slot, ...]:
 class Row(Column[Slot]):
     """Slots of whole parameters, end to end."""
 
-    params: Sequence[int] # indices in registration order
-    offsets: Sequence[int] # of each; and where the last ends
+    params: Sequence[int]  # indices in registration order
+    offsets: Sequence[int]  # of each; and where the last ends
 
-    def __len__(self) -> int: return len(self.params)
+    def __len__(self) -> int:
+        return len(self.params)
+
     def item(self, i: int) -> Slot:
         """Make one."""
         return Slot(self.params[i], 0, self.offsets[i + 1] - self.offsets[i], self.offsets[i])
 
-def _columns(slots: Sequence[Slot]) -> tuple[Sequence[int], ...]: # params, starts, stops, offsets
-    if not isinstance(slots, Row): return tuple(zip(*slots, strict=True)) or ((),) * 4
-    return slots.params, [0] * len(slots), [*map(sub, slots.offsets[1:], slots.offsets)], slots.offsets[:-1]
+
+def _columns(slots: Sequence[Slot]) -> tuple[Sequence[int], ...]:  # params, starts, stops, offsets
+    if not isinstance(slots, Row):
+        return tuple(zip(*slots, strict=True)) or ((),) * 4
+    return (
+        slots.params,
+        [0] * len(slots),
+        [*map(sub, slots.offsets[1:], slots.offsets)],
+        slots.offsets[:-1],
+    )
 
 # %% ../nbs/02_buckets.ipynb #7c1e0a02
 @dataclass(frozen=True)
 class EvenCuts(Sequence[int]):
     """Where parts of one size begin and end, as far as there are elements."""
 
-    each: int # elements of a part, >= 1
-    numel: int # of all parts, >= 1
-    world_size: int # ranks in the group
+    each: int  # elements of a part, >= 1
+    numel: int  # of all parts, >= 1
+    world_size: int  # ranks in the group
 
-    def __len__(self) -> int: return self.world_size + 1
+    def __len__(self) -> int:
+        return self.world_size + 1
+
     def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice): return tuple(map(self.__getitem__, range(len(self))[i]))
+        if isinstance(i, slice):
+            return tuple(map(self.__getitem__, range(len(self))[i]))
         return min(self.each * range(len(self))[i], self.numel)
 
-def _equal(part: int, world_size: int) -> range: return range(0, part * world_size + 1, part)
+
+def _equal(part: int, world_size: int) -> range:
+    return range(0, part * world_size + 1, part)
+
 
 def _ruled(cuts: Sequence[int]) -> Sequence[int]:
     """Write cuts down as a rule, if they follow one: the same rule for the same cuts."""
-    if isinstance(cuts, range): return cuts
-    if not isinstance(cuts, EvenCuts): cuts = tuple(cuts)
+    if isinstance(cuts, range):
+        return cuts
+    if not isinstance(cuts, EvenCuts):
+        cuts = tuple(cuts)
     each, numel, ranks = cuts[1], cuts[-1], len(cuts) - 1
-    if not each or each * ranks < numel: return cuts
+    if not each or each * ranks < numel:
+        return cuts
     rule = _equal(each, ranks) if each * ranks == numel else EvenCuts(each, numel, ranks)
     return rule if isinstance(cuts, EvenCuts) or all(map(eq, cuts, rule)) else cuts
 
@@ -100,79 +154,135 @@ def _ruled(cuts: Sequence[int]) -> Sequence[int]:
 class Bucket:
     """Parameters packed in one flat tensor, and where it is cut."""
 
-    dtype: str # of all its parameters
-    device: str # of all its parameters
-    group: int | None # param group of all its parameters; None when groups share buckets
-    slots: Sequence[Slot] # by offset; a tuple, or a `Row`
-    bounds: Sequence[int] # group_rank r owns elements [bounds[r], bounds[r+1]); a `range` for equal parts, `EvenCuts` where elements run out, else a tuple
-    padding: int = field(init=False, repr=False, compare=False) # elements that belong to no parameter
+    dtype: str  # of all its parameters
+    device: str  # of all its parameters
+    group: int | None  # param group of all its parameters; None when groups share buckets
+    slots: Sequence[Slot]  # by offset; a tuple, or a `Row`
+    bounds: Sequence[
+        int
+        # group_rank r owns elements [bounds[r], bounds[r+1]); a `range` for equal parts, `EvenCuts`
+        # where elements run out, else a tuple
+    ]
+    padding: int = field(
+        init=False, repr=False, compare=False
+    )  # elements that belong to no parameter
 
     def __post_init__(self) -> None:
         cuts = self.bounds
-        rises = cuts.step > 0 if isinstance(cuts, range) else isinstance(cuts, EvenCuts) or list(cuts) == sorted(cuts)
+        rises = (
+            cuts.step > 0
+            if isinstance(cuts, range)
+            else isinstance(cuts, EvenCuts) or list(cuts) == sorted(cuts)
+        )
         if len(cuts) < 2 or cuts[0] or not rises:
-            raise ValueError(f"bounds must start at 0, never fall, and hold one more number than there are ranks, got {list(cuts[:8])}")
+            raise ValueError(
+                "bounds must start at 0, never fall, and hold one more number than there are"
+                f" ranks, got {list(cuts[:8])}"
+            )
         object.__setattr__(self, "bounds", cuts := _ruled(cuts))
-        used = self.slots.offsets[-1] if isinstance(self.slots, Row) else sum([stop - start for _, start, stop, _ in self.slots])
+        used = (
+            self.slots.offsets[-1]
+            if isinstance(self.slots, Row)
+            else sum([stop - start for _, start, stop, _ in self.slots])
+        )
         object.__setattr__(self, "padding", cuts[-1] - used)
 
     numel = property(lambda self: self.bounds[-1], doc="Elements, padding included.")
-    nbytes = property(lambda self: self.numel * ITEMSIZE[self.dtype], doc="Bytes, padding included.")
+    nbytes = property(
+        lambda self: self.numel * ITEMSIZE[self.dtype], doc="Bytes, padding included."
+    )
     world_size = property(lambda self: len(self.bounds) - 1, doc="Ranks in the group.")
-    equal = property(lambda self: isinstance(self.bounds, range), doc="Whether all parts have the same size.")
+    equal = property(
+        lambda self: isinstance(self.bounds, range), doc="Whether all parts have the same size."
+    )
 
-    def part(self, group_rank: int) -> tuple[int, int]: # [start, stop) in the bucket
+    def part(self, group_rank: int) -> tuple[int, int]:  # [start, stop) in the bucket
         """Tell where the part of a rank lies."""
         return self.bounds[group_rank], self.bounds[group_rank + 1]
 
-    def slots_of(self, group_rank: int) -> tuple[Slot, ...]: # offsets still count from the start of the bucket
+    def slots_of(
+        self, group_rank: int
+    ) -> tuple[Slot, ...]:  # offsets still count from the start of the bucket
         """Give what a rank owns, and where it lies."""
         return _inside(self.slots, self.bounds[group_rank], self.bounds[group_rank + 1])
 
-    def spans(self, group_rank: int) -> tuple[Span, ...]: # in the order of the bucket
+    def spans(self, group_rank: int) -> tuple[Span, ...]:  # in the order of the bucket
         """Give what a rank owns."""
         return tuple(s.span for s in self.slots_of(group_rank))
 
 # %% ../nbs/02_buckets.ipynb #7a5672f3
 @dataclass(frozen=True, repr=False)
 class BucketPlan(Written):
-    """All buckets, in the order in which their collectives start, checked when built to hold each trainable element once."""
+    """All buckets, in the order in which their collectives start, checked when built to hold each
+    trainable element once."""
 
-    params: Sequence[ParamSpec] # in registration order; becomes a `Roster`
-    world_size: int # ranks in the group
-    buckets: tuple[Bucket, ...] # in the order in which gradients complete them
+    params: Sequence[ParamSpec]  # in registration order; becomes a `Roster`
+    world_size: int  # ranks in the group
+    buckets: tuple[Bucket, ...]  # in the order in which gradients complete them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "params", params := Roster.of(self.params))
-        if len(set(params.names)) < len(params): unique(params)
+        if len(set(params.names)) < len(params):
+            unique(params)
         world(self.world_size)
-        if not _whole(params, self.world_size, self.buckets): _held(tuple(params), self.world_size, self.buckets)
+        if not _whole(params, self.world_size, self.buckets):
+            _held(tuple(params), self.world_size, self.buckets)
 
-    padding = property(lambda self: sum(b.padding for b in self.buckets), doc="Elements that belong to no parameter, in all buckets.")
-    loads = property(lambda self: _loads(self), doc="Elements owned by each rank, padding not counted.")
-    imbalance = property(lambda self: spread(self.loads), doc="Largest load over mean load; 1 is perfect.")
-    mark = property(lambda self: _mark(self), doc="16 hexadecimal digits that tell plans of the same parameters apart; sooner made than `digest`.")
+    padding = property(
+        lambda self: sum(b.padding for b in self.buckets),
+        doc="Elements that belong to no parameter, in all buckets.",
+    )
+    loads = property(
+        lambda self: _loads(self), doc="Elements owned by each rank, padding not counted."
+    )
+    imbalance = property(
+        lambda self: spread(self.loads), doc="Largest load over mean load; 1 is perfect."
+    )
+    mark = property(
+        lambda self: _mark(self),
+        doc=(
+            "16 hexadecimal digits that tell plans of the same parameters apart; sooner made than"
+            " `digest`."
+        ),
+    )
 
     def __repr__(self) -> str:
-        return (f"BucketPlan({len(self.params)} parameters in {len(self.buckets)} buckets over {self.world_size} ranks, "
-                f"padding {self.padding:,} of {sum(b.numel for b in self.buckets):,} elements, digest {self.digest})")
-    def _repr_html_(self) -> str: return _table(self)
+        return (
+            f"BucketPlan({len(self.params)} parameters in {len(self.buckets)} buckets over"
+            f" {self.world_size} ranks, padding {self.padding:,} of"
+            f" {sum(b.numel for b in self.buckets):,} elements, digest {self.digest})"
+        )
+
+    def _repr_html_(self) -> str:
+        return _table(self)
+
     @property
     def shard_plan(self) -> ShardPlan:
         """Who owns what, without the buckets."""
         shards: list[list[Span]] = [[] for _ in range(self.world_size)]
         for bucket in self.buckets:
-            for group_rank, s in _owned(bucket): shards[group_rank].append(s.span)
+            for group_rank, s in _owned(bucket):
+                shards[group_rank].append(s.span)
         return ShardPlan(tuple(self.params), tuple(map(tuple, shards)))
+
     def fields(self) -> dict[str, list[str]]:
         """Give the plan as lines of text, by what they are about."""
         params = tuple(self.params)
-        return {"param": [*map(param_text, params)], "ranks": [str(self.world_size)], "bucket": [_text(params, b) for b in self.buckets]}
+        return {
+            "param": [*map(param_text, params)],
+            "ranks": [str(self.world_size)],
+            "bucket": [_text(params, b) for b in self.buckets],
+        }
+
     @classmethod
     def from_fields(cls, fields: dict[str, list[str]]) -> "BucketPlan":
         """Build the plan that `fields` described."""
         params, ranks = tuple(map(param_from, fields.get("param", []))), _ranks(fields)
-        return cls(params, ranks, tuple(_from_text(params, ranks, line) for line in fields.get("bucket", [])))
+        return cls(
+            params,
+            ranks,
+            tuple(_from_text(params, ranks, line) for line in fields.get("bucket", [])),
+        )
 
 # %% ../nbs/02_buckets.ipynb #7485d312
 def _held(params: Sequence[ParamSpec], world_size: int, buckets: Sequence[Bucket]) -> None:
@@ -180,86 +290,170 @@ def _held(params: Sequence[ParamSpec], world_size: int, buckets: Sequence[Bucket
     count, wanted = len(params), [p.numel if p.trainable else 0 for p in params]
     whole, parts = set[int](), dict[int, list[tuple[int, int]]]()
     for i, bucket in enumerate(buckets):
-        if bucket.world_size != world_size: raise ValueError(f"bucket {i} is cut for {bucket.world_size} ranks, the plan for {world_size}; rebuild it")
+        if bucket.world_size != world_size:
+            raise ValueError(
+                f"bucket {i} is cut for {bucket.world_size} ranks, the plan for {world_size};"
+                " rebuild it"
+            )
         end, room, dtype, device, group = 0, bucket.numel, bucket.dtype, bucket.device, bucket.group
         for s in bucket.slots:
             param, start, stop, offset = s
-            if not 0 <= param < count: raise ValueError(f"bucket {i}: {s} needs a parameter from 0 to {count - 1}")
+            if not 0 <= param < count:
+                raise ValueError(f"bucket {i}: {s} needs a parameter from 0 to {count - 1}")
             spec = params[param]
-            if spec.dtype != dtype or spec.device != device or (group is not None and group != spec.group):
-                raise ValueError(f"parameter {spec.name!r} is {spec.dtype} on {spec.device} in group {spec.group}; bucket {i} takes {dtype} on "
-                                 f"{device} of group {group}; a bucket holds one kind")
+            if (
+                spec.dtype != dtype
+                or spec.device != device
+                or (group is not None and group != spec.group)
+            ):
+                raise ValueError(
+                    f"parameter {spec.name!r} is {spec.dtype} on {spec.device} in group"
+                    f" {spec.group}; bucket {i} takes {dtype} on {device} of group {group}; a"
+                    " bucket holds one kind"
+                )
             if offset < end or offset + stop - start > room:
-                raise ValueError(f"bucket {i}: {s} must start at or after {end} and end by {room}; slots are sorted and do not overlap")
+                raise ValueError(
+                    f"bucket {i}: {s} must start at or after {end} and end by {room}; slots are"
+                    " sorted and do not overlap"
+                )
             end = offset + stop - start
-            if not start and stop == wanted[param] and param not in whole: whole.add(param)
-            else: parts.setdefault(param, []).append((start, stop))
+            if not start and stop == wanted[param] and param not in whole:
+                whole.add(param)
+            else:
+                parts.setdefault(param, []).append((start, stop))
     for i, elements in enumerate(wanted):
-        if i in whole and i not in parts: continue
+        if i in whole and i not in parts:
+            continue
         runs, at = sorted(parts.get(i, []) + [(0, elements)] * (i in whole)), 0
         for start, stop in runs:
-            if start != at or stop <= start: break
+            if start != at or stop <= start:
+                break
             at = stop
         if at != elements or sum(stop - start for start, stop in runs) != at:
-            raise ValueError(f"{described(params[i])} is placed as {runs[:4]}; every element of every trainable parameter has exactly one place")
+            raise ValueError(
+                f"{described(params[i])} is placed as {runs[:4]}; every element of every trainable"
+                " parameter has exactly one place"
+            )
 
 # %% ../nbs/02_buckets.ipynb #15137a58
 def _whole(params: Roster, world_size: int, buckets: Sequence[Bucket]) -> bool:
     """Tell whether all is as it must be, and no parameter is cut in slots."""
     found: list[int] = []
     for bucket in buckets:
-        if bucket.world_size != world_size or not bucket.slots: return False
+        if bucket.world_size != world_size or not bucket.slots:
+            return False
         param, start, stop, offset = _columns(bucket.slots)
-        if min(param) < 0 or max(param) >= len(params) or any(start): return False
+        if min(param) < 0 or max(param) >= len(params) or any(start):
+            return False
         for spec in (params.forms[form] for form in set(map(params.which.__getitem__, param))):
-            if spec.dtype != bucket.dtype or spec.device != bucket.device or bucket.group not in (None, spec.group) or not spec.trainable: return False
-        if [*map(params.numels.__getitem__, param)] != [*stop] or 0 in stop: return False
-        if offset[0] < 0 or offset[-1] + stop[-1] > bucket.numel: return False
-        if not isinstance(bucket.slots, Row) and not all(map(le, map(add, offset, stop), offset[1:])): return False
+            if (
+                spec.dtype != bucket.dtype
+                or spec.device != bucket.device
+                or bucket.group not in (None, spec.group)
+                or not spec.trainable
+            ):
+                return False
+        if [*map(params.numels.__getitem__, param)] != [*stop] or 0 in stop:
+            return False
+        if offset[0] < 0 or offset[-1] + stop[-1] > bucket.numel:
+            return False
+        if not isinstance(bucket.slots, Row) and not all(
+            map(le, map(add, offset, stop), offset[1:])
+        ):
+            return False
         found += param
-    return len(found) == len(set(found)) == sum(params.each(lambda form: form.trainable and form.numel > 0))
+    return (
+        len(found)
+        == len(set(found))
+        == sum(params.each(lambda form: form.trainable and form.numel > 0))
+    )
 
 # %% ../nbs/02_buckets.ipynb #db3717f6
 def _text(params: Sequence[ParamSpec], bucket: Bucket) -> str:
     cuts = bucket.bounds
-    each = f"{cuts[1]} each" if isinstance(cuts, range) else f"{cuts.each} each of {cuts.numel}" if isinstance(cuts, EvenCuts) else ""
+    each = (
+        f"{cuts[1]} each"
+        if isinstance(cuts, range)
+        else f"{cuts.each} each of {cuts.numel}"
+        if isinstance(cuts, EvenCuts)
+        else ""
+    )
     bounds = each or " ".join(map(str, cuts))
-    slots = " ".join([f"{run_text(params, param, start, stop)}@{offset}" for param, start, stop, offset in bucket.slots])
-    return f"{bucket.dtype} {device_text(bucket.device)} group {'any' if bucket.group is None else bucket.group} | {slots} | {bounds}"
+    slots = " ".join(
+        [
+            f"{run_text(params, param, start, stop)}@{offset}"
+            for param, start, stop, offset in bucket.slots
+        ]
+    )
+    return (
+        f"{bucket.dtype} {device_text(bucket.device)} group"
+        f" {'any' if bucket.group is None else bucket.group} | {slots} | {bounds}"
+    )
+
 
 def _mark(plan: BucketPlan) -> str:
     found = hashlib.sha256(f"{plan.world_size} {sys.byteorder}".encode())
     for b in plan.buckets:
         cuts = b.bounds if isinstance(b.bounds, (range, EvenCuts)) else f"{len(b.bounds)} bounds"
         found.update(f"{b.dtype} {b.device} {b.group} {len(b.slots)} {cuts}".encode())
-        for column in (b.bounds if isinstance(b.bounds, tuple) else (), *_columns(b.slots)): found.update(array("q", column))
+        for column in (b.bounds if isinstance(b.bounds, tuple) else (), *_columns(b.slots)):
+            found.update(array("q", column))
     return found.hexdigest()[:16]
+
 
 def _ranks(fields: dict[str, list[str]]) -> int:
     if len(found := fields.get("ranks", [])) != 1 or not found[0].isdigit():
-        raise ValueError(f"a bucket plan has lines that begin with param, ranks and bucket, one of them 'ranks 8', got {list(fields)[:3]}")
+        raise ValueError(
+            "a bucket plan has lines that begin with param, ranks and bucket, one of them 'ranks"
+            f" 8', got {list(fields)[:3]}"
+        )
     only(fields, "BucketPlan", "param", "ranks", "bucket")
     return int(found[0])
 
-def _from_text(params: Sequence[ParamSpec], world_size: int, line: str) -> Bucket:
-    if not (found := _BUCKET.fullmatch(line)): raise ValueError(f"a bucket is written as 'float32 cpu group any | 0@0 1@7 | 5 each', got {line!r}")
-    dtype, device, group, slots, each, numel, bounds = found.groups()
-    placed = [(run_from(params, run), int(offset)) for run, offset in (slot.split("@") for slot in slots.split())]
-    cuts: Sequence[int] = tuple(map(int, bounds.split())) if bounds else _equal(int(each), world_size)
-    if numel: cuts = EvenCuts(int(each), int(numel), world_size)
-    return Bucket(dtype, device_from(device), None if group == "any" else int(group), tuple(Slot(s.param, s.start, s.stop, at) for s, at in placed), cuts)
 
-_BUCKET = re.compile(rf'(\w+) ({DEVICE}) group (any|\d+) \| ((?:[^\s@]+@\d+ ?)*) \| (?:([1-9]\d*) each(?: of ([1-9]\d*))?|((?:\d+ ?)+))')
+def _from_text(params: Sequence[ParamSpec], world_size: int, line: str) -> Bucket:
+    if not (found := _BUCKET.fullmatch(line)):
+        raise ValueError(
+            f"a bucket is written as 'float32 cpu group any | 0@0 1@7 | 5 each', got {line!r}"
+        )
+    dtype, device, group, slots, each, numel, bounds = found.groups()
+    placed = [
+        (run_from(params, run), int(offset))
+        for run, offset in (slot.split("@") for slot in slots.split())
+    ]
+    cuts: Sequence[int] = (
+        tuple(map(int, bounds.split())) if bounds else _equal(int(each), world_size)
+    )
+    if numel:
+        cuts = EvenCuts(int(each), int(numel), world_size)
+    return Bucket(
+        dtype,
+        device_from(device),
+        None if group == "any" else int(group),
+        tuple(Slot(s.param, s.start, s.stop, at) for s, at in placed),
+        cuts,
+    )
+
+
+_BUCKET = re.compile(
+    rf"(\w+) ({DEVICE}) group (any|\d+) \| ((?:[^\s@]+@\d+ ?)*) \| (?:([1-9]\d*) each(?: of"
+    r" ([1-9]\d*))?|((?:\d+ ?)+))"
+)
 
 # %% ../nbs/02_buckets.ipynb #5f84fffb
-def _owned(bucket: Bucket) -> Iterator[tuple[int, Slot]]: # (group_rank, slot cut down to its part)
+def _owned(bucket: Bucket) -> Iterator[tuple[int, Slot]]:  # (group_rank, slot cut down to its part)
     for s in bucket.slots:
         at, end = s.offset, s.offset + s.numel
         group_rank = bisect_right(bucket.bounds, at) - 1
         while at < end:
             stop = min(end, bucket.bounds[group_rank + 1])
-            if at < stop: yield group_rank, Slot(s.param, s.start + at - s.offset, s.start + stop - s.offset, at)
+            if at < stop:
+                yield (
+                    group_rank,
+                    Slot(s.param, s.start + at - s.offset, s.start + stop - s.offset, at),
+                )
             at, group_rank = stop, group_rank + 1
+
 
 def _loads(plan: "BucketPlan") -> tuple[int, ...]:
     loads, steps = [0] * plan.world_size, [0] * (plan.world_size + 1)
@@ -271,19 +465,27 @@ def _loads(plan: "BucketPlan") -> tuple[int, ...]:
             full, rest = divmod(used, each)
             steps[0] += each
             steps[full] -= each
-            if rest: loads[full] += rest
+            if rest:
+                loads[full] += rest
         else:
-            for group_rank, s in _owned(bucket): loads[group_rank] += s.numel
+            for group_rank, s in _owned(bucket):
+                loads[group_rank] += s.numel
     return tuple(a + b for a, b in zip(loads, accumulate(steps[:-1]), strict=True))
 
+
 def _table(plan: "BucketPlan") -> str:
-    rows = "".join(f"<tr><td>{i}</td><td>{b.dtype}</td><td>{escape(b.device)}</td><td>{len(b.slots)}</td><td>{b.numel:,}</td><td>{b.padding}</td></tr>"
-                   for i, b in enumerate(plan.buckets[:12]))
+    rows = "".join(
+        f"<tr><td>{i}</td><td>{b.dtype}</td><td>{escape(b.device)}</td><td>{len(b.slots)}</td>"
+        f"<td>{b.numel:,}</td><td>{b.padding}</td></tr>"
+        for i, b in enumerate(plan.buckets[:12])
+    )
     rest = f"<p>and {len(plan.buckets) - 12} more</p>" if len(plan.buckets) > 12 else ""
-    return f"<p>{escape(repr(plan))}</p><table><tr><th>bucket<th>dtype<th>device<th>slots<th>elements<th>padding</tr>{rows}</table>{rest}"
+    head = "<tr><th>bucket<th>dtype<th>device<th>slots<th>elements<th>padding</tr>"
+    return f"<p>{escape(repr(plan))}</p><table>{head}{rows}</table>{rest}"
 
 # %% ../nbs/02_buckets.ipynb #cfc784c8
 MB = 2**20
+
 
 @dataclass(frozen=True, eq=False)
 class Kind:
@@ -291,106 +493,147 @@ class Kind:
 
     dtype: str
     device: str
-    group: int | None # None when groups share buckets
-    policy: Policy # decides where the bucket is cut
+    group: int | None  # None when groups share buckets
+    policy: Policy  # decides where the bucket is cut
+
 
 def _bytes(name: str, mb: float) -> float:
-    if not (isinstance(mb, (int, float)) and mb > 0): raise ValueError(f"{name} must be above 0 (MB of 2**20 bytes), got {mb!r}")
+    if not (isinstance(mb, (int, float)) and mb > 0):
+        raise ValueError(f"{name} must be above 0 (MB of 2**20 bytes), got {mb!r}")
     return mb * MB
+
 
 def _kinds(params: Roster, policy: str | Policy, by_group: bool) -> list[Kind]:
     """Give the kind of each parameter; equal kinds are one object."""
     policy = find_policy(policy)
     choose, seen = setting(policy, "choose", None), dict[Any, Kind]()
+
     def kind(p: ParamSpec) -> Kind:
         chosen, group = choose(p) if choose else policy, p.group if by_group else None
         key = p.dtype, p.device, group, identity(chosen)
         return seen.get(key) or seen.setdefault(key, Kind(p.dtype, p.device, group, chosen))
-    return [kind(p) for p in params] if choose else params.each(kind) # a choice may be by name
+
+    return [kind(p) for p in params] if choose else params.each(kind)  # a choice may be by name
 
 # %% ../nbs/02_buckets.ipynb #ef7b034a
 def _arrivals(params: Roster, order: Sequence[int] | None) -> list[int]:
     """Sort the trainable parameters that have elements by the arrival of their gradients."""
-    mine = [i for i, moves in enumerate(params.each(lambda form: form.trainable and form.numel > 0)) if moves]
-    if order is None: return mine[::-1]
-    if order == range(len(params)): return mine
+    mine = [
+        i
+        for i, moves in enumerate(params.each(lambda form: form.trainable and form.numel > 0))
+        if moves
+    ]
+    if order is None:
+        return mine[::-1]
+    if order == range(len(params)):
+        return mine
     named, wanted = set(order), set(mine)
     if len(named) != len(order) or not wanted <= named <= set(range(len(params))):
         missing = [params[i].name for i in mine if i not in named]
-        raise ValueError(f"order must name each trainable parameter once, by index below {len(params)}; missing {missing[:3]}, got {list(order)[:8]}")
+        raise ValueError(
+            f"order must name each trainable parameter once, by index below {len(params)}; missing"
+            f" {missing[:3]}, got {list(order)[:8]}"
+        )
     return [i for i in order if i in wanted]
 
 # %% ../nbs/02_buckets.ipynb #37086485
 def _fill(
     params: Roster,
-    arrivals: Iterable[int], # parameter indices
-    kinds: Sequence[Kind], # of each parameter
-    first: float, # bytes of the first bucket
-    limit: float, # bytes of the others; a parameter larger than this has a bucket of its own
-) -> list[list[int]]: # runs of parameters, by the arrival of their last one
+    arrivals: Iterable[int],  # parameter indices
+    kinds: Sequence[Kind],  # of each parameter
+    first: float,  # bytes of the first bucket
+    limit: float,  # bytes of the others; a parameter larger than this has a bucket of its own
+) -> list[list[int]]:  # runs of parameters, by the arrival of their last one
     """Group parameters into buckets."""
     runs: list[list[int]] = []
-    nbytes, begin = params.each(lambda form: form.nbytes), next(iter(arrivals := list(arrivals)), None)
+    nbytes, begin = (
+        params.each(lambda form: form.nbytes),
+        next(iter(arrivals := list(arrivals)), None),
+    )
     for kind in dict.fromkeys(kinds):
-        mine = arrivals if kinds.count(kind) == len(kinds) else [i for i in arrivals if kinds[i] is kind]
+        mine = (
+            arrivals
+            if kinds.count(kind) == len(kinds)
+            else [i for i in arrivals if kinds[i] is kind]
+        )
         if large := [i for i in mine if nbytes[i] > limit]:
             runs += [[i] for i in large]
             mine = [i for i in mine if nbytes[i] <= limit]
-        ends, at = [0, *accumulate([nbytes[i] for i in mine])], 0 # bytes before each, and in all
+        ends, at = [0, *accumulate([nbytes[i] for i in mine])], 0  # bytes before each, and in all
         while at < len(mine):
             stop = bisect_right(ends, ends[at] + limit) - 1
-            if mine[at] == begin: stop = min(stop, bisect_left(ends, first))
+            if mine[at] == begin:
+                stop = min(stop, bisect_left(ends, first))
             runs.append(mine[at:stop])
             at = stop
-    if len(runs) < 2: return runs
+    if len(runs) < 2:
+        return runs
     when = {i: now for now, i in enumerate(arrivals)}
     return sorted(runs, key=lambda run: when[run[-1]])
 
 # %% ../nbs/02_buckets.ipynb #fb91389a
-def _round(n: int, unit: int) -> int: return -(-n // unit) * unit
+def _round(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
 
 def _even_buckets(
     params: Roster,
-    run: Sequence[int], # parameter indices
+    run: Sequence[int],  # parameter indices
     kind: Kind,
     world_size: int,
-    align: int, # each part is a multiple of this many elements
-    limit: float, # elements; a single parameter that is larger is cut into several buckets
-    pad: bool, # whether the last parts are filled up to the size of the others
+    align: int,  # each part is a multiple of this many elements
+    limit: float,  # elements; a single parameter that is larger is cut into several buckets
+    pad: bool,  # whether the last parts are filled up to the size of the others
 ) -> Iterator[Bucket]:
     """Lay parameters out one after another, and cut the bucket into equal parts."""
     unit, total = world_size * align, sum([params.numels[i] for i in run])
-    pieces = math.ceil(total / max(unit, limit // unit * unit)) if len(run) == 1 and total > limit else 1
+    pieces = (
+        math.ceil(total / max(unit, limit // unit * unit)) if len(run) == 1 and total > limit else 1
+    )
     size = _round(-(-total // pieces), unit)
     for start in range(0, total, size):
         stop = min(total, start + size)
         part = _round(-(-(stop - start) // world_size), align)
         cuts = _equal(part, world_size) if pad else EvenCuts(part, stop - start, world_size)
-        slots: Sequence[Slot] = _row(params, run) if len(run) > 1 else (Slot(run[0], start, stop, 0),)
+        slots: Sequence[Slot] = (
+            _row(params, run) if len(run) > 1 else (Slot(run[0], start, stop, 0),)
+        )
         yield Bucket(kind.dtype, kind.device, kind.group, slots, cuts)
 
-def _row(params: Roster, run: Sequence[int]) -> Row: return Row(run, [*accumulate(map(params.numels.__getitem__, run), initial=0)])
+
+def _row(params: Roster, run: Sequence[int]) -> Row:
+    return Row(run, [*accumulate(map(params.numels.__getitem__, run), initial=0)])
 
 # %% ../nbs/02_buckets.ipynb #e55a334f
 def _owned_bucket(
     params: Roster,
-    run: Sequence[int], # parameter indices
+    run: Sequence[int],  # parameter indices
     kind: Kind,
     world_size: int,
-    owners: Mapping[int, int | Owners], # of each parameter: the rank that owns all of it, else its owners
-    align: int, # each part is a multiple of this many elements
-    equal: bool, # whether all parts are padded to the largest
+    owners: Mapping[
+        int, int | Owners
+    ],  # of each parameter: the rank that owns all of it, else its owners
+    align: int,  # each part is a multiple of this many elements
+    equal: bool,  # whether all parts are padded to the largest
 ) -> Bucket:
     """Lay parameters out by owner, and cut the bucket where the owner changes."""
-    shards = defaultdict[int, list[tuple[int, int, int]]](list) # parameter, start, stop
+    shards = defaultdict[int, list[tuple[int, int, int]]](list)  # parameter, start, stop
     for i in run:
-        if isinstance(owner := owners[i], int): shards[owner].append((i, 0, params.numels[i]))
+        if isinstance(owner := owners[i], int):
+            shards[owner].append((i, 0, params.numels[i]))
         else:
-            for group_rank, s in owner: shards[group_rank].append((i, s.start, s.stop))
-    sizes = {group_rank: _round(sum([stop - start for _, start, stop in shards[group_rank]]), align) for group_rank in sorted(shards)}
-    bounds = [*range(0, max(sizes.values()) * world_size + 1, max(sizes.values()))] if equal else [0]
-    for group_rank, size in sizes.items(): # most ranks own nothing of a bucket
-        if not equal: bounds += [bounds[-1]] * (group_rank + 1 - len(bounds)) + [bounds[-1] + size]
+            for group_rank, s in owner:
+                shards[group_rank].append((i, s.start, s.stop))
+    sizes = {
+        group_rank: _round(sum([stop - start for _, start, stop in shards[group_rank]]), align)
+        for group_rank in sorted(shards)
+    }
+    bounds = (
+        [*range(0, max(sizes.values()) * world_size + 1, max(sizes.values()))] if equal else [0]
+    )
+    for group_rank, size in sizes.items():  # most ranks own nothing of a bucket
+        if not equal:
+            bounds += [bounds[-1]] * (group_rank + 1 - len(bounds)) + [bounds[-1] + size]
     bounds += [bounds[-1]] * (world_size + 1 - len(bounds))
     slots = []
     for group_rank in sizes:
@@ -405,22 +648,31 @@ def _owned_bucket(
 class _Cuts:
     """A row of parameters, and where ranks part."""
 
-    begins: list[int] # where each parameter begins; of one outside of the row, where the next one does
-    cuts: list[int] # group_rank r owns elements [cuts[r], cuts[r+1]) of the row
+    begins: list[
+        int
+    ]  # where each parameter begins; of one outside of the row, where the next one does
+    cuts: list[int]  # group_rank r owns elements [cuts[r], cuts[r+1]) of the row
+
 
 def _cuts(params: Roster, members: Sequence[int], world_size: int, loads: Sequence[float]) -> _Cuts:
     sizes = params.numels if len(members) == len(params) else [0] * len(params)
     if sizes is not params.numels:
-        for i in members: sizes[i] = params.numels[i]
+        for i in members:
+            sizes[i] = params.numels[i]
     begins = [*accumulate(sizes, initial=0)]
     return _Cuts(begins, row_cuts(begins, world_size, loads))
 
-def _row_bucket(params: Roster, run: Sequence[int], kind: Kind, row: _Cuts) -> Bucket: # `run` rises
+
+def _row_bucket(
+    params: Roster, run: Sequence[int], kind: Kind, row: _Cuts
+) -> Bucket:  # `run` rises
     """Lay parameters out as in the row, and cut the bucket where the row is cut."""
     slots, starts = _row(params, run), [row.begins[i] for i in run]
-    def place(cut: int) -> int: # in the bucket
+
+    def place(cut: int) -> int:  # in the bucket
         at = bisect_right(starts, cut) - 1
         return min(slots.offsets[at] + cut - starts[at], slots.offsets[at + 1])
+
     total, end = slots.offsets[-1], starts[-1] + slots[-1].stop
     low, high = bisect_left(row.cuts, starts[0]), bisect_left(row.cuts, end)
     bounds = (*[0] * low, *map(place, row.cuts[low:high]), *[total] * (len(row.cuts) - high))
@@ -430,15 +682,25 @@ def _row_bucket(params: Roster, run: Sequence[int], kind: Kind, row: _Cuts) -> B
 def _owners(
     params: Roster,
     world_size: int,
-    kinds: Sequence[Kind], # of each parameter
-    in_row: bool, # whether what `runs` decides may be laid out as it lies in the row
-) -> tuple[dict[int, int | Owners], _Cuts | None]: # of the parameters that are not cut evenly; the row that `runs` cuts, in the place of their owners
+    kinds: Sequence[Kind],  # of each parameter
+    in_row: bool,  # whether what `runs` decides may be laid out as it lies in the row
+) -> tuple[
+    dict[int, int | Owners], _Cuts | None
+]:  # of the parameters that are not cut evenly; the row that `runs` cuts, in the place of their owners
     """Ask each policy once; one that balances the same cost as an earlier one is told what each rank got."""
     asked: dict[Any, tuple[Policy, list[int]]] = {}
     for kind in dict.fromkeys(kinds):
-        if leaf(kind.policy) is even: continue
-        mine = [i for i, (its, trainable) in enumerate(zip(kinds, params.each(lambda form: form.trainable), strict=True)) if its is kind and trainable]
-        if mine: asked.setdefault(identity(kind.policy), (kind.policy, []))[1].extend(mine)
+        if leaf(kind.policy) is even:
+            continue
+        mine = [
+            i
+            for i, (its, trainable) in enumerate(
+                zip(kinds, params.each(lambda form: form.trainable), strict=True)
+            )
+            if its is kind and trainable
+        ]
+        if mine:
+            asked.setdefault(identity(kind.policy), (kind.policy, []))[1].extend(mine)
     owners: dict[int, int | Owners] = {}
     loads: dict[Any, list[float]] = {}
     row: _Cuts | None = None
@@ -447,93 +709,144 @@ def _owners(
         mine.sort()
         if in_row and policy is runs:
             row = _cuts(params, mine, world_size, so_far)
-            loads[cost] = [load + stop - start for load, (start, stop) in zip(so_far, pairwise(row.cuts), strict=True)]
+            loads[cost] = [
+                load + stop - start
+                for load, (start, stop) in zip(so_far, pairwise(row.cuts), strict=True)
+            ]
             continue
         plan = checked(policy, [params[i] for i in mine], world_size, so_far)
-        if len(asked) > 1: loads[cost] = [a + b for a, b in zip(so_far, plan.weigh(cost), strict=True)]
+        if len(asked) > 1:
+            loads[cost] = [a + b for a, b in zip(so_far, plan.weigh(cost), strict=True)]
         owners.update(zip(mine, plan.by_param, strict=True))
     return owners, row
 
 # %% ../nbs/02_buckets.ipynb #8fc3f7bc
 def _lay(
-    params: Roster, world_size: int, filled: Sequence[Sequence[int]], kinds: Sequence[Kind], align: int, equal: bool, limit: float,
+    params: Roster,
+    world_size: int,
+    filled: Sequence[Sequence[int]],
+    kinds: Sequence[Kind],
+    align: int,
+    equal: bool,
+    limit: float,
     pad: bool = True,
 ) -> BucketPlan:
     """Turn runs of parameters into buckets; an evenly cut parameter of more than `limit` bytes gets several."""
-    if type(align) is not int or align < 1: raise ValueError(f"align must be an integer >= 1 (elements), got {align!r}")
-    in_row = align == 1 and not equal and all(list(run) == sorted(run) for run in filled if kinds[run[0]].policy is runs)
+    if type(align) is not int or align < 1:
+        raise ValueError(f"align must be an integer >= 1 (elements), got {align!r}")
+    in_row = (
+        align == 1
+        and not equal
+        and all(list(run) == sorted(run) for run in filled if kinds[run[0]].policy is runs)
+    )
     owners, row = _owners(params, world_size, kinds, in_row)
-    aligns = {kind: math.lcm(align, setting(kind.policy, "align", 1)) for kind in set(kinds) if leaf(kind.policy) is even}
+    aligns = {
+        kind: math.lcm(align, setting(kind.policy, "align", 1))
+        for kind in set(kinds)
+        if leaf(kind.policy) is even
+    }
     buckets: list[Bucket] = []
     for run in filled:
         kind = kinds[run[0]]
-        if row and kind.policy is runs: buckets.append(_row_bucket(params, run, kind, row))
-        elif kind in aligns: buckets += _even_buckets(params, run, kind, world_size, aligns[kind], limit / ITEMSIZE[kind.dtype], pad)
-        else: buckets.append(_owned_bucket(params, run, kind, world_size, owners, align, equal))
+        if row and kind.policy is runs:
+            buckets.append(_row_bucket(params, run, kind, row))
+        elif kind in aligns:
+            buckets += _even_buckets(
+                params, run, kind, world_size, aligns[kind], limit / ITEMSIZE[kind.dtype], pad
+            )
+        else:
+            buckets.append(_owned_bucket(params, run, kind, world_size, owners, align, equal))
     return BucketPlan(params, world_size, tuple(buckets))
 
 # %% ../nbs/02_buckets.ipynb #a26ebf95
 def pack(
-    specs: Sequence[ParamSpec], # in registration order, the same on every rank
-    world_size: int, # ranks in the group, >= 1
-    *, policy: str | Policy = even, # decides who owns what
-    capacity_mb: float = 25.0, # MB (2**20 bytes) of a bucket
-    first_mb: float = 1.0, # MB of the first bucket, so that communication starts early
-    order: Sequence[int] | None = None, # in which gradients arrive; None for the reverse of registration
-    by_group: bool = False, # whether each param group has buckets of its own
-    align: int = 1, # every part is a multiple of this many elements
-    cut: bool = True, # whether an evenly cut parameter larger than `cut_mb` gets several buckets, else one
-    cut_mb: float | None = None, # MB of such a bucket; None: as `capacity_mb`
-    equal: bool = False, # whether parts of whole parameters are padded to equal size
-    pad: bool = True, # whether the last parts of evenly cut buckets are filled up to the size of the others
+    specs: Sequence[ParamSpec],  # in registration order, the same on every rank
+    world_size: int,  # ranks in the group, >= 1
+    *,
+    policy: str | Policy = even,  # decides who owns what
+    capacity_mb: float = 25.0,  # MB (2**20 bytes) of a bucket
+    first_mb: float = 1.0,  # MB of the first bucket, so that communication starts early
+    order: (
+        Sequence[int] | None
+    ) = None,  # in which gradients arrive; None for the reverse of registration
+    by_group: bool = False,  # whether each param group has buckets of its own
+    align: int = 1,  # every part is a multiple of this many elements
+    cut: bool = True,  # whether an evenly cut parameter larger than `cut_mb` gets several buckets, else one
+    cut_mb: float | None = None,  # MB of such a bucket; None: as `capacity_mb`
+    equal: bool = False,  # whether parts of whole parameters are padded to equal size
+    pad: bool = True,  # whether the last parts of evenly cut buckets are filled up to the size of the others
 ) -> BucketPlan:
     """Pack parameters into buckets and decide who owns which part.
 
-    Raises `ValueError` for a capacity that is not above 0, an order that misses a parameter, or a policy that does not cover."""
+    Raises `ValueError` for a capacity that is not above 0, an order that misses a parameter, or a
+    policy that does not cover.
+    """
     params = Roster.of(specs)
-    limit, first = (_bytes(name, mb) for name, mb in (("capacity_mb", capacity_mb), ("first_mb", first_mb)))
+    limit, first = (
+        _bytes(name, mb) for name, mb in (("capacity_mb", capacity_mb), ("first_mb", first_mb))
+    )
     kinds = _kinds(params, policy, by_group)
     most = limit if cut_mb is None else _bytes("cut_mb", cut_mb)
     runs = _fill(params, _arrivals(params, order), kinds, min(first, limit), limit)
-    return _lay(params, world(world_size), runs, kinds, align, equal, most if cut else math.inf, pad)
+    return _lay(
+        params, world(world_size), runs, kinds, align, equal, most if cut else math.inf, pad
+    )
 
 # %% ../nbs/02_buckets.ipynb #7f95eaf3
 def adopt(
-    specs: Sequence[ParamSpec], # in registration order, the same on every rank
-    world_size: int, # ranks in the group, >= 1
-    buckets: Sequence[Sequence[int]], # parameter indices of each bucket, such as DDP reports; its order and the order in it are kept
-    *, policy: str | Policy = even, # decides who owns what
-    align: int = 1, # every part is a multiple of this many elements
-    equal: bool = False, # whether parts of whole parameters are padded to equal size
-    pad: bool = True, # whether the last parts of evenly cut buckets are filled up to the size of the others
+    specs: Sequence[ParamSpec],  # in registration order, the same on every rank
+    world_size: int,  # ranks in the group, >= 1
+    buckets: Sequence[
+        Sequence[int]
+    ],  # parameter indices of each bucket, such as DDP reports; its order and the order in it are kept
+    *,
+    policy: str | Policy = even,  # decides who owns what
+    align: int = 1,  # every part is a multiple of this many elements
+    equal: bool = False,  # whether parts of whole parameters are padded to equal size
+    pad: bool = True,  # whether the last parts of evenly cut buckets are filled up to the size of the others
 ) -> BucketPlan:
     """Take the buckets that somebody else filled, and decide who owns which part."""
     params = Roster.of(unique(specs))
     trainable, numels = params.each(lambda form: form.trainable), params.numels
     if wrong := [i for run in buckets for i in run if not 0 <= i < len(params) or not trainable[i]]:
-        raise ValueError(f"buckets must hold indices of trainable parameters, below {len(params)}, got {wrong[:4]}")
+        raise ValueError(
+            f"buckets must hold indices of trainable parameters, below {len(params)}, got"
+            f" {wrong[:4]}"
+        )
     kinds = _kinds(params, policy, by_group=False)
     runs: list[list[int]] = []
     for run in ([i for i in run if numels[i]] for run in buckets):
         if len(found := {f"{params[i].dtype} on {params[i].device}" for i in run}) > 1:
-            raise ValueError(f"the bucket of {params[run[0]].name!r} mixes {' and '.join(sorted(found))}; one dtype and device for each bucket")
+            raise ValueError(
+                f"the bucket of {params[run[0]].name!r} mixes {' and '.join(sorted(found))}; one"
+                " dtype and device for each bucket"
+            )
         alike: dict[Kind, list[int]] = {}
-        for i in run: alike.setdefault(kinds[i], []).append(i)
+        for i in run:
+            alike.setdefault(kinds[i], []).append(i)
         runs += alike.values()
     return _lay(params, world(world_size), runs, kinds, align, equal, math.inf, pad)
 
 # %% ../nbs/02_buckets.ipynb #5713a806
 def ddp_buckets(
-    specs: Sequence[ParamSpec], # in registration order
-    capacity_mb: float = 25.0, # MB (2**20 bytes), DDP's bucket_cap_mb
-    first_mb: float | None = None, # MB of the first bucket of each dtype; None: 1 with the default capacity, else as the others, as DDP does it
-    order: Sequence[int] | None = None, # in which gradients arrive; None for the reverse of registration
-) -> list[list[int]]: # parameter indices of each bucket, for `adopt`
+    specs: Sequence[ParamSpec],  # in registration order
+    capacity_mb: float = 25.0,  # MB (2**20 bytes), DDP's bucket_cap_mb
+    first_mb: float
+    # MB of the first bucket of each dtype; None: 1 with the default capacity, else as the others,
+    # as DDP does it
+    | None = None,
+    order: Sequence[int]
+    | None = None,  # in which gradients arrive; None for the reverse of registration
+) -> list[list[int]]:  # parameter indices of each bucket, for `adopt`
     """Predict the buckets of `DistributedDataParallel`.
 
     Source: torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size."""
     limit = _bytes("capacity_mb", capacity_mb)
-    first = min(limit, MB if capacity_mb == 25 else limit) if first_mb is None else _bytes("first_mb", first_mb)
+    first = (
+        min(limit, MB if capacity_mb == 25 else limit)
+        if first_mb is None
+        else _bytes("first_mb", first_mb)
+    )
     runs: list[list[int]] = []
     filling: dict[tuple[str, str], list[int]] = {}
     room: dict[tuple[str, str], float] = {}

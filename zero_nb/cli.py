@@ -33,71 +33,137 @@ class Parser(argparse.ArgumentParser):
 
 # %% ../nbs/21_cli.ipynb #d763b2b4
 def check_port(
-    port: int, # on this machine; 0: any that is free
+    port: int,  # on this machine; 0: any that is free
 ) -> None:
     """Raise `ValueError` if the ranks could not meet at a port."""
-    if not 0 <= port < 65_536: raise ValueError(f"--port must be from 0 to 65535, got {port}")
+    if not 0 <= port < 65_536:
+        raise ValueError(f"--port must be from 0 to 65535, got {port}")
     with socket.socket() as probe:
-        if os.name == "posix": probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was in use a minute ago is free
-        try: probe.bind(("127.0.0.1", port))
+        if os.name == "posix":
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # a port that was in use a minute ago is free
+        try:
+            probe.bind(("127.0.0.1", port))
         except OSError as error:
-            why = "in use" if error.errno == errno.EADDRINUSE else f"not to be had ({error.strerror})"
-            raise ValueError(f"--port must be free, and {port} is {why}; choose another, or leave --port out") from error
+            why = (
+                "in use" if error.errno == errno.EADDRINUSE else f"not to be had ({error.strerror})"
+            )
+            raise ValueError(
+                f"--port must be free, and {port} is {why}; choose another, or leave --port out"
+            ) from error
 
 # %% ../nbs/21_cli.ipynb #833f704b
 def _cause(error: Any) -> tuple[str, int]:
     """Put the first failure of torch's `ChildFailedError` into words; with the exit status to give."""
-    victim = lambda f: (f.exitcode == -signal.SIGTERM, f.exitcode > 0, f.timestamp)  # the agent ends the others by SIGTERM; a killed rank explains a failed one
+    victim = lambda f: (
+        f.exitcode == -signal.SIGTERM,
+        f.exitcode > 0,
+        f.timestamp,
+    )  # the agent ends the others by SIGTERM; a killed rank explains a failed one
     rank, failure = min(error.failures.items(), key=lambda item: victim(item[1]))
     status = failure.exitcode if failure.exitcode > 0 else 1
     if failure.exitcode < 0:
-        hint = "; the machine may have run out of memory" if -failure.exitcode == signal.SIGKILL else ""
+        hint = (
+            "; the machine may have run out of memory"
+            if -failure.exitcode == signal.SIGKILL
+            else ""
+        )
         return f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}{hint}", status
     try:
-        with open(failure.error_file, encoding="utf-8") as file: message = json.load(file)["message"]
-        return f"{message['extraInfo']['py_callstack'].rstrip()}\nrank {rank} failed: {message['message'].splitlines()[0]}", status
-    except (OSError, ValueError, KeyError, TypeError): return f"rank {rank} ended with exit status {failure.exitcode}", status
+        with open(failure.error_file, encoding="utf-8") as file:
+            message = json.load(file)["message"]
+        return (
+            (
+                f"{message['extraInfo']['py_callstack'].rstrip()}\nrank {rank} failed:"
+                f" {message['message'].splitlines()[0]}"
+            ),
+            status,
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"rank {rank} ended with exit status {failure.exitcode}", status
 
 # %% ../nbs/21_cli.ipynb #8dfa8d5b
 def launch(
-    arguments: Sequence[str], # of each rank's `python`
-    nproc: int, # ranks to start
-    port: int = 0, # where they meet; 0: any that is free
-) -> tuple[str, int]: # what went wrong, and the exit status; "" and 0 if nothing did
+    arguments: Sequence[str],  # of each rank's `python`
+    nproc: int,  # ranks to start
+    port: int = 0,  # where they meet; 0: any that is free
+) -> tuple[str, int]:  # what went wrong, and the exit status; "" and 0 if nothing did
     """Start processes as the ranks of one job on this machine, and wait for them."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    if sys.platform == "linux": os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-    config = LaunchConfig(1, 1, nproc, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}",
-                          rdzv_configs={"timeout": 60}, max_restarts=0, local_addr="127.0.0.1")
+
+    config = LaunchConfig(
+        1,
+        1,
+        nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"timeout": 60},
+        max_restarts=0,
+        local_addr="127.0.0.1",
+    )
     muted = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # the agent's own report of a failure, which says less at greater length
-    try: elastic_launch(config, sys.executable)(*arguments)
-    except ChildFailedError as error: return _cause(error)
-    except SignalException as error: return f"stopped by {error.sigval.name}; --resume continues from the last checkpoint", 128 + error.sigval
-    finally: logging.disable(muted)
+    logging.disable(
+        logging.ERROR
+    )  # the agent's own report of a failure, which says less at greater length
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        return _cause(error)
+    except SignalException as error:
+        return (
+            f"stopped by {error.sigval.name}; --resume continues from the last checkpoint",
+            128 + error.sigval,
+        )
+    finally:
+        logging.disable(muted)
     return "", 0
 
 # %% ../nbs/21_cli.ipynb #1f2168bf
-COMMANDS = {"train": ("zero_nb.train", "train a small GPT, beside plain DDP, on local GPUs or on the CPU"),
-            "plan": ("zero_nb.estimate", "say what a model and its optimizer need, on how many ranks")}
-NUMBERS = {"--nproc": "ranks to start (default: one for each GPU, or 2 without GPUs)", "--port": "where the ranks meet (default: any that is free)"}
+COMMANDS = {
+    "train": ("zero_nb.train", "train a small GPT, beside plain DDP, on local GPUs or on the CPU"),
+    "plan": ("zero_nb.estimate", "say what a model and its optimizer need, on how many ranks"),
+}
+NUMBERS = {
+    "--nproc": "ranks to start (default: one for each GPU, or 2 without GPUs)",
+    "--port": "where the ranks meet (default: any that is free)",
+}
+
 
 def _plan(parser: Parser, options: Any) -> int:
     """Print what a model needs, and draw it."""
-    plan, draw = importlib.import_module("zero_nb.estimate"), importlib.import_module("zero_nb.draw")
+    plan, draw = (
+        importlib.import_module("zero_nb.estimate"),
+        importlib.import_module("zero_nb.draw"),
+    )
     sys.path.insert(0, os.getcwd())  # module:function means the user's own, as with `python -m`
-    try: found = plan.main(options)
-    except (ValueError, TypeError) as error: parser.error(str(error))
-    finally: sys.path.remove(os.getcwd())
-    if options.svg == "": return 0
-    path = options.svg or f"{re.sub(r'[^A-Za-z0-9.-]+', '-', found.estimates[0].model)}-{options.world_size}.svg"
-    try: draw.draw_estimates(found.estimates, options.memory).save(path)
-    except OSError as error: parser.error(f"--svg must be a file that can be written, and {path} is not: {error.strerror}")
+    try:
+        found = plan.main(options)
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+    finally:
+        sys.path.remove(os.getcwd())
+    if options.svg == "":
+        return 0
+    path = (
+        options.svg
+        or f"{re.sub(r'[^A-Za-z0-9.-]+', '-', found.estimates[0].model)}-{options.world_size}.svg"
+    )
+    try:
+        draw.draw_estimates(found.estimates, options.memory).save(path)
+    except OSError as error:
+        parser.error(
+            f"--svg must be a file that can be written, and {path} is not: {error.strerror}"
+        )
     print(f"\ndrawn in {path}")
     return 0
+
 
 def _train(parser: Parser, given: dict[str, Any]) -> int:
     """Check everything that can be checked, then start the ranks."""
@@ -106,39 +172,56 @@ def _train(parser: Parser, given: dict[str, Any]) -> int:
     try:
         config = train.configured(given)
         train.extra("rich", "matplotlib")
-        if nproc is None: nproc = train.check_devices(config.device, 1) or 2
-        if nproc < 1: raise ValueError(f"--nproc must be at least 1, got {nproc}")
+        if nproc is None:
+            nproc = train.check_devices(config.device, 1) or 2
+        if nproc < 1:
+            raise ValueError(f"--nproc must be at least 1, got {nproc}")
         train.check_devices(config.device, nproc)
         check_port(port)
-    except (ValueError, ImportError) as error: parser.error(str(error))
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
     flags = ["-m", "zero_nb.train"]
     for name, value in given.items():
         flag = name.replace("_", "-")
-        flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}={value}"]
+        flags += (
+            [f"--{flag}" if value else f"--no-{flag}"]
+            if isinstance(value, bool)
+            else [f"--{flag}={value}"]
+        )
     wrong, status = launch(flags, nproc, port)
     *trace, words = wrong.splitlines() or [""]
-    if wrong: print(*trace, f"{parser.prog}: {words}", sep="\n", file=sys.stderr)
+    if wrong:
+        print(*trace, f"{parser.prog}: {words}", sep="\n", file=sys.stderr)
     return status
 
 # %% ../nbs/21_cli.ipynb #edb4e151
 def main(
-    argv: Sequence[str] | None = None, # without the program's name; by default the process's
-) -> int: # the exit status
+    argv: Sequence[str] | None = None,  # without the program's name; by default the process's
+) -> int:  # the exit status
     """Run one command."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = Parser(prog="zero-nb", allow_abbrev=False, description="Sharded optimizers for plain PyTorch data parallelism.")
+    parser = Parser(
+        prog="zero-nb",
+        allow_abbrev=False,
+        description="Sharded optimizers for plain PyTorch data parallelism.",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     known: dict[str, Parser] = {}
     for name, (module, words) in COMMANDS.items():
         if importlib.util.find_spec(module):
-            known[name] = commands.add_parser(name, allow_abbrev=False, help=words, description=words[0].upper() + words[1:] + ".")
+            known[name] = commands.add_parser(
+                name, allow_abbrev=False, help=words, description=words[0].upper() + words[1:] + "."
+            )
     name = argv[0] if argv else ""
-    if name not in known: return int(bool(parser.parse_args(argv)))  # --help, or an error: both end here
+    if name not in known:
+        return int(bool(parser.parse_args(argv)))  # --help, or an error: both end here
     code: Any = importlib.import_module(COMMANDS[name][0])
     code.add_arguments(known[name])
     numbers: dict[str, Any] = {"type": int, "default": argparse.SUPPRESS, "metavar": "INT"}
     pictures = {"--svg": 'where to draw it (default: MODEL-N.svg; "" draws nothing)'}
     for flag, words in (NUMBERS if name == "train" else pictures).items():
-        known[name].add_argument(flag, help=words, **(numbers if name == "train" else {"metavar": "FILE"}))
+        known[name].add_argument(
+            flag, help=words, **(numbers if name == "train" else {"metavar": "FILE"})
+        )
     options = known[name].parse_args(argv[1:])
     return _train(known[name], vars(options)) if name == "train" else _plan(known[name], options)

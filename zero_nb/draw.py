@@ -21,68 +21,112 @@ from pathlib import Path
 from typing import Any
 
 from .buckets import Bucket, BucketPlan
-from .estimate import MODELS, OPTIMIZERS, STAGES, Estimate, amount, estimate, find_model, fits, parse_memory
+from zero_nb.estimate import (
+    MODELS,
+    OPTIMIZERS,
+    STAGES,
+    Estimate,
+    amount,
+    estimate,
+    find_model,
+    fits,
+    parse_memory,
+)
 from .sharder import Move, ShardPlan
 
 # %% ../nbs/05_draw.ipynb #9f21a4d1
 @dataclass(frozen=True, repr=False)
 class Svg:
-    """A picture as text: a notebook shows it in the colours of its theme, and `save` writes a file that stands alone."""
+    """A picture as text: a notebook shows it in the colours of its theme, and `save` writes a file
+    that stands alone."""
 
-    width: int # pixels
-    height: int # pixels
-    body: str # SVG elements; text and lines are `currentColor`
-    label: str = "" # what a screen reader says
+    width: int  # pixels
+    height: int  # pixels
+    body: str  # SVG elements; text and lines are `currentColor`
+    label: str = ""  # what a screen reader says
 
-    def __str__(self) -> str: return self._wrap("")
+    def __str__(self) -> str:
+        return self._wrap("")
 
-    def __repr__(self) -> str: return f"Svg of {self.label}"
+    def __repr__(self) -> str:
+        return f"Svg of {self.label}"
 
-    def _repr_html_(self) -> str: return self._wrap("")
+    def _repr_html_(self) -> str:
+        return self._wrap("")
 
     def _wrap(self, style: str) -> str:
-        return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}" style="max-width:100%;height:auto" '
-                f'font-family="sans-serif" font-size="11" fill="currentColor" role="img" aria-label="{_clean(self.label)}">{style}{self.body}</svg>')
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}"'
+            f' width="{self.width}" style="max-width:100%;height:auto" font-family="sans-serif"'
+            ' font-size="11" fill="currentColor" role="img"'
+            f' aria-label="{_clean(self.label)}">{style}{self.body}</svg>'
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write the picture to a file that follows the reader's light or dark theme."""
-        style = "<style>svg{color:#222;background:#fff}@media(prefers-color-scheme:dark){svg{color:#ddd;background:#181818}}</style>"
+        style = (
+            "<style>svg{color:#222;background:#fff}"
+            "@media(prefers-color-scheme:dark){svg{color:#ddd;background:#181818}}</style>"
+        )
         Path(path).write_text(self._wrap(style) + "\n", encoding="utf-8")
         return Path(path)
 
 # %% ../nbs/05_draw.ipynb #463264c0
-def _clean(text: str) -> str: return escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)) # what XML allows
+def _clean(text: str) -> str:
+    return escape(
+        re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
+    )  # what XML allows
+
 
 def _rect(x: float, y: float, w: float, h: float, fill: str, tip: str = "", **more: Any) -> str:
     extra = "".join(f' {k.rstrip("_").replace("_", "-")}="{v}"' for k, v in more.items())
     inner = f"><title>{_clean(tip)}</title></rect>" if tip else "/>"
     return f'<rect x="{x:.4g}" y="{y:.4g}" width="{max(w, 0.2):.4g}" height="{h:.4g}" fill="{fill}"{extra}{inner}'
 
+
 def _text(x: float, y: float, text: str, anchor: str = "start", **more: Any) -> str:
     extra = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in more.items())
     return f'<text x="{x:.4g}" y="{y:.4g}" text-anchor="{anchor}"{extra}>{_clean(text)}</text>'
 
+
 def colour(index: int, count: int) -> str:
     """Pick the colour of one of `count` ranks: ten that differ for a few, a sweep of hues for many."""
-    few = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#b07aa1", "#9c755f", "#edc948", "#ff9da7", "#7f7f7f")
+    few = (
+        "#4e79a7",
+        "#f28e2b",
+        "#59a14f",
+        "#e15759",
+        "#76b7b2",
+        "#b07aa1",
+        "#9c755f",
+        "#edc948",
+        "#ff9da7",
+        "#7f7f7f",
+    )
     return few[index] if count <= len(few) else f"hsl({300 * index // max(count - 1, 1)},55%,52%)"
 
-def short(n: float, unit: str = "") -> str: # three digits and a power of 1,000
+
+def short(n: float, unit: str = "") -> str:  # three digits and a power of 1,000
     """Write a number for a label."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if n >= size: return f"{n / size:.3g} {letter}{unit}"
+        if n >= size:
+            return f"{n / size:.3g} {letter}{unit}"
     return f"{n:.3g}{' ' + unit if unit else ''}"
 
 # %% ../nbs/05_draw.ipynb #135411cb
-def _ink(runs: Iterable[tuple[int, int]], total: int, width: int) -> list[float]: # share of each pixel that is covered, 0 to 1
+def _ink(
+    runs: Iterable[tuple[int, int]], total: int, width: int
+) -> list[float]:  # share of each pixel that is covered, 0 to 1
     """Rasterize runs of elements on a line of pixels, so that a picture stays small however many there are."""
     ink, per = [0.0] * width, total / width
     for start, stop in runs:
         a, b = start / per, stop / per
-        for px in range(int(a), min(width, math.ceil(b))): ink[px] += max(0.0, min(b, px + 1) - max(a, px))
+        for px in range(int(a), min(width, math.ceil(b))):
+            ink[px] += max(0.0, min(b, px + 1) - max(a, px))
     return ink
 
-def _runs(values: Sequence[Any]) -> Iterable[tuple[int, int, Any]]: # (start, stop, value)
+
+def _runs(values: Sequence[Any]) -> Iterable[tuple[int, int, Any]]:  # (start, stop, value)
     """Join equal neighbours."""
     start = 0
     for i in range(1, len(values) + 1):
@@ -93,29 +137,58 @@ def _runs(values: Sequence[Any]) -> Iterable[tuple[int, int, Any]]: # (start, st
 # %% ../nbs/05_draw.ipynb #901d3fa3
 def draw_shards(
     plan: ShardPlan,
-    width: int = 760, # pixels
+    width: int = 760,  # pixels
 ) -> Svg:
-    """Draw who owns what: the model from left to right, a line for each rank, or one coloured line and the loads when there are many."""
+    """Draw who owns what: the model from left to right, a line for each rank, or one coloured line
+    and the loads when there are many."""
     at = [0, *accumulate(p.numel for p in plan.params)]
     many, inner = plan.world_size > 16, width - 150
     runs = [[(at[s.param] + s.start, at[s.param] + s.stop) for s in shard] for shard in plan.shards]
-    body = [_text(70, 12, f"{len(plan.params)} parameters, {short(at[-1])} elements, {plan.world_size} ranks, max/mean {plan.imbalance:.3g}")]
+    body = [
+        _text(
+            70,
+            12,
+            f"{len(plan.params)} parameters, {short(at[-1])} elements, {plan.world_size} ranks,"
+            f" max/mean {plan.imbalance:.3g}",
+        )
+    ]
     top = max(plan.loads) or 1
-    if many: return _draw_many(plan, runs, at[-1], width, body)
+    if many:
+        return _draw_many(plan, runs, at[-1], width, body)
     for group_rank, mine in enumerate(runs):
         y, fill = 22 + 18 * group_rank, colour(group_rank, plan.world_size)
-        body += [_text(64, y + 11, f"rank {group_rank}", "end"), _rect(70, y, inner, 14, "currentColor", opacity=0.07)]
-        body += [_rect(70 + a, y, b - a, 14, fill, fill_opacity=v) for a, b, v in _runs([round(min(i, 1), 1) for i in _ink(mine, at[-1] or 1, inner)]) if v]
-        body += [_rect(76 + inner, y + 4, 40 * plan.loads[group_rank] / top, 6, fill), _text(width, y + 11, short(plan.loads[group_rank]), "end", font_size=9)]
+        body += [
+            _text(64, y + 11, f"rank {group_rank}", "end"),
+            _rect(70, y, inner, 14, "currentColor", opacity=0.07),
+        ]
+        body += [
+            _rect(70 + a, y, b - a, 14, fill, fill_opacity=v)
+            for a, b, v in _runs([round(min(i, 1), 1) for i in _ink(mine, at[-1] or 1, inner)])
+            if v
+        ]
+        body += [
+            _rect(76 + inner, y + 4, 40 * plan.loads[group_rank] / top, 6, fill),
+            _text(width, y + 11, short(plan.loads[group_rank]), "end", font_size=9),
+        ]
     height = 28 + 18 * plan.world_size
-    body += [f'<path d="M{70 + inner * x / (at[-1] or 1):.5g} 18V{height - 8}" stroke="currentColor" stroke-opacity=".25" stroke-width=".5"/>'
-             for x in at if len(at) < 60]
+    body += [
+        f'<path d="M{70 + inner * x / (at[-1] or 1):.5g} 18V{height - 8}" stroke="currentColor"'
+        ' stroke-opacity=".25" stroke-width=".5"/>'
+        for x in at
+        if len(at) < 60
+    ]
     return Svg(width, height, "".join(body), repr(plan))
 
 # %% ../nbs/05_draw.ipynb #be81ea5d
-def _draw_many(plan: ShardPlan, runs: Sequence[Iterable[tuple[int, int]]], total: int, width: int, body: list[str]) -> Svg:
+def _draw_many(
+    plan: ShardPlan,
+    runs: Sequence[Iterable[tuple[int, int]]],
+    total: int,
+    width: int,
+    body: list[str],
+) -> Svg:
     inner, hues = width - 150, 64
-    first = [-1] * inner # the hue of the rank that owns the first element of each pixel
+    first = [-1] * inner  # the hue of the rank that owns the first element of each pixel
     for group_rank, mine in enumerate(runs):
         for start, stop in mine:
             a, b = math.ceil(start * inner / total), min(inner, math.ceil(stop * inner / total))
@@ -124,79 +197,164 @@ def _draw_many(plan: ShardPlan, runs: Sequence[Iterable[tuple[int, int]]], total
     bars = min(inner, plan.world_size)
     edges = [plan.world_size * x // bars for x in range(bars + 1)]
     top, mean = max(plan.loads) or 1, sum(plan.loads) / plan.world_size
-    line = "".join(f"V{110 - 50 * max(plan.loads[a:b]) / top:.4g}h{inner / bars:.4g}" for a, b in pairwise(edges))
+    line = "".join(
+        f"V{110 - 50 * max(plan.loads[a:b]) / top:.4g}h{inner / bars:.4g}"
+        for a, b in pairwise(edges)
+    )
     level = 110 - 50 * mean / top
-    body += [f'<path d="M70 110{line}V110z" fill-opacity=".4"/><path d="M70 {level:.4g}h{inner}" stroke="currentColor" stroke-dasharray="3 3"/>',
-             *(_rect(70 + inner * h / hues, 112, inner / hues, 4, colour(h, hues)) for h in range(hues)),
-             _text(76 + inner, max(level, 80) + 4, f"mean {short(mean)}", font_size=9), _text(76 + inner, 68, f"max {short(top)}", font_size=9),
-             _text(64, 41, "owner", "end"), _text(64, 90, "load", "end"), _text(64, 128, "rank", "end"),
-             _text(70, 128, "0"), _text(70 + inner, 128, str(plan.world_size - 1), "end")]
+    body += [
+        (
+            f'<path d="M70 110{line}V110z" fill-opacity=".4"/><path d="M70 {level:.4g}h{inner}"'
+            ' stroke="currentColor" stroke-dasharray="3 3"/>'
+        ),
+        *(_rect(70 + inner * h / hues, 112, inner / hues, 4, colour(h, hues)) for h in range(hues)),
+        _text(76 + inner, max(level, 80) + 4, f"mean {short(mean)}", font_size=9),
+        _text(76 + inner, 68, f"max {short(top)}", font_size=9),
+        _text(64, 41, "owner", "end"),
+        _text(64, 90, "load", "end"),
+        _text(64, 128, "rank", "end"),
+        _text(70, 128, "0"),
+        _text(70 + inner, 128, str(plan.world_size - 1), "end"),
+    ]
     return Svg(width, 134, "".join(body), repr(plan))
 
 # %% ../nbs/05_draw.ipynb #fcc35c04
 def draw_buckets(
     plan: BucketPlan,
-    width: int = 760, # pixels
-    most: int = 16, # buckets to draw; the rest is counted
+    width: int = 760,  # pixels
+    most: int = 16,  # buckets to draw; the rest is counted
 ) -> Svg:
-    """Draw the buckets, each from left to right: the largest parameters in it, and below them the parts of the ranks."""
+    """Draw the buckets, each from left to right: the largest parameters in it, and below them the
+    parts of the ranks."""
     shown = plan.buckets[:most]
     largest = max((b.nbytes for b in shown), default=1)
-    said = f"{len(plan.buckets)} buckets, {short(sum(b.nbytes for b in plan.buckets), 'B')}, {plan.world_size} ranks, padding {plan.padding:,} elements"
+    said = (
+        f"{len(plan.buckets)} buckets, {short(sum(b.nbytes for b in plan.buckets), 'B')},"
+        f" {plan.world_size} ranks, padding {plan.padding:,} elements"
+    )
     body = [_text(70, 12, said)]
     for i, bucket in enumerate(shown):
         y, scale = 22 + 30 * i, (width - 150) * bucket.nbytes / largest / bucket.numel
-        body += [_text(64, y + 14, f"bucket {i}", "end"), _rect(70, y, bucket.numel * scale, 11, "currentColor", opacity=0.15)]
-        for k, slot in heapq.nlargest(256 // len(shown), enumerate(bucket.slots), key=lambda item: item[1].numel):
-            body.append(_rect(70 + slot.offset * scale, y, slot.numel * scale, 11, "currentColor", _tip(plan, slot), opacity=0.35 if k % 2 else 0.55))
+        body += [
+            _text(64, y + 14, f"bucket {i}", "end"),
+            _rect(70, y, bucket.numel * scale, 11, "currentColor", opacity=0.15),
+        ]
+        for k, slot in heapq.nlargest(
+            256 // len(shown), enumerate(bucket.slots), key=lambda item: item[1].numel
+        ):
+            body.append(
+                _rect(
+                    70 + slot.offset * scale,
+                    y,
+                    slot.numel * scale,
+                    11,
+                    "currentColor",
+                    _tip(plan, slot),
+                    opacity=0.35 if k % 2 else 0.55,
+                )
+            )
         body += _parts(bucket, y + 12, scale, 256 // len(shown))
-        body.append(_text(width, y + 14, f"{bucket.dtype} {short(bucket.nbytes, 'B')}", "end", font_size=9))
+        body.append(
+            _text(width, y + 14, f"{bucket.dtype} {short(bucket.nbytes, 'B')}", "end", font_size=9)
+        )
     rest = len(plan.buckets) - len(shown)
-    if rest: body.append(_text(70, 36 + 30 * len(shown), f"and {rest} more"))
+    if rest:
+        body.append(_text(70, 36 + 30 * len(shown), f"and {rest} more"))
     return Svg(width, 30 + 30 * len(shown) + 14 * bool(rest), "".join(body), repr(plan))
 
-def _tip(plan: BucketPlan, slot: Any) -> str: return f"{plan.params[slot.param].name} [{slot.start}:{slot.stop}]"
+
+def _tip(plan: BucketPlan, slot: Any) -> str:
+    return f"{plan.params[slot.param].name} [{slot.start}:{slot.stop}]"
+
 
 def _parts(bucket: Bucket, y: float, scale: float, most: int) -> list[str]:
-    step = -(-bucket.world_size // most) # many ranks are drawn in runs
+    step = -(-bucket.world_size // most)  # many ranks are drawn in runs
     out = []
     for r in range(0, bucket.world_size, step):
         start, stop = bucket.bounds[r], bucket.bounds[min(r + step, bucket.world_size)]
         tip = f"rank {r}: {stop - start:,} elements"
-        if stop > start: out.append(_rect(70 + start * scale, y, (stop - start) * scale, 8, colour(r, bucket.world_size), tip))
+        if stop > start:
+            out.append(
+                _rect(
+                    70 + start * scale,
+                    y,
+                    (stop - start) * scale,
+                    8,
+                    colour(r, bucket.world_size),
+                    tip,
+                )
+            )
     return out
 
 # %% ../nbs/05_draw.ipynb #40d5dba7
 def draw_timeline(
-    bars: Sequence[Any], # `zero_nb.schedule.Bar`s, or anything with `event`, `start` and `stop` in seconds
-    width: int = 760, # pixels
+    bars: Sequence[
+        Any
+    ],  # `zero_nb.schedule.Bar`s, or anything with `event`, `start` and `stop` in seconds
+    width: int = 760,  # pixels
 ) -> Svg:
-    """Draw an iteration: computation on the upper line, collectives below it, coloured by bucket; those in flight at once have a line each."""
+    """Draw an iteration: computation on the upper line, collectives below it, coloured by bucket;
+    those in flight at once have a line each."""
     for bar in bars:
         if not 0 <= bar.start <= bar.stop < math.inf:
-            raise ValueError(f"{bar.event} must start at 0 s or later and stop after that, got {bar.start} to {bar.stop}")
+            raise ValueError(
+                f"{bar.event} must start at 0 s or later and stop after that, got {bar.start} to"
+                f" {bar.stop}"
+            )
     end = max((bar.stop for bar in bars), default=1) or 1
     count, scale = 1 + max((bar.event.bucket for bar in bars), default=0), (width - 80) / end
-    body, lines = [_text(64, 32, "compute", "end"), _text(64, 58, "network", "end")], [0.0] # when each line of the network is free
+    body, lines = (
+        [_text(64, 32, "compute", "end"), _text(64, 58, "network", "end")],
+        [0.0],
+    )  # when each line of the network is free
     for bar in sorted(bars, key=lambda bar: bar.start):
         x, w, y, op = 70 + bar.start * scale, (bar.stop - bar.start) * scale, 18, bar.event.op
-        if not w: continue
+        if not w:
+            continue
         if bar.event.network:
             line = next((i for i, free in enumerate(lines) if free <= bar.start), len(lines))
-            lines[line:line + 1] = [bar.stop]
+            lines[line : line + 1] = [bar.stop]
             y = 44 + 22 * line
-        body.append(_rect(x, y, w, 20, colour(bar.event.bucket, count), f"{bar.event}: {bar.start:.4g} to {bar.stop:.4g} s", fill_opacity=OPACITY[op]))
-        if w > 40: body.append(_text(x + w / 2, y + 14, str(bar.event), "middle", font_size=9))
+        body.append(
+            _rect(
+                x,
+                y,
+                w,
+                20,
+                colour(bar.event.bucket, count),
+                f"{bar.event}: {bar.start:.4g} to {bar.stop:.4g} s",
+                fill_opacity=OPACITY[op],
+            )
+        )
+        if w > 40:
+            body.append(_text(x + w / 2, y + 14, str(bar.event), "middle", font_size=9))
     foot = 60 + 22 * len(lines)
     body += _ticks(end, scale, foot)
-    shares = {op: sum(bar.stop - bar.start for bar in bars if bar.event.op == op) / end for op in OPACITY}
+    shares = {
+        op: sum(bar.stop - bar.start for bar in bars if bar.event.op == op) / end for op in OPACITY
+    }
     said = ", ".join(f"{op} {share:.0%}" for op, share in shares.items() if share)
-    return Svg(width, foot + 6, _text(70, 12, said) + "".join(body), f"a timeline of {len(bars)} events")
+    return Svg(
+        width, foot + 6, _text(70, 12, said) + "".join(body), f"a timeline of {len(bars)} events"
+    )
 
-def _ticks(end: float, scale: float, foot: float) -> list[str]: # end in seconds, scale in pixels a second
+
+def _ticks(
+    end: float, scale: float, foot: float
+) -> list[str]:  # end in seconds, scale in pixels a second
     unit, per = ("s", 1) if end >= 1 else ("ms", 1000) if end >= 1e-3 else ("us", 1e6)
     ticks = [k * end / 4 for k in range(5)]
-    return [_text(70 + t * scale, foot, f"{t * per:.3g} {unit}", "end" if t == end else "middle", font_size=9) for t in ticks]
+    return [
+        _text(
+            70 + t * scale,
+            foot,
+            f"{t * per:.3g} {unit}",
+            "end" if t == end else "middle",
+            font_size=9,
+        )
+        for t in ticks
+    ]
+
 
 OPACITY = {"GRAD": 0.55, "FWD": 0.3, "STEP": 1, "AR": 0.8, "RS": 0.8, "AG": 0.45}
 
@@ -205,53 +363,92 @@ OPACITY = {"GRAD": 0.55, "FWD": 0.3, "STEP": 1, "AR": 0.8, "RS": 0.8, "AG": 0.45
 class Stretch:
     """A time in which something ran."""
 
-    line: str # stream or thread
-    name: str # of the kernel or operator
-    start: float # seconds
+    line: str  # stream or thread
+    name: str  # of the kernel or operator
+    start: float  # seconds
     stop: float
 
     @property
     def kind(self) -> str:
         """Tell by the name what it was for."""
-        return next((kind for kind, words in PURPOSES.items() if re.search(words, self.name, re.IGNORECASE)), "compute")
+        return next(
+            (
+                kind
+                for kind, words in PURPOSES.items()
+                if re.search(words, self.name, re.IGNORECASE)
+            ),
+            "compute",
+        )
 
-PURPOSES = {"step": "adam|sgd|multi_tensor", "collective": "nccl|c10d|gloo", "copy": "memcpy|memset|copy_|aten::cat|aten::fill_|aten::zero_"} # else compute
 
-def _operators(events: Iterable[Any]) -> dict[str, list[Any]]: # by thread, those that no other operator has called
+PURPOSES = {
+    "step": "adam|sgd|multi_tensor",
+    "collective": "nccl|c10d|gloo",
+    "copy": "memcpy|memset|copy_|aten::cat|aten::fill_|aten::zero_",
+}  # else compute
+
+
+def _operators(
+    events: Iterable[Any],
+) -> dict[str, list[Any]]:  # by thread, those that no other operator has called
     threads: dict[Any, list[Any]] = {}
     for e in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         found = threads.setdefault(e["tid"], [])
-        if not found or e["ts"] >= found[-1]["ts"] + found[-1]["dur"]: found.append(e)
+        if not found or e["ts"] >= found[-1]["ts"] + found[-1]["dur"]:
+            found.append(e)
     return {f"thread {k}": found for k, found in enumerate(threads.values(), 1)}
 
-def read_trace(text: str) -> list[Stretch]: # from the start of the first
+
+def read_trace(text: str) -> list[Stretch]:  # from the start of the first
     """Read what `torch.profiler` exports as a Chrome trace."""
     timed = [e for e in json.loads(text)["traceEvents"] if e.get("ph") == "X" and e.get("dur")]
     lines: dict[str, list[Any]] = {}
     for e in timed:
-        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"): lines.setdefault(f"stream {e['args']['stream']}", []).append(e)
-    lines = lines or _operators(e for e in timed if e.get("cat") == "cpu_op" and e["name"].startswith(("aten::", "c10d::", "torch::distributed")))
+        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            lines.setdefault(f"stream {e['args']['stream']}", []).append(e)
+    lines = lines or _operators(
+        e
+        for e in timed
+        if e.get("cat") == "cpu_op"
+        and e["name"].startswith(("aten::", "c10d::", "torch::distributed"))
+    )
     first = min((e["ts"] for events in lines.values() for e in events), default=0)
-    return [Stretch(line, e["name"], (e["ts"] - first) / 1e6, (e["ts"] - first + e["dur"]) / 1e6) for line, events in lines.items() for e in events]
+    return [
+        Stretch(line, e["name"], (e["ts"] - first) / 1e6, (e["ts"] - first + e["dur"]) / 1e6)
+        for line, events in lines.items()
+        for e in events
+    ]
 
 # %% ../nbs/05_draw.ipynb #ed7d7948
-def _joined(stretches: Iterable[Stretch], gap: float) -> Iterator[tuple[Stretch, ...]]: # neighbours of one kind, with less than a gap between
+def _joined(
+    stretches: Iterable[Stretch], gap: float
+) -> Iterator[tuple[Stretch, ...]]:  # neighbours of one kind, with less than a gap between
     together: list[Stretch] = []
     for s in sorted(stretches, key=lambda s: (s.line, s.start)):
-        if together and ((s.line, s.kind) != (together[0].line, together[0].kind) or s.start - together[-1].stop > gap):
+        if together and (
+            (s.line, s.kind) != (together[0].line, together[0].kind)
+            or s.start - together[-1].stop > gap
+        ):
             yield tuple(together)
             together = []
         together.append(s)
-    if together: yield tuple(together)
+    if together:
+        yield tuple(together)
 
-def _legend(colours: Iterable[tuple[str, str]]) -> list[str]: # by kind
-    return [_rect(70 + 100 * i, 4, 9, 9, fill) + _text(83 + 100 * i, 12, kind) for i, (kind, fill) in enumerate(colours)]
+
+def _legend(colours: Iterable[tuple[str, str]]) -> list[str]:  # by kind
+    return [
+        _rect(70 + 100 * i, 4, 9, 9, fill) + _text(83 + 100 * i, 12, kind)
+        for i, (kind, fill) in enumerate(colours)
+    ]
+
 
 def draw_stretches(
     stretches: Sequence[Stretch],
-    width: int = 760, # pixels
+    width: int = 760,  # pixels
 ) -> Svg:
-    """Draw what ran when, a line for each stream or thread, coloured by what it was for; what is closer than half a pixel is drawn as one."""
+    """Draw what ran when, a line for each stream or thread, coloured by what it was for; what is
+    closer than half a pixel is drawn as one."""
     end = max((s.stop for s in stretches), default=1) or 1
     lines, scale = list(dict.fromkeys(s.line for s in stretches)), (width - 80) / end
     kinds = ["compute", *PURPOSES]
@@ -259,19 +456,37 @@ def draw_stretches(
     body += [_text(64, 36 + 22 * i, line, "end") for i, line in enumerate(lines)]
     for run in _joined(stretches, 0.5 / scale):
         start, stop, y = run[0].start, max(s.stop for s in run), 22 + 22 * lines.index(run[0].line)
-        tip = f"{start:.4g} to {stop:.4g} s: " + ", ".join(f"{n} x {name:.60}" for name, n in Counter(s.name for s in run).most_common(3))
-        body.append(_rect(70 + start * scale, y, (stop - start) * scale, 20, colour(kinds.index(run[0].kind), len(kinds)), tip))
+        tip = f"{start:.4g} to {stop:.4g} s: " + ", ".join(
+            f"{n} x {name:.60}" for name, n in Counter(s.name for s in run).most_common(3)
+        )
+        body.append(
+            _rect(
+                70 + start * scale,
+                y,
+                (stop - start) * scale,
+                20,
+                colour(kinds.index(run[0].kind), len(kinds)),
+                tip,
+            )
+        )
     foot = 36 + 22 * len(lines)
     body += _ticks(end, scale, foot)
     return Svg(width, foot + 6, "".join(body), f"a profile of {len(stretches)} events")
 
 # %% ../nbs/05_draw.ipynb #5fafd4ba
-KINDS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "state": "#59a14f", "master": "#b07aa1", "buckets": "#9c755f"}
+KINDS = {
+    "parameters": "#4e79a7",
+    "gradients": "#f28e2b",
+    "state": "#59a14f",
+    "master": "#b07aa1",
+    "buckets": "#9c755f",
+}
+
 
 def draw_estimates(
     estimates: Sequence[Estimate],
-    memory: str | float | None = None, # of a rank, drawn as a line
-    width: int = 760, # pixels
+    memory: str | float | None = None,  # of a rank, drawn as a line
+    width: int = 760,  # pixels
 ) -> Svg:
     """Draw what a rank needs, by category, a bar for each estimate."""
     memory = parse_memory(memory) if memory else None
@@ -279,113 +494,201 @@ def draw_estimates(
     body = _legend(KINDS.items())
     for i, e in enumerate(estimates):
         x, y = 70.0, 24 + 24 * i
-        body.append(_text(64, y + 13, e.stage if len({e.world_size for e in estimates}) == 1 else f"{e.stage} x{e.world_size}", "end"))
+        body.append(
+            _text(
+                64,
+                y + 13,
+                e.stage
+                if len({e.world_size for e in estimates}) == 1
+                else f"{e.stage} x{e.world_size}",
+                "end",
+            )
+        )
         for kind, fill in KINDS.items():
             nbytes = getattr(e, kind)
-            if nbytes: body.append(_rect(x, y, nbytes * scale, 18, fill, f"{e.stage}: {kind} {amount(nbytes)}"))
+            if nbytes:
+                body.append(
+                    _rect(x, y, nbytes * scale, 18, fill, f"{e.stage}: {kind} {amount(nbytes)}")
+                )
             x += nbytes * scale
-        body.append(_text(x + 5, y + 13, amount(e.total), font_weight="bold" if memory and e.total > memory else "normal"))
+        body.append(
+            _text(
+                x + 5,
+                y + 13,
+                amount(e.total),
+                font_weight="bold" if memory and e.total > memory else "normal",
+            )
+        )
     height = 24 + 24 * len(estimates)
     if memory:
         at = 70 + memory * scale
-        body.append(f'<path d="M{at:.5g} 20V{height}" stroke="currentColor" stroke-dasharray="4 3"/>' + _text(at, height + 12, amount(memory), "middle"))
+        body.append(
+            f'<path d="M{at:.5g} 20V{height}" stroke="currentColor" stroke-dasharray="4 3"/>'
+            + _text(at, height + 12, amount(memory), "middle")
+        )
     said = f"{estimates[0].model} with {estimates[0].optimizer}" if estimates else "no estimates"
     return Svg(width, height + 16, "".join(body), f"bytes by category, {said}")
 
 # %% ../nbs/05_draw.ipynb #2f26b289
-def _decades(low: float, high: float) -> list[float]: return [10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+def _decades(low: float, high: float) -> list[float]:
+    return [10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+
 
 def draw_ranks(
-    curves: Mapping[str, Sequence[tuple[int, float]]], # for each name the number of ranks, and bytes (or another cost above 0)
-    memory: float | None = None, # bytes of a rank, drawn as a line
-    width: int = 760, # pixels
-    write: Callable[[float], str] = amount, # how a cost is written
+    curves: Mapping[
+        str, Sequence[tuple[int, float]]
+    ],  # for each name the number of ranks, and bytes (or another cost above 0)
+    memory: float | None = None,  # bytes of a rank, drawn as a line
+    width: int = 760,  # pixels
+    write: Callable[[float], str] = amount,  # how a cost is written
 ) -> Svg:
     """Draw a cost against the number of ranks, both on logarithmic scales."""
     xs = [n for curve in curves.values() for n, _ in curve]
     ys = [y for curve in curves.values() for _, y in curve] + ([memory] if memory else [])
     (x0, x1), (y0, y1) = (min(xs), max(xs)), (min(ys) / 1.2, max(ys) * 1.2)
+
     def at(n: float, y: float) -> tuple[float, float]:
-        return 70 + (width - 190) * math.log(n / x0) / (math.log(x1 / x0) or 1), 190 - 170 * math.log(y / y0) / math.log(y1 / y0)
+        return 70 + (width - 190) * math.log(n / x0) / (
+            math.log(x1 / x0) or 1
+        ), 190 - 170 * math.log(y / y0) / math.log(y1 / y0)
+
     ends = sorted((at(*curve[-1])[1], name) for name, curve in curves.items())
-    places = dict(zip((name for _, name in ends), accumulate((y for y, _ in ends), lambda above, y: max(above + 12, y)), strict=True))
+    places = dict(
+        zip(
+            (name for _, name in ends),
+            accumulate((y for y, _ in ends), lambda above, y: max(above + 12, y)),
+            strict=True,
+        )
+    )
     body = []
     for i, (name, curve) in enumerate(curves.items()):
         path = " ".join(f"{x:.5g},{y:.5g}" for x, y in (at(*point) for point in curve))
-        body.append(f'<polyline points="{path}" fill="none" stroke="{colour(i, len(curves))}" stroke-width="2"><title>{_clean(name)}</title></polyline>')
+        body.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour(i, len(curves))}"'
+            f' stroke-width="2"><title>{_clean(name)}</title></polyline>'
+        )
         body.append(_text(width - 114, places[name] + 4, f"{name} {write(curve[-1][1])}"))
     body += [_text(at(n, y0)[0], 206, f"{n}", "middle", font_size=9) for n in sorted(set(xs))]
     for y in [*_decades(y0, y1), *([memory] if memory else [])]:
         dash = "4 3" if y == memory else "1 4"
-        body.append(f'<path d="M70 {at(x0, y)[1]:.5g}H{width - 120}" stroke="currentColor" stroke-dasharray="{dash}"/>')
+        body.append(
+            f'<path d="M70 {at(x0, y)[1]:.5g}H{width - 120}" stroke="currentColor"'
+            f' stroke-dasharray="{dash}"/>'
+        )
         body.append(_text(64, at(x0, y)[1] + 4, write(y), "end"))
     return Svg(width, 214, "".join(body), f"cost against ranks: {', '.join(curves)}")
 
 # %% ../nbs/05_draw.ipynb #01e2cea1
 def draw_moves(
     moves: Iterable[Move],
-    old_size: int, # ranks of the old plan
-    new_size: int, # ranks of the new plan
-    width: int = 760, # pixels
+    old_size: int,  # ranks of the old plan
+    new_size: int,  # ranks of the new plan
+    width: int = 760,  # pixels
 ) -> Svg:
     """Draw how many elements go from which rank to which; more than 64 ranks are drawn in groups."""
     rows, columns = min(old_size, 64), min(new_size, 64)
     heat: Counter[tuple[int, int]] = Counter()
-    for m in moves: heat[m.source * rows // old_size, m.destination * columns // new_size] += m.numel
+    for m in moves:
+        heat[m.source * rows // old_size, m.destination * columns // new_size] += m.numel
     cell = min(28.0, (width - 260) / columns, 300 / rows)
     most, total = max(heat.values(), default=1), sum(heat.values())
-    body = [_rect(110, 30, cell * columns, cell * rows, "none", stroke="currentColor", stroke_opacity=0.4),
-            _text(110, 12, f"{short(total)} elements move between {len(heat)} pairs"), _text(110, 25, f"to ranks 0 to {new_size - 1}", font_size=9),
-            _text(104, 40, "from rank 0", "end", font_size=9), _text(104, 30 + cell * rows, f"to {old_size - 1}", "end", font_size=9)]
+    body = [
+        _rect(
+            110, 30, cell * columns, cell * rows, "none", stroke="currentColor", stroke_opacity=0.4
+        ),
+        _text(110, 12, f"{short(total)} elements move between {len(heat)} pairs"),
+        _text(110, 25, f"to ranks 0 to {new_size - 1}", font_size=9),
+        _text(104, 40, "from rank 0", "end", font_size=9),
+        _text(104, 30 + cell * rows, f"to {old_size - 1}", "end", font_size=9),
+    ]
     for (a, b), n in sorted(heat.items()):
         tip = f"{a * old_size // rows} to {b * new_size // columns}: {n:,} elements"
-        body.append(_rect(110 + b * cell, 30 + a * cell, cell - 1, cell - 1, "#4e79a7", tip, fill_opacity=f"{0.15 + 0.85 * n / most:.2f}"))
+        body.append(
+            _rect(
+                110 + b * cell,
+                30 + a * cell,
+                cell - 1,
+                cell - 1,
+                "#4e79a7",
+                tip,
+                fill_opacity=f"{0.15 + 0.85 * n / most:.2f}",
+            )
+        )
     for k in range(5):
-        body.append(_rect(140 + cell * columns, 34 + 16 * k, 12, 12, "#4e79a7", fill_opacity=f"{0.15 + 0.85 * k / 4:.2f}"))
+        body.append(
+            _rect(
+                140 + cell * columns,
+                34 + 16 * k,
+                12,
+                12,
+                "#4e79a7",
+                fill_opacity=f"{0.15 + 0.85 * k / 4:.2f}",
+            )
+        )
         body.append(_text(158 + cell * columns, 44 + 16 * k, short(most * k / 4), font_size=9))
     return Svg(width, int(max(cell * rows, 90)) + 40, "".join(body), f"{total} elements move")
 
 # %% ../nbs/05_draw.ipynb #d4a937f7
-RANKS = tuple(2**k for k in range(11)) # what the slider offers
-BUCKETS = (("default", 0), ("25", 25), ("50", 50), ("100", 100), ("200", 200), ("400", 400)) # MB
+RANKS = tuple(2**k for k in range(11))  # what the slider offers
+BUCKETS = (("default", 0), ("25", 25), ("50", 50), ("100", 100), ("200", 200), ("400", 400))  # MB
+
 
 def explore(
-    model: str = "gpt2-xl", # a name in `MODELS`
-    optimizer: str = "adamw", # a name in `OPTIMIZERS`
-    stage: str = "dropin", # a key of `STAGES`
+    model: str = "gpt2-xl",  # a name in `MODELS`
+    optimizer: str = "adamw",  # a name in `OPTIMIZERS`
+    stage: str = "dropin",  # a key of `STAGES`
     ranks: int = 8,
-    bucket_mb: float = 0, # MB of a bucket; 0 for the default of the stage
-    memory: str = "24GB", # of a rank
-    dtype: str = "float32", # of parameters and gradients; float32 master copies for smaller ones
-) -> Svg: # what a rank needs, beside plain DDP, and whether it fits
+    bucket_mb: float = 0,  # MB of a bucket; 0 for the default of the stage
+    memory: str = "24GB",  # of a rank
+    dtype: str = "float32",  # of parameters and gradients; float32 master copies for smaller ones
+) -> Svg:  # what a rank needs, beside plain DDP, and whether it fits
     """Draw one setting."""
     setup: dict[str, Any] = {"master_dtype": "float32", "capacity_mb": bucket_mb or None}
     specs = find_model(model, dtype)[1]
     found = [estimate(specs, optimizer, ranks, s, **setup) for s in dict.fromkeys(("ddp", stage))]
     limit, e = parse_memory(memory), found[-1]
     picture = draw_estimates(found, memory=limit)
-    said = f"{model}, {optimizer}, {stage}, {ranks} ranks: {amount(e.total)}, {'fits' if fits(e, limit) else 'does not fit'} in {memory}"
-    more = f"{amount(e.wire)} received in {e.collectives} collectives a step, padding {amount(e.padding)}, max/mean {e.imbalance:.4g}"
-    lines = _text(70, picture.height + 14, said, font_weight="bold") + _text(70, picture.height + 30, more)
+    said = (
+        f"{model}, {optimizer}, {stage}, {ranks} ranks: {amount(e.total)},"
+        f" {'fits' if fits(e, limit) else 'does not fit'} in {memory}"
+    )
+    more = (
+        f"{amount(e.wire)} received in {e.collectives} collectives a step, padding"
+        f" {amount(e.padding)}, max/mean {e.imbalance:.4g}"
+    )
+    lines = _text(70, picture.height + 14, said, font_weight="bold") + _text(
+        70, picture.height + 30, more
+    )
     return Svg(picture.width, picture.height + 36, picture.body + lines, said)
 
 # %% ../nbs/05_draw.ipynb #01ccc9c4
-def explorer() -> Any: # an `ipywidgets.Box`
+def explorer() -> Any:  # an `ipywidgets.Box`
     """Show `explore` with a widget for each argument.
 
     Raises `ImportError` naming the extra to install where ipywidgets is missing."""
-    try: import ipywidgets as w
-    except ImportError as e: raise ImportError("explorer needs ipywidgets; pip install 'zero_nb[notebook]'") from e
+    try:
+        import ipywidgets as w
+    except ImportError as e:
+        raise ImportError("explorer needs ipywidgets; pip install 'zero_nb[notebook]'") from e
     controls = {
-        "model": w.Dropdown(options=list(MODELS), value="gpt2-xl"), "optimizer": w.Dropdown(options=list(OPTIMIZERS), value="adamw"),
-        "stage": w.Dropdown(options=list(STAGES), value="dropin"), "dtype": w.Dropdown(options=["float32", "bfloat16"], value="float32"),
-        "ranks": w.SelectionSlider(options=RANKS, value=8), "bucket_mb": w.SelectionSlider(options=BUCKETS, value=0),
-        "memory": w.SelectionSlider(options=("8GB", "16GB", "24GB", "40GB", "80GB", "141GB"), value="24GB"),
+        "model": w.Dropdown(options=list(MODELS), value="gpt2-xl"),
+        "optimizer": w.Dropdown(options=list(OPTIMIZERS), value="adamw"),
+        "stage": w.Dropdown(options=list(STAGES), value="dropin"),
+        "dtype": w.Dropdown(options=["float32", "bfloat16"], value="float32"),
+        "ranks": w.SelectionSlider(options=RANKS, value=8),
+        "bucket_mb": w.SelectionSlider(options=BUCKETS, value=0),
+        "memory": w.SelectionSlider(
+            options=("8GB", "16GB", "24GB", "40GB", "80GB", "141GB"), value="24GB"
+        ),
     }
-    for name, control in controls.items(): control.description = name
+    for name, control in controls.items():
+        control.description = name
     picture = w.HTML()
 
-    def update(change: object = None) -> None: picture.value = str(explore(**{name: control.value for name, control in controls.items()}))
-    for control in controls.values(): control.observe(update, "value")
+    def update(change: object = None) -> None:
+        picture.value = str(explore(**{name: control.value for name, control in controls.items()}))
+
+    for control in controls.values():
+        control.observe(update, "value")
     update()
     return w.VBox([w.HBox(list(controls.values()), layout=w.Layout(flex_flow="row wrap")), picture])

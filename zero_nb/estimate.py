@@ -26,53 +26,90 @@ from typing import Any
 
 from .buckets import Bucket, BucketPlan, Slot, adopt, ddp_buckets, pack
 from .schedule import MODES, NETWORK, Step, clock, order, peak
-from .sharder import ITEMSIZE, ParamSpec, Policy, balanced, even, greedy, mixed, newton_schulz, spread, unique, world
+from zero_nb.sharder import (
+    ITEMSIZE,
+    ParamSpec,
+    Policy,
+    balanced,
+    even,
+    greedy,
+    mixed,
+    newton_schulz,
+    spread,
+    unique,
+    world,
+)
 
 # %% ../nbs/04_estimate.ipynb #39a77499
 @dataclass(frozen=True)
 class State:
     """What an optimizer keeps."""
 
-    per_element: int = 0 # numbers for each element, of the parameter's (or master copy's) dtype
-    scalars: int = 0 # numbers for each tensor, 4 bytes each, such as `step`
-    factored: bool = False # for a matrix, a number for each row and column instead of each element
-    whole: bool = False # needs whole parameters
+    per_element: int = 0  # numbers for each element, of the parameter's (or master copy's) dtype
+    scalars: int = 0  # numbers for each tensor, 4 bytes each, such as `step`
+    factored: bool = False  # for a matrix, a number for each row and column instead of each element
+    whole: bool = False  # needs whole parameters
 
-    def numbers(self, spec: ParamSpec, numel: int) -> int: # `scalars` not counted
+    def numbers(self, spec: ParamSpec, numel: int) -> int:  # `scalars` not counted
         """Count the numbers kept for `numel` elements of a parameter."""
-        if not self.factored: return self.per_element * numel
+        if not self.factored:
+            return self.per_element * numel
         return numel // spec.shape[-1] + numel // spec.shape[-2] if len(spec.shape) >= 2 else numel
 
+
 OPTIMIZERS = {
-    "sgd": State(), "sgd-momentum": State(1), "adam": State(2, 1), "adamw": State(2, 1), "adamw-amsgrad": State(3, 1), "adamax": State(2, 1),
-    "nadam": State(2, 2), "radam": State(2, 1), "adagrad": State(1, 1), "adadelta": State(2, 1), "rmsprop": State(1, 1), "rprop": State(2, 1),
-    "asgd": State(1, 3), "adafactor": State(0, 1, factored=True, whole=True), "muon": State(1, whole=True),
+    "sgd": State(),
+    "sgd-momentum": State(1),
+    "adam": State(2, 1),
+    "adamw": State(2, 1),
+    "adamw-amsgrad": State(3, 1),
+    "adamax": State(2, 1),
+    "nadam": State(2, 2),
+    "radam": State(2, 1),
+    "adagrad": State(1, 1),
+    "adadelta": State(2, 1),
+    "rmsprop": State(1, 1),
+    "rprop": State(2, 1),
+    "asgd": State(1, 3),
+    "adafactor": State(0, 1, factored=True, whole=True),
+    "muon": State(1, whole=True),
 }
 
 # %% ../nbs/04_estimate.ipynb #9ba549b9
 _OUTSIDE = re.compile(r"wte|wpe|embed|lm_head|head|classifier|class_token|conv_proj")
 
+
 def hidden_matrix(spec: ParamSpec) -> bool:
     """Tell whether Muon steps a parameter."""
     return len(spec.shape) == 2 and not _OUTSIDE.search(spec.name)
 
+
 def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
     """Make the error for a name that is not in a list."""
     near = get_close_matches(str(name), known := list(known), 3, 0.4)
-    return ValueError(f"unknown {what} {name!r}; did you mean {' or '.join(near)}?" if near else f"unknown {what} {name!r}; choose one of {', '.join(known)}")
+    return ValueError(
+        f"unknown {what} {name!r}; did you mean {' or '.join(near)}?"
+        if near
+        else f"unknown {what} {name!r}; choose one of {', '.join(known)}"
+    )
+
 
 def state_rule(
-    optimizer: Any, # a name in `OPTIMIZERS`, a class such as `torch.optim.AdamW`, or a `State`
-    **options: Any, # of the class, such as momentum=0.9
+    optimizer: Any,  # a name in `OPTIMIZERS`, a class such as `torch.optim.AdamW`, or a `State`
+    **options: Any,  # of the class, such as momentum=0.9
 ) -> Callable[[ParamSpec], State]:
     """Tell what an optimizer keeps of each parameter.
 
     Raises `ValueError` for an unknown name."""
-    if isinstance(optimizer, State): return lambda spec: optimizer
-    if isinstance(optimizer, type): return _rule_of_class(optimizer, options)
+    if isinstance(optimizer, State):
+        return lambda spec: optimizer
+    if isinstance(optimizer, type):
+        return _rule_of_class(optimizer, options)
     name = str(optimizer).lower()
-    if name not in OPTIMIZERS: raise unknown("optimizer", optimizer, OPTIMIZERS)
-    if name == "muon": return lambda spec: OPTIMIZERS["muon" if hidden_matrix(spec) else "adamw"]
+    if name not in OPTIMIZERS:
+        raise unknown("optimizer", optimizer, OPTIMIZERS)
+    if name == "muon":
+        return lambda spec: OPTIMIZERS["muon" if hidden_matrix(spec) else "adamw"]
     return lambda spec: OPTIMIZERS[name]
 
 # %% ../nbs/04_estimate.ipynb #6e6aca1c
@@ -86,110 +123,246 @@ def _rule_of_class(optimizer_class: type, options: dict[str, Any]) -> Callable[[
         optimizer = optimizer_class([p], **({"lr": 1e-3} | options))
         optimizer.step()
     except Exception as e:
-        raise ValueError(f"{optimizer_class.__name__} cannot step a matrix by itself ({e}); pass a `State` with what it keeps") from e
+        raise ValueError(
+            f"{optimizer_class.__name__} cannot step a matrix by itself ({e}); pass a `State` with"
+            " what it keeps"
+        ) from e
     kept = [v.numel() for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
-    factored, odd = sorted(n for n in kept if n not in (1, 24)) == [4, 6], [n for n in kept if n not in (1, 4, 6, 24)]
+    factored, odd = (
+        sorted(n for n in kept if n not in (1, 24)) == [4, 6],
+        [n for n in kept if n not in (1, 4, 6, 24)],
+    )
     if odd or (24 in kept and factored):
-        raise ValueError(f"{optimizer_class.__name__} keeps tensors of {kept} numbers for a matrix of 6 by 4, which follow no rule known here; "
-                         "pass a `State` with what it keeps")
+        raise ValueError(
+            f"{optimizer_class.__name__} keeps tensors of {kept} numbers for a matrix of 6 by 4,"
+            " which follow no rule known here; pass a `State` with what it keeps"
+        )
     known = OPTIMIZERS.get(optimizer_class.__name__.lower(), State(whole=True))
     found = State(kept.count(24), kept.count(1), factored, known.whole)
-    if known is OPTIMIZERS["muon"]: return lambda spec: found if hidden_matrix(spec) else OPTIMIZERS["adamw"]
+    if known is OPTIMIZERS["muon"]:
+        return lambda spec: found if hidden_matrix(spec) else OPTIMIZERS["adamw"]
     return lambda spec: found
 
 # %% ../nbs/04_estimate.ipynb #f84e28fb
 Shapes = dict[str, tuple[int, ...]]
 
+
 def gpt2(layers: int, d: int, vocabulary: int = 50257, context: int = 1024) -> Shapes:
     """GPT-2; the output projection is the embedding (tied), so it is listed once."""
-    block = {"ln_1.weight": (d,), "ln_1.bias": (d,), "attn.c_attn.weight": (d, 3 * d), "attn.c_attn.bias": (3 * d,), "attn.c_proj.weight": (d, d),
-             "attn.c_proj.bias": (d,), "ln_2.weight": (d,), "ln_2.bias": (d,), "mlp.c_fc.weight": (d, 4 * d), "mlp.c_fc.bias": (4 * d,),
-             "mlp.c_proj.weight": (4 * d, d), "mlp.c_proj.bias": (d,)}
-    return {"wte.weight": (vocabulary, d), "wpe.weight": (context, d), **_layers("h", layers, block), "ln_f.weight": (d,), "ln_f.bias": (d,)}
+    block = {
+        "ln_1.weight": (d,),
+        "ln_1.bias": (d,),
+        "attn.c_attn.weight": (d, 3 * d),
+        "attn.c_attn.bias": (3 * d,),
+        "attn.c_proj.weight": (d, d),
+        "attn.c_proj.bias": (d,),
+        "ln_2.weight": (d,),
+        "ln_2.bias": (d,),
+        "mlp.c_fc.weight": (d, 4 * d),
+        "mlp.c_fc.bias": (4 * d,),
+        "mlp.c_proj.weight": (4 * d, d),
+        "mlp.c_proj.bias": (d,),
+    }
+    return {
+        "wte.weight": (vocabulary, d),
+        "wpe.weight": (context, d),
+        **_layers("h", layers, block),
+        "ln_f.weight": (d,),
+        "ln_f.bias": (d,),
+    }
 
-def llama(layers: int, d: int, ffn: int, kv: int = 1024, vocabulary: int = 128256, experts: int = 0) -> Shapes:
+
+def llama(
+    layers: int, d: int, ffn: int, kv: int = 1024, vocabulary: int = 128256, experts: int = 0
+) -> Shapes:
     """Llama, and with experts Mixtral; `kv` is the width of keys and values, fewer heads than of queries."""
     mlp = {"gate_proj": (ffn, d), "up_proj": (ffn, d), "down_proj": (d, ffn)}
-    many = {f"experts.{e}.{name}.weight": shape for e in range(experts) for name, shape in mlp.items()}
-    block = {"self_attn.q_proj.weight": (d, d), "self_attn.k_proj.weight": (kv, d), "self_attn.v_proj.weight": (kv, d), "self_attn.o_proj.weight": (d, d),
-             **({"gate.weight": (experts, d), **many} if experts else {f"mlp.{name}.weight": shape for name, shape in mlp.items()}),
-             "input_layernorm.weight": (d,), "post_attention_layernorm.weight": (d,)}
-    return {"embed_tokens.weight": (vocabulary, d), **_layers("layers", layers, block), "norm.weight": (d,), "lm_head.weight": (vocabulary, d)}
+    many = {
+        f"experts.{e}.{name}.weight": shape for e in range(experts) for name, shape in mlp.items()
+    }
+    block = {
+        "self_attn.q_proj.weight": (d, d),
+        "self_attn.k_proj.weight": (kv, d),
+        "self_attn.v_proj.weight": (kv, d),
+        "self_attn.o_proj.weight": (d, d),
+        **(
+            {"gate.weight": (experts, d), **many}
+            if experts
+            else {f"mlp.{name}.weight": shape for name, shape in mlp.items()}
+        ),
+        "input_layernorm.weight": (d,),
+        "post_attention_layernorm.weight": (d,),
+    }
+    return {
+        "embed_tokens.weight": (vocabulary, d),
+        **_layers("layers", layers, block),
+        "norm.weight": (d,),
+        "lm_head.weight": (vocabulary, d),
+    }
 
-def _layers(prefix: str, count: int, block: Shapes) -> Shapes: return {f"{prefix}.{i}.{name}": shape for i in range(count) for name, shape in block.items()}
+
+def _layers(prefix: str, count: int, block: Shapes) -> Shapes:
+    return {f"{prefix}.{i}.{name}": shape for i in range(count) for name, shape in block.items()}
 
 # %% ../nbs/04_estimate.ipynb #ab59fe55
 def resnet50(classes: int = 1000) -> Shapes:
     """ResNet-50, four stages of bottlenecks."""
+
     def conv(name: str, out: int, into: int, k: int) -> Shapes:
-        return {f"{name}.weight": (out, into, k, k), f"{name}.bn.weight": (out,), f"{name}.bn.bias": (out,)}
+        return {
+            f"{name}.weight": (out, into, k, k),
+            f"{name}.bn.weight": (out,),
+            f"{name}.bn.bias": (out,),
+        }
+
     shapes, into = conv("conv1", 64, 3, 7), 64
     for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), 1):
         for b in range(blocks):
             at = f"layer{stage}.{b}"
-            shapes |= conv(f"{at}.conv1", width, into, 1) | conv(f"{at}.conv2", width, width, 3) | conv(f"{at}.conv3", 4 * width, width, 1)
-            if b == 0: shapes |= conv(f"{at}.downsample", 4 * width, into, 1)
+            shapes |= (
+                conv(f"{at}.conv1", width, into, 1)
+                | conv(f"{at}.conv2", width, width, 3)
+                | conv(f"{at}.conv3", 4 * width, width, 1)
+            )
+            if b == 0:
+                shapes |= conv(f"{at}.downsample", 4 * width, into, 1)
             into = 4 * width
     return shapes | {"fc.weight": (classes, into), "fc.bias": (classes,)}
 
+
 def vit(layers: int, d: int, patch: int = 16, image: int = 224, classes: int = 1000) -> Shapes:
     """Vision transformer, an encoder with a class token."""
-    block = {"ln_1.weight": (d,), "ln_1.bias": (d,), "attn.in_proj.weight": (3 * d, d), "attn.in_proj.bias": (3 * d,), "attn.out_proj.weight": (d, d),
-             "attn.out_proj.bias": (d,), "ln_2.weight": (d,), "ln_2.bias": (d,), "mlp.0.weight": (4 * d, d), "mlp.0.bias": (4 * d,),
-             "mlp.3.weight": (d, 4 * d), "mlp.3.bias": (d,)}
-    return {"class_token": (1, 1, d), "conv_proj.weight": (d, 3, patch, patch), "conv_proj.bias": (d,), "pos_embedding": (1, (image // patch) ** 2 + 1, d),
-            **_layers("encoder", layers, block), "ln.weight": (d,), "ln.bias": (d,), "head.weight": (classes, d), "head.bias": (classes,)}
+    block = {
+        "ln_1.weight": (d,),
+        "ln_1.bias": (d,),
+        "attn.in_proj.weight": (3 * d, d),
+        "attn.in_proj.bias": (3 * d,),
+        "attn.out_proj.weight": (d, d),
+        "attn.out_proj.bias": (d,),
+        "ln_2.weight": (d,),
+        "ln_2.bias": (d,),
+        "mlp.0.weight": (4 * d, d),
+        "mlp.0.bias": (4 * d,),
+        "mlp.3.weight": (d, 4 * d),
+        "mlp.3.bias": (d,),
+    }
+    return {
+        "class_token": (1, 1, d),
+        "conv_proj.weight": (d, 3, patch, patch),
+        "conv_proj.bias": (d,),
+        "pos_embedding": (1, (image // patch) ** 2 + 1, d),
+        **_layers("encoder", layers, block),
+        "ln.weight": (d,),
+        "ln.bias": (d,),
+        "head.weight": (classes, d),
+        "head.bias": (classes,),
+    }
+
 
 MODELS: dict[str, Callable[[], Shapes]] = {
-    "gpt2": partial(gpt2, 12, 768), "gpt2-medium": partial(gpt2, 24, 1024), "gpt2-large": partial(gpt2, 36, 1280), "gpt2-xl": partial(gpt2, 48, 1600),
-    "llama-3-8b": partial(llama, 32, 4096, 14336), "llama-3-70b": partial(llama, 80, 8192, 28672),
-    "mixtral-8x7b": partial(llama, 32, 4096, 14336, vocabulary=32000, experts=8), "resnet-50": resnet50, "vit-l": partial(vit, 24, 1024),
+    "gpt2": partial(gpt2, 12, 768),
+    "gpt2-medium": partial(gpt2, 24, 1024),
+    "gpt2-large": partial(gpt2, 36, 1280),
+    "gpt2-xl": partial(gpt2, 48, 1600),
+    "llama-3-8b": partial(llama, 32, 4096, 14336),
+    "llama-3-70b": partial(llama, 80, 8192, 28672),
+    "mixtral-8x7b": partial(llama, 32, 4096, 14336, vocabulary=32000, experts=8),
+    "resnet-50": resnet50,
+    "vit-l": partial(vit, 24, 1024),
 }
 
 # %% ../nbs/04_estimate.ipynb #e4dd63ce
 def specs_of(
-    model: Any, # a `torch.nn.Module`, on any device, `meta` too
-) -> tuple[ParamSpec, ...]: # a parameter that is shared (tied) is listed once
+    model: Any,  # a `torch.nn.Module`, on any device, `meta` too
+) -> tuple[ParamSpec, ...]:  # a parameter that is shared (tied) is listed once
     """Describe the parameters of a module."""
     named = model.named_parameters()
-    return tuple(ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.device.type, 0, p.requires_grad) for name, p in named)
+    return tuple(
+        ParamSpec(
+            name,
+            tuple(p.shape),
+            str(p.dtype).removeprefix("torch."),
+            p.device.type,
+            0,
+            p.requires_grad,
+        )
+        for name, p in named
+    )
+
 
 def read_shapes(path: str | Path) -> tuple[ParamSpec, ...]:
-    """Read a JSON file: {"name": [rows, columns], ...}, or an object for each name with "shape" and other fields of `ParamSpec`.
+    """Read a JSON file: {"name": [rows, columns], ...}, or an object for each name with "shape" and
+    other fields of `ParamSpec`.
 
     Raises `ValueError` for anything else."""
-    try: found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e: raise ValueError(f"{path} cannot be read as JSON ({e}); it must hold names and shapes") from e
-    try: return tuple(ParamSpec(name, **(value if isinstance(value, dict) else {"shape": tuple(value)})) for name, value in found.items())
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ValueError(
+            f"{path} cannot be read as JSON ({e}); it must hold names and shapes"
+        ) from e
+    try:
+        return tuple(
+            ParamSpec(name, **(value if isinstance(value, dict) else {"shape": tuple(value)}))
+            for name, value in found.items()
+        )
     except (TypeError, AttributeError) as e:
-        raise ValueError(f'{path} must hold {{"name": [rows, columns], ...}}, or for each name an object with "shape" and perhaps "dtype"; {e}') from e
+        raise ValueError(
+            f'{path} must hold {{"name": [rows, columns], ...}}, or for each name an object with'
+            f' "shape" and perhaps "dtype"; {e}'
+        ) from e
 
 # %% ../nbs/04_estimate.ipynb #449698a2
 def _made(model: str) -> Any:
     """Call a function that is named by "module:function"."""
     module, _, function = model.partition(":")
-    try: made = attrgetter(function)(importlib.import_module(module))
+    try:
+        made = attrgetter(function)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as e:
-        raise ValueError(f"model {model!r} must name a function of a module that can be imported; {e}") from e
-    try: return made()
-    except Exception as e: raise ValueError(f"model {model!r} must be made by a call without arguments, which raised {type(e).__name__}: {e}") from e
+        raise ValueError(
+            f"model {model!r} must name a function of a module that can be imported; {e}"
+        ) from e
+    try:
+        return made()
+    except Exception as e:
+        raise ValueError(
+            f"model {model!r} must be made by a call without arguments, which raised {type(e).__name__}: {e}"
+        ) from e
+
 
 def find_model(
-    model: Any, # a name in `MODELS`, "module:function", parameters, or a module
-    dtype: str | None = None, # of all parameters; None leaves them as they are, float32 for a name
-) -> tuple[str, tuple[ParamSpec, ...]]: # a name to print, and the parameters
+    model: Any,  # a name in `MODELS`, "module:function", parameters, or a module
+    dtype: str | None = None,  # of all parameters; None leaves them as they are, float32 for a name
+) -> tuple[str, tuple[ParamSpec, ...]]:  # a name to print, and the parameters
     """Find out the parameters of a model.
 
     Raises `ValueError` for an unknown name, with the nearest ones."""
-    if isinstance(model, str) and ":" in model: return model, find_model(_made(model), dtype)[1]
+    if isinstance(model, str) and ":" in model:
+        return model, find_model(_made(model), dtype)[1]
     if isinstance(model, str):
-        if model.lower() not in MODELS: raise unknown("model", model, MODELS)
-        return model.lower(), tuple(ParamSpec(name, shape, dtype or "float32") for name, shape in MODELS[model.lower()]().items())
-    specs = specs_of(model) if hasattr(model, "named_parameters") else tuple(model) if isinstance(model, Iterable) else (model,)
+        if model.lower() not in MODELS:
+            raise unknown("model", model, MODELS)
+        return model.lower(), tuple(
+            ParamSpec(name, shape, dtype or "float32")
+            for name, shape in MODELS[model.lower()]().items()
+        )
+    specs = (
+        specs_of(model)
+        if hasattr(model, "named_parameters")
+        else tuple(model)
+        if isinstance(model, Iterable)
+        else (model,)
+    )
     if wrong := [type(p).__name__ for p in specs if not isinstance(p, ParamSpec)]:
-        raise TypeError(f"a model is a module, or `ParamSpec`s, or one of {', '.join(MODELS)}; got {wrong[0]}")
-    said = type(model).__name__ if hasattr(model, "named_parameters") else f"{len(specs)} parameters"
-    return said, tuple(ParamSpec(p.name, p.shape, dtype, p.device, p.group, p.trainable) for p in specs) if dtype else specs
+        raise TypeError(
+            f"a model is a module, or `ParamSpec`s, or one of {', '.join(MODELS)}; got {wrong[0]}"
+        )
+    said = (
+        type(model).__name__ if hasattr(model, "named_parameters") else f"{len(specs)} parameters"
+    )
+    return said, tuple(
+        ParamSpec(p.name, p.shape, dtype, p.device, p.group, p.trainable) for p in specs
+    ) if dtype else specs
 
 # %% ../nbs/04_estimate.ipynb #78576991
 @dataclass(frozen=True)
@@ -197,114 +370,179 @@ class Machine:
     """What bounds the time of a step from below."""
 
     name: str
-    per_node: int # ranks that share the fast network
-    memory: float # bytes for each rank
-    memory_bandwidth: float # bytes per second for each rank, for stepping
-    bandwidth: float # bytes per second that a rank receives inside a node
-    latency: float # seconds for one message inside a node
-    node_bandwidth: float # bytes per second that a node receives from others
-    node_latency: float # seconds for one message between nodes
+    per_node: int  # ranks that share the fast network
+    memory: float  # bytes for each rank
+    memory_bandwidth: float  # bytes per second for each rank, for stepping
+    bandwidth: float  # bytes per second that a rank receives inside a node
+    latency: float  # seconds for one message inside a node
+    node_bandwidth: float  # bytes per second that a node receives from others
+    node_latency: float  # seconds for one message between nodes
 
     def __post_init__(self) -> None:
-        if type(self.per_node) is not int or self.per_node < 1: raise ValueError(f"machine {self.name!r}: per_node must be ranks >= 1, got {self.per_node!r}")
-        for name in ("memory", "memory_bandwidth", "bandwidth", "node_bandwidth", "latency", "node_latency"):
+        if type(self.per_node) is not int or self.per_node < 1:
+            raise ValueError(
+                f"machine {self.name!r}: per_node must be ranks >= 1, got {self.per_node!r}"
+            )
+        for name in (
+            "memory",
+            "memory_bandwidth",
+            "bandwidth",
+            "node_bandwidth",
+            "latency",
+            "node_latency",
+        ):
             n, zero = getattr(self, name), name.endswith("latency")
             if not (isinstance(n, (int, float)) and (n > 0 or (zero and n == 0))):
-                raise ValueError(f"machine {self.name!r}: {name} must be {'>= 0' if zero else 'above 0'}, got {n!r}")
+                raise ValueError(
+                    f"machine {self.name!r}: {name} must be {'>= 0' if zero else 'above 0'}, got"
+                    f" {n!r}"
+                )
 
     def seconds(self, op: str, nbytes: float, ranks: int) -> float:
-        """Bound the time of a collective ("AR", "RS" or "AG") over all `nbytes` of a bucket: latency of a tree, and bandwidth that nothing can avoid."""
+        """Bound the time of a collective ("AR", "RS" or "AG") over all `nbytes` of a bucket:
+        latency of a tree, and bandwidth that nothing can avoid."""
         nodes = -(-ranks // self.per_node)
-        latency = self.latency * math.ceil(math.log2(min(ranks, self.per_node))) + self.node_latency * math.ceil(math.log2(nodes))
-        inside, across = nbytes * (ranks - 1) / ranks / self.bandwidth, nbytes * (nodes - 1) / nodes / self.node_bandwidth
+        latency = self.latency * math.ceil(
+            math.log2(min(ranks, self.per_node))
+        ) + self.node_latency * math.ceil(math.log2(nodes))
+        inside, across = (
+            nbytes * (ranks - 1) / ranks / self.bandwidth,
+            nbytes * (nodes - 1) / nodes / self.node_bandwidth,
+        )
         return (2 if op == "AR" else 1) * (latency + max(inside, across))
 
     def across(self, nbytes: float, nodes: int) -> float:
         """Bound the time of an all-reduce of `nbytes` for each rank of a node, between nodes."""
-        return 2 * (self.node_latency * math.ceil(math.log2(nodes)) + nbytes * self.per_node * (nodes - 1) / nodes / self.node_bandwidth)
+        return 2 * (
+            self.node_latency * math.ceil(math.log2(nodes))
+            + nbytes * self.per_node * (nodes - 1) / nodes / self.node_bandwidth
+        )
 
 # %% ../nbs/04_estimate.ipynb #b8943c21
-MACHINES = {m.name: m for m in (
-    Machine("laptop", 8, 4e9, 1e10, 1.3e9, 1e-4, 1e8, 1e-3), # gloo between processes of one machine, measured; Wi-Fi between machines
-    Machine("8xH100", 8, 80e9, 3.35e12, 450e9, 5e-6, 50e9, 2e-5), # NVLink 4 inside, one 400 Gb/s adapter for the node
-    Machine("64x8xH100", 8, 80e9, 3.35e12, 450e9, 5e-6, 400e9, 2e-5), # 64 nodes, 400 Gb/s for each GPU
-)}
-
-# %% ../nbs/04_estimate.ipynb #dbe8b15b
-STAGES = { # a way to train: its mode of `zero_nb.schedule`
-    "ddp": "ddp", # DistributedDataParallel and a plain optimizer
-    "torch": "dropin", # DDP and torch's ZeroRedundancyOptimizer: whole parameters, broadcast one by one
-    "dropin": "dropin", # DDP and zero_nb's ZeroRedundancyOptimizer (ZeRO-1)
-    "zero1": "after", # the same, with reduce-scatter in DDP's hook
-    "zero2": "free", # reduce-scatter, step and free bucket by bucket (ZeRO-2)
+MACHINES = {
+    m.name: m
+    for m in (
+        Machine(
+            "laptop", 8, 4e9, 1e10, 1.3e9, 1e-4, 1e8, 1e-3
+        ),  # gloo between processes of one machine, measured; Wi-Fi between machines
+        Machine(
+            "8xH100", 8, 80e9, 3.35e12, 450e9, 5e-6, 50e9, 2e-5
+        ),  # NVLink 4 inside, one 400 Gb/s adapter for the node
+        Machine(
+            "64x8xH100", 8, 80e9, 3.35e12, 450e9, 5e-6, 400e9, 2e-5
+        ),  # 64 nodes, 400 Gb/s for each GPU
+    )
 }
 
-REDUCED = ("float32", "bfloat16", "float16", "float64") # dtypes in which gradients may be added
+# %% ../nbs/04_estimate.ipynb #dbe8b15b
+STAGES = {  # a way to train: its mode of `zero_nb.schedule`
+    "ddp": "ddp",  # DistributedDataParallel and a plain optimizer
+    "torch": "dropin",  # DDP and torch's ZeroRedundancyOptimizer: whole parameters, broadcast one by one
+    "dropin": "dropin",  # DDP and zero_nb's ZeroRedundancyOptimizer (ZeRO-1)
+    "zero1": "after",  # the same, with reduce-scatter in DDP's hook
+    "zero2": "free",  # reduce-scatter, step and free bucket by bucket (ZeRO-2)
+}
+
+REDUCED = ("float32", "bfloat16", "float16", "float64")  # dtypes in which gradients may be added
+
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
     """What one rank needs, by category, and what a step costs."""
 
     model: str
-    stage: str # a key of `STAGES`
+    stage: str  # a key of `STAGES`
     optimizer: str
     world_size: int
-    group_rank: int # the rank that is described: the fullest, unless another was asked for
-    parameters: int = 0 # bytes
-    gradients: int = 0 # bytes that stay until the step, this rank's averages among them where they have memory of their own
-    state: int = 0 # bytes of the optimizer
-    master: int = 0 # bytes of the master copy
-    buckets: int = 0 # bytes of scratch memory for collectives
-    padding: int = 0 # bytes of padding in all buckets, of which other categories hold a part
-    wire: int = 0 # bytes that a rank receives in a step
-    collectives: int = 0 # in a step
-    seconds: float = 0.0 # lower bound for communication, stepping and the given computation
-    imbalance: float = 1.0 # largest shard over mean shard
+    group_rank: int  # the rank that is described: the fullest, unless another was asked for
+    parameters: int = 0  # bytes
+    # bytes that stay until the step, this rank's averages among them where they have memory of
+    # their own
+    gradients: int = 0
+    state: int = 0  # bytes of the optimizer
+    master: int = 0  # bytes of the master copy
+    buckets: int = 0  # bytes of scratch memory for collectives
+    padding: int = 0  # bytes of padding in all buckets, of which other categories hold a part
+    wire: int = 0  # bytes that a rank receives in a step
+    collectives: int = 0  # in a step
+    seconds: float = 0.0  # lower bound for communication, stepping and the given computation
+    imbalance: float = 1.0  # largest shard over mean shard
 
     @property
     def total(self) -> int:
         """Bytes of all categories; activations are not among them."""
         return self.parameters + self.gradients + self.state + self.master + self.buckets
 
-    def __repr__(self) -> str: return table([self])
+    def __repr__(self) -> str:
+        return table([self])
 
-    def _repr_html_(self) -> str: return html_table([self])
+    def _repr_html_(self) -> str:
+        return html_table([self])
 
 # %% ../nbs/04_estimate.ipynb #f69f4089
-IN_FLIGHT = 4 # reductions, and gathers, that may run at a time
+IN_FLIGHT = 4  # reductions, and gathers, that may run at a time
 
-def _copied(plan: BucketPlan, master: str | None) -> list[Bucket]: # a rank alone that keeps no copies steps the user's parameters
-    return [b for b in plan.buckets if len(b.slots) > 1 or b.padding] if plan.world_size > 1 or master else []
 
-def _scratch(plan: BucketPlan, group_rank: int, master: str | None = None) -> int: # bytes
+def _copied(
+    plan: BucketPlan, master: str | None
+) -> list[Bucket]:  # a rank alone that keeps no copies steps the user's parameters
+    return (
+        [b for b in plan.buckets if len(b.slots) > 1 or b.padding]
+        if plan.world_size > 1 or master
+        else []
+    )
+
+
+def _scratch(plan: BucketPlan, group_rank: int, master: str | None = None) -> int:  # bytes
     """Find the most scratch memory that a step and its gathers need at one time."""
     copied = _copied(plan, master)
-    stepped = sum((b.bounds[group_rank + 1] - b.bounds[group_rank]) * ITEMSIZE[b.dtype] for b in copied)
-    return max((sum(b.nbytes for b in copied[i:i + IN_FLIGHT]) + stepped for i in range(len(copied))), default=0)
+    stepped = sum(
+        (b.bounds[group_rank + 1] - b.bounds[group_rank]) * ITEMSIZE[b.dtype] for b in copied
+    )
+    return max(
+        (sum(b.nbytes for b in copied[i : i + IN_FLIGHT]) + stepped for i in range(len(copied))),
+        default=0,
+    )
 
-def _cast(plan: BucketPlan, how: "Setup") -> list[Bucket]: # to the dtype in which they are added
+
+def _cast(plan: BucketPlan, how: "Setup") -> list[Bucket]:  # to the dtype in which they are added
     return [b for b in plan.buckets if how.reduce_dtype not in (None, b.dtype)]
 
-def _part(buckets: Iterable[Bucket], group_rank: int, size: Callable[[Bucket], int]) -> int: # bytes that a rank owns
+
+def _part(
+    buckets: Iterable[Bucket], group_rank: int, size: Callable[[Bucket], int]
+) -> int:  # bytes that a rank owns
     return sum((b.bounds[group_rank + 1] - b.bounds[group_rank]) * size(b) for b in buckets)
 
-def _in_flight(cast: Sequence[Bucket], how: "Setup") -> int: # bytes
+
+def _in_flight(cast: Sequence[Bucket], how: "Setup") -> int:  # bytes
     """Find the most memory of casts that are being added at one time."""
     sizes = [b.numel * how.sent(b) for b in cast]
-    return max((sum(sizes[i:i + IN_FLIGHT]) for i in range(len(sizes))), default=0)
+    return max((sum(sizes[i : i + IN_FLIGHT]) for i in range(len(sizes))), default=0)
 
-def _stepped(plan: BucketPlan, group_rank: int, how: "Setup") -> list[list[Slot]]: # those in one list are stepped as one tensor
+
+def _stepped(
+    plan: BucketPlan, group_rank: int, how: "Setup"
+) -> list[list[Slot]]:  # those in one list are stepped as one tensor
     rule, joined = state_rule(how.optimizer), set(map(id, _copied(plan, how.master_dtype)))
-    def key(slot: Slot) -> Any: return slot if rule(spec := plan.params[slot.param]).whole else spec.group
+
+    def key(slot: Slot) -> Any:
+        return slot if rule(spec := plan.params[slot.param]).whole else spec.group
+
     owned = [(id(b) in joined, b.slots_of(group_rank)) for b in plan.buckets]
-    return [list(group) for together, slots in owned for _, group in groupby(slots, key if together else None)]
+    return [
+        list(group)
+        for together, slots in owned
+        for _, group in groupby(slots, key if together else None)
+    ]
+
 
 def _kept(
     specs: Sequence[ParamSpec],
-    stepped: Iterable[Sequence[Any]], # spans or slots; those in one list are stepped as one tensor
+    stepped: Iterable[Sequence[Any]],  # spans or slots; those in one list are stepped as one tensor
     rule: Callable[[ParamSpec], State],
-    master: str | None, # dtype
-) -> tuple[int, int]: # bytes of state, and of the master copy
+    master: str | None,  # dtype
+) -> tuple[int, int]:  # bytes of state, and of the master copy
     """Count what the optimizer keeps of a rank's spans."""
     state = copies = 0
     for spans in stepped:
@@ -322,111 +560,216 @@ def _kept(
 class Setup:
     """What to train, on what, and how."""
 
-    optimizer: Any = "adamw" # a name in `OPTIMIZERS`, a class, or a `State`
-    dtype: str | None = None # of parameters and gradients; None: as the model says
-    reduce_dtype: str | None = None # in which gradients are sent and added, in zero1 and zero2; None: their own, as in the other stages
-    master_dtype: str | None = None # of the optimizer's copy of parameters of a smaller dtype
-    machine: Machine | str = "8xH100" # or a name in `MACHINES`
-    policy: str | Policy | None = None # None: even where the optimizer allows it, else whole parameters
-    capacity_mb: float | None = None # MB of a bucket; None: 25, and for `dropin`, which gathers large parameters in place, 1
-    ddp_mb: float = 25.0 # MB of a bucket of DDP, its bucket_cap_mb
-    cut: bool | None = None # whether large parameters are cut into several buckets; None: not for `dropin`
-    align: int = 1 # every part of a bucket is a multiple of this many elements
-    replicas: int = 1 # groups that each hold all shards, such as the nodes of hybrid sharding
-    bucket_view: bool = True # DDP's gradient_as_bucket_view; without it gradients exist twice
-    lag: int = 1 # buckets that the step stays behind, in ZeRO-2
-    hidden: bool = False # gathers run under the next forward
-    compute: float = 0.0 # seconds of forward and backward on a rank
+    optimizer: Any = "adamw"  # a name in `OPTIMIZERS`, a class, or a `State`
+    dtype: str | None = None  # of parameters and gradients; None: as the model says
+    reduce_dtype: str | None = (
+        None  # in which gradients are sent and added, in zero1 and zero2; None: their own, as in the other stages
+    )
+    master_dtype: str | None = None  # of the optimizer's copy of parameters of a smaller dtype
+    machine: Machine | str = "8xH100"  # or a name in `MACHINES`
+    policy: str | Policy | None = (
+        None  # None: even where the optimizer allows it, else whole parameters
+    )
+    capacity_mb: float | None = (
+        None  # MB of a bucket; None: 25, and for `dropin`, which gathers large parameters in place, 1
+    )
+    ddp_mb: float = 25.0  # MB of a bucket of DDP, its bucket_cap_mb
+    cut: bool | None = (
+        None  # whether large parameters are cut into several buckets; None: not for `dropin`
+    )
+    align: int = 1  # every part of a bucket is a multiple of this many elements
+    replicas: int = 1  # groups that each hold all shards, such as the nodes of hybrid sharding
+    bucket_view: bool = True  # DDP's gradient_as_bucket_view; without it gradients exist twice
+    lag: int = 1  # buckets that the step stays behind, in ZeRO-2
+    hidden: bool = False  # gathers run under the next forward
+    compute: float = 0.0  # seconds of forward and backward on a rank
 
     def __post_init__(self) -> None:
         if not (isinstance(self.compute, (int, float)) and 0 <= self.compute < math.inf):
-            raise ValueError(f"compute must be seconds >= 0, of forward and backward on a rank, got {self.compute!r}")
+            raise ValueError(
+                f"compute must be seconds >= 0, of forward and backward on a rank, got {self.compute!r}"
+            )
+
     def sharding(self) -> str | Policy:
         """Choose the policy: what may be cut is cut bucket by bucket."""
-        if self.policy is not None: return self.policy
+        if self.policy is not None:
+            return self.policy
         rule = state_rule(self.optimizer)
-        return partial(mixed, choose=lambda spec: partial(balanced, cost=newton_schulz) if rule(spec).whole else even)
+        return partial(
+            mixed,
+            choose=lambda spec: partial(balanced, cost=newton_schulz) if rule(spec).whole else even,
+        )
+
     def buckets(self, specs: Sequence[ParamSpec], ranks: int, stage: str) -> BucketPlan:
         """Pack parameters as a stage does."""
-        mb, cut, order = (1.0, False, range(len(unique(specs)))) if stage == "dropin" else (25.0, True, None) # as registered, or as gradients arrive
-        mb, cut = mb if self.capacity_mb is None else self.capacity_mb, cut if self.cut is None else self.cut
+        mb, cut, order = (
+            (1.0, False, range(len(unique(specs)))) if stage == "dropin" else (25.0, True, None)
+        )  # as registered, or as gradients arrive
+        mb, cut = (
+            mb if self.capacity_mb is None else self.capacity_mb,
+            cut if self.cut is None else self.cut,
+        )
         align = math.lcm(self.align, 16) if stage == "dropin" else self.align
-        return pack(specs, ranks, policy=self.sharding(), capacity_mb=mb, align=align, cut=cut, order=order, pad=stage != "dropin")
+        return pack(
+            specs,
+            ranks,
+            policy=self.sharding(),
+            capacity_mb=mb,
+            align=align,
+            cut=cut,
+            order=order,
+            pad=stage != "dropin",
+        )
+
     def reducing(self, specs: Sequence[ParamSpec], ranks: int) -> BucketPlan:
         """Pack gradients as DDP does."""
         return adopt(specs, ranks, ddp_buckets(specs, self.ddp_mb))
+
     def sent(self, bucket: Bucket) -> int:
         """Count the bytes of an element of a bucket while it is reduce-scattered."""
         return ITEMSIZE[self.reduce_dtype or bucket.dtype]
+
     def averaged(self, bucket: Bucket) -> int:
         """Count the bytes of an element of the average: of the wider dtype, which for the two of 16 bits is float32."""
-        if self.reduce_dtype in (None, bucket.dtype): return ITEMSIZE[bucket.dtype]
+        if self.reduce_dtype in (None, bucket.dtype):
+            return ITEMSIZE[bucket.dtype]
         return max(ITEMSIZE[bucket.dtype], self.sent(bucket), 4)
+
     def device(self) -> Machine:
         """Find the machine."""
-        if isinstance(self.machine, str) and self.machine not in MACHINES: raise unknown("machine", self.machine, MACHINES)
+        if isinstance(self.machine, str) and self.machine not in MACHINES:
+            raise unknown("machine", self.machine, MACHINES)
         return MACHINES[self.machine] if isinstance(self.machine, str) else self.machine
 
 # %% ../nbs/04_estimate.ipynb #54414a55
-def _costs(plan: BucketPlan, how: Setup, stepped: float) -> dict[str, list[float]]: # seconds by operation, of each bucket
-    """Price operations; `stepped` is the bytes that a rank's step reads and writes, shared among buckets by size, like the computation."""
+def _costs(
+    plan: BucketPlan, how: Setup, stepped: float
+) -> dict[str, list[float]]:  # seconds by operation, of each bucket
+    """Price operations; `stepped` is the bytes that a rank's step reads and writes, shared among
+    buckets by size, like the computation."""
     machine, sizes, ranks = how.device(), [b.nbytes for b in plan.buckets], plan.world_size
-    total, kinds = sum(sizes) or 1, set(sizes) # most buckets are of one size
-    busy = {"GRAD": how.compute * 2 / 3, "FWD": how.compute / 3, "STEP": stepped / machine.memory_bandwidth}
-    def network(op: str, nbytes: int) -> float:
-        between = machine.across(nbytes / ranks, how.replicas) if op != "AG" and how.replicas > 1 else 0.0
-        return machine.seconds(op, nbytes, ranks) + between
-    prices = {op: {n: all_of * n / total for n in kinds} for op, all_of in busy.items()} | {op: {n: network(op, n) for n in kinds} for op in NETWORK}
-    costs = {op: [*map(price.__getitem__, sizes)] for op, price in prices.items()} | {"FREE": [0.0] * len(sizes), "SYNC": [0.0]}
-    return costs | {"RS": [network("RS", b.numel * how.sent(b)) for b in plan.buckets]} if how.reduce_dtype else costs
+    total, kinds = sum(sizes) or 1, set(sizes)  # most buckets are of one size
+    busy = {
+        "GRAD": how.compute * 2 / 3,
+        "FWD": how.compute / 3,
+        "STEP": stepped / machine.memory_bandwidth,
+    }
 
-def _seconds(plan: BucketPlan, steps: Sequence[Step], stage: str, how: Setup, stepped: float) -> tuple[float, int]: # and collectives
+    def network(op: str, nbytes: int) -> float:
+        between = (
+            machine.across(nbytes / ranks, how.replicas) if op != "AG" and how.replicas > 1 else 0.0
+        )
+        return machine.seconds(op, nbytes, ranks) + between
+
+    prices = {op: {n: all_of * n / total for n in kinds} for op, all_of in busy.items()} | {
+        op: {n: network(op, n) for n in kinds} for op in NETWORK
+    }
+    costs = {op: [*map(price.__getitem__, sizes)] for op, price in prices.items()} | {
+        "FREE": [0.0] * len(sizes),
+        "SYNC": [0.0],
+    }
+    return (
+        costs | {"RS": [network("RS", b.numel * how.sent(b)) for b in plan.buckets]}
+        if how.reduce_dtype
+        else costs
+    )
+
+
+def _seconds(
+    plan: BucketPlan, steps: Sequence[Step], stage: str, how: Setup, stepped: float
+) -> tuple[float, int]:  # and collectives
     """Bound the time of a step: run the clock; behind DDP, gathers come when everything has been stepped."""
-    first, mode = how.reducing(plan.params, plan.world_size) if stage == "dropin" else plan, MODES[STAGES[stage]]
-    if mode.reduce == "AR": mode, steps = MODES["ddp"], _steps(first, "ddp", how)
+    first, mode = (
+        how.reducing(plan.params, plan.world_size) if stage == "dropin" else plan,
+        MODES[STAGES[stage]],
+    )
+    if mode.reduce == "AR":
+        mode, steps = MODES["ddp"], _steps(first, "ddp", how)
     end = max(map(itemgetter(1), clock(steps, _costs(first, how, stepped))), default=0.0)
-    owned = [b.nbytes for b in plan.buckets] if stage == "dropin" else [p.nbytes for p in plan.params if p.trainable and p.numel]
-    gathers = [how.device().seconds("AG", nbytes, plan.world_size) for nbytes in owned] if stage in ("dropin", "torch") else []
-    return end + sum(gathers), len(first.buckets) * (1 + mode.gather + (how.replicas > 1)) + len(gathers)
+    owned = (
+        [b.nbytes for b in plan.buckets]
+        if stage == "dropin"
+        else [p.nbytes for p in plan.params if p.trainable and p.numel]
+    )
+    gathers = (
+        [how.device().seconds("AG", nbytes, plan.world_size) for nbytes in owned]
+        if stage in ("dropin", "torch")
+        else []
+    )
+    return end + sum(gathers), len(first.buckets) * (1 + mode.gather + (how.replicas > 1)) + len(
+        gathers
+    )
+
 
 def _steps(plan: BucketPlan, mode: str, how: Setup) -> list[Step]:
-    phases = order(len(plan.buckets), mode, lag=how.lag, hidden=how.hidden and MODES[mode].reduce == "RS")
+    phases = order(
+        len(plan.buckets), mode, lag=how.lag, hidden=how.hidden and MODES[mode].reduce == "RS"
+    )
     return [step for steps in phases.values() for step in steps]
 
 # %% ../nbs/04_estimate.ipynb #ebd0a75f
 def estimate(
-    model: Any, # a name in `MODELS`, "module:function", `ParamSpec`s, or a module
-    optimizer: Any = "adamw", # a name in `OPTIMIZERS`, a class, or a `State`
-    world_size: int = 1, # ranks in all
-    stage: str = "dropin", # a key of `STAGES`
-    *, group_rank: int | None = None, # whose memory; None for the fullest rank
-    **setup: Any, # fields of `Setup`
+    model: Any,  # a name in `MODELS`, "module:function", `ParamSpec`s, or a module
+    optimizer: Any = "adamw",  # a name in `OPTIMIZERS`, a class, or a `State`
+    world_size: int = 1,  # ranks in all
+    stage: str = "dropin",  # a key of `STAGES`
+    *,
+    group_rank: int | None = None,  # whose memory; None for the fullest rank
+    **setup: Any,  # fields of `Setup`
 ) -> Estimate:
     """Predict what one rank needs and what a step costs.
 
     Raises `ValueError` for an unknown name, or a world size that `replicas` does not divide."""
-    if stage not in STAGES: raise unknown("stage", stage, STAGES)
-    how = Setup(optimizer, **(setup | {"replicas": 1} if stage == "ddp" else setup))  # plain DDP knows no groups
-    if how.master_dtype not in (None, *ITEMSIZE): raise unknown("master_dtype", how.master_dtype, ITEMSIZE)
-    if how.reduce_dtype not in (None, *REDUCED): raise unknown("reduce_dtype", how.reduce_dtype, REDUCED)
+    if stage not in STAGES:
+        raise unknown("stage", stage, STAGES)
+    how = Setup(
+        optimizer, **(setup | {"replicas": 1} if stage == "ddp" else setup)
+    )  # plain DDP knows no groups
+    if how.master_dtype not in (None, *ITEMSIZE):
+        raise unknown("master_dtype", how.master_dtype, ITEMSIZE)
+    if how.reduce_dtype not in (None, *REDUCED):
+        raise unknown("reduce_dtype", how.reduce_dtype, REDUCED)
     name, specs = find_model(model, how.dtype)
     if type(how.replicas) is not int or how.replicas < 1 or world(world_size) % how.replicas:
         raise ValueError(f"replicas must divide world_size, got {how.replicas} and {world_size}")
     ranks = world_size // how.replicas
-    plan = how.reducing(specs, ranks) if stage in ("ddp", "torch") else how.buckets(specs, ranks, stage)
+    plan = (
+        how.reducing(specs, ranks)
+        if stage in ("ddp", "torch")
+        else how.buckets(specs, ranks, stage)
+    )
     whole = greedy(specs, ranks) if stage == "torch" else None
     loads = whole.loads if whole else plan.loads
     chosen = max(range(ranks), key=loads.__getitem__) if group_rank is None else group_rank
-    if not 0 <= chosen < ranks: raise ValueError(f"group_rank must lie in 0 to {ranks - 1}, got {chosen}")
+    if not 0 <= chosen < ranks:
+        raise ValueError(f"group_rank must lie in 0 to {ranks - 1}, got {chosen}")
     owned: list[list[Any]]
-    if whole: owned = [[s] for s in whole.spans(chosen)]
-    elif stage == "ddp": owned = [[s] for b in plan.buckets for s in b.slots]
-    else: owned = _stepped(plan, chosen, how)
-    called, imbalance = getattr(optimizer, "__name__", str(optimizer)), 1.0 if stage == "ddp" else spread(loads)
-    return _fill_in(Estimate(name, stage, called, world_size, chosen, imbalance=imbalance), how, specs, plan, owned)
+    if whole:
+        owned = [[s] for s in whole.spans(chosen)]
+    elif stage == "ddp":
+        owned = [[s] for b in plan.buckets for s in b.slots]
+    else:
+        owned = _stepped(plan, chosen, how)
+    called, imbalance = (
+        getattr(optimizer, "__name__", str(optimizer)),
+        1.0 if stage == "ddp" else spread(loads),
+    )
+    return _fill_in(
+        Estimate(name, stage, called, world_size, chosen, imbalance=imbalance),
+        how,
+        specs,
+        plan,
+        owned,
+    )
 
 # %% ../nbs/04_estimate.ipynb #adeb07fb
-def _fill_in(found: Estimate, how: Setup, specs: Sequence[ParamSpec], plan: BucketPlan, owned: Sequence[Sequence[Any]]) -> Estimate:
+def _fill_in(
+    found: Estimate,
+    how: Setup,
+    specs: Sequence[ParamSpec],
+    plan: BucketPlan,
+    owned: Sequence[Sequence[Any]],
+) -> Estimate:
     """Add bytes, traffic and time."""
     stage, ranks, mode = found.stage, plan.world_size, MODES[STAGES[found.stage]]
     full, ours = sum(p.nbytes for p in specs if p.trainable), stage not in ("ddp", "torch")
@@ -437,52 +780,99 @@ def _fill_in(found: Estimate, how: Setup, specs: Sequence[ParamSpec], plan: Buck
     scatters, cast = mode.reduce == "RS", _cast(plan, how) if mode.reduce == "RS" else []
     part = _part(plan.buckets, found.group_rank, lambda b: ITEMSIZE[b.dtype])
     added = _part(plan.buckets, found.group_rank, how.sent)
-    averages = _part(plan.buckets if mode.free else cast, found.group_rank, how.averaged) # others lie in the gradients
+    averages = _part(
+        plan.buckets if mode.free else cast, found.group_rank, how.averaged
+    )  # others lie in the gradients
     alive = peak(steps, sizes) if mode.free else 0 if how.bucket_view else full
     seconds, collectives = _seconds(plan, steps, stage, how, 2 * (state + master) + 3 * mine)
-    reduced = sum(b.numel * how.sent(b) for b in plan.buckets) - added if scatters else 2 * (ranks - 1) * full // ranks
+    reduced = (
+        sum(b.numel * how.sent(b) for b in plan.buckets) - added
+        if scatters
+        else 2 * (ranks - 1) * full // ranks
+    )
     gathered = {"ddp": 0, "torch": full - mine}.get(stage, padded - part)
     between = 2 * (how.replicas - 1) * (added if scatters else full) // how.replicas
     scratch = _scratch(plan, found.group_rank, how.master_dtype) if ours else 0
-    casts = _in_flight(cast, how) # where buckets are freed, gathers run at the same time
+    casts = _in_flight(cast, how)  # where buckets are freed, gathers run at the same time
     return replace(
-        found, parameters=sum(p.nbytes for p in specs), gradients=averages + (0 if mode.free else full), state=state, master=master,
+        found,
+        parameters=sum(p.nbytes for p in specs),
+        gradients=averages + (0 if mode.free else full),
+        state=state,
+        master=master,
         buckets=alive + (scratch + casts if mode.free else max(scratch, casts)),
         padding=sum(b.padding * ITEMSIZE[b.dtype] for b in plan.buckets) if ours else 0,
-        wire=reduced + gathered + between, collectives=collectives, seconds=seconds)
+        wire=reduced + gathered + between,
+        collectives=collectives,
+        seconds=seconds,
+    )
 
 # %% ../nbs/04_estimate.ipynb #7c30a5d4
 def amount(nbytes: float) -> str:
     """Write bytes with three digits, in powers of 1,000."""
     for size, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= size: return f"{nbytes / size:.3g} {unit}" if nbytes < 999.5 * size else f"{nbytes / size:.0f} {unit}"
+        if nbytes >= size:
+            return (
+                f"{nbytes / size:.3g} {unit}"
+                if nbytes < 999.5 * size
+                else f"{nbytes / size:.0f} {unit}"
+            )
     return f"{nbytes:.0f} B"
+
 
 def duration(seconds: float) -> str:
     """Write seconds with three digits."""
     for size, unit in ((1, "s"), (1e-3, "ms")):
-        if seconds >= size: return f"{seconds / size:.3g} {unit}"
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
+
 
 def _rows(estimates: Sequence[Estimate]) -> list[list[str]]:
     """Lay estimates out, heading first."""
     kinds = ("parameters", "gradients", "state", "master", "buckets")
-    return [["stage", "ranks", "total", *kinds, "wire", "collectives", "at least", "max/mean"], *(
-        [e.stage, str(e.world_size), amount(e.total), *(amount(getattr(e, kind)) for kind in kinds), amount(e.wire), str(e.collectives), duration(e.seconds),
-         f"{e.imbalance:.3g}"] for e in estimates)]
+    return [
+        ["stage", "ranks", "total", *kinds, "wire", "collectives", "at least", "max/mean"],
+        *(
+            [
+                e.stage,
+                str(e.world_size),
+                amount(e.total),
+                *(amount(getattr(e, kind)) for kind in kinds),
+                amount(e.wire),
+                str(e.collectives),
+                duration(e.seconds),
+                f"{e.imbalance:.3g}",
+            ]
+            for e in estimates
+        ),
+    ]
+
 
 def table(estimates: Sequence[Estimate]) -> str:
     """Write estimates as text."""
     rows = _rows(estimates)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(f"{cell:>{w}}" if i else f"{cell:<{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in rows)
+    return "\n".join(
+        "  ".join(
+            f"{cell:>{w}}" if i else f"{cell:<{w}}"
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
 
 def html_table(estimates: Sequence[Estimate]) -> str:
     """Write estimates for a notebook."""
     head, *rows = _rows(estimates)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
     said = f"{estimates[0].model} with {estimates[0].optimizer}" if estimates else ""
-    return f"<p>{escape(said)}, bytes on the fullest rank</p><table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{body}</table>"
+    return (
+        f"<p>{escape(said)}, bytes on the fullest"
+        f" rank</p><table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{body}</table>"
+    )
 
 # %% ../nbs/04_estimate.ipynb #ca5b396e
 @dataclass(frozen=True, repr=False)
@@ -491,97 +881,193 @@ class Comparison:
 
     estimates: tuple[Estimate, ...]
 
-    def __repr__(self) -> str: return table(self.estimates)
+    def __repr__(self) -> str:
+        return table(self.estimates)
 
-    def _repr_html_(self) -> str: return html_table(self.estimates)
+    def _repr_html_(self) -> str:
+        return html_table(self.estimates)
 
-    def __getitem__(self, stage: str) -> Estimate: return next(e for e in self.estimates if e.stage == stage)
+    def __getitem__(self, stage: str) -> Estimate:
+        return next(e for e in self.estimates if e.stage == stage)
+
 
 def compare(
-    model: Any, # as for `estimate`
+    model: Any,  # as for `estimate`
     optimizer: Any = "adamw",
     world_size: int = 8,
     stages: Iterable[str] = tuple(STAGES),
-    **setup: Any, # fields of `Setup`
+    **setup: Any,  # fields of `Setup`
 ) -> Comparison:
     """Estimate several ways to train."""
-    return Comparison(tuple(estimate(model, optimizer, world_size, stage, **setup) for stage in stages))
+    return Comparison(
+        tuple(estimate(model, optimizer, world_size, stage, **setup) for stage in stages)
+    )
 
 # %% ../nbs/04_estimate.ipynb #db40ea8b
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
 
 def parse_memory(
-    text: str | float, # such as "24GB" (10**9 bytes), "80 GiB" (2**30 bytes), or a number of bytes
-) -> int: # bytes
+    text: str | float,  # such as "24GB" (10**9 bytes), "80 GiB" (2**30 bytes), or a number of bytes
+) -> int:  # bytes
     """Read an amount of memory.
 
     Raises `ValueError` if it is none."""
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", str(text))
-    if found and found[2].lower() in _UNITS and (size := float(found[1]) * _UNITS[found[2].lower()]) > 0: return int(size)
-    raise ValueError(f"memory must be above 0 and written as 24GB (10**9 bytes) or 24GiB (2**30), got {text!r}")
+    if (
+        found
+        and found[2].lower() in _UNITS
+        and (size := float(found[1]) * _UNITS[found[2].lower()]) > 0
+    ):
+        return int(size)
+    raise ValueError(
+        f"memory must be above 0 and written as 24GB (10**9 bytes) or 24GiB (2**30), got {text!r}"
+    )
+
 
 def fits(
     found: Estimate,
-    memory: str | float, # of a rank
-    activations: str | float = 1, # that training needs besides
+    memory: str | float,  # of a rank
+    activations: str | float = 1,  # that training needs besides
 ) -> bool:
     """Tell whether a rank has the memory."""
     return found.total + parse_memory(activations) <= parse_memory(memory)
 
+
 def fewest_ranks(
-    model: Any, # as for `estimate`
+    model: Any,  # as for `estimate`
     optimizer: Any = "adamw",
-    memory: str | float = "80GB", # of a rank
+    memory: str | float = "80GB",  # of a rank
     stage: str = "dropin",
-    *, activations: str | float = 1, # bytes that training needs besides
-    most: int = 16_384, # ranks
-    **setup: Any, # fields of `Setup`
-) -> int | None: # None: not even `most` ranks are enough
+    *,
+    activations: str | float = 1,  # bytes that training needs besides
+    most: int = 16_384,  # ranks
+    **setup: Any,  # fields of `Setup`
+) -> int | None:  # None: not even `most` ranks are enough
     """Find the smallest world size at which a rank has the memory."""
-    def enough(n: int) -> bool: return fits(estimate(model, optimizer, n * setup.get("replicas", 1), stage, **setup), memory, activations)
+
+    def enough(n: int) -> bool:
+        return fits(
+            estimate(model, optimizer, n * setup.get("replicas", 1), stage, **setup),
+            memory,
+            activations,
+        )
+
     limit = most // setup.get("replicas", 1)
     high = next((n for k in range(limit.bit_length() + 1) if enough(n := min(2**k, limit))), None)
-    if high is None: return None
+    if high is None:
+        return None
     low = high // 2
-    while high - low > 1: low, high = (low, mid) if enough(mid := (low + high) // 2) else (mid, high)
+    while high - low > 1:
+        low, high = (low, mid) if enough(mid := (low + high) // 2) else (mid, high)
     return high * setup.get("replicas", 1)
 
 # %% ../nbs/04_estimate.ipynb #184e86f9
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `zero-nb plan`."""
     add = parser.add_argument
-    add("model", nargs="?", help=f"one of {', '.join(MODELS)}, or module:function that returns a model")
+    add(
+        "model",
+        nargs="?",
+        help=f"one of {', '.join(MODELS)}, or module:function that returns a model",
+    )
     add("--shapes", metavar="FILE", help='JSON file of a model: {"name": [rows, columns], ...}')
     add("--world-size", type=int, default=8, metavar="N", help="ranks in all (default: 8)")
     add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (default: adamw)")
-    add("--memory", metavar="SIZE", help="of a rank, such as 24GB or 80GiB: says what fits, and the fewest ranks that do")
-    add("--activations", default="1B", metavar="SIZE", help="that training needs besides (default: none)")
-    add("--stage", action="append", choices=list(STAGES), help="a way to train; may be repeated (default: all)")
-    add("--dtype", help="of parameters and gradients, such as bfloat16 (default: the model's, else float32)")
-    add("--master-dtype", help="of the optimizer's copy of parameters of a smaller dtype, such as float32 (default: no copy)")
-    add("--reduce-dtype", help="in which zero1 and zero2 send and add gradients, such as float32 (default: the gradients' own)")
-    add("--bucket-mb", type=float, metavar="MB", help="size of a bucket of the sharded optimizer in MB of 2**20 bytes (default: 25; for dropin 1)")
-    add("--replicas", type=int, default=1, metavar="N", help="groups of ranks that each hold all shards (default: 1)")
+    add(
+        "--memory",
+        metavar="SIZE",
+        help="of a rank, such as 24GB or 80GiB: says what fits, and the fewest ranks that do",
+    )
+    add(
+        "--activations",
+        default="1B",
+        metavar="SIZE",
+        help="that training needs besides (default: none)",
+    )
+    add(
+        "--stage",
+        action="append",
+        choices=list(STAGES),
+        help="a way to train; may be repeated (default: all)",
+    )
+    add(
+        "--dtype",
+        help="of parameters and gradients, such as bfloat16 (default: the model's, else float32)",
+    )
+    add(
+        "--master-dtype",
+        help="of the optimizer's copy of parameters of a smaller dtype, such as float32 (default: no copy)",
+    )
+    add(
+        "--reduce-dtype",
+        help="in which zero1 and zero2 send and add gradients, such as float32 (default: the gradients' own)",
+    )
+    add(
+        "--bucket-mb",
+        type=float,
+        metavar="MB",
+        help="size of a bucket of the sharded optimizer in MB of 2**20 bytes (default: 25; for dropin 1)",
+    )
+    add(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="groups of ranks that each hold all shards (default: 1)",
+    )
     add("--machine", default="8xH100", help=f"one of {', '.join(MACHINES)} (default: 8xH100)")
 
 # %% ../nbs/04_estimate.ipynb #e0c927b5
 def main(
-    args: argparse.Namespace, # the options of `add_arguments`
-) -> Comparison: # what was printed, for a picture
+    args: argparse.Namespace,  # the options of `add_arguments`
+) -> Comparison:  # what was printed, for a picture
     """Print what training needs, and say what fits.
 
     Raises `ValueError` with the message that a user should read."""
-    if (args.model is None) == (args.shapes is None): raise ValueError(f"name one model, or --shapes FILE; models are {', '.join(MODELS)}")
-    name, specs = find_model(args.model, args.dtype) if args.shapes is None else (Path(args.shapes).stem, find_model(read_shapes(args.shapes), args.dtype)[1])
-    setup = {"reduce_dtype": args.reduce_dtype, "master_dtype": args.master_dtype, "machine": args.machine, "capacity_mb": args.bucket_mb,
-             "replicas": args.replicas}
+    if (args.model is None) == (args.shapes is None):
+        raise ValueError(f"name one model, or --shapes FILE; models are {', '.join(MODELS)}")
+    name, specs = (
+        find_model(args.model, args.dtype)
+        if args.shapes is None
+        else (Path(args.shapes).stem, find_model(read_shapes(args.shapes), args.dtype)[1])
+    )
+    setup = {
+        "reduce_dtype": args.reduce_dtype,
+        "master_dtype": args.master_dtype,
+        "machine": args.machine,
+        "capacity_mb": args.bucket_mb,
+        "replicas": args.replicas,
+    }
     several = compare(specs, args.optimizer, args.world_size, args.stage or tuple(STAGES), **setup)
     found = Comparison(tuple(replace(e, model=name) for e in several.estimates))
-    print(f"{name}: {sum(p.numel for p in specs):,} parameters, {args.optimizer}, {args.world_size} ranks on {args.machine}\n\n{found}")
-    if args.memory: print("\n" + "\n".join(_verdict(e, specs, args, setup) for e in found.estimates))
+    print(
+        f"{name}: {sum(p.numel for p in specs):,} parameters, {args.optimizer}, {args.world_size}"
+        f" ranks on {args.machine}\n\n{found}"
+    )
+    if args.memory:
+        print("\n" + "\n".join(_verdict(e, specs, args, setup) for e in found.estimates))
     return found
 
-def _verdict(e: Estimate, specs: Sequence[ParamSpec], args: argparse.Namespace, setup: dict[str, Any]) -> str:
+
+def _verdict(
+    e: Estimate, specs: Sequence[ParamSpec], args: argparse.Namespace, setup: dict[str, Any]
+) -> str:
     ok = fits(e, args.memory, args.activations)
-    least = fewest_ranks(specs, args.optimizer, args.memory, e.stage, activations=args.activations, **setup)
-    return f"{e.stage:<7} {'fits' if ok else 'does not fit'} in {args.memory}; " + (f"fewest ranks that do: {least}" if least else "no number of ranks does")
+    least = fewest_ranks(
+        specs, args.optimizer, args.memory, e.stage, activations=args.activations, **setup
+    )
+    return f"{e.stage:<7} {'fits' if ok else 'does not fit'} in {args.memory}; " + (
+        f"fewest ranks that do: {least}" if least else "no number of ranks does"
+    )

@@ -20,110 +20,166 @@ __all__ = ['flatten', 'flatten_like', 'move_together', 'FlatBucket']
 
 # %% ../nbs/12_flat.ipynb #451d146d
 def flatten(
-    tensor: Tensor, # any shape; dense: no gaps, no element twice
-) -> Tensor: # 1-D view of the same memory, elements in memory order
+    tensor: Tensor,  # any shape; dense: no gaps, no element twice
+) -> Tensor:  # 1-D view of the same memory, elements in memory order
     """View a dense tensor as a flat one, whatever the order of its dimensions.
 
     Raises `ValueError` if it has gaps or overlaps (a slice, an expanded tensor).
     """
-    if tensor.is_contiguous(): return tensor.view(-1)
+    if tensor.is_contiguous():
+        return tensor.view(-1)
     ordered = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    if ordered.is_contiguous(): return ordered.view(-1)
-    raise ValueError(f"a sharded tensor must be dense, got shape {tuple(tensor.shape)}, strides {tensor.stride()}; make it contiguous first")
+    if ordered.is_contiguous():
+        return ordered.view(-1)
+    raise ValueError(
+        f"a sharded tensor must be dense, got shape {tuple(tensor.shape)}, strides"
+        f" {tensor.stride()}; make it contiguous first"
+    )
+
 
 def flatten_like(
-    tensor: Tensor, # same shape as `layout`
-    layout: Tensor, # its memory order is wanted, usually the parameter
-) -> Tensor: # 1-D; a view of `tensor` where both have one layout, else a copy
+    tensor: Tensor,  # same shape as `layout`
+    layout: Tensor,  # its memory order is wanted, usually the parameter
+) -> Tensor:  # 1-D; a view of `tensor` where both have one layout, else a copy
     """Lay `tensor` flat in the memory order of `layout`."""
-    if tensor.stride() != layout.stride(): tensor = torch.empty_like(layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    if tensor.stride() != layout.stride():
+        tensor = torch.empty_like(layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return flatten(tensor)
 
 # %% ../nbs/12_flat.ipynb #dd38c992
-_Stretch = tuple[slice, list[int], list[Tensor]] # runs with nothing between them: where they are in the bucket, their lengths, their memory
+_Stretch = tuple[
+    slice, list[int], list[Tensor]
+]  # runs with nothing between them: where they are in the bucket, their lengths, their memory
+
 
 def _stretches(slots: Sequence[Slot], runs: Sequence[Tensor]) -> Iterator[_Stretch]:
     first = 0
     for i, slot in enumerate(slots, 1):
         if i == len(slots) or slots[i].offset != slot.offset + slot.numel:
-            yield slice(slots[first].offset, slot.offset + slot.numel), [len(run) for run in runs[first:i]], list(runs[first:i])
+            yield (
+                slice(slots[first].offset, slot.offset + slot.numel),
+                [len(run) for run in runs[first:i]],
+                list(runs[first:i]),
+            )
             first = i
 
-def _run(param: Tensor, slot: Slot) -> Tensor: # 1-D view of a slot's elements in the parameter's memory
+
+def _run(
+    param: Tensor, slot: Slot
+) -> Tensor:  # 1-D view of a slot's elements in the parameter's memory
     flat = flatten(param.detach())
-    return flat if slot.numel == flat.numel() else flat[slot.start:slot.stop]
+    return flat if slot.numel == flat.numel() else flat[slot.start : slot.stop]
 
 # %% ../nbs/12_flat.ipynb #d017bd39
 def move_together(
-    bucket: Bucket, # holds whole parameters
-    params: Sequence[Tensor], # all parameters of the plan, by index
-) -> Tensor: # 1-D, `bucket.numel` elements
+    bucket: Bucket,  # holds whole parameters
+    params: Sequence[Tensor],  # all parameters of the plan, by index
+) -> Tensor:  # 1-D, `bucket.numel` elements
     """Move a bucket's parameters into one flat tensor and make each a view of it; shapes and layouts stay."""
     flat = params[bucket.slots[0].param].detach().new_zeros(bucket.numel)
     for index, pieces in groupby(bucket.slots, key=lambda slot: slot.param):
         param, slots = params[index], list(pieces)
-        if any(slot.offset - slot.start != slots[0].offset for slot in slots) or sum(slot.numel for slot in slots) != param.numel():
-            raise ValueError(f"parameter {index} does not lie in one piece in one bucket and cannot be a view of it; plan with cut=False and order=range(n)")
-        place = flat[slots[0].offset:slots[0].offset + param.numel()]
+        if (
+            any(slot.offset - slot.start != slots[0].offset for slot in slots)
+            or sum(slot.numel for slot in slots) != param.numel()
+        ):
+            raise ValueError(
+                f"parameter {index} does not lie in one piece in one bucket and cannot be a view of"
+                " it; plan with cut=False and order=range(n)"
+            )
+        place = flat[slots[0].offset : slots[0].offset + param.numel()]
         place.copy_(flatten(param.detach()))
         param.data = place.as_strided(param.shape, param.stride())
     return flat
 
+
 def _alone(bucket: Bucket, params: Sequence[Tensor]) -> Tensor | None:
     """Give the memory of a bucket that is nothing but a run of one parameter."""
     first = bucket.slots[0]
-    if any((slot.param, slot.offset - slot.start) != (first.param, -first.start) for slot in bucket.slots): return None
-    run = flatten(params[first.param].detach())[first.start:first.start + bucket.numel]
+    if any(
+        (slot.param, slot.offset - slot.start) != (first.param, -first.start)
+        for slot in bucket.slots
+    ):
+        return None
+    run = flatten(params[first.param].detach())[first.start : first.start + bucket.numel]
     return run if sum(slot.numel for slot in bucket.slots) == bucket.numel else None
 
 # %% ../nbs/12_flat.ipynb #afa82922
 def _parts(bucket: Bucket) -> Parts:
-    if isinstance(bucket.bounds, tuple): return Parts.of([stop - start for start, stop in pairwise(bucket.bounds)])
+    if isinstance(bucket.bounds, tuple):
+        return Parts.of([stop - start for start, stop in pairwise(bucket.bounds)])
     return Parts(bucket.world_size, bucket.numel, bucket.bounds[1])
+
 
 class FlatBucket:
     """The memory of one bucket: its parameters' elements, apart or together."""
 
-    part: Tensor | None = None # between `load` and the gather, if parameters lie apart: what this rank owns, side by side
+    part: Tensor | None = (
+        None  # between `load` and the gather, if parameters lie apart: what this rank owns, side by side
+    )
 
     def __init__(
         self,
-        bucket: Bucket, # of the plan
-        params: Sequence[Tensor], # all parameters of the plan, by index
-        group: Group, # whose ranks share the bucket
-        as_views: bool = False, # move the parameters into one flat tensor, and make them views of it
+        bucket: Bucket,  # of the plan
+        params: Sequence[Tensor],  # all parameters of the plan, by index
+        group: Group,  # whose ranks share the bucket
+        as_views: bool = False,  # move the parameters into one flat tensor, and make them views of it
     ):
-        self.bucket, self.params, self.group, self.owned = bucket, params, group, bucket.slots_of(group.group_rank)
+        self.bucket, self.params, self.group, self.owned = (
+            bucket,
+            params,
+            group,
+            bucket.slots_of(group.group_rank),
+        )
         self.sizes = _parts(bucket)
         flat = _alone(bucket, params)
         self.flat = flat = move_together(bucket, params) if flat is None and as_views else flat
-        self.mine = [_run(params[s.param], s) if flat is None else flat[s.offset:s.offset + s.numel] for s in self.owned]
+        self.mine = [
+            _run(params[s.param], s) if flat is None else flat[s.offset : s.offset + s.numel]
+            for s in self.owned
+        ]
 
     @cached_property
     def stretches(self) -> list[_Stretch]:
         """Where parameters that lie apart get back what a gather brings; a constructor can do without."""
-        return [] if self.flat is not None else [*_stretches(self.bucket.slots, [_run(self.params[slot.param], slot) for slot in self.bucket.slots])]
+        return (
+            []
+            if self.flat is not None
+            else [
+                *_stretches(
+                    self.bucket.slots,
+                    [_run(self.params[slot.param], slot) for slot in self.bucket.slots],
+                )
+            ]
+        )
 
     @cached_property
     def members(self) -> list[Tensor]:
         """The parameters with elements in this bucket, each once."""
-        return [self.params[index] for index in dict.fromkeys(slot.param for slot in self.bucket.slots)]
+        return [
+            self.params[index] for index in dict.fromkeys(slot.param for slot in self.bucket.slots)
+        ]
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
         return self.params[self.bucket.slots[0].param].dtype
 
-    def load(self) -> Tensor: # 1-D
+    def load(self) -> Tensor:  # 1-D
         """Bring what this rank owns side by side, where it can be changed as one tensor until it is gathered."""
-        if self.flat is not None: return self.flat[slice(*self.bucket.part(self.group.group_rank))]
-        if self.part is None: self.part = torch.cat(self.mine)
+        if self.flat is not None:
+            return self.flat[slice(*self.bucket.part(self.group.group_rank))]
+        if self.part is None:
+            self.part = torch.cat(self.mine)
         return self.part
 
     @property
     def equal_only(self) -> bool:
         """Whether the backend gathers equal parts only, in memory that is as large."""
-        return self.group.size > 1 and self.group.backend(self.params[self.bucket.slots[0].param].device) != "gloo"
+        return (
+            self.group.size > 1
+            and self.group.backend(self.params[self.bucket.slots[0].param].device) != "gloo"
+        )
 
     @property
     def packed(self) -> bool:
@@ -133,19 +189,26 @@ class FlatBucket:
     def _room(self, room: Tensor | None) -> Tensor:
         param = self.params[self.bucket.slots[0].param]
         numel = self.sizes.padded if self.equal_only and self.sizes.each else self.bucket.numel
-        if room is not None and room.dtype == self.dtype and len(room) == numel: return room
+        if room is not None and room.dtype == self.dtype and len(room) == numel:
+            return room
         flat = param.new_empty(numel)
-        flat[self.bucket.numel:] = 0
+        flat[self.bucket.numel :] = 0
         return flat
 
-    def all_gather(self, room: Tensor | None = None) -> Iterator[None]: # in memory as large as the bucket; None: in new memory
+    def all_gather(
+        self, room: Tensor | None = None
+    ) -> Iterator[None]:  # in memory as large as the bucket; None: in new memory
         """Bring every rank's part of the parameters to all ranks: starts before the `yield`, finishes after it."""
         flat = self._room(room) if self.flat is None else self.flat
-        if self.flat is None and self.owned: flat[self.owned[0].offset:self.owned[-1].offset + self.owned[-1].numel] = self.load()
+        if self.flat is None and self.owned:
+            flat[self.owned[0].offset : self.owned[-1].offset + self.owned[-1].numel] = self.load()
         self.part = None
-        torch.autograd.graph.increment_version(self.members) # before they are written: autograd refuses graphs that have saved them, on every rank
+        torch.autograd.graph.increment_version(
+            self.members
+        )  # before they are written: autograd refuses graphs that have saved them, on every rank
         work = self.group.all_gather(flat, self.sizes, async_op=True)
         yield
         work.wait()
         with torch.no_grad():
-            for where, lengths, runs in self.stretches: torch.split_with_sizes_copy(flat[where], lengths, out=runs)
+            for where, lengths, runs in self.stretches:
+                torch.split_with_sizes_copy(flat[where], lengths, out=runs)

@@ -29,7 +29,17 @@ from .objects import broadcast_object_list, dump
 from .optimizer import _Join
 from .overlap import Hook, found_tensors, unstepped_grad
 from .parallel import Parallel, copy_from
-from .process_group import Board, Group, Ranks, _read, _store, abort, agreeing, elsewhere, patience
+from zero_nb.process_group import (
+    Board,
+    Group,
+    Ranks,
+    _read,
+    _store,
+    abort,
+    agreeing,
+    elsewhere,
+    patience,
+)
 
 # %% auto #0
 __all__ = ['SLOTS', 'FAN_OUT', 'Count', 'Joinable', 'JoinHook', 'Mark', 'Roll', 'draw_roll', 'Event', 'DamagedNote', 'Notes',
@@ -42,9 +52,11 @@ __all__ = ['SLOTS', 'FAN_OUT', 'Count', 'Joinable', 'JoinHook', 'Mark', 'Roll', 
 class Roll:
     """Who had data when: the iterations of each rank."""
 
-    batches: tuple[int, ...] # iterations of each rank, by group rank
-    dropped: tuple[int, ...] = () # batches that a rank had and did not use, by group rank
-    sizes: tuple[tuple[int, int] | None, ...] = () # samples in a rank's batches, and in its last one, where they are known
+    batches: tuple[int, ...]  # iterations of each rank, by group rank
+    dropped: tuple[int, ...] = ()  # batches that a rank had and did not use, by group rank
+    sizes: tuple[
+        tuple[int, int] | None, ...
+    ] = ()  # samples in a rank's batches, and in its last one, where they are known
 
     def active(self, iteration: int) -> tuple[int, ...]:
         """Group ranks that have data in an iteration."""
@@ -52,72 +64,114 @@ class Roll:
 
     def samples(self, iteration: int) -> tuple[int, ...]:
         """Give the samples of each rank in an iteration, where sizes are known."""
-        return tuple(0 if size is None or n <= iteration else size[iteration == n - 1] for n, size in zip(self.batches, self.sizes, strict=True))
+        return tuple(
+            0 if size is None or n <= iteration else size[iteration == n - 1]
+            for n, size in zip(self.batches, self.sizes, strict=True)
+        )
 
-    def _rows(self) -> list[tuple[int, int, int]]: # used, dropped, and without data
+    def _rows(self) -> list[tuple[int, int, int]]:  # used, dropped, and without data
         lost = self.dropped or (0,) * len(self.batches)
-        return [(n, d, max(0, max(self.batches) - n - d)) for n, d in zip(self.batches, lost, strict=True)]
+        return [
+            (n, d, max(0, max(self.batches) - n - d))
+            for n, d in zip(self.batches, lost, strict=True)
+        ]
 
     def __str__(self) -> str:
-        return "\n".join(f"rank {r} {'#' * n}{'x' * d}{'.' * rest} {n}" + f", {d} dropped" * bool(d) for r, (n, d, rest) in enumerate(self._rows()))
+        return "\n".join(
+            f"rank {r} {'#' * n}{'x' * d}{'.' * rest} {n}" + f", {d} dropped" * bool(d)
+            for r, (n, d, rest) in enumerate(self._rows())
+        )
 
 # %% ../nbs/15_join.ipynb #7f4101c6
 def _bar(x: float, y: float, width: float, fill: str, title: str) -> str:
-    box = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="16" fill="{fill}" stroke="#fff" stroke-width=".5"'
+    box = (
+        f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="16" fill="{fill}" stroke="#fff"'
+        ' stroke-width=".5"'
+    )
     return f"<rect {box}><title>{title}</title></rect>" if width else ""
+
 
 def draw_roll(
     roll: Roll,
-    width: int = 640, # pixels of the bars
-) -> str: # SVG
+    width: int = 640,  # pixels of the bars
+) -> str:  # SVG
     """Draw who had data when, one row a rank: used, dropped, and iterations done for others."""
     rows, out = roll._rows(), []
     unit = width / max(1, *map(sum, rows))
     for r, (n, d, rest) in enumerate(rows):
         y = 22 * r + 4
         out.append(f'<text x="0" y="{y + 12}">rank {r}</text>')
-        cells = range(n) if unit >= 4 else () # single iterations while they can be told apart
-        out += [_bar(60 + i * unit, y, unit, "#4878a8", f"rank {r}, iteration {i}") for i in cells] or [_bar(60, y, n * unit, "#4878a8", f"{n} iterations")]
-        out += [_bar(60 + n * unit, y, d * unit, "#d1885c", f"{d} dropped"), _bar(60 + (n + d) * unit, y, rest * unit, "#e4e7ea", f"no data for {rest}")]
-        out.append(f'<text x="{66 + width}" y="{y + 12}">{n}{f" ({d} dropped)" if d else ""}</text>')
+        cells = range(n) if unit >= 4 else ()  # single iterations while they can be told apart
+        out += [
+            _bar(60 + i * unit, y, unit, "#4878a8", f"rank {r}, iteration {i}") for i in cells
+        ] or [_bar(60, y, n * unit, "#4878a8", f"{n} iterations")]
+        out += [
+            _bar(60 + n * unit, y, d * unit, "#d1885c", f"{d} dropped"),
+            _bar(60 + (n + d) * unit, y, rest * unit, "#e4e7ea", f"no data for {rest}"),
+        ]
+        out.append(
+            f'<text x="{66 + width}" y="{y + 12}">{n}{f" ({d} dropped)" if d else ""}</text>'
+        )
     style = 'font-family="sans-serif" font-size="12" fill="#444"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 170}" height="{22 * len(rows) + 4}" {style}>{"".join(out)}</svg>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 170}"'
+        f' height="{22 * len(rows) + 4}" {style}>{"".join(out)}</svg>'
+    )
 
 # %% ../nbs/15_join.ipynb #eff87437
-SLOTS = 128 # events that ranks without data can still read
+SLOTS = 128  # events that ranks without data can still read
+
 
 @dataclass(frozen=True)
 class Event:
     """Something that ranks with data do together, as the announcer writes it."""
 
-    number: int # of events before it in this block
-    part: int # which joinable; -1: the block itself
-    what: str # what it is about to do
-    turn: int # iterations that have begun
+    number: int  # of events before it in this block
+    part: int  # which joinable; -1: the block itself
+    what: str  # what it is about to do
+    turn: int  # iterations that have begun
     options: dict[str, Any]
 
     def complete(self, number: int) -> bool:
         """Tell if this is the event of a number, with the options without which it cannot be followed."""
-        return self.number == number and self.part >= -1 and all(isinstance(self.options.get(k), kind) for k, kind in _NEEDED.get(self.what, {}).items())
+        return (
+            self.number == number
+            and self.part >= -1
+            and all(
+                isinstance(self.options.get(k), kind)
+                for k, kind in _NEEDED.get(self.what, {}).items()
+            )
+        )
 
-_NEEDED: dict[str, dict[str, type]] = {"forward": {"ranks": list, "rebuild": bool}, "backward": {"gradients": dict}, "failed": {"said": str}}
+
+_NEEDED: dict[str, dict[str, type]] = {
+    "forward": {"ranks": list, "rebuild": bool},
+    "backward": {"gradients": dict},
+    "failed": {"said": str},
+}
 
 # %% ../nbs/15_join.ipynb #5ba27c39
-_PAUSE = 0.01 # seconds between two looks into a store that is a file
+_PAUSE = 0.01  # seconds between two looks into a store that is a file
 
-def _base(store: Any) -> Any: # without the prefixes of groups
-    while hasattr(store, "underlying_store"): store = store.underlying_store
+
+def _base(store: Any) -> Any:  # without the prefixes of groups
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
     return store
 
-def _connect(store: Any) -> Any: # None: a rank has to look again and again
+
+def _connect(store: Any) -> Any:  # None: a rank has to look again and again
     """Open another connection to a store, for one thread that waits."""
-    if isinstance(_base(store), torch.distributed.FileStore) or not hasattr(store, "clone"): return None
+    if isinstance(_base(store), torch.distributed.FileStore) or not hasattr(store, "clone"):
+        return None
     connection = store.clone()
-    connection.set_timeout(timedelta(days=1)) # a rank that waits in vain is told
+    connection.set_timeout(timedelta(days=1))  # a rank that waits in vain is told
     return connection
+
 
 class DamagedNote(RuntimeError):
     """A note in the store is not what a rank has written."""
+
 
 class Notes(Board):
     """A board whose readers can wait, and on which one of several writers is the first."""
@@ -126,36 +180,51 @@ class Notes(Board):
         super().__init__(group, name)
         self.connection = None if self.alone else _connect(_store(group))
 
-    def _name(self, key: str) -> str: return self._notes._prefix + self._prefix + key # in the store
+    def _name(self, key: str) -> str:
+        return self._notes._prefix + self._prefix + key  # in the store
 
-    def claim(self, key: str, expected: str, note: str) -> str: # what is there now
+    def claim(self, key: str, expected: str, note: str) -> str:  # what is there now
         """Leave a note if what is there is what was expected, "" for nothing."""
-        return str(_store(self.group).compare_set(self._name(key), expected, note).decode(errors="replace"))
+        return str(
+            _store(self.group).compare_set(self._name(key), expected, note).decode(errors="replace")
+        )
 
     def values(self, key: str, note: str, *kinds: type) -> list[Any]:
         """Read a note that holds values of these types.
 
         Raises `DamagedNote` if it holds anything else."""
-        try: return _read(note, *kinds)
-        except RuntimeError as error: raise DamagedNote(self._damage(key, error)) from None
+        try:
+            return _read(note, *kinds)
+        except RuntimeError as error:
+            raise DamagedNote(self._damage(key, error)) from None
 
     def check(self, key: str, note: str, fine: bool) -> None:
         """Raise `DamagedNote` about values that no rank writes."""
-        if not fine: raise DamagedNote(self._damage(key, f"no rank writes {note[:100]} there; another program writes to the store of this job"))
+        if not fine:
+            raise DamagedNote(
+                self._damage(
+                    key,
+                    f"no rank writes {note[:100]} there; another program writes to the store of this job",
+                )
+            )
 
-    def _damage(self, key: str, why: object) -> str: return f"rank {self.group.global_rank} cannot go on with the note {key!r} of its Join block: {why}"
+    def _damage(self, key: str, why: object) -> str:
+        return f"rank {self.group.global_rank} cannot go on with the note {key!r} of its Join block: {why}"
 
     def wait(self, key: str, stop: Callable[[], bool] = lambda: False) -> str:
         """Wait for a note and give it; "" if `stop` says so, which is asked where there is no connection to wait on."""
-        if self.connection is not None: return str(self.connection.get(self._name(key)).decode(errors="replace"))
+        if self.connection is not None:
+            return str(self.connection.get(self._name(key)).decode(errors="replace"))
         begin = time.monotonic()
         while not stop():
-            if (note := self.see(key)) is not None: return note
+            if (note := self.see(key)) is not None:
+                return note
             time.sleep(min(max((time.monotonic() - begin) / 50, 1e-4), _PAUSE))
         return ""
 
 # %% ../nbs/15_join.ipynb #b8c7dae9
-FAN_OUT = 4 # ranks without data that read from one store
+FAN_OUT = 4  # ranks without data that read from one store
+
 
 class Relay:
     """A store that passes events on: the rank that opens it writes, others wait and read."""
@@ -167,14 +236,19 @@ class Relay:
     def open(cls, group_store: Any) -> Relay:
         """Open a store on this machine, at the address from which it reaches the store of the group."""
         base = _base(group_store)
-        with socket.create_connection((base.host, base.port), timeout=5) as probe: address = probe.getsockname()[0]
+        with socket.create_connection((base.host, base.port), timeout=5) as probe:
+            address = probe.getsockname()[0]
         return cls(torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False))
 
     @classmethod
     def connect(cls, place: str) -> Relay:
         """Connect to a store that another rank has opened."""
         address, _, port = place.rpartition(" ")
-        made = cls(torch.distributed.TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=10)))
+        made = cls(
+            torch.distributed.TCPStore(
+                address, int(port), is_master=False, timeout=timedelta(seconds=10)
+            )
+        )
         made.store.set_timeout(timedelta(days=1))
         return made
 
@@ -204,20 +278,25 @@ class EventLog:
         self.notes, self.number = notes, 0
         self.size, self.me = (1, 0) if notes.alone else (notes.group.size, notes.group.group_rank)
         self.recent: deque[tuple[Any, ...]] = deque(maxlen=SLOTS)
-        self.published: deque[int] = deque() # numbers of events that this rank has written and not removed
-        self.announces: int | None = None # first event that this rank has announced; None: it has not been asked to
+        self.published: deque[int] = (
+            deque()
+        )  # numbers of events that this rank has written and not removed
+        self.announces: int | None = (
+            None  # first event that this rank has announced; None: it has not been asked to
+        )
         self.lock, self.has_data = threading.Lock(), True
-        self.source: Notes | Relay = notes # where this rank reads events, once it has no data
-        self.relay: Relay | None = None # where others read them from this rank
-        self.relayed = -1 # its place in the tree
-        self.favourite = 0 # group rank that will have data for longest, if that is known; else it is as good as any
+        self.source: Notes | Relay = notes  # where this rank reads events, once it has no data
+        self.relay: Relay | None = None  # where others read them from this rank
+        self.relayed = -1  # its place in the tree
+        self.favourite = 0  # group rank that will have data for longest, if that is known; else it is as good as any
 
     def tell(self, part: int, what: str, turn: int, options: dict[str, Any]) -> None:
         """Note the next event, and announce it if this rank has been asked to."""
         with self.lock:
             self.recent.append((self.number, part, what, turn, options))
             self.number += 1
-            if self.announces is not None: self._write(self.recent[-1])
+            if self.announces is not None:
+                self._write(self.recent[-1])
 
     def _write(self, event: tuple[Any, ...]) -> None:
         self.notes.put(f"event/{event[0]}", json.dumps(event))
@@ -227,15 +306,18 @@ class EventLog:
         """Announce event `first` and what follows, now and in future."""
         with self.lock:
             stop = self.number if self.announces is None else self.announces
-            if self.recent and first < self.recent[0][0] < stop: self.notes.put("oldest", json.dumps([self.recent[0][0]]))
+            if self.recent and first < self.recent[0][0] < stop:
+                self.notes.put("oldest", json.dumps([self.recent[0][0]]))
             for event in self.recent:
-                if first <= event[0] < stop: self._write(event)
+                if first <= event[0] < stop:
+                    self._write(event)
             self.announces = min(first, stop)
 
     def answer(self) -> None:
         """Announce events if another rank has asked for them."""
         rank, first = self._announcer()[1:]
-        if rank == self.me: self.announce(first)
+        if rank == self.me:
+            self.announce(first)
 
     def prune(self) -> None:
         """Remove what no rank reads any more."""
@@ -243,51 +325,72 @@ class EventLog:
             self.notes.remove(f"event/{self.published.popleft()}")
             self.notes.put("oldest", json.dumps([self.number - SLOTS]))
 
-    def _announcer(self) -> tuple[str, int, int]: # the note, the rank that announces, and from where
+    def _announcer(
+        self,
+    ) -> tuple[str, int, int]:  # the note, the rank that announces, and from where
         note = self.notes.see("announcer") or ""
         rank, first = self._pair("announcer", note) if note else (-1, 0)
         return note, rank, first
 
-    def _pair(self, key: str, note: str) -> tuple[int, int]: # a rank of the group, and a number of events
+    def _pair(
+        self, key: str, note: str
+    ) -> tuple[int, int]:  # a rank of the group, and a number of events
         rank, number = self.notes.values(key, note, int, int)
         self.notes.check(key, note, rank in range(self.size) and number >= 0)
         return rank, number
 
-    def _ask(self, note: str, rank: int, first: int) -> bool: # whether this was the first to ask
+    def _ask(self, note: str, rank: int, first: int) -> bool:  # whether this was the first to ask
         mine = json.dumps([rank, first])
-        if self.notes.claim("announcer", note, mine) != mine: return False
+        if self.notes.claim("announcer", note, mine) != mine:
+            return False
         self.notes.put(f"wake/{rank}", "1")
         return True
 
     def depart(self) -> None:
         """Leave the loop: others go on, and one of them announces what it does."""
-        if self.size == 1: return
+        if self.size == 1:
+            return
         self.has_data, mine = False, json.dumps([self.me, self.number])
         most = self.notes.claim("most", "", mine)
-        while self._pair("most", most)[1] < self.number: most = self.notes.claim("most", most, mine)
+        while self._pair("most", most)[1] < self.number:
+            most = self.notes.claim("most", most, mine)
         self.notes.put(f"gone/{self.me}", "1")
-        self.answer() # it may have been chosen just now
+        self.answer()  # it may have been chosen just now
         left = self.notes.add("gone")
         self._choose()
-        if left == self.size: self._write((self._most()[1], -1, "end", 0, {})) # all others have said how many they had before they were counted
-        self.notes.put(f"wake/{self.me}", "1") # the thread of this rank looks after other things, and leaves the connection to this one
-        if isinstance(_base(_store(self.notes.group)), torch.distributed.TCPStore): self._find_source(left - 1)
+        if left == self.size:
+            self._write(
+                (self._most()[1], -1, "end", 0, {})
+            )  # all others have said how many they had before they were counted
+        self.notes.put(
+            f"wake/{self.me}", "1"
+        )  # the thread of this rank looks after other things, and leaves the connection to this one
+        if isinstance(_base(_store(self.notes.group)), torch.distributed.TCPStore):
+            self._find_source(left - 1)
 
-    def _find_source(self, place: int) -> None: # place: ranks that have left before
+    def _find_source(self, place: int) -> None:  # place: ranks that have left before
         """Find where to read, and let others read here."""
         if self.size > FAN_OUT * (place + 1):
             note = json.dumps([0, ""])
-            with suppress(OSError, RuntimeError): # others then read from the store of the group
+            with suppress(OSError, RuntimeError):  # others then read from the store of the group
                 self.relay = Relay.open(_store(self.notes.group))
                 note = json.dumps([self.number, self.relay.place])
             self.notes.put(f"relay/{place}", note)
             self.relayed = place
-        if place < FAN_OUT: return
-        first, found = self.notes.values(key := f"relay/{place // FAN_OUT - 1}", self.notes.wait(key), int, str)
-        with suppress(OSError, RuntimeError, ValueError): # an address that is not one is as good as none
-            if found and first <= self.number: self.source = Relay.connect(found)
+        if place < FAN_OUT:
+            return
+        first, found = self.notes.values(
+            key := f"relay/{place // FAN_OUT - 1}", self.notes.wait(key), int, str
+        )
+        with suppress(
+            OSError, RuntimeError, ValueError
+        ):  # an address that is not one is as good as none
+            if found and first <= self.number:
+                self.source = Relay.connect(found)
 
-    def _most(self) -> tuple[int, int]: # the rank that has left with most events so far, and how many
+    def _most(
+        self,
+    ) -> tuple[int, int]:  # the rank that has left with most events so far, and how many
         return self._pair("most", self.notes.see("most") or json.dumps([self.me, self.number]))
 
     def _choose(self) -> None:
@@ -296,140 +399,210 @@ class EventLog:
             note, rank, first = self._announcer()
             gone = rank in (-1, self.me) or bool(self.notes.see(f"gone/{rank}") is not None)
             first = self.number if rank in (-1, self.me) else min(first, self.number)
-            if gone: rank = self._with_data()
-            if left := rank < 0: # all have left; each says how many events it had before it says that it is gone
+            if gone:
+                rank = self._with_data()
+            if (
+                left := rank < 0
+            ):  # all have left; each says how many events it had before it says that it is gone
                 holder, most = self._most()
                 rank = holder if most > self.number else -1
-            if rank < 0 or note == json.dumps([rank, first]): return # there is none, or it does so already
-            if self._ask(note, rank, first) and (left or self.notes.see(f"gone/{rank}") is None): return
+            if rank < 0 or note == json.dumps([rank, first]):
+                return  # there is none, or it does so already
+            if self._ask(note, rank, first) and (left or self.notes.see(f"gone/{rank}") is None):
+                return
 
-    def _with_data(self) -> int: # -1: none has any
+    def _with_data(self) -> int:  # -1: none has any
         """Find a rank that has data: the one that will for longest, or else the next one after this."""
         for rank in (self.favourite, *((self.me + hop) % self.size for hop in range(1, self.size))):
-            if rank != self.me and self.notes.see(f"gone/{rank}") is None: return rank
+            if rank != self.me and self.notes.see(f"gone/{rank}") is None:
+                return rank
         return -1
 
     def clear(self) -> None:
         """Leave nothing behind."""
-        if self.size == 1: return
-        if self.relayed >= 0: self.notes.remove(f"relay/{self.relayed}")
+        if self.size == 1:
+            return
+        if self.relayed >= 0:
+            self.notes.remove(f"relay/{self.relayed}")
         shared = ["most", "gone", "announcer", "oldest", "failed"] if self.me == 0 else []
-        self.notes.remove(f"gone/{self.me}", f"wake/{self.me}", *(f"event/{number}" for number in self.published), *shared)
+        self.notes.remove(
+            f"gone/{self.me}",
+            f"wake/{self.me}",
+            *(f"event/{number}" for number in self.published),
+            *shared,
+        )
 
 # %% ../nbs/15_join.ipynb #f7707bec
 class Reader(EventLog):
     """The part of a log that reads, and tells of errors."""
 
-    waits_since: float | None = None # for the next event; None: it does not wait
-    damage = "" # what the thread of this rank says of a note that it could not read
+    waits_since: float | None = None  # for the next event; None: it does not wait
+    damage = ""  # what the thread of this rank says of a note that it could not read
 
     def next(self) -> Event | None:
         """Wait for an event of a rank with data; None: no rank has any.
 
         Raises `RuntimeError` if a rank has left with an error, or cannot be followed."""
-        if self.size == 1: return None
+        if self.size == 1:
+            return None
         self.waits_since = time.monotonic()
-        try: note = self.source.wait(key := f"event/{self.number}")
-        finally: self.waits_since = None
-        if self.relay is not None: self.relay.put(key, note, f"event/{self.number - SLOTS}")
+        try:
+            note = self.source.wait(key := f"event/{self.number}")
+        finally:
+            self.waits_since = None
+        if self.relay is not None:
+            self.relay.put(key, note, f"event/{self.number - SLOTS}")
         event = Event(*self.notes.values(key, note, int, int, str, int, dict))
         self.notes.check(key, note, event.complete(self.number))
-        if event.what == "failed": raise RuntimeError(event.options["said"])
-        if event.what == "end": return None
+        if event.what == "failed":
+            raise RuntimeError(event.options["said"])
+        if event.what == "end":
+            return None
         self.number += 1
         return event
 
     def fail(self, said: str) -> None:
         """Tell the others why this rank leaves."""
         rank = self.notes.group.global_rank
-        with suppress(Exception): # the store may be gone as well
-            if self.notes.see("failed") is None: self.notes.put("failed", json.dumps([rank, said]))
+        with suppress(Exception):  # the store may be gone as well
+            if self.notes.see("failed") is None:
+                self.notes.put("failed", json.dumps([rank, said]))
             self.stop_readers(said)
             for other in range(self.size):
-                if other != self.me: self.notes.put(f"wake/{other}", "1")
+                if other != self.me:
+                    self.notes.put(f"wake/{other}", "1")
 
-    def silent(self, seconds: float) -> list[int]: # global ranks
+    def silent(self, seconds: float) -> list[int]:  # global ranks
         """Find the ranks on which no thread answers: they were killed, or hold the interpreter for as long."""
         others = set(range(self.size)) - {self.me}
-        for rank in others: self.notes.put(f"wake/{rank}", "1")
+        for rank in others:
+            self.notes.put(f"wake/{rank}", "1")
         deadline = time.monotonic() + seconds
         while others and time.monotonic() < deadline:
             others = {rank for rank in others if self.notes.see(f"alive/{rank}") is None}
-            if others: time.sleep(_PAUSE)
+            if others:
+                time.sleep(_PAUSE)
         return [self.notes.group.ranks[rank] for rank in sorted(others)]
 
     def check_peers(self, seconds: float) -> str:
-        """Tell of ranks that were killed, after a collective has failed; one rank asks all others, the rest waits for what it finds."""
-        if self.size == 1: return ""
-        with suppress(RuntimeError): # the store may be gone
+        """Tell of ranks that were killed, after a collective has failed; one rank asks all others,
+        the rest waits for what it finds."""
+        if self.size == 1:
+            return ""
+        with suppress(RuntimeError):  # the store may be gone
             if self.notes.claim("roll call", "", str(self.me)) == str(self.me):
-                if not (gone := self.silent(seconds)): return ""
-                names = f"rank {gone[0]} does" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))} do"
+                if not (gone := self.silent(seconds)):
+                    return ""
+                names = (
+                    f"rank {gone[0]} does"
+                    if len(gone) == 1
+                    else f"ranks {', '.join(map(str, gone))} do"
+                )
                 return f"{names} not answer in the Join block: killed, or on a machine that is gone"
             deadline = time.monotonic() + seconds + 1
-            while not (said := self.failed()) and time.monotonic() < deadline: time.sleep(_PAUSE)
+            while not (said := self.failed()) and time.monotonic() < deadline:
+                time.sleep(_PAUSE)
             return said
         return ""
 
     def stop_readers(self, said: str) -> None:
         """Have the ranks that wait for the next event raise an error, unless it is there."""
         for store in {id(store): store for store in (self.notes, self.source)}.values():
-            store.claim(f"event/{self.number}", "", json.dumps([self.number, -1, "failed", 0, {"said": said}]))
+            store.claim(
+                f"event/{self.number}",
+                "",
+                json.dumps([self.number, -1, "failed", 0, {"said": said}]),
+            )
 
     def failed(self) -> str:
         """Give what another rank said before it left with an error, or what is wrong with the notes."""
-        if self.damage: return self.damage
+        if self.damage:
+            return self.damage
         with suppress(RuntimeError):
-            if not (note := self.notes.see("failed")): return ""
-            try: rank, said = self.notes.values("failed", note, int, str)
-            except DamagedNote as error: return str(error)
-            if rank != self.notes.group.global_rank: return str(said)
+            if not (note := self.notes.see("failed")):
+                return ""
+            try:
+                rank, said = self.notes.values("failed", note, int, str)
+            except DamagedNote as error:
+                return str(error)
+            if rank != self.notes.group.global_rank:
+                return str(said)
         return ""
 
-    def trouble(self) -> str: # "" as long as there may be an event
+    def trouble(self) -> str:  # "" as long as there may be an event
         """Tell why the next event will not come."""
-        if self.waits_since is None or (waited := time.monotonic() - self.waits_since) < 1: return ""
-        group, rank, oldest = self.notes.group, self._announcer()[1], self.notes.values("oldest", self.notes.see("oldest") or "[0]", int)[0]
+        if self.waits_since is None or (waited := time.monotonic() - self.waits_since) < 1:
+            return ""
+        group, rank, oldest = (
+            self.notes.group,
+            self._announcer()[1],
+            self.notes.values("oldest", self.notes.see("oldest") or "[0]", int)[0],
+        )
         name = "a rank with data" if rank < 0 else f"rank {group.ranks[rank]}"
         if oldest > self.number:
-            return (f"{name} is more than {SLOTS} events ahead of rank {group.global_rank}, which has no data and follows it; "
-                    "use collectives that wait for all ranks")
+            return (
+                f"{name} is more than {SLOTS} events ahead of rank {group.global_rank}, which has"
+                " no data and follows it; use collectives that wait for all ranks"
+            )
         if rank >= 0 and (at := elsewhere(group, [rank])):
-            return f"{at.partition(';')[0]}, which ranks without data cannot do; do it before or after the Join block"
-        return f"nothing heard for {waited:.0f} s, while rank {group.global_rank} waited for what {name} does next" if waited > patience(group) else ""
+            return (
+                f"{at.partition(';')[0]}, which ranks without data cannot do; do it before or after"
+                " the Join block"
+            )
+        return (
+            f"nothing heard for {waited:.0f} s, while rank {group.global_rank} waited for what"
+            f" {name} does next"
+            if waited > patience(group)
+            else ""
+        )
 
 # %% ../nbs/15_join.ipynb #8944f455
-Count = tuple[int, tuple[int, ...]] # samples of all ranks in an iteration, and group ranks that have data
+Count = tuple[
+    int, tuple[int, ...]
+]  # samples of all ranks in an iteration, and group ranks that have data
 
 # %% ../nbs/15_join.ipynb #f1e3da85
-def _small_device(group: Group, other: torch.device) -> torch.device: # where a few numbers travel
-    return torch.device("cpu") if group.size == 1 or group.backend(torch.device("cpu")) not in ("none", "nccl") else other
+def _small_device(group: Group, other: torch.device) -> torch.device:  # where a few numbers travel
+    return (
+        torch.device("cpu")
+        if group.size == 1 or group.backend(torch.device("cpu")) not in ("none", "nccl")
+        else other
+    )
+
 
 def gather_numbers(
-    group: Group, # all its ranks call this
-    numbers: Sequence[int], # of this rank; as many on every rank
-    device: torch.device, # where they travel, if no backend serves the CPU
-) -> Callable[[], list[list[int]]]: # waits, and gives those of every rank, by group rank
+    group: Group,  # all its ranks call this
+    numbers: Sequence[int],  # of this rank; as many on every rank
+    device: torch.device,  # where they travel, if no backend serves the CPU
+) -> Callable[[], list[list[int]]]:  # waits, and gives those of every rank, by group rank
     """Start to exchange a few numbers."""
-    table = torch.zeros(group.size, len(numbers), dtype=torch.int64, device=_small_device(group, device))
+    table = torch.zeros(
+        group.size, len(numbers), dtype=torch.int64, device=_small_device(group, device)
+    )
     table[group.group_rank] = torch.tensor(numbers)
     work = group.all_reduce(table, async_op=True)
+
     def finish() -> list[list[int]]:
         work.wait()
         return table.tolist()
+
     return cache(finish)
 
+
 def count_of(rows: Sequence[Sequence[int]]) -> Count:
-    """Read who has data, and how many samples, from numbers that are 0 for a rank without data and else one more than its samples."""
-    return sum(n - 1 for n, in rows if n), tuple(rank for rank, (n,) in enumerate(rows) if n)
+    """Read who has data, and how many samples, from numbers that are 0 for a rank without data and
+    else one more than its samples."""
+    return sum(n - 1 for (n,) in rows if n), tuple(rank for rank, (n,) in enumerate(rows) if n)
 
 # %% ../nbs/15_join.ipynb #863c1833
 Joinable: Any = _Join.Joinable
 JoinHook: Any = _Join.JoinHook
 _Config: Any = getattr(_Join, "_JoinConfig", tuple)
 
+
 class _Asked(_Config):
-    """What a joinable asks before its collectives: whether it is the one that counts ranks. It never is; its asking is what we listen for."""
+    """What a joinable asks before its collectives: whether it is the one that counts ranks. It
+    never is; its asking is what we listen for."""
 
     heard: Callable[[], None]
 
@@ -438,11 +611,18 @@ class _Asked(_Config):
         self.heard()
         return False
 
-    def __reduce__(self) -> Any: return _silent, () # a copy of the joinable is not in the block
+    def __reduce__(self) -> Any:
+        return _silent, ()  # a copy of the joinable is not in the block
 
-def _silent() -> Any: return _Config.construct_disabled_join_config()
 
-_LISTENING: dict[int, Any] = {} # by the id of a joinable, who hears it: its part in the innermost block
+def _silent() -> Any:
+    return _Config.construct_disabled_join_config()
+
+
+_LISTENING: dict[
+    int, Any
+] = {}  # by the id of a joinable, who hears it: its part in the innermost block
+
 
 def _asked(heard: Callable[[], None], throws: bool) -> Any:
     config = _Asked(True, throws, False)
@@ -461,55 +641,86 @@ class _Part:
         """Begin to listen."""
         self.outer, _LISTENING[id(self.joinable)] = _LISTENING.get(id(self.joinable)), self
         self.config = getattr(self.joinable, "_join_config", None)
-        if self.config is not None: self.joinable._join_config = _asked(self.heard, self.block.policy == "raise")
+        if self.config is not None:
+            self.joinable._join_config = _asked(self.heard, self.block.policy == "raise")
 
     def detach(self) -> None:
         """Stop listening; the joinable is silent from here on."""
-        for handle in self.handles: handle.remove()
+        for handle in self.handles:
+            handle.remove()
         self.handles.clear()
-        if self.config is not None: self.joinable._join_config = _silent()
+        if self.config is not None:
+            self.joinable._join_config = _silent()
 
     def restore(self) -> None:
         """Leave the joinable as it was before the block."""
-        if self.config is not None: self.joinable._join_config = self.config
-        if self.outer is None: _LISTENING.pop(id(self.joinable), None)
+        if self.config is not None:
+            self.joinable._join_config = self.config
+        if self.outer is None:
+            _LISTENING.pop(id(self.joinable), None)
         else:
             _LISTENING[id(self.joinable)] = self.outer
             self.outer.resume()
 
-    def resume(self) -> None: pass # after a block inside this one
+    def resume(self) -> None:
+        pass  # after a block inside this one
 
     def begin(self) -> None:
         """Begin an iteration, if it is this joinable's calls that are counted."""
-        if self.block.counter is self: self.block.begin(self.block.call() if self.block.gated else None)
+        if self.block.counter is self:
+            self.block.begin(self.block.call() if self.block.gated else None)
 
     def heard(self) -> None:
         """Announce that the joinable is about to do what its hook does."""
         self.begin()
         self.block.tell(self.index, "hook")
 
-    def check(self) -> None: pass # raises for what a rank without data cannot follow
-    def replay(self, event: Event) -> None: self.hook.main_hook()
-    def described(self) -> str: return "" # what must be the same on all ranks
-    def keep(self) -> Any: return None # what others take over from the last joiner
-    def leave_loop(self) -> Any: return None # what others take over that is known when its loop is over
-    def finish(self, is_last_joiner: bool, kept: Any) -> None: self.hook.post_hook(is_last_joiner)
+    def check(self) -> None:
+        pass  # raises for what a rank without data cannot follow
+
+    def replay(self, event: Event) -> None:
+        self.hook.main_hook()
+
+    def described(self) -> str:
+        return ""  # what must be the same on all ranks
+
+    def keep(self) -> Any:
+        return None  # what others take over from the last joiner
+
+    def leave_loop(self) -> Any:
+        return None  # what others take over that is known when its loop is over
+
+    def finish(self, is_last_joiner: bool, kept: Any) -> None:
+        self.hook.post_hook(is_last_joiner)
 
 # %% ../nbs/15_join.ipynb #325cebbc
-def _options(optimizer: Any) -> list[dict[str, Any]]: # what a scheduler may change
+def _options(optimizer: Any) -> list[dict[str, Any]]:  # what a scheduler may change
     plain = (bool, int, float, str, tuple, list, type(None), Tensor)
-    return [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items() if k not in ("params", "param_names") and isinstance(v, plain)}
-            for group in optimizer.param_groups]
+    return [
+        {
+            k: v.tolist() if isinstance(v, Tensor) else v
+            for k, v in group.items()
+            if k not in ("params", "param_names") and isinstance(v, plain)
+        }
+        for group in optimizer.param_groups
+    ]
+
 
 def _take_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
     for group, given in zip(optimizer.param_groups, options, strict=True):
         for key, value in given.items():
-            if isinstance(group.get(key), Tensor): group[key].fill_(value)
-            else: group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 # %% ../nbs/15_join.ipynb #b9402209
-_CHANGED = ("gradients were changed between {}, by clipping or a GradScaler perhaps, which rank {} cannot repeat without data; pass what changes them "
-            "to Join as before_step, which is called on all ranks, and a scaler to overlap or data_parallel")
+_CHANGED = (
+    "gradients were changed between {}, by clipping or a GradScaler perhaps, which rank {} cannot"
+    " repeat without data; pass what changes them to Join as before_step, which is called on all"
+    " ranks, and a scaler to overlap or data_parallel"
+)
+
 
 class _Stepper(_Part):
     """An optimizer in a block: a rank without data steps as well, with the options of those that have some."""
@@ -520,66 +731,94 @@ class _Stepper(_Part):
 
     def heard(self) -> None:
         """Announce a step that begins; one that a backward has taken is announced there."""
-        if getattr(self.joinable, "driver", None) is not None: return
+        if getattr(self.joinable, "driver", None) is not None:
+            return
         self.begin()
         self.announce(self.prepare())
 
-    def prepare(self) -> bool: # whether gradients are not as they were reduced
+    def prepare(self) -> bool:  # whether gradients are not as they were reduced
         touched = self.block.touched(self.joinable)
         if self.block.before_step is not None:
             self.block.before_step(self.joinable)
-            for each in self.block.records: each.save(sizes=bool(each.sizes))
+            for each in self.block.records:
+                each.save(sizes=bool(each.sizes))
         return touched
 
     def announce(self, touched: bool) -> None:
         now = _options(self.joinable)
-        self.block.tell(self.index, "step", **({"touched": True} if touched else {}), **({"groups": now} if now != self.said else {}))
+        self.block.tell(
+            self.index,
+            "step",
+            **({"touched": True} if touched else {}),
+            **({"groups": now} if now != self.said else {}),
+        )
         self.said = now
 
     def replay(self, event: Event) -> None:
         if event.options.get("touched"):
-            raise RuntimeError(_CHANGED.format(f"backward and step {event.turn}", self.block.group.global_rank))
-        if "groups" in event.options: _take_options(self.joinable, event.options["groups"])
-        if self.block.before_step is not None: self.block.before_step(self.joinable)
+            raise RuntimeError(
+                _CHANGED.format(f"backward and step {event.turn}", self.block.group.global_rank)
+            )
+        if "groups" in event.options:
+            _take_options(self.joinable, event.options["groups"])
+        if self.block.before_step is not None:
+            self.block.before_step(self.joinable)
         self.hook.main_hook()
 
-    def described(self) -> str: return str(self.keep())
-    def keep(self) -> Any: return _options(self.joinable)
+    def described(self) -> str:
+        return str(self.keep())
+
+    def keep(self) -> Any:
+        return _options(self.joinable)
 
     def finish(self, is_last_joiner: bool, kept: Any) -> None:
         _take_options(self.joinable, kept[0])
         super().finish(is_last_joiner, kept)
 
 # %% ../nbs/15_join.ipynb #fa0f895c
-def _settings(driver: Any) -> dict[str, Any]: # what a step inside backward depends on
+def _settings(driver: Any) -> dict[str, Any]:  # what a step inside backward depends on
     scaler = driver.way.scaler.state_dict() if driver.way.scales else None
     return {"groups": _options(driver.zero), **({} if scaler is None else {"scaler": scaler})}
 
+
 def _take_settings(driver: Any, given: dict[str, Any]) -> None:
-    if "groups" in given: _take_options(driver.zero, given["groups"])
-    if "scaler" in given: driver.way.scaler.load_state_dict(given["scaler"])
+    if "groups" in given:
+        _take_options(driver.zero, given["groups"])
+    if "scaler" in given:
+        driver.way.scaler.load_state_dict(given["scaler"])
 
 # %% ../nbs/15_join.ipynb #1184529c
 class _Step(JoinHook):
-    def __init__(self, optimizer: Any): self.optimizer = optimizer
-    def main_hook(self) -> None: self.optimizer.step()
+    def __init__(self, optimizer: Any):
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self.optimizer.step()
+
 
 class _Unsharded(_Stepper):
-    """A `torch.optim` optimizer in a block; its state stays the same on all ranks, since ranks without data step it too."""
+    """A `torch.optim` optimizer in a block; its state stays the same on all ranks, since ranks
+    without data step it too."""
 
-    changed = False # gradients, since they were reduced
+    changed = False  # gradients, since they were reduced
 
     def attach(self) -> None:
         super().attach()
-        self.handles = [self.joinable.register_step_pre_hook(self.before), self.joinable.register_step_post_hook(self.after)]
+        self.handles = [
+            self.joinable.register_step_pre_hook(self.before),
+            self.joinable.register_step_post_hook(self.after),
+        ]
 
     def before(self, *_: Any) -> None:
-        if _LISTENING.get(id(self.joinable)) is not self: return
+        if _LISTENING.get(id(self.joinable)) is not self:
+            return
         self.begin()
         self.changed = self.prepare()
 
-    def after(self, *_: Any) -> None: # what a closure does comes first
-        if _LISTENING.get(id(self.joinable)) is self: self.announce(self.changed)
+    def after(self, *_: Any) -> None:  # what a closure does comes first
+        if _LISTENING.get(id(self.joinable)) is self:
+            self.announce(self.changed)
+
 
 class _Follower(_Part):
     """What has nothing but a state, as a learning rate scheduler: at the end all ranks take over the last joiner's."""
@@ -587,128 +826,205 @@ class _Follower(_Part):
     def check(self) -> None:
         """Refuse a state that would have to be unpickled as code."""
         name = f"joinable {self.index}, a {type(self.joinable).__name__},"
-        try: dump(self.joinable.state_dict(), weights_only=True)
-        except TypeError as error: raise TypeError(f"the state of {name} is sent to all ranks at the end of the block: {error}") from None
+        try:
+            dump(self.joinable.state_dict(), weights_only=True)
+        except TypeError as error:
+            raise TypeError(
+                f"the state of {name} is sent to all ranks at the end of the block: {error}"
+            ) from None
 
-    def keep(self) -> Any: return self.joinable.state_dict()
+    def keep(self) -> Any:
+        return self.joinable.state_dict()
 
     def finish(self, is_last_joiner: bool, kept: Any) -> None:
-        if not is_last_joiner: self.joinable.load_state_dict(kept[0])
+        if not is_last_joiner:
+            self.joinable.load_state_dict(kept[0])
 
 # %% ../nbs/15_join.ipynb #f38ab23c
 @dataclass(frozen=True)
 class Present:
     """Who has data in an iteration, and how many samples; perhaps not yet counted."""
 
-    size: int # ranks of the group
+    size: int  # ranks of the group
     count: Callable[[], Count]
 
     ranks = property(lambda self: self.count()[1], doc="Group ranks that have data.")
 
     def weigh(
         self,
-        grad: Tensor, # of the output of this rank's model, for a mean over the ranks
-        divide_by: str, # "active" or "samples"
-        samples: int, # of this rank
-    ) -> Tensor: # for a mean over the ranks that have data, or over samples
+        grad: Tensor,  # of the output of this rank's model, for a mean over the ranks
+        divide_by: str,  # "active" or "samples"
+        samples: int,  # of this rank
+    ) -> Tensor:  # for a mean over the ranks that have data, or over samples
         """Weight a gradient so that dividing by the world size gives what is wanted."""
-        if divide_by == "samples" and not samples: return torch.zeros_like(grad) # the mean of nothing is not a number
-        return grad * (self.size * (samples / self.count()[0] if divide_by == "samples" else 1 / len(self.ranks)))
+        if divide_by == "samples" and not samples:
+            return torch.zeros_like(grad)  # the mean of nothing is not a number
+        return grad * (
+            self.size
+            * (samples / self.count()[0] if divide_by == "samples" else 1 / len(self.ranks))
+        )
 
 # %% ../nbs/15_join.ipynb #6ee0ac27
 def _split(value: Any, params: Sequence[Tensor]) -> list[Tensor]:
-    """Give each parameter's part of a bucket, in its memory order; nothing if a hook has kept the gradients to itself."""
+    """Give each parameter's part of a bucket, in its memory order; nothing if a hook has kept the
+    gradients to itself."""
     value = value[0] if isinstance(value, (list, tuple)) else value
-    if not isinstance(value, Tensor): return []
-    if value.is_sparse: return [value]
-    if value.numel() != sum(p.numel() for p in params): return []
+    if not isinstance(value, Tensor):
+        return []
+    if value.is_sparse:
+        return [value]
+    if value.numel() != sum(p.numel() for p in params):
+        return []
     parts = value.view(-1).split([p.numel() for p in params])
-    return [part.as_strided(p.shape, p.stride(), part.storage_offset()) if _dense(p) else part.view(p.shape) for part, p in zip(parts, params, strict=True)]
+    return [
+        (
+            part.as_strided(p.shape, p.stride(), part.storage_offset())
+            if _dense(p)
+            else part.view(p.shape)
+        )
+        for part, p in zip(parts, params, strict=True)
+    ]
+
 
 def _dense(param: Tensor) -> bool:
-    try: return flatten(param.detach()) is not None
-    except ValueError: return False
+    try:
+        return flatten(param.detach()) is not None
+    except ValueError:
+        return False
+
 
 def _set_grad(param: Tensor, grad: Tensor) -> None:
-    if param.grad is None or grad.is_sparse: param.grad = grad.to(param.dtype)
-    else: param.grad.copy_(grad)
+    if param.grad is None or grad.is_sparse:
+        param.grad = grad.to(param.dtype)
+    else:
+        param.grad.copy_(grad)
 
-def _used(ddp: Any) -> set[int]: # by id, the parameters that a backward has reached on some rank
+
+def _used(ddp: Any) -> set[int]:  # by id, the parameters that a backward has reached on some rank
     params = ddp._build_params_for_reducer()[0]
-    if not ddp.find_unused_parameters or ddp.static_graph: return set(map(id, params))
+    if not ddp.find_unused_parameters or ddp.static_graph:
+        return set(map(id, params))
     used = torch.zeros_like(ddp.reducer._get_local_used_map())
     used.copy_(torch.tensor([int(p.grad is not None) for p in params]))
-    ddp.process_group.allreduce([used]).wait() # the others' is the reducer's own, which is not compared
+    ddp.process_group.allreduce(
+        [used]
+    ).wait()  # the others' is the reducer's own, which is not compared
     return {id(p) for p, n in zip(params, used.tolist(), strict=True) if n}
 
 # %% ../nbs/15_join.ipynb #d4766698
 def find_overlap(ddp: Any) -> Any:
     """Find what takes the optimizer's steps inside a model's backward, if anything does."""
-    return next((switch.overlap for hook, _ in ddp._comm_hooks if (switch := getattr(hook, "switch", None)) is not None), None)
+    return next(
+        (
+            switch.overlap
+            for hook, _ in ddp._comm_hooks
+            if (switch := getattr(hook, "switch", None)) is not None
+        ),
+        None,
+    )
 
 # %% ../nbs/15_join.ipynb #62da2754
 @torch.no_grad()
 def reduce_nothing(
-    ddp: Any, # DistributedDataParallel
-    group: Group, # its ranks
+    ddp: Any,  # DistributedDataParallel
+    group: Group,  # its ranks
 ) -> None:
-    """Take part in the reduction of gradients without a backward: send what is in `.grad`, or zeros, and keep the result as a backward would."""
+    """Take part in the reduction of gradients without a backward: send what is in `.grad`, or
+    zeros, and keep the result as a backward would."""
     if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
-        raise RuntimeError(f"static_graph=True learns the graph in the first backward, and rank {group.global_rank} had none; give every rank a first batch")
+        raise RuntimeError(
+            "static_graph=True learns the graph in the first backward, and rank"
+            f" {group.global_rank} had none; give every rank a first batch"
+        )
     buckets, overlap = ddp.reducer._get_zeros_like_grad_buckets(), find_overlap(ddp)
-    if overlap is not None: overlap.stepped_grads.remove()
-    hooked = ddp._comm_hooks or "comm_hook" in ddp.logger._get_ddp_logging_data().strs_map # a hook divides by the world size itself
+    if overlap is not None:
+        overlap.stepped_grads.remove()
+    hooked = (
+        ddp._comm_hooks or "comm_hook" in ddp.logger._get_ddp_logging_data().strs_map
+    )  # a hook divides by the world size itself
     kept = any(param.grad is not None for bucket in buckets for param in bucket.parameters())
     for bucket in buckets if kept else ():
-        for part, param in zip(_split(bucket.buffer(), bucket.parameters()), bucket.parameters(), strict=True):
-            if param.grad is not None: part.copy_(param.grad if hooked else param.grad / group.size)
+        for part, param in zip(
+            _split(bucket.buffer(), bucket.parameters()), bucket.parameters(), strict=True
+        ):
+            if param.grad is not None:
+                part.copy_(param.grad if hooked else param.grad / group.size)
     with nullcontext() if overlap is None else overlap.following(kept):
         works = [ddp.reducer._run_comm_hook(bucket) for bucket in buckets]
         used = _used(ddp)
-    reduced = [(bucket.parameters(), work.wait()) for bucket, work in zip(buckets, works, strict=True)]
-    for params, value in reduced if overlap is None or overlap.way.wire == "kept" else (): # else there are no averages
+    reduced = [
+        (bucket.parameters(), work.wait()) for bucket, work in zip(buckets, works, strict=True)
+    ]
+    for params, value in (
+        reduced if overlap is None or overlap.way.wire == "kept" else ()
+    ):  # else there are no averages
         for param, grad in zip(params, _split(value, params), strict=False):
-            if id(param) in used: _set_grad(param, grad) # what no rank has used stays as it is, as in DDP
-    if ddp.find_unused_parameters and not ddp.static_graph: ddp.reducer._reset_state() # forget which parameters were used under `no_sync`
-    else: ddp.reducer._push_all_rebuilt_params()
+            if id(param) in used:
+                _set_grad(param, grad)  # what no rank has used stays as it is, as in DDP
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        ddp.reducer._reset_state()  # forget which parameters were used under `no_sync`
+    else:
+        ddp.reducer._push_all_rebuilt_params()
 
 # %% ../nbs/15_join.ipynb #b2e1d4c3
-Mark = tuple[weakref.ref[Tensor], int] # a gradient, and its version
+Mark = tuple[weakref.ref[Tensor], int]  # a gradient, and its version
 
-def _mark(grad: Tensor | None) -> Mark | None: return None if grad is None else (weakref.ref(grad), grad._version)
-def _writes(mark: Mark | None, grad: Tensor) -> int | None: # since it was marked; None: it is another tensor
+
+def _mark(grad: Tensor | None) -> Mark | None:
+    return None if grad is None else (weakref.ref(grad), grad._version)
+
+
+def _writes(
+    mark: Mark | None, grad: Tensor
+) -> int | None:  # since it was marked; None: it is another tensor
     return grad._version - mark[1] if mark is not None and mark[0]() is grad else None
 
-def _is_zero(grad: Tensor) -> bool: return not (grad._values() if grad.is_sparse else grad).any()
 
-def _size(grad: Tensor | None) -> float: # of its values; a write through `.data` changes it, and no version
-    if grad is None: return 0.0
+def _is_zero(grad: Tensor) -> bool:
+    return not (grad._values() if grad.is_sparse else grad).any()
+
+
+def _size(
+    grad: Tensor | None,
+) -> float:  # of its values; a write through `.data` changes it, and no version
+    if grad is None:
+        return 0.0
     values = grad._values() if grad.is_sparse else grad
-    return float(torch.linalg.vector_norm(torch.view_as_real(values) if values.is_complex() else values, dtype=torch.float64))
+    return float(
+        torch.linalg.vector_norm(
+            torch.view_as_real(values) if values.is_complex() else values, dtype=torch.float64
+        )
+    )
+
 
 class GradientRecord:
     """Which gradients of a model a loop keeps from one backward to the next."""
 
     def __init__(
         self,
-        params: Sequence[Tensor], # the same on all ranks, in the same order
-        find_grad: Callable[[int], Tensor | None] | None = None, # by index; None: `.grad`
+        params: Sequence[Tensor],  # the same on all ranks, in the same order
+        find_grad: Callable[[int], Tensor | None] | None = None,  # by index; None: `.grad`
     ):
         self.params, self.find_grad = params, find_grad or (lambda i: unstepped_grad(params[i]))
-        self.backwards = 0 # that this rank has begun, or followed
-        self.emptied: list[int] = [0] * len(params) # the last backward that found each gradient empty when it began
-        self.zeroed: set[int] = set() # parameters whose gradient was zero then, and not None
-        self.changed = False # a gradient was written between backwards, by clipping for example
+        self.backwards = 0  # that this rank has begun, or followed
+        self.emptied: list[int] = [0] * len(
+            params
+        )  # the last backward that found each gradient empty when it began
+        self.zeroed: set[int] = set()  # parameters whose gradient was zero then, and not None
+        self.changed = False  # a gradient was written between backwards, by clipping for example
         self.save()
 
     def save(self, sizes: bool = False) -> None:
-        """Remember the gradients as they are, when a backward is over; `sizes`: their values as well, which takes a pass over them."""
+        """Remember the gradients as they are, when a backward is over; `sizes`: their values as
+        well, which takes a pass over them."""
         self.marks = [_mark(self.find_grad(i)) for i in range(len(self.params))]
-        self.sizes = [str(_size(self.find_grad(i))) for i in range(len(self.params))] if sizes else []
+        self.sizes = (
+            [str(_size(self.find_grad(i))) for i in range(len(self.params))] if sizes else []
+        )
 
     def rewritten(self, i: int, grad: Tensor) -> bool:
         """Tell if a gradient has other values than when they were remembered."""
-        return bool(self.sizes) and self.sizes[i] != str(_size(grad)) # as text, for nan is nan
+        return bool(self.sizes) and self.sizes[i] != str(_size(grad))  # as text, for nan is nan
 
     def begin(self, arrived: bool = False) -> None:
         """Begin a backward; `arrived`: its first gradients have been added to what was there."""
@@ -721,17 +1037,21 @@ class GradientRecord:
         for i, mark in enumerate(self.marks):
             grad = self.find_grad(i)
             written = None if grad is None else _writes(mark, grad)
-            if (written == 0 and grad is not None and not self.rewritten(i, grad)) or (arrived and written == 1): continue
+            if (written == 0 and grad is not None and not self.rewritten(i, grad)) or (
+                arrived and written == 1
+            ):
+                continue
             if grad is None or arrived or (written != 0 and _is_zero(grad)):
                 self.emptied[i] = number
                 (self.zeroed.discard if grad is None or arrived else self.zeroed.add)(i)
-            else: self.changed = True
+            else:
+                self.changed = True
 
     def missing(self) -> list[int]:
         """Tell which parameters have no gradient."""
         return [i for i in range(len(self.params)) if self.find_grad(i) is None]
 
-    def describe(self, number: int) -> dict[str, Any]: # for JSON
+    def describe(self, number: int) -> dict[str, Any]:  # for JSON
         """Describe what `look` has found, briefly where nothing was kept."""
         kept = {} if min(self.emptied, default=number) == number else {"emptied": [*self.emptied]}
         zeroed = {"zeroed": sorted(self.zeroed)} if self.zeroed else {}
@@ -740,64 +1060,100 @@ class GradientRecord:
     def follow(self, news: dict[str, Any]) -> None:
         """Clear what ranks with data have cleared since this rank's gradients were last written."""
         number, zeroed = news["backward"], set(news.get("zeroed", ()))
-        for i, (param, emptied) in enumerate(zip(self.params, news.get("emptied", [number] * len(self.params)), strict=True)):
-            if emptied <= self.backwards: continue
+        for i, (param, emptied) in enumerate(
+            zip(self.params, news.get("emptied", [number] * len(self.params)), strict=True)
+        ):
+            if emptied <= self.backwards:
+                continue
             param.grad = torch.zeros_like(param) if i in zeroed else None
         self.backwards = number
 
     def fill(self, missing: Sequence[int]) -> None:
         """Have a gradient where others have one that waits for its reduction: this rank's part of the sum is zero."""
         for i in set(range(len(self.params))) - set(missing):
-            if self.params[i].grad is None: self.params[i].grad = torch.zeros_like(self.params[i])
+            if self.params[i].grad is None:
+                self.params[i].grad = torch.zeros_like(self.params[i])
 
 # %% ../nbs/15_join.ipynb #a565c2d1
-def _check_followed(model: nn.Module, what: dict[str, Any]) -> None: # what: things that send, if they are there
+def _check_followed(
+    model: nn.Module, what: dict[str, Any]
+) -> None:  # what: things that send, if they are there
     """Refuse what a rank without data cannot follow."""
-    layers = [f"the SyncBatchNorm {name!r}" for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    layers = [
+        f"the SyncBatchNorm {name!r}"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.SyncBatchNorm)
+    ]
     for wrong in [*layers, *(name for name, there in what.items() if there)]:
-        raise ValueError(f"{wrong} sends what a rank without data cannot follow; do without it, or use policy='stop', where all ranks end together")
+        raise ValueError(
+            f"{wrong} sends what a rank without data cannot follow; do without it, or use"
+            " policy='stop', where all ranks end together"
+        )
 
 # %% ../nbs/15_join.ipynb #84d26674
 class _Network(_Part, ABC):
     """A model in a block: its forward is heard, and its gradients are weighted."""
 
-    module: Any # whose forward is called
+    module: Any  # whose forward is called
     record: GradientRecord
-    driver: Any # takes steps inside backward; None: nothing does
-    buffers = False # are sent before forward
-    rebuilding = False # its buckets, in the forward in progress
-    weigh: Callable[[Tensor], Tensor] | None = None # a gradient of the output of the last forward
+    driver: Any  # takes steps inside backward; None: nothing does
+    buffers = False  # are sent before forward
+    rebuilding = False  # its buckets, in the forward in progress
+    weigh: Callable[[Tensor], Tensor] | None = None  # a gradient of the output of the last forward
 
     def attach(self) -> None:
         super().attach()
         self.joinable._join_config = _silent()
         hear = partial(self.module.register_forward_pre_hook, prepend=True, with_kwargs=True)
-        self.handles, self.said = [hear(Hook(self.before)), self.module.register_forward_hook(Hook(self.after))], _settings(self.driver) if self.driver else {}
+        self.handles, self.said = (
+            [hear(Hook(self.before)), self.module.register_forward_hook(Hook(self.after))],
+            _settings(self.driver) if self.driver else {},
+        )
 
-    listens = property(lambda self: _LISTENING.get(id(self.joinable)) is self, doc="Whether this is the innermost block.")
+    listens = property(
+        lambda self: _LISTENING.get(id(self.joinable)) is self,
+        doc="Whether this is the innermost block.",
+    )
 
     @torch._disable_dynamo
     def before(self, module: Any, args: Any, kwargs: Any) -> None:
         """Announce what forward is about to send, and count who is there where that matters."""
-        if not self.listens: return
+        if not self.listens:
+            return
         block, learns, counts = self.block, torch.is_grad_enabled(), self.block.counter is self
         weighted = learns and block.divide_by != "world_size"
         samples = block.samples_of(args, kwargs) if weighted and block.divide_by == "samples" else 0
         buffers, rebuild = self.sends(learns), self.rebuilds(learns)
-        if rebuild: self.record.look(self.record.backwards + 1) # before DDP copies gradients to new buckets
-        present = (block.declared_present(samples) or block.call(samples)) if weighted or buffers or (block.gated and counts) else None
-        if counts: block.begin(present)
+        if rebuild:
+            self.record.look(
+                self.record.backwards + 1
+            )  # before DDP copies gradients to new buckets
+        present = (
+            (block.declared_present(samples) or block.call(samples))
+            if weighted or buffers or (block.gated and counts)
+            else None
+        )
+        if counts:
+            block.begin(present)
         ranks = present.ranks if present and buffers else ()
-        if buffers or rebuild: block.tell(self.index, "forward", ranks=ranks, rebuild=rebuild)
-        if ranks: self.send_buffers(ranks)
+        if buffers or rebuild:
+            block.tell(self.index, "forward", ranks=ranks, rebuild=rebuild)
+        if ranks:
+            self.send_buffers(ranks)
         self.rebuilding = rebuild
-        self.weigh = partial(present.weigh, divide_by=block.divide_by, samples=samples) if weighted and present else None
+        self.weigh = (
+            partial(present.weigh, divide_by=block.divide_by, samples=samples)
+            if weighted and present
+            else None
+        )
 
-    def rebuilds(self, learns: bool) -> bool: return False # buckets
+    def rebuilds(self, learns: bool) -> bool:
+        return False  # buckets
+
     @abstractmethod
-    def sends(self, learns: bool) -> bool: ... # buffers, in the forward that begins
+    def sends(self, learns: bool) -> bool: ...  # buffers, in the forward that begins
     @abstractmethod
-    def send_buffers(self, ranks: Sequence[int]) -> None: ... # of ranks with data
+    def send_buffers(self, ranks: Sequence[int]) -> None: ...  # of ranks with data
     @abstractmethod
     def after(self, module: Any, args: Any, output: Any) -> None: ...
 
@@ -805,13 +1161,15 @@ class _Network(_Part, ABC):
 class _Output(_Network):
     """The part of a model that follows its output to backward."""
 
-    inside = False # a backward
+    inside = False  # a backward
 
     def attach(self) -> None:
         super().attach()
         self.inside, self.weigh, self.record = False, None, self.make_record()
 
-    def make_record(self) -> GradientRecord: return GradientRecord([p for p in self.joinable.parameters() if p.requires_grad])
+    def make_record(self) -> GradientRecord:
+        return GradientRecord([p for p in self.joinable.parameters() if p.requires_grad])
+
     def resume(self) -> None:
         self.record.backwards += 1
         self.record.save()
@@ -819,22 +1177,30 @@ class _Output(_Network):
     @torch._disable_dynamo
     def after(self, module: Any, args: Any, output: Any) -> None:
         """Wait for the backward that comes through the output."""
-        if not (self.listens and torch.is_grad_enabled()): return
+        if not (self.listens and torch.is_grad_enabled()):
+            return
         outputs = [t for t in found_tensors(output) if t.requires_grad]
         self.leaves(bool(outputs))
-        for tensor in outputs: tensor.register_hook(partial(self.backward, self.weigh))
+        for tensor in outputs:
+            tensor.register_hook(partial(self.backward, self.weigh))
         if not outputs and self.weigh is not None:
-            raise ValueError(f"divide_by={self.block.divide_by!r} needs the tensors of the model's output, got {type(output).__name__}; "
-                             "return tensors, or tuples, lists, dicts or dataclasses of them")
+            raise ValueError(
+                f"divide_by={self.block.divide_by!r} needs the tensors of the model's output, got"
+                f" {type(output).__name__}; return tensors, or tuples, lists, dicts or dataclasses"
+                " of them"
+            )
 
-    def leaves(self, traced: bool) -> None: # forward; traced: its backward will be heard
+    def leaves(self, traced: bool) -> None:  # forward; traced: its backward will be heard
         self.inside = False
-        if self.rebuilding: self.record.save()
+        if self.rebuilding:
+            self.record.save()
 
     def backward(self, weigh: Callable[[Tensor], Tensor] | None, grad: Tensor) -> Tensor | None:
         """Note that a backward begins, and weight a gradient."""
-        if not self.listens: return None
-        if not self.inside: self.enter()
+        if not self.listens:
+            return None
+        if not self.inside:
+            self.enter()
         return weigh(grad) if weigh is not None else None
 
     def enter(self, arrived: bool = False) -> None:
@@ -842,7 +1208,7 @@ class _Output(_Network):
         self.inside = True
         self.record.begin(arrived)
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(self.over)) # after what DDP does at the end of a backward
+        queue(lambda: queue(self.over))  # after what DDP does at the end of a backward
 
     def over(self) -> None:
         """Remember the gradients that a backward has left."""
@@ -851,27 +1217,40 @@ class _Output(_Network):
 
     def tell_backward(self) -> None:
         """Announce the reduction of a backward, and the step if it is part of that."""
-        if not self.inside: self.record.begin(arrived=True) # a backward that comes through no output, or a step without any
+        if not self.inside:
+            self.record.begin(
+                arrived=True
+            )  # a backward that comes through no output, or a step without any
         now = _settings(self.driver) if self.driver else {}
-        self.block.tell(self.index, "backward", **(now if now != self.said else {}), gradients=self.record.describe(self.record.backwards))
+        self.block.tell(
+            self.index,
+            "backward",
+            **(now if now != self.said else {}),
+            gradients=self.record.describe(self.record.backwards),
+        )
         self.said = now
 
     def follow_gradients(self, gradients: dict[str, Any]) -> None:
         """Do to this rank's gradients what the loops of ranks with data did to theirs."""
-        if gradients.get("changed"): raise RuntimeError(_CHANGED.format("two backwards", self.block.group.global_rank))
+        if gradients.get("changed"):
+            raise RuntimeError(_CHANGED.format("two backwards", self.block.group.global_rank))
         self.record.follow(gradients)
 
-    def described(self) -> str: return str(self.keep() or "")
-    def keep(self) -> Any: return _settings(self.driver) if self.driver else None
+    def described(self) -> str:
+        return str(self.keep() or "")
 
-    def leave_loop(self) -> Any: # what others do to their gradients
+    def keep(self) -> Any:
+        return _settings(self.driver) if self.driver else None
+
+    def leave_loop(self) -> Any:  # what others do to their gradients
         """Look at the gradients once more when this rank's loop is over."""
         number = self.record.backwards + 1
         self.record.look(number)
         return self.record.describe(number), self.record.missing()
 
     def finish(self, is_last_joiner: bool, kept: Any) -> None:
-        if self.driver: _take_settings(self.driver, kept[0])
+        if self.driver:
+            _take_settings(self.driver, kept[0])
         if not is_last_joiner:
             gradients, missing = kept[1]
             self.record.follow(gradients)
@@ -887,16 +1266,29 @@ class _Buffers(_Output):
 
     def check(self) -> None:
         ddp = self.joinable
-        if self.block.policy == "shadow": _check_followed(ddp.module, {
-            "a buffer hook": hasattr(ddp, "buffer_hook"), "torch.compile's Python reducer": getattr(ddp, "_use_python_reducer", False),
-            "delay_all_reduce_named_params": getattr(ddp, "_delay_all_reduce_params", ()),
-            "skip_all_reduce_unused_params": getattr(ddp, "skip_all_reduce_unused_params", False)})
+        if self.block.policy == "shadow":
+            _check_followed(
+                ddp.module,
+                {
+                    "a buffer hook": hasattr(ddp, "buffer_hook"),
+                    "torch.compile's Python reducer": getattr(ddp, "_use_python_reducer", False),
+                    "delay_all_reduce_named_params": getattr(ddp, "_delay_all_reduce_params", ()),
+                    "skip_all_reduce_unused_params": getattr(
+                        ddp, "skip_all_reduce_unused_params", False
+                    ),
+                },
+            )
 
     def attach(self) -> None:
         super().attach()
         ddp = self.joinable
-        self.name = "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers" # older torch
-        self.kept, self.buffers = getattr(ddp, self.name), bool(getattr(ddp, self.name) and ddp.modules_buffers)
+        self.name = (
+            "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"
+        )  # older torch
+        self.kept, self.buffers = (
+            getattr(ddp, self.name),
+            bool(getattr(ddp, self.name) and ddp.modules_buffers),
+        )
         setattr(ddp, self.name, False)
 
     def detach(self) -> None:
@@ -905,55 +1297,75 @@ class _Buffers(_Output):
 
     def restore(self) -> None:
         super().restore()
-        self.joinable.require_forward_param_sync = True # on all ranks, whatever was last on each
+        self.joinable.require_forward_param_sync = True  # on all ranks, whatever was last on each
 
-    def sends(self, learns: bool) -> bool: return bool(self.buffers and self.joinable.require_forward_param_sync)
-    def rebuilds(self, learns: bool) -> bool: return learns and not (self.joinable._has_rebuilt_buckets or self.joinable.find_unused_parameters)
+    def sends(self, learns: bool) -> bool:
+        return bool(self.buffers and self.joinable.require_forward_param_sync)
+
+    def rebuilds(self, learns: bool) -> bool:
+        return learns and not (
+            self.joinable._has_rebuilt_buckets or self.joinable.find_unused_parameters
+        )
 
     def send_buffers(self, ranks: Sequence[int]) -> None:
         ddp = self.joinable
         ddp._assign_modules_buffers()
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)): ddp._sync_module_buffers(ranks[-1])
+        with (
+            torch.no_grad(),
+            torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)),
+        ):
+            ddp._sync_module_buffers(ranks[-1])
 
 # %% ../nbs/15_join.ipynb #f85d21ac
 class _Backward(_Buffers):
     """The part of DistributedDataParallel in a block that announces reductions."""
 
-    told = False # of the reduction of a backward
-    expects = False # a reduction in the next backward, as DDP does
-    hears_params = False # notes when a gradient arrives at a parameter
+    told = False  # of the reduction of a backward
+    expects = False  # a reduction in the next backward, as DDP does
+    hears_params = False  # notes when a gradient arrives at a parameter
 
     def attach(self) -> None:
         super().attach()
         self.told = self.expects = self.hears_params = False
-        if self.block.several: self.hear_params()
+        if self.block.several:
+            self.hear_params()
 
     def hear_params(self) -> None:
-        """Note when gradients arrive at parameters: the output does not tell of the backward, or not in which order several models come."""
-        if not self.hears_params: self.handles += [p.register_post_accumulate_grad_hook(self.reached) for p in self.record.params]
+        """Note when gradients arrive at parameters: the output does not tell of the backward, or
+        not in which order several models come."""
+        if not self.hears_params:
+            self.handles += [
+                p.register_post_accumulate_grad_hook(self.reached) for p in self.record.params
+            ]
         self.hears_params = True
 
     def leaves(self, traced: bool) -> None:
         super().leaves(traced)
         self.told = False
         self.expects = self.expects or self.joinable.require_backward_grad_sync
-        if not traced: self.hear_params()
+        if not traced:
+            self.hear_params()
 
     def reached(self, param: Tensor) -> None:
         """Announce the reduction when a backward comes to this model."""
-        if not self.listens: return
-        if not self.inside: self.enter(arrived=True)
-        if not self.told: self.announce()
+        if not self.listens:
+            return
+        if not self.inside:
+            self.enter(arrived=True)
+        if not self.told:
+            self.announce()
 
     def announce(self) -> None:
         """Announce the reduction of a backward, if there is one."""
         self.told = True
-        if self.expects: self.tell_backward()
+        if self.expects:
+            self.tell_backward()
         self.expects = False
 
     def enter(self, arrived: bool = False) -> None:
         super().enter(arrived)
-        if not self.block.several: self.announce()
+        if not self.block.several:
+            self.announce()
 
 # %% ../nbs/15_join.ipynb #e03cb94e
 class _Model(_Backward):
@@ -967,14 +1379,18 @@ class _Model(_Backward):
         """Send what a rank with data sends, but nothing of this rank's own."""
         ddp, options = self.joinable, event.options
         if event.what == "backward":
-            if self.driver: _take_settings(self.driver, options)
+            if self.driver:
+                _take_settings(self.driver, options)
             self.follow_gradients(options["gradients"])
             reduce_nothing(ddp, self.block.group)
             self.expects = False
             return
-        if options["ranks"]: self.send_buffers(options["ranks"])
-        if self.driver: self.driver.stepped_grads.remove() # DDP copies what is in .grad into new buckets
-        if options["rebuild"] and ddp.reducer._rebuild_buckets(): ddp._has_rebuilt_buckets = True
+        if options["ranks"]:
+            self.send_buffers(options["ranks"])
+        if self.driver:
+            self.driver.stepped_grads.remove()  # DDP copies what is in .grad into new buckets
+        if options["rebuild"] and ddp.reducer._rebuild_buckets():
+            ddp._has_rebuilt_buckets = True
 
 # %% ../nbs/15_join.ipynb #71ce946c
 class _Handle(_Output):
@@ -985,15 +1401,22 @@ class _Handle(_Output):
 
     def make_record(self) -> GradientRecord:
         params, aside = self.joinable.params, lambda i: self.joinable.aside.get(i)
-        return GradientRecord(params, lambda i: aside(i) if (grad := unstepped_grad(params[i])) is None else grad)
+        return GradientRecord(
+            params, lambda i: aside(i) if (grad := unstepped_grad(params[i])) is None else grad
+        )
 
     def check(self) -> None:
-        if self.block.policy == "shadow": _check_followed(self.module, {})
+        if self.block.policy == "shadow":
+            _check_followed(self.module, {})
 
     def attach(self) -> None:
         super().attach()
         self.before_block = self.joinable.announce, self.joinable.aligns
-        self.joinable.announce, self.joinable.aligns, self.buffers = self.tell_backward, False, self.joinable.has_buffers
+        self.joinable.announce, self.joinable.aligns, self.buffers = (
+            self.tell_backward,
+            False,
+            self.joinable.has_buffers,
+        )
 
     def detach(self) -> None:
         super().detach()
@@ -1002,14 +1425,18 @@ class _Handle(_Output):
     def restore(self) -> None:
         super().restore()
         self.joinable.announce, self.joinable.aligns = self.before_block
-        self.joinable.buffers_due = True # on all ranks, whatever was last on each
+        self.joinable.buffers_due = True  # on all ranks, whatever was last on each
 
-    def sends(self, learns: bool) -> bool: return self.buffers and self.joinable.buffers_due
-    def send_buffers(self, ranks: Sequence[int]) -> None: self.joinable.send_buffers(ranks)
+    def sends(self, learns: bool) -> bool:
+        return self.buffers and self.joinable.buffers_due
+
+    def send_buffers(self, ranks: Sequence[int]) -> None:
+        self.joinable.send_buffers(ranks)
 
     def replay(self, event: Event) -> None:
         """Take part in what a rank with data does."""
-        if event.what == "forward": return self.send_buffers(event.options["ranks"])
+        if event.what == "forward":
+            return self.send_buffers(event.options["ranks"])
         _take_settings(self.driver, event.options)
         self.follow_gradients(event.options["gradients"])
         self.joinable.follow()
@@ -1021,49 +1448,70 @@ class _Handle(_Output):
 
 # %% ../nbs/15_join.ipynb #cff7361e
 def shadowed_by(
-    shadow: Callable[[Any], None], # called with the module on ranks without data; runs the same collectives and contributes nothing
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: # decorates `forward`, whose collectives then may be in a Join block
+    shadow: Callable[
+        [Any], None
+    ],  # called with the module on ranks without data; runs the same collectives and contributes nothing
+) -> Callable[
+    [Callable[..., Any]], Callable[..., Any]
+]:  # decorates `forward`, whose collectives then may be in a Join block
     """Declare the collectives of a module's forward."""
+
     def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
         def announced(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if (part := _LISTENING.get(id(self))) is not None: part.heard()
+            if (part := _LISTENING.get(id(self))) is not None:
+                part.heard()
             return forward(self, *args, **kwargs)
-        announced.shadow = shadow # type: ignore[attr-defined]
+
+        announced.shadow = shadow  # type: ignore[attr-defined]
         return announced
+
     return decorate
 
-class _Shadow(JoinHook):
-    def __init__(self, module: nn.Module): self.module = module
-    def main_hook(self) -> None: type(self.module).forward.shadow(self.module) # type: ignore[attr-defined]
 
-def _declared(block: Any, parts: list[_Part]) -> list[_Part]: # modules that declare collectives
+class _Shadow(JoinHook):
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def main_hook(self) -> None:
+        type(self.module).forward.shadow(self.module)  # type: ignore[attr-defined]
+
+
+def _declared(block: Any, parts: list[_Part]) -> list[_Part]:  # modules that declare collectives
     models = [part.module for part in parts if isinstance(part, _Network)]
-    modules = dict.fromkeys(module for model in models for module in model.modules() if hasattr(type(module).forward, "shadow"))
-    return [_Part(block, len(parts) + i, module, _Shadow(module)) for i, module in enumerate(modules)]
+    modules = dict.fromkeys(
+        module
+        for model in models
+        for module in model.modules()
+        if hasattr(type(module).forward, "shadow")
+    )
+    return [
+        _Part(block, len(parts) + i, module, _Shadow(module)) for i, module in enumerate(modules)
+    ]
 
 # %% ../nbs/15_join.ipynb #6bc5fff6
 class _Stopped(BaseException):
     """Ends the loop of a rank that has data, because another has none; no `except Exception` catches it."""
+
 
 class Block:
     """What the parts of a block share while it runs."""
 
     group: Group
     parts: list[_Part]
-    counter: _Part # whose calls are the iterations
-    several: bool # models, whose backwards may be one
+    counter: _Part  # whose calls are the iterations
+    several: bool  # models, whose backwards may be one
     divide_by: str
     policy: str
     enable: bool
     samples: Callable[..., int] | None
     before_step: Callable[[Any], Any] | None
     log: Reader
-    device: torch.device # where a few numbers travel, if no backend serves the CPU
-    roll: Roll | None = None # who had data when, once the block has ended
-    declared: Roll | None = None # who will have data when, where all ranks know before
-    turn = taken = 0 # iterations so far, and batches of the loader
-    fault: Exception | None = None # raised on all ranks because one has no data
+    device: torch.device  # where a few numbers travel, if no backend serves the CPU
+    roll: Roll | None = None  # who had data when, once the block has ended
+    declared: Roll | None = None  # who will have data when, where all ranks know before
+    turn = taken = 0  # iterations so far, and batches of the loader
+    fault: Exception | None = None  # raised on all ranks because one has no data
 
     @property
     def gated(self) -> bool:
@@ -1083,27 +1531,35 @@ class Block:
 class Calling(Block):
     """The part of a block that counts ranks, and begins an iteration if it may."""
 
-    counted: Callable[[], Any] | None = None # waits for the last count, which the user's code may not have needed
+    counted: Callable[[], Any] | None = (
+        None  # waits for the last count, which the user's code may not have needed
+    )
 
     def call(self, samples: int = 0) -> Present:
         """Say that this rank has data, and let others be counted; all ranks that have some call this."""
-        if self.log.size == 1: return Present(self.group.size, lambda: (samples, (0,)))
+        if self.log.size == 1:
+            return Present(self.group.size, lambda: (samples, (0,)))
         self.tell(-1, "count")
         return Present(self.group.size, self.count(samples + 1))
 
     def count(self, number: int) -> Callable[[], Count]:
         """Start to count who has data: `number` is 0 for a rank without any, and else one more than its samples."""
-        if self.counted is not None: self.counted()
+        if self.counted is not None:
+            self.counted()
         self.counted = counted = gather_numbers(self.group, [number], self.device)
         return lambda: count_of(counted())
 
     def begin(self, present: Present | None) -> None:
         """Begin an iteration, if it may."""
         if self.gated and present is not None and len(there := present.ranks) < self.group.size:
-            if self.policy == "stop": raise _Stopped
+            if self.policy == "stop":
+                raise _Stopped
             gone = [rank for r, rank in enumerate(self.group.ranks) if r not in there]
-            self.fault = RuntimeError(f"Detected at least one rank that exhausted inputs. Throwing across all ranks. Ranks {gone} had {self.turn} iterations")
-            self.fault.on_all_ranks = True # type: ignore[attr-defined]
+            self.fault = RuntimeError(
+                "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+                f" Ranks {gone} had {self.turn} iterations"
+            )
+            self.fault.on_all_ranks = True  # type: ignore[attr-defined]
             raise self.fault
         self.turn += 1
 
@@ -1111,67 +1567,112 @@ class Calling(Block):
 class Counting(Calling):
     """The part of a block that knows how many samples there are, and what became of gradients."""
 
-    warned = False # that gradients change
-    announced = 0 # backwards that this rank was asked to announce
+    warned = False  # that gradients change
+    announced = 0  # backwards that this rank was asked to announce
 
     def samples_of(self, args: Any, kwargs: Any) -> int:
         """Count the samples that forward is called with."""
-        if self.samples is not None: return int(self.samples(*args, **kwargs))
+        if self.samples is not None:
+            return int(self.samples(*args, **kwargs))
         for t in found_tensors([*args, *kwargs.values()]):
-            if t.dim(): return len(t)
-        raise ValueError("divide_by='samples' found no tensor among the inputs of forward; pass samples= to Join, which counts what forward is called with")
+            if t.dim():
+                return len(t)
+        raise ValueError(
+            "divide_by='samples' found no tensor among the inputs of forward; pass samples= to"
+            " Join, which counts what forward is called with"
+        )
 
     def declared_present(self, samples: int) -> Present | None:
         """Give who has data in this iteration, if that is known without asking."""
-        if self.declared is None or (self.divide_by == "samples" and (self.samples is not None or None in self.declared.sizes)): return None
+        if self.declared is None or (
+            self.divide_by == "samples"
+            and (self.samples is not None or None in self.declared.sizes)
+        ):
+            return None
         at, me = self.taken - 1, self.group.group_rank
         counts = self.declared.samples(at) if self.divide_by == "samples" else (0,)
         if self.divide_by == "samples" and torch.is_grad_enabled() and samples != counts[me]:
-            raise ValueError(f"batch {at} of rank {self.group.global_rank} has {counts[me]} samples, and forward was called with {samples}; "
-                             "pass whole batches to the model, or samples= to Join")
+            raise ValueError(
+                f"batch {at} of rank {self.group.global_rank} has {counts[me]} samples, and forward"
+                f" was called with {samples}; pass whole batches to the model, or samples= to Join"
+            )
         there = self.declared.active(at)
         return Present(self.group.size, lambda: (sum(counts), there))
 
     def compares_values(self) -> bool:
-        """Tell whether to compare values of gradients too: on the rank that announces, in its first eight backwards, and then ever more rarely."""
-        if self.log.announces is None or self.log.size == 1: return False
+        """Tell whether to compare values of gradients too: on the rank that announces, in its first
+        eight backwards, and then ever more rarely."""
+        if self.log.announces is None or self.log.size == 1:
+            return False
         self.announced += 1
         return self.announced <= 8 or self.announced & (self.announced - 1) == 0
 
     def touched(self, optimizer: Any) -> bool:
         """Tell if gradients have changed since they were reduced."""
-        if self.policy != "shadow": return False
-        params = {id(p): p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        marked = [(each, i, params[id(p)]) for each in self.records for i, p in enumerate(each.params) if each.marks[i] is not None and id(p) in params]
-        touched = any(_writes(each.marks[i], grad) != 0 or each.rewritten(i, grad) for each, i, grad in marked)
-        touched = touched or getattr(optimizer, "found_inf", None) is not None # a fused class divides by a scale itself
+        if self.policy != "shadow":
+            return False
+        params = {
+            id(p): p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
+        marked = [
+            (each, i, params[id(p)])
+            for each in self.records
+            for i, p in enumerate(each.params)
+            if each.marks[i] is not None and id(p) in params
+        ]
+        touched = any(
+            _writes(each.marks[i], grad) != 0 or each.rewritten(i, grad) for each, i, grad in marked
+        )
+        touched = (
+            touched or getattr(optimizer, "found_inf", None) is not None
+        )  # a fused class divides by a scale itself
         if touched and not self.warned:
-            warnings.warn("gradients change between backward and step, which ranks without data cannot repeat; pass what changes them, clipping for "
-                          "example, to Join as before_step", stacklevel=2)
+            warnings.warn(
+                "gradients change between backward and step, which ranks without data cannot"
+                " repeat; pass what changes them, clipping for example, to Join as before_step",
+                stacklevel=2,
+            )
         self.warned = self.warned or touched
         return touched
 
 # %% ../nbs/15_join.ipynb #249dbd36
-_SKEW = 1000 # iterations
+_SKEW = 1000  # iterations
+
 
 class Shadowing(Counting):
     """The part of a block that a rank without data runs."""
 
-    riders: dict[int, list[_Part]] # parts that announce nothing, by the part they go with
-    bar: Any = None # shows iterations
+    riders: dict[int, list[_Part]]  # parts that announce nothing, by the part they go with
+    bar: Any = None  # shows iterations
 
     def advance(self, iterations: int) -> None:
         """Show progress, if a bar is wanted."""
-        if self.bar is not None and iterations: self.bar.update(iterations)
+        if self.bar is not None and iterations:
+            self.bar.update(iterations)
 
     def follow(self, event: Event) -> None:
         """Take part in what the block itself does."""
         rank = self.group.global_rank
-        if event.what == "enter": raise RuntimeError("a rank with data entered a Join block inside this one, where ranks without data cannot follow")
-        if event.what == "declare": raise RuntimeError(f"rank {rank} left the Join block without calling join.loader(); call it on all ranks")
+        if event.what == "enter":
+            raise RuntimeError(
+                "a rank with data entered a Join block inside this one, where ranks without data"
+                " cannot follow"
+            )
+        if event.what == "declare":
+            raise RuntimeError(
+                f"rank {rank} left the Join block without calling join.loader(); call it on all"
+                " ranks"
+            )
         there = self.count(0)()[1]
-        if self.policy != "raise" or not there: return
-        self.fault = RuntimeError(f"Rank {rank} exhausted all inputs. Ranks {[self.group.ranks[r] for r in there]} had more than {self.turn}")
+        if self.policy != "raise" or not there:
+            return
+        self.fault = RuntimeError(
+            f"Rank {rank} exhausted all inputs. Ranks {[self.group.ranks[r] for r in there]} had"
+            f" more than {self.turn}"
+        )
         raise self.fault
 
     def shadow(self) -> None:
@@ -1181,68 +1682,113 @@ class Shadowing(Counting):
             self.log.notes.check(f"event/{event.number}", str(event), event.part < len(self.parts))
             self.advance(event.turn - self.turn)
             self.turn = event.turn
-            if event.part < 0: self.follow(event)
-            else: self.parts[event.part].replay(event)
-            for rider in self.riders.get(event.part, ()) if event.what != "forward" else (): rider.hook.main_hook()
+            if event.part < 0:
+                self.follow(event)
+            else:
+                self.parts[event.part].replay(event)
+            for rider in self.riders.get(event.part, ()) if event.what != "forward" else ():
+                rider.hook.main_hook()
             if self.turn - own > _SKEW and not warned:
                 warned = True
-                warnings.warn(f"Detected uneven input skew of greater than {_SKEW}. This means that rank {self.group.global_rank} has at least {_SKEW} "
-                              "fewer inputs than other currently-active ranks. This level of skew could lead to performance degradation during training.",
-                              stacklevel=4)
+                warnings.warn(
+                    f"Detected uneven input skew of greater than {_SKEW}. This means that rank"
+                    f" {self.group.global_rank} has at least {_SKEW} fewer inputs than other"
+                    " currently-active ranks. This level of skew could lead to performance"
+                    " degradation during training.",
+                    stacklevel=4,
+                )
 
 # %% ../nbs/15_join.ipynb #c8b62db6
 class Ending(Shadowing):
     """The part of a block that waits for all ranks."""
 
-    root = 0 # group rank of the last joiner whose state counts
+    root = 0  # group rank of the last joiner whose state counts
 
     def check_loops(self, taken: list[int]) -> None:
         """Raise if a rank did not do what it declared."""
 
-    def gather(self, *numbers: int) -> list[list[int]]: # of every rank
+    def gather(self, *numbers: int) -> list[list[int]]:  # of every rank
         """Exchange a few numbers; all ranks call this."""
-        return [list(numbers)] if self.log.size == 1 else gather_numbers(self.group, numbers, self.device)()
+        return (
+            [list(numbers)]
+            if self.log.size == 1
+            else gather_numbers(self.group, numbers, self.device)()
+        )
 
     def end(self, stopped: bool) -> None:
         """Wait until no rank has data, and let the joinables finish."""
         me, used = self.log.me, self.taken - (stopped and self.taken > 0)
-        dropped = self.declared.batches[me] - used if self.declared and self.policy == "stop" else int(stopped)
-        reached, batches, gradients = (self.log.number, self.turn), used or self.turn, [part.leave_loop() for part in self.parts]
+        dropped = (
+            self.declared.batches[me] - used
+            if self.declared and self.policy == "stop"
+            else int(stopped)
+        )
+        reached, batches, gradients = (
+            (self.log.number, self.turn),
+            used or self.turn,
+            [part.leave_loop() for part in self.parts],
+        )
         self.log.depart()
         self.shadow()
-        if self.counted is not None: self.counted()
+        if self.counted is not None:
+            self.counted()
         rows = self.gather(*reached, self.taken, batches, dropped)
         self.roll = Roll(tuple(row[3] for row in rows), tuple(row[4] for row in rows))
         with agreeing(self.group, "leaving Join"):
             self.root = max(range(len(rows)), key=lambda rank: (rows[rank][:2], rank))
             self.check_loops([row[2] for row in rows])
             kept = [[(part.keep(), left) for part, left in zip(self.parts, gradients, strict=True)]]
-            if self.log.size > 1: broadcast_object_list(kept, group=self.group, group_src=self.root, weights_only=True)
-            for part, theirs in zip(self.parts, kept[0], strict=True): part.finish(list(reached) == rows[self.root][:2], theirs)
+            if self.log.size > 1:
+                broadcast_object_list(
+                    kept, group=self.group, group_src=self.root, weights_only=True
+                )
+            for part, theirs in zip(self.parts, kept[0], strict=True):
+                part.finish(list(reached) == rows[self.root][:2], theirs)
         self.log.clear()
 
 # %% ../nbs/15_join.ipynb #437c640c
-def _lengths(batches: Any) -> dict[str, Any]: # how many batches there are, and how many samples are in each and in the last
-    try: n = len(batches)
-    except TypeError: return {"batches": None, "sizes": None}
-    try: size, drops, samples = batches.batch_size, batches.drop_last, len(batches.sampler)
-    except (AttributeError, TypeError): return {"batches": n, "sizes": None}
-    return {"batches": n, "sizes": None if size is None else [size, size if drops or not n else samples - size * (n - 1)]}
+def _lengths(
+    batches: Any,
+) -> dict[str, Any]:  # how many batches there are, and how many samples are in each and in the last
+    try:
+        n = len(batches)
+    except TypeError:
+        return {"batches": None, "sizes": None}
+    try:
+        size, drops, samples = batches.batch_size, batches.drop_last, len(batches.sampler)
+    except (AttributeError, TypeError):
+        return {"batches": n, "sizes": None}
+    return {
+        "batches": n,
+        "sizes": None
+        if size is None
+        else [size, size if drops or not n else samples - size * (n - 1)],
+    }
 
 # %% ../nbs/15_join.ipynb #a8b438da
 class Declaring(Ending):
     """The part of a block that knows beforehand who has data when."""
 
-    looped = False # over the loader
+    looped = False  # over the loader
 
     def loader(
         self,
-        batches: Iterable[Any], # this rank's, for example a `DataLoader`; all ranks call this, also those without any
-        progress: Callable[..., Any] | None = None, # makes a bar of as many iterations as any rank has, with `update` and `close`: tqdm, for example
-    ) -> Iterator[Any]: # the same batches; with policy="stop" as many as the rank with fewest has
+        batches: Iterable[
+            Any
+        ],  # this rank's, for example a `DataLoader`; all ranks call this, also those without any
+        progress: (
+            Callable[..., Any]
+            # makes a bar of as many iterations as any rank has, with `update` and `close`: tqdm, for
+            # example
+            | None
+        ) = None,
+    ) -> Iterator[Any]:  # the same batches; with policy="stop" as many as the rank with fewest has
         """Iterate over this rank's batches once, and let all ranks know how many there are."""
         limit = self.declare(batches) if self.enable else None
-        if progress is not None: self.bar = progress(total=limit or (max(self.declared.batches) if self.declared else None))
+        if progress is not None:
+            self.bar = progress(
+                total=limit or (max(self.declared.batches) if self.declared else None)
+            )
         for batch in islice(batches, limit):
             self.taken += 1
             yield batch
@@ -1250,125 +1796,202 @@ class Declaring(Ending):
 
     def check_loops(self, taken: list[int]) -> None:
         """Raise if a rank left its loop while others went on as if it had data."""
-        used_it = self.divide_by != "world_size" or any(part.buffers for part in self.parts if isinstance(part, _Network))
-        if self.declared is None or not used_it: return
+        used_it = self.divide_by != "world_size" or any(
+            part.buffers for part in self.parts if isinstance(part, _Network)
+        )
+        if self.declared is None or not used_it:
+            return
         for rank, used, n in zip(self.group.ranks, taken, self.declared.batches, strict=False):
             if used < min(n, max(taken)):
-                raise RuntimeError(f"rank {rank} left its loop after {used} of {n} batches while others counted on it; leave it on all ranks together")
+                raise RuntimeError(
+                    f"rank {rank} left its loop after {used} of {n} batches while others counted on"
+                    " it; leave it on all ranks together"
+                )
 
-    def declare(self, batches: Any) -> int | None: # how many batches may be taken
+    def declare(self, batches: Any) -> int | None:  # how many batches may be taken
         """Exchange how many batches each rank has."""
-        if self.looped: raise RuntimeError("a Join block has one loop over join.loader(); use another block for the next epoch")
+        if self.looped:
+            raise RuntimeError(
+                "a Join block has one loop over join.loader(); use another block for the next epoch"
+            )
         self.looped = True
         mine = _lengths(batches)
         self.tell(-1, "declare")
-        rows = self.gather(-1 if mine["batches"] is None else mine["batches"], *(mine["sizes"] or (-1, -1)))
-        if min(counts := tuple(row[0] for row in rows)) < 0: return None
-        self.declared = Roll(counts, sizes=tuple(None if size < 0 else (size, last) for _, size, last in rows))
+        rows = self.gather(
+            -1 if mine["batches"] is None else mine["batches"], *(mine["sizes"] or (-1, -1))
+        )
+        if min(counts := tuple(row[0] for row in rows)) < 0:
+            return None
+        self.declared = Roll(
+            counts, sizes=tuple(None if size < 0 else (size, last) for _, size, last in rows)
+        )
         self.log.favourite = counts.index(max(counts))
         if self.policy == "raise" and len(set(counts)) > 1:
-            self.fault = RuntimeError(f"ranks have different numbers of batches: {', '.join(map(str, counts))}") # on all ranks
+            self.fault = RuntimeError(
+                f"ranks have different numbers of batches: {', '.join(map(str, counts))}"
+            )  # on all ranks
             raise self.fault
         return min(counts) if self.policy == "stop" else None
 
 # %% ../nbs/15_join.ipynb #6e9382f1
-_LOOK = 1.0 # seconds between two looks
+_LOOK = 1.0  # seconds between two looks
+
 
 class _Watch(threading.Thread):
-    """Announces events for ranks without data, and frees this rank if it waits for one that has left the block with an error."""
+    """Announces events for ranks without data, and frees this rank if it waits for one that has
+    left the block with an error."""
 
     def __init__(self, log: Reader):
         super().__init__(daemon=True)
         self.log, self.done, self.pause = log, threading.Event(), _LOOK * max(1, log.size / 1024)
-        if log.size > 1: self.start()
+        if log.size > 1:
+            self.start()
 
     def run(self) -> None:
-        with suppress(RuntimeError): # the store may be gone, and collectives with it
+        with suppress(RuntimeError):  # the store may be gone, and collectives with it
             try:
-                while not self.done.is_set() and self.attend(): pass
+                while not self.done.is_set() and self.attend():
+                    pass
             except DamagedNote as error:
                 self.log.damage = str(error)
                 self.log.fail(self.log.damage)
                 self.free(self.log.damage)
 
-    def attend(self) -> bool: # whether to go on
+    def attend(self) -> bool:  # whether to go on
         """Wait for something to do, and do it."""
         log = self.log
         if log.has_data and log.announces is None:
             log.notes.wait(key := f"wake/{log.me}", self.done.is_set)
             log.notes.remove(key)
-        else: self.done.wait(self.pause)
-        if self.done.is_set(): return False
-        if log.notes.see("roll call"): log.notes.put(f"alive/{log.me}", "1")
+        else:
+            self.done.wait(self.pause)
+        if self.done.is_set():
+            return False
+        if log.notes.see("roll call"):
+            log.notes.put(f"alive/{log.me}", "1")
         log.answer()
         log.prune()
-        if said := log.failed(): return self.free(said)
-        if said := log.trouble(): log.stop_readers(said)
+        if said := log.failed():
+            return self.free(said)
+        if said := log.trouble():
+            log.stop_readers(said)
         return True
 
-    def free(self, said: str) -> bool: # False
+    def free(self, said: str) -> bool:  # False
         """Free this rank, unless it is on its way out as well."""
-        if self.done.wait(self.pause): return False
-        if self.log.waits_since is not None: self.log.stop_readers(said)
-        else: abort(Group(self.log.notes.group))
+        if self.done.wait(self.pause):
+            return False
+        if self.log.waits_since is not None:
+            self.log.stop_readers(said)
+        else:
+            abort(Group(self.log.notes.group))
         return False
 
     def stop(self) -> None:
         """End the thread."""
         self.done.set()
-        if not self.is_alive(): return
-        with suppress(RuntimeError): self.log.notes.put(f"wake/{self.log.me}", "1")
+        if not self.is_alive():
+            return
+        with suppress(RuntimeError):
+            self.log.notes.put(f"wake/{self.log.me}", "1")
         self.join()
-        with suppress(RuntimeError): self.log.notes.remove(f"wake/{self.log.me}")
+        with suppress(RuntimeError):
+            self.log.notes.remove(f"wake/{self.log.me}")
 
 # %% ../nbs/15_join.ipynb #b86469c6
 def _check_kwargs(joinables: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Refuse what no join hook takes, where there is none but torch's and ours."""
-    known = {type(joinable).join_hook.__module__.partition(".")[0] for joinable in joinables if isinstance(joinable, Joinable)} <= {"torch", "zero_nb"}
+    known = {
+        type(joinable).join_hook.__module__.partition(".")[0]
+        for joinable in joinables
+        if isinstance(joinable, Joinable)
+    } <= {"torch", "zero_nb"}
     if known and (strange := set(kwargs) - {"divide_by_initial_world_size"}):
-        raise TypeError(f"Join got an unexpected keyword argument {min(strange)!r}; it takes divide_by, policy, samples and before_step, and hooks of torch's "
-                        "and ours take divide_by_initial_world_size")
+        raise TypeError(
+            f"Join got an unexpected keyword argument {min(strange)!r}; it takes divide_by, policy,"
+            " samples and before_step, and hooks of torch's and ours take"
+            " divide_by_initial_world_size"
+        )
+
 
 def _parts(block: Any, joinables: Sequence[Any], kwargs: dict[str, Any]) -> list[_Part]:
     """Choose how each joinable takes part."""
     from torch.nn.parallel import DistributedDataParallel
+
     _check_kwargs(joinables, kwargs)
     out = list[_Part]()
     for i, joinable in enumerate(joinables):
         kind, hook = _Part, None
-        if isinstance(joinable, Parallel): kind = _Handle
+        if isinstance(joinable, Parallel):
+            kind = _Handle
         elif isinstance(joinable, Joinable):
-            if not hasattr(joinable, "_join_config"): raise AssertionError(f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor")
-            if isinstance(joinable, torch.optim.Optimizer): kind = _Stepper
-            if isinstance(joinable, DistributedDataParallel) and type(joinable).join_hook is DistributedDataParallel.join_hook: kind = _Model
+            if not hasattr(joinable, "_join_config"):
+                raise AssertionError(
+                    f"Check that the {type(joinable)} constructor calls the ``Joinable``"
+                    " constructor"
+                )
+            if isinstance(joinable, torch.optim.Optimizer):
+                kind = _Stepper
+            if (
+                isinstance(joinable, DistributedDataParallel)
+                and type(joinable).join_hook is DistributedDataParallel.join_hook
+            ):
+                kind = _Model
             hook = joinable.join_hook(**kwargs)
-        elif isinstance(joinable, torch.optim.Optimizer): kind, hook = _Unsharded, _Step(joinable)
-        elif hasattr(joinable, "load_state_dict") and not isinstance(joinable, nn.Module): kind = _Follower
-        else: raise TypeError(f"joinable {i} is a {type(joinable).__name__}; Join takes DistributedDataParallel, optimizers, schedulers, and classes "
-                              "derived from Joinable")
+        elif isinstance(joinable, torch.optim.Optimizer):
+            kind, hook = _Unsharded, _Step(joinable)
+        elif hasattr(joinable, "load_state_dict") and not isinstance(joinable, nn.Module):
+            kind = _Follower
+        else:
+            raise TypeError(
+                f"joinable {i} is a {type(joinable).__name__}; Join takes DistributedDataParallel,"
+                " optimizers, schedulers, and classes derived from Joinable"
+            )
         out.append(kind(block, i, joinable, hook or JoinHook()))
     return out
 
-def _speaks(part: _Part) -> bool: # whether it announces its iterations
-    def names(code: Any) -> set[str]: return {*code.co_names, *(n for c in code.co_consts if hasattr(c, "co_names") for n in names(c))}
-    methods = [getattr(m, "fget", m) for kind in type(part.joinable).__mro__ for m in vars(kind).values()]
-    return isinstance(part, (_Network, _Stepper)) or any("notify_join_context" in names(m.__code__) for m in methods if hasattr(m, "__code__"))
 
-def _ride(parts: list[_Part]) -> dict[int, list[_Part]]: # those that do not speak, by the one before them that does
+def _speaks(part: _Part) -> bool:  # whether it announces its iterations
+    def names(code: Any) -> set[str]:
+        return {
+            *code.co_names,
+            *(n for c in code.co_consts if hasattr(c, "co_names") for n in names(c)),
+        }
+
+    methods = [
+        getattr(m, "fget", m) for kind in type(part.joinable).__mro__ for m in vars(kind).values()
+    ]
+    return isinstance(part, (_Network, _Stepper)) or any(
+        "notify_join_context" in names(m.__code__) for m in methods if hasattr(m, "__code__")
+    )
+
+
+def _ride(
+    parts: list[_Part],
+) -> dict[int, list[_Part]]:  # those that do not speak, by the one before them that does
     out, last = dict[int, list[_Part]](), next((part.index for part in parts if _speaks(part)), -1)
     for part in parts:
-        if _speaks(part): last = part.index
-        elif not isinstance(part, _Follower): out.setdefault(last, []).append(part)
+        if _speaks(part):
+            last = part.index
+        elif not isinstance(part, _Follower):
+            out.setdefault(last, []).append(part)
     return out
 
 # %% ../nbs/15_join.ipynb #3a2afecd
 def _choose(name: str, given: Any, choices: Sequence[str]) -> str:
-    if given in choices: return str(given)
+    if given in choices:
+        return str(given)
     raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {given!r}")
 
+
 def _group_of(joinables: Sequence[Any]) -> Any:
-    groups = [joinable.join_process_group for joinable in joinables if isinstance(joinable, Joinable)]
-    if any(group != groups[0] for group in groups): raise ValueError("Using join context manager with multiple process groups; its joinables must share one")
+    groups = [
+        joinable.join_process_group for joinable in joinables if isinstance(joinable, Joinable)
+    ]
+    if any(group != groups[0] for group in groups):
+        raise ValueError(
+            "Using join context manager with multiple process groups; its joinables must share one"
+        )
     return groups[0] if groups else None
 
 # %% ../nbs/15_join.ipynb #4022e567
@@ -1383,100 +2006,182 @@ class Leaving(Declaring):
         drivers = [part.driver for part in networks if part.driver]
         for part in self.parts:
             taken = getattr(part.joinable, "driver", None)
-            if isinstance(part, _Stepper) and taken is not None and all(taken is not driver for driver in drivers):
-                raise ValueError(f"joinable {part.index} steps inside the backward of its model, which is not among the joinables; add the model, "
-                                 "or what data_parallel gave")
+            if (
+                isinstance(part, _Stepper)
+                and taken is not None
+                and all(taken is not driver for driver in drivers)
+            ):
+                raise ValueError(
+                    f"joinable {part.index} steps inside the backward of its model, which is not"
+                    " among the joinables; add the model, or what data_parallel gave"
+                )
         if drivers and self.before_step is not None:
-            raise ValueError("before_step comes too late for a step that is taken inside backward; to clip, pass max_grad_norm to overlap or data_parallel")
+            raise ValueError(
+                "before_step comes too late for a step that is taken inside backward; to clip, pass"
+                " max_grad_norm to overlap or data_parallel"
+            )
         if drivers and len(networks) > 1:
-            raise ValueError("a block with a step that is taken inside backward has one model, for the collectives of several may be mixed; "
-                             "use a block for each, or detach the overlap")
+            raise ValueError(
+                "a block with a step that is taken inside backward has one model, for the"
+                " collectives of several may be mixed; use a block for each, or detach the overlap"
+            )
 
     def lines(self) -> list[str]:
         """Describe what must be the same on all ranks."""
-        parts = [f"joinable {part.index}: {type(part.joinable).__name__} {part.described()}" for part in self.parts]
+        parts = [
+            f"joinable {part.index}: {type(part.joinable).__name__} {part.described()}"
+            for part in self.parts
+        ]
         return [f"policy {self.policy}, divide_by {self.divide_by}", *parts]
 
     def leave(self, error: BaseException) -> None:
         """Let the others know of an error; raise theirs if it came first."""
-        if error is self.fault: return
+        if error is self.fault:
+            return
         here, said = self.group.global_rank, ""
         if isinstance(error, RuntimeError):
             said = self.log.failed()
-            if not said and (said := self.log.check_peers(3 * self.watch.pause)): self.log.fail(said)
-        if said and said not in str(error): raise RuntimeError(f"{said}; rank {here} cannot go on without it") from error
-        self.log.fail(f"rank {here} left the Join block after {self.turn} iterations: {type(error).__name__}: {error}")
+            if not said and (said := self.log.check_peers(3 * self.watch.pause)):
+                self.log.fail(said)
+        if said and said not in str(error):
+            raise RuntimeError(f"{said}; rank {here} cannot go on without it") from error
+        self.log.fail(
+            f"rank {here} left the Join block after {self.turn} iterations: {type(error).__name__}:"
+            f" {error}"
+        )
 
 # %% ../nbs/15_join.ipynb #821368bd
 class Entering(Leaving):
     """The part of a block that enters and leaves."""
 
     def __enter__(self) -> Any:
-        if not self.enable: return self
-        if any(_LISTENING.get(id(part.joinable)) is part for part in self.parts): raise RuntimeError("this Join block is running; make another one to nest")
-        for outer in {id(part.block): part.block for mine in self.parts if (part := _LISTENING.get(id(mine.joinable)))}.values(): outer.tell(-1, "enter")
+        if not self.enable:
+            return self
+        if any(_LISTENING.get(id(part.joinable)) is part for part in self.parts):
+            raise RuntimeError("this Join block is running; make another one to nest")
+        for outer in {
+            id(part.block): part.block
+            for mine in self.parts
+            if (part := _LISTENING.get(id(mine.joinable)))
+        }.values():
+            outer.tell(-1, "enter")
         with agreeing(self.group, "entering Join", self.lines):
             self.check_drivers()
-            for part in self.parts: part.check()
-        self.log, self.roll, self.declared, self.looped, self.warned = Reader(Notes(self.group, "join")), None, None, False, False
-        self.turn, self.taken, self.fault, self.bar, self.counted, self.announced = 0, 0, None, None, None, 0
-        for part in self.parts: part.attach()
+            for part in self.parts:
+                part.check()
+        self.log, self.roll, self.declared, self.looped, self.warned = (
+            Reader(Notes(self.group, "join")),
+            None,
+            None,
+            False,
+            False,
+        )
+        self.turn, self.taken, self.fault, self.bar, self.counted, self.announced = (
+            0,
+            0,
+            None,
+            None,
+            None,
+            0,
+        )
+        for part in self.parts:
+            part.attach()
         self.watch = _Watch(self.log)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not self.enable: return False
+        if not self.enable:
+            return False
         stopped = isinstance(error, _Stopped)
         try:
-            for part in self.parts: part.detach()
-            if error is not None and not stopped: self.leave(error)
+            for part in self.parts:
+                part.detach()
+            if error is not None and not stopped:
+                self.leave(error)
             else:
-                try: self.end(stopped)
+                try:
+                    self.end(stopped)
                 except Exception as failure:
                     self.leave(failure)
                     raise
         finally:
             self.watch.stop()
-            if self.bar is not None: self.bar.close()
-            for part in reversed(self.parts): part.restore()
+            if self.bar is not None:
+                self.bar.close()
+            for part in reversed(self.parts):
+                part.restore()
         return stopped
 
 # %% ../nbs/15_join.ipynb #24f0b2f5
 class Join(Entering):
     """A block in which ranks may have different amounts of data.
 
-    A rank that leaves its loop takes part in what the others send until no rank has data. In the end all ranks hold the model of the last joiner.
-    Raises `ValueError` or `TypeError` on all ranks for what cannot work, `RuntimeError` on all ranks if one leaves with an error.
+    A rank that leaves its loop takes part in what the others send until no rank has data. In the
+    end all ranks hold the model of the last joiner.
+    Raises `ValueError` or `TypeError` on all ranks for what cannot work, `RuntimeError` on all
+    ranks if one leaves with an error.
     Source: `torch.distributed.algorithms.join.Join`, whose arguments, hooks and messages it has."""
 
     def __init__(
         self,
-        joinables: Sequence[Any], # DistributedDataParallel, optimizers, schedulers, and classes derived from `Joinable`; in any order
-        enable: bool = True, # False: a block that does nothing
-        throw_on_early_termination: bool = False, # torch's name for policy="raise"
+        joinables: Sequence[
+            Any
+        ],  # DistributedDataParallel, optimizers, schedulers, and classes derived from `Joinable`; in any order
+        enable: bool = True,  # False: a block that does nothing
+        throw_on_early_termination: bool = False,  # torch's name for policy="raise"
         *,
-        divide_by: str | None = None, # gradients, by the "world_size", the "active" ranks, or the "samples" of an iteration; None: as DDP is told
-        policy: str | None = None, # what a rank without data does: "shadow" the others, "stop" them, "raise" on all ranks; None: shadow
-        samples: Callable[..., int] | None = None, # counts what forward is called with; None: the length of the first tensor
-        before_step: Callable[[Any], Any] | None = None, # called with an optimizer before each of its steps, on all ranks: clipping belongs here
-        **kwargs: Any, # for the join hooks; DDP's takes divide_by_initial_world_size
+        divide_by: (
+            str
+            # gradients, by the "world_size", the "active" ranks, or the "samples" of an iteration;
+            # None: as DDP is told
+            | None
+        ) = None,
+        policy: (
+            str
+            # what a rank without data does: "shadow" the others, "stop" them, "raise" on all ranks;
+            # None: shadow
+            | None
+        ) = None,
+        samples: (
+            Callable[..., int] | None
+        ) = None,  # counts what forward is called with; None: the length of the first tensor
+        before_step: (
+            Callable[[Any], Any] | None
+        ) = None,  # called with an optimizer before each of its steps, on all ranks: clipping belongs here
+        **kwargs: Any,  # for the join hooks; DDP's takes divide_by_initial_world_size
     ):
         joinables = list(joinables)
-        if not joinables: raise ValueError("The join context manager requires at least one joinable")
-        if len(set(map(id, joinables))) < len(joinables): raise ValueError("a joinable may appear once in the list")
-        self.policy = _choose("policy", policy or ("raise" if throw_on_early_termination else "shadow"), ["shadow", "stop", "raise"])
+        if not joinables:
+            raise ValueError("The join context manager requires at least one joinable")
+        if len(set(map(id, joinables))) < len(joinables):
+            raise ValueError("a joinable may appear once in the list")
+        self.policy = _choose(
+            "policy",
+            policy or ("raise" if throw_on_early_termination else "shadow"),
+            ["shadow", "stop", "raise"],
+        )
         by = "world_size" if kwargs.get("divide_by_initial_world_size", True) else "active"
         self.divide_by = _choose("divide_by", divide_by or by, ["world_size", "active", "samples"])
         self.enable, self.samples, self.before_step = enable, samples, before_step
         parts, self.group = _parts(self, joinables, kwargs), Group(_group_of(joinables))
-        self.device = next((joinable.join_device for joinable in joinables if isinstance(joinable, Joinable)), torch.device("cpu"))
+        self.device = next(
+            (joinable.join_device for joinable in joinables if isinstance(joinable, Joinable)),
+            torch.device("cpu"),
+        )
         self.riders, speak = _ride(parts), [part for part in parts if _speaks(part)]
         self.parts = [*parts, *_declared(self, parts)]
-        if not speak: raise ValueError("no joinable announces its iterations; call Join.notify_join_context(self) in one, before its collectives")
+        if not speak:
+            raise ValueError(
+                "no joinable announces its iterations; call Join.notify_join_context(self) in one,"
+                " before its collectives"
+            )
         self.counter = next((part for part in speak if isinstance(part, _Network)), speak[0])
         self.several = sum(isinstance(part, _Model) for part in speak) > 1
         if self.divide_by != "world_size" and not isinstance(self.counter, _Network):
-            raise ValueError(f"divide_by={self.divide_by!r} weights gradients of a DistributedDataParallel or data_parallel, and none is among the joinables")
+            raise ValueError(
+                f"divide_by={self.divide_by!r} weights gradients of a DistributedDataParallel or"
+                " data_parallel, and none is among the joinables"
+            )
 
     @staticmethod
     def notify_join_context(joinable: Any) -> Any:

@@ -49,125 +49,178 @@ from .reaper import NamelessFiles, Reaper
 class Outcome:
     """What became of one piece of work on one rank."""
 
-    rank: int # in the world, 0 to n - 1
-    did: str # "returned", "raised", "died", or "was running" when it was asked
-    text: str = "" # the traceback of what it raised, or the stack it was at
-    data: bytes = b"" # the packed value or exception; empty for an exception that cannot be packed
-    echo: bool = False # raised inside torch, so perhaps only because another rank had failed
+    rank: int  # in the world, 0 to n - 1
+    did: str  # "returned", "raised", "died", or "was running" when it was asked
+    text: str = ""  # the traceback of what it raised, or the stack it was at
+    data: bytes = b""  # the packed value or exception; empty for an exception that cannot be packed
+    echo: bool = False  # raised inside torch, so perhaps only because another rank had failed
+
 
 class RankTraceback(Exception):
     """The cause of an exception that a rank raised: what that rank, and the others, were doing."""
 
+
 def pack(
-    value: Any, # anything the pickler takes
-    pickler: Any = pickle, # `pickle`, or `cloudpickle` where functions and classes must travel by value
+    value: Any,  # anything the pickler takes
+    pickler: Any = pickle,  # `pickle`, or `cloudpickle` where functions and classes must travel by value
 ) -> bytes:
     """Write a value down for another process."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=pickler)
     return buffer.getvalue()
 
-def unpack(data: bytes) -> Any: # its tensors are on the CPU
+
+def unpack(data: bytes) -> Any:  # its tensors are on the CPU
     """Read what `pack` wrote."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 # %% ../nbs/11_launch.ipynb #130e452a
 def _attempt(link: Any, f: Callable, *args: Any, **kwargs: Any) -> Outcome:
     __tracebackhide__ = True
-    try: value = f(*args, **kwargs)
-    except BaseException as error: return _raised(link, error)
-    try: return Outcome(link.rank, "returned", data=pack(value, link.pickler))
+    try:
+        value = f(*args, **kwargs)
+    except BaseException as error:
+        return _raised(link, error)
+    try:
+        return Outcome(link.rank, "returned", data=pack(value, link.pickler))
     except Exception as error:
-        says = f"rank {link.rank} returned a {type(value).__qualname__} that cannot be sent to the caller ({error}); return numbers, tensors, lists, dicts"
+        says = (
+            f"rank {link.rank} returned a {type(value).__qualname__} that cannot be sent to the"
+            f" caller ({error}); return numbers, tensors, lists, dicts"
+        )
         return _raised(link, TypeError(says))
+
 
 def _raised(link: Any, error: BaseException) -> Outcome:
     trace, data = error.__traceback__, b""
-    while trace and _hidden(trace.tb_frame): trace = trace.tb_next
+    while trace and _hidden(trace.tb_frame):
+        trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace))
     last = "".join(frame.f_code.co_filename for frame, _ in [*traceback.walk_tb(trace)][-1:])
     with suppress(Exception):
-        if isinstance(error, Exception): unpack(data := pack(error, link.pickler))
-        return Outcome(link.rank, "raised", text, data, echo=last.startswith(os.path.dirname(torch.__file__)))
+        if isinstance(error, Exception):
+            unpack(data := pack(error, link.pickler))
+        return Outcome(
+            link.rank, "raised", text, data, echo=last.startswith(os.path.dirname(torch.__file__))
+        )
     return Outcome(link.rank, "raised", text)
 
-def _hidden(frame: FrameType) -> bool: # ours, and no news to the reader of a traceback
+
+def _hidden(frame: FrameType) -> bool:  # ours, and no news to the reader of a traceback
     return "__tracebackhide__" in frame.f_locals
 
 # %% ../nbs/11_launch.ipynb #83904837
 class Link:
     """A rank's end of the connection to its caller."""
 
-    def __init__(self,
-        conn: Connection, # to the caller
-        rank: int, # of this process
-        pickler: Any = pickle, # how values are packed
+    def __init__(
+        self,
+        conn: Connection,  # to the caller
+        rank: int,  # of this process
+        pickler: Any = pickle,  # how values are packed
     ):
         self.conn, self.rank, self.pickler = conn, rank, pickler
-        self.lock, self.inbox, self.main = threading.Lock(), queue.SimpleQueue[Any](), threading.get_ident()
+        self.lock, self.inbox, self.main = (
+            threading.Lock(),
+            queue.SimpleQueue[Any](),
+            threading.get_ident(),
+        )
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         try:
             while True:
                 order = self.conn.recv()
-                if order == "where": self.say(Outcome(self.rank, "was running", _stack(self.main)))
-                else: self.inbox.put(order)
-        finally: # the caller is gone
-            if os.getpgrp() == os.getpid(): os.killpg(0, signal.SIGKILL) # with what this rank has started
+                if order == "where":
+                    self.say(Outcome(self.rank, "was running", _stack(self.main)))
+                else:
+                    self.inbox.put(order)
+        finally:  # the caller is gone
+            if os.getpgrp() == os.getpid():
+                os.killpg(0, signal.SIGKILL)  # with what this rank has started
             os._exit(1)
 
     def say(self, outcome: Outcome) -> None:
         """Tell the caller, once everything written so far is in the log."""
         sys.stdout.flush()
         sys.stderr.flush()
-        with self.lock: self.conn.send(outcome)
+        with self.lock:
+            self.conn.send(outcome)
+
 
 def _stack(thread: int) -> str:
-    work = takewhile(lambda at: at[0].f_code is not _attempt.__code__, traceback.walk_stack(sys._current_frames()[thread]))
-    return "".join(traceback.StackSummary.extract(dropwhile(lambda at: _hidden(at[0]), reversed(list(work)))).format())
+    work = takewhile(
+        lambda at: at[0].f_code is not _attempt.__code__,
+        traceback.walk_stack(sys._current_frames()[thread]),
+    )
+    return "".join(
+        traceback.StackSummary.extract(
+            dropwhile(lambda at: _hidden(at[0]), reversed(list(work)))
+        ).format()
+    )
 
 # %% ../nbs/11_launch.ipynb #c7034883
 def _settle(
-    log: str | None, # the file that takes everything this process writes; None leaves its file descriptors alone
-    inherited: tuple[Any, Any], # the caller's streams, which log handlers may hold
+    log: str
+    | None,  # the file that takes everything this process writes; None leaves its file descriptors alone
+    inherited: tuple[Any, Any],  # the caller's streams, which log handlers may hold
 ) -> None:
     """Give this process streams and signals of its own."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if log is not None:
         into = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        for fd in (1, 2): os.dup2(into, fd)
+        for fd in (1, 2):
+            os.dup2(into, fd)
     sys.stdin = os.fdopen(0, closefd=False)
-    sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False) for fd in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        for fd in (1, 2)
+    )
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         for handler in getattr(logger, "handlers", ()):
-            if isinstance(handler, logging.StreamHandler) and handler.stream in inherited: handler.setStream(sys.stderr)
+            if isinstance(handler, logging.StreamHandler) and handler.stream in inherited:
+                handler.setStream(sys.stderr)
     faulthandler.enable(sys.stderr)  # a segmentation fault says where
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the caller, which then stops its ranks
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # an interrupt is for the caller, which then stops its ranks
 
 # %% ../nbs/11_launch.ipynb #18b19e7e
 def _enter(backend: str, place: str = "env://", seconds: float | None = None) -> None:
-    if "nccl" in backend: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if "nccl" in backend:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend, place, timeout=None if seconds is None else timedelta(seconds=seconds), rank=rank, world_size=n)
+    dist.init_process_group(
+        backend,
+        place,
+        timeout=None if seconds is None else timedelta(seconds=seconds),
+        rank=rank,
+        world_size=n,
+    )
+
 
 def _leave() -> NoReturn:
     with suppress(Exception):
-        if dist.is_initialized(): dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 # %% ../nbs/11_launch.ipynb #51c9d893
-_GRACE = {False: 0.3, True: 2.0} # seconds for the others to answer, after a rank that failed by itself, and after one that perhaps did not
+_GRACE = {
+    False: 0.3,
+    True: 2.0,
+}  # seconds for the others to answer, after a rank that failed by itself, and after one that perhaps did not
+
 
 def _gather(
-    conns: Sequence[Connection], # one for each rank, in rank order
-    timeout: float | None, # seconds
-    tick: Callable[[], None] = lambda: None, # called often while waiting
-) -> list[Outcome]: # one for each rank, in order of arrival
+    conns: Sequence[Connection],  # one for each rank, in rank order
+    timeout: float | None,  # seconds
+    tick: Callable[[], None] = lambda: None,  # called often while waiting
+) -> list[Outcome]:  # one for each rank, in order of arrival
     """Wait until all ranks have answered, or time is up, or one has failed; ask the rest where they are."""
     waiting: dict[Any, int] = {conn: rank for rank, conn in enumerate(conns)}
     got: list[Outcome] = []
@@ -175,58 +228,92 @@ def _gather(
     while waiting and time.monotonic() < deadline:
         for conn in wait([*waiting], 0.05):
             got.append(_hear(conn, waiting.pop(conn)))
-            if got[-1].did != "returned": deadline = min(deadline, time.monotonic() + _GRACE[got[-1].echo])
+            if got[-1].did != "returned":
+                deadline = min(deadline, time.monotonic() + _GRACE[got[-1].echo])
         tick()
     _tell(waiting, "where")
-    got += [_hear(conn, rank) if conn.poll(1) else Outcome(rank, "was running", "  in native code\n") for conn, rank in waiting.items()]
+    got += [
+        _hear(conn, rank) if conn.poll(1) else Outcome(rank, "was running", "  in native code\n")
+        for conn, rank in waiting.items()
+    ]
     tick()
     return got
 
+
 def _tell(conns: Iterable[Connection], order: Any) -> None:
     for conn in conns:
-        with suppress(OSError): conn.send(order)  # to one that has died, nothing need be said
+        with suppress(OSError):
+            conn.send(order)  # to one that has died, nothing need be said
+
 
 def _hear(conn: Any, rank: int) -> Outcome:
-    try: return conn.recv()
-    except (EOFError, OSError): return Outcome(rank, "died")
+    try:
+        return conn.recv()
+    except (EOFError, OSError):
+        return Outcome(rank, "died")
 
 # %% ../nbs/11_launch.ipynb #dcbfdf60
 def _values(
-    outcomes: list[Outcome], # in order of arrival
-    timeout: float | None, # the limit that applied, in seconds
-    code: Callable[[int], int | None], # the exit code of a rank's process
-) -> list: # in rank order
+    outcomes: list[Outcome],  # in order of arrival
+    timeout: float | None,  # the limit that applied, in seconds
+    code: Callable[[int], int | None],  # the exit code of a rank's process
+) -> list:  # in rank order
     """Return the ranks' values, or raise the exception of the rank that failed first."""
     outcomes = sorted(outcomes, key=lambda o: o.rank)
     bad = [o for o in outcomes if o.did in ("died", "raised")]
-    if all(o.did == "returned" for o in outcomes): return [unpack(o.data) for o in outcomes]
+    if all(o.did == "returned" for o in outcomes):
+        return [unpack(o.data) for o in outcomes]
     if not bad:
         late = " and ".join(f"rank {o.rank}" for o in outcomes if o.did == "was running")
-        raise TimeoutError(f"{late} of {len(outcomes)} had not returned after {timeout:g} s, when all were stopped; timeout allows more\n\n{_report(outcomes)}")
+        raise TimeoutError(
+            f"{late} of {len(outcomes)} had not returned after {timeout:g} s, when all were"
+            f" stopped; timeout allows more\n\n{_report(outcomes)}"
+        )
     codes = {o.rank: code(o.rank) for o in bad if o.did == "died"}
-    first = min(bad, key=lambda o: (o.did != "died", codes.get(o.rank) == -signal.SIGTERM, o.echo))  # torchrun ends the others by SIGTERM
-    others, name = _report([o for o in outcomes if o is not first]), f"rank {first.rank} of {len(outcomes)}"
-    if first.did == "died": raise RuntimeError(f"{name} died without a word: {_ending(codes[first.rank])}") from RankTraceback(others)
+    first = min(
+        bad, key=lambda o: (o.did != "died", codes.get(o.rank) == -signal.SIGTERM, o.echo)
+    )  # torchrun ends the others by SIGTERM
+    others, name = (
+        _report([o for o in outcomes if o is not first]),
+        f"rank {first.rank} of {len(outcomes)}",
+    )
+    if first.did == "died":
+        raise RuntimeError(
+            f"{name} died without a word: {_ending(codes[first.rank])}"
+        ) from RankTraceback(others)
     raise _exception(first) from RankTraceback(f"{others}\n{name} raised\n{first.text}".lstrip())
 
 # %% ../nbs/11_launch.ipynb #9987a337
 def _exception(outcome: Outcome) -> Exception:
-    with suppress(Exception): return unpack(outcome.data)
+    with suppress(Exception):
+        return unpack(outcome.data)
     return RuntimeError(f"rank {outcome.rank}: {outcome.text.strip().splitlines()[-1]}")
 
-def _ending(code: int | None) -> str:
-    return f"it was killed by {signal.Signals(-code).name}" if code and code < 0 else f"it ended with exit code {code}"
 
-def _report(outcomes: list[Outcome]) -> str: # one line for each rank, then the stack it was at
-    says = {"raised": lambda o: " " + o.text.rstrip().rsplit("\n", 1)[-1], "was running": lambda o: f" at\n{o.text}"}
-    return "\n".join(f"rank {o.rank} {o.did}{says[o.did](o) if o.did in says else ''}" for o in outcomes)
+def _ending(code: int | None) -> str:
+    return (
+        f"it was killed by {signal.Signals(-code).name}"
+        if code and code < 0
+        else f"it ended with exit code {code}"
+    )
+
+
+def _report(outcomes: list[Outcome]) -> str:  # one line for each rank, then the stack it was at
+    says = {
+        "raised": lambda o: " " + o.text.rstrip().rsplit("\n", 1)[-1],
+        "was running": lambda o: f" at\n{o.text}",
+    }
+    return "\n".join(
+        f"rank {o.rank} {o.did}{says[o.did](o) if o.did in says else ''}" for o in outcomes
+    )
 
 # %% ../nbs/11_launch.ipynb #76e9ecc8
 class Logs:
     """What n ranks write, from now on."""
 
-    def __init__(self,
-        paths: Sequence[str], # of one file for each rank
+    def __init__(
+        self,
+        paths: Sequence[str],  # of one file for each rank
     ):
         self.files = [open(path, "a+b") for path in paths]  # noqa: SIM115
         self.texts, self.shown = [b""] * len(paths), [0] * len(paths)
@@ -237,15 +324,17 @@ class Logs:
         for rank, file in enumerate(self.files):
             self.texts[rank] += file.read()
             stop = self.texts[rank].rfind(b"\n") + 1
-            out += _lines(rank, self.texts[rank][self.shown[rank]:stop])
+            out += _lines(rank, self.texts[rank][self.shown[rank] : stop])
             self.shown[rank] = stop
         return out
 
-    def close(self) -> str: # everything, rank by rank
+    def close(self) -> str:  # everything, rank by rank
         """Read what is left, and close the files."""
         self.new()
-        for file in self.files: file.close()
+        for file in self.files:
+            file.close()
         return "".join(_lines(rank, text) for rank, text in enumerate(self.texts))
+
 
 def _lines(rank: int, text: bytes) -> str:
     lines = text.decode(errors="replace").removesuffix("\n").split("\n") if text else []
@@ -257,154 +346,237 @@ def _warm() -> None:
     parameter = torch.zeros(1, device="cpu", requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
     torch.optim.AdamW([parameter]).step()
-    for name in ("torch._dynamo", "torch.nn.parallel.distributed"): importlib.import_module(name)
+    for name in ("torch._dynamo", "torch.nn.parallel.distributed"):
+        importlib.import_module(name)
+
 
 def _check(n: int, f: Callable) -> None:
     instead = "use %%torchrun (from `%load_ext zero_nb.launch`) or torchrun"
-    if not dist.is_available(): raise RuntimeError("run() makes a process group, and this torch was built without torch.distributed; install another build")
-    if not hasattr(os, "fork"): raise RuntimeError(f"run() forks its ranks, and this system cannot fork; {instead}")
-    if not isinstance(n, int) or n < 1: raise ValueError(f"n must be a whole number of ranks, at least 1, not {n!r}")
-    if not callable(f): raise TypeError(f"f must be a function, which each rank calls, not a {type(f).__qualname__}")
-    if torch.cuda.is_initialized(): raise RuntimeError(f"run() forks its ranks, and CUDA, in use in this process, does not survive a fork; {instead}")
-    if dist.is_initialized(): raise RuntimeError("run() makes a process group, and this process has one already; call dist.destroy_process_group() first")
+    if not dist.is_available():
+        raise RuntimeError(
+            "run() makes a process group, and this torch was built without torch.distributed;"
+            " install another build"
+        )
+    if not hasattr(os, "fork"):
+        raise RuntimeError(f"run() forks its ranks, and this system cannot fork; {instead}")
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"n must be a whole number of ranks, at least 1, not {n!r}")
+    if not callable(f):
+        raise TypeError(
+            f"f must be a function, which each rank calls, not a {type(f).__qualname__}"
+        )
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            "run() forks its ranks, and CUDA, in use in this process, does not survive a fork;"
+            f" {instead}"
+        )
+    if dist.is_initialized():
+        raise RuntimeError(
+            "run() makes a process group, and this process has one already; call"
+            " dist.destroy_process_group() first"
+        )
+
 
 def _backend(n: int, asked: str | None) -> str:
     gpus = torch.cuda.device_count()
     chosen = asked or ("cpu:gloo,cuda:nccl" if gpus else "gloo")
     if "nccl" in chosen and n > gpus:
-        raise ValueError(f"{n} ranks need {n} GPUs for NCCL, and this machine has {gpus}; start fewer ranks, or choose the backend gloo")
+        raise ValueError(
+            f"{n} ranks need {n} GPUs for NCCL, and this machine has {gpus}; start fewer ranks, or"
+            " choose the backend gloo"
+        )
     return chosen
 
 # %% ../nbs/11_launch.ipynb #a068cc31
 def _env(rank: int, n: int, backend: str) -> dict[str, str]:
     env: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
-    if "nccl" not in backend: env["CUDA_VISIBLE_DEVICES"] = ""
-    if sys.platform == "linux": env["GLOO_SOCKET_IFNAME"] = "lo"
+    if "nccl" not in backend:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    if sys.platform == "linux":
+        env["GLOO_SOCKET_IFNAME"] = "lo"
     return {name: str(value) for name, value in env.items()}
 
-def _forked(rank: int, pipes: list, log: str | None, streams: tuple, enter: tuple, f: Callable, args: tuple, kwargs: dict) -> NoReturn:
+
+def _forked(
+    rank: int,
+    pipes: list,
+    log: str | None,
+    streams: tuple,
+    enter: tuple,
+    f: Callable,
+    args: tuple,
+    kwargs: dict,
+) -> NoReturn:
     gc.freeze()  # what the caller left behind is the caller's to collect
     gc.enable()
     os.setpgid(0, 0)  # so that ending this rank can end what it has started
     for i, (ours, theirs) in enumerate(pipes):  # a connection closes only when nobody holds its end
         ours.close()
-        if i != rank: theirs.close()
+        if i != rank:
+            theirs.close()
     _settle(log, streams)
     torch.set_num_threads(1)
     link = Link(pipes[rank][1], rank)
     os.environ.update(_env(rank, len(pipes), enter[0]))
     outcome = _attempt(link, _enter, *enter)
     link.say(_attempt(link, f, *args, **kwargs) if outcome.did == "returned" else outcome)
-    link.inbox.get()  # a rank that failed waits here to be stopped: if it closed its sockets, the others would fail as well
+    # a rank that failed waits here to be stopped: if it closed its sockets, the others would fail
+    # as well
+    link.inbox.get()
     _leave()
 
 # %% ../nbs/11_launch.ipynb #a3315d25
 def run(
-    n: int, # ranks, >= 1
-    f: Callable, # called on each rank, inside an initialised process group
-    *args: Any, # for `f`
-    timeout: float = 120.0, # seconds after which all ranks are stopped
-    backend: str = "gloo", # of the process group; the ranks see GPUs only if it names NCCL
-    capture: bool = True, # print what the ranks wrote at the end, by rank; False leaves them this process's file descriptors
-    group_timeout: float | None = None, # seconds for one collective; None: more than `timeout`, whose error says where every rank was
-    **kwargs: Any, # for `f`
-) -> list: # what each rank returned, in rank order
+    n: int,  # ranks, >= 1
+    f: Callable,  # called on each rank, inside an initialised process group
+    *args: Any,  # for `f`
+    timeout: float = 120.0,  # seconds after which all ranks are stopped
+    backend: str = "gloo",  # of the process group; the ranks see GPUs only if it names NCCL
+    # print what the ranks wrote at the end, by rank; False leaves them this process's file
+    # descriptors
+    capture: bool = True,
+    group_timeout: (
+        float | None
+    ) = None,  # seconds for one collective; None: more than `timeout`, whose error says where every rank was
+    **kwargs: Any,  # for `f`
+) -> list:  # what each rank returned, in rank order
     """Call `f` on n ranks, processes forked from this one, so that `f` and its arguments may be anything.
 
-    Raises what the first failing rank raised, from a `RankTraceback`; `TimeoutError`; `RuntimeError` for a rank that dies."""
+    Raises what the first failing rank raised, from a `RankTraceback`; `TimeoutError`;
+    `RuntimeError` for a rank that dies.
+    """
     _check(n, f)
     _warm()
     chosen, files = _backend(n, backend), NamelessFiles(n + 1)
-    enter = chosen, f"file://{files.inherited[n]}", timeout + 60 if group_timeout is None else group_timeout
+    enter = (
+        chosen,
+        f"file://{files.inherited[n]}",
+        timeout + 60 if group_timeout is None else group_timeout,
+    )
     pipes = [multiprocessing.Pipe() for _ in range(n)]
     logs = Logs(files.paths[:n])
     paths = files.inherited if capture else [None] * n
-    try: return _watch(pipes, lambda streams: [(rank, pipes, paths[rank], streams, enter, f, args, kwargs) for rank in range(n)], timeout)
+    try:
+        return _watch(
+            pipes,
+            lambda streams: [
+                (rank, pipes, paths[rank], streams, enter, f, args, kwargs) for rank in range(n)
+            ],
+            timeout,
+        )
     finally:
-        for ours, _ in pipes: ours.close()
-        if text := logs.close(): print(text, end="")
+        for ours, _ in pipes:
+            ours.close()
+        if text := logs.close():
+            print(text, end="")
         files.close()
-
 
 # %% ../nbs/11_launch.ipynb #955dd7af
 def _watch(pipes: list, works: Callable[[tuple], list[tuple]], timeout: float) -> list:
     """Fork ranks, wait for what becomes of them, and end them."""
     reaper = _fork(works)
     try:
-        for _, theirs in pipes: theirs.close()
+        for _, theirs in pipes:
+            theirs.close()
         conns = [ours for ours, _ in pipes]
         values = _values(_gather(conns, timeout), timeout, lambda rank: reaper.code(rank, 1))
         _tell(conns, "end")
-        for rank in range(len(conns)): reaper.code(rank, 5)
+        for rank in range(len(conns)):
+            reaper.code(rank, 5)
         return values
-    finally: reaper.end()
+    finally:
+        reaper.end()
+
 
 def _fork(works: Callable[[tuple], list[tuple]]) -> Reaper:
     """Start a process for each rank, from a copy of this one."""
     context, streams = multiprocessing.get_context("fork"), (sys.stdout, sys.stderr)
+
     def start() -> list[int]:
         sys.stdout = sys.stderr = None  # what they still hold is the caller's to write
         procs: list[Any] = [context.Process(target=_forked, args=work) for work in works(streams)]
-        for proc in procs: proc.start()
+        for proc in procs:
+            proc.start()
         return [proc.pid for proc in procs]
+
     for stream in streams:
-        with suppress(AttributeError, ValueError): stream.flush()
+        with suppress(AttributeError, ValueError):
+            stream.flush()
     enabled = gc.isenabled()
     gc.disable()
-    try: return Reaper.fork(start)
+    try:
+        return Reaper.fork(start)
     finally:
-        if enabled: gc.enable()
-
+        if enabled:
+            gc.enable()
 
 # %% ../nbs/11_launch.ipynb #b18aa87b
 def _execute(
-    space: dict[str, Any], # the names a cell sees, lasting from cell to cell
-    source: str, # Python, no magics
-    pushed: bytes, # packed names and values that the cell finds there
-    name: str, # of the cell, in tracebacks
-) -> Any: # the value of the last expression, if that is how the cell ends
+    space: dict[str, Any],  # the names a cell sees, lasting from cell to cell
+    source: str,  # Python, no magics
+    pushed: bytes,  # packed names and values that the cell finds there
+    name: str,  # of the cell, in tracebacks
+) -> Any:  # the value of the last expression, if that is how the cell ends
     __tracebackhide__ = True
     space.update(unpack(pushed))
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     body = ast.parse(source, name).body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
     exec(compile(ast.Module(body, []), name, "exec", dont_inherit=True), space)
-    return eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), space) if isinstance(last, ast.Expr) else None
+    return (
+        eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), space)
+        if isinstance(last, ast.Expr)
+        else None
+    )
 
 # %% ../nbs/11_launch.ipynb #d7cd53e4
-_GREETING = struct.Struct("!32sii") # a number used once, the rank, its process id
-_SIGNATURE = 32 # bytes
+_GREETING = struct.Struct("!32sii")  # a number used once, the rank, its process id
+_SIGNATURE = 32  # bytes
 
-def _sign(token: bytes, who: bytes, greeting: bytes) -> bytes: return hmac.digest(token, who + greeting, "sha256")
+
+def _sign(token: bytes, who: bytes, greeting: bytes) -> bytes:
+    return hmac.digest(token, who + greeting, "sha256")
+
 
 def _connect(port: int, token: bytes, rank: int) -> Connection:
     """Connect a rank to its caller, and to nobody else."""
     greeting = _GREETING.pack(secrets.token_bytes(32), rank, os.getpid())
     sock = socket.create_connection(("127.0.0.1", port))
     sock.sendall(greeting + _sign(token, b"rank", greeting))
-    if not hmac.compare_digest(sock.recv(_SIGNATURE, socket.MSG_WAITALL), _sign(token, b"caller", greeting)):
-        raise ConnectionError(f"rank {rank} was to connect to the process that started it, and another one listens at port {port}")
+    if not hmac.compare_digest(
+        sock.recv(_SIGNATURE, socket.MSG_WAITALL), _sign(token, b"caller", greeting)
+    ):
+        raise ConnectionError(
+            f"rank {rank} was to connect to the process that started it, and another one listens at port {port}"
+        )
     return Connection(sock.detach())
 
 # %% ../nbs/11_launch.ipynb #3dfc2796
 class _Handshakes:
     """Connections to a port that have not yet proved to be ranks."""
 
-    patience, most = 5.0, 64 # seconds for a greeting; connections
+    patience, most = 5.0, 64  # seconds for a greeting; connections
 
     def __init__(self, server: socket.socket, token: bytes):
         self.server, self.token = server, token
-        self.waiting: dict[socket.socket, tuple[float, bytes]] = {} # when its time is up, what it has said
+        self.waiting: dict[
+            socket.socket, tuple[float, bytes]
+        ] = {}  # when its time is up, what it has said
         server.setblocking(False)
 
-    def next(self, seconds: float) -> list[tuple[int, int, Connection]]: # rank, process id, connection
+    def next(
+        self, seconds: float
+    ) -> list[tuple[int, int, Connection]]:  # rank, process id, connection
         """Wait for at most so long, and give the ranks that have proved who they are."""
         found = []
         for sock in wait([self.server, *self.waiting], seconds):
-            if sock is self.server: self._accept()
-            elif rank := self._read(sock): found.append(rank)
+            if sock is self.server:
+                self._accept()
+            elif rank := self._read(sock):
+                found.append(rank)
         late = [sock for sock, (until, _) in self.waiting.items() if time.monotonic() > until]
-        for sock in late or [*self.waiting][:max(0, len(self.waiting) - self.most)]: self._close(sock)
+        for sock in late or [*self.waiting][: max(0, len(self.waiting) - self.most)]:
+            self._close(sock)
         return found
 
     def _accept(self) -> None:
@@ -415,11 +587,14 @@ class _Handshakes:
 
     def _read(self, sock: Any) -> tuple[int, int, Connection] | None:
         until, said = self.waiting[sock]
-        try: new = sock.recv(_GREETING.size + _SIGNATURE - len(said))
-        except OSError: new = b""
+        try:
+            new = sock.recv(_GREETING.size + _SIGNATURE - len(said))
+        except OSError:
+            new = b""
         self.waiting[sock] = until, said + new
-        if new and len(said + new) < _GREETING.size + _SIGNATURE: return None
-        greeting, signature = (said + new)[:_GREETING.size], (said + new)[_GREETING.size:]
+        if new and len(said + new) < _GREETING.size + _SIGNATURE:
+            return None
+        greeting, signature = (said + new)[: _GREETING.size], (said + new)[_GREETING.size :]
         if not hmac.compare_digest(signature, _sign(self.token, b"rank", greeting)):
             self._close(sock)
             return None
@@ -435,12 +610,18 @@ class _Handshakes:
 
     def close(self) -> None:
         """Leave those that are still waiting."""
-        for sock in [*self.waiting]: self._close(sock)
+        for sock in [*self.waiting]:
+            self._close(sock)
 
 # %% ../nbs/11_launch.ipynb #aeb2198e
 def _cloudpickle() -> Any:
-    try: return importlib.import_module("cloudpickle")
-    except ImportError as error: raise ImportError("%%torchrun sends functions by value with cloudpickle: pip install 'zero_nb[notebook]'") from error
+    try:
+        return importlib.import_module("cloudpickle")
+    except ImportError as error:
+        raise ImportError(
+            "%%torchrun sends functions by value with cloudpickle: pip install 'zero_nb[notebook]'"
+        ) from error
+
 
 def serve() -> NoReturn:
     """Be one rank of a `World`: connect to it, enter the process group, execute cells."""
@@ -451,26 +632,52 @@ def serve() -> NoReturn:
     link = Link(conn, rank, pickler)
     link.say(_attempt(link, _enter, backend))
     space = vars(importlib.import_module("__main__"))
-    while (order := link.inbox.get()) != "end": link.say(_attempt(link, _execute, space, *order))
+    while (order := link.inbox.get()) != "end":
+        link.say(_attempt(link, _execute, space, *order))
     _leave()
 
 # %% ../nbs/11_launch.ipynb #4d5e52e6
 def _agent(n: int, master_port: int | None, log: str, world: list) -> Reaper:
     """Start `torch.distributed.run` over n processes that `serve`."""
-    where = ["--standalone"] if master_port is None else ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={master_port}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={n}", "--monitor-interval=0.05", f"--log-dir={os.devnull}"]
+    where = (
+        ["--standalone"]
+        if master_port is None
+        else ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={master_port}"]
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *where,
+        f"--nproc-per-node={n}",
+        "--monitor-interval=0.05",
+        f"--log-dir={os.devnull}",
+    ]
     command += ["--no-python", sys.executable, "-c", "from zero_nb.launch import serve; serve()"]
-    env = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}) | os.environ | {"ZERO_NB_WORLD": json.dumps(world)}
+    env = (
+        {"OMP_NUM_THREADS": "1"}
+        | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+        | os.environ
+        | {"ZERO_NB_WORLD": json.dumps(world)}
+    )
     return Reaper.spawn(command, env, log)
 
-def _meet(handshakes: _Handshakes, n: int, agent: Reaper, said: Callable[[], str]) -> list[tuple[Connection, int]]:
+
+def _meet(
+    handshakes: _Handshakes, n: int, agent: Reaper, said: Callable[[], str]
+) -> list[tuple[Connection, int]]:
     """Wait until all ranks have connected; give each one's connection and process id, in rank order."""
     met: dict[int, tuple[Connection, int]] = {}
     while len(met) < n:
         if (code := agent.code(0)) is not None:
-            says = re.search(r"^[\w.]*(Error|Exception): .*", said(), re.MULTILINE)  # the first is the cause; torchrun's summary follows
-            raise RuntimeError(f"torchrun ended before its {n} ranks were ready: {says[0] if says else said()[-1000:] or code}")
-        for rank, pid, conn in handshakes.next(0.05): met[rank] = conn, pid
+            says = re.search(
+                r"^[\w.]*(Error|Exception): .*", said(), re.MULTILINE
+            )  # the first is the cause; torchrun's summary follows
+            raise RuntimeError(
+                f"torchrun ended before its {n} ranks were ready: {says[0] if says else said()[-1000:] or code}"
+            )
+        for rank, pid, conn in handshakes.next(0.05):
+            met[rank] = conn, pid
     return [met[rank] for rank in range(n)]
 
 # %% ../nbs/11_launch.ipynb #8b93b5a7
@@ -478,11 +685,17 @@ class _Processes:
     """n processes under one `torch.distributed.run`, each connected to this one."""
 
     def __init__(self, n: int, backend: str | None = None, master_port: int | None = None):
-        if n < 1: raise ValueError(f"--nproc must be at least 1, not {n}")
+        if n < 1:
+            raise ValueError(f"--nproc must be at least 1, not {n}")
         chosen, token = _backend(n, backend), secrets.token_hex()
         self.n, self.files, self.ranks = n, NamelessFiles(n + 1), list[tuple[Connection, int]]()
         with socket.create_server(("127.0.0.1", 0)) as server:
-            self.agent = _agent(n, master_port, self.files.paths[n], [server.getsockname()[1], token, self.files.paths, chosen])
+            self.agent = _agent(
+                n,
+                master_port,
+                self.files.paths[n],
+                [server.getsockname()[1], token, self.files.paths, chosen],
+            )
             handshakes = _Handshakes(server, token.encode())
             try:
                 self.ranks = _meet(handshakes, n, self.agent, self._said)
@@ -490,13 +703,17 @@ class _Processes:
             except BaseException:
                 self.kill()
                 raise
-            finally: handshakes.close()
+            finally:
+                handshakes.close()
 
-    def _answers(self, timeout: float | None, tick: Callable[[], None] = lambda: None) -> list[Outcome]:
+    def _answers(
+        self, timeout: float | None, tick: Callable[[], None] = lambda: None
+    ) -> list[Outcome]:
         return _gather([conn for conn, _ in self.ranks], timeout, tick)
 
     def _said(self) -> str:
-        with open(self.files.paths[self.n], errors="replace") as log: return log.read()
+        with open(self.files.paths[self.n], errors="replace") as log:
+            return log.read()
 
     def _code(self, rank: int) -> int | None:
         self.agent.code(0, 5)
@@ -505,135 +722,219 @@ class _Processes:
 
     def kill(self) -> None:
         """End all ranks at once, whatever they are doing."""
-        for conn, _ in self.ranks: conn.close()
+        for conn, _ in self.ranks:
+            conn.close()
         self.ranks = []
         self.agent.end()
         self.files.close()
-
 
 # %% ../nbs/11_launch.ipynb #6415be36
 class World(_Processes):
     """n ranks under one `torch.distributed.run`, whose variables last from cell to cell.
 
-    `World(n, backend=None, master_port=None)`: NCCL with one GPU a rank where there are GPUs, else gloo; a free port."""
+    `World(n, backend=None, master_port=None)`: NCCL with one GPU a rank where there are GPUs, else gloo; a free port.
+    """
 
-    def run(self,
-        source: str, # of the cell
-        pushed: bytes | None = None, # a packed dict of names and values that the cell finds
-        name: str = "<cell>", # of the cell, in tracebacks
-        timeout: float | None = None, # seconds after which all ranks are stopped
-        tick: Callable[[], None] = lambda: None, # called often while the cell runs
-    ) -> list: # the value of the cell's last expression on each rank, in rank order
+    def run(
+        self,
+        source: str,  # of the cell
+        pushed: bytes | None = None,  # a packed dict of names and values that the cell finds
+        name: str = "<cell>",  # of the cell, in tracebacks
+        timeout: float | None = None,  # seconds after which all ranks are stopped
+        tick: Callable[[], None] = lambda: None,  # called often while the cell runs
+    ) -> list:  # the value of the cell's last expression on each rank, in rank order
         """Execute a cell on all ranks.
 
-        Raises what `zero_nb.launch.run` raises. The world is then gone, unless all ranks raised the same and so are still in step."""
-        if not self.ranks: raise RuntimeError("this world has been stopped; start another one")
-        _tell([conn for conn, _ in self.ranks], (source, pack({}) if pushed is None else pushed, name))
+        Raises what `zero_nb.launch.run` raises. The world is then gone, unless all ranks raised the
+        same and so are still in step.
+        """
+        if not self.ranks:
+            raise RuntimeError("this world has been stopped; start another one")
+        _tell(
+            [conn for conn, _ in self.ranks], (source, pack({}) if pushed is None else pushed, name)
+        )
         outcomes: list[Outcome] = []
         try:
             outcomes = self._answers(timeout, tick)
             return _values(outcomes, timeout, self._code)
         except BaseException:
-            if not outcomes or {(o.did, o.text) for o in outcomes} != {("raised", outcomes[0].text)}: self.kill()
+            if not outcomes or {(o.did, o.text) for o in outcomes} != {
+                ("raised", outcomes[0].text)
+            }:
+                self.kill()
             raise
 
     def stop(self) -> None:
         """Let idle ranks leave in order."""
         _tell([conn for conn, _ in self.ranks], "end")
-        if self.ranks: self.agent.code(0, 10)
+        if self.ranks:
+            self.agent.code(0, 10)
         self.kill()
 
 # %% ../nbs/11_launch.ipynb #c660a71f
 def _options() -> Any:
     from IPython.core.magic_arguments import MagicArgumentParser
-    parser = MagicArgumentParser("%%torchrun", description="Execute this cell on n ranks under torch.distributed.run.")
+
+    parser = MagicArgumentParser(
+        "%%torchrun", description="Execute this cell on n ranks under torch.distributed.run."
+    )
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start")
-    parser.add_argument("--keep", action="store_true", help="use the kept world, or start one and keep it; torchrun_stop ends it")
-    parser.add_argument("--out", metavar="NAME", help="give the list of the ranks' values this name, instead of showing it")
-    parser.add_argument("--push", metavar="NAME", nargs="+", default=[], help="variables of the notebook to copy to every rank")
-    parser.add_argument("--timeout", type=float, metavar="S", help="seconds until all ranks are stopped; by default no limit")
-    parser.add_argument("--backend", help="of the process group; by default NCCL where there are GPUs, else gloo")
-    parser.add_argument("--master-port", type=int, metavar="P", help="of the ranks' store; by default one that is free")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="use the kept world, or start one and keep it; torchrun_stop ends it",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="NAME",
+        help="give the list of the ranks' values this name, instead of showing it",
+    )
+    parser.add_argument(
+        "--push",
+        metavar="NAME",
+        nargs="+",
+        default=[],
+        help="variables of the notebook to copy to every rank",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds until all ranks are stopped; by default no limit",
+    )
+    parser.add_argument(
+        "--backend", help="of the process group; by default NCCL where there are GPUs, else gloo"
+    )
+    parser.add_argument(
+        "--master-port",
+        type=int,
+        metavar="P",
+        help="of the ranks' store; by default one that is free",
+    )
     return parser
+
 
 def _plainly(error: BaseException, note: str) -> None:
     """Let IPython show what the ranks did, without the notebook's own frames."""
     lines = str(error.__cause__).splitlines() if isinstance(error.__cause__, RankTraceback) else []
     last = "".join(traceback.format_exception_only(type(error), error)).splitlines()
-    if lines[-len(last):] != last: lines += last
+    if lines[-len(last) :] != last:
+        lines += last
     error._render_traceback_ = lambda: [*lines, note] if note else lines  # type: ignore[attr-defined]
+
 
 def _pushed(space: dict[str, Any], names: list[str]) -> bytes:
     for name in names:
-        if name not in space: raise NameError(f"--push {name}: this notebook has no variable of that name")
+        if name not in space:
+            raise NameError(f"--push {name}: this notebook has no variable of that name")
     return pack({name: space[name] for name in names}, _cloudpickle())
 
 # %% ../nbs/11_launch.ipynb #bba40079
 def _shown(world: World, shell: Any, work: Callable) -> list:
-    live, logs = list[str](), Logs(world.files.paths[:world.n])
+    live, logs = list[str](), Logs(world.files.paths[: world.n])
+
     def tick() -> None:
-        if hasattr(shell, "kernel") and (new := logs.new()):  # elsewhere what was shown cannot be replaced
+        if hasattr(shell, "kernel") and (
+            new := logs.new()
+        ):  # elsewhere what was shown cannot be replaced
             live.append(new)
             print(new, end="", flush=True)
-    try: return work(tick)
+
+    try:
+        return work(tick)
     finally:
         text = logs.close()
-        if live and text != "".join(live): importlib.import_module("IPython.display").clear_output(wait=True)
-        if text != "".join(live): print(text, end="")
+        if live and text != "".join(live):
+            importlib.import_module("IPython.display").clear_output(wait=True)
+        if text != "".join(live):
+            print(text, end="")
 
 # %% ../nbs/11_launch.ipynb #fc0ade13
 class _Kept:
     """The world that `--keep` keeps, if any."""
 
-    def __init__(self) -> None: self.world: World | None = None
+    def __init__(self) -> None:
+        self.world: World | None = None
 
-    def get(self, options: Any) -> World: # the kept world, or a new one
-        if self.lost(): self.world = None
+    def get(self, options: Any) -> World:  # the kept world, or a new one
+        if self.lost():
+            self.world = None
         if not options.keep or self.world is None:
-            if options.nproc is None: raise ValueError("--nproc must say how many ranks to start, as no world is kept")
+            if options.nproc is None:
+                raise ValueError("--nproc must say how many ranks to start, as no world is kept")
             world = World(options.nproc, options.backend, options.master_port)
-            if options.keep: self.world = world
+            if options.keep:
+                self.world = world
             return world
-        if options.nproc in (None, self.world.n) and options.backend is options.master_port is None: return self.world
-        raise ValueError(f"the kept world was started with {self.world.n} ranks; leave out --nproc, --backend and --master-port, or end it with %torchrun_stop")
+        if options.nproc in (None, self.world.n) and options.backend is options.master_port is None:
+            return self.world
+        raise ValueError(
+            f"the kept world was started with {self.world.n} ranks; leave out --nproc, --backend"
+            " and --master-port, or end it with %torchrun_stop"
+        )
 
-    def lost(self) -> bool: return self.world is not None and not self.world.ranks
+    def lost(self) -> bool:
+        return self.world is not None and not self.world.ranks
 
     def stop(self) -> None:
-        if self.world is not None: self.world.stop()
+        if self.world is not None:
+            self.world.stop()
         self.world = None
 
 # %% ../nbs/11_launch.ipynb #3819228f
 class Torchrun:
     """`%%torchrun`, and the world it may keep."""
 
-    def __init__(self,
-        shell: Any, # IPython's
+    def __init__(
+        self,
+        shell: Any,  # IPython's
     ):
         self.shell, self.kept = shell, _Kept()
 
     def cell(self, line: str, cell: str) -> list | None:
-        """Execute this cell on n ranks: `%%torchrun --nproc 4 [--keep] [--out name] [--push name ...] [--timeout s] [--backend b] [--master-port p]`."""
-        options, name = _options().parse_argstring(line), f"<In [{len(self.shell.user_ns['In']) - 1}]>"
-        try: values = self._run(options, "\n" + cell, name)  # the empty line stands for the magic, so that line numbers are the notebook's
+        """Execute this cell on n ranks: `%%torchrun --nproc 4 [--keep] [--out name] [--push name
+        ...] [--timeout s] [--backend b] [--master-port p]`."""
+        options, name = (
+            _options().parse_argstring(line),
+            f"<In [{len(self.shell.user_ns['In']) - 1}]>",
+        )
+        try:
+            values = self._run(
+                options, "\n" + cell, name
+            )  # the empty line stands for the magic, so that line numbers are the notebook's
         except BaseException as error:
             gone = options.keep and self.kept.lost()
-            _plainly(error, "The kept world is gone, with its variables; the next --keep starts another." if gone else "")
+            _plainly(
+                error,
+                (
+                    "The kept world is gone, with its variables; the next --keep starts another."
+                    if gone
+                    else ""
+                ),
+            )
             raise
-        if options.out is None: return values if any(value is not None for value in values) else None
+        if options.out is None:
+            return values if any(value is not None for value in values) else None
         self.shell.user_ns[options.out] = values
         return None
 
     def _run(self, options: Any, source: str, name: str) -> list:
         ast.parse(source, name)  # what is not Python starts nothing
         pushed, world = _pushed(self.shell.user_ns, options.push), self.kept.get(options)
-        try: return _shown(world, self.shell, lambda tick: world.run(source, pushed, name, options.timeout, tick))
+        try:
+            return _shown(
+                world,
+                self.shell,
+                lambda tick: world.run(source, pushed, name, options.timeout, tick),
+            )
         finally:
-            if world is not self.kept.world: world.stop()
+            if world is not self.kept.world:
+                world.stop()
 
     def stop(self, line: str = "") -> None:
         """End the kept world."""
         self.kept.stop()
+
 
 def load_ipython_extension(shell: Any) -> None:
     """Give a notebook `%%torchrun` and `%torchrun_stop`: `%load_ext zero_nb.launch`."""

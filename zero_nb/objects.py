@@ -26,26 +26,39 @@ def dump(value: Any, weights_only: bool) -> memoryview:
     torch.save(value, buffer)
     buffer.seek(0)
     strange = torch.serialization.get_unsafe_globals_in_checkpoint(buffer) if weights_only else []
-    if strange: raise TypeError(f"with weights_only=True only tensors, plain values and containers of them can be sent, got {', '.join(strange)}")
+    if strange:
+        raise TypeError(
+            "with weights_only=True only tensors, plain values and containers of them can be sent,"
+            f" got {', '.join(strange)}"
+        )
     return buffer.getbuffer()
+
 
 class _Reader(RawIOBase):
     """A file over bytes that are somewhere already."""
 
-    def __init__(self, data: memoryview): self.data, self.at = data, 0
-    def readable(self) -> bool: return True
-    def seekable(self) -> bool: return True
-    def tell(self) -> int: return self.at
+    def __init__(self, data: memoryview):
+        self.data, self.at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self.at = offset + {SEEK_CUR: self.at, SEEK_END: len(self.data)}.get(whence, 0)
         return self.at
 
     def readinto(self, buffer: Any) -> int:
-        part = self.data[self.at:self.at + len(buffer)]
-        buffer[:len(part)] = part
+        part = self.data[self.at : self.at + len(buffer)]
+        buffer[: len(part)] = part
         self.at += len(part)
         return len(part)
+
 
 def load(data: memoryview, map_location: Any, weights_only: bool) -> Any:
     """Read what `dump` wrote; `map_location` as for `torch.load`."""
@@ -53,44 +66,73 @@ def load(data: memoryview, map_location: Any, weights_only: bool) -> Any:
     return torch.load(file, map_location=map_location, weights_only=weights_only)
 
 # %% ../nbs/10a_objects.ipynb #75af782e
-PIECE = 1 << 26 # bytes that are on their way at once, and on a device
+PIECE = 1 << 26  # bytes that are on their way at once, and on a device
+
 
 def byte_device(
     group: Group,
-    near: torch.device | None = None, # of what the bytes are about, such as a parameter
+    near: torch.device | None = None,  # of what the bytes are about, such as a parameter
 ) -> torch.device:
-    """Tell where bytes travel: on the CPU where a backend serves it; else on `near`, on the device the group is bound to, or on the current one of its kind."""
+    """Tell where bytes travel: on the CPU where a backend serves it; else on `near`, on the device
+    the group is bound to, or on the current one of its kind."""
     cpu = torch.device("cpu")
-    if group.size == 1 or group.backend(cpu) != "none": return cpu
-    if near is not None and group.backend(near) != "none": return near
+    if group.size == 1 or group.backend(cpu) != "none":
+        return cpu
+    if near is not None and group.backend(near) != "none":
+        return near
     bound, kind = group.process_group.bound_device_id, next(iter(group.backends))
     return bound or torch.device(kind, torch.get_device_module(kind).current_device())
 
-def _pretends(group: Group, device: torch.device) -> bool: return group.backend(device) == "fake" # nothing comes from other ranks
 
-def _as_tensor(data: Any) -> Tensor: # on the CPU
-    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8, device="cpu")
+def _pretends(group: Group, device: torch.device) -> bool:
+    return group.backend(device) == "fake"  # nothing comes from other ranks
 
-def _as_bytes(tensor: Tensor) -> memoryview: return memoryview(tensor.numpy().data)
+
+def _as_tensor(data: Any) -> Tensor:  # on the CPU
+    return (
+        torch.frombuffer(data, dtype=torch.uint8)
+        if len(data)
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.numpy().data)
+
 
 def _send(group: Group, payload: bytearray | memoryview, to: int, device: torch.device) -> None:
-    for piece in _as_tensor(payload).split(PIECE) if len(payload) else (): group.send(piece.to(device), to)
+    for piece in _as_tensor(payload).split(PIECE) if len(payload) else ():
+        group.send(piece.to(device), to)
+
 
 def _receive(group: Group, size: int, source: int, device: torch.device) -> memoryview:
     whole = torch.empty(size, dtype=torch.uint8, device="cpu")
     for piece in whole.split(PIECE) if size else ():
-        group.recv(place := piece if device.type == "cpu" else torch.empty_like(piece, device=device), source)
-        if place is not piece: piece.copy_(place)
+        group.recv(
+            place := piece if device.type == "cpu" else torch.empty_like(piece, device=device),
+            source,
+        )
+        if place is not piece:
+            piece.copy_(place)
     return _as_bytes(whole)
 
-def _broadcast(group: Group, payload: memoryview, source: int, device: torch.device) -> memoryview: # the source's
+
+def _broadcast(
+    group: Group, payload: memoryview, source: int, device: torch.device
+) -> memoryview:  # the source's
     size = torch.tensor([len(payload)], device=device)
     group.broadcast(size, source)
-    whole = _as_tensor(payload) if group.group_rank == source else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    whole = (
+        _as_tensor(payload)
+        if group.group_rank == source
+        else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    )
     for piece in whole.split(PIECE) if len(whole) else ():
         group.broadcast(place := piece.to(device), source)
-        if place is not piece and group.group_rank != source: piece.copy_(place)
+        if place is not piece and group.group_rank != source:
+            piece.copy_(place)
     return _as_bytes(whole)
+
 
 def _sizes(group: Group, size: int, device: torch.device) -> list[int]:
     """Every rank's `size`, by group rank."""
@@ -100,134 +142,195 @@ def _sizes(group: Group, size: int, device: torch.device) -> list[int]:
     return sizes.tolist()
 
 # %% ../nbs/10a_objects.ipynb #e5461264
-_AHEAD = 1 # ranks that may send before they are asked
+_AHEAD = 1  # ranks that may send before they are asked
+
 
 def _await_turn(group: Group, board: Board, place: int, to: int) -> None:
     """Return when the receiver is about to ask for what this rank sends."""
     said, begin, limit, pause = "", time.monotonic(), patience(group), 1e-3
     while (note := board.see("turn") or "0") != "over":
-        if int(note) >= place: return
-        if note != said: said, begin = note, time.monotonic()
-        elif time.monotonic() - begin > limit: break
+        if int(note) >= place:
+            return
+        if note != said:
+            said, begin = note, time.monotonic()
+        elif time.monotonic() - begin > limit:
+            break
         time.sleep(pause)
         pause = min(1.2 * pause, 0.1)
     why = "has stopped to read" if note == "over" else f"asked no rank for bytes within {limit:g} s"
-    raise RuntimeError(f"rank {group.ranks[to]} {why}, while rank {group.global_rank} waited to send; look at the output of rank {group.ranks[to]}")
+    raise RuntimeError(
+        f"rank {group.ranks[to]} {why}, while rank {group.global_rank} waited to send; look at the"
+        f" output of rank {group.ranks[to]}"
+    )
+
 
 def gather_bytes(
-    group: Group, # all its ranks call this
-    payload: bytearray | memoryview, # this rank's bytes; lengths may differ between ranks
-    to: int, # group rank that receives
-    device: torch.device | None = None, # where the bytes travel; None: as `byte_device` says
-) -> Iterator[memoryview]: # on `to`: each rank's bytes in rank order; elsewhere: nothing
+    group: Group,  # all its ranks call this
+    payload: bytearray | memoryview,  # this rank's bytes; lengths may differ between ranks
+    to: int,  # group rank that receives
+    device: torch.device | None = None,  # where the bytes travel; None: as `byte_device` says
+) -> Iterator[memoryview]:  # on `to`: each rank's bytes in rank order; elsewhere: nothing
     """Bring the bytes of every rank to one of them, one rank at a time."""
     device = device or byte_device(group)
     board = Board(group, "gather_bytes")
-    if group.group_rank == to: board.remove("turn") # of one that was not read to its end
+    if group.group_rank == to:
+        board.remove("turn")  # of one that was not read to its end
     sizes = _sizes(group, len(payload), device)
     senders = [rank for rank, size in enumerate(sizes) if size and rank != to]
     if group.group_rank != to:
-        if not len(payload): return
-        if not board.alone and (place := senders.index(group.group_rank)) > _AHEAD: _await_turn(group, board, place, to)
+        if not len(payload):
+            return
+        if not board.alone and (place := senders.index(group.group_rank)) > _AHEAD:
+            _await_turn(group, board, place, to)
         return _send(group, payload, to, device)
-    read = 0 # senders whose bytes are here
+    read = 0  # senders whose bytes are here
     try:
         for source, size in enumerate(sizes):
-            if source == to or _pretends(group, device): yield memoryview(payload) # as if all held what this rank holds
-            elif not size: yield memoryview(b"")
+            if source == to or _pretends(group, device):
+                yield memoryview(payload)  # as if all held what this rank holds
+            elif not size:
+                yield memoryview(b"")
             else:
-                if 0 < read < len(senders) - _AHEAD: board.put("turn", str(read + _AHEAD))
+                if 0 < read < len(senders) - _AHEAD:
+                    board.put("turn", str(read + _AHEAD))
                 part, read = _receive(group, size, source, device), read + 1
                 yield part
     except BaseException as error:
-        if isinstance(error, GeneratorExit): # nobody reads on, but these may have begun to send
-            for rank in senders[read:max(read, 1) + _AHEAD]: _receive(group, sizes[rank], rank, device)
+        if isinstance(error, GeneratorExit):  # nobody reads on, but these may have begun to send
+            for rank in senders[read : max(read, 1) + _AHEAD]:
+                _receive(group, sizes[rank], rank, device)
         board.put("turn", "over")
         raise
     board.remove("turn")
 
 # %% ../nbs/10a_objects.ipynb #ecb37059
 def exchange_bytes(
-    group: Group, # all its ranks call this
-    payloads: Mapping[int, bytearray | memoryview], # by the group rank they go to; lengths may differ, and be 0
-    sources: Iterable[int], # group ranks that have a payload for this one: both ranks of a pair name each other, or none does
-    device: torch.device | None = None, # where the bytes travel; None: as `byte_device` says
-) -> dict[int, memoryview]: # what came, by the group rank it came from; nothing, from one that is not there
+    group: Group,  # all its ranks call this
+    payloads: Mapping[
+        int, bytearray | memoryview
+    ],  # by the group rank they go to; lengths may differ, and be 0
+    sources: Iterable[
+        int
+    ],  # group ranks that have a payload for this one: both ranks of a pair name each other, or none does
+    device: torch.device | None = None,  # where the bytes travel; None: as `byte_device` says
+) -> dict[
+    int, memoryview
+]:  # what came, by the group rank it came from; nothing, from one that is not there
     """Send bytes to some ranks, and receive what others send here."""
     device, me = device or byte_device(group), group.group_rank
     connect(group, device)
-    sends = [(peer, _as_tensor(payload).to(device)) for peer, payload in sorted(payloads.items()) if peer != me]
-    coming = {peer: torch.zeros(1, dtype=torch.int64, device=device) for peer in sorted(set(sources) - {me})}
+    sends = [
+        (peer, _as_tensor(payload).to(device))
+        for peer, payload in sorted(payloads.items())
+        if peer != me
+    ]
+    coming = {
+        peer: torch.zeros(1, dtype=torch.int64, device=device)
+        for peer in sorted(set(sources) - {me})
+    }
     lengths = [(torch.tensor([len(data)], device=device), peer) for peer, data in sends]
     group.exchange(lengths, [(size, peer) for peer, size in coming.items()])
     sizes = torch.cat([*coming.values()]).tolist() if coming else []
-    incoming = {peer: torch.empty(size, dtype=torch.uint8, device=device) for peer, size in zip(coming, sizes, strict=True)}
-    group.exchange([(data, peer) for peer, data in sends if len(data)], [(data, peer) for peer, data in incoming.items() if len(data)])
+    incoming = {
+        peer: torch.empty(size, dtype=torch.uint8, device=device)
+        for peer, size in zip(coming, sizes, strict=True)
+    }
+    group.exchange(
+        [(data, peer) for peer, data in sends if len(data)],
+        [(data, peer) for peer, data in incoming.items() if len(data)],
+    )
     came = {peer: _as_bytes(data.cpu()) for peer, data in incoming.items()}
     return came | {peer: memoryview(payload) for peer, payload in payloads.items() if peer == me}
 
 # %% ../nbs/10a_objects.ipynb #8c629bf7
 def _root(group: Group, global_rank: int | None, group_rank: int | None) -> int:
     """Group rank from one of the two; global rank 0 if neither is given, as in torch."""
-    if group_rank is None: return get_group_rank(group, 0 if global_rank is None else global_rank)
-    if global_rank is not None: raise ValueError("give the rank in the job or the rank in the group, not both")
-    if group_rank in range(group.size): return group_rank
-    raise ValueError(f"Group rank {group_rank} is not part of group {group}; it has ranks 0 to {group.size - 1}")
+    if group_rank is None:
+        return get_group_rank(group, 0 if global_rank is None else global_rank)
+    if global_rank is not None:
+        raise ValueError("give the rank in the job or the rank in the group, not both")
+    if group_rank in range(group.size):
+        return group_rank
+    raise ValueError(
+        f"Group rank {group_rank} is not part of group {group}; it has ranks 0 to {group.size - 1}"
+    )
+
 
 def broadcast_object_list(
-    object_list: list[Any], # objects on the source; on the other ranks a list of the same length, which is filled
-    src: int | None = None, # GLOBAL rank of the source; default 0
-    group: Any = None, # a process group or a `Group`; None: all ranks of the job
-    device: torch.device | None = None, # where the bytes travel; None: as `byte_device` says
-    group_src: int | None = None, # the source's rank in the group, instead of `src`
-    map_location: Any = None, # where tensors in the objects arrive, as for `torch.load`; None: the device they were on
-    weights_only: bool = False, # refuse all but tensors and plain values
+    object_list: list[
+        Any
+    ],  # objects on the source; on the other ranks a list of the same length, which is filled
+    src: int | None = None,  # GLOBAL rank of the source; default 0
+    group: Any = None,  # a process group or a `Group`; None: all ranks of the job
+    device: torch.device | None = None,  # where the bytes travel; None: as `byte_device` says
+    group_src: int | None = None,  # the source's rank in the group, instead of `src`
+    map_location: Any = None,  # where tensors in the objects arrive, as for `torch.load`; None: the device they were on
+    weights_only: bool = False,  # refuse all but tensors and plain values
 ) -> None:
     """Send objects of one rank to all ranks; the source keeps its own.
 
-    Any object that can be pickled is taken, and unpickling can run code of the sender: ranks of one job trust each other. `weights_only=True` does without.
+    Any object that can be pickled is taken, and unpickling can run code of the sender: ranks of one
+    job trust each other. `weights_only=True` does without.
     Raises on every rank: `ValueError` if list lengths differ, what pickling or unpickling raised on one rank.
     Source: `torch.distributed.broadcast_object_list`."""
     g, payload = Group(group), memoryview(b"")
-    with agreeing(g, "broadcast_object_list", lambda: [f"a list of {len(object_list)} from group rank {source}"]):
+    with agreeing(
+        g,
+        "broadcast_object_list",
+        lambda: [f"a list of {len(object_list)} from group rank {source}"],
+    ):
         source = _root(g, src, group_src)
-        if g.group_rank == source: payload = dump(list(object_list), weights_only)
+        if g.group_rank == source:
+            payload = dump(list(object_list), weights_only)
     device = device or byte_device(g)
     data = _broadcast(g, payload, source, device)
     with agreeing(g, "reading what was broadcast"):
-        if g.group_rank != source and not _pretends(g, device): object_list[:] = load(data, map_location, weights_only)
+        if g.group_rank != source and not _pretends(g, device):
+            object_list[:] = load(data, map_location, weights_only)
 
 # %% ../nbs/10a_objects.ipynb #33206a5f
 def _check_list(name: str, objects: list[Any] | None, group: Group, root: int) -> None:
     if group.group_rank == root and (objects is None or len(objects) != group.size):
         got = "None" if objects is None else f"a list of {len(objects)}"
-        raise ValueError(f"{name} must be a list of {group.size} on global rank {group.ranks[root]}, one for each rank, got {got}")
+        raise ValueError(
+            f"{name} must be a list of {group.size} on global rank {group.ranks[root]}, one for each rank, got {got}"
+        )
     if group.group_rank != root and objects is not None:
-        raise ValueError(f"{name} is for global rank {group.ranks[root]}; pass None on rank {group.global_rank}")
+        raise ValueError(
+            f"{name} is for global rank {group.ranks[root]}; pass None on rank {group.global_rank}"
+        )
+
 
 def _scatter_bytes(group: Group, payloads: Sequence[memoryview], source: int) -> memoryview:
     device = byte_device(group)
-    sizes = torch.tensor([len(p) for p in payloads] or [0] * group.size, dtype=torch.int64, device=device)
+    sizes = torch.tensor(
+        [len(p) for p in payloads] or [0] * group.size, dtype=torch.int64, device=device
+    )
     group.broadcast(sizes, source)
-    if group.group_rank != source: return _receive(group, int(sizes[group.group_rank]), source, device)
+    if group.group_rank != source:
+        return _receive(group, int(sizes[group.group_rank]), source, device)
     for peer, payload in enumerate(payloads):
-        if peer != source: _send(group, payload, peer, device)
+        if peer != source:
+            _send(group, payload, peer, device)
     return payloads[source]
 
 # %% ../nbs/10a_objects.ipynb #67a5c732
 def gather_object(
-    obj: Any, # this rank's object
-    object_gather_list: list[Any] | None = None, # on the destination: a list of one place for each rank, which is filled; elsewhere None
-    dst: int | None = None, # GLOBAL rank of the destination; default 0
-    group: Any = None, # a process group or a `Group`; None: all ranks of the job
-    group_dst: int | None = None, # the destination's rank in the group, instead of `dst`
-    map_location: Any = None, # as for `broadcast_object_list`
-    weights_only: bool = False, # as for `broadcast_object_list`
+    obj: Any,  # this rank's object
+    object_gather_list: (
+        list[Any] | None
+    ) = None,  # on the destination: a list of one place for each rank, which is filled; elsewhere None
+    dst: int | None = None,  # GLOBAL rank of the destination; default 0
+    group: Any = None,  # a process group or a `Group`; None: all ranks of the job
+    group_dst: int | None = None,  # the destination's rank in the group, instead of `dst`
+    map_location: Any = None,  # as for `broadcast_object_list`
+    weights_only: bool = False,  # as for `broadcast_object_list`
 ) -> None:
     """Send an object of every rank to one of them.
 
     The destination unpickles what all ranks send, so it trusts them, as in `broadcast_object_list`.
-    Raises as `broadcast_object_list` does, and `ValueError` on every rank if the list is not there, or there on another rank.
+    Raises as `broadcast_object_list` does, and `ValueError` on every rank if the list is not there,
+    or there on another rank.
     Source: `torch.distributed.gather_object`."""
     g = Group(group)
     with agreeing(g, "gather_object", lambda: [f"to group rank {to}"]):
@@ -236,17 +339,19 @@ def gather_object(
         payload = dump(obj, weights_only)
     parts = list(gather_bytes(g, payload, to))
     with agreeing(g, "reading what was gathered"):
-        if object_gather_list is not None: object_gather_list[:] = [load(part, map_location, weights_only) for part in parts]
+        if object_gather_list is not None:
+            object_gather_list[:] = [load(part, map_location, weights_only) for part in parts]
 
 # %% ../nbs/10a_objects.ipynb #1b2af0d2
 def scatter_object_list(
-    scatter_object_output_list: list[Any], # its first place is filled with this rank's object
-    scatter_object_input_list: list[Any] | None = None, # on the source: one object for each rank, by group rank; elsewhere None
-    src: int | None = None, # GLOBAL rank of the source; default 0
-    group: Any = None, # a process group or a `Group`; None: all ranks of the job
-    group_src: int | None = None, # the source's rank in the group, instead of `src`
-    map_location: Any = None, # as for `broadcast_object_list`
-    weights_only: bool = False, # as for `broadcast_object_list`
+    scatter_object_output_list: list[Any],  # its first place is filled with this rank's object
+    scatter_object_input_list: list[Any]
+    | None = None,  # on the source: one object for each rank, by group rank; elsewhere None
+    src: int | None = None,  # GLOBAL rank of the source; default 0
+    group: Any = None,  # a process group or a `Group`; None: all ranks of the job
+    group_src: int | None = None,  # the source's rank in the group, instead of `src`
+    map_location: Any = None,  # as for `broadcast_object_list`
+    weights_only: bool = False,  # as for `broadcast_object_list`
 ) -> None:
     """Send each rank its object from a list that one rank holds.
 
@@ -258,7 +363,11 @@ def scatter_object_list(
         if g.group_rank == source or scatter_object_input_list is not None:
             _check_list("scatter_object_input_list", scatter_object_input_list, g, source)
             payloads = [dump(value, weights_only) for value in scatter_object_input_list or []]
-        if not scatter_object_output_list: raise ValueError("scatter_object_output_list must have a place to fill, got an empty list")
+        if not scatter_object_output_list:
+            raise ValueError(
+                "scatter_object_output_list must have a place to fill, got an empty list"
+            )
     mine = _scatter_bytes(g, payloads, source)
     with agreeing(g, "reading what was scattered"):
-        if g.group_rank == source or not _pretends(g, byte_device(g)): scatter_object_output_list[0] = load(mine, map_location, weights_only)
+        if g.group_rank == source or not _pretends(g, byte_device(g)):
+            scatter_object_output_list[0] = load(mine, map_location, weights_only)

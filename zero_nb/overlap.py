@@ -28,7 +28,8 @@ from .process_group import Group, Work, agreeing, fail, mark_agreed
 from .schedule import Schedule, make_schedule, order
 from .sharder import Policy, by_group, even, mixed, runs
 
-if TYPE_CHECKING: from typing_extensions import Self
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # %% auto #0
 __all__ = ['Finish', 'Copy', 'mean_dtype', 'start_mean', 'mark_means', 'Prepared', 'Runner', 'cut_in_place', 'cut_runs',
@@ -40,46 +41,65 @@ __all__ = ['Finish', 'Copy', 'mean_dtype', 'start_mean', 'mark_means', 'Prepared
            'hook_with_zero_step_interleaved']
 
 # %% ../nbs/14_overlap.ipynb #bcb158cc
-Finish = Callable[[], Tensor] # waits for a reduction, and gives what this rank owns of the bucket: the mean over all ranks, 1-D
+Finish = Callable[
+    [], Tensor
+]  # waits for a reduction, and gives what this rank owns of the bucket: the mean over all ranks, 1-D
+
 
 def mean_dtype(dtype: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
     """Tell in which dtype the average of gradients is kept that are added in another one: the wider of both."""
     return dtype if wire is None else torch.promote_types(dtype, wire)
 
+
 def start_mean(
     bucket: FlatBucket,
-    gradient: Tensor, # 1-D, all of the bucket; all but this rank's part is scratch afterwards
-    across: Group | None = None, # ranks that hold the same part, if there are several
-    wire: torch.dtype | None = None, # in which gradients are sent and added; None: their own
-    out: Tensor | None = None, # where the mean goes, if it is not to stay in the gradient
+    gradient: Tensor,  # 1-D, all of the bucket; all but this rank's part is scratch afterwards
+    across: Group | None = None,  # ranks that hold the same part, if there are several
+    wire: torch.dtype | None = None,  # in which gradients are sent and added; None: their own
+    out: Tensor | None = None,  # where the mean goes, if it is not to stay in the gradient
 ) -> Finish:
     """Start to average a bucket over all ranks by reduce-scatter."""
     group = bucket.group
-    size, part = group.size * (across.size if across else 1), slice(*bucket.bucket.part(group.group_rank))
+    size, part = (
+        group.size * (across.size if across else 1),
+        slice(*bucket.bucket.part(group.group_rank)),
+    )
     sent = gradient if wire in (None, gradient.dtype) else gradient.to(wire)
-    halves = sent.dtype.itemsize < 4 # of little range: divided before they are added, as DDP divides
-    if halves and size > 1: sent.mul_(1 / size)
+    halves = (
+        sent.dtype.itemsize < 4
+    )  # of little range: divided before they are added, as DDP divides
+    if halves and size > 1:
+        sent.mul_(1 / size)
     work = group.reduce_scatter(sent, bucket.sizes, async_op=True)
+
     def finish() -> Tensor:
         work.wait()
         mine = sent[part]
-        if across: across.all_reduce(mine)
+        if across:
+            across.all_reduce(mine)
         mean = out
-        if mean is None: mean = mine if sent is gradient else torch.empty_like(mine, dtype=mean_dtype(gradient.dtype, wire)) # and let go of what was sent
+        if mean is None:
+            mean = (
+                mine
+                if sent is gradient
+                else torch.empty_like(mine, dtype=mean_dtype(gradient.dtype, wire))
+            )  # and let go of what was sent
         return mean.copy_(mine) if halves else torch.div(mine, size, out=mean)
+
     return finish
 
 # %% ../nbs/14_overlap.ipynb #c853f993
 def mark_means(
-    buckets: Sequence[FlatBucket], # of a plan that all ranks have agreed on
-    across: Group | None = None, # as for `start_mean`
-    wire: torch.dtype | None = None, # as for `start_mean`
+    buckets: Sequence[FlatBucket],  # of a plan that all ranks have agreed on
+    across: Group | None = None,  # as for `start_mean`
+    wire: torch.dtype | None = None,  # as for `start_mean`
 ) -> None:
     """Note that the collectives that average buckets need not be compared."""
     for bucket in buckets:
         start, stop = bucket.bucket.part(bucket.group.group_rank)
         mark_agreed(bucket.group, "reduce_scatter", wire or bucket.dtype, bucket.sizes)
-        if across: mark_agreed(across, "all_reduce", wire or bucket.dtype, stop - start)
+        if across:
+            mark_agreed(across, "all_reduce", wire or bucket.dtype, stop - start)
 
 # %% ../nbs/14_overlap.ipynb #67e71eed
 class Prepared:
@@ -87,29 +107,45 @@ class Prepared:
 
     def __init__(
         self,
-        zero: ZeroRedundancyOptimizer, # whose local optimizers step
-        shard: Shard, # all its parameters, made with `borrows=False`
-        start: Callable[[int, Tensor], Finish], # starts to average a bucket over all ranks
-        judge: Callable[[list[Tensor]], bool] | None = None, # looks at all averages before the first step, and tells if there is to be one
-        release: Callable[[int], None] = lambda i: None, # told when the gradient of a bucket is no longer needed, by schedules that say so
-        reuses: bool = False, # whether parameters may be gathered in the memory of gradients that have been stepped
-        ask: Callable[[], None] | None = None, # called when all buckets have arrived, before what is left of the step: finds out which parameters `lacks` means
-        **how: Any, # of the schedule, as for `order`
+        zero: ZeroRedundancyOptimizer,  # whose local optimizers step
+        shard: Shard,  # all its parameters, made with `borrows=False`
+        start: Callable[[int, Tensor], Finish],  # starts to average a bucket over all ranks
+        judge: Callable[[list[Tensor]], bool]
+        | None = None,  # looks at all averages before the first step, and tells if there is to be one
+        release: Callable[[int], None] = lambda i: (
+            None
+        ),  # told when the gradient of a bucket is no longer needed, by schedules that say so
+        reuses: bool = False,  # whether parameters may be gathered in the memory of gradients that have been stepped
+        ask: Callable[[], None]
+        # called when all buckets have arrived, before what is left of the step: finds out which
+        # parameters `lacks` means
+        | None = None,
+        **how: Any,  # of the schedule, as for `order`
     ):
-        self.zero, self.shard, self.start, self.judge, self.release, self.reuses, self.ask = zero, shard, start, judge, release, reuses, ask
+        self.zero, self.shard, self.start, self.judge, self.release, self.reuses, self.ask = (
+            zero,
+            shard,
+            start,
+            judge,
+            release,
+            reuses,
+            ask,
+        )
         self.phases = order(len(shard.buckets), **how)
         self.schedule = make_schedule(len(shard.buckets), **how)
-        self.lacks = [False] * len(shard.params) # of each parameter, whether no rank has a gradient
+        self.lacks = [False] * len(
+            shard.params
+        )  # of each parameter, whether no rank has a gradient
         self.begin()
 
     def begin(self) -> None:
         """Get ready for an iteration."""
         self.todo = deque(self.phases["backward"])
         self.gradients: dict[int, Tensor] = {}
-        self.reducing: dict[int, Finish] = {} # in the order in which they were started
-        self.parts: dict[int, Tensor] = {} # reduced, and not yet stepped
+        self.reducing: dict[int, Finish] = {}  # in the order in which they were started
+        self.parts: dict[int, Tensor] = {}  # reduced, and not yet stepped
         self.gathers: dict[int, Work] = {}
-        self.rooms: dict[int, Tensor] = {} # of each bucket: memory that it may be gathered in
+        self.rooms: dict[int, Tensor] = {}  # of each bucket: memory that it may be gathered in
 
 # %% ../nbs/14_overlap.ipynb #d76bf93c
 class Runner(Prepared):
@@ -117,75 +153,117 @@ class Runner(Prepared):
 
     def arrive(self, index: int, gradient: Tensor) -> None:
         """Take the gradient of a bucket, and do what the schedule has before the next one."""
-        if len(self.todo) == len(self.phases["backward"]): self.zero.take_options()
+        if len(self.todo) == len(self.phases["backward"]):
+            self.zero.take_options()
         self.gradients[index] = gradient
-        if self.reuses: self.rooms[index] = gradient
-        while self.todo and (self.todo[0][0] != "GRAD" or self.todo[0][1] in self.gradients): self._do(*self.todo.popleft())
+        if self.reuses:
+            self.rooms[index] = gradient
+        while self.todo and (self.todo[0][0] != "GRAD" or self.todo[0][1] in self.gradients):
+            self._do(*self.todo.popleft())
 
-    def finish(self, together: bool = False) -> bool: # whether there was a step
+    def finish(self, together: bool = False) -> bool:  # whether there was a step
         """Do the rest; `together`: step all buckets at once, before the first gather."""
         assert not self.todo, f"backward is over, and {self.todo[0]} has not come"
-        if self.ask: self.ask()
-        if self.judge and not self.judge([self.part(i) for i in range(len(self.shard.buckets))]): return False
-        if together: _step_all(self)
+        if self.ask:
+            self.ask()
+        if self.judge and not self.judge([self.part(i) for i in range(len(self.shard.buckets))]):
+            return False
+        if together:
+            _step_all(self)
         for op, i in self.phases["step"]:
-            if not (together and op == "STEP"): self._do(op, i)
-        self.zero.give_options() # now: a scheduler may write others before the parameters have arrived
+            if not (together and op == "STEP"):
+                self._do(op, i)
+        self.zero.give_options()  # now: a scheduler may write others before the parameters have arrived
         return True
 
     def part(self, i: int) -> Tensor:
         """Wait for a reduction, and give what this rank owns of the bucket."""
         if i not in self.parts:
             self.parts[i] = self.reducing.pop(i)()
-            del self.gradients[i] # whoever made the bucket may let it go
+            del self.gradients[i]  # whoever made the bucket may let it go
         return self.parts[i]
 
     def settle(self) -> None:
         """Note that all parameters have arrived."""
         settle(self.shard.pieces)
 
-    def _do(self, op: str, i: int) -> None: _OPS[op](self, i)
+    def _do(self, op: str, i: int) -> None:
+        _OPS[op](self, i)
 
 # %% ../nbs/14_overlap.ipynb #8cc39b98
 def _reduce(self: Runner, i: int) -> None:
-    if len(self.reducing) == IN_FLIGHT: self.part(next(iter(self.reducing)))
+    if len(self.reducing) == IN_FLIGHT:
+        self.part(next(iter(self.reducing)))
     self.reducing[i] = self.start(i, self.gradients[i])
 
+
 def _step(self: Runner, i: int) -> None:
-    pieces = open_bucket(self.zero.optims.values(), self.shard, self.shard.buckets[i], self.part(i), self.lacks)
-    for optim in self.zero.optims.values() if pieces else (): optim.step()
+    pieces = open_bucket(
+        self.zero.optims.values(), self.shard, self.shard.buckets[i], self.part(i), self.lacks
+    )
+    for optim in self.zero.optims.values() if pieces else ():
+        optim.step()
     close_pieces(pieces)
     del self.parts[i]
+
 
 def _step_all(self: Runner) -> None:
     optims, count = self.zero.optims.values(), len(self.shard.buckets)
     parts = [self.part(i) for i in range(count)]
     with self.zero.arriving():
-        pieces = [p for bucket, part in zip(self.shard.buckets, parts, strict=True) for p in open_bucket(optims, self.shard, bucket, part, self.lacks)]
-        for optim in optims: optim.step()
+        pieces = [
+            p
+            for bucket, part in zip(self.shard.buckets, parts, strict=True)
+            for p in open_bucket(optims, self.shard, bucket, part, self.lacks)
+        ]
+        for optim in optims:
+            optim.step()
     close_pieces(pieces)
     self.parts.clear()
 
+
 def _gather(self: Runner, i: int) -> None:
-    flying = [j for j, work in self.gathers.items() if not work.done and self.shard.buckets[j].packed and j not in self.rooms]
-    if len(flying) >= IN_FLIGHT: self.gathers[flying[0]].wait()
+    flying = [
+        j
+        for j, work in self.gathers.items()
+        if not work.done and self.shard.buckets[j].packed and j not in self.rooms
+    ]
+    if len(flying) >= IN_FLIGHT:
+        self.gathers[flying[0]].wait()
     self.gathers[i] = Work(self.shard.buckets[i].all_gather(self.rooms.get(i)))
 
+
 def _wait(self: Runner, i: int) -> None:
-    for work in self.gathers.values(): work.wait()
+    for work in self.gathers.values():
+        work.wait()
     self.rooms.clear()
     self.settle()
 
+
 _OPS: dict[str, Callable[[Runner, int], None]] = {
-    "GRAD": lambda runner, i: None, "RS": _reduce, "STEP": _step, "FREE": lambda runner, i: runner.release(i), "AG": _gather, "SYNC": _wait}
+    "GRAD": lambda runner, i: None,
+    "RS": _reduce,
+    "STEP": _step,
+    "FREE": lambda runner, i: runner.release(i),
+    "AG": _gather,
+    "SYNC": _wait,
+}
 
 # %% ../nbs/14_overlap.ipynb #c27e05e6
 def cut_in_place(zero: ZeroRedundancyOptimizer) -> Policy:
-    """Tell who owns what of a bucket that is reduced as it lies: everyone an even part, unless an optimizer wants whole parameters."""
-    return partial(mixed, choose=by_group(*(even if rule.policy is runs else rule.policy for rule in zero.rules)))
+    """Tell who owns what of a bucket that is reduced as it lies: everyone an even part, unless an
+    optimizer wants whole parameters."""
+    return partial(
+        mixed,
+        choose=by_group(*(even if rule.policy is runs else rule.policy for rule in zero.rules)),
+    )
 
-def cut_runs(given: Sequence[Sequence[int]], params: Sequence[Tensor], most: int) -> Iterator[list[int]]:
-    """Cut runs of parameters that go on after `most` bytes: from their ends, as DDP makes its buckets, last parameters first."""
+
+def cut_runs(
+    given: Sequence[Sequence[int]], params: Sequence[Tensor], most: int
+) -> Iterator[list[int]]:
+    """Cut runs of parameters that go on after `most` bytes: from their ends, as DDP makes its
+    buckets, last parameters first."""
     for indices in given:
         sizes, part, end = [params[i].nbytes for i in indices], 0, len(indices)
         for at in range(end - 1, 0, -1) if sum(sizes[:-1]) >= most else ():
@@ -195,50 +273,70 @@ def cut_runs(given: Sequence[Sequence[int]], params: Sequence[Tensor], most: int
                 part, end = 0, at
         yield list(indices[:end])
 
+
 def plan_buckets(zero: ZeroRedundancyOptimizer, given: Sequence[Sequence[int]]) -> BucketPlan:
     """Plan the buckets that somebody else filled."""
     params = specs(zero.param_groups)
     trained = [[i for i in run if params[i].trainable] for run in given]
-    if left := {i for i, p in enumerate(params) if p.trainable} - {i for run in trained for i in run}:
-        raise ValueError(f"{params[min(left)].name} is trained, but the model does not reduce its gradient: it was frozen when DDP was made, "
-                         "or is not in the model; wrap the model again")
+    if left := {i for i, p in enumerate(params) if p.trainable} - {
+        i for run in trained for i in run
+    }:
+        raise ValueError(
+            f"{params[min(left)].name} is trained, but the model does not reduce its gradient: it"
+            " was frozen when DDP was made, or is not in the model; wrap the model again"
+        )
     return adopt(params, zero.group.size, trained, policy=cut_in_place(zero), align=16, pad=False)
 
 # %% ../nbs/14_overlap.ipynb #e6c762e4
-Copy = tuple[int, int, int] # from where in one flat tensor, to where in another, how many elements
+Copy = tuple[int, int, int]  # from where in one flat tensor, to where in another, how many elements
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Where the buckets of a plan lie in those of DDP."""
 
-    runs: tuple[tuple[int, ...], ...] # indices of the parameters in each bucket of DDP, as it laid them
-    sizes: tuple[int, ...] # elements of each bucket of DDP
-    source: tuple[int, ...] # of each bucket of the plan: the bucket of DDP that it is made of
-    copies: tuple[tuple[Copy, ...], ...] # of each bucket of the plan: where it lies there
+    runs: tuple[
+        tuple[int, ...], ...
+    ]  # indices of the parameters in each bucket of DDP, as it laid them
+    sizes: tuple[int, ...]  # elements of each bucket of DDP
+    source: tuple[int, ...]  # of each bucket of the plan: the bucket of DDP that it is made of
+    copies: tuple[tuple[Copy, ...], ...]  # of each bucket of the plan: where it lies there
 
     def made_of(self, j: int) -> list[int]:
         """Give the buckets of the plan, by index, that bucket `j` of DDP holds."""
         return [i for i, source in enumerate(self.source) if source == j]
 
-    def take(self, bucket: Bucket, i: int, buffer: Tensor) -> Tensor: # 1-D, laid out as the bucket; a view if it is so already
+    def take(
+        self, bucket: Bucket, i: int, buffer: Tensor
+    ) -> Tensor:  # 1-D, laid out as the bucket; a view if it is so already
         """Take bucket `i` of the plan out of the gradient in which it lies."""
-        if len(self.copies[i]) == 1 and not bucket.padding: return buffer[(first := self.copies[i][0][0]):first + bucket.numel]
+        if len(self.copies[i]) == 1 and not bucket.padding:
+            return buffer[(first := self.copies[i][0][0]) : first + bucket.numel]
         flat = buffer.new_zeros(bucket.numel)
-        for start, to, count in self.copies[i]: flat[to:to + count] = buffer[start:start + count]
+        for start, to, count in self.copies[i]:
+            flat[to : to + count] = buffer[start : start + count]
         return flat
 
 # %% ../nbs/14_overlap.ipynb #3d8fce71
-def _copies(slots: Sequence[Slot], offsets: dict[int, int]) -> Iterator[Copy]: # what goes together, as one
+def _copies(
+    slots: Sequence[Slot], offsets: dict[int, int]
+) -> Iterator[Copy]:  # what goes together, as one
     whence, to, count = 0, 0, 0
     for slot in slots:
         start = offsets[slot.param] + slot.start
-        if count and (start, slot.offset) == (whence + count, to + count): count += slot.numel
+        if count and (start, slot.offset) == (whence + count, to + count):
+            count += slot.numel
         else:
-            if count: yield whence, to, count
+            if count:
+                yield whence, to, count
             whence, to, count = start, slot.offset, slot.numel
-    if count: yield whence, to, count
+    if count:
+        yield whence, to, count
 
-def find_layout(plan: BucketPlan, given: Sequence[Sequence[int]], params: Sequence[Tensor]) -> Layout:
+
+def find_layout(
+    plan: BucketPlan, given: Sequence[Sequence[int]], params: Sequence[Tensor]
+) -> Layout:
     """Find the buckets of a plan in the runs of parameters that it was made of."""
     home, offsets, sizes = dict[int, int](), dict[int, int](), [0] * len(given)
     for j, members in enumerate(given):
@@ -246,139 +344,206 @@ def find_layout(plan: BucketPlan, given: Sequence[Sequence[int]], params: Sequen
         for i in members:
             offsets[i] = sizes[j]
             sizes[j] += params[i].numel()
-    return Layout(tuple(map(tuple, given)), tuple(sizes), tuple(home[bucket.slots[0].param] for bucket in plan.buckets),
-                  tuple(tuple(_copies(bucket.slots, offsets)) for bucket in plan.buckets))
+    return Layout(
+        tuple(map(tuple, given)),
+        tuple(sizes),
+        tuple(home[bucket.slots[0].param] for bucket in plan.buckets),
+        tuple(tuple(_copies(bucket.slots, offsets)) for bucket in plan.buckets),
+    )
 
 # %% ../nbs/14_overlap.ipynb #af8357e4
-_TELLING: set[Thread] = set() # threads that tell other ranks of a backward that failed
+_TELLING: set[Thread] = set()  # threads that tell other ranks of a backward that failed
+
 
 @torch._disable_dynamo
 def end_telling() -> None:
     """Return when other ranks have been told of what failed here."""
-    while _TELLING: _TELLING.pop().join()
+    while _TELLING:
+        _TELLING.pop().join()
+
 
 class AtEnd:
-    """Is called at the end of backward; if backward fails, is deleted without having been called, and tells the other ranks."""
+    """Is called at the end of backward; if backward fails, is deleted without having been called,
+    and tells the other ranks."""
 
-    def __init__(self, call: Callable[[], None], groups: Group | Sequence[Group]): self.call, self.groups, self.called = call, groups, False
+    def __init__(self, call: Callable[[], None], groups: Group | Sequence[Group]):
+        self.call, self.groups, self.called = call, groups, False
 
     def __call__(self) -> None:
         """Do what was put off."""
         self.called = True
         self.call()
 
-    def __del__(self) -> None: # in whatever thread lets go of it, which must not wait for a store or for peers
-        if self.called: return
-        thread = Thread(target=_tell, args=(self.groups,), name="zero_nb: a backward failed") # the process does not end before it
-        with suppress(RuntimeError): # it ends already
+    def __del__(
+        self,
+    ) -> None:  # in whatever thread lets go of it, which must not wait for a store or for peers
+        if self.called:
+            return
+        thread = Thread(
+            target=_tell, args=(self.groups,), name="zero_nb: a backward failed"
+        )  # the process does not end before it
+        with suppress(RuntimeError):  # it ends already
             thread.start()
             _TELLING.add(thread)
 
+
 def _tell(groups: Group | Sequence[Group]) -> None:
-    with _ONE_AT_A_TIME: fail(groups, RuntimeError("backward() did not come to its end; look at the output of this rank"))
+    with _ONE_AT_A_TIME:
+        fail(
+            groups,
+            RuntimeError("backward() did not come to its end; look at the output of this rank"),
+        )
 
-_ONE_AT_A_TIME = Lock() # a backward may have several ends
 
-def at_end(call: Callable[[], None], groups: Group | Sequence[Group]) -> bool: # False: there is no backward in progress
+_ONE_AT_A_TIME = Lock()  # a backward may have several ends
+
+
+def at_end(
+    call: Callable[[], None], groups: Group | Sequence[Group]
+) -> bool:  # False: there is no backward in progress
     """Have something called at the end of the backward in progress."""
     end = AtEnd(call, groups)
-    try: torch.autograd.Variable._execution_engine.queue_callback(end)
-    except RuntimeError: end.called = True
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+    except RuntimeError:
+        end.called = True
     return not end.called
 
 # %% ../nbs/14_overlap.ipynb #42ff0385
 def found_tensors(value: Any) -> Iterator[Tensor]:
     """Give the tensors in what a model takes or returns: containers and dataclasses of them."""
-    if isinstance(value, Tensor): yield value
-    elif isinstance(value, Mapping): yield from found_tensors(list(value.values()))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from found_tensors(list(value.values()))
     elif isinstance(value, (list, tuple)):
-        for item in value: yield from found_tensors(item)
-    elif is_dataclass(value): yield from found_tensors([getattr(value, f.name, None) for f in fields(value)])
+        for item in value:
+            yield from found_tensors(item)
+    elif is_dataclass(value):
+        yield from found_tensors([getattr(value, f.name, None) for f in fields(value)])
 
 # %% ../nbs/14_overlap.ipynb #0ed0f1f3
 @contextmanager
 def failing(groups: Group | Sequence[Group]) -> Iterator[None]:
     """Tell the other ranks of an error in the block."""
-    try: yield
+    try:
+        yield
     except Exception as error:
         fail(groups, error)
         raise
 
 # %% ../nbs/14_overlap.ipynb #6b6e6b77
 def norm_of(
-    group: Group, # ranks that hold the other parts
-    parts: Sequence[Tensor], # of the gradient, what this rank owns
-    norm_type: float = 2.0, # the p of the norm; inf for the largest element
-) -> Tensor: # of no dimension, the same on all ranks
+    group: Group,  # ranks that hold the other parts
+    parts: Sequence[Tensor],  # of the gradient, what this rank owns
+    norm_type: float = 2.0,  # the p of the norm; inf for the largest element
+) -> Tensor:  # of no dimension, the same on all ranks
     """Compute the norm of a sharded gradient.
 
     Source: `torch.nn.utils.get_total_norm`, over all ranks."""
-    dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32) # also of a rank that owns nothing
+    dtype = reduce(
+        torch.promote_types, (part.dtype for part in parts), torch.float32
+    )  # also of a rank that owns nothing
     every = torch.zeros(group.size, dtype=dtype, device=parts[0].device)
-    norms = [torch.linalg.vector_norm(part, norm_type, dtype=dtype).to(every.device) for part in parts if part.numel()]
+    norms = [
+        torch.linalg.vector_norm(part, norm_type, dtype=dtype).to(every.device)
+        for part in parts
+        if part.numel()
+    ]
     mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else 0.0
     every[group.group_rank] = mine
     group.all_gather(every)
     return torch.linalg.vector_norm(every, norm_type)
 
+
 @torch.no_grad()
-def clip_parts(group: Group, parts: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor: # the norm before
-    """Scale a sharded gradient so that its norm is at most `max_norm`; as `torch.nn.utils.clip_grad_norm_` on the whole one."""
+def clip_parts(
+    group: Group, parts: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
+) -> Tensor:  # the norm before
+    """Scale a sharded gradient so that its norm is at most `max_norm`; as
+    `torch.nn.utils.clip_grad_norm_` on the whole one."""
     norm = norm_of(group, parts, norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for part in parts: part.mul_(scale.to(part.device)) # a number in the norm's dtype: in half precision it could round to 0
+    for part in parts:
+        part.mul_(
+            scale.to(part.device)
+        )  # a number in the norm's dtype: in half precision it could round to 0
     return norm
 
 # %% ../nbs/14_overlap.ipynb #0f2c1768
-_GONE = ("this gradient is gone: backward() has averaged it over all ranks, stepped and freed it, so {} comes too late. Pass max_grad_norm= to overlap() or "
-         "data_parallel() to clip (math.inf: only measure) and read the norm from the handle's grad_norm; pass scaler= for a GradScaler; for all else, "
-         "detach() the handle and step after backward")
-_CHANGED = ("gradients were changed or taken away after backward() had taken the step, which comes too late; pass max_grad_norm= to clip, scaler= "
-            "for a GradScaler, and for all else detach() and step after backward")
-_MANY = ("{} calls of backward() have each taken a step since step() was last called; to add gradients up, run all but the last backward under "
-         "no_sync(), and to skip steps, detach() and step after backward")
+_GONE = (
+    "this gradient is gone: backward() has averaged it over all ranks, stepped and freed it, so {}"
+    " comes too late. Pass max_grad_norm= to overlap() or data_parallel() to clip (math.inf: only"
+    " measure) and read the norm from the handle's grad_norm; pass scaler= for a GradScaler; for"
+    " all else, detach() the handle and step after backward"
+)
+_CHANGED = (
+    "gradients were changed or taken away after backward() had taken the step, which comes too"
+    " late; pass max_grad_norm= to clip, scaler= for a GradScaler, and for all else detach() and"
+    " step after backward"
+)
+_MANY = (
+    "{} calls of backward() have each taken a step since step() was last called; to add gradients"
+    " up, run all but the last backward under no_sync(), and to skip steps, detach() and step after"
+    " backward"
+)
 _ATEN = torch.ops.aten
 
-class SteppedGradient(Tensor):
-    """Stands in `.grad` for a gradient that was stepped and freed: it has no memory, and raises when it is computed with."""
 
-    param: Callable[[], Tensor | None] # a weak reference
+class SteppedGradient(Tensor):
+    """Stands in `.grad` for a gradient that was stepped and freed: it has no memory, and raises
+    when it is computed with."""
+
+    param: Callable[[], Tensor | None]  # a weak reference
     found_inf: bool | None
-    __torch_function__ = torch._C._disabled_torch_function_impl # type: ignore[assignment] # attributes are answered as of any tensor
+    # attributes are answered as of any tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
         cls,
-        like: Tensor, # the parameter
-        param: Callable[[], Tensor | None], # a weak reference to it
-        found_inf: bool | None = None, # what a scaler finds; None: there is none that may look
-        dtype: torch.dtype | None = None, # None, as for what follows: that of the parameter
+        like: Tensor,  # the parameter
+        param: Callable[[], Tensor | None],  # a weak reference to it
+        found_inf: bool | None = None,  # what a scaler finds; None: there is none that may look
+        dtype: torch.dtype | None = None,  # None, as for what follows: that of the parameter
         device: torch.device | None = None,
     ) -> SteppedGradient:
         """Make one for a parameter."""
-        made: Any = Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device)
+        made: Any = Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            dtype=dtype or like.dtype,
+            device=device or like.device,
+        )
         made.param, made.found_inf = param, found_inf
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any: # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Answer what must go on; else raise `RuntimeError`."""
         answer = _ANSWERS.get(func)
-        if answer is None: raise RuntimeError(_GONE.format(func.overloadpacket.__name__.rstrip("_")))
+        if answer is None:
+            raise RuntimeError(_GONE.format(func.overloadpacket.__name__.rstrip("_")))
         return answer(args, kwargs or {})
 
     def leave(self, grad: Tensor | None = None) -> None:
         """Give the parameter a gradient, or none, in the place of this one."""
-        if (param := self.param()) is not None and param.grad is self: param.grad = grad
+        if (param := self.param()) is not None and param.grad is self:
+            param.grad = grad
 
     @property
     def data(self) -> Tensor:
         """Give the same; Module.to puts another marker here."""
-        return Tensor.data.__get__(self) # type: ignore[attr-defined]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, SteppedGradient): raise RuntimeError(_GONE.format("data"))
-        Tensor.data.__set__(self, value) # type: ignore[attr-defined]
+        if not isinstance(value, SteppedGradient):
+            raise RuntimeError(_GONE.format("data"))
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
     def numpy(self, *, force: bool = False) -> Any:
         """Raise `RuntimeError`, as what follows: torch answers these without a dispatch."""
@@ -392,82 +557,113 @@ class SteppedGradient(Tensor):
         """Do nothing."""
         return self
 
-    def __repr__(self, **_: Any) -> str: # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"SteppedGradient({tuple(self.shape)})"
-    def __array__(self, *args: Any, **kwargs: Any) -> Any: return self.numpy()
-    def __dlpack__(self, **_: Any) -> Any: return self.numpy()
-    def __deepcopy__(self, memo: Any) -> None: return None
-    def __reduce_ex__(self, protocol: Any) -> Any: return type(None), ()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.numpy()
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self.numpy()
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(None), ()
 
 # %% ../nbs/14_overlap.ipynb #5bc9e2e5
-def _zero(args: Any, kwargs: Any) -> Any: # zero_grad(set_to_none=False)
+def _zero(args: Any, kwargs: Any) -> Any:  # zero_grad(set_to_none=False)
     args[0].leave()
     return args[0]
 
+
 def _zero_all(args: Any, kwargs: Any) -> None:
-    if real := [t for t in args[0] if not isinstance(t, SteppedGradient)]: torch._foreach_zero_(real)
+    if real := [t for t in args[0] if not isinstance(t, SteppedGradient)]:
+        torch._foreach_zero_(real)
     for t in args[0]:
-        if isinstance(t, SteppedGradient): t.leave()
+        if isinstance(t, SteppedGradient):
+            t.leave()
 
-def _convert(args: Any, kwargs: Any) -> Any: # Module.to
-    return SteppedGradient(args[0], args[0].param, args[0].found_inf, kwargs.get("dtype"), kwargs.get("device"))
 
-def _accumulate(args: Any, kwargs: Any) -> Any: # autograd adds a gradient of another backward
-    if torch._C._current_graph_task_id() < 0 or not isinstance(args[0], SteppedGradient): raise RuntimeError(_GONE.format("add"))
+def _convert(args: Any, kwargs: Any) -> Any:  # Module.to
+    return SteppedGradient(
+        args[0], args[0].param, args[0].found_inf, kwargs.get("dtype"), kwargs.get("device")
+    )
+
+
+def _accumulate(args: Any, kwargs: Any) -> Any:  # autograd adds a gradient of another backward
+    if torch._C._current_graph_task_id() < 0 or not isinstance(args[0], SteppedGradient):
+        raise RuntimeError(_GONE.format("add"))
     args[0].leave(added := args[1].clone())
     return args[0] if len(args) < 3 and not torch.is_grad_enabled() else added
 
-def _unscale(args: Any, kwargs: Any) -> None: # GradScaler
+
+def _unscale(args: Any, kwargs: Any) -> None:  # GradScaler
     marks = [t for t in args[0] if isinstance(t, SteppedGradient)]
-    if any(mark.found_inf is None for mark in marks): raise RuntimeError(_GONE.format("GradScaler.unscale_"))
-    if real := [t for t in args[0] if not isinstance(t, SteppedGradient)]: torch._amp_foreach_non_finite_check_and_unscale_(real, *args[1:])
-    if any(mark.found_inf for mark in marks): args[1].fill_(1.0)
+    if any(mark.found_inf is None for mark in marks):
+        raise RuntimeError(_GONE.format("GradScaler.unscale_"))
+    if real := [t for t in args[0] if not isinstance(t, SteppedGradient)]:
+        torch._amp_foreach_non_finite_check_and_unscale_(real, *args[1:])
+    if any(mark.found_inf for mark in marks):
+        args[1].fill_(1.0)
+
 
 _ANSWERS: dict[Any, Callable[[Any, Any], Any]] = {
-    _ATEN.zero_.default: _zero, _ATEN._foreach_zero_.default: _zero_all, _ATEN._to_copy.default: _convert, _ATEN.add_.Tensor: _accumulate,
-    _ATEN.add.Tensor: _accumulate, _ATEN._amp_foreach_non_finite_check_and_unscale_.default: _unscale}
+    _ATEN.zero_.default: _zero,
+    _ATEN._foreach_zero_.default: _zero_all,
+    _ATEN._to_copy.default: _convert,
+    _ATEN.add_.Tensor: _accumulate,
+    _ATEN.add.Tensor: _accumulate,
+    _ATEN._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}
 
 # %% ../nbs/14_overlap.ipynb #22e0b6f2
 def unstepped_grad(param: Tensor) -> Tensor | None:
     """Give a parameter's gradient; None where there is none, or only a marker."""
     return None if isinstance(param.grad, SteppedGradient) else param.grad
 
+
 class SteppedGradients:
     """Puts markers where gradients were, and takes them away before others come."""
 
     def __init__(self) -> None:
-        self.made: dict[int, SteppedGradient] = {} # by id of the parameter
-        self.placed: list[Tensor] = [] # parameters
-        self.unseen = False # by `check`, since they were placed
+        self.made: dict[int, SteppedGradient] = {}  # by id of the parameter
+        self.placed: list[Tensor] = []  # parameters
+        self.unseen = False  # by `check`, since they were placed
 
     def place(
         self,
-        params: Iterable[Tensor], # whose gradients were stepped, and are None
-        found_inf: bool | None = None, # what a scaler is to find in them; None: there is no scaler
+        params: Iterable[Tensor],  # whose gradients were stepped, and are None
+        found_inf: bool | None = None,  # what a scaler is to find in them; None: there is no scaler
     ) -> None:
         """Put a marker in the place of each gradient."""
         self.placed = list(params)
-        if found_inf is not None: # a scaler refuses float16, also where it is not asked
+        if found_inf is not None:  # a scaler refuses float16, also where it is not asked
             self.placed = [p for p in self.placed if p.dtype != torch.float16] or self.placed
         for p in self.placed:
             mark = self.made.get(id(p))
-            if mark is None or mark.param() is not p: mark = self._make(p)
-            if mark.found_inf is not found_inf: mark.found_inf = found_inf
+            if mark is None or mark.param() is not p:
+                mark = self._make(p)
+            if mark.found_inf is not found_inf:
+                mark.found_inf = found_inf
             self._put(p, mark)
         self.unseen = True
 
     def check(self) -> None:
         """Refuse gradients that were put where markers are, or taken away, after the step; once for each step."""
         unseen, self.unseen = self.unseen, False
-        if unseen and any(not isinstance(p.grad, SteppedGradient) for p in self.placed): raise RuntimeError(_CHANGED)
+        if unseen and any(not isinstance(p.grad, SteppedGradient) for p in self.placed):
+            raise RuntimeError(_CHANGED)
 
     def _make(self, param: Tensor) -> SteppedGradient:
         mark = self.made[id(param)] = SteppedGradient(param, weakref.ref(param))
         return mark
 
     def _put(self, param: Tensor, mark: SteppedGradient) -> None:
-        try: param.grad = mark
-        except RuntimeError: # the parameter has another dtype, shape or device now
+        try:
+            param.grad = mark
+        except RuntimeError:  # the parameter has another dtype, shape or device now
             param.grad = self._make(param)
             param.grad.found_inf = mark.found_inf
 
@@ -475,7 +671,8 @@ class SteppedGradients:
     def remove(self) -> None:
         """Take away the markers that are left."""
         for p in self.placed:
-            if isinstance(p.grad, SteppedGradient): p.grad = None
+            if isinstance(p.grad, SteppedGradient):
+                p.grad = None
         self.placed = []
 
 # %% ../nbs/14_overlap.ipynb #343a3b6a
@@ -483,92 +680,171 @@ class SteppedGradients:
 class Care:
     """What is done with averages before a step is taken on them."""
 
-    interleaved: bool = False # step each bucket during backward, else all after it
-    lag: int = 1 # buckets between a reduction and its step, if interleaved
-    max_grad_norm: float | None = None # clip the gradient to this norm
-    norm_type: float = 2.0 # of that norm
-    reduce_dtype: torch.dtype | None = None # in which gradients are sent and added; None: their own
-    scaler: Any = None # a `torch.amp.GradScaler` whose scale the gradients carry
+    interleaved: bool = False  # step each bucket during backward, else all after it
+    lag: int = 1  # buckets between a reduction and its step, if interleaved
+    max_grad_norm: float | None = None  # clip the gradient to this norm
+    norm_type: float = 2.0  # of that norm
+    reduce_dtype: torch.dtype | None = (
+        None  # in which gradients are sent and added; None: their own
+    )
+    scaler: Any = None  # a `torch.amp.GradScaler` whose scale the gradients carry
 
-    scales = property(lambda self: self.scaler is not None and self.scaler.is_enabled(), doc="Whether gradients carry a scale.")
-    judges = property(lambda self: self.scales or self.max_grad_norm is not None, doc="Whether all gradients are looked at before the first step.")
-    described = property(lambda self: str(replace(self, scaler=self.scaler is not None)), doc="What must be the same on all ranks.")
+    scales = property(
+        lambda self: self.scaler is not None and self.scaler.is_enabled(),
+        doc="Whether gradients carry a scale.",
+    )
+    judges = property(
+        lambda self: self.scales or self.max_grad_norm is not None,
+        doc="Whether all gradients are looked at before the first step.",
+    )
+    described = property(
+        lambda self: str(replace(self, scaler=self.scaler is not None)),
+        doc="What must be the same on all ranks.",
+    )
 
-    def judge(self, group: Group, parts: Sequence[Tensor]) -> tuple[bool, Tensor | None]: # whether to step; the norm before it was clipped
+    def judge(
+        self, group: Group, parts: Sequence[Tensor]
+    ) -> tuple[bool, Tensor | None]:  # whether to step; the norm before it was clipped
         """Look at what this rank owns of all averages; all ranks call this."""
         if self.scales:
-            scale = self.scaler.get_scale() # once for all, since it waits for the device
-            for part in parts: part.div_(scale)
-            if not torch.isfinite(norm_of(group, parts, float("inf"))): return False, None
-        return True, None if self.max_grad_norm is None else clip_parts(group, parts, self.max_grad_norm, self.norm_type)
+            scale = self.scaler.get_scale()  # once for all, since it waits for the device
+            for part in parts:
+                part.div_(scale)
+            if not torch.isfinite(norm_of(group, parts, float("inf"))):
+                return False, None
+        return True, (
+            None
+            if self.max_grad_norm is None
+            else clip_parts(group, parts, self.max_grad_norm, self.norm_type)
+        )
 
     def check(self) -> None:
         """Refuse what cannot work."""
-        if type(self.lag) is not int or self.lag < 0: raise ValueError(f"lag must be a number of buckets, 0 or more, got {self.lag!r}")
-        if self.max_grad_norm is not None and not (isinstance(self.max_grad_norm, (int, float)) and self.max_grad_norm > 0):
+        if type(self.lag) is not int or self.lag < 0:
+            raise ValueError(f"lag must be a number of buckets, 0 or more, got {self.lag!r}")
+        if self.max_grad_norm is not None and not (
+            isinstance(self.max_grad_norm, (int, float)) and self.max_grad_norm > 0
+        ):
             raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm!r}")
-        if self.reduce_dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise TypeError(f"reduce_dtype must be torch.float32 or another floating-point dtype of 16 to 64 bits, got {self.reduce_dtype!r}")
+        if self.reduce_dtype not in (
+            None,
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+        ):
+            raise TypeError(
+                "reduce_dtype must be torch.float32 or another floating-point dtype of 16 to 64"
+                f" bits, got {self.reduce_dtype!r}"
+            )
         if self.scaler is not None and not hasattr(self.scaler, "get_scale"):
-            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(self.scaler).__name__}")
+            raise TypeError(
+                f"scaler must be a torch.amp.GradScaler, got {type(self.scaler).__name__}"
+            )
         if self.interleaved and self.judges:
-            raise ValueError("interleaved=True steps before the last gradients are there, so their norm, and whether they are finite, is not known; "
-                             "use interleaved=False with max_grad_norm or scaler")
+            raise ValueError(
+                "interleaved=True steps before the last gradients are there, so their norm, and"
+                " whether they are finite, is not known; use interleaved=False with max_grad_norm"
+                " or scaler"
+            )
 
 # %% ../nbs/14_overlap.ipynb #7e449832
 @dataclass(frozen=True)
 class Way(Care):
     """How a step is to be overlapped."""
 
-    hook: Any = None # comm hook for the gradients; None: their mean
-    state: Any = None # of that hook
+    hook: Any = None  # comm hook for the gradients; None: their mean
+    state: Any = None  # of that hook
 
     @cached_property
     def wire(self) -> torch.dtype | str | None:
-        """What travels: None for gradients as they are, a dtype they are cast to, or "kept" where only the hook itself knows."""
+        """What travels: None for gradients as they are, a dtype they are cast to, or "kept" where
+        only the hook itself knows."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as known
-        if self.hook in (None, known.allreduce_hook): return self.reduce_dtype
-        return {known.bf16_compress_hook: torch.bfloat16, known.fp16_compress_hook: torch.float16}.get(self.hook, "kept")
+
+        if self.hook in (None, known.allreduce_hook):
+            return self.reduce_dtype
+        return {
+            known.bf16_compress_hook: torch.bfloat16,
+            known.fp16_compress_hook: torch.float16,
+        }.get(self.hook, "kept")
 
     def check(self) -> None:
         """Refuse what cannot work."""
         super().check()
         if self.reduce_dtype is not None and self.wire != self.reduce_dtype:
-            raise ValueError(f"reduce_dtype={self.reduce_dtype} and hook={getattr(self.hook, '__qualname__', self.hook)} both say in what gradients are sent; "
-                             "give one of them")
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype} and"
+                f" hook={getattr(self.hook, '__qualname__', self.hook)} both say in what gradients"
+                " are sent; give one of them"
+            )
 
-    described = property(lambda self: f"{replace(self, hook=None, state=None, scaler=self.scaler is not None)}, gradients {self._sent}",
-                         doc="What must be the same on all ranks.")
+    described = property(
+        lambda self: (
+            f"{replace(self, hook=None, state=None, scaler=self.scaler is not None)}, gradients"
+            f" {self._sent}"
+        ),
+        doc="What must be the same on all ranks.",
+    )
 
     @property
     def _sent(self) -> str:
-        return f"by {getattr(self.hook, '__qualname__', type(self.hook).__name__)}" if self.wire == "kept" else f"in {self.wire or 'their dtype'}"
+        return (
+            f"by {getattr(self.hook, '__qualname__', type(self.hook).__name__)}"
+            if self.wire == "kept"
+            else f"in {self.wire or 'their dtype'}"
+        )
 
 # %% ../nbs/14_overlap.ipynb #b92a5438
 def check_complex(way: Care, zero: ZeroRedundancyOptimizer) -> None:
     """Refuse to cast complex gradients, which would lose their imaginary part."""
-    if way.reduce_dtype is None or not (found := [p for p in specs(zero.param_groups) if p.dtype.startswith("complex")]): return
-    raise ValueError(f"{found[0].name} is {found[0].dtype}, and reduce_dtype={way.reduce_dtype} has no imaginary part; leave reduce_dtype out")
+    if way.reduce_dtype is None or not (
+        found := [p for p in specs(zero.param_groups) if p.dtype.startswith("complex")]
+    ):
+        return
+    raise ValueError(
+        f"{found[0].name} is {found[0].dtype}, and reduce_dtype={way.reduce_dtype} has no imaginary"
+        " part; leave reduce_dtype out"
+    )
+
 
 def _check_kinds(way: Way, ddp: Any, zero: Any) -> None:
     from torch.nn.parallel import DistributedDataParallel
-    if not isinstance(ddp, DistributedDataParallel): raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
-    if not isinstance(zero, ZeroRedundancyOptimizer): raise TypeError(f"zero must be zero_nb's ZeroRedundancyOptimizer, got {type(zero).__name__}")
-    if way.hook is not None and not callable(way.hook): raise TypeError(f"hook must be a comm hook as DDP takes it, got {way.hook!r}")
+
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
+    if not isinstance(zero, ZeroRedundancyOptimizer):
+        raise TypeError(
+            f"zero must be zero_nb's ZeroRedundancyOptimizer, got {type(zero).__name__}"
+        )
+    if way.hook is not None and not callable(way.hook):
+        raise TypeError(f"hook must be a comm hook as DDP takes it, got {way.hook!r}")
     way.check()
     check_complex(way, zero)
+
 
 def _check_params(ddp: Any, zero: ZeroRedundancyOptimizer) -> None:
     ours, theirs = {id(p): p for p in zero.params()}, {id(p) for p in ddp.module.parameters()}
     for name, p in ddp.module.named_parameters():
         if p.requires_grad and name not in ddp.parameters_to_ignore and id(p) not in ours:
-            raise ValueError(f"{name} of the model is not in the optimizer; give one optimizer all that the model trains, in several param groups if need be, "
-                             "each with an optimizer_class of its own if need be")
+            raise ValueError(
+                f"{name} of the model is not in the optimizer; give one optimizer all that the"
+                " model trains, in several param groups if need be, each with an optimizer_class"
+                " of its own if need be"
+            )
     for group in zero.param_groups:
         for i, p in enumerate(group["params"]):
             if p.requires_grad and id(p) not in theirs:
-                name = group["param_names"][i] if "param_names" in group else f"a parameter of shape {tuple(p.shape)}"
-                raise ValueError(f"{name} of the optimizer is not in the model; overlap the step with one model, and step what it lacks in another optimizer")
+                name = (
+                    group["param_names"][i]
+                    if "param_names" in group
+                    else f"a parameter of shape {tuple(p.shape)}"
+                )
+                raise ValueError(
+                    f"{name} of the optimizer is not in the model; overlap the step with one model,"
+                    " and step what it lacks in another optimizer"
+                )
+
 
 def check_pair(way: Way, ddp: Any, zero: Any) -> None:
     """Refuse what does not go together.
@@ -576,59 +852,103 @@ def check_pair(way: Way, ddp: Any, zero: Any) -> None:
     Raises `TypeError`, `ValueError` or `RuntimeError`."""
     _check_kinds(way, ddp, zero)
     _check_params(ddp, zero)
-    if zero.driver is not None: raise RuntimeError("the optimizer's step is overlapped already; detach that first")
+    if zero.driver is not None:
+        raise RuntimeError("the optimizer's step is overlapped already; detach that first")
     if getattr(ddp, "mixed_precision", None) is not None:
-        raise ValueError("DDP's own mixed precision has a comm hook, and there can be one only; cast the model, and use master_dtype")
-    ours, theirs = zero.group.size * (zero.across.size if zero.across else 1), Group(ddp.process_group)
+        raise ValueError(
+            "DDP's own mixed precision has a comm hook, and there can be one only; cast the model,"
+            " and use master_dtype"
+        )
+    ours, theirs = (
+        zero.group.size * (zero.across.size if zero.across else 1),
+        Group(ddp.process_group),
+    )
     if theirs.size != ours or not set(zero.group.ranks) <= set(theirs.ranks):
-        raise ValueError(f"the model averages over ranks {list(theirs.ranks)}, the optimizer shares its state over {list(zero.group.ranks)}"
-                         f"{' on each of several nodes' if zero.across else ''}; make both with the same ranks")
+        raise ValueError(
+            f"the model averages over ranks {list(theirs.ranks)}, the optimizer shares its state"
+            f" over {list(zero.group.ranks)}{' on each of several nodes' if zero.across else ''};"
+            " make both with the same ranks"
+        )
 
 # %% ../nbs/14_overlap.ipynb #fe5eec5c
-_COUNTS = "{} counts its steps in its param groups, so all buckets are stepped together when backward is over, as with interleaved=False"
+_COUNTS = (
+    "{} counts its steps in its param groups, so all buckets are stepped together when backward is"
+    " over, as with interleaved=False"
+)
+
 
 def options_of(optim: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Write down the options of an optimizer's groups, without a look at what is on a device."""
-    return [{k: (id(v), v._version) if isinstance(v, Tensor) else v for k, v in group.items() if k not in ("params", "param_names")}
-            for group in optim.param_groups]
+    return [
+        {
+            k: (id(v), v._version) if isinstance(v, Tensor) else v
+            for k, v in group.items()
+            if k not in ("params", "param_names")
+        }
+        for group in optim.param_groups
+    ]
+
 
 def remembered(optims: Iterable[torch.optim.Optimizer]) -> str:
     """Write down what optimizers remember beside the state of parameters."""
-    groups = [{k: v for k, v in group.items() if k != "params"} for optim in optims for group in optim.param_groups]
-    others = [{k: v for k, v in optim.state.items() if not isinstance(k, Tensor)} for optim in optims]
-    return str([groups, others, [{k: v for k, v in vars(optim).items() if isinstance(v, (int, float))} for optim in optims]])
+    groups = [
+        {k: v for k, v in group.items() if k != "params"}
+        for optim in optims
+        for group in optim.param_groups
+    ]
+    others = [
+        {k: v for k, v in optim.state.items() if not isinstance(k, Tensor)} for optim in optims
+    ]
+    return str(
+        [
+            groups,
+            others,
+            [
+                {k: v for k, v in vars(optim).items() if isinstance(v, (int, float))}
+                for optim in optims
+            ],
+        ]
+    )
 
 # %% ../nbs/14_overlap.ipynb #c256c058
 class SideStream:
-    """A stream beside that of forward and backward, for reductions and steps; all uses of streams in this package go through it."""
+    """A stream beside that of forward and backward, for reductions and steps; all uses of streams
+    in this package go through it."""
 
     def __init__(
         self,
         device: torch.device,
-        runtime: Any = None, # `torch.cuda`, or what has its `Stream`, `current_stream` and `stream`; None: the one of the device
+        # `torch.cuda`, or what has its `Stream`, `current_stream` and `stream`; None: the one of
+        # the device
+        runtime: Any = None,
     ):
         self.device, self.runtime = device, runtime or torch.get_device_module(device)
         self.stream = self.runtime.Stream(device)
 
-    current = property(lambda self: self.runtime.current_stream(self.device), doc="The stream on which kernels of this thread run now.")
+    current = property(
+        lambda self: self.runtime.current_stream(self.device),
+        doc="The stream on which kernels of this thread run now.",
+    )
 
     def running(self) -> Any:
         """Give a context in which kernels run on this stream."""
         return self.runtime.stream(self.stream)
 
-    def record(self) -> Any: # an event
+    def record(self) -> Any:  # an event
         """Mark what has been put on this stream so far."""
         return self.stream.record_event()
 
     def wait(self, event: Any = None) -> None:
         """Let the current stream go on after an event of this one, or after all that it has."""
-        if event is None: self.current.wait_stream(self.stream)
-        else: self.current.wait_event(event)
+        if event is None:
+            self.current.wait_stream(self.stream)
+        else:
+            self.current.wait_event(event)
 
     def keep(
         self,
-        tensor: Tensor, # allocated on another stream
-        stream: Any = None, # that uses it; None: this one
+        tensor: Tensor,  # allocated on another stream
+        stream: Any = None,  # that uses it; None: this one
     ) -> None:
         """Have the allocator keep memory, when it is let go, until a stream has passed what it has then."""
         tensor.record_stream(stream or self.stream)
@@ -639,40 +959,58 @@ class Driver(ABC):
 
     zero: ZeroRedundancyOptimizer
     way: Care
-    stream: SideStream | None = None # where steps run, if parameters are on a GPU
-    runner: Runner | None = None # for iterations whose buckets are known beforehand
-    apart = True # whether the optimizer's classes may step bucket by bucket
-    grad_norm: Tensor | None = None # before it was clipped, of the last step
-    judged: Any = None # event on the side stream, after the averages of the last step were judged
+    stream: SideStream | None = None  # where steps run, if parameters are on a GPU
+    runner: Runner | None = None  # for iterations whose buckets are known beforehand
+    apart = True  # whether the optimizer's classes may step bucket by bucket
+    grad_norm: Tensor | None = None  # before it was clipped, of the last step
+    judged: Any = None  # event on the side stream, after the averages of the last step were judged
     stepped_grads: SteppedGradients
-    stepped_with: list[dict[str, Any]] | None = None # the options of the step that was taken since `step` was called, if there was one
-    levels = property(lambda self: self.zero.levels, doc="Groups in which others would wait for this rank if it failed.")
+    stepped_with: list[dict[str, Any]] | None = (
+        None  # the options of the step that was taken since `step` was called, if there was one
+    )
+    levels = property(
+        lambda self: self.zero.levels,
+        doc="Groups in which others would wait for this rank if it failed.",
+    )
 
     @property
     def schedule(self) -> Schedule | None:
         """What runs when; None until buckets are planned."""
         return self.runner.schedule if self.runner else None
 
-    judge = property(lambda self: self._judge if self.way.judges else None, doc="Looks at all averages and tells whether to step, if that is asked for.")
+    judge = property(
+        lambda self: self._judge if self.way.judges else None,
+        doc="Looks at all averages and tells whether to step, if that is asked for.",
+    )
 
     def _judge(self, parts: list[Tensor]) -> bool:
         steps, self.grad_norm = self.way.judge(self.zero.group, parts)
-        if self.stream: self.judged = self.stream.record()
+        if self.stream:
+            self.judged = self.stream.record()
         return steps
 
     def wait(self, param: Tensor | None = None) -> None:
-        """Return when a parameter has arrived on this rank, or all have; the current stream reads them after the one that steps has written them."""
-        if self.stream: self.stream.wait()
+        """Return when a parameter has arrived on this rank, or all have; the current stream reads
+        them after the one that steps has written them."""
+        if self.stream:
+            self.stream.wait()
 
     @abstractmethod
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
 
     def mark_grads(self, params: Sequence[Tensor], running: Runner, stepped: bool) -> None:
-        """Leave markers in the place of gradients that are gone, in which a scaler reads whether to step, and how to change its scale."""
-        used = [p for p, lacks in zip(params, running.lacks, strict=True) if p.requires_grad and not lacks]
-        if self.way.scales: self.stepped_grads.place(used or params, not stepped)
-        else: self.stepped_grads.place(used)
+        """Leave markers in the place of gradients that are gone, in which a scaler reads whether to
+        step, and how to change its scale."""
+        used = [
+            p
+            for p, lacks in zip(params, running.lacks, strict=True)
+            if p.requires_grad and not lacks
+        ]
+        if self.way.scales:
+            self.stepped_grads.place(used or params, not stepped)
+        else:
+            self.stepped_grads.place(used)
 
     def note_step(self) -> None:
         """Note that a step was taken, and with which options."""
@@ -682,20 +1020,33 @@ class Driver(ABC):
     def check_options(self) -> None:
         """Refuse options that were changed too late."""
         noted, self.stepped_with = self.stepped_with, None
-        if noted is None or (now := options_of(self.zero)) == noted: return
-        changed = sorted({k for old, new in zip(noted, now, strict=False) for k in old.keys() | new.keys() if old.get(k) != new.get(k)})
-        raise RuntimeError(f"{', '.join(changed) or 'param_groups'} changed after backward() had taken the step, which comes too late: write options before "
-                           "backward(), and call a scheduler after step()")
+        if noted is None or (now := options_of(self.zero)) == noted:
+            return
+        changed = sorted(
+            {
+                k
+                for old, new in zip(noted, now, strict=False)
+                for k in old.keys() | new.keys()
+                if old.get(k) != new.get(k)
+            }
+        )
+        raise RuntimeError(
+            f"{', '.join(changed) or 'param_groups'} changed after backward() had taken the step,"
+            " which comes too late: write options before backward(), and call a scheduler after"
+            " step()"
+        )
 
-    def step_late(self, running: Runner) -> bool: # whether there was a step
-        """Step all buckets of an iteration in one call, and find out whether the optimizer may be called for one at a time."""
+    def step_late(self, running: Runner) -> bool:  # whether there was a step
+        """Step all buckets of an iteration in one call, and find out whether the optimizer may be
+        called for one at a time."""
         assert self.runner is not None, "the buckets are planned"
         optims = self.zero.optims.values()
         before, stepped = remembered(optims), running.finish(together=True)
         if stepped and self.apart and before != remembered(optims):
             self.apart = False
             self.runner = self.make_runner(running.shard)
-            if self.way.interleaved: warnings.warn(_COUNTS.format(type(self.zero.optim).__name__), stacklevel=2)
+            if self.way.interleaved:
+                warnings.warn(_COUNTS.format(type(self.zero.optim).__name__), stacklevel=2)
         self.runner.lacks = running.lacks
         return stepped
 
@@ -703,143 +1054,206 @@ class Driver(ABC):
 class Hook:
     """A hook that copies and pickles of its module do not keep."""
 
-    def __init__(self, call: Callable[..., None] | None = None): self.call = call
+    def __init__(self, call: Callable[..., None] | None = None):
+        self.call = call
+
     def __call__(self, *args: Any) -> None:
         """Do what is to be done, in the module itself."""
-        if self.call: self.call(*args)
-    def __reduce__(self) -> Any: return Hook, ()
+        if self.call:
+            self.call(*args)
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
     @property
-    def __name__(self) -> str: # torch.jit.script asks for it
-        raise AttributeError("torch.jit.script cannot compile the hooks of data_parallel, which copies of the module have too; call handle.detach() "
-                             "first, load the state dict into another module, or use torch.jit.trace")
+    def __name__(self) -> str:  # torch.jit.script asks for it
+        raise AttributeError(
+            "torch.jit.script cannot compile the hooks of data_parallel, which copies of the module"
+            " have too; call handle.detach() first, load the state dict into another module, or use"
+            " torch.jit.trace"
+        )
+
 
 class Listening(Driver):
     """The part that hears of forward and backward."""
 
-    under_way = False # whether a backward has begun to fill buckets
-    unfinished = property(lambda self: self.under_way, doc="Whether a backward has begun and not come to its end.")
+    under_way = False  # whether a backward has begun to fill buckets
+    unfinished = property(
+        lambda self: self.under_way, doc="Whether a backward has begun and not come to its end."
+    )
 
     def _before(self, module: Any, args: Any) -> None:
         if torch.is_grad_enabled():
-            self.stepped_grads.remove() # the next backward adds to what is there
+            self.stepped_grads.remove()  # the next backward adds to what is there
             end_telling()
-        if not self.unfinished or not torch.is_grad_enabled() or self._entered(): return # a checkpoint runs forward inside backward
+        if not self.unfinished or not torch.is_grad_enabled() or self._entered():
+            return  # a checkpoint runs forward inside backward
         with failing(self.levels):
-            raise RuntimeError("the last backward did not come to its end, so the gradients of this rank are not in step with those of the others")
+            raise RuntimeError(
+                "the last backward did not come to its end, so the gradients of this rank are not"
+                " in step with those of the others"
+            )
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
         error = sys.exc_info()[1]
-        if not torch.is_grad_enabled(): return
-        alone = not getattr(error, "on_all_ranks", False) # so that nobody waits
-        if output is None and error is not None and alone and module.training and not self._entered(): fail(self.levels, error)
+        if not torch.is_grad_enabled():
+            return
+        alone = not getattr(error, "on_all_ranks", False)  # so that nobody waits
+        if (
+            output is None
+            and error is not None
+            and alone
+            and module.training
+            and not self._entered()
+        ):
+            fail(self.levels, error)
         if not torch.compiler.is_compiling():
             for tensor in found_tensors(output):
-                if tensor.grad_fn is not None: tensor.register_hook(self._watch) # else no backward begins there
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._watch)  # else no backward begins there
 
     def _watch(self, gradient: Tensor) -> None:
         self.stepped_grads.remove()
         self._entered()
 
-    def _entered(self) -> bool: # whether backward runs; it may fail before the first bucket is full
+    def _entered(
+        self,
+    ) -> bool:  # whether backward runs; it may fail before the first bucket is full
         return at_end(lambda: None, self.levels)
 
 # %% ../nbs/14_overlap.ipynb #f50651c3
 def in_torchs_join(joinable: Any) -> bool:
     """Tell whether torch's `Join` runs, or has run, around a joinable."""
-    return bool(joinable._join_config.enable) and not hasattr(joinable._join_config, "heard") # which that of 15_join has
+    return bool(joinable._join_config.enable) and not hasattr(
+        joinable._join_config, "heard"
+    )  # which that of 15_join has
+
 
 class Joined(Listening):
     """The part that looks who else is in a block with the optimizer."""
 
-    joined = False # in a block of torch's Join, where DDP reads what is in `.grad` on ranks without data
+    joined = False  # in a block of torch's Join, where DDP reads what is in `.grad` on ranks without data
 
     def check_torchs_join(self, model: Any, trouble: str = "") -> None:
         """Refuse torch's `Join` where a rank without data could not follow."""
         ours = "; use zero_nb's Join"
-        if not in_torchs_join(model) or (in_torchs_join(self.zero) and self.zero._join_config.is_first_joinable):
-            raise ValueError("an optimizer whose step is overlapped can be in torch's Join only after its model, in whose backward it steps" + ours)
-        if self.way.scales: raise ValueError("torch's Join does not bring the scale of a GradScaler to ranks without data" + ours)
-        if trouble: raise ValueError(f"torch's Join with {trouble} cannot be followed while the step is overlapped{ours}")
+        if not in_torchs_join(model) or (
+            in_torchs_join(self.zero) and self.zero._join_config.is_first_joinable
+        ):
+            raise ValueError(
+                "an optimizer whose step is overlapped can be in torch's Join only after its model,"
+                " in whose backward it steps" + ours
+            )
+        if self.way.scales:
+            raise ValueError(
+                "torch's Join does not bring the scale of a GradScaler to ranks without data" + ours
+            )
+        if trouble:
+            raise ValueError(
+                f"torch's Join with {trouble} cannot be followed while the step is overlapped{ours}"
+            )
 
 # %% ../nbs/14_overlap.ipynb #6e9cc06b
 class Attached(Joined):
     """The part that comes and goes."""
 
-    handles: list[Any] # of hooks
-    taken = 0 # steps since `step` was called
+    handles: list[Any]  # of hooks
+    taken = 0  # steps since `step` was called
 
     def attach(self, module: Any, zero: ZeroRedundancyOptimizer, way: Care) -> None:
         """Take the optimizer's steps."""
         self.zero, self.way, device = zero, way, zero.join_device
         self.stepped_grads = SteppedGradients()
         self.stream = SideStream(device) if device.type == "cuda" else None
-        self.handles = [module.register_forward_pre_hook(Hook(self._before)), module.register_forward_hook(Hook(self._after), always_call=True)]
+        self.handles = [
+            module.register_forward_pre_hook(Hook(self._before)),
+            module.register_forward_hook(Hook(self._after), always_call=True),
+        ]
         zero.driver = self
 
     @abstractmethod
     def step(self, kwargs: dict[str, Any]) -> None:
         """Look back at a step that was over when backward returned."""
-        if kwargs: raise TypeError(f"step() takes no {', '.join(kwargs)} while it is overlapped, for it runs before it is called; detach first")
+        if kwargs:
+            raise TypeError(
+                f"step() takes no {', '.join(kwargs)} while it is overlapped, for it runs before it"
+                " is called; detach first"
+            )
         self.check_options()
         self.stepped_grads.check()
 
-    def check_taken(self) -> int: # steps since it was last called
+    def check_taken(self) -> int:  # steps since it was last called
         """Refuse several calls of `backward` for one of `step`."""
         taken, self.taken = self.taken, 0
-        if taken > 1: raise RuntimeError(_MANY.format(taken))
+        if taken > 1:
+            raise RuntimeError(_MANY.format(taken))
         return taken
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
-        for handle in self.handles: handle.remove()
+        for handle in self.handles:
+            handle.remove()
         self.stepped_grads.remove()
-        if self.zero.driver is self: self.zero.driver = None
+        if self.zero.driver is self:
+            self.zero.driver = None
 
     def detach(self) -> None:
-        """Go on with an optimizer that steps when it is told to, its state where it is then needed; all ranks call this."""
-        if self.zero.driver is not self: return
+        """Go on with an optimizer that steps when it is told to, its state where it is then needed;
+        all ranks call this."""
+        if self.zero.driver is not self:
+            return
         self.wait()
         self.leave()
-        if self.runner: self.zero.replan(self.zero.shards, "for steps outside backward")
+        if self.runner:
+            self.zero.replan(self.zero.shards, "for steps outside backward")
 
-    def __enter__(self) -> Self: return self
-    def __exit__(self, kind: Any, *_: object) -> None: self.detach() if kind is None else self.leave()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        self.detach() if kind is None else self.leave()
 
 # %% ../nbs/14_overlap.ipynb #00a76bb1
-def done(value: Tensor) -> Any: # torch.futures.Future
+def done(value: Tensor) -> Any:  # torch.futures.Future
     """Give a future that holds its value already."""
     future: Any = torch.futures.Future(devices=[] if value.device.type == "cpu" else [value.device])
     future.set_result(value)
     return future
 
+
 @contextmanager
 def beside(stream: SideStream | None) -> Iterator[None]:
-    """Run the kernels of the block on the side stream, after what the current stream has now; None: where there are no streams."""
-    if stream is None: yield
+    """Run the kernels of the block on the side stream, after what the current stream has now; None:
+    where there are no streams."""
+    if stream is None:
+        yield
     else:
         stream.stream.wait_stream(stream.current)
-        with stream.running(): yield
+        with stream.running():
+            yield
 
 # %% ../nbs/14_overlap.ipynb #30824116
 class Noted(Attached):
     """What is known of the model, and what DDP's hook has seen of an iteration."""
 
     way: Way
-    index: dict[int, int] # of each parameter in the optimizer, by id
-    layout: Layout # of the buckets that DDP has settled on
-    some_unused: bool # whether DDP looks for parameters without a gradient
-    dynamic: bool # whether those may change; then DDP sends which there are, after the last bucket
-    iterations = 0 # so far
-    settled: int # iterations after which DDP no longer changes its buckets
-    most: int # bytes from which a bucket of DDP is full, once they are settled
-    live = False # whether the schedule runs while buckets arrive
-    follows = "" # "zeros" or "sums": what this rank without data sends, while another part of the program (15_join) passes buckets on
+    index: dict[int, int]  # of each parameter in the optimizer, by id
+    layout: Layout  # of the buckets that DDP has settled on
+    some_unused: bool  # whether DDP looks for parameters without a gradient
+    dynamic: bool  # whether those may change; then DDP sends which there are, after the last bucket
+    iterations = 0  # so far
+    settled: int  # iterations after which DDP no longer changes its buckets
+    most: int  # bytes from which a bucket of DDP is full, once they are settled
+    live = False  # whether the schedule runs while buckets arrive
+    # "zeros" or "sums": what this rank without data sends, while another part of the program
+    # (15_join) passes buckets on
+    follows = ""
 
     def forget(self) -> None:
         """Get ready for an iteration."""
         self.under_way = False
-        self.seen: list[tuple[int, ...]] = [] # the parameters of each bucket
-        self.has: list[list[bool]] = [] # whether each of them has a gradient on this rank
+        self.seen: list[tuple[int, ...]] = []  # the parameters of each bucket
+        self.has: list[list[bool]] = []  # whether each of them has a gradient on this rank
         self.buffers: list[Tensor] = []
         self.futures: list[Any] = []
 
@@ -847,42 +1261,76 @@ class Noted(Attached):
 class Arrivals(Noted):
     """What happens while buckets are filled."""
 
-    def arrived(self, bucket: Any, state: Any) -> Any: # a future, for DDP
+    def arrived(self, bucket: Any, state: Any) -> Any:  # a future, for DDP
         """Take a bucket that all of this rank's gradients are in."""
         with failing(self.levels), torch.no_grad():
-            if not self.under_way: self._begin()
-            self.seen.append(self._known(bucket) if self.live else tuple(self.index[id(p)] for p in bucket.parameters()))
+            if not self.under_way:
+                self._begin()
+            self.seen.append(
+                self._known(bucket)
+                if self.live
+                else tuple(self.index[id(p)] for p in bucket.parameters())
+            )
             sends = self.inside or self.follows == "sums"
-            self.has.append([sends and p.grad is not None for p in bucket.parameters()] if self.some_unused else [])
+            self.has.append(
+                [sends and p.grad is not None for p in bucket.parameters()]
+                if self.some_unused
+                else []
+            )
             self.buffers.append(bucket.buffer())
-            self.futures.append(self.way.hook(state, bucket) if self.way.wire == "kept" else done(bucket.buffer()))
+            self.futures.append(
+                self.way.hook(state, bucket) if self.way.wire == "kept" else done(bucket.buffer())
+            )
             with beside(self.stream):
-                if self.live: self._go_on(self.running, bucket.index())
+                if self.live:
+                    self._go_on(self.running, bucket.index())
         future = self.futures[-1]
-        if bucket.is_last() and not (self.inside or self.follows or (self.some_unused and self.dynamic)): self._finish()
+        if bucket.is_last() and not (
+            self.inside or self.follows or (self.some_unused and self.dynamic)
+        ):
+            self._finish()
         return future
 
     def _begin(self) -> None:
-        self.under_way, self.inside = True, at_end(self._finish, self.levels) # else DDP runs its hooks in the place of a backward, for a rank without data
+        self.under_way, self.inside = (
+            True,
+            at_end(self._finish, self.levels),
+        )  # else DDP runs its hooks in the place of a backward, for a rank without data
         if not (self.inside or self.follows or self.iterations or self.dynamic):
-            raise RuntimeError("static_graph=True learns the graph in the first backward, which a rank without data has not; give every rank a first batch")
-        self.live = self.iterations >= self.settled and self.runner is not None and self.runner.shard.seen == look(self.runner.shard.params)
-        if self.live and self.runner: self.running = self.runner
-        if self.live: self.running.begin()
+            raise RuntimeError(
+                "static_graph=True learns the graph in the first backward, which a rank without"
+                " data has not; give every rank a first batch"
+            )
+        self.live = (
+            self.iterations >= self.settled
+            and self.runner is not None
+            and self.runner.shard.seen == look(self.runner.shard.params)
+        )
+        if self.live and self.runner:
+            self.running = self.runner
+        if self.live:
+            self.running.begin()
 
-    def _known(self, bucket: Any) -> tuple[int, ...]: # without a look at each parameter
+    def _known(self, bucket: Any) -> tuple[int, ...]:  # without a look at each parameter
         j, runs = bucket.index(), self.layout.runs
-        if j < len(runs) and bucket.buffer().numel() == self.layout.sizes[j]: return runs[j]
-        raise RuntimeError(f"DDP has filled bucket {j} otherwise than before; detach the overlap before you change the model, and attach it again")
+        if j < len(runs) and bucket.buffer().numel() == self.layout.sizes[j]:
+            return runs[j]
+        raise RuntimeError(
+            f"DDP has filled bucket {j} otherwise than before; detach the overlap before you change"
+            " the model, and attach it again"
+        )
 
-    def _go_on(self, runner: Runner, j: int) -> None: # with bucket j of DDP
-        for i in self.layout.made_of(j): runner.arrive(i, self.layout.take(runner.shard.buckets[i].bucket, i, self.buffers[j]))
+    def _go_on(self, runner: Runner, j: int) -> None:  # with bucket j of DDP
+        for i in self.layout.made_of(j):
+            runner.arrive(i, self.layout.take(runner.shard.buckets[i].bucket, i, self.buffers[j]))
 
     @abstractmethod
     def _finish(self) -> None: ...
 
 # %% ../nbs/14_overlap.ipynb #7ebb1065
-def _come(future: Any) -> Iterator[None]: # as the steps of a collective, whose errors tell of the rank that failed
+def _come(
+    future: Any,
+) -> Iterator[None]:  # as the steps of a collective, whose errors tell of the rank that failed
     yield
     future.wait()
 
@@ -890,34 +1338,56 @@ def _come(future: Any) -> Iterator[None]: # as the steps of a collective, whose 
 class Averages(Arrivals):
     """How buckets become averages, and which parameters have a gradient on some rank."""
 
-    ranks: Group # that the model is averaged over
-    soon = property(lambda self: self.live and self.way.interleaved and self.apart, doc="Whether a bucket is stepped before the last one has arrived.")
-    asks = property(lambda self: self.some_unused and (self.dynamic or not self.live), doc="Whether ranks tell each other which parameters have a gradient.")
-    levels = property(lambda self: (*self.zero.levels, self.ranks), doc="Groups in which others would wait for this rank if it failed.")
+    ranks: Group  # that the model is averaged over
+    soon = property(
+        lambda self: self.live and self.way.interleaved and self.apart,
+        doc="Whether a bucket is stepped before the last one has arrived.",
+    )
+    asks = property(
+        lambda self: self.some_unused and (self.dynamic or not self.live),
+        doc="Whether ranks tell each other which parameters have a gradient.",
+    )
+    levels = property(
+        lambda self: (*self.zero.levels, self.ranks),
+        doc="Groups in which others would wait for this rank if it failed.",
+    )
 
     def _start(self, i: int, gradient: Tensor) -> Finish:
         j, bucket, wire = self.layout.source[i], self.running.shard.buckets[i], self.way.wire
-        mean = partial(self._kept, i) if isinstance(wire, str) else start_mean(bucket, gradient, self.zero.across, wire)
-        if not (self.asks and self.soon) or self.layout.source.index(j) != i: return mean
+        mean = (
+            partial(self._kept, i)
+            if isinstance(wire, str)
+            else start_mean(bucket, gradient, self.zero.across, wire)
+        )
+        if not (self.asks and self.soon) or self.layout.source.index(j) != i:
+            return mean
         used = torch.tensor(self.has[j], dtype=torch.float32, device=gradient.device)
         work = self.ranks.all_reduce(used, async_op=True)
+
         def finish() -> Tensor:
             part = mean()
             work.wait()
             self._note(self.layout.runs[j], used)
             return part
+
         return finish
 
-    def _ask(self) -> None: # once, for all buckets
-        if not self.asks or self.soon: return
-        used = torch.tensor([has for bucket in self.has for has in bucket], dtype=torch.float32, device=self.zero.join_device)
+    def _ask(self) -> None:  # once, for all buckets
+        if not self.asks or self.soon:
+            return
+        used = torch.tensor(
+            [has for bucket in self.has for has in bucket],
+            dtype=torch.float32,
+            device=self.zero.join_device,
+        )
         self.ranks.all_reduce(used)
         self._note([param for run in self.layout.runs for param in run], used)
 
     def _note(self, params: Sequence[int], used: Tensor) -> None:
-        for param, count in zip(params, used.tolist(), strict=True): self.running.lacks[param] = not count
+        for param, count in zip(params, used.tolist(), strict=True):
+            self.running.lacks[param] = not count
 
-    def _kept(self, i: int) -> Tensor: # this rank's part of what the user's hook has made
+    def _kept(self, i: int) -> Tensor:  # this rank's part of what the user's hook has made
         bucket, future = self.running.shard.buckets[i].bucket, self.futures[self.layout.source[i]]
         Work(_come(future), "the comm hook", self.ranks).wait()
         result = future.value()
@@ -931,47 +1401,83 @@ class Late(Averages):
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
         mode = "interleaved" if self.way.interleaved and self.apart else "after"
-        if not isinstance(self.way.wire, str): mark_means(shard.buckets, self.zero.across, self.way.wire)
-        return Runner(self.zero, shard, self._start, self.judge, reuses=self.way.wire != "kept", ask=self._ask, mode=mode, lag=self.way.lag)
+        if not isinstance(self.way.wire, str):
+            mark_means(shard.buckets, self.zero.across, self.way.wire)
+        return Runner(
+            self.zero,
+            shard,
+            self._start,
+            self.judge,
+            reuses=self.way.wire != "kept",
+            ask=self._ask,
+            mode=mode,
+            lag=self.way.lag,
+        )
 
-    def _late(self) -> bool: # whether there was a step
+    def _late(self) -> bool:  # whether there was a step
         """Plan the buckets of this iteration, if they are new, and let them all arrive now."""
         zero = self.zero
-        if self.runner is None or self.layout.runs != tuple(self.seen) or self.runner.shard.seen != look(self.runner.shard.params):
+        if (
+            self.runner is None
+            or self.layout.runs != tuple(self.seen)
+            or self.runner.shard.seen != look(self.runner.shard.params)
+        ):
             given = list(cut_runs(self.seen, zero.params(), self.most))
-            shard = zero.replan(zero.shards, "for the buckets that DDP filled", partial(plan_buckets, zero, given))
-            self.layout, self.runner = find_layout(shard.plan, self.seen, shard.params), self.make_runner(shard)
-        self.running = Runner(zero, self.runner.shard, self._start, self.judge, reuses=self.runner.reuses, ask=self._ask)
-        for j in range(len(self.seen)): self._go_on(self.running, j)
+            shard = zero.replan(
+                zero.shards, "for the buckets that DDP filled", partial(plan_buckets, zero, given)
+            )
+            self.layout, self.runner = (
+                find_layout(shard.plan, self.seen, shard.params),
+                self.make_runner(shard),
+            )
+        self.running = Runner(
+            zero,
+            self.runner.shard,
+            self._start,
+            self.judge,
+            reuses=self.runner.reuses,
+            ask=self._ask,
+        )
+        for j in range(len(self.seen)):
+            self._go_on(self.running, j)
         return self.step_late(self.running)
 
 # %% ../nbs/14_overlap.ipynb #8512bf8e
 class Backward(Late):
     """What happens when backward is over."""
 
-    kept: Mapping[int, Any] = {} # by id of a parameter: the average that a hook of the user's left, and its version
+    kept: Mapping[
+        int, Any
+    ] = {}  # by id of a parameter: the average that a hook of the user's left, and its version
 
     def _finish(self) -> None:
         with failing(self.levels), torch.no_grad(), beside(self.stream):
             stepped = self.running.finish(together=not self.apart) if self.live else self._late()
-        if self.stream: self.stream.wait()
+        if self.stream:
+            self.stream.wait()
         self.note_step()
         self.iterations += 1
-        self.taken = self.taken + stepped if self.inside else 0 # `step` is not called where there is no backward
+        self.taken = (
+            self.taken + stepped if self.inside else 0
+        )  # `step` is not called where there is no backward
         self.forget()
-        if not (self.inside and at_end(partial(self._drop, stepped), self.levels)): self._drop(stepped)
+        if not (self.inside and at_end(partial(self._drop, stepped), self.levels)):
+            self._drop(stepped)
 
-    def _drop(self, stepped: bool) -> None: # gradients that no longer are what they are called
+    def _drop(self, stepped: bool) -> None:  # gradients that no longer are what they are called
         params = self.zero.params()
-        if self.way.wire == "kept" and not self.way.scales: self.kept = {id(p): (id(p.grad), p.grad._version) for p in params if p.grad is not None}
+        if self.way.wire == "kept" and not self.way.scales:
+            self.kept = {id(p): (id(p.grad), p.grad._version) for p in params if p.grad is not None}
         else:
-            for p in params: p.grad = None
-            if self.inside and not self.joined: self.mark_grads(params, self.running, stepped)
+            for p in params:
+                p.grad = None
+            if self.inside and not self.joined:
+                self.mark_grads(params, self.running, stepped)
 
     @contextmanager
     def following(
         self,
-        sums: bool, # send what was added up under `no_sync`, which is in the buckets; else they are zeros
+        sums: bool,  # send what was added up under `no_sync`, which is in the buckets; else they are zeros
     ) -> Iterator[None]:
         """Take part in a backward of ranks that have data, whose buckets come in the block, without one here."""
         self.follows = "sums" if sums else "zeros"
@@ -979,31 +1485,42 @@ class Backward(Late):
         try:
             yield
             self._finish()
-        finally: self.follows = ""
+        finally:
+            self.follows = ""
 
 # %% ../nbs/14_overlap.ipynb #c3d7f5ae
 class Switch:
     """Stands behind the one comm hook that DDP can have, and passes buckets on."""
 
-    overlap: Backward | None = None # takes the buckets
-    hook: Any = None # what DDP has
+    overlap: Backward | None = None  # takes the buckets
+    hook: Any = None  # what DDP has
     way = Way()
 
-    def __init__(self, process_group: Any): self.process_group = process_group
+    def __init__(self, process_group: Any):
+        self.process_group = process_group
 
     def make(self) -> Any:
         """Give a hook for DDP, which looks at type hints and takes none that are text."""
-        def switched(state, bucket): return self.take(state, bucket) # type: ignore[no-untyped-def]
-        switched.switch, self.hook = self, switched # type: ignore[attr-defined]
+
+        def switched(state, bucket):  # type: ignore[no-untyped-def]
+            return self.take(state, bucket)
+
+        switched.switch, self.hook = self, switched  # type: ignore[attr-defined]
         return switched
 
-    def take(self, state: Any, bucket: Any) -> Any: # a future
+    def take(self, state: Any, bucket: Any) -> Any:  # a future
         """Pass a bucket to the overlap, or else to the user's hook."""
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
         state = state if self.way.state is None else self.way.state
-        if self.overlap is not None: return self.overlap.arrived(bucket, state)
-        if self.way.hook is None or self.way.wire is None: return allreduce_hook(self.process_group, bucket)
-        return self.way.hook(self.process_group if state is None and self.way.wire != "kept" else state, bucket)
+        if self.overlap is not None:
+            return self.overlap.arrived(bucket, state)
+        if self.way.hook is None or self.way.wire is None:
+            return allreduce_hook(self.process_group, bucket)
+        return self.way.hook(
+            self.process_group if state is None and self.way.wire != "kept" else state, bucket
+        )
+
 
 def find_switch(ddp: Any) -> Switch | None:
     """Find what an earlier overlap has left behind a model's comm hook.
@@ -1011,8 +1528,10 @@ def find_switch(ddp: Any) -> Switch | None:
     Raises `RuntimeError` for a hook that is not ours."""
     hooks = [hook for hook, _ in ddp._comm_hooks]
     if hooks and not hasattr(hooks[0], "switch"):
-        raise RuntimeError(f"the model has a comm hook already, {hooks[0].__qualname__}, and there can be one only; wrap the model again, and give the hook "
-                           "to overlap(hook=...)")
+        raise RuntimeError(
+            f"the model has a comm hook already, {hooks[0].__qualname__}, and there can be one"
+            " only; wrap the model again, and give the hook to overlap(hook=...)"
+        )
     return hooks[0].switch if hooks else None
 
 # %% ../nbs/14_overlap.ipynb #db95b6d7
@@ -1020,13 +1539,26 @@ class Overlap(Backward):
     """A model and an optimizer whose step runs inside backward; made by `overlap`."""
 
     def __init__(self, ddp: Any, zero: ZeroRedundancyOptimizer, way: Way, register: bool = True):
-        with agreeing(getattr(zero, "levels", None) or Group(), "overlapping the step", lambda: [way.described]):
+        with agreeing(
+            getattr(zero, "levels", None) or Group(),
+            "overlapping the step",
+            lambda: [way.described],
+        ):
             check_pair(way, ddp, zero)
             self.switch = find_switch(ddp) or Switch(ddp.process_group)
-            if register and self.switch.hook is None: ddp.register_comm_hook(way.state, self.switch.make())
-        self.ranks, self.index = Group(ddp.process_group), {id(p): i for i, p in enumerate(zero.params())}
-        self.some_unused, self.dynamic = ddp.find_unused_parameters or ddp.static_graph, not ddp.static_graph
-        self.settled = 3 if ddp.static_graph else 2 # DDP fills its buckets once, and once more in the order in which gradients came
+            if register and self.switch.hook is None:
+                ddp.register_comm_hook(way.state, self.switch.make())
+        self.ranks, self.index = (
+            Group(ddp.process_group),
+            {id(p): i for i, p in enumerate(zero.params())},
+        )
+        self.some_unused, self.dynamic = (
+            ddp.find_unused_parameters or ddp.static_graph,
+            not ddp.static_graph,
+        )
+        self.settled = (
+            3 if ddp.static_graph else 2
+        )  # DDP fills its buckets once, and once more in the order in which gradients came
         self.most = ddp.bucket_bytes_cap
         self.forget()
         self.attach(ddp, zero, way)
@@ -1036,50 +1568,97 @@ class Overlap(Backward):
         super()._before(module, args)
         self.joined = in_torchs_join(module) or in_torchs_join(self.zero)
         if self.joined:
-            weights = not getattr(module, "_divide_by_initial_world_size", True) and "divide_by_initial_world_size=False"
-            lone = self.some_unused and self.dynamic and not in_torchs_join(self.zero) and "find_unused_parameters and without the optimizer"
-            with failing(self.levels): self.check_torchs_join(module, weights or lone or "")
+            weights = (
+                not getattr(module, "_divide_by_initial_world_size", True)
+                and "divide_by_initial_world_size=False"
+            )
+            lone = (
+                self.some_unused
+                and self.dynamic
+                and not in_torchs_join(self.zero)
+                and "find_unused_parameters and without the optimizer"
+            )
+            with failing(self.levels):
+                self.check_torchs_join(module, weights or lone or "")
 
     def step(self, kwargs: dict[str, Any]) -> None:
         """Look back at a step that was over when backward returned."""
         super().step(kwargs)
-        if self.under_way and not self.inside: self._finish() # in the place of an iteration, after what DDP sends last
+        if self.under_way and not self.inside:
+            self._finish()  # in the place of an iteration, after what DDP sends last
         taken = self.check_taken()
-        if taken and any(p.grad is not None and (id(p.grad), p.grad._version) != self.kept.get(id(p)) for p in self.zero.params() if id(p) in self.kept):
+        if taken and any(
+            p.grad is not None and (id(p.grad), p.grad._version) != self.kept.get(id(p))
+            for p in self.zero.params()
+            if id(p) in self.kept
+        ):
             raise RuntimeError(_CHANGED)
-        if not taken and self.way.wire != "kept" and any(p.grad is not None and not isinstance(p.grad, SteppedGradient) for p in self.zero.params()):
-            raise RuntimeError("step() found gradients that did not come through DDP's hook, so they are not averaged: register the hook, and run the "
-                               "last backward before step() through the wrapped model and outside no_sync()")
+        if (
+            not taken
+            and self.way.wire != "kept"
+            and any(
+                p.grad is not None and not isinstance(p.grad, SteppedGradient)
+                for p in self.zero.params()
+            )
+        ):
+            raise RuntimeError(
+                "step() found gradients that did not come through DDP's hook, so they are not"
+                " averaged: register the hook, and run the last backward before step() through the"
+                " wrapped model and outside no_sync()"
+            )
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
         super().leave()
-        if self.switch.overlap is self: self.switch.overlap = None
+        if self.switch.overlap is self:
+            self.switch.overlap = None
 
 # %% ../nbs/14_overlap.ipynb #0e9e1704
 def overlap(
-    ddp: Any, # DistributedDataParallel, without a comm hook
-    zero: ZeroRedundancyOptimizer, # of all its parameters
+    ddp: Any,  # DistributedDataParallel, without a comm hook
+    zero: ZeroRedundancyOptimizer,  # of all its parameters
     *,
-    hook: Any = None, # comm hook for the gradients; None: their mean. all-reduce and the compressing hooks become reduce-scatters, others stay
-    state: Any = None, # of that hook
-    interleaved: bool = False, # step each bucket during backward, `lag` buckets behind; else all of them when backward is over
+    # comm hook for the gradients; None: their mean. all-reduce and the compressing hooks become
+    # reduce-scatters, others stay
+    hook: Any = None,
+    state: Any = None,  # of that hook
+    # step each bucket during backward, `lag` buckets behind; else all of them when backward is over
+    interleaved: bool = False,
     lag: int = 1,
-    max_grad_norm: float | None = None, # clip the gradient to this norm before the step
+    max_grad_norm: float | None = None,  # clip the gradient to this norm before the step
     norm_type: float = 2.0,
-    reduce_dtype: torch.dtype | None = None, # in which gradients are sent and added, as in FSDP2's MixedPrecisionPolicy; None: their own
-    scaler: Any = None, # the `torch.amp.GradScaler` of the loss, if there is one
-) -> Overlap: # `detach` it, or use it in a `with` block
+    reduce_dtype: (
+        torch.dtype | None
+    ) = None,  # in which gradients are sent and added, as in FSDP2's MixedPrecisionPolicy; None: their own
+    scaler: Any = None,  # the `torch.amp.GradScaler` of the loss, if there is one
+) -> Overlap:  # `detach` it, or use it in a `with` block
     """Step inside `backward`, on gradients that are reduce-scattered while they arrive. All ranks call this.
 
-    When `backward` returns, the parameters are those after the step on every rank; `zero.step()` need not be called, and only checks. Each backward outside
-    `no_sync` is a step. So `clip_grad_norm_` and whatever else reads or changes `.grad` between `backward` and `step` comes too late, and raises: pass
-    `max_grad_norm` to clip, and `scaler` if the loss is scaled. Only averages that a hook of the user's has made can still be read.
-    An exception in forward or backward on one rank ends the job's groups on all of them, since the others are in the middle of the same collectives: a batch
+    When `backward` returns, the parameters are those after the step on every rank; `zero.step()`
+    need not be called, and only checks. Each backward outside
+    `no_sync` is a step. So `clip_grad_norm_` and whatever else reads or changes `.grad` between
+    `backward` and `step` comes too late, and raises: pass
+    `max_grad_norm` to clip, and `scaler` if the loss is scaled. Only averages that a hook of the
+    user's has made can still be read.
+    An exception in forward or backward on one rank ends the job's groups on all of them, since the
+    others are in the middle of the same collectives: a batch
     that fails, for lack of memory for example, cannot be caught and skipped.
-    Raises `TypeError`, `ValueError` or `RuntimeError` on every rank for what does not go together."""
-    return Overlap(ddp, zero, Way(hook, state, interleaved=interleaved, lag=lag, max_grad_norm=max_grad_norm, norm_type=norm_type, reduce_dtype=reduce_dtype,
-                                  scaler=scaler))
+    Raises `TypeError`, `ValueError` or `RuntimeError` on every rank for what does not go together.
+    """
+    return Overlap(
+        ddp,
+        zero,
+        Way(
+            hook,
+            state,
+            interleaved=interleaved,
+            lag=lag,
+            max_grad_norm=max_grad_norm,
+            norm_type=norm_type,
+            reduce_dtype=reduce_dtype,
+            scaler=scaler,
+        ),
+    )
 
 # %% ../nbs/14_overlap.ipynb #3d531619
 def _hook(ddp: Any, zero: Any, way: Way) -> Any:
@@ -1088,31 +1667,43 @@ def _hook(ddp: Any, zero: Any, way: Way) -> Any:
     hook.overlap = made
     return hook
 
+
 def hook_with_zero_step(
-    hook: Any, # comm hook for the gradients, such as `allreduce_hook`
-    ddp: Any, # DistributedDataParallel, without a comm hook
-    zero: ZeroRedundancyOptimizer, # of all its parameters
-    shard_buckets: bool = False, # for code written for torch's function; buckets are always shared by all ranks
+    hook: Any,  # comm hook for the gradients, such as `allreduce_hook`
+    ddp: Any,  # DistributedDataParallel, without a comm hook
+    zero: ZeroRedundancyOptimizer,  # of all its parameters
+    shard_buckets: bool = False,  # for code written for torch's function; buckets are always shared by all ranks
     *,
-    max_grad_norm: float | None = None, # as for `overlap`, like what follows
+    max_grad_norm: float | None = None,  # as for `overlap`, like what follows
     norm_type: float = 2.0,
     reduce_dtype: torch.dtype | None = None,
     scaler: Any = None,
-) -> Any: # for `ddp.register_comm_hook(state, ...)`; its `overlap` can be detached
+) -> Any:  # for `ddp.register_comm_hook(state, ...)`; its `overlap` can be detached
     """Make a comm hook that averages gradients during backward, and steps when it is over.
 
     Raises as `overlap` does. Source: the interface of torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook."""
-    return _hook(ddp, zero, Way(hook, max_grad_norm=max_grad_norm, norm_type=norm_type, reduce_dtype=reduce_dtype, scaler=scaler))
+    return _hook(
+        ddp,
+        zero,
+        Way(
+            hook,
+            max_grad_norm=max_grad_norm,
+            norm_type=norm_type,
+            reduce_dtype=reduce_dtype,
+            scaler=scaler,
+        ),
+    )
+
 
 def hook_with_zero_step_interleaved(
-    hook: Any, # comm hook for the gradients, such as `allreduce_hook`
-    ddp: Any, # DistributedDataParallel, without a comm hook
-    zero: ZeroRedundancyOptimizer, # of all its parameters
-    shard_buckets: bool = False, # for code written for torch's function; buckets are always shared by all ranks
+    hook: Any,  # comm hook for the gradients, such as `allreduce_hook`
+    ddp: Any,  # DistributedDataParallel, without a comm hook
+    zero: ZeroRedundancyOptimizer,  # of all its parameters
+    shard_buckets: bool = False,  # for code written for torch's function; buckets are always shared by all ranks
     *,
-    lag: int = 1, # buckets between a reduction and its step
-    reduce_dtype: torch.dtype | None = None, # as for `overlap`
-) -> Any: # as of `hook_with_zero_step`
+    lag: int = 1,  # buckets between a reduction and its step
+    reduce_dtype: torch.dtype | None = None,  # as for `overlap`
+) -> Any:  # as of `hook_with_zero_step`
     """Make a comm hook that averages gradients and steps them bucket by bucket, while backward goes on.
 
     Raises as `overlap` does. Source: the interface of torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook."""

@@ -29,8 +29,23 @@ from .buckets import Bucket, BucketPlan, Slot, pack
 from .flat import flatten_like
 from .objects import broadcast_object_list
 from .optimizer import IN_FLIGHT, ZeroRedundancyOptimizer, _Join, _Joinable, _JoinHook
-from .overlap import (Attached, Care, Finish, Hook, Runner, SideStream, at_end, beside, check_complex, cut_in_place, failing, in_torchs_join,
-                             mean_dtype, mark_means, start_mean)
+from zero_nb.overlap import (
+    Attached,
+    Care,
+    Finish,
+    Hook,
+    Runner,
+    SideStream,
+    at_end,
+    beside,
+    check_complex,
+    cut_in_place,
+    failing,
+    in_torchs_join,
+    mean_dtype,
+    mark_means,
+    start_mean,
+)
 from .pieces import Shard, look, specs
 from .process_group import Group, Work, agreeing, coalescing_manager
 
@@ -48,36 +63,55 @@ class Arriving(dict[str, Any]):
         self.wait = wait
 
     def _read(self, param: Any) -> Any:
-        if param is not None: self.wait(param)
+        if param is not None:
+            self.wait(param)
         return param
 
-    def __getitem__(self, name: str) -> Any: return self._read(super().__getitem__(name))
+    def __getitem__(self, name: str) -> Any:
+        return self._read(super().__getitem__(name))
+
     def get(self, name: str, default: Any = None) -> Any:
         """Give a parameter."""
         return self._read(super().get(name, default))
+
     def values(self) -> Any:
         """Give all parameters."""
         return map(self._read, super().values())
+
     def items(self) -> Any:
         """Give all parameters, with their names."""
         return ((name, self._read(param)) for name, param in super().items())
+
     def pop(self, name: str, *default: Any) -> Any:
         """Take a parameter out."""
         return self._read(super().pop(name, *default))
+
     def setdefault(self, name: str, default: Any = None) -> Any:
         """Give a parameter, or put one there."""
         return self._read(super().setdefault(name, default))
+
     def popitem(self) -> Any:
         """Take the last parameter out, with its name."""
         name, param = super().popitem()
         return name, self._read(param)
+
     def copy(self) -> dict[str, Any]:
         """Give a plain dict."""
         return dict(self.items())
-    def __iter__(self) -> Iterator[str]: return super().__iter__() # overridden, so that dict(self) and {**self} do not take values past the methods above
-    def __or__(self, other: Any) -> Any: return self.copy() | other
-    def __ror__(self, other: Any) -> Any: return other | self.copy()
-    def __reduce__(self) -> Any: return dict, (self.copy(),)
+
+    def __iter__(self) -> Iterator[str]:
+        return (
+            super().__iter__()
+        )  # overridden, so that dict(self) and {**self} do not take values past the methods above
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __reduce__(self) -> Any:
+        return dict, (self.copy(),)
 
 # %% ../nbs/14a_parallel.ipynb #5964f982
 class Reads:
@@ -87,45 +121,82 @@ class Reads:
         self.module, self.wait = module, wait
         self.places: Mapping[int, int] = {}
         self.last: list[tuple[int, nn.Module]] = []
-        self.held: list[list[int]] = [] # ids of the parameters of those modules
+        self.held: list[list[int]] = []  # ids of the parameters of those modules
         self.waiting = deque(self.last)
 
     def arrange(
         self,
-        places: Mapping[int, int], # of each parameter that travels, by id: the gather that brings the last of it
+        places: Mapping[
+            int, int
+        ],  # of each parameter that travels, by id: the gather that brings the last of it
     ) -> None:
         """Note when each module will have its parameters."""
-        modules = [m for m in self.module.modules() if isinstance(m._parameters, dict)] # those of torch.jit are no dicts
-        last = [(max((places.get(id(p), -1) for p in dict.values(m._parameters)), default=-1), m) for m in modules]
-        self.places, self.last = places, sorted([pair for pair in last if pair[0] >= 0], key=itemgetter(0))
+        modules = [
+            m for m in self.module.modules() if isinstance(m._parameters, dict)
+        ]  # those of torch.jit are no dicts
+        last = [
+            (max((places.get(id(p), -1) for p in dict.values(m._parameters)), default=-1), m)
+            for m in modules
+        ]
+        self.places, self.last = (
+            places,
+            sorted([pair for pair in last if pair[0] >= 0], key=itemgetter(0)),
+        )
         self.held = self._ids()
 
     def guard(self) -> None:
         """From now on, who reads waits."""
-        if self.held != self._ids(): self.arrange(self.places) # a parameter has moved to another module, as parametrize does
+        if self.held != self._ids():
+            self.arrange(
+                self.places
+            )  # a parameter has moved to another module, as parametrize does
         self.waiting = deque(self.last)
-        for _, m in self.last: m.__dict__["_parameters"] = Arriving(dict(dict.items(m._parameters)), self.wait) # past the methods of an `Arriving`
+        for _, m in self.last:
+            m.__dict__["_parameters"] = Arriving(
+                dict(dict.items(m._parameters)), self.wait
+            )  # past the methods of an `Arriving`
 
     def free(self, place: int) -> None:
         """From now on, modules read without waiting whose parameters were all in buckets up to some place."""
         while self.waiting and self.waiting[0][0] <= place:
             m = self.waiting.popleft()[1]
-            m.__dict__["_parameters"] = dict(dict.items(m._parameters)) # as assigning would, without a look at each attribute of the module
+            m.__dict__["_parameters"] = dict(
+                dict.items(m._parameters)
+            )  # as assigning would, without a look at each attribute of the module
 
-    def _ids(self) -> list[list[int]]: return [[*map(id, dict.values(m._parameters))] for _, m in self.last]
+    def _ids(self) -> list[list[int]]:
+        return [[*map(id, dict.values(m._parameters))] for _, m in self.last]
 
 # %% ../nbs/14a_parallel.ipynb #32ab48ec
-def _extent(tensor: Tensor) -> tuple[int, int]: # first byte, and one past the last
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
+def _extent(tensor: Tensor) -> tuple[int, int]:  # first byte, and one past the last
+    last = (
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel()
+        else -1
+    )
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
 
 def _referents(value: Any) -> list[Any]:
     """List what a value refers to: items, attributes, bound arguments, and what a function closes over or names."""
-    if isinstance(value, ref): return [value()]
-    if not isinstance(value, FunctionType): return gc.get_referents(value)
-    if value.__module__ and value.__module__.split(".")[0] == "torch": named = []
-    else: named = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
-    return [*named, *(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, vars(value)]
+    if isinstance(value, ref):
+        return [value()]
+    if not isinstance(value, FunctionType):
+        return gc.get_referents(value)
+    if value.__module__ and value.__module__.split(".")[0] == "torch":
+        named = []
+    else:
+        named = [
+            value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__
+        ]
+    return [
+        *named,
+        *(value.__closure__ or ()),
+        value.__defaults__,
+        value.__kwdefaults__,
+        vars(value),
+    ]
+
 
 class Search:
     """Looks for ways to parameters that do not go through the modules that have them."""
@@ -134,56 +205,81 @@ class Search:
         self.module, self.params = module, params
         self.memory = sorted([extent for p in params if (extent := _extent(p))[0] < extent[1]])
         self.starts = [start for start, _ in self.memory]
-        self.seen = {id(m) for m in module.modules()} # each is looked at by itself
+        self.seen = {id(m) for m in module.modules()}  # each is looked at by itself
 
     def shares(self, tensor: Tensor) -> bool:
         """Tell whether a tensor has memory of a parameter."""
-        if tensor.layout is not torch.strided or tensor.is_meta: return False
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return False
         start, stop = _extent(tensor)
         at = bisect_right(self.starts, start)
-        return start < stop and (any(start < end for _, end in self.memory[max(at - 1, 0):at]) or (at < len(self.starts) and self.starts[at] < stop))
+        return start < stop and (
+            any(start < end for _, end in self.memory[max(at - 1, 0) : at])
+            or (at < len(self.starts) and self.starts[at] < stop)
+        )
 
     def reaches(self, value: Any) -> bool:
         """Tell whether a value leads to memory of a parameter."""
         found = [value]
         while found:
             item = found.pop()
-            if isinstance(item, (type, ModuleType, Hook, ZeroRedundancyOptimizer)) or id(item) in self.seen: continue
+            if (
+                isinstance(item, (type, ModuleType, Hook, ZeroRedundancyOptimizer))
+                or id(item) in self.seen
+            ):
+                continue
             self.seen.add(id(item))
-            if not isinstance(item, Tensor): found += _referents(item)
-            elif self.shares(item): return True
+            if not isinstance(item, Tensor):
+                found += _referents(item)
+            elif self.shares(item):
+                return True
         return False
 
-    def unseen_reader(self) -> str: # "" if none was found
+    def unseen_reader(self) -> str:  # "" if none was found
         """Tell what could read a parameter without asking its module."""
         for name, m in self.module.named_modules():
             where = f"{name or 'the module'} ({type(m).__name__})"
-            if isinstance(m, torch.jit.ScriptModule): return f"{where} is compiled by torch.jit, and reads its parameters in C++"
+            if isinstance(m, torch.jit.ScriptModule):
+                return f"{where} is compiled by torch.jit, and reads its parameters in C++"
             for key, value in vars(m).items():
-                if key not in ("_parameters", "_modules") and self.reaches(value): return f"{where} leads to a parameter by its attribute {key!r}"
-            for kind in [kind for kind in type(m).__mro__ if kind.__module__.split(".")[0] != "torch"]:
-                if any(self.reaches(value) for value in vars(kind).values()): return f"a method or attribute of class {kind.__name__} leads to a parameter"
+                if key not in ("_parameters", "_modules") and self.reaches(value):
+                    return f"{where} leads to a parameter by its attribute {key!r}"
+            for kind in [
+                kind for kind in type(m).__mro__ if kind.__module__.split(".")[0] != "torch"
+            ]:
+                if any(self.reaches(value) for value in vars(kind).values()):
+                    return f"a method or attribute of class {kind.__name__} leads to a parameter"
         return self._of_parameters()
 
     def _of_parameters(self) -> str:
         for name, p in self.module.named_parameters():
-            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None): return f"{name} has a hook, which may read it"
-        if any(stop > start for (_, stop), (start, _) in zip(self.memory, self.memory[1:], strict=False)): return "two parameters share memory"
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                return f"{name} has a hook, which may read it"
+        if any(
+            stop > start
+            for (_, stop), (start, _) in zip(self.memory, self.memory[1:], strict=False)
+        ):
+            return "two parameters share memory"
         return ""
 
 # %% ../nbs/14a_parallel.ipynb #c0283f84
 class SetAside:
-    """Parameters that have come and read as NaN until somebody waits; in the place of a gather, to find readers that do not wait."""
+    """Parameters that have come and read as NaN until somebody waits; in the place of a gather, to
+    find readers that do not wait."""
 
     done = False
 
     def __init__(self, params: Sequence[Tensor]):
         self.held = [(p, p.detach().clone()) for p in params]
-        for p in params: p.data.fill_(torch.nan) # of `data`, which autograd does not follow: a graph that has saved it is not refused, and gives NaN
+        for p in params:
+            p.data.fill_(
+                torch.nan
+            )  # of `data`, which autograd does not follow: a graph that has saved it is not refused, and gives NaN
 
     def wait(self) -> None:
         """Bring the parameters back."""
-        for p, value in self.held: p.data.copy_(value)
+        for p, value in self.held:
+            p.data.copy_(value)
         self.held.clear()
 
 # %% ../nbs/14a_parallel.ipynb #94fa13e9
@@ -192,14 +288,14 @@ class Gathers:
 
     def __init__(
         self,
-        works: Sequence[Work | SetAside], # the gathers, in the order in which they began
-        stream: SideStream | None, # on which they end
-        arrived: Callable[[int], None], # called with the place of each gather that has ended
+        works: Sequence[Work | SetAside],  # the gathers, in the order in which they began
+        stream: SideStream | None,  # on which they end
+        arrived: Callable[[int], None],  # called with the place of each gather that has ended
     ):
         self.works, self.stream, self.arrived = works, stream, arrived
-        self.count = 0 # gathers that have ended
-        self.events: list[Any] = [] # on the side stream, after each of those
-        self.passed: dict[Any, int] = {} # by stream: places whose event it has waited for
+        self.count = 0  # gathers that have ended
+        self.events: list[Any] = []  # on the side stream, after each of those
+        self.passed: dict[Any, int] = {}  # by stream: places whose event it has waited for
         self.error: BaseException | None = None
         self.lock, self.pid = threading.RLock(), os.getpid()
 
@@ -212,32 +308,41 @@ class Gathers:
         """Return when the gathers up to a place, counted from 0, have ended."""
         if self.count <= place:
             if os.getpid() != self.pid:
-                raise RuntimeError(f"process {os.getpid()} was forked while parameters of process {self.pid} were on their way, and none come here; "
-                                   "call handle.wait() before you fork")
-            with self.lock: self._end(place)
+                raise RuntimeError(
+                    f"process {os.getpid()} was forked while parameters of process {self.pid} were"
+                    " on their way, and none come here; call handle.wait() before you fork"
+                )
+            with self.lock:
+                self._end(place)
         if self.stream and place >= 0 and self.passed.get(now := self.stream.current, -1) < place:
             self.stream.wait(self.events[place])
             self.passed[now] = place
 
     def _end(self, place: int) -> None:
         if self.error is not None:
-            raise RuntimeError(f"some parameters never arrived on this rank: waiting for them ended with {self.error!r}; end this job, and go on "
-                               "from a checkpoint") from self.error
+            raise RuntimeError(
+                "some parameters never arrived on this rank: waiting for them ended with"
+                f" {self.error!r}; end this job, and go on from a checkpoint"
+            ) from self.error
         try:
             while self.count <= place:
-                with self.stream.running() if self.stream else nullcontext(): self.works[self.count].wait()
-                if self.stream: self.events.append(self.stream.record())
+                with self.stream.running() if self.stream else nullcontext():
+                    self.works[self.count].wait()
+                if self.stream:
+                    self.events.append(self.stream.record())
                 self.count += 1
                 self.arrived(self.count - 1)
         except BaseException as error:
             self.error = error
             raise
 
+
 @cache
 def _waiting_before_fork() -> WeakSet[Any]:
     """Give the set of handles that wait for their parameters whenever this process forks."""
     handles: WeakSet[Any] = WeakSet()
-    if hasattr(os, "register_at_fork"): os.register_at_fork(before=lambda: [handle.wait() for handle in list(handles)])
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=lambda: [handle.wait() for handle in list(handles)])
     return handles
 
 # %% ../nbs/14a_parallel.ipynb #e18d9569
@@ -245,29 +350,59 @@ def _waiting_before_fork() -> WeakSet[Any]:
 class ParallelWay(Care):
     """How a module is to be trained."""
 
-    hidden: bool = False # parameters arrive while the next forward runs, for models whose every read goes through their modules; else before backward returns
-    check_reads: bool = False # for debugging, with `hidden`: parameters are NaN for readers that do not wait for them
-    bucket_cap_mb: float = 8.0 # MB (2**20 bytes): parameters up to this size travel together, larger ones alone and without a copy
-    cut_mb: float = 25.0 # MB: larger parameters are cut into pieces of this size
-    find_unused_parameters: bool = False # parameters without a gradient may change; costs a small all-reduce in each step, of each bucket if interleaved
-    buffers: str = "broadcast" # from the first rank before a forward, in training or not, as DDP; "average", or "local": leave them alone
+    # parameters arrive while the next forward runs, for models whose every read goes through their
+    # modules; else before backward returns
+    hidden: bool = False
+    check_reads: bool = False  # for debugging, with `hidden`: parameters are NaN for readers that do not wait for them
+    # MB (2**20 bytes): parameters up to this size travel together, larger ones alone and without a
+    # copy
+    bucket_cap_mb: float = 8.0
+    cut_mb: float = 25.0  # MB: larger parameters are cut into pieces of this size
+    # parameters without a gradient may change; costs a small all-reduce in each step, of each
+    # bucket if interleaved
+    find_unused_parameters: bool = False
+    # from the first rank before a forward, in training or not, as DDP; "average", or "local": leave
+    # them alone
+    buffers: str = "broadcast"
 
     def check(self) -> None:
         """Refuse what cannot work."""
         super().check()
         for name, value in (("bucket_cap_mb", self.bucket_cap_mb), ("cut_mb", self.cut_mb)):
-            if not (isinstance(value, (int, float)) and value > 0): raise ValueError(f"{name} must be a number above 0, got {value!r}")
+            if not (isinstance(value, (int, float)) and value > 0):
+                raise ValueError(f"{name} must be a number above 0, got {value!r}")
         if self.check_reads and not self.hidden:
-            raise ValueError("check_reads=True looks for readers that do not wait for parameters, and without hidden=True they need not; pass both, or neither")
-        if self.buffers not in ("broadcast", "average", "local"): raise ValueError(f"buffers must be 'broadcast', 'average' or 'local', got {self.buffers!r}")
+            raise ValueError(
+                "check_reads=True looks for readers that do not wait for parameters, and without"
+                " hidden=True they need not; pass both, or neither"
+            )
+        if self.buffers not in ("broadcast", "average", "local"):
+            raise ValueError(
+                f"buffers must be 'broadcast', 'average' or 'local', got {self.buffers!r}"
+            )
 
 # %% ../nbs/14a_parallel.ipynb #fa6245b9
-def plan_arrivals(zero: ZeroRedundancyOptimizer, arrivals: Sequence[int], capacity_mb: float, cut_mb: float) -> BucketPlan:
-    """Plan buckets in the order in which gradients arrive: small parameters together, large ones alone, very large ones in pieces."""
+def plan_arrivals(
+    zero: ZeroRedundancyOptimizer, arrivals: Sequence[int], capacity_mb: float, cut_mb: float
+) -> BucketPlan:
+    """Plan buckets in the order in which gradients arrive: small parameters together, large ones
+    alone, very large ones in pieces."""
     params = specs(zero.param_groups)
     named = set(arrivals)
-    arrivals = [*arrivals, *(i for i in reversed(range(len(params))) if i not in named)] # those that had no gradient
-    return pack(params, zero.group.size, policy=cut_in_place(zero), capacity_mb=capacity_mb, order=arrivals, align=16, cut_mb=cut_mb, pad=False)
+    arrivals = [
+        *arrivals,
+        *(i for i in reversed(range(len(params))) if i not in named),
+    ]  # those that had no gradient
+    return pack(
+        params,
+        zero.group.size,
+        policy=cut_in_place(zero),
+        capacity_mb=capacity_mb,
+        order=arrivals,
+        align=16,
+        cut_mb=cut_mb,
+        pad=False,
+    )
 
 # %% ../nbs/14a_parallel.ipynb #8daac78d
 class Pool:
@@ -275,125 +410,185 @@ class Pool:
 
     def __init__(self) -> None:
         self.free: dict[Any, list[Tensor]] = {}
-        self.lent: set[int] = set() # ids
+        self.lent: set[int] = set()  # ids
 
     def take(
         self,
-        like: Tensor, # of the same dtype and device
+        like: Tensor,  # of the same dtype and device
         numel: int,
-    ) -> Tensor: # 1-D, anything may be in it
+    ) -> Tensor:  # 1-D, anything may be in it
         """Take a tensor out of the pool, or a new one."""
         waiting = self.free.get((numel, like.dtype, like.device))
         flat = waiting.pop() if waiting else like.detach().new_empty(numel)
-        if flat.device.type == "cpu": self.lent.add(id(flat)) # on a GPU the allocator of torch keeps memory, and knows what streams still read
+        if flat.device.type == "cpu":
+            self.lent.add(
+                id(flat)
+            )  # on a GPU the allocator of torch keeps memory, and knows what streams still read
         return flat
 
     def give(self, flat: Tensor) -> None:
         """Give a tensor back, if it is out of the pool."""
-        if id(flat) not in self.lent: return
+        if id(flat) not in self.lent:
+            return
         self.lent.remove(id(flat))
         self.free.setdefault((flat.numel(), flat.dtype, flat.device), []).append(flat)
 
 # %% ../nbs/14a_parallel.ipynb #6125c1da
 def _how(
     bucket: Bucket,
-    params: Sequence[Tensor], # of each slot
-    pieces: int, # buckets in which the first of them lies
-) -> str: # "rows": whole parameters, side by side, row by row; "view": what is there already; "copy": in the pool
+    params: Sequence[Tensor],  # of each slot
+    pieces: int,  # buckets in which the first of them lies
+) -> str:  # "rows": whole parameters, side by side, row by row; "view": what is there already; "copy": in the pool
     """Tell how the gradients of a bucket are laid side by side."""
-    if bucket.padding: return "copy"
-    if len(params) == 1: return "view" if params[0].device.type != "cpu" or 1 < pieces <= IN_FLIGHT else "copy"
-    whole = (p.is_contiguous() and slot.stop - slot.start == p.numel() for slot, p in zip(bucket.slots, params, strict=True))
+    if bucket.padding:
+        return "copy"
+    if len(params) == 1:
+        return "view" if params[0].device.type != "cpu" or 1 < pieces <= IN_FLIGHT else "copy"
+    whole = (
+        p.is_contiguous() and slot.stop - slot.start == p.numel()
+        for slot, p in zip(bucket.slots, params, strict=True)
+    )
     return "rows" if all(whole) else "copy"
 
+
 def lay(
-    slots: Sequence[Slot], # of a bucket
-    numel: int, # of the bucket
-    params: Sequence[Tensor], # of each slot
-    pool: Pool, # to take memory from
-    how: str = "copy", # or "rows" or "view"
-) -> Tensor: # 1-D
+    slots: Sequence[Slot],  # of a bucket
+    numel: int,  # of the bucket
+    params: Sequence[Tensor],  # of each slot
+    pool: Pool,  # to take memory from
+    how: str = "copy",  # or "rows" or "view"
+) -> Tensor:  # 1-D
     """Lay the gradients of a bucket side by side; zeros where there is none."""
     found = [(slot, p, p.grad) for slot, p in zip(slots, params, strict=True) if p.grad is not None]
-    if how == "rows" and len(found) == len(slots): return _flatten_dense_tensors([grad for _, _, grad in found])
-    grads = [flatten_like(grad, p.detach())[slot.start:slot.stop] for slot, p, grad in found]
-    if how == "view" and grads: return grads[0]
+    if how == "rows" and len(found) == len(slots):
+        return _flatten_dense_tensors([grad for _, _, grad in found])
+    grads = [flatten_like(grad, p.detach())[slot.start : slot.stop] for slot, p, grad in found]
+    if how == "view" and grads:
+        return grads[0]
     flat = pool.take(params[0], numel)
-    if sum(map(len, grads)) < numel: flat.zero_()
-    if grads: torch._foreach_copy_([flat[slot.offset:slot.offset + slot.numel] for slot, _, _ in found], grads)
+    if sum(map(len, grads)) < numel:
+        flat.zero_()
+    if grads:
+        torch._foreach_copy_(
+            [flat[slot.offset : slot.offset + slot.numel] for slot, _, _ in found], grads
+        )
     return flat
 
 # %% ../nbs/14a_parallel.ipynb #84bebb14
 class Places:
     """Where the gradient of each parameter goes."""
 
-    def __init__(self, plan: BucketPlan, params: Sequence[Tensor], lacks: Sequence[bool], pool: Pool):
+    def __init__(
+        self, plan: BucketPlan, params: Sequence[Tensor], lacks: Sequence[bool], pool: Pool
+    ):
         self.params, self.lacks, self.pool = params, list(lacks), pool
-        self.sizes, self.slots = [bucket.numel for bucket in plan.buckets], [list(bucket.slots) for bucket in plan.buckets]
-        self.of: list[list[int]] = [[] for _ in params] # by parameter: the buckets it is in
+        self.sizes, self.slots = (
+            [bucket.numel for bucket in plan.buckets],
+            [list(bucket.slots) for bucket in plan.buckets],
+        )
+        self.of: list[list[int]] = [[] for _ in params]  # by parameter: the buckets it is in
         for i, slots in enumerate(self.slots):
-            for slot in slots: self.of[slot.param].append(i)
+            for slot in slots:
+                self.of[slot.param].append(i)
         self.members = [[params[slot.param] for slot in slots] for slots in self.slots]
-        self.awaited = [[params[slot.param] for slot in slots if not lacks[slot.param]] for slots in self.slots]
+        self.awaited = [
+            [params[slot.param] for slot in slots if not lacks[slot.param]] for slots in self.slots
+        ]
         self.lacking = [[slot.param for slot in slots if lacks[slot.param]] for slots in self.slots]
-        self.ending = [[params[j] for j in dict.fromkeys(slot.param for slot in slots) if self.of[j][-1] == i] for i, slots in enumerate(self.slots)]
-        self.how = [_how(bucket, own, len(self.of[bucket.slots[0].param])) for bucket, own in zip(plan.buckets, self.members, strict=True)]
+        self.ending = [
+            [params[j] for j in dict.fromkeys(slot.param for slot in slots) if self.of[j][-1] == i]
+            for i, slots in enumerate(self.slots)
+        ]
+        self.how = [
+            _how(bucket, own, len(self.of[bucket.slots[0].param]))
+            for bucket, own in zip(plan.buckets, self.members, strict=True)
+        ]
 
-    def last(self, order: Sequence[int]) -> set[int]: # of the parameters in each bucket, when they come in this order
+    def last(
+        self, order: Sequence[int]
+    ) -> set[int]:  # of the parameters in each bucket, when they come in this order
         """Tell which parameters are worth listening to."""
         place = {j: k for k, j in enumerate(order)}
-        awaited = ([slot.param for slot in slots if not self.lacks[slot.param]] for slots in self.slots)
+        awaited = (
+            [slot.param for slot in slots if not self.lacks[slot.param]] for slots in self.slots
+        )
         return {max(waits, key=lambda j: place.get(j, -1)) for waits in awaited if waits}
 
-    def most_waiting(self, order: Sequence[int]) -> tuple[int, int]: # bytes; and of the largest bucket
-        """Tell how much would wait for the rest of its bucket, or for its turn, if gradients came in this order and no others came."""
+    def most_waiting(
+        self, order: Sequence[int]
+    ) -> tuple[int, int]:  # bytes; and of the largest bucket
+        """Tell how much would wait for the rest of its bucket, or for its turn, if gradients came
+        in this order and no others came."""
         come = set(order)
         found = [[slot for slot in slots if slot.param in come] for slots in self.slots]
-        sizes = [sum((slot.stop - slot.start) * self.params[slot.param].element_size() for slot in slots) for slots in found]
+        sizes = [
+            sum((slot.stop - slot.start) * self.params[slot.param].element_size() for slot in slots)
+            for slots in found
+        ]
         missing, most, waiting, turn = list(map(len, found)), 0, 0, 0
         for j in order:
-            for i in self.of[j]: missing[i] -= 1
+            for i in self.of[j]:
+                missing[i] -= 1
             waiting += self.params[j].nbytes if self.of[j] else 0
-            while turn < len(missing) and not missing[turn]: waiting, turn = waiting - sizes[turn], turn + 1
+            while turn < len(missing) and not missing[turn]:
+                waiting, turn = waiting - sizes[turn], turn + 1
             most = max(most, waiting)
         return most, max(sizes, default=0)
 
-    def gathers(self, order: Sequence[int]) -> dict[int, int]: # by id of a parameter; order: of the buckets
+    def gathers(
+        self, order: Sequence[int]
+    ) -> dict[int, int]:  # by id of a parameter; order: of the buckets
         """Tell which gather brings the last piece of each parameter."""
         place = {i: k for k, i in enumerate(order)}
-        found = {id(p): max(place.get(i, -1) for i in buckets) for p, buckets in zip(self.params, self.of, strict=True) if buckets}
-        return {key: last for key, last in found.items() if last >= 0} # after a step that was skipped, nothing comes
+        found = {
+            id(p): max(place.get(i, -1) for i in buckets)
+            for p, buckets in zip(self.params, self.of, strict=True)
+            if buckets
+        }
+        return {
+            key: last for key, last in found.items() if last >= 0
+        }  # after a step that was skipped, nothing comes
 
 # %% ../nbs/14a_parallel.ipynb #3fdf9894
 class Homes(Places):
     """Which gradients have come, and which buckets are filled."""
 
-    next = 0 # bucket to fill
+    next = 0  # bucket to fill
 
-    left = property(lambda self: range(self.next, len(self.slots)), doc="Buckets that are not filled.")
+    left = property(
+        lambda self: range(self.next, len(self.slots)), doc="Buckets that are not filled."
+    )
 
     def full(self) -> bool:
         """Tell whether the next bucket has all its gradients."""
-        return self.next < len(self.slots) and all(p.grad is not None for p in self.awaited[self.next])
+        return self.next < len(self.slots) and all(
+            p.grad is not None for p in self.awaited[self.next]
+        )
 
-    def missing(self) -> list[int]: # parameters
+    def missing(self) -> list[int]:  # parameters
         """Tell what the buckets that are not filled wait for."""
-        return [slot.param for i in self.left for slot in self.slots[i] if not self.lacks[slot.param] and self.params[slot.param].grad is None]
+        return [
+            slot.param
+            for i in self.left
+            for slot in self.slots[i]
+            if not self.lacks[slot.param] and self.params[slot.param].grad is None
+        ]
 
-    def surprises(self) -> list[int]: # parameters
+    def surprises(self) -> list[int]:  # parameters
         """Tell which gradients in the next bucket nobody waits for."""
         return [j for j in self.lacking[self.next] if self.params[j].grad is not None]
 
-    def late(self) -> list[int]: # parameters
+    def late(self) -> list[int]:  # parameters
         """Tell which gradients have come after all buckets were filled."""
         return [j for j, p in enumerate(self.params) if p.grad is not None and self.of[j]]
 
-    def take(self) -> tuple[Tensor, list[bool]]: # and which of its slots have one
+    def take(self) -> tuple[Tensor, list[bool]]:  # and which of its slots have one
         """Lay the gradient of the next bucket, and let go of those that are in no later one."""
         i, self.next = self.next, self.next + 1
         has = [p.grad is not None for p in self.members[i]]
         gradient = lay(self.slots[i], self.sizes[i], self.members[i], self.pool, self.how[i])
-        for p in self.ending[i]: p.grad = None
+        for p in self.ending[i]:
+            p.grad = None
         return gradient, has
 
 # %% ../nbs/14a_parallel.ipynb #c3348ee6
@@ -401,25 +596,37 @@ class Gradients(Attached):
     """Takes gradients as they come, and gives buckets to a runner when they are full."""
 
     way: ParallelWay
-    params: list[Tensor] # in the order of the optimizer
+    params: list[Tensor]  # in the order of the optimizer
     homes: Homes
-    running: Runner | None = None # in the iteration in progress
-    fills = False # whether buckets fill while gradients arrive, for they fit the parameters
-    live = False # whether the schedule runs meanwhile, for it is known which parameters have a gradient
-    learned = False # whether that is known
-    syncs = True # not in `no_sync`
-    announce: Callable[[], None] | None = None # told before an iteration sends anything; 15_join listens
-    owes = False # a backward, after a forward in torch's `Join`
-    follows = False # takes part in a backward of ranks that have data, without one here
-    ending = False # whether something is called at the end of the backward in progress, of all of it where backwards are nested (checkpointing)
-    clean = True # no parameter has had a gradient since the last iteration, as far as is known without a look
+    running: Runner | None = None  # in the iteration in progress
+    fills = False  # whether buckets fill while gradients arrive, for they fit the parameters
+    live = False  # whether the schedule runs meanwhile, for it is known which parameters have a gradient
+    learned = False  # whether that is known
+    syncs = True  # not in `no_sync`
+    announce: Callable[[], None] | None = (
+        None  # told before an iteration sends anything; 15_join listens
+    )
+    owes = False  # a backward, after a forward in torch's `Join`
+    follows = False  # takes part in a backward of ranks that have data, without one here
+    # whether something is called at the end of the backward in progress, of all of it where
+    # backwards are nested (checkpointing)
+    ending = False
+    clean = True  # no parameter has had a gradient since the last iteration, as far as is known without a look
 
     def forget(self) -> None:
         """Get ready for an iteration."""
-        self.arrivals: dict[int, None] = {} # parameters that are listened to, in the order in which their gradients came
-        self.has: dict[int, list[bool]] = {} # of the slots of a bucket: whether there is a gradient on this rank
-        self.aside: dict[int, Tensor] = {} # gradients that had added up before backward, by parameter
-        self.under_way = self.fills = self.live = self.sure = False # sure: what has a gradient has got it in this backward
+        self.arrivals: dict[
+            int, None
+        ] = {}  # parameters that are listened to, in the order in which their gradients came
+        self.has: dict[
+            int, list[bool]
+        ] = {}  # of the slots of a bucket: whether there is a gradient on this rank
+        self.aside: dict[
+            int, Tensor
+        ] = {}  # gradients that had added up before backward, by parameter
+        self.under_way = self.fills = self.live = self.sure = (
+            False  # sure: what has a gradient has got it in this backward
+        )
 
     @abstractmethod
     def wait(self, param: Tensor | None = None) -> None:
@@ -440,16 +647,22 @@ class Adding(Gradients):
     def set_aside(self) -> None:
         """Take what has added up out of the way of what comes."""
         for j, p in enumerate(self.params):
-            if p.grad is not None and p.requires_grad: self.aside[j], p.grad = p.grad, None
+            if p.grad is not None and p.requires_grad:
+                self.aside[j], p.grad = p.grad, None
 
     def join(self, params: Iterable[int]) -> None:
         """Give parameters back what was set aside, with what came."""
         found = {j: self.aside.pop(j) for j in params if j in self.aside}
-        both = [(old, grad) for j, old in found.items() if (grad := self.params[j].grad) is not None]
+        both = [
+            (old, grad) for j, old in found.items() if (grad := self.params[j].grad) is not None
+        ]
         if self.stream:
-            for grad in [grad for pair in both for grad in pair]: self.stream.keep(grad) # the sum may run on the side stream
-        if both: torch._foreach_add_(*map(list, zip(*both, strict=True)))
-        for j, old in found.items(): self.params[j].grad = old
+            for grad in [grad for pair in both for grad in pair]:
+                self.stream.keep(grad)  # the sum may run on the side stream
+        if both:
+            torch._foreach_add_(*map(list, zip(*both, strict=True)))
+        for j, old in found.items():
+            self.params[j].grad = old
 
 # %% ../nbs/14a_parallel.ipynb #aa6402d1
 class Filling(Adding):
@@ -459,31 +672,43 @@ class Filling(Adding):
         """Start an iteration: the one before it is over, and its parameters are there."""
         self.stepped_grads.remove()
         self.wait()
-        if self.announce: self.announce()
+        if self.announce:
+            self.announce()
         self.under_way, self.owes = True, False
         self.sure = self.ending or self.clean
-        if not self.ending: at_end(self.finish, self.levels) # a rank that has no gradient takes part without backward
+        if not self.ending:
+            at_end(
+                self.finish, self.levels
+            )  # a rank that has no gradient takes part without backward
         self.fills = self.runner is not None and self.runner.shard.seen == look(self.params)
         self.live = self.fills and self.learned
         if self.live and self.runner:
             self.running = self.runner
             self.running.begin()
             self.homes.next = 0
-        elif self.fills: self.start_trial()
+        elif self.fills:
+            self.start_trial()
 
     def expect(self, surprises: Sequence[int], got: str) -> None:
         """Refuse what was not said to happen."""
-        if not surprises or self.way.find_unused_parameters or self.follows: return
-        raise RuntimeError(f"{specs(self.zero.param_groups)[min(surprises)].name} got {got}; where that may change, pass find_unused_parameters=True")
+        if not surprises or self.way.find_unused_parameters or self.follows:
+            return
+        raise RuntimeError(
+            f"{specs(self.zero.param_groups)[min(surprises)].name} got {got}; where that may"
+            " change, pass find_unused_parameters=True"
+        )
 
     def fill(self) -> None:
         """Give the next bucket to the schedule."""
         assert self.running is not None, "a bucket fills in an iteration"
-        if self.aside: self.join(slot.param for slot in self.homes.slots[self.homes.next])
-        if self.live: self.expect(self.homes.surprises(), "a gradient in this backward, but did not before")
+        if self.aside:
+            self.join(slot.param for slot in self.homes.slots[self.homes.next])
+        if self.live:
+            self.expect(self.homes.surprises(), "a gradient in this backward, but did not before")
         i = self.homes.next
-        if self.stream: # which may still read a gradient of backward's stream when it is let go
-            for grad in [p.grad for p in self.homes.members[i] if p.grad is not None]: self.stream.keep(grad)
+        if self.stream:  # which may still read a gradient of backward's stream when it is let go
+            for grad in [p.grad for p in self.homes.members[i] if p.grad is not None]:
+                self.stream.keep(grad)
         gradient, self.has[i] = self.homes.take()
         self.running.arrive(i, gradient)
 
@@ -491,114 +716,186 @@ class Filling(Adding):
 class Heard(Filling):
     """The part that listens."""
 
-    hooks: dict[int, Any] # by parameter
+    hooks: dict[int, Any]  # by parameter
 
     def listen(self, params: Iterable[int]) -> None:
         """Listen to the gradients of these parameters, and of no others."""
         wanted = set(params)
-        for j in self.hooks.keys() - wanted: self.hooks.pop(j).remove()
-        for j in wanted - self.hooks.keys(): self.hooks[j] = self.params[j].register_post_accumulate_grad_hook(partial(self.arrived, j))
+        for j in self.hooks.keys() - wanted:
+            self.hooks.pop(j).remove()
+        for j in wanted - self.hooks.keys():
+            self.hooks[j] = self.params[j].register_post_accumulate_grad_hook(
+                partial(self.arrived, j)
+            )
 
     def arrived(self, index: int, param: Tensor) -> None:
         """Take note of a gradient."""
-        if not self.syncs: return
+        if not self.syncs:
+            return
         graph = torch.is_grad_enabled()
         with failing(self.levels), torch.no_grad(), beside(self.stream):
-            if graph: raise RuntimeError("backward(create_graph=True) keeps a graph of gradients that are averaged and let go; "
-                                         "differentiate twice on the plain module")
-            if not self.under_way: self.begin()
+            if graph:
+                raise RuntimeError(
+                    "backward(create_graph=True) keeps a graph of gradients that are averaged and let go; "
+                    "differentiate twice on the plain module"
+                )
+            if not self.under_way:
+                self.begin()
             self.arrivals[index] = None
-            while self.fills and self.sure and self.homes.full(): self.fill()
+            while self.fills and self.sure and self.homes.full():
+                self.fill()
 
 # %% ../nbs/14a_parallel.ipynb #755a5fb8
 class Averaged(Heard):
     """How buckets become averages, and which parameters have a gradient on some rank."""
 
-    parts: dict[int, Tensor] # of each bucket: memory for the average of what this rank owns, if all wait for the end of backward
-    held: dict[int, Tensor] # gradients in which the average of this rank's part lies
-    asks = property(lambda self: not self.live or self.way.find_unused_parameters, doc="Whether ranks tell each other which parameters have a gradient.")
-    soon = property(lambda self: self.way.interleaved and self.apart, doc="Whether a bucket is stepped during backward, where buckets are known.")
+    parts: dict[
+        int, Tensor
+    ]  # of each bucket: memory for the average of what this rank owns, if all wait for the end of backward
+    held: dict[int, Tensor]  # gradients in which the average of this rank's part lies
+    asks = property(
+        lambda self: not self.live or self.way.find_unused_parameters,
+        doc="Whether ranks tell each other which parameters have a gradient.",
+    )
+    soon = property(
+        lambda self: self.way.interleaved and self.apart,
+        doc="Whether a bucket is stepped during backward, where buckets are known.",
+    )
 
-    def _everywhere(self, tensor: Tensor) -> None: # add up over all ranks
-        for group in self.zero.levels: group.all_reduce(tensor)
+    def _everywhere(self, tensor: Tensor) -> None:  # add up over all ranks
+        for group in self.zero.levels:
+            group.all_reduce(tensor)
 
     def _start(self, i: int, gradient: Tensor) -> Finish:
         assert self.running is not None, "a reduction starts in an iteration"
-        running, slots, soon, wire = self.running, self.homes.slots[i], self.soon and self.live, self.way.reduce_dtype
-        bucket, inside = running.shard.buckets[i], soon and wire in (None, gradient.dtype) # whether the average lies in the gradient
-        if inside: self.held[i] = gradient
+        running, slots, soon, wire = (
+            self.running,
+            self.homes.slots[i],
+            self.soon and self.live,
+            self.way.reduce_dtype,
+        )
+        bucket, inside = (
+            running.shard.buckets[i],
+            soon and wire in (None, gradient.dtype),
+        )  # whether the average lies in the gradient
+        if inside:
+            self.held[i] = gradient
         elif not soon and i not in self.parts:
             part = gradient[slice(*bucket.bucket.part(self.zero.group.group_rank))]
             self.parts[i] = torch.empty_like(part, dtype=mean_dtype(part.dtype, wire))
         mean = start_mean(bucket, gradient, self.zero.across, wire, None if soon else self.parts[i])
-        used = torch.tensor(self.has[i], dtype=torch.float32, device=gradient.device) if self.asks and soon else None
+        used = (
+            torch.tensor(self.has[i], dtype=torch.float32, device=gradient.device)
+            if self.asks and soon
+            else None
+        )
         asked = None if used is None else self.zero.levels[0].all_reduce(used, async_op=True)
+
         def finish() -> Tensor:
             part = mean()
             if used is not None and asked is not None:
                 asked.wait()
-                for group in self.zero.levels[1:]: group.all_reduce(used)
+                for group in self.zero.levels[1:]:
+                    group.all_reduce(used)
                 self._note(slots, used)
-            if not inside: self.homes.pool.give(gradient) # the part waits long for its step, and the rest need not
+            if not inside:
+                self.homes.pool.give(
+                    gradient
+                )  # the part waits long for its step, and the rest need not
             return part
+
         return finish
 
-    def _ask(self) -> None: # once, for all buckets
-        if not self.asks or (self.soon and self.live): return
+    def _ask(self) -> None:  # once, for all buckets
+        if not self.asks or (self.soon and self.live):
+            return
         slots = [slot for i in range(len(self.homes.slots)) for slot in self.homes.slots[i]]
-        used = torch.tensor([has for i in range(len(self.homes.slots)) for has in self.has[i]], dtype=torch.float32, device=self.zero.join_device)
+        used = torch.tensor(
+            [has for i in range(len(self.homes.slots)) for has in self.has[i]],
+            dtype=torch.float32,
+            device=self.zero.join_device,
+        )
         self._everywhere(used)
         self._note(slots, used)
 
     def _note(self, slots: Sequence[Slot], used: Tensor) -> None:
         assert self.running is not None, "an iteration asks"
-        for slot, count in zip(slots, used.tolist(), strict=True): self.running.lacks[slot.param] = not count
+        for slot, count in zip(slots, used.tolist(), strict=True):
+            self.running.lacks[slot.param] = not count
 
     def _release(self, i: int) -> None:
-        if i in self.held: self.homes.pool.give(self.held.pop(i))
+        if i in self.held:
+            self.homes.pool.give(self.held.pop(i))
 
 # %% ../nbs/14a_parallel.ipynb #0a3c2e6d
 class Planned(Averaged):
     """How buckets are planned."""
 
     pool: Pool
-    order: Sequence[int] # in which gradients come; before it was noted, as if modules ran in the order in which they were registered
-    trained: Sequence[bool] = () # which parameters were trained when it was noted
+    order: Sequence[
+        int
+    ]  # in which gradients come; before it was noted, as if modules ran in the order in which they were registered
+    trained: Sequence[bool] = ()  # which parameters were trained when it was noted
 
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
         self.parts, self.held, way = {}, {}, self.way
         mode = "free" if self.soon else "after"
         mark_means(shard.buckets, self.zero.across, way.reduce_dtype)
-        return Runner(self.zero, shard, self._start, self.judge, self._release, ask=self._ask, mode=mode, lag=way.lag, hidden=way.hidden)
+        return Runner(
+            self.zero,
+            shard,
+            self._start,
+            self.judge,
+            self._release,
+            ask=self._ask,
+            mode=mode,
+            lag=way.lag,
+            hidden=way.hidden,
+        )
 
-    def _order(self) -> list[int]: # in which the gradients of the first rank came that had any
+    def _order(self) -> list[int]:  # in which the gradients of the first rank came that had any
         order = list(self.arrivals)
         for group in self.zero.levels:
             for source in range(group.size):
                 given = [order]
                 broadcast_object_list(given, group=group, group_src=source, weights_only=True)
-                if given[0]: break
+                if given[0]:
+                    break
             order = given[0]
         return order
 
-    def note_order(self) -> bool: # whether it was to be noted
+    def note_order(self) -> bool:  # whether it was to be noted
         """Find out in which order gradients came, if that is not known of the parameters that are trained."""
         trained = [p.requires_grad for p in self.params]
-        if trained == self.trained or not (found := self._order()): return False
+        if trained == self.trained or not (found := self._order()):
+            return False
         self.order, self.trained = found, trained
         return True
 
     def plan(self) -> None:
         """Plan the buckets in the order in which gradients come; all ranks call this."""
-        plan = partial(plan_arrivals, self.zero, self.order, self.way.bucket_cap_mb, self.way.cut_mb)
-        self.runner = self.make_runner(self.zero.replan(self.zero.shards, "in the order in which gradients come", plan))
+        plan = partial(
+            plan_arrivals, self.zero, self.order, self.way.bucket_cap_mb, self.way.cut_mb
+        )
+        self.runner = self.make_runner(
+            self.zero.replan(self.zero.shards, "in the order in which gradients come", plan)
+        )
 
     def start_trial(self) -> None:
         """Start an iteration in which it is found out which parameters have a gradient."""
         assert self.runner is not None, "the buckets are planned"
-        self.running = Runner(self.zero, self.runner.shard, self._start, self.judge, ask=self._ask, hidden=self.way.hidden)
-        self.homes = Homes(self.running.shard.plan, self.params, [False] * len(self.params), self.pool)
+        self.running = Runner(
+            self.zero,
+            self.runner.shard,
+            self._start,
+            self.judge,
+            ask=self._ask,
+            hidden=self.way.hidden,
+        )
+        self.homes = Homes(
+            self.running.shard.plan, self.params, [False] * len(self.params), self.pool
+        )
 
 # %% ../nbs/14a_parallel.ipynb #631cb7d2
 class Late(Planned):
@@ -606,13 +903,21 @@ class Late(Planned):
 
     def close(self) -> None:
         """Fill the buckets that wait for gradients which did not come."""
-        while self.homes.left: self.fill()
-        if not (late := self.homes.late()): return
-        self.expect([j for j in late if self.homes.lacks[j]], "a gradient in this backward, but did not before")
-        raise RuntimeError(f"{specs(self.zero.param_groups)[late[0]].name} got two gradients in one backward, as with reentrant checkpointing "
-                           "of what is called twice; use checkpoint(..., use_reentrant=False)")
+        while self.homes.left:
+            self.fill()
+        if not (late := self.homes.late()):
+            return
+        self.expect(
+            [j for j in late if self.homes.lacks[j]],
+            "a gradient in this backward, but did not before",
+        )
+        raise RuntimeError(
+            f"{specs(self.zero.param_groups)[late[0]].name} got two gradients in one backward, as"
+            " with reentrant checkpointing of what is called twice; use checkpoint(...,"
+            " use_reentrant=False)"
+        )
 
-    def end_trial(self) -> bool: # whether there was a step
+    def end_trial(self) -> bool:  # whether there was a step
         """Fill the buckets that are left, all of them if they are not planned, and step."""
         if not self.fills:
             self.note_order()
@@ -621,11 +926,13 @@ class Late(Planned):
         self.close()
         assert self.running is not None, "it has started"
         stepped = self.step_late(self.running)
-        if self.soon: self.parts.clear() # from now on the averages lie in the gradients
+        if self.soon:
+            self.parts.clear()  # from now on the averages lie in the gradients
         return stepped
 
     def learn(self) -> None:
-        """Note for later iterations which parameters had a gradient, and plan anew if they came in another order than was thought."""
+        """Note for later iterations which parameters had a gradient, and plan anew if they came in
+        another order than was thought."""
         assert self.running is not None and self.runner is not None, "it is over"
         if self.note_order():
             most, largest = self.homes.most_waiting(self.order)
@@ -633,128 +940,181 @@ class Late(Planned):
                 self.wait()
                 self.plan()
                 self.runner.lacks = self.running.lacks
-        lacks = [False] * len(self.params) if self.way.find_unused_parameters else self.running.lacks
-        self.homes, self.learned = Homes(self.runner.shard.plan, self.params, lacks, self.pool), True
-        if self.trained: self.listen(self.homes.last(self.order))
+        lacks = (
+            [False] * len(self.params) if self.way.find_unused_parameters else self.running.lacks
+        )
+        self.homes, self.learned = (
+            Homes(self.runner.shard.plan, self.params, lacks, self.pool),
+            True,
+        )
+        if self.trained:
+            self.listen(self.homes.last(self.order))
 
 # %% ../nbs/14a_parallel.ipynb #3b5e7d1a
 class Backward(Late):
     """What happens when backward is over."""
 
-    stepped = False # since the last call of `step`
-    pending: Gathers | None = None # of the last step
+    stepped = False  # since the last call of `step`
+    pending: Gathers | None = None  # of the last step
     reads: Reads
-    known: tuple[Homes, list[int]] | None = None # what `reads` was told: where parameters are, and in which order buckets come
+    known: tuple[Homes, list[int]] | None = (
+        None  # what `reads` was told: where parameters are, and in which order buckets come
+    )
 
-    def in_time(self) -> bool: # whether there was a step
+    def in_time(self) -> bool:  # whether there was a step
         """Fill the buckets that wait for gradients which did not come, and finish."""
         assert self.running is not None, "it runs while gradients arrive"
-        self.expect([j for j in self.homes.missing() if j not in self.aside], "no gradient in this backward, but did before")
+        self.expect(
+            [j for j in self.homes.missing() if j not in self.aside],
+            "no gradient in this backward, but did before",
+        )
         self.close()
         return self.running.finish(together=not self.apart)
 
     def finish(self) -> None:
         """Do what is left when backward is over."""
         with failing(self.levels), torch.no_grad():
-            with beside(self.stream): stepped = self.in_time() if self.live else self.end_trial()
+            with beside(self.stream):
+                stepped = self.in_time() if self.live else self.end_trial()
             assert self.running is not None, "there was an iteration"
-            self.pending = Gathers([*self.running.gathers.values()], self.stream, partial(self._arrived, self.running))
-            if not self.live: self.learn()
+            self.pending = Gathers(
+                [*self.running.gathers.values()], self.stream, partial(self._arrived, self.running)
+            )
+            if not self.live:
+                self.learn()
         if self.stream and self.judged:
-            self.stream.wait(self.judged) # the norm and the scale are read where backward was called
-            if self.grad_norm is not None: self.stream.keep(self.grad_norm, self.stream.current)
+            self.stream.wait(
+                self.judged
+            )  # the norm and the scale are read where backward was called
+            if self.grad_norm is not None:
+                self.stream.keep(self.grad_norm, self.stream.current)
         self.note_step()
         self.stepped, self.taken = True, self.taken + (stepped and not self.follows)
         self.forget()
         self.clean = True
-        if not self.way.hidden: self.wait()
-        elif not self.pending.done: self._guard(self.pending)
-        if self.running: self.mark_grads(self.params, self.running, stepped)
+        if not self.way.hidden:
+            self.wait()
+        elif not self.pending.done:
+            self._guard(self.pending)
+        if self.running:
+            self.mark_grads(self.params, self.running, stepped)
 
     def _guard(self, pending: Gathers) -> None:
         assert self.running is not None, "there was an iteration"
         known = self.homes, list(self.running.gathers)
-        if self.known != known: self.reads.arrange(self.homes.gathers(known[1]))
+        if self.known != known:
+            self.reads.arrange(self.homes.gathers(known[1]))
         self.known = known
-        if self.way.check_reads: self._set_aside(pending)
+        if self.way.check_reads:
+            self._set_aside(pending)
         self.reads.guard()
 
-    def _set_aside(self, pending: Gathers) -> None: # what is on its way, for `check_reads`
+    def _set_aside(self, pending: Gathers) -> None:  # what is on its way, for `check_reads`
         by_place: list[list[Tensor]] = [[] for _ in pending.works]
         for p in self.params:
-            if (place := self.reads.places.get(id(p), -1)) >= 0: by_place[place].append(p)
-        for work in pending.works: work.wait()
+            if (place := self.reads.places.get(id(p), -1)) >= 0:
+                by_place[place].append(p)
+        for work in pending.works:
+            work.wait()
         pending.works = [SetAside(params) for params in by_place]
 
     def _arrived(self, running: Runner, place: int) -> None:
-        if self.stream is None: self.reads.free(place) # else readers on other streams still wait for its event
-        if place == len(running.gathers) - 1: running.settle()
+        if self.stream is None:
+            self.reads.free(place)  # else readers on other streams still wait for its event
+        if place == len(running.gathers) - 1:
+            running.settle()
 
 # %% ../nbs/14a_parallel.ipynb #92f17e31
 class Steps(Backward):
     """What the user calls when backward is over, and what reads call."""
 
     def step(self, kwargs: dict[str, Any]) -> None:
-        """Do what is left of a step: nothing, unless this rank takes part only now: it had no gradient, or none that was listened to."""
+        """Do what is left of a step: nothing, unless this rank takes part only now: it had no
+        gradient, or none that was listened to."""
         super().step(kwargs)
         self.check_taken()
-        if not self.stepped: self.stepped_grads.remove()
+        if not self.stepped:
+            self.stepped_grads.remove()
         if not self.stepped and (self.way.find_unused_parameters or self._came()):
             self.begin()
             self.finish()
         self.stepped, self.taken = False, 0
 
-    def _came(self) -> bool: # a gradient that nobody listened to
+    def _came(self) -> bool:  # a gradient that nobody listened to
         return self.clean and self.learned and not self.way.scales and bool(self.homes.late())
 
     def wait(self, param: Tensor | None = None) -> None:
         """Return when a parameter has arrived on this rank, or all have."""
-        if self.pending: self.pending.wait(len(self.pending.works) - 1 if param is None else self.reads.places.get(id(param), -1))
-        if self.stream and param is None: self.stream.wait() # for who reads state
+        if self.pending:
+            self.pending.wait(
+                len(self.pending.works) - 1
+                if param is None
+                else self.reads.places.get(id(param), -1)
+            )
+        if self.stream and param is None:
+            self.stream.wait()  # for who reads state
 
 # %% ../nbs/14a_parallel.ipynb #1eaa6a61
 def copy_from(module: nn.Module, zero: ZeroRedundancyOptimizer, group_rank: int = 0) -> None:
     """Give all ranks the parameters and buffers of one."""
-    for state in (module.parameters(), module.buffers()): # a buffer may be a view of a parameter
+    for state in (module.parameters(), module.buffers()):  # a buffer may be a view of a parameter
         tensors = [t.detach() for t in state]
-        torch.autograd.graph.increment_version(tensors) # before they are written, as in a gather: no graph that has saved them is gone through afterwards
+        torch.autograd.graph.increment_version(
+            tensors
+        )  # before they are written, as in a gather: no graph that has saved them is gone through afterwards
         for group in reversed(zero.levels):
             with coalescing_manager(group):
-                for t in tensors: group.broadcast(t, group_rank)
+                for t in tensors:
+                    group.broadcast(t, group_rank)
+
 
 @torch.no_grad()
 def _align_buffers(
     module: nn.Module,
     zero: ZeroRedundancyOptimizer,
-    how: str, # "broadcast", or "average" where they are floating point
-    ranks: Sequence[int] = (), # group ranks whose buffers count: the average of theirs, or the last one's; none: all, or the first one's
+    how: str,  # "broadcast", or "average" where they are floating point
+    ranks: Sequence[
+        int
+    ] = (),  # group ranks whose buffers count: the average of theirs, or the last one's; none: all, or the first one's
 ) -> None:
     """Give all ranks the same buffers."""
-    root, count = (ranks[-1], len(ranks)) if ranks else (0, math.prod(group.size for group in zero.levels))
+    root, count = (
+        (ranks[-1], len(ranks)) if ranks else (0, math.prod(group.size for group in zero.levels))
+    )
     buffers = [b.detach() for b in module.buffers() if b.numel()]
     means = [b for b in buffers if how == "average" and b.is_floating_point()]
-    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)): # a backward to come may have saved them, and takes them as DDP's does
-        for b in means if ranks and zero.group.group_rank not in ranks else (): b.zero_()
-        for b in means: b.div_(count if b.itemsize < 4 else 1) # of little range, as gradients
+    with torch.autograd._unsafe_preserve_version_counter(
+        tuple(buffers)
+    ):  # a backward to come may have saved them, and takes them as DDP's does
+        for b in means if ranks and zero.group.group_rank not in ranks else ():
+            b.zero_()
+        for b in means:
+            b.div_(count if b.itemsize < 4 else 1)  # of little range, as gradients
         for group in reversed(zero.levels):
             with coalescing_manager(group):
-                for b in buffers: group.all_reduce(b) if any(b is mean for mean in means) else group.broadcast(b, root)
-        for b in means: b.div_(count if b.itemsize >= 4 else 1)
+                for b in buffers:
+                    group.all_reduce(b) if any(b is mean for mean in means) else group.broadcast(
+                        b, root
+                    )
+        for b in means:
+            b.div_(count if b.itemsize >= 4 else 1)
 
 # %% ../nbs/14a_parallel.ipynb #9da200e6
 class Buffers(Steps):
     """The part that sends buffers."""
 
     module: nn.Module
-    buffers_due = True # sends buffers before the next forward: the last one was in neither `no_sync` nor `no_grad`, as DDP's `require_forward_param_sync`
-    aligns = True # sends buffers before forward, if it is told to; in a block of 15_join they are sent by others
-    has_buffers: bool # that are sent before forward; as in DDP, those of the beginning count
+    # sends buffers before the next forward: the last one was in neither `no_sync` nor `no_grad`, as
+    # DDP's `require_forward_param_sync`
+    buffers_due = True
+    aligns = True  # sends buffers before forward, if it is told to; in a block of 15_join they are sent by others
+    has_buffers: bool  # that are sent before forward; as in DDP, those of the beginning count
 
     def send_buffers(self, ranks: Sequence[int] = ()) -> None:
         """Give all ranks the same buffers, those of ranks with data."""
         _align_buffers(self.module, self.zero, self.way.buffers, ranks)
 
-    def count_ranks(self, here: bool) -> list[int]: # group ranks
+    def count_ranks(self, here: bool) -> list[int]:  # group ranks
         """Find out which ranks have data, in torch's `Join`; all ranks call this."""
         flags = torch.zeros(self.zero.group.size, device=self.zero.join_device)
         flags[self.zero.group.group_rank] = here
@@ -765,52 +1125,94 @@ class Buffers(Steps):
 def _check(module: Any, zero: Any, way: ParallelWay) -> None:
     """Refuse what cannot work."""
     from torch.nn.parallel import DistributedDataParallel
-    if not isinstance(module, nn.Module): raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-    if isinstance(module, DistributedDataParallel): raise TypeError("module must be the plain model, got a DistributedDataParallel; pass its .module")
-    if not isinstance(zero, ZeroRedundancyOptimizer): raise TypeError(f"zero must be zero_nb's ZeroRedundancyOptimizer, got {type(zero).__name__}")
-    if zero.driver is not None: raise RuntimeError("the optimizer's step is overlapped already; detach that first")
+
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if isinstance(module, DistributedDataParallel):
+        raise TypeError(
+            "module must be the plain model, got a DistributedDataParallel; pass its .module"
+        )
+    if not isinstance(zero, ZeroRedundancyOptimizer):
+        raise TypeError(
+            f"zero must be zero_nb's ZeroRedundancyOptimizer, got {type(zero).__name__}"
+        )
+    if zero.driver is not None:
+        raise RuntimeError("the optimizer's step is overlapped already; detach that first")
     if any(isinstance(hook, Hook) for hook in module._forward_pre_hooks.values()):
-        raise RuntimeError("the module is trained with another optimizer already; detach that first")
+        raise RuntimeError(
+            "the module is trained with another optimizer already; detach that first"
+        )
     way.check()
     check_complex(way, zero)
-    mine, theirs = {id(p): name for name, p in module.named_parameters() if p.requires_grad}, {id(p) for p in zero.params() if p.requires_grad}
+    mine, theirs = (
+        {id(p): name for name, p in module.named_parameters() if p.requires_grad},
+        {id(p) for p in zero.params() if p.requires_grad},
+    )
     if lost := [name for p, name in mine.items() if p not in theirs]:
-        raise ValueError(f"the optimizer must have every parameter that is trained, {lost[0]!r} is not in it; freeze it, or give it to the optimizer")
-    if way.hidden and (reader := Search(module, [p for p in module.parameters() if p.requires_grad]).unseen_reader()):
-        raise ValueError(f"hidden=True needs every reader of a parameter to go through its module, and {reader}; leave hidden=True out")
+        raise ValueError(
+            f"the optimizer must have every parameter that is trained, {lost[0]!r} is not in it;"
+            " freeze it, or give it to the optimizer"
+        )
+    if way.hidden and (
+        reader := Search(
+            module, [p for p in module.parameters() if p.requires_grad]
+        ).unseen_reader()
+    ):
+        raise ValueError(
+            f"hidden=True needs every reader of a parameter to go through its module, and {reader};"
+            " leave hidden=True out"
+        )
     if strange := theirs - set(mine):
         p = next(p for p in zero.params() if id(p) in strange)
-        raise ValueError(f"the optimizer has a parameter of shape {tuple(p.shape)} that is not in the module; make it of module.parameters()")
+        raise ValueError(
+            f"the optimizer has a parameter of shape {tuple(p.shape)} that is not in the module;"
+            " make it of module.parameters()"
+        )
 
 # %% ../nbs/14a_parallel.ipynb #5b412fbc
 @torch._disable_dynamo
-def _uncompiled(f: Callable[[], None]) -> None: f()
+def _uncompiled(f: Callable[[], None]) -> None:
+    f()
+
 
 class Attending(Buffers):
     """The part that goes with forward and backward."""
 
-    unfinished = property(lambda self: self.under_way or self.ending, doc="Whether a backward has begun and not come to its end.")
+    unfinished = property(
+        lambda self: self.under_way or self.ending,
+        doc="Whether a backward has begun and not come to its end.",
+    )
 
-    def _hear(self) -> None: # of every gradient, while their order is not known
-        if self.trained != (trained := [p.requires_grad for p in self.params]): self.listen(j for j, trains in enumerate(trained) if trains)
+    def _hear(self) -> None:  # of every gradient, while their order is not known
+        if self.trained != (trained := [p.requires_grad for p in self.params]):
+            self.listen(j for j, trains in enumerate(trained) if trains)
 
-    def _watch(self, gradient: Tensor) -> None: # backward comes from the loss, and is not nested in another
+    def _watch(
+        self, gradient: Tensor
+    ) -> None:  # backward comes from the loss, and is not nested in another
         self.stepped_grads.remove()
-        if not self.syncs or self.under_way or self.ending: return
+        if not self.syncs or self.under_way or self.ending:
+            return
         self.ending = at_end(self._left, self.levels)
         self.set_aside()
 
     def _left(self) -> None:
-        if not self.under_way and any(p.grad is not None for p in self.params if p.requires_grad): self.begin() # nobody listened to what came
+        if not self.under_way and any(p.grad is not None for p in self.params if p.requires_grad):
+            self.begin()  # nobody listened to what came
         self.ending = False
-        if self.under_way: self.finish()
-        else: self.join(range(len(self.params))) # it was torch.autograd.grad, which leaves gradients alone
+        if self.under_way:
+            self.finish()
+        else:
+            self.join(
+                range(len(self.params))
+            )  # it was torch.autograd.grad, which leaves gradients alone
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
-        with suppress(RuntimeError): self.wait() # what is on its way arrives; if a peer has failed, the error that ends the block says so
+        with suppress(RuntimeError):
+            self.wait()  # what is on its way arrives; if a peer has failed, the error that ends the block says so
         self.listen(())
-        self.join(range(len(self.params))) # a backward may have failed
+        self.join(range(len(self.params)))  # a backward may have failed
         super().leave()
 
 # %% ../nbs/14a_parallel.ipynb #1cd07f62
@@ -819,7 +1221,8 @@ class DataParallel(Attending, _Joinable):
 
     def __init__(self, module: nn.Module, zero: ZeroRedundancyOptimizer, way: ParallelWay):
         levels = zero.levels if isinstance(zero, ZeroRedundancyOptimizer) else Group()
-        with agreeing(levels, "data_parallel", lambda: [way.described]): _check(module, zero, way)
+        with agreeing(levels, "data_parallel", lambda: [way.described]):
+            _check(module, zero, way)
         _Joinable.__init__(self)
         self.module, self.params = module, zero.params()
         self.has_buffers = way.buffers != "local" and any(b.numel() for b in module.buffers())
@@ -828,24 +1231,34 @@ class DataParallel(Attending, _Joinable):
         copy_from(module, zero)
         self.zero, self.way = zero, way
         places = {id(p): k for k, p in enumerate(module.parameters())}
-        self.order = sorted(range(len(self.params)), key=lambda j: -places.get(id(self.params[j]), -1))
+        self.order = sorted(
+            range(len(self.params)), key=lambda j: -places.get(id(self.params[j]), -1)
+        )
         self.plan()
         self.attach(module, zero, way)
         self.hooks, self.clean = {}, all(p.grad is None for p in self.params)
         self._hear()
-        if way.hidden: _waiting_before_fork().add(self)
+        if way.hidden:
+            _waiting_before_fork().add(self)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling(): _uncompiled(self.wait)
-        if torch.is_grad_enabled(): self.stepped_grads.remove()
-        averages, joined = torch.is_grad_enabled() and self.syncs, in_torchs_join(self) or in_torchs_join(self.zero)
+        if torch.compiler.is_compiling():
+            _uncompiled(self.wait)
+        if torch.is_grad_enabled():
+            self.stepped_grads.remove()
+        averages, joined = (
+            torch.is_grad_enabled() and self.syncs,
+            in_torchs_join(self) or in_torchs_join(self.zero),
+        )
         if averages:
             super()._before(module, args)
             _uncompiled(self._hear)
         if joined and averages:
-            with failing(self.levels): self._notify()
+            with failing(self.levels):
+                self._notify()
         due, self.buffers_due = self.buffers_due, averages
-        if self.aligns and self.has_buffers and (averages if joined else due): self.send_buffers(self.count_ranks(True) if joined else ())
+        if self.aligns and self.has_buffers and (averages if joined else due):
+            self.send_buffers(self.count_ranks(True) if joined else ())
 
     @abstractmethod
     def _notify(self) -> None: ...
@@ -855,50 +1268,68 @@ class Joined(DataParallel):
     """The part that takes part in `Join`, torch's or ours."""
 
     def follow(self) -> None:
-        """Take part in a backward of ranks that have data, with nothing but gradients that were added up in `no_sync`."""
+        """Take part in a backward of ranks that have data, with nothing but gradients that were
+        added up in `no_sync`."""
         self.follows = True
         try:
             self.begin()
             self.finish()
-        finally: self.follows = False
-        self.wait() # others may wait for what this rank sends
-        self.stepped_grads.remove() # what a scaler reads
-        for p in self.params: p.grad = None
+        finally:
+            self.follows = False
+        self.wait()  # others may wait for what this rank sends
+        self.stepped_grads.remove()  # what a scaler reads
+        for p in self.params:
+            p.grad = None
         self.stepped = False
 
     def _notify(self) -> None:
         self.check_torchs_join(self)
-        if self.owes: raise RuntimeError("in torch's Join each forward must have one backward; use zero_nb's Join")
+        if self.owes:
+            raise RuntimeError(
+                "in torch's Join each forward must have one backward; use zero_nb's Join"
+            )
         self.owes = True
         _Join.Join.notify_join_context(self)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Give the hook with which torch's `Join` lets a rank without data go on."""
-        if kwargs.get("divide_by_initial_world_size", True): return _Follow(self)
-        raise ValueError("torch's Join with divide_by_initial_world_size=False cannot be followed without DDP; use zero_nb's Join")
+        if kwargs.get("divide_by_initial_world_size", True):
+            return _Follow(self)
+        raise ValueError(
+            "torch's Join with divide_by_initial_world_size=False cannot be followed without DDP;"
+            " use zero_nb's Join"
+        )
 
     join_device = property(lambda self: self.zero.join_device, doc="Where `Join` counts ranks.")
 
     @property
     def join_process_group(self) -> Any:
         """The ranks that `Join` counts."""
-        if self.zero.across is None: return self.zero.join_process_group
-        raise ValueError("Join counts the ranks of one group, and the optimizer shares its state on each of several nodes; make it with one level of ranks")
+        if self.zero.across is None:
+            return self.zero.join_process_group
+        raise ValueError(
+            "Join counts the ranks of one group, and the optimizer shares its state on each of"
+            " several nodes; make it with one level of ranks"
+        )
 
 # %% ../nbs/14a_parallel.ipynb #475b5dc3
 class _Follow(_JoinHook):
-    def __init__(self, parallel: Joined): self.parallel = parallel
+    def __init__(self, parallel: Joined):
+        self.parallel = parallel
 
-    def main_hook(self) -> None: # of an iteration
-        if self.parallel.has_buffers: self.parallel.send_buffers(self.parallel.count_ranks(False))
+    def main_hook(self) -> None:  # of an iteration
+        if self.parallel.has_buffers:
+            self.parallel.send_buffers(self.parallel.count_ranks(False))
         self.parallel.follow()
-        self.parallel.stepped = True # the optimizer may be next in the list
+        self.parallel.stepped = True  # the optimizer may be next in the list
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self.parallel.stepped, self.parallel.owes = False, False
         self.parallel.wait()
-        copy_from(self.parallel.module, self.parallel.zero, max(self.parallel.count_ranks(is_last_joiner)))
-        _Joinable.__init__(self.parallel) # what follows the block is not about joining
+        copy_from(
+            self.parallel.module, self.parallel.zero, max(self.parallel.count_ranks(is_last_joiner))
+        )
+        _Joinable.__init__(self.parallel)  # what follows the block is not about joining
 
 # %% ../nbs/14a_parallel.ipynb #f726b2bf
 class Parallel(Joined):
@@ -908,8 +1339,10 @@ class Parallel(Joined):
     def no_sync(self) -> Iterator[None]:
         """Let gradients add up on each rank; the first backward after the block averages what has come together."""
         before, self.syncs, self.clean = self.syncs, False, False
-        try: yield
-        finally: self.syncs = before
+        try:
+            yield
+        finally:
+            self.syncs = before
 
     def detach(self) -> None:
         """Leave a plain module, and an optimizer that steps when it is told to; all ranks call this."""
@@ -918,18 +1351,23 @@ class Parallel(Joined):
 
 # %% ../nbs/14a_parallel.ipynb #3bcabb06
 def data_parallel(
-    module: nn.Module, # plain; its parameters and buffers become those of the first rank
-    zero: ZeroRedundancyOptimizer, # of all parameters of the module that are trained
-    **way: Any, # as for `ParallelWay`
+    module: nn.Module,  # plain; its parameters and buffers become those of the first rank
+    zero: ZeroRedundancyOptimizer,  # of all parameters of the module that are trained
+    **way: Any,  # as for `ParallelWay`
 ) -> Parallel:
-    """Train a plain module data-parallel, with gradients and optimizer state sharded (ZeRO stage 2). All ranks call this.
+    """Train a plain module data-parallel, with gradients and optimizer state sharded (ZeRO stage
+    2). All ranks call this.
 
-    `backward` averages gradients, frees them bucket by bucket, and steps; `zero.step()` need not be called, and only checks that nothing was
-    changed or skipped. What reads or changes `.grad` after `backward`, `clip_grad_norm_` for example, comes too late, and raises: pass `max_grad_norm` to
+    `backward` averages gradients, frees them bucket by bucket, and steps; `zero.step()` need not be
+    called, and only checks that nothing was
+    changed or skipped. What reads or changes `.grad` after `backward`, `clip_grad_norm_` for
+    example, comes too late, and raises: pass `max_grad_norm` to
     clip, and `scaler` if the loss is scaled.
-    When `backward` returns, the parameters are those after the step. With `hidden=True` they come while the next forward runs: a read that goes through
+    When `backward` returns, the parameters are those after the step. With `hidden=True` they come
+    while the next forward runs: a read that goes through
     the module waits, any other must follow `handle.wait()`, and `check_reads=True` shows those that do not.
-    An exception in forward or backward on one rank ends the job's groups on all of them: a batch that fails, for lack of memory for example, cannot be
+    An exception in forward or backward on one rank ends the job's groups on all of them: a batch
+    that fails, for lack of memory for example, cannot be
     caught and skipped. Raises `TypeError` or `ValueError` on every rank for what does not go together.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2."""
     return Parallel(module, zero, ParallelWay(**way))

@@ -29,113 +29,179 @@ __all__ = ['Run', 'SCALARS', 'specs', 'Piece', 'refreshed', 'look', 'Shard', 'pe
 
 # %% ../nbs/12a_pieces.ipynb #8c39e138
 def _names(group: dict[str, Any], index: int) -> list[str]:
-    return group.get("param_names") or [f"group {index} parameter {i}" for i in range(len(group["params"]))]
+    return group.get("param_names") or [
+        f"group {index} parameter {i}" for i in range(len(group["params"]))
+    ]
+
 
 _FACTS = attrgetter("shape", "dtype", "device", "layout")
 
-def _spec(name: str, p: Tensor, trains: bool, group: int, devices: dict[str, dict[torch.device, str]]) -> ParamSpec:
-    if p.layout != torch.strided: raise ValueError(f"{name} is {p.layout}, only dense ones can be sharded; give it an optimizer of its own")
-    try: p.is_contiguous() or flatten(p.detach())
-    except ValueError as error: raise ValueError(f"{name}: {error}") from None
-    known = devices.setdefault(p.device.type, {}) # a process may have several; each rank calls its first one by the same name
-    device = known.get(p.device) or known.setdefault(p.device, p.device.type + (f"+{len(known)}" if known else ""))
-    return ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), device, group, trains)
+
+def _spec(
+    name: str, p: Tensor, trains: bool, group: int, devices: dict[str, dict[torch.device, str]]
+) -> ParamSpec:
+    if p.layout != torch.strided:
+        raise ValueError(
+            f"{name} is {p.layout}, only dense ones can be sharded; give it an optimizer of its own"
+        )
+    try:
+        p.is_contiguous() or flatten(p.detach())
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    known = devices.setdefault(
+        p.device.type, {}
+    )  # a process may have several; each rank calls its first one by the same name
+    device = known.get(p.device) or known.setdefault(
+        p.device, p.device.type + (f"+{len(known)}" if known else "")
+    )
+    return ParamSpec(
+        name, tuple(p.shape), str(p.dtype).removeprefix("torch."), device, group, trains
+    )
+
 
 def specs(
-    param_groups: list[dict[str, Any]], # as `torch.optim.Optimizer.param_groups`
-    first: int = 0, # index of the first of these groups
-    grads: bool = False, # a parameter that is frozen and has a gradient counts as trained, as for `torch.optim`
-) -> Roster: # in registration order
+    param_groups: list[dict[str, Any]],  # as `torch.optim.Optimizer.param_groups`
+    first: int = 0,  # index of the first of these groups
+    grads: bool = False,  # a parameter that is frozen and has a gradient counts as trained, as for `torch.optim`
+) -> Roster:  # in registration order
     """Describe parameters for a plan.
 
     Raises `ValueError` for a parameter that cannot be cut: sparse, or not dense in memory.
     """
-    names, forms, which, devices = list[str](), list[ParamSpec](), list[int](), dict[str, dict[torch.device, str]]()
+    names, forms, which, devices = (
+        list[str](),
+        list[ParamSpec](),
+        list[int](),
+        dict[str, dict[torch.device, str]](),
+    )
     for index, group in enumerate(param_groups, first):
         seen, params = dict[Any, int](), group["params"]
         names += _names(group, index)
         for p in params:
             trains = p.requires_grad or (grads and p.grad is not None)
-            if (form := seen.get(key := (True if p.is_contiguous() else p.stride(), trains, _FACTS(p)))) is None:
+            if (
+                form := seen.get(
+                    key := (True if p.is_contiguous() else p.stride(), trains, _FACTS(p))
+                )
+            ) is None:
                 form = seen[key] = len(forms)
                 forms.append(_spec(names[len(which)], p, trains, index, devices))
             which.append(form)
     return Roster(names, tuple(forms), which)
 
 # %% ../nbs/12a_pieces.ipynb #fd1ae5c5
-Run = tuple[int, int, int] # index of a parameter in the optimizer; first element, in the parameter's memory order; one past the last
+Run = tuple[
+    int, int, int
+]  # index of a parameter in the optimizer; first element, in the parameter's memory order; one past the last
+
 
 @dataclass(eq=False)
 class Piece:
-    """What a local optimizer steps as one tensor: a parameter, a run of one, or runs that lie side by side in a bucket."""
+    """What a local optimizer steps as one tensor: a parameter, a run of one, or runs that lie side
+    by side in a bucket."""
 
     runs: list[Run]
-    params: list[Tensor] # the user's, one for each run
-    view: Tensor # what is stepped: the user's parameter, a view, or a copy in a wider dtype
-    memory: Tensor # the elements in the model; of no size while they do not lie side by side
-    whole: bool = False # all elements of one parameter, in its shape; else 1-D
-    bucket: FlatBucket | None = None # that the elements are in
-    at: int = 0 # of the first element, among those that this rank owns of the bucket
-    loaded: bool = False # the elements do not lie side by side; the bucket brings them so for the time of a step
-    versions: list[int] = field(default_factory=list) # of the parameters, when the copy was rounded into them; none: the copy came from elsewhere
+    params: list[Tensor]  # the user's, one for each run
+    view: Tensor  # what is stepped: the user's parameter, a view, or a copy in a wider dtype
+    memory: Tensor  # the elements in the model; of no size while they do not lie side by side
+    whole: bool = False  # all elements of one parameter, in its shape; else 1-D
+    bucket: FlatBucket | None = None  # that the elements are in
+    at: int = 0  # of the first element, among those that this rank owns of the bucket
+    loaded: bool = False  # the elements do not lie side by side; the bucket brings them so for the time of a step
+    versions: list[int] = field(
+        default_factory=list
+    )  # of the parameters, when the copy was rounded into them; none: the copy came from elsewhere
 
-    direct = property(lambda self: self.view is self.params[0], doc="Whether the optimizer steps the user's parameter.")
-    master = property(lambda self: self.view.dtype != self.params[0].dtype, doc="Whether the view is a copy.")
+    direct = property(
+        lambda self: self.view is self.params[0],
+        doc="Whether the optimizer steps the user's parameter.",
+    )
+    master = property(
+        lambda self: self.view.dtype != self.params[0].dtype, doc="Whether the view is a copy."
+    )
     numel = cached_property(lambda self: sum([stop - start for _, start, stop in self.runs]))
 
     def read(self) -> Tensor:
         """Give the elements as they are in the model, side by side."""
-        return self.bucket.load()[self.at:self.at + self.numel] if self.loaded and self.bucket else self.memory
+        return (
+            self.bucket.load()[self.at : self.at + self.numel]
+            if self.loaded and self.bucket
+            else self.memory
+        )
 
     def gradient(self, grads: Sequence[Tensor]) -> Tensor:
         """Lay this piece's part of the parameters' gradients side by side: a view where there is one."""
-        if self.whole: return grads[0]
-        if len(grads) > 1 and self._row_major: # the quick way: one call for all
+        if self.whole:
+            return grads[0]
+        if len(grads) > 1 and self._row_major:  # the quick way: one call for all
             first = self.runs[0][1]
-            return _flatten_dense_tensors(grads)[first:first + self.numel]
-        parts = [flatten_like(g, p)[start:stop] for g, p, (_, start, stop) in zip(grads, self.params, self.runs, strict=True)]
+            return _flatten_dense_tensors(grads)[first : first + self.numel]
+        parts = [
+            flatten_like(g, p)[start:stop]
+            for g, p, (_, start, stop) in zip(grads, self.params, self.runs, strict=True)
+        ]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     @cached_property
-    def _row_major(self) -> bool: # and only the first and the last cut
-        return all(p.is_contiguous() for p in self.params) and all(not a for _, a, _ in self.runs[1:]) and all(
-            b == p.numel() for p, (_, _, b) in zip(self.params[:-1], self.runs[:-1], strict=True))
+    def _row_major(self) -> bool:  # and only the first and the last cut
+        return (
+            all(p.is_contiguous() for p in self.params)
+            and all(not a for _, a, _ in self.runs[1:])
+            and all(
+                b == p.numel()
+                for p, (_, _, b) in zip(self.params[:-1], self.runs[:-1], strict=True)
+            )
+        )
 
 # %% ../nbs/12a_pieces.ipynb #e1f4242e
-def refreshed(copy: Tensor, memory: Tensor) -> Tensor: # both of one shape
+def refreshed(copy: Tensor, memory: Tensor) -> Tensor:  # both of one shape
     """Keep of a copy what still rounds to the elements in the model, and take the others from there."""
     return torch.where(copy.to(memory.dtype) == memory, copy, memory.to(copy.dtype))
+
 
 def _enter(piece: Piece, gradient: Tensor | None) -> None:
     """Give the view of a piece its memory and its gradient."""
     piece.memory = piece.read()
-    if not piece.master: piece.view.data = piece.memory
+    if not piece.master:
+        piece.view.data = piece.memory
     elif piece.versions != (now := [p._version for p in piece.params]):
         piece.view.copy_(refreshed(piece.view, piece.memory))
         piece.versions = now
     piece.view.grad = None if gradient is None else gradient.to(piece.view.dtype)
 
+
 def _leave(piece: Piece) -> None:
     """Let go of what lasts for a step only."""
-    piece.view.grad = None # the parameters keep theirs
-    if not piece.loaded: return
+    piece.view.grad = None  # the parameters keep theirs
+    if not piece.loaded:
+        return
     piece.memory = piece.memory.new_empty(0)
-    if not piece.master: piece.view.data = piece.memory
+    if not piece.master:
+        piece.view.data = piece.memory
 
 # %% ../nbs/12a_pieces.ipynb #39017363
-def _in_turn(buckets: Sequence[FlatBucket]) -> list[FlatBucket]: # by the rank that owns most
+def _in_turn(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:  # by the rank that owns most
     by_owner: dict[int, list[FlatBucket]] = {}
     for bucket in buckets:
-        owner = 0 if bucket.sizes.each else max(bucket.sizes.owned, key=lambda owned: owned[2] - owned[1])[0]
+        owner = (
+            0
+            if bucket.sizes.each
+            else max(bucket.sizes.owned, key=lambda owned: owned[2] - owned[1])[0]
+        )
         by_owner.setdefault(owner, []).append(bucket)
-    return [bucket for turn in zip_longest(*by_owner.values()) for bucket in turn if bucket is not None]
+    return [
+        bucket for turn in zip_longest(*by_owner.values()) for bucket in turn if bucket is not None
+    ]
+
 
 def look(
     params: Iterable[Tensor],
-    grads: bool = False, # a parameter that is frozen and has a gradient counts as trained, as for `torch.optim`
+    grads: bool = False,  # a parameter that is frozen and has a gradient counts as trained, as for `torch.optim`
 ) -> list[Any]:
     """Note what a plan and its buckets depend on and a user may change: where parameters are, and which are frozen."""
-    return [p.data_ptr() if p.requires_grad or (grads and p.grad is not None) else None for p in params]
+    return [
+        p.data_ptr() if p.requires_grad or (grads and p.grad is not None) else None for p in params
+    ]
 
 # %% ../nbs/12a_pieces.ipynb #a7c94f66
 class Shard:
@@ -143,20 +209,39 @@ class Shard:
 
     def __init__(
         self,
-        plan: Callable[[], BucketPlan], # makes the plan of these parameters
-        params: list[Tensor], # in the plan's order
-        group: Group, # whose ranks share the plan
-        as_views: bool = False, # parameters become views of their bucket
-        first: int = 0, # index of the first of these parameters in the optimizer
-        master_dtype: torch.dtype | None = None, # of the copy of each piece that is stepped; None: no copy
-        merges: Sequence[bool] = (), # of each parameter: whether it may be stepped together with others; none may: empty
-        groups: range = range(1), # indices of the param groups that these parameters are in
-        borrows: bool = True, # where a rank steps all of a parameter, the user's tensor itself is stepped, with the user's gradient
+        plan: Callable[[], BucketPlan],  # makes the plan of these parameters
+        params: list[Tensor],  # in the plan's order
+        group: Group,  # whose ranks share the plan
+        as_views: bool = False,  # parameters become views of their bucket
+        first: int = 0,  # index of the first of these parameters in the optimizer
+        master_dtype: torch.dtype
+        | None = None,  # of the copy of each piece that is stepped; None: no copy
+        merges: Sequence[
+            bool
+        ] = (),  # of each parameter: whether it may be stepped together with others; none may: empty
+        groups: range = range(1),  # indices of the param groups that these parameters are in
+        # where a rank steps all of a parameter, the user's tensor itself is stepped, with the
+        # user's gradient
+        borrows: bool = True,
     ):
-        self.make_plan, self.params, self.group, self.first, self.master_dtype, self.groups = plan, params, group, first, master_dtype, groups
-        self.merges, self.borrows, self.as_views = merges or [False] * len(params), borrows, as_views
+        self.make_plan, self.params, self.group, self.first, self.master_dtype, self.groups = (
+            plan,
+            params,
+            group,
+            first,
+            master_dtype,
+            groups,
+        )
+        self.merges, self.borrows, self.as_views = (
+            merges or [False] * len(params),
+            borrows,
+            as_views,
+        )
         self.alone = borrows and group.size == 1 and not as_views and master_dtype is None
-        if not self.alone: self.plan = plan() # now, so that a plan that cannot be made is an error before anything has moved
+        if not self.alone:
+            self.plan = (
+                plan()
+            )  # now, so that a plan that cannot be made is an error before anything has moved
 
     plan = cached_property(lambda self: self.make_plan())
     turns = cached_property(lambda self: _in_turn(self.buckets))
@@ -164,15 +249,29 @@ class Shard:
     @cached_property
     def buckets(self) -> list[FlatBucket]:
         """The memory of the plan's buckets. Views move there, one bucket after another, when it is first asked for."""
-        made = [] if self.alone else [FlatBucket(bucket, self.params, self.group, self.as_views) for bucket in self.plan.buckets]
+        made = (
+            []
+            if self.alone
+            else [
+                FlatBucket(bucket, self.params, self.group, self.as_views)
+                for bucket in self.plan.buckets
+            ]
+        )
         self.seen = [] if self.alone else look(self.params, self.borrows)
         return made
 
     @cached_property
     def pieces(self) -> list[Piece]:
         """What this rank steps."""
-        if self.alone: return [Piece([(self.first + i, 0, p.numel())], [p], p, p.detach(), True) for i, p in enumerate(self.params)]
-        return [*(piece for bucket in self.buckets for piece in _pieces(self, bucket)), *_empty_pieces(self)]
+        if self.alone:
+            return [
+                Piece([(self.first + i, 0, p.numel())], [p], p, p.detach(), True)
+                for i, p in enumerate(self.params)
+            ]
+        return [
+            *(piece for bucket in self.buckets for piece in _pieces(self, bucket)),
+            *_empty_pieces(self),
+        ]
 
     def changed(self) -> bool:
         """Tell whether the user has frozen, unfrozen or moved parameters since the buckets were made."""
@@ -180,79 +279,151 @@ class Shard:
 
     def let_go(self) -> None:
         """Give up pieces and buckets; the parameters keep what is in them."""
-        for held in (self.pieces, self.buckets, self.turns): held.clear()
+        for held in (self.pieces, self.buckets, self.turns):
+            held.clear()
 
 # %% ../nbs/12a_pieces.ipynb #2bde25d1
 def _pieces(shard: Shard, bucket: FlatBucket) -> Iterator[Piece]:
-    def key(owned: tuple[Slot, Tensor]) -> Any: # neighbours with equal keys are stepped as one tensor
+    def key(
+        owned: tuple[Slot, Tensor],
+    ) -> Any:  # neighbours with equal keys are stepped as one tensor
         param = owned[0].param
         return shard.plan.params[param].group if shard.merges[param] else owned[0]
-    for _, neighbours in groupby(zip(bucket.owned, bucket.mine, strict=True), key): yield _piece(shard, bucket, *zip(*neighbours, strict=True))
 
-def _view(shard: Shard, param: Tensor, memory: Tensor, whole: bool) -> Tensor: # what is stepped
+    for _, neighbours in groupby(zip(bucket.owned, bucket.mine, strict=True), key):
+        yield _piece(shard, bucket, *zip(*neighbours, strict=True))
+
+
+def _view(shard: Shard, param: Tensor, memory: Tensor, whole: bool) -> Tensor:  # what is stepped
     wide = shard.master_dtype
-    if wide not in (None, param.dtype) and param.is_floating_point(): return Parameter(memory.to(wide))
+    if wide not in (None, param.dtype) and param.is_floating_point():
+        return Parameter(memory.to(wide))
     return param if whole and shard.borrows else Parameter(memory)
 
-def _empty_pieces(shard: Shard) -> Iterator[Piece]: # of parameters without elements, which every rank steps
+
+def _empty_pieces(
+    shard: Shard,
+) -> Iterator[Piece]:  # of parameters without elements, which every rank steps
     for i, p in enumerate(shard.params):
         if not p.numel() and shard.plan.params[i].trainable:
             memory = p.detach()
-            yield Piece([(shard.first + i, 0, 0)], [p], _view(shard, p, memory, True), memory, True, versions=[p._version])
+            yield Piece(
+                [(shard.first + i, 0, 0)],
+                [p],
+                _view(shard, p, memory, True),
+                memory,
+                True,
+                versions=[p._version],
+            )
 
-def _piece(shard: Shard, bucket: FlatBucket, slots: tuple[Slot, ...], runs: tuple[Tensor, ...]) -> Piece:
+
+def _piece(
+    shard: Shard, bucket: FlatBucket, slots: tuple[Slot, ...], runs: tuple[Tensor, ...]
+) -> Piece:
     params, first, last = [shard.params[slot.param] for slot in slots], slots[0], slots[-1]
-    loaded, at = bucket.flat is None and shard.merges[first.param], first.offset - bucket.bucket.part(shard.group.group_rank)[0]
+    loaded, at = (
+        bucket.flat is None and shard.merges[first.param],
+        first.offset - bucket.bucket.part(shard.group.group_rank)[0],
+    )
     whole = len(slots) == 1 and first.numel == params[0].numel() and not loaded
-    if whole: memory = params[0].detach()
-    elif len(runs) == 1 and not loaded: memory = runs[0]
-    else: memory = bucket.load()[at:at + last.offset + last.numel - first.offset]
+    if whole:
+        memory = params[0].detach()
+    elif len(runs) == 1 and not loaded:
+        memory = runs[0]
+    else:
+        memory = bucket.load()[at : at + last.offset + last.numel - first.offset]
     view = _view(shard, params[0], memory, whole)
     owned = [(slot.param + shard.first, slot.start, slot.stop) for slot in slots]
-    return Piece(owned, params, view, memory, whole, bucket, at, loaded, [p._version for p in params])
+    return Piece(
+        owned, params, view, memory, whole, bucket, at, loaded, [p._version for p in params]
+    )
 
 # %% ../nbs/12a_pieces.ipynb #faaebf83
-SCALARS = frozenset({"step", "eta", "mu", "mu_product"}) # state of torch's element-wise classes that is one number for a parameter
+SCALARS = frozenset(
+    {"step", "eta", "mu", "mu_product"}
+)  # state of torch's element-wise classes that is one number for a parameter
+
 
 def per_element(key: str, value: Any, numel: int) -> bool:
     """Tell whether a value of the state has one number for each of `numel` elements."""
     return isinstance(value, Tensor) and key not in SCALARS and value.shape == (numel,)
 
-def _parts(piece: Piece, marks: Sequence[Any]) -> Iterator[tuple[Piece, slice]]: # and where it was in the whole
+
+def _parts(
+    piece: Piece, marks: Sequence[Any]
+) -> Iterator[tuple[Piece, slice]]:  # and where it was in the whole
     at = 0
     for _, group in groupby(range(len(marks)), key=marks.__getitem__):
         members = slice((found := list(group))[0], found[-1] + 1)
         where = slice(at, at := at + sum(stop - start for _, start, stop in piece.runs[members]))
-        memory, runs, params, versions = piece.memory[where], piece.runs[members], piece.params[members], piece.versions[members]
+        memory, runs, params, versions = (
+            piece.memory[where],
+            piece.runs[members],
+            piece.params[members],
+            piece.versions[members],
+        )
         view = Parameter(piece.view.detach()[where] if piece.master else memory)
-        yield Piece(runs, params, view, memory, False, piece.bucket, piece.at + where.start, piece.loaded, versions), where
+        yield (
+            Piece(
+                runs,
+                params,
+                view,
+                memory,
+                False,
+                piece.bucket,
+                piece.at + where.start,
+                piece.loaded,
+                versions,
+            ),
+            where,
+        )
+
 
 def split_piece(
-    optims: Iterable[torch.optim.Optimizer], # one of which steps the piece
-    shard: Shard, # in which the piece is
+    optims: Iterable[torch.optim.Optimizer],  # one of which steps the piece
+    shard: Shard,  # in which the piece is
     piece: Piece,
-    marks: Sequence[Any], # one for each run
-) -> list[Piece]: # the piece itself, or what it was split into
+    marks: Sequence[Any],  # one for each run
+) -> list[Piece]:  # the piece itself, or what it was split into
     """Step apart from now on what has different marks."""
-    if marks.count(marks[0]) == len(marks): return [piece]
-    optim, params, place = next((o, g["params"], i) for o in optims for g in o.param_groups for i, view in enumerate(g["params"]) if view is piece.view)
+    if marks.count(marks[0]) == len(marks):
+        return [piece]
+    optim, params, place = next(
+        (o, g["params"], i)
+        for o in optims
+        for g in o.param_groups
+        for i, view in enumerate(g["params"])
+        if view is piece.view
+    )
     parts, state = list(_parts(piece, marks)), optim.state.pop(piece.view, {})
-    params[place:place + 1] = [part.view for part, _ in parts]
+    params[place : place + 1] = [part.view for part, _ in parts]
     place = next(i for i, other in enumerate(shard.pieces) if other is piece)
-    shard.pieces[place:place + 1] = pieces = [part for part, _ in parts]
+    shard.pieces[place : place + 1] = pieces = [part for part, _ in parts]
     for part, where in parts:
-        if state: optim.state[part.view] = {k: v[where].clone() if per_element(k, v, piece.numel) else deepcopy(v) for k, v in state.items()}
+        if state:
+            optim.state[part.view] = {
+                k: v[where].clone() if per_element(k, v, piece.numel) else deepcopy(v)
+                for k, v in state.items()
+            }
     return pieces
 
 # %% ../nbs/12a_pieces.ipynb #8daa03fc
-def _gradients(shard: Shard) -> list[Tensor | None]: # one for each parameter
+def _gradients(shard: Shard) -> list[Tensor | None]:  # one for each parameter
     """Look up the gradients; `RuntimeError` for a sparse one."""
     grads = [p.grad for p in shard.params]
-    if set(map(_LAYOUT, [grad for grad in grads if grad is not None])) <= {torch.strided}: return grads
-    sparse = next(i for i, grad in enumerate(grads) if grad is not None and grad.layout is not torch.strided)
-    raise RuntimeError(f"{shard.plan.params[sparse].name} has a sparse gradient and only dense ones can be sharded; use sparse=False in its layer")
+    if set(map(_LAYOUT, [grad for grad in grads if grad is not None])) <= {torch.strided}:
+        return grads
+    sparse = next(
+        i for i, grad in enumerate(grads) if grad is not None and grad.layout is not torch.strided
+    )
+    raise RuntimeError(
+        f"{shard.plan.params[sparse].name} has a sparse gradient and only dense ones can be"
+        " sharded; use sparse=False in its layer"
+    )
+
 
 _LAYOUT = attrgetter("layout")
+
 
 @torch.no_grad()
 def open_pieces(optims: Iterable[torch.optim.Optimizer], shard: Shard) -> None:
@@ -261,32 +432,44 @@ def open_pieces(optims: Iterable[torch.optim.Optimizer], shard: Shard) -> None:
     for piece in [piece for piece in shard.pieces if not piece.direct]:
         mine = [grads[index - shard.first] for index, _, _ in piece.runs]
         for part in split_piece(optims, shard, piece, [g is None for g in mine]):
-            its, mine = mine[:len(part.runs)], mine[len(part.runs):]
-            _enter(part, None if its[0] is None else part.gradient([g for g in its if g is not None]))
+            its, mine = mine[: len(part.runs)], mine[len(part.runs) :]
+            _enter(
+                part, None if its[0] is None else part.gradient([g for g in its if g is not None])
+            )
 
 # %% ../nbs/12a_pieces.ipynb #923e473e
-def _slice(piece: Piece, part: Tensor) -> Tensor: # a view, in the shape of the piece
-    flat = part[piece.at:piece.at + piece.numel]
+def _slice(piece: Piece, part: Tensor) -> Tensor:  # a view, in the shape of the piece
+    flat = part[piece.at : piece.at + piece.numel]
     return flat.as_strided(piece.params[0].shape, piece.params[0].stride()) if piece.whole else flat
+
 
 def _open_empty(shard: Shard, lacks: Sequence[bool]) -> list[Piece]:
     empty = [piece for piece in shard.pieces if piece.bucket is None]
-    for piece in empty: _enter(piece, None if lacks[piece.runs[0][0] - shard.first] else torch.zeros_like(piece.memory))
+    for piece in empty:
+        _enter(
+            piece, None if lacks[piece.runs[0][0] - shard.first] else torch.zeros_like(piece.memory)
+        )
     return empty
+
 
 @torch.no_grad()
 def open_bucket(
-    optims: Iterable[torch.optim.Optimizer], # which step the pieces
-    shard: Shard, # made with `borrows=False`
-    bucket: FlatBucket, # of the shard
-    part: Tensor, # 1-D, gradients of what this rank owns of the bucket
-    lacks: Sequence[bool], # for each parameter of the shard, whether it has no gradient on any rank
-) -> list[Piece]: # those of the bucket
+    optims: Iterable[torch.optim.Optimizer],  # which step the pieces
+    shard: Shard,  # made with `borrows=False`
+    bucket: FlatBucket,  # of the shard
+    part: Tensor,  # 1-D, gradients of what this rank owns of the bucket
+    lacks: Sequence[
+        bool
+    ],  # for each parameter of the shard, whether it has no gradient on any rank
+) -> list[Piece]:  # those of the bucket
     """Give the views of one bucket their memory and their gradients."""
     opened = []
-    if bucket is shard.buckets[0]: opened += _open_empty(shard, lacks)
+    if bucket is shard.buckets[0]:
+        opened += _open_empty(shard, lacks)
     for piece in [piece for piece in shard.pieces if piece.bucket is bucket]:
-        for one in split_piece(optims, shard, piece, [lacks[index - shard.first] for index, _, _ in piece.runs]):
+        for one in split_piece(
+            optims, shard, piece, [lacks[index - shard.first] for index, _, _ in piece.runs]
+        ):
             _enter(one, None if lacks[one.runs[0][0] - shard.first] else _slice(one, part))
             opened.append(one)
     return opened
@@ -294,20 +477,27 @@ def open_bucket(
 # %% ../nbs/12a_pieces.ipynb #a123b687
 @torch.no_grad()
 def close_pieces(
-    pieces: Iterable[Piece], # all of some buckets
+    pieces: Iterable[Piece],  # all of some buckets
 ) -> None:
     """Round copies into the model; what was stepped in a bucket's memory waits there to be gathered."""
     for piece in pieces:
-        if piece.master: piece.memory.copy_(piece.view)
-        if not piece.direct: _leave(piece)
+        if piece.master:
+            piece.memory.copy_(piece.view)
+        if not piece.direct:
+            _leave(piece)
+
 
 def rest(shard: Shard) -> None:
     """Let go of all memory that lasts for a step only, and of what is in it."""
     for piece in shard.pieces:
-        if not piece.direct: _leave(piece)
-    for bucket in shard.buckets: bucket.part = None
+        if not piece.direct:
+            _leave(piece)
+    for bucket in shard.buckets:
+        bucket.part = None
+
 
 def settle(pieces: Iterable[Piece]) -> None:
     """Note that what is in the parameters now has come from the copies."""
     for piece in pieces:
-        if piece.master: piece.versions = [p._version for p in piece.params]
+        if piece.master:
+            piece.versions = [p._version for p in piece.params]

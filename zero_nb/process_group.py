@@ -46,77 +46,116 @@ __all__ = ['Steps', 'CHUNK', 'Ranks', 'get_process_group_ranks', 'get_global_ran
 def _ready() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
+
 def _ranks_of(group: Any) -> tuple[int, ...]:
     """Global ranks of a group, by group rank."""
-    if isinstance(group, Ranks): return group.ranks
+    if isinstance(group, Ranks):
+        return group.ranks
     if not _ready():
-        if group is None: return (0,)
-        need = "call init_process_group() first" if torch.distributed.is_available() else "this torch was built without it"
-        raise ValueError(f"a process group was given but torch.distributed is not initialized; {need}")
+        if group is None:
+            return (0,)
+        need = (
+            "call init_process_group() first"
+            if torch.distributed.is_available()
+            else "this torch was built without it"
+        )
+        raise ValueError(
+            f"a process group was given but torch.distributed is not initialized; {need}"
+        )
     dist = torch.distributed
     try:
-        if group == dist.GroupMember.NON_GROUP_MEMBER: raise KeyError(group) # torch answers with the ranks of some other group
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise KeyError(group)  # torch answers with the ranks of some other group
         return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
     except (KeyError, TypeError):
-        raise ValueError(f"global rank {dist.get_rank()} is not a member of this process group: {group!r}; "
-                         "use a group that torch.distributed made, on the ranks it was made of, before it is destroyed") from None
+        raise ValueError(
+            f"global rank {dist.get_rank()} is not a member of this process group: {group!r}; "
+            "use a group that torch.distributed made, on the ranks it was made of, before it is destroyed"
+        ) from None
 
 # %% ../nbs/10_process_group.ipynb #68f003ff
-_TAGS, _MARKS = range(64, 1 << 20), 1 << 10 # messages inside collectives are numbered, and marked by size and dtype
+_TAGS, _MARKS = (
+    range(64, 1 << 20),
+    1 << 10,
+)  # messages inside collectives are numbered, and marked by size and dtype
+
 
 @dataclass(eq=False)
 class _State:
     """What a process group remembers between collectives; the same on all its ranks."""
 
-    tag: int = 0 # messages so far
-    turn: int = 0 # agreements so far
-    known: set[Any] = field(default_factory=set) # collectives that are not compared before they are sent: their like was, or follows from what was agreed on
-    compared: int = 0 # collectives that were compared because none of their like was known
-    transports: list[Transport | None] = field(default_factory=list) # one, or None if the group sends messages; empty before it is tried
-    lacks: dict[Any, bool] = field(default_factory=dict) # collectives that were tried on a backend we do not know; True if it has none
-    connected: set[str] = field(default_factory=set) # backends that have run a collective of all ranks
-    dropped: list[str] = field(default_factory=list) # collectives nobody waited for
-    named: int = 0 # in the state of the job's own group: the highest number in the name of a group that was split off
-    ended: str = "" # "aborted" or "destroyed"
-    reason: str = "" # what another rank said that failed, if the group was aborted because of that
-    watcher: Any = None # the thread that listens to other ranks where the backend does not tell of errors
-    life: str = "" # name of this life of the group, in its store; "" before the first agreement
-    met: bool = False # whether an agreement has shown that all ranks are in this life
-    old: set[str] = field(default_factory=set) # names of earlier lives that were found in the store
+    tag: int = 0  # messages so far
+    turn: int = 0  # agreements so far
+    known: set[Any] = field(
+        default_factory=set
+    )  # collectives that are not compared before they are sent: their like was, or follows from what was agreed on
+    compared: int = 0  # collectives that were compared because none of their like was known
+    transports: list[Transport | None] = field(
+        default_factory=list
+    )  # one, or None if the group sends messages; empty before it is tried
+    lacks: dict[Any, bool] = field(
+        default_factory=dict
+    )  # collectives that were tried on a backend we do not know; True if it has none
+    connected: set[str] = field(
+        default_factory=set
+    )  # backends that have run a collective of all ranks
+    dropped: list[str] = field(default_factory=list)  # collectives nobody waited for
+    named: int = 0  # in the state of the job's own group: the highest number in the name of a group that was split off
+    ended: str = ""  # "aborted" or "destroyed"
+    reason: str = ""  # what another rank said that failed, if the group was aborted because of that
+    watcher: Any = (
+        None  # the thread that listens to other ranks where the backend does not tell of errors
+    )
+    life: str = ""  # name of this life of the group, in its store; "" before the first agreement
+    met: bool = False  # whether an agreement has shown that all ranks are in this life
+    old: set[str] = field(
+        default_factory=set
+    )  # names of earlier lives that were found in the store
 
     def tags(self, count: int, like: str) -> int:
         """Reserve `count` tags for messages of a kind, `_MARKS` apart, and give the first."""
         first, self.tag = self.tag % (len(_TAGS) - count), self.tag + count
         return _TAGS[first] * _MARKS + zlib.crc32(like.encode()) % _MARKS
 
-_STATES: WeakKeyDictionary[Any, _State] = WeakKeyDictionary() # by process group
-_NO_GROUP = _State() # a process alone
+
+_STATES: WeakKeyDictionary[Any, _State] = WeakKeyDictionary()  # by process group
+_NO_GROUP = _State()  # a process alone
+
 
 def _state(process_group: Any) -> _State:
-    if process_group is None: return _NO_GROUP
+    if process_group is None:
+        return _NO_GROUP
     return _STATES.setdefault(process_group, _State())
+
 
 def _wire(process_group: Any) -> Any:
     """Give the group that really sends: one that records shares messages and agreements with the one it wraps."""
-    while hasattr(getattr(process_group, "wrapped", None), "group_name"): process_group = process_group.wrapped
+    while hasattr(getattr(process_group, "wrapped", None), "group_name"):
+        process_group = process_group.wrapped
     return process_group
 
 # %% ../nbs/10_process_group.ipynb #7e0a3ed6
 def _few(values: Sequence[object], most: int = 8) -> str:
     """List values for a text; of many, the first few, the last, and how many there are."""
-    if len(values) <= most: return ", ".join(map(str, values))
+    if len(values) <= most:
+        return ", ".join(map(str, values))
     return f"{', '.join(map(str, values[:3]))}, ..., {values[-1]}: {len(values)} in all"
+
 
 class Ranks:
     """Who is in a group, and which of them this process is."""
 
     def __init__(
         self,
-        process_group: Any = None, # a torch `ProcessGroup` this process belongs to, or a `Ranks`; None: all ranks of the job, or this process alone
+        # a torch `ProcessGroup` this process belongs to, or a `Ranks`; None: all ranks of the job,
+        # or this process alone
+        process_group: Any = None,
     ):
         self.ranks = _ranks_of(process_group)
-        if isinstance(process_group, Ranks): process_group = process_group.process_group
-        elif process_group is None and _ready(): process_group = torch.distributed.group.WORLD
+        if isinstance(process_group, Ranks):
+            process_group = process_group.process_group
+        elif process_group is None and _ready():
+            process_group = torch.distributed.group.WORLD
         self.process_group: Any = process_group
         self.group_rank = 0 if process_group is None else torch.distributed.get_rank(process_group)
         self.size = len(self.ranks)
@@ -132,60 +171,80 @@ class Ranks:
 
 # %% ../nbs/10_process_group.ipynb #591774f0
 def get_process_group_ranks(
-    group: Any = None, # a process group, a `Group`, or None: all ranks of the job
-) -> list[int]: # global ranks, ordered by group rank
+    group: Any = None,  # a process group, a `Group`, or None: all ranks of the job
+) -> list[int]:  # global ranks, ordered by group rank
     """Give the global ranks of a group.
 
     Raises `ValueError` if this process is not a member. Source: `torch.distributed.get_process_group_ranks`."""
     return list(_ranks_of(group))
 
+
 def get_global_rank(
-    group: Any, # a process group, a `Group`, or None: all ranks of the job
-    group_rank: int, # rank in that group
-) -> int: # the same process's rank in the job
+    group: Any,  # a process group, a `Group`, or None: all ranks of the job
+    group_rank: int,  # rank in that group
+) -> int:  # the same process's rank in the job
     """Translate a group rank to a global rank.
 
     Raises `ValueError` if the group has no such rank. Source: `torch.distributed.get_global_rank`."""
     ranks = _ranks_of(group)
-    if group_rank in range(len(ranks)): return ranks[group_rank]
-    raise ValueError(f"Group rank {group_rank} is not part of group {group}; it has ranks 0 to {len(ranks) - 1}")
+    if group_rank in range(len(ranks)):
+        return ranks[group_rank]
+    raise ValueError(
+        f"Group rank {group_rank} is not part of group {group}; it has ranks 0 to {len(ranks) - 1}"
+    )
+
 
 def get_group_rank(
-    group: Any, # a process group, a `Group`, or None: all ranks of the job
-    global_rank: int, # rank in the job
-) -> int: # the same process's rank in the group
+    group: Any,  # a process group, a `Group`, or None: all ranks of the job
+    global_rank: int,  # rank in the job
+) -> int:  # the same process's rank in the group
     """Translate a global rank to a group rank.
 
     Raises `ValueError` if that rank is not in the group. Source: `torch.distributed.get_group_rank`."""
     ranks = _ranks_of(group)
-    if global_rank in ranks: return ranks.index(global_rank)
-    raise ValueError(f"Global rank {global_rank} is not part of group {group}; it has global ranks [{_few(ranks)}]")
+    if global_rank in ranks:
+        return ranks.index(global_rank)
+    raise ValueError(
+        f"Global rank {global_rank} is not part of group {group}; it has global ranks [{_few(ranks)}]"
+    )
 
 # %% ../nbs/10_process_group.ipynb #7fc3cc66
 def _timeout(group: Ranks) -> timedelta:
     """Give the time limit of the group's collectives, or of its store where the backend does not tell."""
     pg = group.process_group
-    try: return pg._get_backend(pg._device_types[0]).options._timeout
-    except (AttributeError, IndexError, RuntimeError): return _store(group).timeout
+    try:
+        return pg._get_backend(pg._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return _store(group).timeout
+
 
 def _store(group: Ranks) -> Any:
     from torch.distributed.distributed_c10d import _get_process_group_store
+
     return _get_process_group_store(_wire(group.process_group))
 
-_NOTHING = "\0" # no rank leaves this text
+
+_NOTHING = "\0"  # no rank leaves this text
+
 
 class _Notes:
-    """Texts and numbers that the ranks of a group leave for each other in its store. Every method is one request, and none waits."""
+    """Texts and numbers that the ranks of a group leave for each other in its store. Every method
+    is one request, and none waits."""
 
     def __init__(self, group: Ranks, life: str = ""):
         self._group, self._store = group, _store(group)
-        self._prefix = f"z{life}/" # short, for it travels with every request
+        self._prefix = f"z{life}/"  # short, for it travels with every request
 
     def _ask(self, request: Callable[..., Any], key: str, *values: Any) -> Any:
-        try: return request(self._prefix + key, *values)
-        except ValueError as error: raise RuntimeError(f"the store of {self._group} holds, under {key!r}, what no rank has written ({error}); another program "
-                                                       "writes to it: keep its port from others") from error
-        except Exception as error: raise _unreachable(self._group, self._store, error) from error
+        try:
+            return request(self._prefix + key, *values)
+        except ValueError as error:
+            raise RuntimeError(
+                f"the store of {self._group} holds, under {key!r}, what no rank has written"
+                f" ({error}); another program writes to it: keep its port from others"
+            ) from error
+        except Exception as error:
+            raise _unreachable(self._group, self._store, error) from error
 
     def set(self, key: str, text: str) -> None:
         """Leave a text, in the place of an older one."""
@@ -198,7 +257,8 @@ class _Notes:
     def raise_to(self, key: str, number: int) -> int:
         """Raise a number that all ranks share, and give it; one request more for each rank that raises it just now."""
         found = self.set_first(key, str(number))
-        while int(found) < number: found = str(self._ask(self._store.compare_set, key, found, str(number)).decode())
+        while int(found) < number:
+            found = str(self._ask(self._store.compare_set, key, found, str(number)).decode())
         return int(found)
 
     def peek(self, key: str) -> str:
@@ -216,26 +276,37 @@ class _Notes:
 
     def remove(self, *keys: str) -> None:
         """Take texts and numbers away, one request for each."""
-        for key in keys: self._ask(self._store.delete_key, key)
+        for key in keys:
+            self._ask(self._store.delete_key, key)
+
 
 def _unreachable(group: Ranks, store: Any, error: Exception) -> RuntimeError:
-    while hasattr(store, "underlying_store"): store = store.underlying_store
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
     place = f" at {store.host}:{store.port}" if hasattr(store, "port") else ""
-    return RuntimeError(f"rank {group.global_rank} cannot reach the store of its group{place}, through which ranks agree: {_shortened(str(error), 300)}; "
-                        "the process that hosts it has ended, rank 0's or torchrun's agent. Look at its output first")
+    return RuntimeError(
+        f"rank {group.global_rank} cannot reach the store of its group{place}, through which ranks"
+        f" agree: {_shortened(str(error), 300)}; the process that hosts it has ended, rank 0's or"
+        " torchrun's agent. Look at its output first"
+    )
 
 # %% ../nbs/10_process_group.ipynb #c9bacc4e
-_FAN = 8 # ranks that share a number, and numbers of one level that share one of the next
-_HERE = sum(1 << 2 * place for place in range(_FAN)) # all have arrived: each has added to its two bits, once
-_DIGESTS = (1 << 44) - 1 # of this many, none of which is 0: 8 of them and 16 bits fit into a number of the store
+_FAN = 8  # ranks that share a number, and numbers of one level that share one of the next
+_HERE = sum(
+    1 << 2 * place for place in range(_FAN)
+)  # all have arrived: each has added to its two bits, once
+_DIGESTS = (
+    1 << 44
+) - 1  # of this many, none of which is 0: 8 of them and 16 bits fit into a number of the store
+
 
 def _arrive(
     notes: _Notes,
-    turn: int, # agreements before
+    turn: int,  # agreements before
     group_rank: int,
-    size: int, # of the group
-    digest: int, # of this rank; 0: it does not agree
-) -> bool | None: # whether all digests are equal; None: ranks are missing
+    size: int,  # of the group
+    digest: int,  # of this rank; 0: it does not agree
+) -> bool | None:  # whether all digests are equal; None: ranks are missing
     """Add this rank to the tree. Raises `_OldLife` if it is there already."""
     index, level = group_rank, 0
     while True:
@@ -246,25 +317,38 @@ def _arrive(
         if here >> 2 * place & 3 != 1:
             notes.add(key, -mine)
             raise _OldLife
-        if here != _HERE & (1 << 2 * members) - 1: return None
-        if turn > 1: notes.remove(f"{turn - 1}/{level}.{block}") # all of the block have read the answer; the first turn stays, to know an old life by
-        if total != members * digest: digest = 0
-        if size <= _FAN: return digest > 0
+        if here != _HERE & (1 << 2 * members) - 1:
+            return None
+        if turn > 1:
+            notes.remove(
+                f"{turn - 1}/{level}.{block}"
+            )  # all of the block have read the answer; the first turn stays, to know an old life by
+        if total != members * digest:
+            digest = 0
+        if size <= _FAN:
+            return digest > 0
         index, size, level = block, -(-size // _FAN), level + 1
+
 
 class _OldLife(Exception):
     """What this rank found is from an earlier life of the group."""
 
+
 def _missing(notes: _Notes, turn: int, size: int) -> Iterator[int]:
     """Give the group ranks that have not arrived, lowest first, with one or two requests for each."""
     sizes = [size]
-    while sizes[-1] > _FAN: sizes.append(-(-sizes[-1] // _FAN))
+    while sizes[-1] > _FAN:
+        sizes.append(-(-sizes[-1] // _FAN))
+
     def below(level: int, block: int) -> Iterator[int]:
         found = notes.peek(f"{turn}/{level}.{block}")
         here = int(found) if found.isdecimal() else 0
         for index in range(block * _FAN, min((block + 1) * _FAN, sizes[level])):
-            if not here >> 2 * (index % _FAN) & 3: yield from below(level - 1, index) if level else [index]
+            if not here >> 2 * (index % _FAN) & 3:
+                yield from below(level - 1, index) if level else [index]
+
     return below(len(sizes) - 1, 0)
+
 
 def _pauses(group: Ranks) -> Iterator[float]:
     """Give the seconds to sleep between looks, until the group's time limit; the more ranks look, the longer."""
@@ -274,58 +358,123 @@ def _pauses(group: Ranks) -> Iterator[float]:
         waited = time.monotonic() - begin
 
 # %% ../nbs/10_process_group.ipynb #0bc6ce1a
-_NOTE = "  # " # what follows in a line need not be the same on all ranks
+_NOTE = "  # "  # what follows in a line need not be the same on all ranks
 
-def _plain(what: object) -> str: return str(what).replace(_NOTE, " ")
 
-def _digest(lines: Sequence[str]) -> str: return hashlib.sha256("\n".join(line.split(_NOTE)[0] for line in lines).encode()).hexdigest()
+def _plain(what: object) -> str:
+    return str(what).replace(_NOTE, " ")
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(line.split(_NOTE)[0] for line in lines).encode()).hexdigest()
+
 
 def _excerpt(text: str, other: str, longest: int = 300) -> str:
     """Give a text, or of a long one what is around the first character that differs."""
-    if len(text) <= longest: return text
-    at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    if len(text) <= longest:
+        return text
+    at = next(
+        (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b),
+        min(len(text), len(other)),
+    )
     first, last = max(0, at - longest // 2), min(len(text), at + longest // 2)
     return f"{'...' if first else ''}{text[first:last]}{'...' if last < len(text) else ''}"
 
+
 def _first_difference(
-    first: Sequence[str], # lines of the group's first rank
-    lines: Sequence[str], # of another one
-) -> tuple[str, str, bool]: # the line on both, and if it is the very first
+    first: Sequence[str],  # lines of the group's first rank
+    lines: Sequence[str],  # of another one
+) -> tuple[str, str, bool]:  # the line on both, and if it is the very first
     """Find the first line that differs."""
-    for number, (here, there) in enumerate(itertools.zip_longest(first, lines, fillvalue="(nothing)")):
-        if here.split(_NOTE)[0] != there.split(_NOTE)[0]: return _excerpt(here, there), _excerpt(there, here), number == 0
+    for number, (here, there) in enumerate(
+        itertools.zip_longest(first, lines, fillvalue="(nothing)")
+    ):
+        if here.split(_NOTE)[0] != there.split(_NOTE)[0]:
+            return _excerpt(here, there), _excerpt(there, here), number == 0
     raise AssertionError("digests differ but the lines are equal")
 
 # %% ../nbs/10_process_group.ipynb #ed2c2163
-_TYPES = {kind.__name__: kind for kind in ( # errors of other ranks that are raised here as what they are: each is made of one text
-    ArithmeticError, AssertionError, AttributeError, BufferError, ChildProcessError, ConnectionError, EOFError, FileExistsError, FileNotFoundError,
-    FloatingPointError, ImportError, IndexError, InterruptedError, IsADirectoryError, KeyError, LookupError, MemoryError, ModuleNotFoundError, NameError,
-    NotADirectoryError, NotImplementedError, OSError, OverflowError, PermissionError, RecursionError, ReferenceError, RuntimeError, TimeoutError,
-    TypeError, ValueError, ZeroDivisionError)}
-_LONGEST = 4000 # characters of an error that travel
+_TYPES = {
+    kind.__name__: kind
+    for kind in (  # errors of other ranks that are raised here as what they are: each is made of one text
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        BufferError,
+        ChildProcessError,
+        ConnectionError,
+        EOFError,
+        FileExistsError,
+        FileNotFoundError,
+        FloatingPointError,
+        ImportError,
+        IndexError,
+        InterruptedError,
+        IsADirectoryError,
+        KeyError,
+        LookupError,
+        MemoryError,
+        ModuleNotFoundError,
+        NameError,
+        NotADirectoryError,
+        NotImplementedError,
+        OSError,
+        OverflowError,
+        PermissionError,
+        RecursionError,
+        ReferenceError,
+        RuntimeError,
+        TimeoutError,
+        TypeError,
+        ValueError,
+        ZeroDivisionError,
+    )
+}
+_LONGEST = 4000  # characters of an error that travel
+
 
 def _shortened(text: str, longest: int = _LONGEST) -> str:
-    if len(text) <= longest: return text
-    return f"{text[:longest // 2]} ... ({len(text)} characters) ... {text[-longest // 4:]}"
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest // 2]} ... ({len(text)} characters) ... {text[-longest // 4 :]}"
 
-def _described(error: BaseException) -> str: # type and words, of a group of errors also those of its parts
+
+def _described(
+    error: BaseException,
+) -> str:  # type and words, of a group of errors also those of its parts
     parts = getattr(error, "exceptions", ())
     text = f"{type(error).__name__}: {error}"
-    return f"{text}: {'; '.join(map(_described, parts))}" if parts and isinstance(parts, tuple) else text
+    return (
+        f"{text}: {'; '.join(map(_described, parts))}"
+        if parts and isinstance(parts, tuple)
+        else text
+    )
 
-def _report(group: Ranks, what: str, error: Exception) -> tuple[str, str]: # type and words of an error, for the other ranks
+
+def _report(
+    group: Ranks, what: str, error: Exception
+) -> tuple[str, str]:  # type and words of an error, for the other ranks
     kind = type(error).__name__
-    if hasattr(error, _REPORTED): return kind, str(error.args[0]) # `str` of a KeyError adds quotes, once for each level that it passes
+    if hasattr(error, _REPORTED):
+        return kind, str(
+            error.args[0]
+        )  # `str` of a KeyError adds quotes, once for each level that it passes
     known = _TYPES.get(kind) is type(error)
-    return kind if known else RuntimeError.__name__, _shortened(f"rank {group.global_rank} failed at {what}: {error if known else _described(error)}")
+    return kind if known else RuntimeError.__name__, _shortened(
+        f"rank {group.global_rank} failed at {what}: {error if known else _described(error)}"
+    )
 
-_REPORTED = "_zero_nb_reported" # attribute of an error that names the rank it comes from
+
+_REPORTED = "_zero_nb_reported"  # attribute of an error that names the rank it comes from
+
 
 def _reported(kind: object, words: object) -> Exception:
-    """Make the error that another rank has reported. What it sent is text: its type is looked up in a table, and nothing else is."""
+    """Make the error that another rank has reported. What it sent is text: its type is looked up in
+    a table, and nothing else is."""
     error = _TYPES.get(str(kind), RuntimeError)(str(words))
     setattr(error, _REPORTED, True)
     return error
+
 
 def _read(text: str, *kinds: type) -> list[Any]:
     """Read a list that another rank has posted, of values of these types.
@@ -333,13 +482,18 @@ def _read(text: str, *kinds: type) -> list[Any]:
     Raises `RuntimeError` if it is anything else."""
     with suppress(ValueError, RecursionError):
         found = json.loads(text)
-        if isinstance(found, list) and [type(value) for value in found] == [*kinds]: return found
-    raise RuntimeError(f"the store holds {_shortened(text, 100)!r} where a rank posts {[kind.__name__ for kind in kinds]}; another program writes to the "
-                       "store of this job, or another version of zero_nb does: keep its port from others, and use one version on all ranks")
-
+        if isinstance(found, list) and [type(value) for value in found] == [*kinds]:
+            return found
+    raise RuntimeError(
+        f"the store holds {_shortened(text, 100)!r} where a rank posts"
+        f" {[kind.__name__ for kind in kinds]}; another program writes to the store of this job, or"
+        " another version of zero_nb does: keep its port from others, and use one version on all"
+        " ranks"
+    )
 
 # %% ../nbs/10_process_group.ipynb #7b9213db
-Steps = Generator[float, None, str] # yields the seconds to sleep before it goes on
+Steps = Generator[float, None, str]  # yields the seconds to sleep before it goes on
+
 
 class _Agreement:
     """One agreement, as one rank takes part in it."""
@@ -353,11 +507,14 @@ class _Agreement:
     def run(self) -> Steps:
         """Take part, and give the outcome: "ok", "differ", "failed", or "left" and who did not come."""
         if self.turn and not self.state.met:
-            raise RuntimeError(f"the ranks of {self.group} did not all come to its first agreement, so they cannot agree on {_plain(self.what)!r}; "
-                               "make a new group")
+            raise RuntimeError(
+                f"the ranks of {self.group} did not all come to its first agreement, so they cannot"
+                f" agree on {_plain(self.what)!r}; make a new group"
+            )
         while True:
             yield from self._enter()
-            try: return (yield from self._take_part())
+            try:
+                return (yield from self._take_part())
             except _OldLife:
                 self.state.old.add(self.state.life)
                 self.state.life = ""
@@ -367,14 +524,18 @@ class _Agreement:
         notes = _Notes(self.group)
         if self.first and not self.state.life:
             old = notes.peek("life")
-            while self.state.life in ("", old): self.state.life = secrets.token_urlsafe(3)
+            while self.state.life in ("", old):
+                self.state.life = secrets.token_urlsafe(3)
             notes.set("life", self.state.life)
         for pause in _pauses(self.group):
-            if not self.state.life and (life := notes.peek("life")) not in self.state.old: self.state.life = life
-            if self.state.life: break
+            if not self.state.life and (life := notes.peek("life")) not in self.state.old:
+                self.state.life = life
+            if self.state.life:
+                break
             self._check_ended()
             yield pause
-        else: raise RuntimeError(self._late([0]))
+        else:
+            raise RuntimeError(self._late([0]))
         self.notes = _Notes(self.group, self.state.life)
         return self.state.life
 
@@ -382,13 +543,22 @@ class _Agreement:
         mine = 0 if self.error is not None else int(self.digest, 16) % _DIGESTS + 1
         if self.error is not None and self._add("failed") == 1:
             self._set("error", json.dumps(_report(self.group, self.what, self.error)))
-        if not mine and self.turn: self._decide("failed") # nobody need wait for the others
+        if not mine and self.turn:
+            self._decide("failed")  # nobody need wait for the others
         agreed = _arrive(self.notes, self.turn, self.group.group_rank, self.group.size, mine)
-        if agreed is not None and self.turn > 1: self.notes.remove(*(f"{self.turn - 1}/{key}" for key in ("ok", "decided", "waiting", "who")))
-        if not mine and self.turn: return "failed"
-        if agreed is None: return (yield from self._wait())
-        outcome = "ok" if agreed else "failed" if self.notes.there(f"{self.turn}/failed") else "differ"
-        if self.turn or self.first: return self._decide(outcome)
+        if agreed is not None and self.turn > 1:
+            self.notes.remove(
+                *(f"{self.turn - 1}/{key}" for key in ("ok", "decided", "waiting", "who"))
+            )
+        if not mine and self.turn:
+            return "failed"
+        if agreed is None:
+            return (yield from self._wait())
+        outcome = (
+            "ok" if agreed else "failed" if self.notes.there(f"{self.turn}/failed") else "differ"
+        )
+        if self.turn or self.first:
+            return self._decide(outcome)
         self._set("complete", outcome)
         return (yield from self._wait())
 
@@ -396,15 +566,19 @@ class _Agreement:
         begin = time.monotonic()
         for looks, pause in enumerate(_pauses(self.group)):
             yield pause
-            if self.notes.there(f"{self.turn}/ok"): return "ok"
-            if not looks and not self.first: continue
-            if found := self._peek("no"): return found
-            if self.first and (found := self._peek("complete")): return self._decide(found)
+            if self.notes.there(f"{self.turn}/ok"):
+                return "ok"
+            if not looks and not self.first:
+                continue
+            if found := self._peek("no"):
+                return found
+            if self.first and (found := self._peek("complete")):
+                return self._decide(found)
             self._check_ended()
             self._look_around(time.monotonic() - begin)
         return self._leave()
 
-    def _decide(self, outcome: str) -> str: # the outcome, if no other rank has decided before
+    def _decide(self, outcome: str) -> str:  # the outcome, if no other rank has decided before
         outcome = self.notes.set_first(f"{self.turn}/decided", outcome)
         self._set("ok" if outcome == "ok" else "no", outcome)
         return outcome
@@ -412,65 +586,105 @@ class _Agreement:
     def _leave(self) -> str:
         """Give up, unless all is decided just now."""
         late = list(itertools.islice(_missing(self.notes, self.turn, self.group.size), 9)) or [0]
-        words = self._late(late) + (f"; {_read(said, str, str)[1]}" if (said := self._peek("error")) else "")
+        words = self._late(late) + (
+            f"; {_read(said, str, str)[1]}" if (said := self._peek("error")) else ""
+        )
         outcome = self.notes.set_first(f"{self.turn}/decided", f"left {words}")
-        if not outcome.startswith("left"): return outcome
-        if self.turn: self._set("no", outcome)
+        if not outcome.startswith("left"):
+            return outcome
+        if self.turn:
+            self._set("no", outcome)
         raise RuntimeError(words)
 
     def _look_around(self, waited: float) -> None:
-        if self.turn and (said := self._peek("failed", of_group=True)): raise RuntimeError(f"{said}, while {self._here()}")
-        if not self.turn and _Notes(self.group).peek("life") != self.state.life: raise _OldLife
-        if self.noted or waited < min(max(0.25, self.group.size / 256), _timeout(self.group).total_seconds() / 4): return
-        self.noted = True # for `_elsewhere`
+        if self.turn and (said := self._peek("failed", of_group=True)):
+            raise RuntimeError(f"{said}, while {self._here()}")
+        if not self.turn and _Notes(self.group).peek("life") != self.state.life:
+            raise _OldLife
+        if self.noted or waited < min(
+            max(0.25, self.group.size / 256), _timeout(self.group).total_seconds() / 4
+        ):
+            return
+        self.noted = True  # for `_elsewhere`
         self._set(f"at/{self.group.group_rank}", self.what[:300])
-        if self._add("waiting") == 1: self._set("who", str(self.group.group_rank))
+        if self._add("waiting") == 1:
+            self._set("who", str(self.group.group_rank))
 
     def _check_ended(self) -> None:
-        if self.group._state.ended: raise RuntimeError(f"the group was {self.group._state.ended} while {self._here()}")
+        if self.group._state.ended:
+            raise RuntimeError(f"the group was {self.group._state.ended} while {self._here()}")
 
-    def _here(self) -> str: return f"rank {self.group.global_rank} waited at {_shortened(_plain(self.what), 600)!r}"
+    def _here(self) -> str:
+        return f"rank {self.group.global_rank} waited at {_shortened(_plain(self.what), 600)!r}"
 
     def _late(self, group_ranks: Sequence[int]) -> str:
         late = [self.group.ranks[rank] for rank in group_ranks]
-        names = f"rank {late[0]}" if len(late) == 1 else f"ranks {_few(late)}" if len(late) < 9 else f"ranks {', '.join(map(str, late[:8]))} and more"
-        return (f"{names} did not arrive within {_timeout(self.group).total_seconds():g} s, while {self._here()}; "
-                f"look at the output of {names}: died, or took another path")
+        names = (
+            f"rank {late[0]}"
+            if len(late) == 1
+            else (
+                f"ranks {_few(late)}"
+                if len(late) < 9
+                else f"ranks {', '.join(map(str, late[:8]))} and more"
+            )
+        )
+        return (
+            f"{names} did not arrive within {_timeout(self.group).total_seconds():g} s, while"
+            f" {self._here()}; look at the output of {names}: died, or took another path"
+        )
 
-    def _set(self, key: str, text: str) -> None: self.notes.set(f"{self.turn}/{key}", text)
-    def _add(self, key: str) -> int: return self.notes.add(f"{self.turn}/{key}")
-    def _peek(self, key: str, of_group: bool = False) -> str: return self.notes.peek(key if of_group else f"{self.turn}/{key}")
+    def _set(self, key: str, text: str) -> None:
+        self.notes.set(f"{self.turn}/{key}", text)
+
+    def _add(self, key: str) -> int:
+        return self.notes.add(f"{self.turn}/{key}")
+
+    def _peek(self, key: str, of_group: bool = False) -> str:
+        return self.notes.peek(key if of_group else f"{self.turn}/{key}")
 
     def finish(self, outcome: str) -> Steps:
         """Return if all is well. Raises the same on all ranks if it is not."""
-        self.state.met = True # the life is this one
-        if self.noted: self.notes.remove(f"{self.turn}/at/{self.group.group_rank}")
-        if outcome == "ok": return outcome
-        if outcome not in ("differ", "failed"): raise RuntimeError(outcome.removeprefix("left "))
-        if outcome == "differ": error: Exception = yield from _tell_difference(self)
-        else: error = self.error or _reported(*_read((yield from self.find("error")), str, str))
+        self.state.met = True  # the life is this one
+        if self.noted:
+            self.notes.remove(f"{self.turn}/at/{self.group.group_rank}")
+        if outcome == "ok":
+            return outcome
+        if outcome not in ("differ", "failed"):
+            raise RuntimeError(outcome.removeprefix("left "))
+        if outcome == "differ":
+            error: Exception = yield from _tell_difference(self)
+        else:
+            error = self.error or _reported(*_read((yield from self.find("error")), str, str))
         yield from self.let_read()
         raise error
 
     def find(self, key: str) -> Steps:
         """Wait for a text of this turn."""
         for pause in _pauses(self.group):
-            if text := self._peek(key): return text
+            if text := self._peek(key):
+                return text
             self._check_ended()
             yield pause
-        raise RuntimeError(f"no rank said within {_timeout(self.group).total_seconds():g} s what is wrong, while {self._here()}; one has died since")
+        raise RuntimeError(
+            f"no rank said within {_timeout(self.group).total_seconds():g} s what is wrong, while"
+            f" {self._here()}; one has died since"
+        )
 
     def let_read(self) -> Steps:
-        """Let the last to read leave nothing behind; the first rank, whose process may host the store, stays a while so that all can read."""
-        if self._add("readers") == self.group.size: self.notes.remove(*(f"{self.turn}/{key}" for key in _TROUBLE))
+        """Let the last to read leave nothing behind; the first rank, whose process may host the
+        store, stays a while so that all can read."""
+        if self._add("readers") == self.group.size:
+            self.notes.remove(*(f"{self.turn}/{key}" for key in _TROUBLE))
         end = time.monotonic() + _LINGER
         for pause in _pauses(self.group) if self.first else ():
-            if not self._peek("readers") or time.monotonic() > end: break
+            if not self._peek("readers") or time.monotonic() > end:
+                break
             yield pause
         return ""
 
+
 _TROUBLE = ("no", "failed", "error", "digest", "text", "odd", "verdict", "readers")
-_LINGER = 5.0 # seconds
+_LINGER = 5.0  # seconds
 
 # %% ../nbs/10_process_group.ipynb #d9b4f8fe
 def _tell_difference(agreement: _Agreement) -> Generator[float, None, Exception]:
@@ -479,116 +693,191 @@ def _tell_difference(agreement: _Agreement) -> Generator[float, None, Exception]
     if agreement.first:
         notes.set(f"{turn}/text", zlib.compress(json.dumps(agreement.lines).encode()).hex())
         notes.set(f"{turn}/digest", agreement.digest)
-    elif (yield from agreement.find("digest")) != agreement.digest and notes.add(f"{turn}/odd") == 1:
-        try: lines = json.loads(zlib.decompress(bytes.fromhex(notes.peek(f"{turn}/text"))))
-        except (ValueError, zlib.error) as error: raise RuntimeError(f"the store holds what rank {group.ranks[0]} cannot have written: {error}") from error
-        notes.set(f"{turn}/verdict", json.dumps([group.group_rank, *_first_difference(lines, agreement.lines)]))
+    elif (yield from agreement.find("digest")) != agreement.digest and notes.add(
+        f"{turn}/odd"
+    ) == 1:
+        try:
+            lines = json.loads(zlib.decompress(bytes.fromhex(notes.peek(f"{turn}/text"))))
+        except (ValueError, zlib.error) as error:
+            raise RuntimeError(
+                f"the store holds what rank {group.ranks[0]} cannot have written: {error}"
+            ) from error
+        notes.set(
+            f"{turn}/verdict",
+            json.dumps([group.group_rank, *_first_difference(lines, agreement.lines)]),
+        )
     rank, here, there, is_first = _read((yield from agreement.find("verdict")), int, str, str, bool)
     topic = "what comes next" if is_first else _shortened(_plain(agreement.what), 300)
-    return _reported("ValueError", f"ranks disagree on {topic}: rank {group.ranks[0]} has {_plain(here)!r}, rank {group.ranks[rank]} has {_plain(there)!r}; "
-                                   "do the same on every rank")
+    return _reported(
+        "ValueError",
+        f"ranks disagree on {topic}: rank {group.ranks[0]} has {_plain(here)!r}, rank"
+        f" {group.ranks[rank]} has {_plain(there)!r}; do the same on every rank",
+    )
+
 
 def agree(
-    group: Ranks, # all its ranks call this
-    what: str, # what is agreed on, for the error
-    lines: Sequence[str] = (), # a description of it that must be the same on every rank, but for what follows "  # " in a line
-    error: Exception | None = None, # what went wrong on this rank, if something did
+    group: Ranks,  # all its ranks call this
+    what: str,  # what is agreed on, for the error
+    lines: Sequence[
+        str
+    ] = (),  # a description of it that must be the same on every rank, but for what follows "  # " in a line
+    error: Exception | None = None,  # what went wrong on this rank, if something did
 ) -> None:
     """Return on every rank, or raise on every rank.
 
-    Raises `error` where it happened and the same type on the other ranks, or `RuntimeError` where the type is not one of Python's own; `ValueError` with
-    the first line that differs; `RuntimeError` naming the ranks that did not arrive within the group's timeout."""
+    Raises `error` where it happened and the same type on the other ranks, or `RuntimeError` where
+    the type is not one of Python's own; `ValueError` with
+    the first line that differs; `RuntimeError` naming the ranks that did not arrive within the group's timeout.
+    """
     if _alone(group):
-        if error is not None: raise error
+        if error is not None:
+            raise error
         return
     agreement = _Agreement(group, what, lines, error)
-    for pause in _steps_of(agreement): time.sleep(pause)
-    if _hears_nothing(group): _watch(group)
+    for pause in _steps_of(agreement):
+        time.sleep(pause)
+    if _hears_nothing(group):
+        _watch(group)
+
 
 def _steps_of(agreement: _Agreement) -> Steps:
     return (yield from agreement.finish((yield from agreement.run())))
 
 # %% ../nbs/10_process_group.ipynb #34831fed
-_TELLING = frozenset({"gloo", "mpi", "fake"}) # backends whose works raise when a peer is gone
+_TELLING = frozenset({"gloo", "mpi", "fake"})  # backends whose works raise when a peer is gone
 
-def _hears_nothing(group: Ranks) -> bool: # a peer may be gone, and no collective of this rank raises
+
+def _hears_nothing(
+    group: Ranks,
+) -> bool:  # a peer may be gone, and no collective of this rank raises
     return not set(getattr(group, "backends", {}).values()) <= _TELLING
 
-def _alone(group: Ranks) -> bool: # no other rank is there to answer: in a group of one, in one that is simulated, and in one without a store to meet in
-    if group.size == 1 or getattr(group.process_group, "simulated", False): return True
-    return "fake" in str(torch.distributed.get_backend_config(group.process_group)) or _store(group) is None
 
-def _several(groups: Ranks | Sequence[Ranks]) -> Sequence[Ranks]: return groups if isinstance(groups, Sequence) else (groups,)
+def _alone(
+    group: Ranks,
+) -> bool:  # no other rank can answer: a group of one, a simulated one, or one without a store
+    if group.size == 1 or getattr(group.process_group, "simulated", False):
+        return True
+    return (
+        "fake" in str(torch.distributed.get_backend_config(group.process_group))
+        or _store(group) is None
+    )
+
+
+def _several(groups: Ranks | Sequence[Ranks]) -> Sequence[Ranks]:
+    return groups if isinstance(groups, Sequence) else (groups,)
+
 
 @contextmanager
 def agreeing(
-    groups: Ranks | Sequence[Ranks], # all their ranks enter; several, such as `TwoLevel`, agree one after the other
-    what: str, # what is done in the block, for the error
-    lines: Callable[[], Sequence[str]] = lambda: (), # describes the result, which must be the same on every rank
+    groups: (
+        Ranks | Sequence[Ranks]
+    ),  # all their ranks enter; several, such as `TwoLevel`, agree one after the other
+    what: str,  # what is done in the block, for the error
+    lines: Callable[
+        [], Sequence[str]
+    ] = lambda: (),  # describes the result, which must be the same on every rank
 ) -> Iterator[None]:
     """Do something on every rank, and raise on every rank what went wrong on one."""
     first, *others = _several(groups)
     error: Exception | None = None
     said: Sequence[str] = ()
     try:
-        with agreeing(others, what, lines) if others else nullcontext(): yield
-        if first.size > 1: said = lines()
-    except Exception as e: error = e
+        with agreeing(others, what, lines) if others else nullcontext():
+            yield
+        if first.size > 1:
+            said = lines()
+    except Exception as e:
+        error = e
     agree(first, what, said, error)
 
 # %% ../nbs/10_process_group.ipynb #54ff4900
-_COMPARED = 1000 # comparisons of collectives in a group, at most
+_COMPARED = 1000  # comparisons of collectives in a group, at most
+
 
 def _site() -> str:
     """File and line of the first caller outside this module and the standard library's context managers."""
     frame: Any = sys._getframe(1)
     own = frame.f_code.co_filename
-    while frame.f_back and (frame.f_code.co_filename == own or frame.f_code.co_filename.endswith("contextlib.py")): frame = frame.f_back
+    while frame.f_back and (
+        frame.f_code.co_filename == own or frame.f_code.co_filename.endswith("contextlib.py")
+    ):
+        frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
+
 def _compare(group: Ranks, like: object, what: object, *parts: object) -> None:
-    """Make sure that all ranks are about to run the same collective, if none of its like has run before or the debug level is DETAIL."""
+    """Make sure that all ranks are about to run the same collective, if none of its like has run
+    before or the debug level is DETAIL."""
     state, text = group._wire, str(what)
-    if (like in state.known or state.compared >= _COMPARED) and torch.distributed.get_debug_level().value < 2: return
-    agree(group, f"{text}{',' if _NOTE in text else _NOTE.rstrip()} at {_site()}", [str(part) for part in parts])
+    if (
+        like in state.known or state.compared >= _COMPARED
+    ) and torch.distributed.get_debug_level().value < 2:
+        return
+    agree(
+        group,
+        f"{text}{',' if _NOTE in text else _NOTE.rstrip()} at {_site()}",
+        [str(part) for part in parts],
+    )
     state.compared += like not in state.known
     state.known.add(like)
 
+
 def log_once(
-    group: Ranks, # only its first rank logs
-    text: Callable[[], str], # what to log; called only if it is wanted
+    group: Ranks,  # only its first rank logs
+    text: Callable[[], str],  # what to log; called only if it is wanted
 ) -> None:
     """Log to `logging.getLogger("zero_nb")`, at torch's debug levels INFO and DETAIL."""
     dist = torch.distributed
-    if group.group_rank == 0 and dist.is_available() and dist.get_debug_level() != dist.DebugLevel.OFF:
+    if (
+        group.group_rank == 0
+        and dist.is_available()
+        and dist.get_debug_level() != dist.DebugLevel.OFF
+    ):
         logging.getLogger("zero_nb").info(text())
 
 # %% ../nbs/10_process_group.ipynb #1729e9cd
-def _failed(group: Ranks | None, what: object, error: RuntimeError) -> RuntimeError: # worth raising
+def _failed(
+    group: Ranks | None, what: object, error: RuntimeError
+) -> RuntimeError:  # worth raising
     hint = _elsewhere(group) if group else ""
-    if group and group._state.reason: return RuntimeError(f"{_plain(what)} failed: {group._state.reason}")
-    return RuntimeError(f"{_plain(what)} failed: {error}; {hint or 'a peer may be gone, so look at the output of the other ranks first'}")
+    if group and group._state.reason:
+        return RuntimeError(f"{_plain(what)} failed: {group._state.reason}")
+    return RuntimeError(
+        f"{_plain(what)} failed: {error};"
+        f" {hint or 'a peer may be gone, so look at the output of the other ranks first'}"
+    )
+
 
 def _check_aborted(group: Ranks | None) -> None:
     """Refuse a result that a kernel left when its communicator was aborted: the backend raises nothing."""
-    if group and group._state.reason: raise RuntimeError(group._state.reason)
+    if group and group._state.reason:
+        raise RuntimeError(group._state.reason)
 
-def _last_words(group: Ranks) -> str: # "" if no rank has left because of an error
-    with suppress(Exception): # the store may be gone
-        if group._wire.met: return _Notes(group, group._wire.life).peek("failed")
+
+def _last_words(group: Ranks) -> str:  # "" if no rank has left because of an error
+    with suppress(Exception):  # the store may be gone
+        if group._wire.met:
+            return _Notes(group, group._wire.life).peek("failed")
     return ""
 
-def _elsewhere(group: Ranks, who: Sequence[int] = ()) -> str: # some group ranks; none: any other
-    """Tell of a rank that has failed, or that waits for this one to agree on something; of some, only if all of them wait."""
-    with suppress(Exception): # the store may be gone as well
-        if (said := _last_words(group)) or not group._wire.met: return said
+
+def _elsewhere(group: Ranks, who: Sequence[int] = ()) -> str:  # some group ranks; none: any other
+    """Tell of a rank that has failed, or that waits for this one to agree on something; of some,
+    only if all of them wait."""
+    with suppress(Exception):  # the store may be gone as well
+        if (said := _last_words(group)) or not group._wire.met:
+            return said
         notes, turn = _Notes(group, group._wire.life), group._wire.turn
-        if not int(notes.peek(f"{turn}/waiting") or 0) >= max(1, len(who)): return ""
+        if not int(notes.peek(f"{turn}/waiting") or 0) >= max(1, len(who)):
+            return ""
         ranks = who or [int(notes.peek(f"{turn}/who"))]
         if all(at := [notes.peek(f"{turn}/at/{rank}") for rank in ranks]):
-            return f"rank {group.ranks[ranks[0]]} was at {_plain(at[0])!r} instead; do the same on every rank"
+            return (
+                f"rank {group.ranks[ranks[0]]} was at {_plain(at[0])!r} instead; do the same on"
+                " every rank"
+            )
     return ""
-
 
 # %% ../nbs/10_process_group.ipynb #ff3fcee3
 class Work:
@@ -596,9 +885,13 @@ class Work:
 
     def __init__(
         self,
-        steps: Iterator[None], # starts the collective before its first `yield`, finishes it afterwards
-        what: object = None, # its description, for errors; None: the steps wait for works that say themselves what failed
-        group: Ranks | None = None, # is told if the work is deleted before it was waited for
+        steps: Iterator[
+            None
+        ],  # starts the collective before its first `yield`, finishes it afterwards
+        # its description, for errors; None: the steps wait for works that say themselves what
+        # failed
+        what: object = None,
+        group: Ranks | None = None,  # is told if the work is deleted before it was waited for
     ):
         self._steps, self._what, self._group = steps, what, group
         self._error: RuntimeError | None = None
@@ -609,13 +902,16 @@ class Work:
         """Run the steps to the next `yield`, or to their end."""
         try:
             for _ in self._steps:
-                if not to_end: return
+                if not to_end:
+                    return
             _check_aborted(self._group)
         except BaseException as error:
             self.done = True
-            if not isinstance(error, RuntimeError): raise
+            if not isinstance(error, RuntimeError):
+                raise
             self._error = error if self._what is None else _failed(self._group, self._what, error)
-            if self._error is error: raise
+            if self._error is error:
+                raise
             raise self._error from error
         self.done = True
 
@@ -623,25 +919,31 @@ class Work:
         """Return when the result is there.
 
         Raises `RuntimeError` if a peer is gone or does not come within the group's timeout."""
-        if self._error is not None: raise self._error
+        if self._error is not None:
+            raise self._error
         self._advance(to_end=True)
 
-    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None: # the names of a module may be gone when the interpreter ends
-        if not getattr(self, "done", True) and not ends() and self._group: self._group._state.dropped.append(_plain(self._what))
+    def __del__(
+        self, ends: Callable[[], bool] = sys.is_finalizing
+    ) -> None:  # the names of a module may be gone when the interpreter ends
+        if not getattr(self, "done", True) and not ends() and self._group:
+            self._group._state.dropped.append(_plain(self._what))
 
 # %% ../nbs/10_process_group.ipynb #67a01088
 class _Native(NamedTuple):
     """One of torch's collectives, and what is done around it."""
 
-    start: Callable[[], Any] # begins it and returns torch's own handle
-    finish: Callable[[], object] = lambda: None # called when it is over
+    start: Callable[[], Any]  # begins it and returns torch's own handle
+    finish: Callable[[], object] = lambda: None  # called when it is over
+
 
 def _started(*natives: _Native) -> Iterator[None]:
     """Start torch's collectives one after the other, then wait for them."""
     works = [native.start() for native in natives]
     yield
     for native, work in zip(natives, works, strict=True):
-        if work is not None: work.wait()
+        if work is not None:
+            work.wait()
         native.finish()
 
 # %% ../nbs/10_process_group.ipynb #5d0c1e02
@@ -649,74 +951,114 @@ def _started(*natives: _Native) -> Iterator[None]:
 class Parts(Sequence[int]):
     """How a flat tensor is divided among the ranks; reads as the sequence of their sizes, by group rank."""
 
-    ranks: int # in the group
-    numel: int # elements of the tensor
-    each: int = 0 # group rank r has [each * r, each * (r + 1)), as far as there are elements; 0: `owned` says
-    owned: tuple[tuple[int, int, int], ...] = () # (group_rank, start, stop) of each part that is not empty, by rank
+    ranks: int  # in the group
+    numel: int  # elements of the tensor
+    each: int = 0  # group rank r has [each * r, each * (r + 1)), as far as there are elements; 0: `owned` says
+    owned: tuple[
+        tuple[int, int, int], ...
+    ] = ()  # (group_rank, start, stop) of each part that is not empty, by rank
 
     @classmethod
     def of(cls, sizes: Sequence[int]) -> Parts:
         """Find the rule in a list of sizes, one for each rank, or list the parts that are not empty."""
-        if isinstance(sizes, Parts): return sizes
+        if isinstance(sizes, Parts):
+            return sizes
         stops = [*itertools.accumulate(sizes)]
         rule = cls(len(sizes), stops[-1], sizes[0])
-        if sizes[0] and sizes[0] * len(sizes) >= rule.numel and all(rule.part(r)[1] == stop for r, stop in enumerate(stops)): return rule
-        return cls(len(sizes), stops[-1], 0, tuple((r, stop - n, stop) for r, (n, stop) in enumerate(zip(sizes, stops, strict=True)) if n))
+        if (
+            sizes[0]
+            and sizes[0] * len(sizes) >= rule.numel
+            and all(rule.part(r)[1] == stop for r, stop in enumerate(stops))
+        ):
+            return rule
+        return cls(
+            len(sizes),
+            stops[-1],
+            0,
+            tuple(
+                (r, stop - n, stop)
+                for r, (n, stop) in enumerate(zip(sizes, stops, strict=True))
+                if n
+            ),
+        )
 
-    equal = property(lambda self: self.each * self.ranks == self.numel, doc="Whether all parts have one size.")
-    padded = property(lambda self: (self.each or self.largest) * self.ranks, doc="Elements, if all parts are filled up to the size of the first or largest.")
+    equal = property(
+        lambda self: self.each * self.ranks == self.numel, doc="Whether all parts have one size."
+    )
+    padded = property(
+        lambda self: (self.each or self.largest) * self.ranks,
+        doc="Elements, if all parts are filled up to the size of the first or largest.",
+    )
 
     @property
     def largest(self) -> int:
         """Elements of the largest part."""
-        return min(self.each, self.numel) or max((stop - start for _, start, stop in self.owned), default=0)
+        return min(self.each, self.numel) or max(
+            (stop - start for _, start, stop in self.owned), default=0
+        )
 
-    def part(self, group_rank: int) -> tuple[int, int]: # [start, stop) in the tensor
+    def part(self, group_rank: int) -> tuple[int, int]:  # [start, stop) in the tensor
         """Tell where the part of a rank lies."""
-        if self.each: return min(self.each * group_rank, self.numel), min(self.each * (group_rank + 1), self.numel)
+        if self.each:
+            return min(self.each * group_rank, self.numel), min(
+                self.each * (group_rank + 1), self.numel
+            )
         at = bisect_left(self.owned, (group_rank,))
-        if at < len(self.owned) and self.owned[at][0] == group_rank: return self.owned[at][1:]
+        if at < len(self.owned) and self.owned[at][0] == group_rank:
+            return self.owned[at][1:]
         return (self.owned[at - 1][2],) * 2 if at else (0, 0)
 
-    def owners(self) -> Sequence[tuple[int, int, int]]: # (group_rank, start, stop)
+    def owners(self) -> Sequence[tuple[int, int, int]]:  # (group_rank, start, stop)
         """List the parts that are not empty."""
-        if not self.each: return self.owned
+        if not self.each:
+            return self.owned
         return [(r, *self.part(r)) for r in range(-(-self.numel // self.each))]
 
-    def __len__(self) -> int: return self.ranks
+    def __len__(self) -> int:
+        return self.ranks
+
     def __getitem__(self, group_rank: Any) -> Any:
-        if isinstance(group_rank, slice): return [*map(self.__getitem__, range(self.ranks)[group_rank])]
+        if isinstance(group_rank, slice):
+            return [*map(self.__getitem__, range(self.ranks)[group_rank])]
         start, stop = self.part(range(self.ranks)[group_rank])
         return stop - start
 
     def __str__(self) -> str:
-        if self.ranks <= 8: return ", ".join(map(str, self))
-        if self.each: return f"{self.each} for each of {self.ranks} ranks while they last"
+        if self.ranks <= 8:
+            return ", ".join(map(str, self))
+        if self.each:
+            return f"{self.each} for each of {self.ranks} ranks while they last"
         few = ", ".join(f"{stop - start} for rank {rank}" for rank, start, stop in self.owned[:4])
-        return few + f" and {len(self.owned) - 4} more ({zlib.crc32(str(self.owned).encode()):08x})" * (len(self.owned) > 4)
+        return (
+            few
+            + f" and {len(self.owned) - 4} more ({zlib.crc32(str(self.owned).encode()):08x})"
+            * (len(self.owned) > 4)
+        )
 
 # %% ../nbs/10_process_group.ipynb #44584b0c
-_WHOLE: Any = None # parts of a collective that has none; an object here would be one that compilers do not follow
+_WHOLE: Any = None  # parts of a collective that has none; an object here would be one that compilers do not follow
 
-@dataclass(eq=False, slots=True) # as good as frozen, which would cost 0.5 us for each call
+
+@dataclass(eq=False, slots=True)  # as good as frozen, which would cost 0.5 us for each call
 class Call:
     """One collective that is to run: what, on which tensor."""
 
-    kind: str # "all_reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "scatter" or "all_to_all"
-    tensor: Tensor # changed in place
-    parts: Parts = _WHOLE # of the tensor, where the collective has parts
-    root: int = -1 # group rank that sends or receives, where there is one
-    source: Tensor | None = None # all_to_all only: what is sent
-    sent: Parts = _WHOLE # all_to_all only: what goes to each rank
-    even: bool = True # all_to_all only: all ranks send as much to all
+    kind: str  # "all_reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "scatter" or "all_to_all"
+    tensor: Tensor  # changed in place
+    parts: Parts = _WHOLE  # of the tensor, where the collective has parts
+    root: int = -1  # group rank that sends or receives, where there is one
+    source: Tensor | None = None  # all_to_all only: what is sent
+    sent: Parts = _WHOLE  # all_to_all only: what goes to each rank
+    even: bool = True  # all_to_all only: all ranks send as much to all
 
     def part(self, group_rank: int) -> Tensor:
         """Give a rank's part of the flat tensor, as a view."""
         return self.tensor[slice(*self.parts.part(group_rank))]
 
     def split(self) -> list[Tensor]:
-        """Give every rank's part of the flat tensor, as views: work that grows with the number of ranks, for collectives made of that many messages."""
-        return list(self.tensor[:self.parts.numel].split(list(self.parts)))
+        """Give every rank's part of the flat tensor, as views: work that grows with the number of
+        ranks, for collectives made of that many messages."""
+        return list(self.tensor[: self.parts.numel].split(list(self.parts)))
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -726,85 +1068,120 @@ class Call:
     @property
     def like(self) -> tuple[Any, ...]:
         """What must be the same on all ranks."""
-        return self.kind, self.root, self.tensor.dtype, (self.parts or self.tensor.numel()) if self.even else "parts"
+        return (
+            self.kind,
+            self.root,
+            self.tensor.dtype,
+            (self.parts or self.tensor.numel()) if self.even else "parts",
+        )
 
     def __str__(self) -> str:
-        root = "" if self.root < 0 else f" {'to' if self.kind == 'gather' else 'from'} group rank {self.root}"
-        if not self.even: return f"{self.kind} of parts of {_dtype(self.tensor)}{_NOTE}sending {self.sent}, receiving {self.parts}"
+        root = (
+            ""
+            if self.root < 0
+            else f" {'to' if self.kind == 'gather' else 'from'} group rank {self.root}"
+        )
+        if not self.even:
+            return (
+                f"{self.kind} of parts of {_dtype(self.tensor)}{_NOTE}sending {self.sent},"
+                f" receiving {self.parts}"
+            )
         parts = f" in parts of {self.parts}" if self.parts and not self.parts.equal else ""
-        return f"{self.kind}{root} of {self.parts.numel if self.parts else self.tensor.numel()} {_dtype(self.tensor)}{parts}"
+        return (
+            f"{self.kind}{root} of {self.parts.numel if self.parts else self.tensor.numel()}"
+            f" {_dtype(self.tensor)}{parts}"
+        )
 
-def _dtype(tensor: Tensor) -> str: return str(tensor.dtype).removeprefix("torch.")
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 # %% ../nbs/10_process_group.ipynb #649da17a
 def mark_agreed(
-    group: Ranks, # all its ranks call this, after an agreement on what the collective follows from
-    kind: str, # "all_reduce", "reduce_scatter" or "all_gather"
-    dtype: torch.dtype, # of the tensor
-    size: Parts | int, # how the tensor is divided, or its elements
+    group: Ranks,  # all its ranks call this, after an agreement on what the collective follows from
+    kind: str,  # "all_reduce", "reduce_scatter" or "all_gather"
+    dtype: torch.dtype,  # of the tensor
+    size: Parts | int,  # how the tensor is divided, or its elements
 ) -> None:
     """Note that a collective need not be compared when it comes."""
     group._wire.known.add((kind, -1, dtype, size))
 
 # %% ../nbs/10_process_group.ipynb #37bcf310
 class Board:
-    """Notes that the ranks of a group leave for each other in its store; none waits for another to write, or to look."""
+    """Notes that the ranks of a group leave for each other in its store; none waits for another to
+    write, or to look."""
 
     def __init__(
         self,
         group: Ranks,
-        name: str, # the same on all ranks; they make the board between the same two agreements
+        name: str,  # the same on all ranks; they make the board between the same two agreements
     ):
         self.group, self.alone = group, _alone(group)
-        self._own: dict[str, str] = {} # in the place of a store, where nobody else looks
-        if self.alone: return
-        if not group._wire.met: agree(group, f"making the board {name}") # the keys begin with the name that the first agreement gives
-        self._notes, self._prefix = _Notes(group, group._wire.life), f"board/{name}/{group._wire.turn}/"
+        self._own: dict[str, str] = {}  # in the place of a store, where nobody else looks
+        if self.alone:
+            return
+        if not group._wire.met:
+            agree(
+                group, f"making the board {name}"
+            )  # the keys begin with the name that the first agreement gives
+        self._notes, self._prefix = (
+            _Notes(group, group._wire.life),
+            f"board/{name}/{group._wire.turn}/",
+        )
 
     def put(self, key: str, note: str) -> None:
         """Leave a note, in the place of an older one."""
-        if self.alone: self._own[key] = note
-        else: self._notes.set(self._prefix + key, note)
+        if self.alone:
+            self._own[key] = note
+        else:
+            self._notes.set(self._prefix + key, note)
 
     def see(self, key: str) -> str | None:
         """Give a note, if there is one that is not empty."""
-        if self.alone: return self._own.get(key)
+        if self.alone:
+            return self._own.get(key)
         return self._notes.peek(self._prefix + key) or None
 
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a number that all ranks share, 0 in the beginning, and give the sum."""
-        if not self.alone: return self._notes.add(self._prefix + key, amount)
+        if not self.alone:
+            return self._notes.add(self._prefix + key, amount)
         self._own[key] = str(int(self._own.get(key, 0)) + amount)
         return int(self._own[key])
 
     def remove(self, *keys: str) -> None:
         """Take notes and counts away."""
-        for key in keys: self._own.pop(key, None) if self.alone else self._notes.remove(self._prefix + key)
+        for key in keys:
+            self._own.pop(key, None) if self.alone else self._notes.remove(self._prefix + key)
 
 # %% ../nbs/10_process_group.ipynb #74428e7d
 def patience(
-    group: Ranks, # of more than one rank
-) -> float: # seconds that ranks wait for each other: the time limit of the group's collectives
+    group: Ranks,  # of more than one rank
+) -> float:  # seconds that ranks wait for each other: the time limit of the group's collectives
     """Tell how long to wait for another rank."""
     return _timeout(group).total_seconds()
 
+
 def elsewhere(
     group: Ranks,
-    who: Sequence[int] = (), # group ranks without this one; none: any other
-) -> str: # "" if nobody waits, or not all of `who`
+    who: Sequence[int] = (),  # group ranks without this one; none: any other
+) -> str:  # "" if nobody waits, or not all of `who`
     """Tell of a rank that waits for all others, to agree on something or to compare a collective."""
     return "" if _alone(group) else _elsewhere(group, who)
 
 # %% ../nbs/10_process_group.ipynb #8df122e0
-CHUNK = 1 << 20 # bytes that travel as one message
-_WINDOW = 4 # chunks that a reduce-scatter receives ahead of its additions: its scratch memory; two of three times the size between two ranks
+CHUNK = 1 << 20  # bytes that travel as one message
+# chunks that a reduce-scatter receives ahead of its additions: its scratch memory; two of three
+# times the size between two ranks
+_WINDOW = 4
 
 # %% ../nbs/10_process_group.ipynb #c046baf6
 def _ring(
     group: Ranks,
-    parts: Sequence[Tensor], # one for each rank, perhaps of unequal sizes
+    parts: Sequence[Tensor],  # one for each rank, perhaps of unequal sizes
 ) -> Iterator[None]:
-    """Add parts up around the ring: at hop k this rank sends the part k + 1 places behind its own, and adds what it receives to the one before that."""
+    """Add parts up around the ring: at hop k this rank sends the part k + 1 places behind its own,
+    and adds what it receives to the one before that."""
     dist: Any = torch.distributed
     size, pg, origin = group.size, group.process_group, group.group_rank - 1
     behind, ahead = group.ranks[group.group_rank - 1], group.ranks[(group.group_rank + 1) % size]
@@ -812,24 +1189,41 @@ def _ring(
     length = max(1, nbytes // parts[0].element_size())
     chunks = [[c for c in part.split(length) if c.numel()] for part in parts]
     widest = max(map(len, chunks))
-    first = group._wire.tags((size - 1) * widest, f"{parts[0].dtype} {[len(part) for part in parts]}")
-    route = [(first + (hop * widest + i) * _MARKS, chunk) for hop in range(size - 1) for i, chunk in enumerate(chunks[(origin - 1 - hop) % size])]
+    first = group._wire.tags(
+        (size - 1) * widest, f"{parts[0].dtype} {[len(part) for part in parts]}"
+    )
+    route = [
+        (first + (hop * widest + i) * _MARKS, chunk)
+        for hop in range(size - 1)
+        for i, chunk in enumerate(chunks[(origin - 1 - hop) % size])
+    ]
     last = first + (size - 2) * widest * _MARKS
     scratch = [parts[0].new_empty(min(length, max(map(len, parts)))) for _ in range(window)]
 
-    def place(i: int) -> Tensor: return scratch[i % window][:route[i][1].numel()]
-    def receive(i: int) -> Any: return dist.irecv(place(i), behind, pg, route[i][0])
+    def place(i: int) -> Tensor:
+        return scratch[i % window][: route[i][1].numel()]
+
+    def receive(i: int) -> Any:
+        return dist.irecv(place(i), behind, pg, route[i][0])
 
     def steps() -> Iterator[None]:
         arriving = deque(receive(i) for i in range(min(window, len(route))))
-        leaving = [dist.isend(chunk, ahead, pg, first + i * _MARKS) for i, chunk in enumerate(chunks[origin])]
+        leaving = [
+            dist.isend(chunk, ahead, pg, first + i * _MARKS)
+            for i, chunk in enumerate(chunks[origin])
+        ]
         yield
         for i, (tag, chunk) in enumerate(route):
             _settled(arriving.popleft(), "nothing came from rank", behind)
             chunk += place(i)
-            if tag < last: leaving.append(dist.isend(chunk, ahead, pg, tag + widest * _MARKS)) # unless it is home
-            if i + window < len(route): arriving.append(receive(i + window))
-        for work in leaving: _settled(work, "nothing went to rank", ahead)
+            if tag < last:
+                leaving.append(
+                    dist.isend(chunk, ahead, pg, tag + widest * _MARKS)
+                )  # unless it is home
+            if i + window < len(route):
+                arriving.append(receive(i + window))
+        for work in leaving:
+            _settled(work, "nothing went to rank", ahead)
 
     return steps()
 
@@ -837,90 +1231,161 @@ def _ring(
 def _spread(group: Ranks, parts: Sequence[Tensor]) -> Iterator[None]:
     """Send this rank's part to every other one. No rank passes anything on, so none waits for another to wait."""
     dist: Any = torch.distributed
-    mine, pg, tag = group.group_rank, group.process_group, group._wire.tags(1, f"{parts[0].dtype} {[len(part) for part in parts]}")
+    mine, pg, tag = (
+        group.group_rank,
+        group.process_group,
+        group._wire.tags(1, f"{parts[0].dtype} {[len(part) for part in parts]}"),
+    )
     others = [(mine + hop) % group.size for hop in range(1, group.size)]
+
     def steps() -> Iterator[None]:
-        arriving = [(group.ranks[i], dist.irecv(parts[i], group.ranks[i], pg, tag)) for i in reversed(others) if parts[i].numel()]
-        leaving = [(group.ranks[i], dist.isend(parts[mine], group.ranks[i], pg, tag)) for i in others if parts[mine].numel()]
+        arriving = [
+            (group.ranks[i], dist.irecv(parts[i], group.ranks[i], pg, tag))
+            for i in reversed(others)
+            if parts[i].numel()
+        ]
+        leaving = [
+            (group.ranks[i], dist.isend(parts[mine], group.ranks[i], pg, tag))
+            for i in others
+            if parts[mine].numel()
+        ]
         yield
-        for rank, work in arriving: _settled(work, "nothing came from rank", rank)
-        for rank, work in leaving: _settled(work, "nothing went to rank", rank)
+        for rank, work in arriving:
+            _settled(work, "nothing came from rank", rank)
+        for rank, work in leaving:
+            _settled(work, "nothing went to rank", rank)
+
     return steps()
 
-def _settled(work: Any, trouble: str, global_rank: int) -> None: # wait, and name who did not play its part
-    try: work.wait()
-    except RuntimeError as error: raise RuntimeError(f"{trouble} {global_rank}: {error}") from error
+
+def _settled(
+    work: Any, trouble: str, global_rank: int
+) -> None:  # wait, and name who did not play its part
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(f"{trouble} {global_rank}: {error}") from error
 
 # %% ../nbs/10_process_group.ipynb #9750a73a
-_TOP = (1 << 31) - 1 # the highest tag there is
-_NOBODY_TAG = _TAGS[0] * _MARKS - 1 # nobody sends with this one
+_TOP = (1 << 31) - 1  # the highest tag there is
+_NOBODY_TAG = _TAGS[0] * _MARKS - 1  # nobody sends with this one
+
 
 def _tag(tensor: Tensor) -> int:
     """Give a tag for messages like this one: those of one pair of ranks keep their order, so they can share it."""
-    return _TOP - (zlib.crc32(f"{tensor.numel()} {tensor.dtype}".encode()) >> 2) # the upper half of all tags
+    return _TOP - (
+        zlib.crc32(f"{tensor.numel()} {tensor.dtype}".encode()) >> 2
+    )  # the upper half of all tags
+
 
 def _exchange(
     group: Group,
-    sends: Sequence[tuple[Tensor, int]], # what, and the group rank it goes to
-    receives: Sequence[tuple[Tensor, int]], # where to, and the group rank it comes from
+    sends: Sequence[tuple[Tensor, int]],  # what, and the group rank it goes to
+    receives: Sequence[tuple[Tensor, int]],  # where to, and the group rank it comes from
 ) -> Iterator[None]:
     """Send and receive at once."""
     dist: Any = torch.distributed
     pg, ranks = group.process_group, group.ranks
-    sends, receives = ([(t, ranks[peer]) for t, peer in pairs if t.numel()] for pairs in (sends, receives))
+    sends, receives = (
+        [(t, ranks[peer]) for t, peer in pairs if t.numel()] for pairs in (sends, receives)
+    )
     tensors = [t for t, _ in (*sends, *receives)]
-    if not tensors: return
+    if not tensors:
+        return
     if group.backend(tensors[0].device) == "gloo":
-        works = [dist.irecv(t, peer, pg, _tag(t)) for t, peer in receives] + [dist.isend(t, peer, pg, _tag(t)) for t, peer in sends]
+        works = [dist.irecv(t, peer, pg, _tag(t)) for t, peer in receives] + [
+            dist.isend(t, peer, pg, _tag(t)) for t, peer in sends
+        ]
     else:
-        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, _to_move(t), peer, pg) for t, peer in receives] +
-                                       [dist.P2POp(dist.isend, _to_move(t), peer, pg) for t, peer in sends])
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.irecv, _to_move(t), peer, pg) for t, peer in receives]
+            + [dist.P2POp(dist.isend, _to_move(t), peer, pg) for t, peer in sends]
+        )
     yield
-    for work in works: work.wait()
+    for work in works:
+        work.wait()
 
 # %% ../nbs/10_process_group.ipynb #5d0c1e05
-_LATE = frozenset({"nccl", "xccl"}) # backends that connect all ranks in the first call on a group
+_LATE = frozenset({"nccl", "xccl"})  # backends that connect all ranks in the first call on a group
+
 
 def _connected(group: Group, device: torch.device) -> bool:
     backend, pg = group.backend(device), group.process_group
-    return backend not in _LATE or backend in group._wire.connected or pg.bound_device_id is not None # which connects when the group is made
+    return (
+        backend not in _LATE or backend in group._wire.connected or pg.bound_device_id is not None
+    )  # which connects when the group is made
+
 
 def _among_all(group: Group, call: Call, steps: Iterator[None]) -> Iterator[None]:
     """Connect all ranks before messages of a call that all of them make."""
     if not _connected(group, call.tensor.device):
-        for _ in _started(_native_all_reduce(group, torch.zeros(1, device=call.tensor.device))): pass
+        for _ in _started(_native_all_reduce(group, torch.zeros(1, device=call.tensor.device))):
+            pass
         group._wire.connected.add(group.backend(call.tensor.device))
     return steps
 
+
 def _refuse_first(group: Group, tensor: Tensor) -> None:
-    if _connected(group, tensor.device): return
-    raise RuntimeError(f"the first call on a group over {group.backend(tensor.device)} connects all its ranks, so messages between some of them would wait "
-                       f"for the others for ever; call connect(group, {str(tensor.device)!r}), or any collective, on all {group.size} ranks first")
+    if _connected(group, tensor.device):
+        return
+    raise RuntimeError(
+        f"the first call on a group over {group.backend(tensor.device)} connects all its ranks, so"
+        " messages between some of them would wait for the others for ever; call connect(group,"
+        f" {str(tensor.device)!r}), or any collective, on all {group.size} ranks first"
+    )
 
 # %% ../nbs/10_process_group.ipynb #5c2a1018
 def _from_root(group: Group, call: Call) -> Iterator[None]:
     mine, root = group.group_rank, call.root
-    if mine == root: return _among_all(group, call, _exchange(group, [(part, peer) for peer, part in enumerate(call.split()) if peer != mine], []))
+    if mine == root:
+        return _among_all(
+            group,
+            call,
+            _exchange(
+                group, [(part, peer) for peer, part in enumerate(call.split()) if peer != mine], []
+            ),
+        )
     return _among_all(group, call, _exchange(group, [], [(call.part(mine), root)]))
+
 
 def _to_root(group: Group, call: Call) -> Iterator[None]:
     mine, root = group.group_rank, call.root
-    if mine == root: return _among_all(group, call, _exchange(group, [], [(part, peer) for peer, part in enumerate(call.split()) if peer != mine]))
+    if mine == root:
+        return _among_all(
+            group,
+            call,
+            _exchange(
+                group, [], [(part, peer) for peer, part in enumerate(call.split()) if peer != mine]
+            ),
+        )
     return _among_all(group, call, _exchange(group, [(call.part(mine), root)], []))
+
 
 def _all_to_all(group: Group, call: Call) -> Iterator[None]:
     assert call.source is not None, "all_to_all has a source"
     mine, arriving, leaving = group.group_rank, call.split(), call.source.split(list(call.sent))
     arriving[mine].copy_(leaving[mine])
     peers = [peer for peer in range(group.size) if peer != mine]
-    return _among_all(group, call, _exchange(group, [(leaving[peer], peer) for peer in peers], [(arriving[peer], peer) for peer in peers]))
+    return _among_all(
+        group,
+        call,
+        _exchange(
+            group,
+            [(leaving[peer], peer) for peer in peers],
+            [(arriving[peer], peer) for peer in peers],
+        ),
+    )
 
 # %% ../nbs/10_process_group.ipynb #c5132704
 def _named(module: Any, new: str, old: str) -> Callable[..., Any]:
     """Give a function under its new name, or under the one it has in older torch."""
     return getattr(module, new, None) or getattr(module, old)
 
-_COMPLETE = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl", "fake"}) # backends that have every collective
+
+_COMPLETE = frozenset(
+    {"gloo", "nccl", "mpi", "ucc", "xccl", "fake"}
+)  # backends that have every collective
+
 
 def _lacks(group: Group, call: Call, native: Callable[[Group, Call], Sequence[_Native]]) -> bool:
     """Tell if the backend has not got a collective, on any rank."""
@@ -929,23 +1394,35 @@ def _lacks(group: Group, call: Call, native: Callable[[Group, Call], Sequence[_N
     if backend not in _COMPLETE and key not in lacks:
         trial = Call(call.kind, call.tensor.new_zeros(n), Parts(n, n, 1))
         try:
-            for _ in _started(*native(group, trial)): pass
-        except RuntimeError: lacks[key] = True # also NotImplementedError
-        else: lacks[key] = False
+            for _ in _started(*native(group, trial)):
+                pass
+        except RuntimeError:
+            lacks[key] = True  # also NotImplementedError
+        else:
+            lacks[key] = False
         agree(group, f"trying the {call.kind} of {backend}", ["refused" if lacks[key] else "done"])
     return lacks.get(key, False)
+
+
 def _together(works: Sequence[Iterator[None]]) -> Iterator[None]:
     """Start all, then finish all."""
-    for steps in works: next(steps, None)
+    for steps in works:
+        next(steps, None)
     yield
-    for steps in works: yield from steps
+    for steps in works:
+        yield from steps
 
 # %% ../nbs/10_process_group.ipynb #bde0f77f
 class _Meeting:
-    """Lets the ranks of a group find a transport, through their store: a few requests from each rank, and nothing stays there."""
+    """Lets the ranks of a group find a transport, through their store: a few requests from each
+    rank, and nothing stays there."""
 
     def __init__(self, group: Ranks):
-        self.rank, self.ranks, self.limit = group.group_rank, group.ranks, _timeout(group).total_seconds()
+        self.rank, self.ranks, self.limit = (
+            group.group_rank,
+            group.ranks,
+            _timeout(group).total_seconds(),
+        )
         self._group, self._notes, self._turn = group, _Notes(group, group._wire.life), 0
 
     def propose(self, text: str) -> str:
@@ -954,141 +1431,293 @@ class _Meeting:
 
     def agree(self, refusal: str) -> str:
         """Wait for all ranks, and give what one of them refuses with."""
-        notes, size, keys = self._notes, self._group.size, [f"transport/{self._turn}/{name}" for name in ("refused", "verdict", "arrived", "readers")]
+        notes, size, keys = (
+            self._notes,
+            self._group.size,
+            [
+                f"transport/{self._turn}/{name}"
+                for name in ("refused", "verdict", "arrived", "readers")
+            ],
+        )
         refused, verdict, arrived, readers = keys
         self._turn += 1
-        if refusal: notes.set_first(refused, _shortened(refusal, 500))
-        if notes.add(arrived) == size: notes.set(verdict, f"={notes.peek(refused)}")
+        if refusal:
+            notes.set_first(refused, _shortened(refusal, 500))
+        if notes.add(arrived) == size:
+            notes.set(verdict, f"={notes.peek(refused)}")
         for pause in _pauses(self._group):
-            if found := notes.peek(verdict): break
-            if said := self._group._state.ended or _last_words(self._group): raise RuntimeError(f"{said}, while {self._waited()}")
+            if found := notes.peek(verdict):
+                break
+            if said := self._group._state.ended or _last_words(self._group):
+                raise RuntimeError(f"{said}, while {self._waited()}")
             time.sleep(pause)
-        else: raise RuntimeError(f"{size - notes.add(arrived, 0)} of {size} ranks did not arrive within {self.limit:g} s, while {self._waited()}")
-        if notes.add(readers) == size: notes.remove(*keys, "transport/proposal") # the last to read leaves nothing behind
+        else:
+            raise RuntimeError(
+                f"{size - notes.add(arrived, 0)} of {size} ranks did not arrive within"
+                f" {self.limit:g} s, while {self._waited()}"
+            )
+        if notes.add(readers) == size:
+            notes.remove(*keys, "transport/proposal")  # the last to read leaves nothing behind
         return found[1:]
 
-    def _waited(self) -> str: return f"rank {self._group.global_rank} waited to find out how the ranks can reach each other"
+    def _waited(self) -> str:
+        return (
+            f"rank {self._group.global_rank} waited to find out how the ranks can reach each other"
+        )
+
 
 def _transport(group: Group, tensor: Tensor) -> Transport | None:
-    """Give what moves the group's reduce-scatters and all-gathers in the place of messages, if there is such a thing; tried with the first tensor."""
+    """Give what moves the group's reduce-scatters and all-gathers in the place of messages, if
+    there is such a thing; tried with the first tensor."""
     found = group._wire.transports
-    if tensor.device.type != "cpu": return None
-    if not found and _alone(group): found.append(None)
+    if tensor.device.type != "cpu":
+        return None
+    if not found and _alone(group):
+        found.append(None)
     if not found:
         made, said = transport.connect(_Meeting(group))
         found.append(made)
-        if group.group_rank == 0: logging.getLogger("zero_nb").info("%s %s", group, said)
+        if group.group_rank == 0:
+            logging.getLogger("zero_nb").info("%s %s", group, said)
     return found[0]
 
 # %% ../nbs/10_process_group.ipynb #2697e95d
-_FEW = 4 # owners of a tensor that is not worth filling up
+_FEW = 4  # owners of a tensor that is not worth filling up
 
-def _fills(parts: Parts) -> bool: # whether parts are filled up to one size
+
+def _fills(parts: Parts) -> bool:  # whether parts are filled up to one size
     return parts.padded <= 2 * parts.numel or parts.numel > _FEW * parts.each > 0
 
-def _free_here(tensor: Tensor) -> Tensor: # memory that was allocated where the collective started, and is let go where it was waited for
-    if tensor.device.type == "cuda": tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+def _free_here(
+    tensor: Tensor,
+) -> (
+    Tensor
+):  # memory that was allocated where the collective started, and is let go where it was waited for
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
 
-def _pairs(call: Call, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]: # of what ranks own: where it is in the call's tensor, and in `flat`, of equal parts
+
+def _pairs(
+    call: Call, flat: Tensor
+) -> Iterator[
+    tuple[Tensor, Tensor]
+]:  # of what ranks own: where it is in the call's tensor, and in `flat`, of equal parts
     parts, size = call.parts, len(flat) // call.parts.ranks
-    if parts.each: yield call.tensor[:parts.numel], flat[:parts.numel]
-    else: yield from ((call.tensor[start:stop], flat[rank * size:rank * size + stop - start]) for rank, start, stop in parts.owned)
+    if parts.each:
+        yield call.tensor[: parts.numel], flat[: parts.numel]
+    else:
+        yield from (
+            (call.tensor[start:stop], flat[rank * size : rank * size + stop - start])
+            for rank, start, stop in parts.owned
+        )
+
 
 def _native_all_gather(group: Group, call: Call) -> list[_Native]:
     """Gather equal parts as they are, others filled up to one size, or from each of a few owners."""
-    parts, mine, options = call.parts, group.group_rank, {"group": group.process_group, "async_op": True}
+    parts, mine, options = (
+        call.parts,
+        group.group_rank,
+        {"group": group.process_group, "async_op": True},
+    )
     gather = _named(torch.distributed, "all_gather_single", "all_gather_into_tensor")
-    if not _fills(parts): return [_native_broadcast(group, call.tensor[start:stop], owner) for owner, start, stop in parts.owners()]
+    if not _fills(parts):
+        return [
+            _native_broadcast(group, call.tensor[start:stop], owner)
+            for owner, start, stop in parts.owners()
+        ]
     size = parts.padded // parts.ranks
-    here = call.tensor[mine * size:(mine + 1) * size]
-    if len(call.tensor) == parts.padded: return [_Native(lambda: gather(_to_move(call.tensor), _to_move(here), **options))]
+    here = call.tensor[mine * size : (mine + 1) * size]
+    if len(call.tensor) == parts.padded:
+        return [_Native(lambda: gather(_to_move(call.tensor), _to_move(here), **options))]
     own, flat = call.part(mine), call.tensor.new_empty(parts.padded)
-    if len(own) < size: own = torch.cat([own, own.new_zeros(size - len(own))])
+    if len(own) < size:
+        own = torch.cat([own, own.new_zeros(size - len(own))])
+
     def finish() -> None:
         _free_here(own)
-        for part, place in _pairs(call, _free_here(flat)): part.copy_(place)
+        for part, place in _pairs(call, _free_here(flat)):
+            part.copy_(place)
+
     return [_Native(lambda: gather(_to_move(flat), _to_move(own), **options), finish)]
+
 
 def _native_reduce_scatter(group: Group, call: Call) -> list[_Native]:
     """Reduce equal parts as they are, others filled up to one size, or to each of a few owners."""
-    parts, mine, options = call.parts, group.group_rank, {"group": group.process_group, "async_op": True}
+    parts, mine, options = (
+        call.parts,
+        group.group_rank,
+        {"group": group.process_group, "async_op": True},
+    )
     reduce = _named(torch.distributed, "reduce_scatter_single", "reduce_scatter_tensor")
-    if not _fills(parts): return [_native_reduce(group, call.tensor[start:stop], owner) for owner, start, stop in parts.owners()]
+    if not _fills(parts):
+        return [
+            _native_reduce(group, call.tensor[start:stop], owner)
+            for owner, start, stop in parts.owners()
+        ]
     size = parts.padded // parts.ranks
-    if len(call.tensor) == parts.padded: return [_Native(lambda: reduce(_to_add(call.tensor[mine * size:(mine + 1) * size]), _to_add(call.tensor), **options))]
+    if len(call.tensor) == parts.padded:
+        return [
+            _Native(
+                lambda: reduce(
+                    _to_add(call.tensor[mine * size : (mine + 1) * size]),
+                    _to_add(call.tensor),
+                    **options,
+                )
+            )
+        ]
     flat, own = call.tensor.new_zeros(parts.padded), call.part(mine)
-    for part, place in _pairs(call, flat): place.copy_(part)
+    for part, place in _pairs(call, flat):
+        place.copy_(part)
     out = own if len(own) == size else own.new_empty(size)
+
     def finish() -> None:
         _free_here(flat)
-        if out is not own: own.copy_(_free_here(out)[:len(own)])
+        if out is not own:
+            own.copy_(_free_here(out)[: len(own)])
+
     return [_Native(lambda: reduce(_to_add(out), _to_add(flat), **options), finish)]
+
 
 def _all_gather(group: Group, call: Call) -> Iterator[None]:
     parts, gloo = call.parts, group.backend(call.tensor.device) == "gloo"
-    if gloo and (near := _transport(group, call.tensor)): return near.all_gather(call.split())
-    if parts.largest == parts.numel: return _broadcast(group, Call("broadcast", call.tensor[:parts.numel], root=parts.owners()[0][0])) # one has all
-    if gloo: return _spread(group, call.split())
-    if not _lacks(group, call, _native_all_gather): return _started(*_native_all_gather(group, call))
-    return _started(*[_native_broadcast(group, call.tensor[start:stop], owner) for owner, start, stop in parts.owners()])
+    if gloo and (near := _transport(group, call.tensor)):
+        return near.all_gather(call.split())
+    if parts.largest == parts.numel:
+        return _broadcast(
+            group, Call("broadcast", call.tensor[: parts.numel], root=parts.owners()[0][0])
+        )  # one has all
+    if gloo:
+        return _spread(group, call.split())
+    if not _lacks(group, call, _native_all_gather):
+        return _started(*_native_all_gather(group, call))
+    return _started(
+        *[
+            _native_broadcast(group, call.tensor[start:stop], owner)
+            for owner, start, stop in parts.owners()
+        ]
+    )
+
 
 def _reduce_scatter(group: Group, call: Call) -> Iterator[None]:
     if group.backend(call.tensor.device) == "gloo":
-        return near.reduce_scatter(call.split()) if (near := _transport(group, call.tensor)) else _ring(group, call.split())
-    return _all_reduce(group, call) if _lacks(group, call, _native_reduce_scatter) else _started(*_native_reduce_scatter(group, call))
+        return (
+            near.reduce_scatter(call.split())
+            if (near := _transport(group, call.tensor))
+            else _ring(group, call.split())
+        )
+    return (
+        _all_reduce(group, call)
+        if _lacks(group, call, _native_reduce_scatter)
+        else _started(*_native_reduce_scatter(group, call))
+    )
 
 # %% ../nbs/10_process_group.ipynb #91e4a689
-_KNOWN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})
+_KNOWN = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
 
 @cache
 def _options(kind: str, **values: Any) -> Any:
     options = getattr(torch.distributed, kind)()
-    for name, value in {"asyncOp": True, **values}.items(): # older torch has no asyncOp: all are
-        if hasattr(options, name): setattr(options, name, value)
+    for name, value in {"asyncOp": True, **values}.items():  # older torch has no asyncOp: all are
+        if hasattr(options, name):
+            setattr(options, name, value)
     return options
 
-def _to_move(tensor: Tensor) -> Tensor: # the same memory, in a dtype that every backend moves
+
+def _to_move(tensor: Tensor) -> Tensor:  # the same memory, in a dtype that every backend moves
     return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
 
-def _to_add(tensor: Tensor) -> Tensor: # the same memory, complex numbers as two real ones
+
+def _to_add(tensor: Tensor) -> Tensor:  # the same memory, complex numbers as two real ones
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
-def _native_broadcast(group: Group, tensor: Tensor, root: int) -> _Native:
-    return _Native(lambda: group.process_group.broadcast([_to_move(tensor)], _options("BroadcastOptions", rootRank=root)))
 
-def _native_reduce(group: Group, tensor: Tensor, root: int) -> _Native: # elsewhere the tensor is scratch afterwards
-    return _Native(lambda: group.process_group.reduce([_to_add(tensor)], _options("ReduceOptions", rootRank=root)))
+def _native_broadcast(group: Group, tensor: Tensor, root: int) -> _Native:
+    return _Native(
+        lambda: group.process_group.broadcast(
+            [_to_move(tensor)], _options("BroadcastOptions", rootRank=root)
+        )
+    )
+
+
+def _native_reduce(
+    group: Group, tensor: Tensor, root: int
+) -> _Native:  # elsewhere the tensor is scratch afterwards
+    return _Native(
+        lambda: group.process_group.reduce(
+            [_to_add(tensor)], _options("ReduceOptions", rootRank=root)
+        )
+    )
+
 
 def _native_all_reduce(group: Group, tensor: Tensor) -> _Native:
-    if tensor.dtype in _KNOWN: return _Native(lambda: group.process_group.allreduce([tensor], _options("AllreduceOptions")))
-    return _Native(lambda: torch.distributed.all_reduce(tensor, group=group.process_group, async_op=True))
+    if tensor.dtype in _KNOWN:
+        return _Native(
+            lambda: group.process_group.allreduce([tensor], _options("AllreduceOptions"))
+        )
+    return _Native(
+        lambda: torch.distributed.all_reduce(tensor, group=group.process_group, async_op=True)
+    )
 
-def _broadcast(group: Group, call: Call) -> Iterator[None]: return _started(_native_broadcast(group, call.tensor, call.root))
+
+def _broadcast(group: Group, call: Call) -> Iterator[None]:
+    return _started(_native_broadcast(group, call.tensor, call.root))
+
 
 def _all_reduce(group: Group, call: Call) -> Iterator[None]:
-    if call.tensor.dtype in _KNOWN or group.backend(call.tensor.device) != "gloo": return _started(_native_all_reduce(group, call.tensor))
+    if call.tensor.dtype in _KNOWN or group.backend(call.tensor.device) != "gloo":
+        return _started(_native_all_reduce(group, call.tensor))
     flat = call.tensor.view(-1)
-    halves = [Call(kind, flat, Parts.of([*map(len, flat.tensor_split(group.size))])) for kind in ("reduce_scatter", "all_gather")]
+    halves = [
+        Call(kind, flat, Parts.of([*map(len, flat.tensor_split(group.size))]))
+        for kind in ("reduce_scatter", "all_gather")
+    ]
     return itertools.chain(*[_STEPS[half.kind](group, half) for half in halves])
 
+
 _STEPS: dict[str, Callable[[Group, Call], Iterator[None]]] = {
-    "all_reduce": _all_reduce, "broadcast": _broadcast, "reduce_scatter": _reduce_scatter, "all_gather": _all_gather,
-    "gather": _to_root, "scatter": _from_root, "all_to_all": _all_to_all,
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "gather": _to_root,
+    "scatter": _from_root,
+    "all_to_all": _all_to_all,
 }
 
 # %% ../nbs/10_process_group.ipynb #c8bb7da4
 _COLLECTING: ContextVar[Any] = ContextVar("the coalescing block this thread is in", default=None)
 
+
 class Collectives(Ranks):
     """The collectives that data parallelism is made of."""
 
-    def __init__(self,
-        process_group: Any = None, # as for `Ranks`
+    def __init__(
+        self,
+        process_group: Any = None,  # as for `Ranks`
     ):
         super().__init__(process_group)
-        config = "" if self.process_group is None else str(torch.distributed.get_backend_config(self.process_group))
-        self.backends: dict[str, str] = dict(pair.split(":") for pair in config.split(",") if pair) # by type of device, for example {"cpu": "gloo"}
+        config = (
+            ""
+            if self.process_group is None
+            else str(torch.distributed.get_backend_config(self.process_group))
+        )
+        self.backends: dict[str, str] = dict(
+            pair.split(":") for pair in config.split(",") if pair
+        )  # by type of device, for example {"cpu": "gloo"}
 
     def backend(self, device: torch.device) -> str:
         """Backend that serves tensors of `device`, for example "gloo" or "nccl"; "none" in a group of one."""
@@ -1102,126 +1731,222 @@ class Collectives(Ranks):
         """Copy `tensor` of `group_rank` to all ranks."""
         return _start(self, Call("broadcast", tensor, root=group_rank), async_op)
 
-    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False) -> Work:
-        """Sum the parts of a 1-D tensor over all ranks; each rank keeps the sum of its own part, the others are scratch afterwards.
+    def reduce_scatter(
+        self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
+    ) -> Work:
+        """Sum the parts of a 1-D tensor over all ranks; each rank keeps the sum of its own part,
+        the others are scratch afterwards.
 
-        `sizes`: elements of each rank's part, by group rank, or `Parts`; None: equal parts. With `Parts` the tensor may have `sizes.padded` elements,
-        of which those beyond `sizes.numel` are scratch: room in which a backend that wants equal parts needs no copy."""
+        `sizes`: elements of each rank's part, by group rank, or `Parts`; None: equal parts. With
+        `Parts` the tensor may have `sizes.padded` elements,
+        of which those beyond `sizes.numel` are scratch: room in which a backend that wants equal parts needs no copy.
+        """
         return _start(self, Call("reduce_scatter", flat, _parts(self, flat, sizes)), async_op)
 
-    def all_gather(self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False) -> Work:
-        """Send this rank's part of a 1-D tensor to all ranks, so that each holds all parts. `sizes` as for `reduce_scatter`."""
+    def all_gather(
+        self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
+    ) -> Work:
+        """Send this rank's part of a 1-D tensor to all ranks, so that each holds all parts. `sizes`
+        as for `reduce_scatter`."""
         return _start(self, Call("all_gather", flat, _parts(self, flat, sizes)), async_op)
 
 # %% ../nbs/10_process_group.ipynb #0f868d42
 def _parts(
     group: Ranks,
-    flat: Tensor, # cut into one part for each rank
-    sizes: Sequence[int] | None, # elements of each; None: equal
+    flat: Tensor,  # cut into one part for each rank
+    sizes: Sequence[int] | None,  # elements of each; None: equal
 ) -> Parts:
     n, shape = group.size, tuple(flat.shape)
-    if flat.dim() != 1: raise ValueError(f"expected a 1-D tensor of {n} parts, got shape {shape}; flatten it")
+    if flat.dim() != 1:
+        raise ValueError(f"expected a 1-D tensor of {n} parts, got shape {shape}; flatten it")
     if sizes is None:
-        if flat.numel() % n: raise ValueError(f"expected a flat tensor of {n} equal parts, got shape {shape}; pad it to a multiple of {n}, or pass sizes")
+        if flat.numel() % n:
+            raise ValueError(
+                f"expected a flat tensor of {n} equal parts, got shape {shape}; pad it to a"
+                f" multiple of {n}, or pass sizes"
+            )
         return Parts(n, flat.numel(), flat.numel() // n)
-    if isinstance(sizes, Parts): fits = sizes.ranks == n and flat.numel() in (sizes.numel, sizes.padded)
-    else: fits = len(sizes) == n and min(sizes) >= 0 and sum(sizes) == flat.numel()
-    if fits: return Parts.of(sizes)
-    got = list(sizes) if len(sizes) <= 16 else f"{len(sizes)}: {sizes if isinstance(sizes, Parts) else list(sizes[:16])}"
-    raise ValueError(f"sizes must be {n} numbers that add up to the tensor's {flat.numel()} elements, got {got}")
+    if isinstance(sizes, Parts):
+        fits = sizes.ranks == n and flat.numel() in (sizes.numel, sizes.padded)
+    else:
+        fits = len(sizes) == n and min(sizes) >= 0 and sum(sizes) == flat.numel()
+    if fits:
+        return Parts.of(sizes)
+    got = (
+        list(sizes)
+        if len(sizes) <= 16
+        else f"{len(sizes)}: {sizes if isinstance(sizes, Parts) else list(sizes[:16])}"
+    )
+    raise ValueError(
+        f"sizes must be {n} numbers that add up to the tensor's {flat.numel()} elements, got {got}"
+    )
+
 
 def _check_state(group: Group) -> None:
     """Refuse to start a collective in a group that cannot carry it."""
     state = group._state
-    if state.ended: raise RuntimeError(f"this process group was {state.ended}{', because ' * bool(state.reason)}{state.reason}; make a new one")
+    if state.ended:
+        raise RuntimeError(
+            "this process group was"
+            f" {state.ended}{', because ' * bool(state.reason)}{state.reason}; make a new one"
+        )
     if state.dropped:
         what = state.dropped[0]
         state.dropped.clear()
-        raise RuntimeError(f"{what} was started with async_op=True and never waited for, so its result was never there; keep its Work and call wait()")
+        raise RuntimeError(
+            f"{what} was started with async_op=True and never waited for, so its result was never"
+            " there; keep its Work and call wait()"
+        )
+
 
 def _check(group: Group, tensor: Tensor, peer: int | None = None) -> None:
     _check_state(group)
     if peer is not None and peer not in range(group.size):
-        raise ValueError(f"group_rank must be 0 to {group.size - 1} in {group}, got {peer}; get_group_rank() translates a global rank")
-    if tensor.layout != torch.strided: raise ValueError(f"a collective moves dense tensors, got {tensor.layout}; send its indices and values apart")
+        raise ValueError(
+            f"group_rank must be 0 to {group.size - 1} in {group}, got {peer}; get_group_rank()"
+            " translates a global rank"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"a collective moves dense tensors, got {tensor.layout}; send its indices and values"
+            " apart"
+        )
     if group.size > 1 and group.backend(tensor.device) == "none":
-        raise ValueError(f"no backend of {group} serves {tensor.device}; initialize the process group with one, e.g. backend='cpu:gloo,cuda:nccl'")
+        raise ValueError(
+            f"no backend of {group} serves {tensor.device}; initialize the process group with one,"
+            " e.g. backend='cpu:gloo,cuda:nccl'"
+        )
 
 # %% ../nbs/10_process_group.ipynb #5fbc8a1e
 def _traced(group: Ranks, call: Call) -> None:
     """Run a call by torch's functional collectives, which compilers and fake tensors can follow."""
     from torch.distributed import _functional_collectives as functional
+
     pg, mine = group.process_group, call.part(group.group_rank) if call.parts else call.tensor
-    if call.kind == "all_reduce": result = functional.all_reduce(call.tensor, "sum", pg)
-    elif call.kind == "broadcast": result = functional.broadcast(call.tensor, call.root, pg)
+    if call.kind == "all_reduce":
+        result = functional.all_reduce(call.tensor, "sum", pg)
+    elif call.kind == "broadcast":
+        result = functional.broadcast(call.tensor, call.root, pg)
     elif call.kind == "reduce_scatter" and call.parts.equal:
-        result = _named(functional, "reduce_scatter_single", "reduce_scatter_tensor")(call.tensor, "sum", 0, pg)
+        result = _named(functional, "reduce_scatter_single", "reduce_scatter_tensor")(
+            call.tensor, "sum", 0, pg
+        )
     elif call.kind == "all_gather" and call.parts.equal:
         result = _named(functional, "all_gather_single", "all_gather_tensor")(mine, 0, pg)
-    else: raise NotImplementedError(f"{call} cannot be traced; only all_reduce, broadcast, and reduce_scatter and all_gather of equal parts can")
+    else:
+        raise NotImplementedError(
+            f"{call} cannot be traced; only all_reduce, broadcast, and reduce_scatter and all_gather of equal parts can"
+        )
     (mine if call.kind == "reduce_scatter" else call.tensor).copy_(result)
 
 # %% ../nbs/10_process_group.ipynb #1fa4f82d
-_MERGED = frozenset({"all_reduce", "broadcast", "reduce_scatter", "all_gather"}) # kinds that one block may hold, and of which backends have their own
+_MERGED = frozenset(
+    {"all_reduce", "broadcast", "reduce_scatter", "all_gather"}
+)  # kinds that one block may hold, and of which backends have their own
+
 
 def _block(group: Ranks) -> Any:
     """Give the coalescing block this thread is in, if it is one of this group."""
     block = _COLLECTING.get()
     return block if block is not None and block.group.process_group is group.process_group else None
 
-def _sent(group: Group, call: Call) -> int | None: # bytes this rank sends, or that the others read from it; None: by the formula of the kind
-    if call.kind not in ("reduce_scatter", "all_gather"): return None
+
+def _sent(
+    group: Group, call: Call
+) -> (
+    int | None
+):  # bytes this rank sends, or that the others read from it; None: by the formula of the kind
+    if call.kind not in ("reduce_scatter", "all_gather"):
+        return None
     mine = call.parts[group.group_rank]
-    return call.tensor.element_size() * (call.parts.numel - mine if call.kind == "reduce_scatter" else (group.size - 1) * mine)
+    return call.tensor.element_size() * (
+        call.parts.numel - mine if call.kind == "reduce_scatter" else (group.size - 1) * mine
+    )
+
 
 def _steps(group: Group, call: Call) -> Iterator[None]:
     """Give the steps of a call; a group that records sees what it is made of as parts of it."""
-    steps, native = _STEPS[call.kind](group, call), call.kind in ("all_reduce", "broadcast") and call.tensor.dtype in _KNOWN
-    if call.kind in _MERGED: group._wire.connected.add(group.backend(call.tensor.device))
-    if native or group.backend(call.tensor.device) != "gloo" or not hasattr(group.process_group, "follow"): return steps
+    steps, native = (
+        _STEPS[call.kind](group, call),
+        call.kind in ("all_reduce", "broadcast") and call.tensor.dtype in _KNOWN,
+    )
+    if call.kind in _MERGED:
+        group._wire.connected.add(group.backend(call.tensor.device))
+    if (
+        native
+        or group.backend(call.tensor.device) != "gloo"
+        or not hasattr(group.process_group, "follow")
+    ):
+        return steps
     return group.process_group.follow(call.kind, call.tensor, steps, _sent(group, call))
+
 
 def _by_copy(group: Group, call: Call) -> Iterator[None]:
     """Give the steps of a call whose tensor has gaps."""
     copy = call.tensor.contiguous()
+
     def steps() -> Iterator[None]:
         yield from _steps(group, replace(call, tensor=copy))
         call.tensor.copy_(copy)
+
     return steps()
 
 # %% ../nbs/10_process_group.ipynb #12d75c7f
 def _start(group: Any, call: Call, async_op: bool) -> Work:
     _check(group, call.tensor, call.root if call.kind in _ROOTED else None)
     if torch.compiler.is_compiling() or isinstance(call.tensor, FakeTensor):
-        if group.size > 1: _traced(group, call)
+        if group.size > 1:
+            _traced(group, call)
         return Work(iter(()))
     block = _block(group)
-    if block is not None: return block.add(call)
-    if group.size > 1: _compare(group, call.like, call)
-    if call.source is None and (group.size == 1 or not call.tensor.numel()): return _FINISHED # nothing to move, on any rank
-    return _launch(group, call, async_op, _steps(group, call) if call.tensor.is_contiguous() else _by_copy(group, call))
+    if block is not None:
+        return block.add(call)
+    if group.size > 1:
+        _compare(group, call.like, call)
+    if call.source is None and (group.size == 1 or not call.tensor.numel()):
+        return _FINISHED  # nothing to move, on any rank
+    return _launch(
+        group,
+        call,
+        async_op,
+        _steps(group, call) if call.tensor.is_contiguous() else _by_copy(group, call),
+    )
+
 
 def _launch(group: Group, what: object, async_op: bool, steps: Iterator[None]) -> Work:
     """Start a collective, and finish it unless it is asynchronous."""
-    if async_op: return Work(steps, what, group)
+    if async_op:
+        return Work(steps, what, group)
     try:
-        for _ in steps: pass
+        for _ in steps:
+            pass
         _check_aborted(group)
-    except RuntimeError as error: raise _failed(group, what, error) from error
+    except RuntimeError as error:
+        raise _failed(group, what, error) from error
     return _FINISHED
+
 
 _ROOTED, _FINISHED = ("broadcast", "gather", "scatter"), Work(iter(()))
 
 # %% ../nbs/10_process_group.ipynb #0898ee5c
-def _start_exchange(group: Any, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], async_op: bool) -> Work:
+def _start_exchange(
+    group: Any, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], async_op: bool
+) -> Work:
     block = _block(group)
     for tensor, peer in (*sends, *receives):
         _check(group, tensor, peer)
-        if not tensor.is_contiguous(): raise ValueError(f"expected a contiguous tensor, got strides {tensor.stride()}; call contiguous() first")
-        if peer == group.group_rank: raise ValueError(f"group rank {peer} is this rank itself; copy the tensor instead")
-        if block is None or not block.calls: _refuse_first(group, tensor)
-    if block is not None: return block.add_exchange(sends, receives)
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"expected a contiguous tensor, got strides {tensor.stride()}; call contiguous() first"
+            )
+        if peer == group.group_rank:
+            raise ValueError(f"group rank {peer} is this rank itself; copy the tensor instead")
+        if block is None or not block.calls:
+            _refuse_first(group, tensor)
+    if block is not None:
+        return block.add_exchange(sends, receives)
     return _launch(group, _Exchange(sends, receives), async_op, _exchange(group, sends, receives))
+
 
 class _Exchange(NamedTuple):
     """What an exchange is about, for errors."""
@@ -1231,40 +1956,90 @@ class _Exchange(NamedTuple):
 
     def __str__(self) -> str:
         ways = zip((("sending", "to"), ("receiving", "from")), self, strict=True)
-        moves = [f"{verb} {t.numel()} {_dtype(t)} {way} group rank {peer}" for (verb, way), pairs in ways for t, peer in pairs]
+        moves = [
+            f"{verb} {t.numel()} {_dtype(t)} {way} group rank {peer}"
+            for (verb, way), pairs in ways
+            for t, peer in pairs
+        ]
         return " and ".join(moves) or "an exchange of nothing"
 
 # %% ../nbs/10_process_group.ipynb #d17a1215
 class Group(Collectives):
     """A torch process group and its collectives; a group of one where there is none.
 
-    Collectives are called by all ranks of the group in the same order, `send`, `recv` and `exchange` by those concerned. They work in place, and return
-    a `Work` that is finished unless `async_op=True`. They raise `ValueError` before anything is sent if the call cannot be right, and `RuntimeError`
+    Collectives are called by all ranks of the group in the same order, `send`, `recv` and
+    `exchange` by those concerned. They work in place, and return
+    a `Work` that is finished unless `async_op=True`. They raise `ValueError` before anything is
+    sent if the call cannot be right, and `RuntimeError`
     naming the collective if a peer is gone or late.
     """
 
-    def gather(self, flat: Tensor, group_rank: int, sizes: Sequence[int] | None = None, *, async_op: bool = False) -> Work:
-        """Send this rank's part of a 1-D tensor to one rank, which then holds all parts. `sizes` as for `reduce_scatter`."""
+    def gather(
+        self,
+        flat: Tensor,
+        group_rank: int,
+        sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Send this rank's part of a 1-D tensor to one rank, which then holds all parts. `sizes` as
+        for `reduce_scatter`."""
         return _start(self, Call("gather", flat, _parts(self, flat, sizes), group_rank), async_op)
 
-    def scatter(self, flat: Tensor, group_rank: int, sizes: Sequence[int] | None = None, *, async_op: bool = False) -> Work:
+    def scatter(
+        self,
+        flat: Tensor,
+        group_rank: int,
+        sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
         """Send each rank its part of a 1-D tensor that `group_rank` holds. `sizes` as for `reduce_scatter`."""
         return _start(self, Call("scatter", flat, _parts(self, flat, sizes), group_rank), async_op)
 
-    def all_to_all(self, output: Tensor, source: Tensor, output_sizes: Sequence[int] | None = None,
-                   source_sizes: Sequence[int] | None = None, *, async_op: bool = False) -> Work:
-        """Send each rank its part of `source`; part r of `output` is what rank r sent. Both are 1-D, of one dtype and device.
+    def all_to_all(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_sizes: Sequence[int] | None = None,
+        source_sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Send each rank its part of `source`; part r of `output` is what rank r sent. Both are
+        1-D, of one dtype and device.
 
-        Sizes, as for `reduce_scatter`, are given on all ranks or on none; without them all ranks' tensors are of one size."""
+        Sizes, as for `reduce_scatter`, are given on all ranks or on none; without them all ranks'
+        tensors are of one size.
+        """
         even = output_sizes is None and source_sizes is None
-        if (output.dtype, output.device, even and output.numel()) != (source.dtype, source.device, even and source.numel()):
-            kinds = (f"{_dtype(t)} of shape {tuple(t.shape)} on {t.device}" for t in (output, source))
-            raise ValueError("output is {}, source is {}; they must be alike, unless sizes are given".format(*kinds))
+        if (output.dtype, output.device, even and output.numel()) != (
+            source.dtype,
+            source.device,
+            even and source.numel(),
+        ):
+            kinds = (
+                f"{_dtype(t)} of shape {tuple(t.shape)} on {t.device}" for t in (output, source)
+            )
+            raise ValueError(
+                "output is {}, source is {}; they must be alike, unless sizes are given".format(
+                    *kinds
+                )
+            )
         parts, sent = _parts(self, output, output_sizes), _parts(self, source, source_sizes)
-        return _start(self, Call("all_to_all", output, parts, source=source, sent=sent, even=even), async_op)
+        return _start(
+            self, Call("all_to_all", output, parts, source=source, sent=sent, even=even), async_op
+        )
 
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, async_op: bool = False) -> Work:
-        """Send tensors to some group ranks and receive from others, all at once; messages between two ranks keep their order."""
+    def exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Send tensors to some group ranks and receive from others, all at once; messages between
+        two ranks keep their order."""
         return _start_exchange(self, list(sends), list(receives), async_op)
 
     def send(self, tensor: Tensor, group_rank: int, *, async_op: bool = False) -> Work:
@@ -1277,65 +2052,96 @@ class Group(Collectives):
 
 # %% ../nbs/10_process_group.ipynb #5d0c1e06
 def connect(
-    group: Group, # all its ranks call this
-    device: torch.device, # chooses the backend
+    group: Group,  # all its ranks call this
+    device: torch.device,  # chooses the backend
 ) -> None:
-    """Connect the ranks of a group, so that some of them may send to each other; does nothing where they are connected."""
-    if group.size > 1 and not _connected(group, device): group.all_reduce(torch.zeros(1, device=device))
+    """Connect the ranks of a group, so that some of them may send to each other; does nothing where
+    they are connected."""
+    if group.size > 1 and not _connected(group, device):
+        group.all_reduce(torch.zeros(1, device=device))
 
 # %% ../nbs/10_process_group.ipynb #f170e9cc
 @dataclass(eq=False)
 class Coalesced:
     """The collectives of one block, which run as one; `wait` for all of them together."""
 
-    group: Any # Group
-    site: str # where the block begins, for errors
+    group: Any  # Group
+    site: str  # where the block begins, for errors
     calls: list[Call] = field(default_factory=list)
     sends: list[tuple[Tensor, int]] = field(default_factory=list)
     receives: list[tuple[Tensor, int]] = field(default_factory=list)
-    work: Work | None = None # once launched
+    work: Work | None = None  # once launched
 
     def wait(self) -> None:
         """Return when the results of all collectives of the block are there."""
-        if self.work is None: raise RuntimeError(f"the coalescing block at {self.site} has not ended, so nothing has started; wait after the block")
+        if self.work is None:
+            raise RuntimeError(
+                f"the coalescing block at {self.site} has not ended, so nothing has started; wait"
+                " after the block"
+            )
         self.work.wait()
 
     def add(self, call: Call) -> Any:
         """Write down a collective."""
         if call.kind not in _MERGED:
-            raise ValueError(f"{call.kind} cannot be coalesced; the kinds that can are {', '.join(sorted(_MERGED))}, send and recv. Call it outside the block")
-        if not call.tensor.is_contiguous(): raise ValueError(f"{call} in a coalescing block needs a contiguous tensor, got strides {call.tensor.stride()}")
+            raise ValueError(
+                f"{call.kind} cannot be coalesced; the kinds that can are"
+                f" {', '.join(sorted(_MERGED))}, send and recv. Call it outside the block"
+            )
+        if not call.tensor.is_contiguous():
+            raise ValueError(
+                f"{call} in a coalescing block needs a contiguous tensor, got strides"
+                f" {call.tensor.stride()}"
+            )
         self.calls.append(call)
         return self
 
-    def add_exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Any:
+    def add_exchange(
+        self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
+    ) -> Any:
         """Write down sends and receives."""
         self.sends += sends
         self.receives += receives
         return self
 
     def __str__(self) -> str:
-        kinds = [f"{len(run)} x {run[0].kind}" for run in _runs(self.calls)] + [f"{len(self.sends)} x send"] * bool(self.sends)
-        return f"the coalescing block at {self.site} ({', '.join(kinds + [f'{len(self.receives)} x recv'] * bool(self.receives))})"
+        kinds = [f"{len(run)} x {run[0].kind}" for run in _runs(self.calls)] + [
+            f"{len(self.sends)} x send"
+        ] * bool(self.sends)
+        return (
+            f"the coalescing block at {self.site}"
+            f" ({', '.join(kinds + [f'{len(self.receives)} x recv'] * bool(self.receives))})"
+        )
 
 # %% ../nbs/10_process_group.ipynb #b6ff8492
 def _runs(calls: Sequence[Call]) -> list[list[Call]]:
     """Cut calls into runs of one kind."""
     return [list(run) for _, run in itertools.groupby(calls, key=lambda call: call.kind)]
 
+
 def _check_apart(calls: Sequence[Call]) -> None:
     """Refuse memory that appears twice in calls of one kind: their order is lost."""
-    spans = sorted((c.tensor.data_ptr(), c.tensor.data_ptr() + c.tensor.nbytes) for c in calls if c.tensor.numel())
+    spans = sorted(
+        (c.tensor.data_ptr(), c.tensor.data_ptr() + c.tensor.nbytes)
+        for c in calls
+        if c.tensor.numel()
+    )
     if any(stop > start for (_, stop), (start, _) in itertools.pairwise(spans)):
-        raise ValueError(f"the same memory appears twice among the {calls[0].kind} of a coalescing block, where order is lost; use a second block")
+        raise ValueError(
+            f"the same memory appears twice among the {calls[0].kind} of a coalescing block, where"
+            " order is lost; use a second block"
+        )
+
 
 def _packs(calls: Sequence[Call]) -> list[list[Call]]:
-    """Sort calls of one kind into packs that travel as one tensor, each in the order of the block; a large tensor is a pack of its own."""
+    """Sort calls of one kind into packs that travel as one tensor, each in the order of the block;
+    a large tensor is a pack of its own."""
     filling: dict[Any, list[Call]] = {}
     packs, held = [], Counter[Any]()
     for call in calls:
         nbytes = call.tensor.nbytes
-        if not nbytes: continue
+        if not nbytes:
+            continue
         key = call.key if nbytes < CHUNK else call
         if held[key] + nbytes > CHUNK:
             packs.append(filling.pop(key, []))
@@ -1346,81 +2152,141 @@ def _packs(calls: Sequence[Call]) -> list[list[Call]]:
 
 # %% ../nbs/10_process_group.ipynb #673bf7a6
 def _merge(group: Any, pack: list[Call]) -> Iterator[None]:
-    """Run a pack as one collective on one flat tensor, made of the pieces of all, ordered by rank where the kind has parts."""
-    if len(pack) == 1: return _steps(group, pack[0])
+    """Run a pack as one collective on one flat tensor, made of the pieces of all, ordered by rank
+    where the kind has parts."""
+    if len(pack) == 1:
+        return _steps(group, pack[0])
     parts = [call.split() if call.parts else [call.tensor.view(-1)] for call in pack]
     pieces = [piece for by_rank in zip(*parts, strict=True) for piece in by_rank]
-    sizes = Parts.of([sum(map(len, by_rank)) for by_rank in zip(*parts, strict=True)]) if pack[0].parts else _WHOLE
+    sizes = (
+        Parts.of([sum(map(len, by_rank)) for by_rank in zip(*parts, strict=True)])
+        if pack[0].parts
+        else _WHOLE
+    )
     call = replace(pack[0], tensor=torch.cat(pieces), parts=sizes)
+
     def steps() -> Iterator[None]:
         yield from _steps(group, call)
         back = list(zip(pieces, call.tensor.split([len(p) for p in pieces]), strict=True))
-        if call.kind == "reduce_scatter": back = back[group.group_rank * len(pack):][:len(pack)]
+        if call.kind == "reduce_scatter":
+            back = back[group.group_rank * len(pack) :][: len(pack)]
         torch._foreach_copy_([piece for piece, _ in back], [done for _, done in back])
+
     return steps()
 
 # %% ../nbs/10_process_group.ipynb #d57c1082
 _NATIVE: dict[str, Callable[[Group, Call], list[_Native]]] = {
     "all_reduce": lambda group, call: [_native_all_reduce(group, call.tensor)],
     "broadcast": lambda group, call: [_native_broadcast(group, call.tensor, call.root)],
-    "reduce_scatter": _native_reduce_scatter, "all_gather": _native_all_gather,
+    "reduce_scatter": _native_reduce_scatter,
+    "all_gather": _native_all_gather,
 }
+
 
 def _natively(group: Any, calls: Sequence[Call]) -> Iterator[None]:
     """Let NCCL group the calls of one kind."""
     pg, device = group.process_group, calls[0].tensor.device
-    natives = [native for call in calls if call.tensor.numel() for native in _NATIVE[call.kind](group, call)]
+    natives = [
+        native
+        for call in calls
+        if call.tensor.numel()
+        for native in _NATIVE[call.kind](group, call)
+    ]
     group._wire.connected.add(group.backend(device))
     pg._start_coalescing(device)
     try:
-        for native in natives: native.start()
-    finally: work = pg._end_coalescing(device) # also if NCCL refuses a tensor: a block that stays open keeps later collectives from running
+        for native in natives:
+            native.start()
+    finally:
+        work = pg._end_coalescing(
+            device
+        )  # also if NCCL refuses a tensor: a block that stays open keeps later collectives from running
     yield
-    if work is not None: work.wait()
-    for native in natives: native.finish()
+    if work is not None:
+        work.wait()
+    for native in natives:
+        native.finish()
 
-def _coalesced(group: Any, calls: list[Call], sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Iterator[None]:
+
+def _coalesced(
+    group: Any,
+    calls: list[Call],
+    sends: list[tuple[Tensor, int]],
+    receives: list[tuple[Tensor, int]],
+) -> Iterator[None]:
     """Run by run; the first starts at once, each other when the one before it has ended."""
     for alike in _runs(calls):
-        native = len({c.tensor.device for c in alike}) == 1 and group.backend(alike[0].tensor.device) == "nccl"
-        yield from _natively(group, alike) if native else _together([_merge(group, pack) for pack in _packs(alike)])
+        native = (
+            len({c.tensor.device for c in alike}) == 1
+            and group.backend(alike[0].tensor.device) == "nccl"
+        )
+        yield from (
+            _natively(group, alike)
+            if native
+            else _together([_merge(group, pack) for pack in _packs(alike)])
+        )
     yield from _exchange(group, sends, receives)
+
 
 @contextmanager
 def coalescing_manager(
-    group: Any = None, # a `Group` or a process group; None: all ranks of the job
+    group: Any = None,  # a `Group` or a process group; None: all ranks of the job
     *,
-    async_ops: bool = False, # return from the block at once; wait on the value it gives
-) -> Iterator[Coalesced]: # waits for all collectives of the block
+    async_ops: bool = False,  # return from the block at once; wait on the value it gives
+) -> Iterator[Coalesced]:  # waits for all collectives of the block
     """Collect the collectives that are called on `group` inside the block, and run them as one when it ends.
 
-    Raises `ValueError` for a kind that cannot be merged, a tensor that appears twice in one kind, or a block within a block; then nothing is sent."""
+    Raises `ValueError` for a kind that cannot be merged, a tensor that appears twice in one kind,
+    or a block within a block; then nothing is sent.
+    """
     group = group if isinstance(group, Group) else Group(group)
-    if _COLLECTING.get() is not None: raise ValueError(f"already inside the coalescing block at {_COLLECTING.get().site}; leave it first")
+    if _COLLECTING.get() is not None:
+        raise ValueError(
+            f"already inside the coalescing block at {_COLLECTING.get().site}; leave it first"
+        )
     block = Coalesced(group, _site())
     token = _COLLECTING.set(block)
-    try: yield block
-    finally: _COLLECTING.reset(token)
-    for calls in _runs(block.calls): _check_apart(calls)
+    try:
+        yield block
+    finally:
+        _COLLECTING.reset(token)
+    for calls in _runs(block.calls):
+        _check_apart(calls)
     if block.calls and group.size > 1:
-        _compare(group, tuple(call.like for call in block.calls), f"a coalescing block of {len(block.calls)} collectives", *block.calls)
+        _compare(
+            group,
+            tuple(call.like for call in block.calls),
+            f"a coalescing block of {len(block.calls)} collectives",
+            *block.calls,
+        )
     _check_state(group)
-    steps = _coalesced(group, block.calls, block.sends, block.receives) if group.size > 1 else iter(())
-    block.work = _launch(group, str(block), async_ops, steps) # the work must not keep the block alive
+    steps = (
+        _coalesced(group, block.calls, block.sends, block.receives) if group.size > 1 else iter(())
+    )
+    block.work = _launch(
+        group, str(block), async_ops, steps
+    )  # the work must not keep the block alive
 
 # %% ../nbs/10_process_group.ipynb #6776527a
 def _name_number(group: Ranks) -> int:
-    """Agree on the number that torch puts into the names of the next groups; all ranks of the group call this, after a first agreement."""
+    """Agree on the number that torch puts into the names of the next groups; all ranks of the group
+    call this, after a first agreement."""
     world = _state(torch.distributed.group.WORLD)
     number = max(len(torch.distributed.distributed_c10d._world.pg_names), world.named + 1)
     if not _alone(group):
-        notes, key, readers = _Notes(group, group._wire.life), f"named/{group._wire.turn}", f"named/{group._wire.turn}/readers"
+        notes, key, readers = (
+            _Notes(group, group._wire.life),
+            f"named/{group._wire.turn}",
+            f"named/{group._wire.turn}/readers",
+        )
         notes.raise_to(key, number)
         agree(group, "the names of new groups")
         number = int(notes.peek(key))
-        if notes.add(readers) == group.size: notes.remove(key, readers)
+        if notes.add(readers) == group.size:
+            notes.remove(key, readers)
     world.named = number
     return number
+
 
 @contextmanager
 def _counted(number: int) -> Iterator[None]:
@@ -1428,55 +2294,89 @@ def _counted(number: int) -> Iterator[None]:
     groups: Any = torch.distributed.distributed_c10d._world.pg_names
     more = [object() for _ in range(number - len(groups))]
     groups.update(dict.fromkeys(more, ""))
-    try: yield
+    try:
+        yield
     finally:
-        for one in more: del groups[one]
+        for one in more:
+            del groups[one]
 
 # %% ../nbs/10_process_group.ipynb #2477960d
 def _new_group(group: Ranks, members: Sequence[int], timeout: timedelta | None, number: int) -> Any:
     """Make torch's process group of some global ranks, with the options of `group`."""
     dist = torch.distributed
     options: dict[str, Any] = {"use_local_synchronization": True}
-    if "sort_ranks" in signature(dist.new_group).parameters: options["sort_ranks"] = False # older torch always sorts
-    with _counted(number): return dist.new_group(list(members), timeout or _timeout(group), str(dist.get_backend_config(group.process_group)), **options)
+    if "sort_ranks" in signature(dist.new_group).parameters:
+        options["sort_ranks"] = False  # older torch always sorts
+    with _counted(number):
+        return dist.new_group(
+            list(members),
+            timeout or _timeout(group),
+            str(dist.get_backend_config(group.process_group)),
+            **options,
+        )
+
 
 def _refuse_eager(group: Group, members: int) -> None:
     """Refuse what would wait for ranks that do not call."""
     world = torch.distributed.group.WORLD
-    if world is None or world.bound_device_id is None or members == world.size() or group.backend(world.bound_device_id) != "nccl": return
-    raise RuntimeError(f"torch's default group was made with device_id, so that NCCL begins to connect new groups at once, all {world.size()} ranks "
-                       f"together, and these have {members}; put every rank in a group, or make the default group without device_id")
+    if (
+        world is None
+        or world.bound_device_id is None
+        or members == world.size()
+        or group.backend(world.bound_device_id) != "nccl"
+    ):
+        return
+    raise RuntimeError(
+        "torch's default group was made with device_id, so that NCCL begins to connect new groups"
+        f" at once, all {world.size()} ranks together, and these have {members}; put every rank in"
+        " a group, or make the default group without device_id"
+    )
 
 # %% ../nbs/10_process_group.ipynb #d3c897ce
 def split(
-    group: Group, # its members call this together
-    parts: Sequence[Sequence[int]], # group ranks of each new group; a rank is in one of them at most
-    timeout: timedelta | None = None, # of the new groups' collectives; None: as in `group`
-) -> Group | None: # the new group this process is in, if it is in one
+    group: Group,  # its members call this together
+    parts: Sequence[
+        Sequence[int]
+    ],  # group ranks of each new group; a rank is in one of them at most
+    timeout: timedelta | None = None,  # of the new groups' collectives; None: as in `group`
+) -> Group | None:  # the new group this process is in, if it is in one
     """Make groups out of a group, with its backends and time limit, and connections of their own.
 
-    Backends connect as those of torch's default group do: NCCL at once and without blocking, if that group was made with `device_id`, else in the
-    first collective; gloo before this returns. Raises on every rank: `ValueError` if a rank appears twice or is not in the group, `RuntimeError` if
+    Backends connect as those of torch's default group do: NCCL at once and without blocking, if
+    that group was made with `device_id`, else in the
+    first collective; gloo before this returns. Raises on every rank: `ValueError` if a rank appears
+    twice or is not in the group, `RuntimeError` if
     the default group has a `device_id`, and not all its ranks are in the new groups over NCCL."""
     listed = [rank for part in parts for rank in part]
     with agreeing(group, "split", lambda: [str([list(part) for part in parts]), str(timeout)]):
         strange = [r for r in listed if r not in range(group.size)]
-        if strange: raise ValueError(f"group ranks {strange} are not in {group}; it has ranks 0 to {group.size - 1}")
-        if len(set(listed)) != len(listed): raise ValueError(f"a rank may be in one part only, got {[list(part) for part in parts]}")
-        if group.process_group is not None: _refuse_eager(group, len(listed))
+        if strange:
+            raise ValueError(
+                f"group ranks {strange} are not in {group}; it has ranks 0 to {group.size - 1}"
+            )
+        if len(set(listed)) != len(listed):
+            raise ValueError(
+                f"a rank may be in one part only, got {[list(part) for part in parts]}"
+            )
+        if group.process_group is not None:
+            _refuse_eager(group, len(listed))
     mine = next((part for part in parts if group.group_rank in part), None)
-    if group.process_group is None: return None if mine is None else Group()
+    if group.process_group is None:
+        return None if mine is None else Group()
     number = _name_number(group)
-    if mine is None: return None
+    if mine is None:
+        return None
     made = Group(_new_group(group, [group.ranks[r] for r in mine], timeout, number))
-    agree(made, "a new group") # so that its ranks hear each other's last words from the beginning
+    agree(made, "a new group")  # so that its ranks hear each other's last words from the beginning
     return made
 
+
 def clone(
-    group: Group, # its members call this together
-    timeout: timedelta | None = None, # of the new group's collectives; None: as in `group`
+    group: Group,  # its members call this together
+    timeout: timedelta | None = None,  # of the new group's collectives; None: as in `group`
 ) -> Group:
-    """Make a group of the same ranks, with connections of its own: what it carries cannot get into the way of the first one's."""
+    """Make a group of the same ranks, with connections of its own: what it carries cannot get into
+    the way of the first one's."""
     made = split(group, [range(group.size)], timeout)
     assert made is not None, "every rank is in the only part"
     return made
@@ -1485,21 +2385,31 @@ def clone(
 class TwoLevel(NamedTuple):
     """Groups of a rank in a job of several nodes."""
 
-    inside: Group # the ranks of this node: they share what is sharded
-    across: Group # one rank of each node: they hold the same shard
+    inside: Group  # the ranks of this node: they share what is sharded
+    across: Group  # one rank of each node: they hold the same shard
+
 
 def two_level(
-    nodes: Any, # ranks per node, or a `DeviceMesh` of two dimensions, the nodes first
-    group: Group | None = None, # the ranks to arrange, with ranks per node; None: all ranks of the job
+    nodes: Any,  # ranks per node, or a `DeviceMesh` of two dimensions, the nodes first
+    group: (
+        Group | None
+    ) = None,  # the ranks to arrange, with ranks per node; None: all ranks of the job
 ) -> TwoLevel:
     """Arrange ranks in rows of one node each; all of them call this.
 
     Raises `ValueError` if the rows are not full, or the mesh has not two dimensions."""
     if hasattr(nodes, "get_group"):
-        if nodes.ndim != 2: raise ValueError(f"expected a DeviceMesh of two dimensions, (nodes, ranks per node), got {nodes.ndim}; take a slice of it")
+        if nodes.ndim != 2:
+            raise ValueError(
+                "expected a DeviceMesh of two dimensions, (nodes, ranks per node), got"
+                f" {nodes.ndim}; take a slice of it"
+            )
         return TwoLevel(Group(nodes.get_group(1)), Group(nodes.get_group(0)))
     group = group or Group()
-    if nodes < 1 or group.size % nodes: raise ValueError(f"ranks per node must divide the {group.size} ranks of the group, got {nodes}")
+    if nodes < 1 or group.size % nodes:
+        raise ValueError(
+            f"ranks per node must divide the {group.size} ranks of the group, got {nodes}"
+        )
     rows = [range(first, first + nodes) for first in range(0, group.size, nodes)]
     inside, across = split(group, rows), split(group, list(zip(*rows, strict=True)))
     assert inside is not None and across is not None, "every rank is in a row and in a column"
@@ -1507,58 +2417,85 @@ def two_level(
 
 # %% ../nbs/10_process_group.ipynb #480ad9a7
 def abort(
-    group: Group, # unusable afterwards
+    group: Group,  # unusable afterwards
 ) -> None:
-    """Free this process's threads that are stuck in a collective of the group: they raise `RuntimeError` at once. Call it from another thread.
+    """Free this process's threads that are stuck in a collective of the group: they raise
+    `RuntimeError` at once. Call it from another thread.
 
-    The peers find the connections closed and raise as well. Does nothing in a group of one, or the second time."""
+    The peers find the connections closed and raise as well. Does nothing in a group of one, or the second time.
+    """
     state, pg = group._state, group.process_group
-    if group.size == 1 or state.ended: return
+    if group.size == 1 or state.ended:
+        return
     state.ended = "aborted"
-    if state.watcher: state.watcher.over.set()
-    for near in filter(None, group._wire.transports): near.close()
-    for backend, device in {name: device for device, name in reversed(group.backends.items())}.items():
+    if state.watcher:
+        state.watcher.over.set()
+    for near in filter(None, group._wire.transports):
+        near.close()
+    for backend, device in {
+        name: device for device, name in reversed(group.backends.items())
+    }.items():
         if backend == "gloo":
             dist: Any = torch.distributed
-            for rank in (rank for rank in group.ranks if rank != group.global_rank): # all fail at once after the first time-out
-                with suppress(RuntimeError): dist.irecv(torch.empty(1, device="cpu"), rank, pg, _NOBODY_TAG).wait(timedelta(milliseconds=1))
-        elif backend != "fake": pg._get_backend(torch.device(device)).abort()
+            for rank in (
+                rank for rank in group.ranks if rank != group.global_rank
+            ):  # all fail at once after the first time-out
+                with suppress(RuntimeError):
+                    dist.irecv(torch.empty(1, device="cpu"), rank, pg, _NOBODY_TAG).wait(
+                        timedelta(milliseconds=1)
+                    )
+        elif backend != "fake":
+            pg._get_backend(torch.device(device)).abort()
+
 
 def destroy(
-    group: Group, # unusable afterwards
+    group: Group,  # unusable afterwards
 ) -> None:
     """End a group and free its connections; all its ranks call this. Ending the job's own group ends all groups.
 
     Does nothing in a group of one, the second time, or after torch's `destroy_process_group`."""
     state, pg = group._state, group.process_group
-    if pg is None or state.ended == "destroyed": return
+    if pg is None or state.ended == "destroyed":
+        return
     state.ended = "destroyed"
-    if state.watcher: state.watcher.over.set()
-    for near in filter(None, state.transports): near.close() # not for a group that records: the one it wraps lives on
+    if state.watcher:
+        state.watcher.over.set()
+    for near in filter(None, state.transports):
+        near.close()  # not for a group that records: the one it wraps lives on
     state.transports.clear()
-    try: _ranks_of(pg)
-    except ValueError: return # torch has destroyed it
+    try:
+        _ranks_of(pg)
+    except ValueError:
+        return  # torch has destroyed it
     torch.distributed.destroy_process_group(pg)
 
 # %% ../nbs/10_process_group.ipynb #89aa9f60
-_SETTLE = 0.3 # seconds in which peers end what is on its way to a rank that fails
+_SETTLE = 0.3  # seconds in which peers end what is on its way to a rank that fails
+
 
 def fail(
-    groups: Group | Sequence[Group], # unusable afterwards
-    error: BaseException, # what went wrong on this rank
+    groups: Group | Sequence[Group],  # unusable afterwards
+    error: BaseException,  # what went wrong on this rank
 ) -> None:
-    """Leave groups because of an error, so that no other rank waits for this one: their collectives raise, and say what it was."""
+    """Leave groups because of an error, so that no other rank waits for this one: their collectives
+    raise, and say what it was."""
     levels: Any = _several(groups)
-    words = [said for group in levels if (said := _last_words(group))] or [_shortened(f"rank {levels[0].global_rank} failed with {_described(error)}")]
+    words = [said for group in levels if (said := _last_words(group))] or [
+        _shortened(f"rank {levels[0].global_rank} failed with {_described(error)}")
+    ]
     for group in levels:
-        with suppress(Exception): # the store may be gone
-            if group._wire.met: _Notes(group, group._wire.life).set("failed", words[0])
-    if any(not group._state.ended and "gloo" in group.backends.values() for group in levels): time.sleep(_SETTLE)
-    for group in levels: abort(group)
+        with suppress(Exception):  # the store may be gone
+            if group._wire.met:
+                _Notes(group, group._wire.life).set("failed", words[0])
+    if any(not group._state.ended and "gloo" in group.backends.values() for group in levels):
+        time.sleep(_SETTLE)
+    for group in levels:
+        abort(group)
 
 # %% ../nbs/10_process_group.ipynb #a7c93475
 class _Watcher(threading.Thread):
-    """Brings the last words of a rank that failed to this one, which may sit in a collective that its backend does not end."""
+    """Brings the last words of a rank that failed to this one, which may sit in a collective that
+    its backend does not end."""
 
     def __init__(self, group: Ranks):
         super().__init__(name="zero_nb watcher", daemon=True)
@@ -1568,57 +2505,79 @@ class _Watcher(threading.Thread):
 
     def run(self) -> None:
         """Look until the group ends, its store does, or a rank has failed."""
-        with suppress(RuntimeError, ValueError): # the store is gone, or torch has destroyed the group
-            while not self.over.wait(self.seconds) and self._look(): pass
+        with suppress(
+            RuntimeError, ValueError
+        ):  # the store is gone, or torch has destroyed the group
+            while not self.over.wait(self.seconds) and self._look():
+                pass
 
-    def _look(self) -> bool: # whether to look again
+    def _look(self) -> bool:  # whether to look again
         process_group = self.process_group()
-        if process_group is None or not _ready(): return False
+        if process_group is None or not _ready():
+            return False
         group = Group(process_group)
-        if group._state.ended: return False
+        if group._state.ended:
+            return False
         if not self.heard:
             self.heard = _Notes(group, group._wire.life).peek("failed")
-            return True # if there is something, this rank has until the next look to hear it by itself
+            return True  # if there is something, this rank has until the next look to hear it by itself
         group._state.reason = self.heard
         abort(group)
         return False
 
+
 _WATCHERS: weakref.WeakSet[_Watcher] = weakref.WeakSet()
+
 
 def _watch(group: Ranks) -> None:
     """Start the group's watcher, if it has none."""
-    if group._state.watcher: return
+    if group._state.watcher:
+        return
     group._state.watcher = _Watcher(group)
     _WATCHERS.add(group._state.watcher)
     group._state.watcher.start()
 
+
 @atexit.register
-def _end_watchers() -> None: # before the interpreter ends, which a thread inside the store would not survive
+def _end_watchers() -> (
+    None
+):  # before the interpreter ends, which a thread inside the store would not survive
     watchers = list(_WATCHERS)
-    for watcher in watchers: watcher.over.set()
     for watcher in watchers:
-        if watcher.is_alive(): watcher.join(2.0)
+        watcher.over.set()
+    for watcher in watchers:
+        if watcher.is_alive():
+            watcher.join(2.0)
 
 # %% ../nbs/10_process_group.ipynb #b0c6062f
-_TOGETHER = 3.0 # seconds in which all ranks fail if they fail at the same place
+_TOGETHER = 3.0  # seconds in which all ranks fail if they fail at the same place
+
 
 def _all_fail(group: Ranks, seconds: float) -> bool:
-    if _alone(group): return True
+    if _alone(group):
+        return True
     wire, end, pause = group._wire, time.monotonic() + seconds, 0.01
-    if not wire.met: return False
-    with suppress(Exception): # the store may be gone
-        notes, key = _Notes(group, wire.life), f"failing/{wire.turn}" # agreements are the same on all ranks
+    if not wire.met:
+        return False
+    with suppress(Exception):  # the store may be gone
+        notes, key = (
+            _Notes(group, wire.life),
+            f"failing/{wire.turn}",
+        )  # agreements are the same on all ranks
         count = notes.add(key)
-        wanted = -(-count // group.size) * group.size # all ranks may have failed here before
+        wanted = -(-count // group.size) * group.size  # all ranks may have failed here before
         while count < wanted and time.monotonic() < end and not notes.there("failed"):
             time.sleep(pause)
             count, pause = notes.add(key, 0), min(2 * pause, 0.5)
         return count >= wanted
     return False
 
+
 def fails_everywhere(
     groups: Ranks | Sequence[Ranks],
-    seconds: float = _TOGETHER, # within which the others come
-) -> bool: # False: `fail`, or the others wait for this rank
+    seconds: float = _TOGETHER,  # within which the others come
+) -> bool:  # False: `fail`, or the others wait for this rank
     """Tell a rank that fails whether all others fail at the same place; each rank that fails there calls this."""
-    return sum(_all_fail(group, seconds) for group in _several(groups)) == len(_several(groups)) # asks each of them, also where one says no
+    return sum(_all_fail(group, seconds) for group in _several(groups)) == len(
+        _several(groups)
+    )  # asks each of them, also where one says no

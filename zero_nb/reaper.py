@@ -24,50 +24,66 @@ __all__ = ['Reaper', 'NamelessFiles']
 
 # %% ../nbs/10b_reaper.ipynb #8b850775
 _PR_SET_CHILD_SUBREAPER = 36
-_PATIENCE = 10.0 # seconds for killed processes to be gone; only one that hangs inside the kernel takes longer
+_PATIENCE = 10.0  # seconds for killed processes to be gone; only one that hangs inside the kernel takes longer
+
 
 def _adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends; on Linux only."""
-    with suppress(OSError, AttributeError): ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
 
 def _children(started: Sequence[int]) -> list[int]:
-    """Give the processes whose parent is this one, ended ones included; where the system does not tell, those of `started`."""
+    """Give the processes whose parent is this one, ended ones included; where the system does not
+    tell, those of `started`."""
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file: return [int(pid) for pid in file.read().split()]
-    except OSError: return list(started)
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        return list(started)
+
 
 def _kill_all(started: list[int]) -> None:
     """Kill children until there are none; the orphans that this makes are children next time."""
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
         for pid in _children(started):
-            with suppress(OSError): os.kill(pid, signal.SIGKILL)
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         try:
             while ended := os.waitpid(-1, os.WNOHANG)[0]:
-                if ended in started: started.remove(ended)
-        except ChildProcessError: return
+                if ended in started:
+                    started.remove(ended)
+        except ChildProcessError:
+            return
         time.sleep(0.002)
 
 # %% ../nbs/10b_reaper.ipynb #c9d4c6da
 def _serve(
-    conn: Connection, # to the caller
-    caller: int, # its process id
-    start: Callable[[], list[int]], # starts processes, and gives their ids
+    conn: Connection,  # to the caller
+    caller: int,  # its process id
+    start: Callable[[], list[int]],  # starts processes, and gives their ids
 ) -> NoReturn:
     """Be the reaper."""
     started: list[int] = []
     try:
-        signal.set_wakeup_fd(-1) # the caller's
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, lambda *_: None)
-        os.setsid() # no terminal
+        signal.set_wakeup_fd(-1)  # the caller's
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+        os.setsid()  # no terminal
         _adopt_orphans()
-        try: started = start()
-        except Exception as error: conn.send(f"{type(error).__name__}: {error}")
-        else: conn.send("")
+        try:
+            started = start()
+        except Exception as error:
+            conn.send(f"{type(error).__name__}: {error}")
+        else:
+            conn.send("")
         _watch(conn, caller, started)
     finally:
-        with suppress(BaseException): _kill_all(started)
+        with suppress(BaseException):
+            _kill_all(started)
         os._exit(0)
+
 
 def _watch(conn: Connection, caller: int, started: list[int]) -> None:
     """Tell the caller how processes end, until it says a word or is gone."""
@@ -84,13 +100,17 @@ def _watch(conn: Connection, caller: int, started: list[int]) -> None:
                     conn.send((numbers[ended[0]], os.waitstatus_to_exitcode(ended[1])))
                     started.remove(ended[0])
         ready = wait([conn, awake], 1.0)
-        if conn in ready: return
-        if awake in ready: os.read(awake, 4096)
+        if conn in ready:
+            return
+        if awake in ready:
+            os.read(awake, 4096)
+
 
 def _keep_only(files: set[int]) -> None:
     """Close all files but these, and let the standard ones be nothing."""
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2): os.dup2(null, fd)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
     first = 3
     for fd in sorted(files):
         os.closerange(first, fd)
@@ -99,23 +119,31 @@ def _keep_only(files: set[int]) -> None:
 
 # %% ../nbs/10b_reaper.ipynb #c03b115e
 class Reaper:
-    """A process that starts others for this one, and kills them and all they have started when it is told to, or when this process is gone."""
+    """A process that starts others for this one, and kills them and all they have started when it
+    is told to, or when this process is gone."""
 
-    def __init__(self,
-        conn: Connection, # to the reaper
-        pid: int, # of the reaper
+    def __init__(
+        self,
+        conn: Connection,  # to the reaper
+        pid: int,  # of the reaper
     ):
         self.conn, self.pid = conn, pid
         self.codes: dict[int, int] = {}
-        try: error = conn.recv()
-        except (EOFError, OSError): error = "it died"
-        if not error: return
+        try:
+            error = conn.recv()
+        except (EOFError, OSError):
+            error = "it died"
+        if not error:
+            return
         self.end()
         raise RuntimeError(f"the process that starts others could not: {error}")
 
     @classmethod
-    def fork(cls,
-        start: Callable[[], list[int]], # starts processes from a copy of this one, and gives their ids; it must not flush the caller's streams
+    def fork(
+        cls,
+        start: Callable[
+            [], list[int]
+        ],  # starts processes from a copy of this one, and gives their ids; it must not flush the caller's streams
     ) -> Reaper:
         """Make a reaper that is a copy of this process."""
         ours, theirs = Pipe()
@@ -128,67 +156,108 @@ class Reaper:
         return cls(ours, pid)
 
     @classmethod
-    def spawn(cls,
-        command: Sequence[str], # a program and its arguments
-        env: Mapping[str, str], # its environment
-        output: str, # the file that takes what it writes
+    def spawn(
+        cls,
+        command: Sequence[str],  # a program and its arguments
+        env: Mapping[str, str],  # its environment
+        output: str,  # the file that takes what it writes
     ) -> Reaper:
         """Make a reaper that starts a program."""
         ours, theirs = Pipe()
         spec = importlib.util.find_spec("zero_nb.reaper")
         assert spec is not None and spec.origin is not None, "this module is a file"
-        code = f"import sys; sys.path.append({os.path.dirname(spec.origin)!r}); import reaper; reaper._main()" # without the package, which imports torch
-        own = [sys.executable, "-I", "-S", "-c", code, str(theirs.fileno()), str(os.getpid()), output, *command]
-        process = subprocess.Popen(own, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        process.returncode = 0 # so that nobody but `end` waits for it
+        # without the package, which imports torch
+        code = (
+            f"import sys; sys.path.append({os.path.dirname(spec.origin)!r}); import reaper;"
+            " reaper._main()"
+        )
+        own = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            code,
+            str(theirs.fileno()),
+            str(os.getpid()),
+            output,
+            *command,
+        ]
+        process = subprocess.Popen(
+            own, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+        process.returncode = 0  # so that nobody but `end` waits for it
         theirs.close()
         return cls(ours, process.pid)
 
-    def code(self,
-        number: int, # of a process, in the order they were started
-        seconds: float = 0.0, # to wait for its end
-    ) -> int | None: # negative: the signal that killed it; None: not ended yet
+    def code(
+        self,
+        number: int,  # of a process, in the order they were started
+        seconds: float = 0.0,  # to wait for its end
+    ) -> int | None:  # negative: the signal that killed it; None: not ended yet
         """Tell how a process ended."""
         deadline = time.monotonic() + seconds
         with suppress(EOFError, OSError):
-            while number not in self.codes and self.conn.poll(max(0.0, deadline - time.monotonic())): self.codes.update([self.conn.recv()])
+            while number not in self.codes and self.conn.poll(
+                max(0.0, deadline - time.monotonic())
+            ):
+                self.codes.update([self.conn.recv()])
         return self.codes.get(number)
 
     def end(self) -> None:
         """Kill everything, and return when it is gone."""
-        if self.conn.closed: return
-        with suppress(OSError): self.conn.send("end")
-        with suppress(ChildProcessError): os.waitpid(self.pid, 0)
+        if self.conn.closed:
+            return
+        with suppress(OSError):
+            self.conn.send("end")
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
         self.conn.close()
 
 # %% ../nbs/10b_reaper.ipynb #e2c8b2b9
 def _main() -> None:
     """Be the reaper of a program: `spawn` calls this in a new interpreter."""
     fd, caller, output, *command = sys.argv[1:]
+
     def start() -> list[int]:
         with open(output, "ab") as log:
-            return [subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True).pid]
+            return [
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                ).pid
+            ]
+
     _serve(Connection(int(fd)), int(caller), start)
 
 # %% ../nbs/10b_reaper.ipynb #79c703d5
 class NamelessFiles:
     """Files that are gone when this process is, and that other processes of this user can open by a path until then."""
 
-    def __init__(self,
-        n: int, # files
+    def __init__(
+        self,
+        n: int,  # files
     ):
         self._folder: Any = None
         self._fds: list[int] = []
         if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
             self._fds = [os.memfd_create("zero_nb") for _ in range(n)]
             self.paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds]
-            self.inherited = [f"/proc/self/fd/{fd}" for fd in self._fds] # paths for processes forked from this one: they need no permission
-        else: # systems other than Linux
+            self.inherited = [
+                f"/proc/self/fd/{fd}" for fd in self._fds
+            ]  # paths for processes forked from this one: they need no permission
+        else:  # systems other than Linux
             self._folder = tempfile.TemporaryDirectory(prefix="zero_nb_")
-            self.paths = self.inherited = [os.path.join(self._folder.name, str(i)) for i in range(n)]
+            self.paths = self.inherited = [
+                os.path.join(self._folder.name, str(i)) for i in range(n)
+            ]
 
     def close(self) -> None:
         """Free the files."""
-        for fd in self._fds: os.close(fd)
+        for fd in self._fds:
+            os.close(fd)
         self._fds = []
-        if self._folder is not None: self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()

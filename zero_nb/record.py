@@ -32,30 +32,47 @@ __all__ = ['Event', 'Events', 'Log', 'Tape', 'RecordedWork', 'RecordingGroup', '
 class Event:
     """One collective, as this rank saw it."""
 
-    number: int # counts up within the group
-    kind: str # "all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", ...
-    bytes: int # of the whole tensors concerned
-    wire: int | Fraction # bytes that this rank sends for it at best
-    dtype: str # "float32"; several are joined by "+"
-    tensors: int # how many were given to the one call
-    site: str # "file.py:12", the innermost line outside torch and this package; "backward" if no Python called
-    start: float # seconds on `time.perf_counter`
-    end: float | None = None # None while in flight
-    parent: int | None = None # number of the collective that this one is a step of
-    error: str = "" # type of the exception it ended with
+    number: int  # counts up within the group
+    kind: str  # "all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", ...
+    bytes: int  # of the whole tensors concerned
+    wire: int | Fraction  # bytes that this rank sends for it at best
+    dtype: str  # "float32"; several are joined by "+"
+    tensors: int  # how many were given to the one call
+    site: str  # "file.py:12", the innermost line outside torch and this package; "backward" if no Python called
+    start: float  # seconds on `time.perf_counter`
+    end: float | None = None  # None while in flight
+    parent: int | None = None  # number of the collective that this one is a step of
+    error: str = ""  # type of the exception it ended with
 
     def __str__(self) -> str:
         what = f"{self.tensors} x {self.dtype}" if self.tensors > 1 else self.dtype
         return f"{self.kind:<14} {self.bytes:>10,} B  wire {_figure(self.wire):>10}  {what}  {self.error}".rstrip()
 
-_SHARES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1, "reduce": 1, "all_to_all": 1}  # of (N-1)/N n bytes
+
+_SHARES = {
+    "all_reduce": 2,
+    "reduce_scatter": 1,
+    "all_gather": 1,
+    "broadcast": 1,
+    "reduce": 1,
+    "all_to_all": 1,
+}  # of (N-1)/N n bytes
+
 
 def _wire(kind: str, nbytes: int, size: int) -> int | Fraction:
-    return nbytes if kind == "send" else _whole(Fraction(_SHARES.get(kind, 0) * (size - 1) * nbytes, size))
+    return (
+        nbytes
+        if kind == "send"
+        else _whole(Fraction(_SHARES.get(kind, 0) * (size - 1) * nbytes, size))
+    )
 
-def _figure(number: int | Fraction) -> str: return f"{float(number):,.2f}".removesuffix(".00")
 
-def _whole(number: Fraction | int) -> int | Fraction: return int(number) if number == int(number) else Fraction(number)
+def _figure(number: int | Fraction) -> str:
+    return f"{float(number):,.2f}".removesuffix(".00")
+
+
+def _whole(number: Fraction | int) -> int | Fraction:
+    return int(number) if number == int(number) else Fraction(number)
 
 # %% ../nbs/09_record.ipynb #15623f71
 class Events:
@@ -64,7 +81,9 @@ class Events:
     def __init__(
         self,
         events: Iterable[Event] = (),
-        settle: Callable[[], None] = lambda: None, # called before events are read: ends those that are over
+        settle: Callable[[], None] = lambda: (
+            None
+        ),  # called before events are read: ends those that are over
     ):
         self._events, self._settle = {e.number: e for e in events}, settle
 
@@ -74,10 +93,17 @@ class Events:
         self._settle()
         return tuple(self._events.copy().values())
 
-    def __reduce__(self) -> Any: return type(self), (self.events,) # what a rank sends to its caller
-    def __len__(self) -> int: return len(self._events)
-    def __iter__(self) -> Iterator[Event]: return iter(self.events)
-    def __getitem__(self, index: Any) -> Any: return type(self)(self.events[index]) if isinstance(index, slice) else self.events[index]
+    def __reduce__(self) -> Any:
+        return type(self), (self.events,)  # what a rank sends to its caller
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    def __getitem__(self, index: Any) -> Any:
+        return type(self)(self.events[index]) if isinstance(index, slice) else self.events[index]
 
     def clear(self) -> None:
         """Forget all events, those in flight included."""
@@ -108,51 +134,92 @@ class Log(Events):
         """Bytes this rank sends at best; a collective that was built from others counts as those."""
         events = self.events
         composite = {e.parent for e in events}
-        return _whole(sum((Fraction(e.wire) for e in events if e.number not in composite), Fraction(0)))
+        return _whole(
+            sum((Fraction(e.wire) for e in events if e.number not in composite), Fraction(0))
+        )
 
     def text(self, sites: bool = False) -> str:
         """Write one line for each event, without times; with `sites`, and the line of code it came from."""
         events, depth = self.events, dict[int | None, int]({None: -1})
-        for e in events: depth[e.number] = depth.get(e.parent, -1) + 1
+        for e in events:
+            depth[e.number] = depth.get(e.parent, -1) + 1
         return "\n".join("  " * depth[e.number] + str(e) + f"  {e.site}" * sites for e in events)
 
-    def __str__(self) -> str: return self.text()
-    def __repr__(self) -> str: return f"{len(self)} event{'s' * (len(self) != 1)}, {_figure(self.wire)} bytes on the wire\n{self}".rstrip()
-    def _repr_html_(self) -> str: return _table(self)
+    def __str__(self) -> str:
+        return self.text()
 
-    def timeline(self, width: int = 760) -> Any: # a picture
+    def __repr__(self) -> str:
+        return f"{len(self)} event{'s' * (len(self) != 1)}, {_figure(self.wire)} bytes on the wire\n{self}".rstrip()
+
+    def _repr_html_(self) -> str:
+        return _table(self)
+
+    def timeline(self, width: int = 760) -> Any:  # a picture
         """Draw the events over time; what is in flight has no right end."""
         return _timeline(self, width)
 
 # %% ../nbs/09_record.ipynb #9324dc41
 def _table(log: Log) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("", "kind", "bytes", "wire", "tensors", "dtype", "site", "error"))
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("", "kind", "bytes", "wire", "tensors", "dtype", "site", "error")
+    )
     rows = []
     for e in log.events:
         kind = "&nbsp;" * 4 * (e.parent is not None) + escape(e.kind)
-        cells = (e.number, kind, f"{e.bytes:,}", _figure(e.wire), e.tensors, e.dtype, escape(e.site), e.error)
+        cells = (
+            e.number,
+            kind,
+            f"{e.bytes:,}",
+            _figure(e.wire),
+            e.tensors,
+            e.dtype,
+            escape(e.site),
+            e.error,
+        )
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
+
 def _timeline(log: Log, width: int) -> Any:
     from zero_nb.draw import Svg, _rect, _text, colour
+
     events = log.events
     first = min((e.start for e in events), default=0.0)
     last = max((e.start if e.end is None else e.end for e in events), default=1.0)
     last, scale = last + 0.02 * (last - first), (width - 20) / ((last - first) * 1.02 or 1)
     kinds, lanes = list(dict.fromkeys(e.kind for e in events)), list[float]()
-    body = [_rect(10 + 110 * i, 4, 9, 9, colour(i, len(kinds))) + _text(23 + 110 * i, 12, kind) for i, kind in enumerate(kinds)]
+    body = [
+        _rect(10 + 110 * i, 4, 9, 9, colour(i, len(kinds))) + _text(23 + 110 * i, 12, kind)
+        for i, kind in enumerate(kinds)
+    ]
     for e in events:
         stop = last if e.end is None else e.end
         lane = next((i for i, busy in enumerate(lanes) if busy <= e.start), len(lanes))
-        lanes[lane:lane + 1] = [stop]
-        said = f"{e} {e.site} " + ("in flight" if e.end is None else f"{1000 * (stop - e.start):.3g} ms")
-        open_ended = {} if e.end is not None else {"stroke": "currentColor", "stroke_dasharray": "3 3", "fill_opacity": 0.3}
+        lanes[lane : lane + 1] = [stop]
+        said = f"{e} {e.site} " + (
+            "in flight" if e.end is None else f"{1000 * (stop - e.start):.3g} ms"
+        )
+        open_ended = (
+            {}
+            if e.end is not None
+            else {"stroke": "currentColor", "stroke_dasharray": "3 3", "fill_opacity": 0.3}
+        )
         x, fill = 10 + (e.start - first) * scale, colour(kinds.index(e.kind), len(kinds))
-        body.append(_rect(x, 22 + 18 * lane, (stop - e.start) * scale, 15, fill, said, **open_ended))
+        body.append(
+            _rect(x, 22 + 18 * lane, (stop - e.start) * scale, 15, fill, said, **open_ended)
+        )
     y = 36 + 18 * len(lanes)
     for k, anchor in enumerate(("start", "middle", "middle", "middle", "end")):
-        body.append(_text(10 + k * (width - 20) / 4, y, f"{k * (last - first) * 250:.3g} ms", anchor, font_size=9))
+        body.append(
+            _text(
+                10 + k * (width - 20) / 4,
+                y,
+                f"{k * (last - first) * 250:.3g} ms",
+                anchor,
+                font_size=9,
+            )
+        )
     return Svg(width, y + 4, "".join(body), f"a timeline of {len(events)} collectives")
 
 # %% ../nbs/09_record.ipynb #ad531e1f
@@ -160,8 +227,14 @@ class Tape:
     """Opens and closes events, from any thread."""
 
     def __init__(self) -> None:
-        self.lock, self.numbers, self.inside = threading.Lock(), itertools.count(), threading.local()
-        self.flying: dict[int, tuple[tuple[Log, ...], Any]] = {}  # by number: the logs it is in, and its future if it has one
+        self.lock, self.numbers, self.inside = (
+            threading.Lock(),
+            itertools.count(),
+            threading.local(),
+        )
+        self.flying: dict[
+            int, tuple[tuple[Log, ...], Any]
+        ] = {}  # by number: the logs it is in, and its future if it has one
         self.log = Log(settle=self.settle)
         self.logs: list[Log] = [self.log]
 
@@ -171,9 +244,20 @@ class Tape:
         with self.lock:
             number, logs = next(self.numbers), tuple(self.logs)
             parent = getattr(self.inside, "parent", None)
-            event = Event(number, kind, nbytes, wire, dtype, len(tensors), _site(), time.perf_counter(), parent=parent)
+            event = Event(
+                number,
+                kind,
+                nbytes,
+                wire,
+                dtype,
+                len(tensors),
+                _site(),
+                time.perf_counter(),
+                parent=parent,
+            )
             self.flying[number] = logs, None
-            for log in logs: log._events[number] = event
+            for log in logs:
+                log._events[number] = event
         return number
 
     def close(self, number: int, error: str = "", forget: bool = False) -> None:
@@ -183,25 +267,39 @@ class Tape:
             logs, _ = self.flying.pop(number, ((), None))
             for log in logs:
                 event = log._events.pop(number, None) if forget else log._events.get(number)
-                if event and not forget: log._events[number] = replace(event, end=end, error=error)
+                if event and not forget:
+                    log._events[number] = replace(event, end=end, error=error)
 
     def settle(self) -> None:
         """End what is over and has not said so yet."""
         for number, (_, future) in list(self.flying.items()):
-            if future is not None and future.done(): self.close(number, _failure(future))
+            if future is not None and future.done():
+                self.close(number, _failure(future))
+
 
 def _failure(future: Any) -> str:
-    try: future.value()
-    except Exception as error: return type(error).__name__
+    try:
+        future.value()
+    except Exception as error:
+        return type(error).__name__
     return ""
 
 # %% ../nbs/09_record.ipynb #bebde350
-_PASSED = ("torch", "zero_nb", "contextlib", "functools", "typing_extensions")  # modules whose lines are nobody's call site
+_PASSED = (
+    "torch",
+    "zero_nb",
+    "contextlib",
+    "functools",
+    "typing_extensions",
+)  # modules whose lines are nobody's call site
+
 
 def _site() -> str:
     frame: Any = sys._getframe(3)  # the caller of whoever opened the event
-    while frame and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED: frame = frame.f_back
-    if frame is None: return "backward"
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED:
+        frame = frame.f_back
+    if frame is None:
+        return "backward"
     name = Path(frame.f_code.co_filename)
     return f"{'cell' if name.suffix != '.py' or 'ipykernel' in name.parent.name else name.name}:{frame.f_lineno}"
 
@@ -209,6 +307,7 @@ def _site() -> str:
 _DIST: Any = torch.distributed if torch.distributed.is_available() else None
 _WORK: Any = _DIST.Work if _DIST else object
 _GROUP: Any = _DIST.ProcessGroup if _DIST else object
+
 
 class RecordedWork(_WORK):
     """A work handle of the wrapped group whose end is written down."""
@@ -219,7 +318,8 @@ class RecordedWork(_WORK):
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
         """Wait as the wrapped work does."""
-        try: done = self._work.wait(*args, **kwargs)
+        try:
+            done = self._work.wait(*args, **kwargs)
         except BaseException as error:
             self._over(type(error).__name__)
             raise
@@ -228,72 +328,135 @@ class RecordedWork(_WORK):
 
     def is_completed(self) -> bool:
         """Ask the wrapped work."""
-        if done := self._work.is_completed(): self._over("")
+        if done := self._work.is_completed():
+            self._over("")
         return done
 
+
 def _passes(name: str, inner: str) -> Any:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any: return getattr(getattr(self, inner), name)(*args, **kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(getattr(self, inner), name)(*args, **kwargs)
+
     return call
 
-for _name in ("is_success", "exception", "source_rank", "_source_rank", "result", "synchronize", "block_current_stream", "get_future", "get_future_result"):
-    if hasattr(_WORK, _name): setattr(RecordedWork, _name, _passes(_name, "_work"))
+
+for _name in (
+    "is_success",
+    "exception",
+    "source_rank",
+    "_source_rank",
+    "result",
+    "synchronize",
+    "block_current_stream",
+    "get_future",
+    "get_future_result",
+):
+    if hasattr(_WORK, _name):
+        setattr(RecordedWork, _name, _passes(_name, "_work"))
 
 # %% ../nbs/09_record.ipynb #5b037383
 _METHODS = {
-    "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "broadcast": "broadcast", "reduce": "reduce",
-    "allgather": "all_gather", "allgather_coalesced": "all_gather", "all_gather_single": "all_gather", "_allgather_base": "all_gather",
-    "all_gather_single_coalesced": "all_gather", "allgather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter", "reduce_scatter_single": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_single_coalesced": "reduce_scatter", "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "alltoall": "all_to_all", "all_to_all_single": "all_to_all", "alltoall_base": "all_to_all", "gather": "gather", "scatter": "scatter",
-    "send": "send", "recv": "recv", "recv_anysource": "recv", "barrier": "barrier", "monitored_barrier": "barrier"}
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "recv": "recv",
+    "recv_anysource": "recv",
+    "barrier": "barrier",
+    "monitored_barrier": "barrier",
+}
+
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor): return [value]
+    if isinstance(value, Tensor):
+        return [value]
     return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
-def _nbytes(value: Any) -> int: return sum(t.numel() * t.element_size() for t in _tensors(value))
 
-def _measure(kind: str, args: Sequence[Any], size: int, group_rank: int) -> tuple[int, int | Fraction, list[Tensor]]:
+def _nbytes(value: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in _tensors(value))
+
+
+def _measure(
+    kind: str, args: Sequence[Any], size: int, group_rank: int
+) -> tuple[int, int | Fraction, list[Tensor]]:
     """Give `bytes`, `wire` and the tensors of one call."""
-    first, second, *splits = [*args, None, None][:max(len(args), 2)]
-    if kind == "barrier": return 0, 0, []
-    if kind == "gather": return size * _nbytes(second), 0 if _tensors(first) else _nbytes(second), _tensors(second)
-    if kind == "scatter": return size * _nbytes(first), (size - 1) * _nbytes(first) if _tensors(second) else 0, _tensors(first)
+    first, second, *splits = [*args, None, None][: max(len(args), 2)]
+    if kind == "barrier":
+        return 0, 0, []
+    if kind == "gather":
+        return size * _nbytes(second), 0 if _tensors(first) else _nbytes(second), _tensors(second)
+    if kind == "scatter":
+        return (
+            size * _nbytes(first),
+            (size - 1) * _nbytes(first) if _tensors(second) else 0,
+            _tensors(first),
+        )
     tensors = _tensors(second if kind in ("reduce_scatter", "all_to_all") else first)
     nbytes = _nbytes(tensors)
-    if kind != "all_to_all": return nbytes, _wire(kind, nbytes, size), tensors
-    if isinstance(second, Tensor): # cut along its first dimension, evenly if no sizes are given
+    if kind != "all_to_all":
+        return nbytes, _wire(kind, nbytes, size), tensors
+    if isinstance(second, Tensor):  # cut along its first dimension, evenly if no sizes are given
         sizes = splits[1] if len(splits) > 1 and splits[1] else [len(second) // size] * size
         return nbytes, nbytes - sizes[group_rank] * (nbytes // max(len(second), 1)), tensors
-    return nbytes, nbytes - _nbytes(tensors[group_rank:group_rank + 1]), tensors
+    return nbytes, nbytes - _nbytes(tensors[group_rank : group_rank + 1]), tensors
 
 # %% ../nbs/09_record.ipynb #2839e0a7
 class _PassingGroup(_GROUP):
     """A process group that passes everything on to another, and writes it down."""
 
-    simulated = False # True where there are no peers
+    simulated = False  # True where there are no peers
 
     def __init__(
         self,
-        wrapped: Any, # a torch process group, or what behaves as one
-        name: str, # the same on all ranks, and no other group's
+        wrapped: Any,  # a torch process group, or what behaves as one
+        name: str,  # the same on all ranks, and no other group's
     ):
         super().__init__(wrapped.rank(), wrapped.size())
         self.wrapped, self.closed, self.tape, self._name = wrapped, False, Tape(), name
-        self._together: list[int] | None = None # events inside the backend's own coalescing block
-        for device in wrapped._device_types: # serve calls made in C++ that Python cannot override
+        self._together: list[int] | None = None  # events inside the backend's own coalescing block
+        for device in wrapped._device_types:  # serve calls made in C++ that Python cannot override
             backend = wrapped._get_backend(device)
             kind = _DIST.Backend.backend_type_map.get(backend.name(), _GROUP.BackendType.CUSTOM)
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
 
-    def getBackendName(self) -> str: return self.wrapped.name()
-    def getGroupName(self) -> str: return self._name
-    def getGroupDesc(self) -> str: return f"a record of {self.wrapped.name()}"
-    def abort(self) -> None: self.wrapped.abort()
-    def _get_backend(self, device: torch.device) -> Any: return self.wrapped._get_backend(device)
-    def shutdown(self) -> None: self.closed = True # torch calls this when a group is destroyed; the backends are not ours to stop
+    def getBackendName(self) -> str:
+        return self.wrapped.name()
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        return f"a record of {self.wrapped.name()}"
+
+    def abort(self) -> None:
+        self.wrapped.abort()
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.wrapped._get_backend(device)
+
+    def shutdown(self) -> None:
+        self.closed = (
+            True  # torch calls this when a group is destroyed; the backends are not ours to stop
+        )
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.wrapped._start_coalescing(device)
@@ -306,65 +469,97 @@ class _PassingGroup(_GROUP):
 # %% ../nbs/09_record.ipynb #8fdce65b
 def _recorded(method: str, kind: str) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.closed: raise RuntimeError(f"{kind} on the closed recording group {self._name!r}; make a new one with record()")
+        if self.closed:
+            raise RuntimeError(
+                f"{kind} on the closed recording group {self._name!r}; make a new one with record()"
+            )
         nbytes, wire, tensors = _measure(kind, (*args, *kwargs.values()), self.size(), self.rank())
         number = self.tape.open(kind, nbytes, wire, tensors)
-        try: work = getattr(self.wrapped, method)(*args, **kwargs)
+        try:
+            work = getattr(self.wrapped, method)(*args, **kwargs)
         except BaseException:
             self.tape.close(number, forget=True)
             raise
-        if self._together is None: return _watch(self.tape, work, [number])
+        if self._together is None:
+            return _watch(self.tape, work, [number])
         self._together.append(number)
         return work
+
     return call
+
 
 def _watch(tape: Tape, work: Any, numbers: Sequence[int]) -> Any:
     """Close events when `work` is over; returns what to hand out in its place."""
-    if work is None: # it was over before it returned
-        for number in numbers: tape.close(number)
+    if work is None:  # it was over before it returned
+        for number in numbers:
+            tape.close(number)
         return None
-    try: future = work.get_future()
-    except RuntimeError: future = None # a send: only waiting tells
+    try:
+        future = work.get_future()
+    except RuntimeError:
+        future = None  # a send: only waiting tells
+
     def over(error: str) -> None:
-        if error and future is not None and not future.done(): return # a wait that ran out of time, not the work
-        for number in numbers: tape.close(number, error)
+        if error and future is not None and not future.done():
+            return  # a wait that ran out of time, not the work
+        for number in numbers:
+            tape.close(number, error)
+
     def on_their_thread(done: Any) -> None:
         over(_failure(done))
         _AWAITED.discard(future)
+
     if future is not None:
-        with tape.lock: tape.flying.update({n: (tape.flying[n][0], future) for n in numbers})
+        with tape.lock:
+            tape.flying.update({n: (tape.flying[n][0], future) for n in numbers})
         _AWAITED.add(future)
         future.add_done_callback(on_their_thread)
     return RecordedWork(work, over)
 
+
 for _name, _kind in _METHODS.items():
-    if hasattr(_GROUP, _name): setattr(_PassingGroup, _name, _recorded(_name, _kind))
+    if hasattr(_GROUP, _name):
+        setattr(_PassingGroup, _name, _recorded(_name, _kind))
 
 # %% ../nbs/09_record.ipynb #a1a4ac13
-_AWAITED: set[Any] = set() # futures that have not called back
-_PATIENCE = 5.0 # seconds
+_AWAITED: set[Any] = set()  # futures that have not called back
+_PATIENCE = 5.0  # seconds
+
 
 @atexit.register
 def _let_them_call_back() -> None:
     late, deadline = bool(_AWAITED), time.monotonic() + _PATIENCE
-    while _AWAITED and time.monotonic() < deadline: time.sleep(0.001)
-    if late: time.sleep(0.01) # for what torch does after the call
+    while _AWAITED and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if late:
+        time.sleep(0.01)  # for what torch does after the call
 
 # %% ../nbs/09_record.ipynb #2c17e2fb
-def _follow(pg: RecordingGroup, kind: str, tensor: Tensor, steps: Iterator[None], wire: int | None) -> Iterator[None]:
+def _follow(
+    pg: RecordingGroup, kind: str, tensor: Tensor, steps: Iterator[None], wire: int | None
+) -> Iterator[None]:
     nbytes, inside = _nbytes(tensor), pg.tape.inside
-    number, error = pg.tape.open(kind, nbytes, _wire(kind, nbytes, pg.size()) if wire is None else wire, [tensor]), ""
+    number, error = (
+        pg.tape.open(
+            kind, nbytes, _wire(kind, nbytes, pg.size()) if wire is None else wire, [tensor]
+        ),
+        "",
+    )
     try:
         while True:
             outer, inside.parent = getattr(inside, "parent", None), number
-            try: next(steps)
-            except StopIteration: return
-            finally: inside.parent = outer
+            try:
+                next(steps)
+            except StopIteration:
+                return
+            finally:
+                inside.parent = outer
             yield
     except Exception as e:
         error = type(e).__name__
         raise
-    finally: pg.tape.close(number, error)
+    finally:
+        pg.tape.close(number, error)
 
 # %% ../nbs/09_record.ipynb #b24421ca
 class RecordingGroup(_PassingGroup):
@@ -378,65 +573,113 @@ class RecordingGroup(_PassingGroup):
     @contextmanager
     def recording(self) -> Iterator[Log]:
         """Give a log of what starts in the block."""
-        with self.tape.lock: self.tape.logs.append(log := Log(settle=self.tape.settle))
-        try: yield log
+        with self.tape.lock:
+            self.tape.logs.append(log := Log(settle=self.tape.settle))
+        try:
+            yield log
         finally:
-            with self.tape.lock: self.tape.logs = [other for other in self.tape.logs if other is not log]
+            with self.tape.lock:
+                self.tape.logs = [other for other in self.tape.logs if other is not log]
 
     def follow(
         self,
-        kind: str, # of the collective that the steps make together
-        tensor: Tensor, # the whole of it
-        steps: Iterator[None], # starts and finishes collectives of this group, or moves the tensor by other means
-        wire: int | None = None, # bytes that this rank sends, if it starts no collectives; None: by the formula of the kind
-    ) -> Iterator[None]: # the same steps
+        kind: str,  # of the collective that the steps make together
+        tensor: Tensor,  # the whole of it
+        steps: Iterator[
+            None
+        ],  # starts and finishes collectives of this group, or moves the tensor by other means
+        wire: (
+            int | None
+        ) = None,  # bytes that this rank sends, if it starts no collectives; None: by the formula of the kind
+    ) -> Iterator[None]:  # the same steps
         """Record what a generator starts as steps of one collective."""
         return _follow(self, kind, tensor, steps, wire)
 
     def close(self) -> None:
-        """Take the group back from torch; its log stays readable and the wrapped group usable. Closing twice is closing."""
+        """Take the group back from torch; its log stays readable and the wrapped group usable.
+        Closing twice is closing."""
         world = _DIST.distributed_c10d._world
-        if self in world.pg_map: _DIST.destroy_process_group(self)
+        if self in world.pg_map:
+            _DIST.destroy_process_group(self)
         world.tags_to_pg.pop(f"user:{self._name}", None)
 
-    def __repr__(self) -> str: return f"RecordingGroup({self._name!r}, rank {self.rank()} of {self.size()}, {len(self.log)} events)"
-    def __enter__(self) -> RecordingGroup: return self
-    def __exit__(self, *_: object) -> None: self.close()
+    def __repr__(self) -> str:
+        return (
+            f"RecordingGroup({self._name!r}, rank {self.rank()} of {self.size()}, {len(self.log)}"
+            " events)"
+        )
+
+    def __enter__(self) -> RecordingGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 # %% ../nbs/09_record.ipynb #54abe068
-def _register(pg: RecordingGroup, ranks: Sequence[int], backend: str, config: str, store: Any) -> None:
+def _register(
+    pg: RecordingGroup, ranks: Sequence[int], backend: str, config: str, store: Any
+) -> None:
     name, world = pg._name, _DIST.distributed_c10d._world
     world.pg_map[pg], world.pg_backend_config[pg] = (backend, store), config
-    world.pg_names[pg], world.pg_to_tag[pg], world.tags_to_pg[f"user:{name}"] = name, f"user:{name}", [pg]
-    world.pg_group_ranks[pg] = {global_rank: group_rank for group_rank, global_rank in enumerate(ranks)}
+    world.pg_names[pg], world.pg_to_tag[pg], world.tags_to_pg[f"user:{name}"] = (
+        name,
+        f"user:{name}",
+        [pg],
+    )
+    world.pg_group_ranks[pg] = {
+        global_rank: group_rank for group_rank, global_rank in enumerate(ranks)
+    }
     _DIST.distributed_c10d._register_process_group(name, pg)
 
+
 def _available() -> Any:
-    if _DIST is None: raise RuntimeError("this torch was built without torch.distributed, so there is no process group to record; install another build")
+    if _DIST is None:
+        raise RuntimeError(
+            "this torch was built without torch.distributed, so there is no process group to"
+            " record; install another build"
+        )
     return _DIST
 
-_NAMES: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()  # by wrapped group, so that counting agrees across ranks
+
+_NAMES: WeakKeyDictionary[Any, Iterator[int]] = (
+    WeakKeyDictionary()
+)  # by wrapped group, so that counting agrees across ranks
 
 # %% ../nbs/09_record.ipynb #eac73f3e
 def record(
-    process_group: Any = None, # a torch process group this process belongs to; None: the default one
-) -> RecordingGroup: # the same ranks in the same order, for everything that takes a process group
+    process_group: Any = None,  # a torch process group this process belongs to; None: the default one
+) -> RecordingGroup:  # the same ranks in the same order, for everything that takes a process group
     """Wrap a process group in one that remembers what it was asked to do.
 
-    Nothing is sent, so ranks need not meet here. Collectives on it are, as ever, called by all ranks of the group; a rank that does not record takes
+    Nothing is sent, so ranks need not meet here. Collectives on it are, as ever, called by all
+    ranks of the group; a rank that does not record takes
     part through the wrapped group.
     Raises `RuntimeError` without a default group, `ValueError` if this process is not a member."""
     dist = _available()
-    if not dist.is_initialized(): raise RuntimeError("no process group to record; call init_process_group() first, or simulate(size) for one without peers")
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "no process group to record; call init_process_group() first, or simulate(size) for one"
+            " without peers"
+        )
     wrapped = dist.group.WORLD if process_group is None else process_group
     if not isinstance(wrapped, _GROUP) or wrapped not in dist.distributed_c10d._world.pg_map:
-        raise ValueError(f"record() needs a live process group that global rank {dist.get_rank()} is a member of, got {wrapped!r}; call it on its ranks")
+        raise ValueError(
+            f"record() needs a live process group that global rank {dist.get_rank()} is a member"
+            f" of, got {wrapped!r}; call it on its ranks"
+        )
     backend, store = dist.distributed_c10d._world.pg_map[wrapped]
     name = f"{wrapped.group_name}/record{next(_NAMES.setdefault(wrapped, itertools.count()))}"
     pg = RecordingGroup(wrapped, name)
-    if wrapped.bound_device_id is not None: pg.bound_device_id = wrapped.bound_device_id
+    if wrapped.bound_device_id is not None:
+        pg.bound_device_id = wrapped.bound_device_id
     pg.simulated = getattr(wrapped, "simulated", False)
-    _register(pg, dist.get_process_group_ranks(wrapped), backend, str(dist.get_backend_config(wrapped)), dist.PrefixStore(name, store))
+    _register(
+        pg,
+        dist.get_process_group_ranks(wrapped),
+        backend,
+        str(dist.get_backend_config(wrapped)),
+        dist.PrefixStore(name, store),
+    )
     return pg
 
 # %% ../nbs/09_record.ipynb #edccea12
@@ -445,40 +688,73 @@ class _Alone:
 
     _device_types: Sequence[torch.device] = ()
 
-    def __init__(self, size: int, group_rank: int): self._size, self._rank = size, group_rank
-    def rank(self) -> int: return self._rank
-    def size(self) -> int: return self._size
-    def name(self) -> str: return "fake"
-    def abort(self) -> None: pass
-    def _get_backend(self, device: torch.device) -> Any: return SimpleNamespace(supports_coalescing=False) # newer torch asks before it groups messages
-    def _start_coalescing(self, device: torch.device) -> None: pass
-    def _end_coalescing(self, device: torch.device) -> None: pass
+    def __init__(self, size: int, group_rank: int):
+        self._size, self._rank = size, group_rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return "fake"
+
+    def abort(self) -> None:
+        pass
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(
+            supports_coalescing=False
+        )  # newer torch asks before it groups messages
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        pass
+
+    def _end_coalescing(self, device: torch.device) -> None:
+        pass
 
     def _finish(self, kind: str, args: Sequence[Any]) -> Any:
         outs, ins = args[0] if args else [], args[1] if len(args) > 1 else []
-        if kind in ("all_gather", "gather") and _tensors(outs): self._gather(outs, ins)
-        if kind in ("reduce_scatter", "scatter") and _tensors(ins): self._scatter(outs, ins)
+        if kind in ("all_gather", "gather") and _tensors(outs):
+            self._gather(outs, ins)
+        if kind in ("reduce_scatter", "scatter") and _tensors(ins):
+            self._scatter(outs, ins)
         if kind == "all_to_all":
-            for out, x in zip(_tensors(outs), _tensors(ins), strict=True): out.copy_(x) if out.shape == x.shape else None
+            for out, x in zip(_tensors(outs), _tensors(ins), strict=True):
+                out.copy_(x) if out.shape == x.shape else None
         return _Done(_tensors(outs))
 
     def _gather(self, outs: Any, ins: Any) -> None:
-        if isinstance(ins, Tensor): outs, ins = [outs], [ins]
+        if isinstance(ins, Tensor):
+            outs, ins = [outs], [ins]
         for out, x in zip(outs, ins, strict=True):
-            if isinstance(out, Tensor): out.view(self._size, -1).copy_(x.clone().view(1, -1)) # x may lie in `out`
+            if isinstance(out, Tensor):
+                out.view(self._size, -1).copy_(x.clone().view(1, -1))  # x may lie in `out`
             for part in () if isinstance(out, Tensor) else out:
-                if part.numel() == x.numel(): part.copy_(x.view_as(part))
+                if part.numel() == x.numel():
+                    part.copy_(x.view_as(part))
 
     def _scatter(self, outs: Any, ins: Any) -> None:
-        if isinstance(outs, Tensor): outs, ins = [outs], [ins]
+        if isinstance(outs, Tensor):
+            outs, ins = [outs], [ins]
         for out, x in zip(outs, ins, strict=True):
-            out.copy_((x if isinstance(x, (list, tuple)) else x.view(self._size, -1))[self._rank].view_as(out))
+            out.copy_(
+                (x if isinstance(x, (list, tuple)) else x.view(self._size, -1))[self._rank].view_as(
+                    out
+                )
+            )
+
 
 def _pretended(kind: str) -> Any:
-    def call(self: _Alone, *args: Any, **kwargs: Any) -> Any: return self._finish(kind, (*args, *kwargs.values()))
+    def call(self: _Alone, *args: Any, **kwargs: Any) -> Any:
+        return self._finish(kind, (*args, *kwargs.values()))
+
     return call
 
-for _name, _kind in _METHODS.items(): setattr(_Alone, _name, _pretended(_kind))
+
+for _name, _kind in _METHODS.items():
+    setattr(_Alone, _name, _pretended(_kind))
 
 # %% ../nbs/09_record.ipynb #885e617e
 class _Done(_WORK):
@@ -486,36 +762,67 @@ class _Done(_WORK):
 
     def __init__(self, tensors: list[Tensor]):
         super().__init__()
-        self._future: Any = torch.futures.Future(devices=list({t.device for t in tensors if t.device.type not in ("cpu", "meta")}))
+        self._future: Any = torch.futures.Future(
+            devices=list({t.device for t in tensors if t.device.type not in ("cpu", "meta")})
+        )
         self._future.set_result(tensors)
 
-    def wait(self, *_: Any) -> bool: return True
-    def is_completed(self) -> bool: return True
-    def is_success(self) -> bool: return True
-    def result(self) -> list[Tensor]: return self._future.value()
-    def get_future(self) -> Any: return self._future
-    def synchronize(self) -> None: pass
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> list[Tensor]:
+        return self._future.value()
+
+    def get_future(self) -> Any:
+        return self._future
+
+    def synchronize(self) -> None:
+        pass
+
 
 def simulate(
-    size: int, # ranks in the group, >= 1
-    group_rank: int = 0, # which of them this process plays
-) -> RecordingGroup: # close it when done
+    size: int,  # ranks in the group, >= 1
+    group_rank: int = 0,  # which of them this process plays
+) -> RecordingGroup:  # close it when done
     """Make a recording group of `size` ranks with no peers, in this one process.
 
-    Collectives complete at once. Reductions are what they would be if all others contributed zeros (so nothing changes); gathers, as if all others held what
-    this rank holds; an all-to-all hands back what was sent. Parts of another size than this rank's stay as they are, but a `Group` makes parts equal first,
-    with zeros at their ends; broadcasts and receives leave the tensor alone. Where there is no default group, this is it until it is closed.
+    Collectives complete at once. Reductions are what they would be if all others contributed zeros
+    (so nothing changes); gathers, as if all others held what
+    this rank holds; an all-to-all hands back what was sent. Parts of another size than this rank's
+    stay as they are, but a `Group` makes parts equal first,
+    with zeros at their ends; broadcasts and receives leave the tensor alone. Where there is no
+    default group, this is it until it is closed.
     Raises `ValueError` for a rank outside the group."""
-    if not 0 <= group_rank < size: raise ValueError(f"group_rank must be in 0..{size - 1} in a group of {size}, got {group_rank}")
+    if not 0 <= group_rank < size:
+        raise ValueError(
+            f"group_rank must be in 0..{size - 1} in a group of {size}, got {group_rank}"
+        )
     dist = _available()
     pg = RecordingGroup(_Alone(size, group_rank), f"simulated{next(_SIMULATED)}")
     pg.simulated = True
     ranks, me = list(range(size)), group_rank
-    if dist.is_initialized() and (me := dist.get_rank()) != group_rank: # this process keeps its rank in the job, and trades with who has it here
-        if me < size: ranks[me] = group_rank
+    if (
+        dist.is_initialized() and (me := dist.get_rank()) != group_rank
+    ):  # this process keeps its rank in the job, and trades with who has it here
+        if me < size:
+            ranks[me] = group_rank
         ranks[group_rank] = me
-    _register(pg, ranks, "fake", ",".join(f"{device}:fake" for device in ("cpu", "cuda", "xpu", "meta")), dist.HashStore())
-    if not dist.is_initialized(): dist.distributed_c10d._update_default_pg(pg)
+    _register(
+        pg,
+        ranks,
+        "fake",
+        ",".join(f"{device}:fake" for device in ("cpu", "cuda", "xpu", "meta")),
+        dist.HashStore(),
+    )
+    if not dist.is_initialized():
+        dist.distributed_c10d._update_default_pg(pg)
     return pg
+
 
 _SIMULATED = itertools.count()

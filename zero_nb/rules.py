@@ -22,17 +22,43 @@ __all__ = ['ELEMENTWISE', 'PARAMETERWISE', 'FUSED', 'ELEMENTS', 'OPTIONAL', 'is_
            'describe_state']
 
 # %% ../nbs/12b_rules.ipynb #49337450
-ELEMENTWISE = frozenset({"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
-PARAMETERWISE = frozenset({"Adafactor", "Muon"}) # of torch: each parameter by itself, but not each element
-FUSED = frozenset({"Adagrad", "Adam", "AdamW"}) # not SGD, whose fused kernel fails once a parameter gets its first gradient after others
+ELEMENTWISE = frozenset(
+    {
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
+)
+PARAMETERWISE = frozenset(
+    {"Adafactor", "Muon"}
+)  # of torch: each parameter by itself, but not each element
+FUSED = frozenset(
+    {"Adagrad", "Adam", "AdamW"}
+)  # not SGD, whose fused kernel fails once a parameter gets its first gradient after others
 
 _SHARDS: dict[str, Policy] = {"even": runs, "whole": balanced, "greedy": greedy}
 
-_COUPLED = ("LBFGS", "Prodigy", "DAdapt") # what the names begin with of classes that look at all parameters together
+_COUPLED = (
+    "LBFGS",
+    "Prodigy",
+    "DAdapt",
+)  # what the names begin with of classes that look at all parameters together
+
 
 def is_torchs(optimizer_class: type, names: frozenset[str]) -> bool:
     """Tell whether a class is one of torch's own, of these names."""
-    return optimizer_class.__name__ in names and getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class
+    return (
+        optimizer_class.__name__ in names
+        and getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class
+    )
 
 # %% ../nbs/12b_rules.ipynb #6039f193
 @dataclass(frozen=True)
@@ -40,58 +66,104 @@ class Rule:
     """How the parameters of a param group are stepped and shared out."""
 
     optimizer_class: type[torch.optim.Optimizer]
-    policy: Policy # who owns what
+    policy: Policy  # who owns what
+
 
 def is_known(optimizer_class: type, cuts: bool) -> bool:
-    """Tell whether a class is known to step parameters by themselves, or even elements if parameters are cut; others are tried (12c_trial)."""
+    """Tell whether a class is known to step parameters by themselves, or even elements if
+    parameters are cut; others are tried (12c_trial)."""
     return is_torchs(optimizer_class, ELEMENTWISE if cuts else ELEMENTWISE | PARAMETERWISE)
 
-def find_rule(
-    optimizer_class: Any, # a subclass of `torch.optim.Optimizer`
-    shard: str | Policy, # "auto", "even", "whole", "greedy" or a policy
-) -> Rule:
-    """Decide how a class is sharded: with "auto", known element-wise classes are cut evenly, all others keep whole parameters, balanced by cost.
 
-    Raises `TypeError` for what is not an optimizer class, `ValueError` for one that cannot be sharded or a way that does not exist."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(f"optimizer_class must be a class such as torch.optim.AdamW, got {optimizer_class!r}; pass its options as keywords")
+def find_rule(
+    optimizer_class: Any,  # a subclass of `torch.optim.Optimizer`
+    shard: str | Policy,  # "auto", "even", "whole", "greedy" or a policy
+) -> Rule:
+    """Decide how a class is sharded: with "auto", known element-wise classes are cut evenly, all
+    others keep whole parameters, balanced by cost.
+
+    Raises `TypeError` for what is not an optimizer class, `ValueError` for one that cannot be
+    sharded or a way that does not exist.
+    """
+    if not (
+        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    ):
+        raise TypeError(
+            f"optimizer_class must be a class such as torch.optim.AdamW, got {optimizer_class!r};"
+            " pass its options as keywords"
+        )
     if any(base.__name__.startswith(_COUPLED) for base in optimizer_class.__mro__):
-        raise ValueError(f"{optimizer_class.__name__} looks at all parameters together, so they cannot be stepped apart on several ranks; use it unsharded")
+        raise ValueError(
+            f"{optimizer_class.__name__} looks at all parameters together, so they cannot be"
+            " stepped apart on several ranks; use it unsharded"
+        )
     if not callable(shard) and shard not in ("auto", *_SHARDS):
-        raise ValueError(f"shard must be 'auto', {', '.join(map(repr, _SHARDS))} or a policy, got {shard!r}")
-    if callable(shard): return Rule(optimizer_class, shard)
-    if shard != "auto": return Rule(optimizer_class, _SHARDS[shard])
-    if is_torchs(optimizer_class, ELEMENTWISE): return Rule(optimizer_class, runs)
-    return Rule(optimizer_class, partial(balanced, cost=newton_schulz) if "muon" in optimizer_class.__name__.lower() else balanced)
+        raise ValueError(
+            f"shard must be 'auto', {', '.join(map(repr, _SHARDS))} or a policy, got {shard!r}"
+        )
+    if callable(shard):
+        return Rule(optimizer_class, shard)
+    if shard != "auto":
+        return Rule(optimizer_class, _SHARDS[shard])
+    if is_torchs(optimizer_class, ELEMENTWISE):
+        return Rule(optimizer_class, runs)
+    return Rule(
+        optimizer_class,
+        (
+            partial(balanced, cost=newton_schulz)
+            if "muon" in optimizer_class.__name__.lower()
+            else balanced
+        ),
+    )
 
 # %% ../nbs/12b_rules.ipynb #a499ad3a
 def choose_fused(optimizer_class: type, group: dict[str, Any]) -> bool | None:
-    """Choose the fused kernel where the user has not chosen and it exists: the same arithmetic in one pass over memory."""
+    """Choose the fused kernel where the user has not chosen and it exists: the same arithmetic in
+    one pass over memory."""
     from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
-    if any(group.get(option) is not None for option in ("foreach", "fused", "capturable", "differentiable")): return group.get("fused")
-    if not is_torchs(optimizer_class, FUSED): return None
-    devices = ["cpu", "cuda"] if optimizer_class is torch.optim.Adagrad else _get_fused_kernels_supported_devices()
+
+    if any(
+        group.get(option) is not None
+        for option in ("foreach", "fused", "capturable", "differentiable")
+    ):
+        return group.get("fused")
+    if not is_torchs(optimizer_class, FUSED):
+        return None
+    devices = (
+        ["cpu", "cuda"]
+        if optimizer_class is torch.optim.Adagrad
+        else _get_fused_kernels_supported_devices()
+    )
     params = group["params"]
-    if not all(dtype.is_floating_point for dtype in set(map(attrgetter("dtype"), params))): return None
-    return True if all(map(attrgetter("is_cpu"), params)) or all(device.type in devices for device in set(map(attrgetter("device"), params))) else None
+    if not all(dtype.is_floating_point for dtype in set(map(attrgetter("dtype"), params))):
+        return None
+    return (
+        True
+        if all(map(attrgetter("is_cpu"), params))
+        or all(device.type in devices for device in set(map(attrgetter("device"), params)))
+        else None
+    )
 
 # %% ../nbs/12b_rules.ipynb #b0458812
 @dataclass(frozen=True)
 class Settings:
     """What the user chose for all param groups."""
 
-    optimizer_class: Any # of groups that name none
-    defaults: dict[str, Any] # options of that class
-    shard: Any # "auto", "even", "whole", "greedy" or a policy, for groups that name none
-    as_views: bool # parameters become views of their bucket
-    bucket_cap_mb: float # capacity of a bucket, MB of 2**20 bytes
-    master_dtype: torch.dtype | None # of the copies that are stepped
-    trusted: bool = False # classes that are not known are not tried
+    optimizer_class: Any  # of groups that name none
+    defaults: dict[str, Any]  # options of that class
+    shard: Any  # "auto", "even", "whole", "greedy" or a policy, for groups that name none
+    as_views: bool  # parameters become views of their bucket
+    bucket_cap_mb: float  # capacity of a bucket, MB of 2**20 bytes
+    master_dtype: torch.dtype | None  # of the copies that are stepped
+    trusted: bool = False  # classes that are not known are not tried
 
     def rule(self, group: dict[str, Any]) -> Rule:
         """Take the group's own class and way to be shared out, if it names them, out of it."""
         own = "optimizer_class" in group
-        return find_rule(group.pop("optimizer_class", self.optimizer_class), group.pop("shard", "auto" if own else self.shard))
+        return find_rule(
+            group.pop("optimizer_class", self.optimizer_class),
+            group.pop("shard", "auto" if own else self.shard),
+        )
 
     def options(self, optimizer_class: type) -> dict[str, Any]:
         """Give the options of all groups of a class."""
@@ -100,142 +172,324 @@ class Settings:
 # %% ../nbs/12b_rules.ipynb #f8e7d0d3
 def read_params(params: Any, what: str = "params") -> list[Any]:
     """Read parameters once, in an order that is the same on every rank."""
-    if isinstance(params, (set, frozenset)): raise TypeError(f"{what} must have an order that is the same on every rank, got a set; pass a list")
-    if isinstance(params, torch.nn.Module): raise TypeError(f"{what} must be parameters, got the model itself; pass model.parameters()")
+    if isinstance(params, (set, frozenset)):
+        raise TypeError(
+            f"{what} must have an order that is the same on every rank, got a set; pass a list"
+        )
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(f"{what} must be parameters, got the model itself; pass model.parameters()")
     if isinstance(params, (Tensor, dict, str)) or not isinstance(params, Iterable):
-        raise TypeError(f"{what} must be an iterable of Tensors, (name, Tensor) pairs or group dicts, got one {type(params).__name__}")
+        raise TypeError(
+            f"{what} must be an iterable of Tensors, (name, Tensor) pairs or group dicts, got one"
+            f" {type(params).__name__}"
+        )
     items = list(params)
-    kinds = set(map(type, items)) # a few, of however many parameters
-    if any(issubclass(kind, dict) for kind in kinds): items = [read_group(p) if isinstance(p, dict) else p for p in items]
+    kinds = set(map(type, items))  # a few, of however many parameters
+    if any(issubclass(kind, dict) for kind in kinds):
+        items = [read_group(p) if isinstance(p, dict) else p for p in items]
     if len({issubclass(kind, dict) for kind in kinds}) > 1:
-        raise TypeError(f"{what} must hold Tensors or group dicts, got both; put the Tensors into a group dict")
+        raise TypeError(
+            f"{what} must hold Tensors or group dicts, got both; put the Tensors into a group dict"
+        )
     pairs = any(issubclass(kind, tuple) for kind in kinds)
     pair = next((p for p in items if isinstance(p, tuple) and len(p) != 2), None) if pairs else None
-    if pair is not None: raise TypeError(f"{what} must hold (name, Tensor) pairs, got a tuple of {len(pair)}")
+    if pair is not None:
+        raise TypeError(f"{what} must hold (name, Tensor) pairs, got a tuple of {len(pair)}")
     ids = [id(p[1] if isinstance(p, tuple) else p) for p in items] if pairs else [*map(id, items)]
     if len(set(ids)) < len(ids):
         again = next(i for i, known in enumerate(ids) if known in ids[:i])
-        raise ValueError(f"parameters {ids.index(ids[again])} and {again} of {what} are the same; a shared (tied) parameter is listed once")
+        raise ValueError(
+            f"parameters {ids.index(ids[again])} and {again} of {what} are the same; a shared"
+            " (tied) parameter is listed once"
+        )
     return items
 
+
 def read_group(
-    group: Any, # as `torch.optim` takes it; generators in it are used up
-) -> dict[str, Any]: # a copy, with a list of parameters
+    group: Any,  # as `torch.optim` takes it; generators in it are used up
+) -> dict[str, Any]:  # a copy, with a list of parameters
     """Read a group dict once.
 
-    Raises `TypeError` for what is not one, `ValueError` if it has no parameters or one of them twice."""
-    if not isinstance(group, dict): raise TypeError(f"param_group must be a dict with a 'params' key, got {type(group).__name__}")
-    if "params" not in group: raise ValueError(f"each parameter group must have a 'params' key, got the keys {list(group)}")
+    Raises `TypeError` for what is not one, `ValueError` if it has no parameters or one of them twice.
+    """
+    if not isinstance(group, dict):
+        raise TypeError(
+            f"param_group must be a dict with a 'params' key, got {type(group).__name__}"
+        )
+    if "params" not in group:
+        raise ValueError(
+            f"each parameter group must have a 'params' key, got the keys {list(group)}"
+        )
     params = group["params"]
-    return {**group, "params": [params] if isinstance(params, Tensor) else read_params(params, "'params' of a group")}
+    return {
+        **group,
+        "params": (
+            [params] if isinstance(params, Tensor) else read_params(params, "'params' of a group")
+        ),
+    }
 
 # %% ../nbs/12b_rules.ipynb #fbfabfc4
 def _check_class(optimizer_class: Any) -> None:
     name = getattr(optimizer_class, "__name__", "")
     if getattr(optimizer_class, "__module__", "").startswith("torch.distributed.optim.functional_"):
-        raise ValueError(f"{name} is a functional optimizer; pass the class of torch.optim, its step needs no functional form here")
+        raise ValueError(
+            f"{name} is a functional optimizer; pass the class of torch.optim, its step needs no"
+            " functional form here"
+        )
     sharded = hasattr(optimizer_class, "consolidate_state_dict")
     if sharded or optimizer_class is torch.optim.SparseAdam:
-        why = "is sharded already" if sharded else "steps sparse gradients, and only dense ones can be sharded"
-        raise ValueError(f"optimizer_class must be an unsharded class for dense gradients, such as torch.optim.AdamW, got {name}, which {why}")
+        why = (
+            "is sharded already"
+            if sharded
+            else "steps sparse gradients, and only dense ones can be sharded"
+        )
+        raise ValueError(
+            "optimizer_class must be an unsharded class for dense gradients, such as"
+            f" torch.optim.AdamW, got {name}, which {why}"
+        )
+
 
 def check_group(group: dict[str, Any], settings: Settings) -> None:
     """Refuse a group that cannot be sharded."""
     _check_class(group.get("optimizer_class", settings.optimizer_class))
     if {**settings.defaults, **group}.get("differentiable"):
-        raise ValueError("differentiable must be False: what is sent between ranks has no gradient; use the unsharded optimizer to differentiate a step")
-    if (wide := settings.master_dtype) is None: return
+        raise ValueError(
+            "differentiable must be False: what is sent between ranks has no gradient; use the"
+            " unsharded optimizer to differentiate a step"
+        )
+    if (wide := settings.master_dtype) is None:
+        return
     for i, p in enumerate(p[1] if isinstance(p, tuple) else p for p in group["params"]):
-        if isinstance(p, Tensor) and p.is_floating_point() and torch.promote_types(p.dtype, wide) != wide:
-            raise ValueError(f"master_dtype must hold every value of the parameters, {wide} does not hold {p.dtype}, the dtype of parameter {i} of its group")
+        if (
+            isinstance(p, Tensor)
+            and p.is_floating_point()
+            and torch.promote_types(p.dtype, wide) != wide
+        ):
+            raise ValueError(
+                f"master_dtype must hold every value of the parameters, {wide} does not hold"
+                f" {p.dtype}, the dtype of parameter {i} of its group"
+            )
 
-def check_settings(params: list[Any], settings: Settings, overlap_with_ddp: Any) -> list[str]: # what of them must be the same on all ranks
+
+def check_settings(
+    params: list[Any], settings: Settings, overlap_with_ddp: Any
+) -> list[str]:  # what of them must be the same on all ranks
     """Refuse settings that cannot work.
 
     Raises `TypeError` or `ValueError`."""
     wide, views, trusted = settings.master_dtype, settings.as_views, settings.trusted
-    for name, value in (("parameters_as_bucket_view", views), ("overlap_with_ddp", overlap_with_ddp), ("trust_optimizer_class", trusted)):
-        if not isinstance(value, (bool, int)) or value not in (0, 1): raise TypeError(f"{name} must be True or False, got {value!r}; options go by keyword")
+    for name, value in (
+        ("parameters_as_bucket_view", views),
+        ("overlap_with_ddp", overlap_with_ddp),
+        ("trust_optimizer_class", trusted),
+    ):
+        if not isinstance(value, (bool, int)) or value not in (0, 1):
+            raise TypeError(f"{name} must be True or False, got {value!r}; options go by keyword")
     if wide is not None and not (isinstance(wide, torch.dtype) and wide.is_floating_point):
-        raise TypeError(f"master_dtype must be a floating-point dtype such as torch.float32, or None, got {wide!r}")
-    for group in params if isinstance(next(iter(params), None), dict) else [{"params": params}]: check_group(group, settings)
+        raise TypeError(
+            "master_dtype must be a floating-point dtype such as torch.float32, or None, got"
+            f" {wide!r}"
+        )
+    for group in params if isinstance(next(iter(params), None), dict) else [{"params": params}]:
+        check_group(group, settings)
     find_rule(settings.optimizer_class, settings.shard)
     shard = settings.shard if isinstance(settings.shard, str) else "a policy"
-    return [f"shard={shard}, parameters_as_bucket_view={bool(views)}, bucket_cap_mb={settings.bucket_cap_mb}, master_dtype={wide}, "
-            f"trust_optimizer_class={bool(trusted)}"]
+    return [
+        f"shard={shard}, parameters_as_bucket_view={bool(views)},"
+        f" bucket_cap_mb={settings.bucket_cap_mb}, master_dtype={wide},"
+        f" trust_optimizer_class={bool(trusted)}"
+    ]
 
 # %% ../nbs/12b_rules.ipynb #eb32900b
-ELEMENTS = {"Adadelta": ("square_avg", "acc_delta"), "Adagrad": ("sum",), "Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq"),
-            "Adamax": ("exp_avg", "exp_inf"), "ASGD": ("ax",), "NAdam": ("exp_avg", "exp_avg_sq"), "RAdam": ("exp_avg", "exp_avg_sq"),
-            "RMSprop": ("square_avg",), "Rprop": ("prev", "step_size"), "SGD": ()} # keys of one value for each element
-OPTIONAL = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"} # such a key that an option brings
+ELEMENTS = {
+    "Adadelta": ("square_avg", "acc_delta"),
+    "Adagrad": ("sum",),
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "Adamax": ("exp_avg", "exp_inf"),
+    "ASGD": ("ax",),
+    "NAdam": ("exp_avg", "exp_avg_sq"),
+    "RAdam": ("exp_avg", "exp_avg_sq"),
+    "RMSprop": ("square_avg",),
+    "Rprop": ("prev", "step_size"),
+    "SGD": (),
+}  # keys of one value for each element
+OPTIONAL = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}  # such a key that an option brings
+
 
 def _check_entry(what: str, entry: Any, param: Tensor, rule: Rule, group: dict[str, Any]) -> None:
     """Refuse the state of a parameter that a later step would die of."""
-    if not isinstance(entry, dict): raise TypeError(f"the state of {what} must be a dict, got {type(entry).__name__}")
+    if not isinstance(entry, dict):
+        raise TypeError(f"the state of {what} must be a dict, got {type(entry).__name__}")
     name, known = rule.optimizer_class.__name__, is_torchs(rule.optimizer_class, ELEMENTWISE)
-    elements = (*ELEMENTS[name], *(key for option, key in OPTIONAL.items() if group.get(option))) if known else ()
-    missing = [key for key in (*elements, *(["step"] if known and name != "SGD" else [])) if key not in entry]
-    if missing: raise ValueError(f"the state of {what} must hold {missing[0]!r} for {name}, got {list(entry)}; load a state dict of the same optimizer class")
+    elements = (
+        (*ELEMENTS[name], *(key for option, key in OPTIONAL.items() if group.get(option)))
+        if known
+        else ()
+    )
+    missing = [
+        key
+        for key in (*elements, *(["step"] if known and name != "SGD" else []))
+        if key not in entry
+    ]
+    if missing:
+        raise ValueError(
+            f"the state of {what} must hold {missing[0]!r} for {name}, got {list(entry)}; load a"
+            " state dict of the same optimizer class"
+        )
     for key, value in entry.items():
         where = f"state {key!r} of {what}"
-        if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_meta): raise ValueError(f"{where} must be dense and in memory")
-        if isinstance(value, Tensor) and value.is_complex() and not param.is_complex(): raise ValueError(f"{where} must be real, got {value.dtype}")
+        if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_meta):
+            raise ValueError(f"{where} must be dense and in memory")
+        if isinstance(value, Tensor) and value.is_complex() and not param.is_complex():
+            raise ValueError(f"{where} must be real, got {value.dtype}")
         if key in elements and getattr(value, "shape", None) != param.shape:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{where} has {got}, the parameter has {tuple(param.shape)}; load a state dict of the same model")
-        if known and key == "step" and not (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)):
+            got = (
+                f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            )
+            raise ValueError(
+                f"{where} has {got}, the parameter has {tuple(param.shape)}; load a state dict of"
+                " the same model"
+            )
+        if (
+            known
+            and key == "step"
+            and not (
+                isinstance(value, (int, float))
+                or (isinstance(value, Tensor) and value.numel() == 1)
+            )
+        ):
             raise ValueError(f"{where} must be one number, got {value!r:.60}")
 
 # %% ../nbs/12b_rules.ipynb #8932ce15
 def _check_groups(given: Any, ours: list[dict[str, Any]], rules: list[Rule]) -> None:
-    if not isinstance(given, list) or not all(isinstance(g, dict) and isinstance(g.get("params"), (list, tuple)) for g in given):
-        raise TypeError("'param_groups' of a state dict must be a list of dicts with a list 'params'")
-    if len(given) != len(ours): raise ValueError(f"loaded state dict has a different number of parameter groups: {len(given)}, this optimizer has {len(ours)}")
+    if not isinstance(given, list) or not all(
+        isinstance(g, dict) and isinstance(g.get("params"), (list, tuple)) for g in given
+    ):
+        raise TypeError(
+            "'param_groups' of a state dict must be a list of dicts with a list 'params'"
+        )
+    if len(given) != len(ours):
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups: {len(given)}, this"
+            f" optimizer has {len(ours)}"
+        )
     for i, (theirs, group, rule) in enumerate(zip(given, ours, rules, strict=True)):
         if len(theirs["params"]) != len(group["params"]):
-            raise ValueError(f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: group {i} has "
-                             f"{len(theirs['params'])} parameters, this optimizer has {len(group['params'])}")
-        numbers = [k for k, v in group.items() if k in ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "rho") and v is not None]
-        missing = [k for k in numbers if k not in theirs and rule.optimizer_class.__module__.startswith("torch.optim.")]
-        if missing: raise ValueError(f"group {i} of the state dict has no {missing[0]!r}, got {list(theirs)}; "
-                                     f"load a state dict of the same optimizer class, {rule.optimizer_class.__name__}")
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of"
+                f" optimizer's group: group {i} has {len(theirs['params'])} parameters, this"
+                f" optimizer has {len(group['params'])}"
+            )
+        numbers = [
+            k
+            for k, v in group.items()
+            if k in ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "rho")
+            and v is not None
+        ]
+        missing = [
+            k
+            for k in numbers
+            if k not in theirs and rule.optimizer_class.__module__.startswith("torch.optim.")
+        ]
+        if missing:
+            raise ValueError(
+                f"group {i} of the state dict has no {missing[0]!r}, got {list(theirs)}; "
+                f"load a state dict of the same optimizer class, {rule.optimizer_class.__name__}"
+            )
 
-def _is_of_param(value: Any) -> bool: # and not of an optimizer as a whole, such as a count
-    return isinstance(value, dict) and (not value or any(isinstance(v, Tensor) and v.dim() for v in value.values()))
+
+def _is_of_param(value: Any) -> bool:  # and not of an optimizer as a whole, such as a count
+    return isinstance(value, dict) and (
+        not value or any(isinstance(v, Tensor) and v.dim() for v in value.values())
+    )
+
 
 def read_state(
-    state_dict: Any, # of an unsharded optimizer; left as it is
-    ours: list[dict[str, Any]], # the optimizer's param groups
-    rules: list[Rule], # of these groups
-) -> dict[str, Any]: # the same, with its state by the parameters' index; state of no parameter keeps its key, a text
+    state_dict: Any,  # of an unsharded optimizer; left as it is
+    ours: list[dict[str, Any]],  # the optimizer's param groups
+    rules: list[Rule],  # of these groups
+) -> dict[
+    str, Any
+]:  # the same, with its state by the parameters' index; state of no parameter keeps its key, a text
     """Check a state dict against an optimizer.
 
     Raises `TypeError` or `ValueError` with the first thing that does not fit."""
-    if not isinstance(state_dict, dict): raise TypeError(f"a state dict must be a dict with 'state' and 'param_groups', got {type(state_dict).__name__}")
-    if not {"state", "param_groups"} <= set(state_dict): raise ValueError(f"a state dict must have 'state' and 'param_groups', got {list(state_dict)[:4]}")
+    if not isinstance(state_dict, dict):
+        raise TypeError(
+            "a state dict must be a dict with 'state' and 'param_groups', got"
+            f" {type(state_dict).__name__}"
+        )
+    if not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError(
+            f"a state dict must have 'state' and 'param_groups', got {list(state_dict)[:4]}"
+        )
     given, state = state_dict["param_groups"], state_dict["state"]
-    if not isinstance(state, dict): raise TypeError(f"'state' of a state dict must be a dict by parameter, got {type(state).__name__}")
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"'state' of a state dict must be a dict by parameter, got {type(state).__name__}"
+        )
     _check_groups(given, ours, rules)
     trios = zip(given, ours, rules, strict=True)
-    places = [(key, p, rule, theirs) for theirs, group, rule in trios for key, p in zip(theirs["params"], group["params"], strict=True)]
+    places = [
+        (key, p, rule, theirs)
+        for theirs, group, rule in trios
+        for key, p in zip(theirs["params"], group["params"], strict=True)
+    ]
     known = {key for key, *_ in places}
-    common = {key: value for key, value in state.items() if key not in known and isinstance(key, str) and not _is_of_param(value)}
+    common = {
+        key: value
+        for key, value in state.items()
+        if key not in known and isinstance(key, str) and not _is_of_param(value)
+    }
     strange = [key for key in state if key not in known and key not in common]
-    if strange: raise ValueError(f"the state dict has state of {strange[0]!r}, which is in none of its groups; load a state dict of the same model")
+    if strange:
+        raise ValueError(
+            f"the state dict has state of {strange[0]!r}, which is in none of its groups; load a"
+            " state dict of the same model"
+        )
     for key, p, rule, theirs in places:
-        if key in state: _check_entry(f"parameter {key!r}", state[key], p, rule, theirs)
-    return {**state_dict, "state": {i: state[key] for i, (key, *_) in enumerate(places) if key in state} | common}
+        if key in state:
+            _check_entry(f"parameter {key!r}", state[key], p, rule, theirs)
+    return {
+        **state_dict,
+        "state": {i: state[key] for i, (key, *_) in enumerate(places) if key in state} | common,
+    }
 
 # %% ../nbs/12b_rules.ipynb #2f9785ee
 def describe_state(state_dict: dict[str, Any]) -> list[str]:
     """Say what of a state dict must be the same on all ranks; of large tensors that is their form, not their values."""
+
     def plain(value: Any) -> str:
-        if not isinstance(value, Tensor): return str(value) if isinstance(value, (int, float, tuple, type(None))) else type(value).__name__
-        return f"{value.dtype} {value.item()}" if value.numel() == 1 and value.device.type == "cpu" else f"{value.dtype} {tuple(value.shape)}"
-    groups = [f"group {i}: " + ", ".join(f"{k} {plain(v)}" for k, v in sorted(g.items()) if k != "params") for i, g in enumerate(state_dict["param_groups"])]
+        if not isinstance(value, Tensor):
+            return (
+                str(value)
+                if isinstance(value, (int, float, tuple, type(None)))
+                else type(value).__name__
+            )
+        return (
+            f"{value.dtype} {value.item()}"
+            if value.numel() == 1 and value.device.type == "cpu"
+            else f"{value.dtype} {tuple(value.shape)}"
+        )
+
+    groups = [
+        f"group {i}: " + ", ".join(f"{k} {plain(v)}" for k, v in sorted(g.items()) if k != "params")
+        for i, g in enumerate(state_dict["param_groups"])
+    ]
     state = state_dict.get("state", {})
-    beside = [(key, value) for key, value in state_dict.items() if key not in ("state", "param_groups")]
-    common = [f"{key}: {plain(value)}" for key, value in [*beside, *state.items()] if isinstance(key, str)]
+    beside = [
+        (key, value) for key, value in state_dict.items() if key not in ("state", "param_groups")
+    ]
+    common = [
+        f"{key}: {plain(value)}" for key, value in [*beside, *state.items()] if isinstance(key, str)
+    ]
     by_param = sorted((i, s) for i, s in state.items() if not isinstance(i, str))
-    return [*groups, *common, *(f"parameter {i}: " + ", ".join(f"{k} {plain(v)}" for k, v in s.items()) for i, s in by_param)]
+    return [
+        *groups,
+        *common,
+        *(
+            f"parameter {i}: " + ", ".join(f"{k} {plain(v)}" for k, v in s.items())
+            for i, s in by_param
+        ),
+    ]

@@ -28,16 +28,18 @@ OPS = {
     "FWD": "forward reads its parameters, once they are gathered",
 }
 
-NETWORK = frozenset({"AR", "RS", "AG"}) # operations that start a collective
+NETWORK = frozenset({"AR", "RS", "AG"})  # operations that start a collective
+
 
 class Event(NamedTuple):
     """One thing that a rank does."""
 
-    phase: str # "backward", "step" or "forward" (of the next iteration)
-    op: str # a key of `OPS`
-    bucket: int # index in the bucket plan; -1 for all
+    phase: str  # "backward", "step" or "forward" (of the next iteration)
+    op: str  # a key of `OPS`
+    bucket: int  # index in the bucket plan; -1 for all
 
-    def __str__(self) -> str: return self.op if self.bucket < 0 else f"{self.bucket}:{self.op}"
+    def __str__(self) -> str:
+        return self.op if self.bucket < 0 else f"{self.bucket}:{self.op}"
 
     @property
     def network(self) -> bool:
@@ -45,22 +47,40 @@ class Event(NamedTuple):
         return self.op in NETWORK
 
 # %% ../nbs/03_schedule.ipynb #f29be464
-LIFE = ("GRAD", "REDUCE", "STEP", "FREE", "AG", "FWD") # of a bucket, in this order; AR and RS are both a reduction
-_PLACE = {op: LIFE.index("REDUCE" if op in ("AR", "RS") else op) for op in OPS if op != "SYNC"} # in `LIFE`
-_NEEDS = {"REDUCE": 0, "STEP": 1, "FREE": 2, "AG": 2} # how far a bucket must have come
+LIFE = (
+    "GRAD",
+    "REDUCE",
+    "STEP",
+    "FREE",
+    "AG",
+    "FWD",
+)  # of a bucket, in this order; AR and RS are both a reduction
+_PLACE = {
+    op: LIFE.index("REDUCE" if op in ("AR", "RS") else op) for op in OPS if op != "SYNC"
+}  # in `LIFE`
+_NEEDS = {"REDUCE": 0, "STEP": 1, "FREE": 2, "AG": 2}  # how far a bucket must have come
+
 
 def _check(events: Sequence[Event]) -> None:
     """Raise `ValueError` at the first event that comes too early or twice."""
     reached: dict[int, int] = {}
     for e in events:
-        if e.op not in OPS: raise ValueError(f"unknown operation {e.op!r}; choose one of {', '.join(OPS)}")
+        if e.op not in OPS:
+            raise ValueError(f"unknown operation {e.op!r}; choose one of {', '.join(OPS)}")
         if (e.bucket < 0) != (e.op == "SYNC"):
-            raise ValueError(f"{e.op} of bucket {e.bucket}: SYNC is for all buckets and has none; every other operation has one, such as 0:RS")
-        if e.op == "SYNC": continue
+            raise ValueError(
+                f"{e.op} of bucket {e.bucket}: SYNC is for all buckets and has none; every other"
+                " operation has one, such as 0:RS"
+            )
+        if e.op == "SYNC":
+            continue
         at, before = _PLACE[e.op], reached.get(e.bucket, -1)
         if at <= before or before < _NEEDS.get(LIFE[at], -1):
             after = LIFE[before] if before >= 0 else "nothing"
-            raise ValueError(f"{e} comes after {after} of bucket {e.bucket}; a bucket lives through {', '.join(LIFE)}, each at most once and in this order")
+            raise ValueError(
+                f"{e} comes after {after} of bucket {e.bucket}; a bucket lives through"
+                f" {', '.join(LIFE)}, each at most once and in this order"
+            )
         reached[e.bucket] = at
 
 # %% ../nbs/03_schedule.ipynb #40c02922
@@ -70,20 +90,30 @@ class Schedule:
 
     events: tuple[Event, ...]
 
-    def __post_init__(self) -> None: _check(self.events)
+    def __post_init__(self) -> None:
+        _check(self.events)
 
     def __str__(self) -> str:
         phases = dict.fromkeys(e.phase for e in self.events)
-        return "\n".join(f"{phase}: " + " ".join(str(e) for e in self.events if e.phase == phase) for phase in phases)
+        return "\n".join(
+            f"{phase}: " + " ".join(str(e) for e in self.events if e.phase == phase)
+            for phase in phases
+        )
 
     @classmethod
-    def parse(cls, text: str) -> "Schedule": # what `str` wrote
+    def parse(cls, text: str) -> "Schedule":  # what `str` wrote
         """Read a schedule."""
         events = []
-        for phase, colon, words in (line.strip().partition(":") for line in text.strip().splitlines()):
-            if not colon or phase.isdigit(): raise ValueError(f"a line of a schedule is written as 'backward: 0:GRAD 0:RS', got {phase + colon + words!r}")
+        for phase, colon, words in (
+            line.strip().partition(":") for line in text.strip().splitlines()
+        ):
+            if not colon or phase.isdigit():
+                raise ValueError(
+                    f"a line of a schedule is written as 'backward: 0:GRAD 0:RS', got {phase + colon + words!r}"
+                )
             for word in words.split():
-                if not (found := re.fullmatch(r"(?:(\d+):)?([A-Z]+)", word)): raise ValueError(f"an event is written as 0:RS or SYNC, got {word!r}")
+                if not (found := re.fullmatch(r"(?:(\d+):)?([A-Z]+)", word)):
+                    raise ValueError(f"an event is written as 0:RS or SYNC, got {word!r}")
                 events.append(Event(phase, found[2], int(found[1] or -1)))
         return cls(tuple(events))
 
@@ -97,64 +127,101 @@ class Schedule:
 class Mode:
     """A way to run an iteration."""
 
-    reduce: str # "AR" or "RS"
-    early: bool # step during backward, some buckets behind
-    free: bool # free the full gradient of a bucket when it is stepped
-    gather: bool # whether parameters are sharded among the steppers; plain DDP steps everything everywhere
+    reduce: str  # "AR" or "RS"
+    early: bool  # step during backward, some buckets behind
+    free: bool  # free the full gradient of a bucket when it is stepped
+    gather: bool  # whether parameters are sharded among the steppers; plain DDP steps everything everywhere
     says: str
 
+
 MODES = {
-    "ddp": Mode("AR", False, False, False, "plain data parallel training: every rank steps everything"),
-    "dropin": Mode("AR", False, False, True, "DDP unchanged, then each rank steps its part: ZeRO-1 as torch does it"),
+    "ddp": Mode(
+        "AR", False, False, False, "plain data parallel training: every rank steps everything"
+    ),
+    "dropin": Mode(
+        "AR",
+        False,
+        False,
+        True,
+        "DDP unchanged, then each rank steps its part: ZeRO-1 as torch does it",
+    ),
     "after": Mode("RS", False, False, True, "reduce-scatter during backward, step after it"),
-    "interleaved": Mode("RS", True, False, True, "reduce-scatter during backward, step a few buckets behind"),
+    "interleaved": Mode(
+        "RS", True, False, True, "reduce-scatter during backward, step a few buckets behind"
+    ),
     "free": Mode("RS", True, True, True, "interleaved, and full gradients are freed: ZeRO-2"),
 }
 
 # %% ../nbs/03_schedule.ipynb #91a09ebe
-Step = tuple[str, int] # an operation, and its bucket
+Step = tuple[str, int]  # an operation, and its bucket
+
 
 def _backward(count: int, mode: Mode, lag: int) -> list[Step]:
     finish = _finish(mode)
     steps: list[Step] = []
     for i in range(count):
         steps += ("GRAD", i), (mode.reduce, i)
-        if mode.early and i >= lag: steps += [(op, i - lag) for op in finish]
+        if mode.early and i >= lag:
+            steps += [(op, i - lag) for op in finish]
     return steps
 
-def _finish(mode: Mode) -> tuple[str, ...]: return ("STEP", *["FREE"] * mode.free, *["AG"] * mode.gather)
+
+def _finish(mode: Mode) -> tuple[str, ...]:
+    return ("STEP", *["FREE"] * mode.free, *["AG"] * mode.gather)
+
 
 def order(
-    count: int, # buckets
-    mode: str = "after", # a key of `MODES`
-    *, lag: int = 1, # for the early modes: step bucket i once bucket i + lag has started to be reduced
-    hidden: bool = False, # let the next forward wait for each gather, in the order in which it reads, instead of the step for all of them
-) -> dict[str, list[Step]]: # by phase
+    count: int,  # buckets
+    mode: str = "after",  # a key of `MODES`
+    *,
+    lag: int = 1,  # for the early modes: step bucket i once bucket i + lag has started to be reduced
+    # let the next forward wait for each gather, in the order in which it reads, instead of the step
+    # for all of them
+    hidden: bool = False,
+) -> dict[str, list[Step]]:  # by phase
     """Order the steps of one iteration."""
     if mode not in MODES:
         near = get_close_matches(str(mode), MODES, 1)
-        raise ValueError(f"unknown mode {mode!r}{f', did you mean {near[0]!r}' if near else ''}; choose one of {', '.join(MODES)}")
+        raise ValueError(
+            f"unknown mode {mode!r}{f', did you mean {near[0]!r}' if near else ''}; choose one of {', '.join(MODES)}"
+        )
     if any(type(n) is not int or n < 0 for n in (lag, count)):
-        raise ValueError(f"lag and the number of buckets must be integers >= 0, got {lag!r} and {count!r}")
+        raise ValueError(
+            f"lag and the number of buckets must be integers >= 0, got {lag!r} and {count!r}"
+        )
     how = MODES[mode]
     rest = range(max(0, count - lag) if how.early else 0, count)
-    step = [(op, i) for i in (reversed(rest) if hidden else rest) for op in _finish(how)] + [("SYNC", -1)] * (not hidden)
-    return {"backward": _backward(count, how, lag), "step": step, "forward": [("FWD", i) for i in reversed(range(count))]}
+    step = [(op, i) for i in (reversed(rest) if hidden else rest) for op in _finish(how)] + [
+        ("SYNC", -1)
+    ] * (not hidden)
+    return {
+        "backward": _backward(count, how, lag),
+        "step": step,
+        "forward": [("FWD", i) for i in reversed(range(count))],
+    }
 
 # %% ../nbs/03_schedule.ipynb #f8e05623
 def make_schedule(
-    buckets: int | BucketPlan, # how many, or a plan that has them
-    mode: str = "after", # a key of `MODES`
-    *, lag: int = 1, # as for `order`
-    hidden: bool = False, # as for `order`
+    buckets: int | BucketPlan,  # how many, or a plan that has them
+    mode: str = "after",  # a key of `MODES`
+    *,
+    lag: int = 1,  # as for `order`
+    hidden: bool = False,  # as for `order`
 ) -> Schedule:
     """Write down the order of one iteration, the same on every rank."""
-    phases = order(len(buckets.buckets) if isinstance(buckets, BucketPlan) else buckets, mode, lag=lag, hidden=hidden)
-    return Schedule(tuple(Event(phase, op, i) for phase, steps in phases.items() for op, i in steps))
+    phases = order(
+        len(buckets.buckets) if isinstance(buckets, BucketPlan) else buckets,
+        mode,
+        lag=lag,
+        hidden=hidden,
+    )
+    return Schedule(
+        tuple(Event(phase, op, i) for phase, steps in phases.items() for op, i in steps)
+    )
 
 # %% ../nbs/03_schedule.ipynb #a3a5ac19
 def agree(
-    *schedules: Schedule, # one for each rank
+    *schedules: Schedule,  # one for each rank
 ) -> None:
     """Check that ranks can run together.
 
@@ -164,21 +231,25 @@ def agree(
         for i in range(max(len(a), len(b))):
             x, y = (c[i] if i < len(c) else "nothing" for c in (a, b))
             if x != y:
-                raise ValueError(f"collective {i} is {x} on group_rank 0 and {y} on group_rank {group_rank}; all ranks must start the same ones in the same "
-                                 "order, or they wait for each other for ever: build the schedule from the same plan and mode everywhere")
+                raise ValueError(
+                    f"collective {i} is {x} on group_rank 0 and {y} on group_rank {group_rank}; all"
+                    " ranks must start the same ones in the same order, or they wait for each"
+                    " other for ever: build the schedule from the same plan and mode everywhere"
+                )
 
 # %% ../nbs/03_schedule.ipynb #c32bfa85
 class Bar(NamedTuple):
     """An event with its time."""
 
     event: Event
-    start: float # seconds
-    stop: float # seconds
+    start: float  # seconds
+    stop: float  # seconds
+
 
 def clock(
-    steps: Iterable[Step], # in order
-    costs: Mapping[str, Any], # seconds that each takes by itself: costs[operation][bucket]
-) -> Iterator[tuple[float, float]]: # when each starts and stops, in seconds
+    steps: Iterable[Step],  # in order
+    costs: Mapping[str, Any],  # seconds that each takes by itself: costs[operation][bucket]
+) -> Iterator[tuple[float, float]]:  # when each starts and stops, in seconds
     """Time operations: one line of computation, one of collectives, both in order.
 
     Raises `ValueError` for a time that is negative or no number."""
@@ -187,14 +258,23 @@ def clock(
     gathered: dict[int, float] = {}
     for op, bucket in steps:
         seconds = costs[op][bucket]
-        if not 0 <= seconds < math.inf: raise ValueError(f"{op} of bucket {bucket} must take seconds >= 0, got {seconds!r}")
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"{op} of bucket {bucket} must take seconds >= 0, got {seconds!r}")
         if op in NETWORK:
             start = network if network > now else now
             network = start + seconds
             (gathered if op == "AG" else reduced)[bucket] = network
             yield start, network
             continue
-        until = reduced.get(bucket, now) if op == "STEP" else gathered.get(bucket, now) if op == "FWD" else network if op == "SYNC" else now
+        until = (
+            reduced.get(bucket, now)
+            if op == "STEP"
+            else gathered.get(bucket, now)
+            if op == "FWD"
+            else network
+            if op == "SYNC"
+            else now
+        )
         start = until if until > now else now
         now = start + seconds
         yield start, now
@@ -202,24 +282,34 @@ def clock(
 # %% ../nbs/03_schedule.ipynb #b2ccc19f
 def play(
     schedule: Schedule,
-    cost: Callable[[Event], float], # seconds that an event takes by itself; FREE and SYNC take none
-) -> tuple[Bar, ...]: # in the order of the schedule
+    cost: Callable[
+        [Event], float
+    ],  # seconds that an event takes by itself; FREE and SYNC take none
+) -> tuple[Bar, ...]:  # in the order of the schedule
     """Time a schedule."""
     costs: dict[str, dict[int, float]] = {op: {} for op in OPS}
-    for e in schedule.events: costs[e.op][e.bucket] = 0.0 if e.op in ("FREE", "SYNC") else cost(e)
+    for e in schedule.events:
+        costs[e.op][e.bucket] = 0.0 if e.op in ("FREE", "SYNC") else cost(e)
     times = clock(((e.op, e.bucket) for e in schedule.events), costs)
-    return tuple(Bar(e, start, stop) for e, (start, stop) in zip(schedule.events, times, strict=True))
+    return tuple(
+        Bar(e, start, stop) for e, (start, stop) in zip(schedule.events, times, strict=True)
+    )
 
 # %% ../nbs/03_schedule.ipynb #11ba5bb2
 def peak(
     schedule: Schedule | Iterable[Step],
-    nbytes: Sequence[int], # of each bucket
-) -> int: # bytes
-    """Find the largest sum of full gradients that are alive at one time; a bucket is alive from its gradient until it is freed, if ever."""
+    nbytes: Sequence[int],  # of each bucket
+) -> int:  # bytes
+    """Find the largest sum of full gradients that are alive at one time; a bucket is alive from its
+    gradient until it is freed, if ever."""
     alive = most = 0
-    for op, bucket in ((e.op, e.bucket) for e in schedule.events) if isinstance(schedule, Schedule) else schedule:
-        if op == "FREE": alive -= nbytes[bucket]
-        if op != "GRAD": continue
+    for op, bucket in (
+        ((e.op, e.bucket) for e in schedule.events) if isinstance(schedule, Schedule) else schedule
+    ):
+        if op == "FREE":
+            alive -= nbytes[bucket]
+        if op != "GRAD":
+            continue
         alive += nbytes[bucket]
         most = max(most, alive)
     return most

@@ -29,72 +29,105 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 # %% ../nbs/01_sharder.ipynb #c222e6ab
-ITEMSIZE = {name: size for size, names in {
-    16: "complex128", 8: "float64 double int64 long uint64 complex64", 4: "float32 float int32 int uint32 complex32",
-    2: "bfloat16 float16 half int16 short uint16",
-    1: "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu int8 uint8 bool",
-}.items() for name in names.split()}
+ITEMSIZE = {
+    name: size
+    for size, names in {
+        16: "complex128",
+        8: "float64 double int64 long uint64 complex64",
+        4: "float32 float int32 int uint32 complex32",
+        2: "bfloat16 float16 half int16 short uint16",
+        1: (
+            "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu int8 uint8"
+            " bool"
+        ),
+    }.items()
+    for name in names.split()
+}
+
 
 @dataclass(frozen=True)
 class ParamSpec:
     """What a plan knows of a parameter: everything but its values."""
 
-    name: str # unique within a plan
-    shape: tuple[int, ...] # () for a scalar; a dimension may be 0
-    dtype: str = "float32" # as torch spells it, without `torch.`
-    device: str = "cpu" # the same text on every rank, so `cuda` rather than `cuda:3`
-    group: int = 0 # index of its param group
-    trainable: bool = True # a frozen parameter is owned by nobody
-    numel: int = field(init=False, repr=False, compare=False) # number of elements
+    name: str  # unique within a plan
+    shape: tuple[int, ...]  # () for a scalar; a dimension may be 0
+    dtype: str = "float32"  # as torch spells it, without `torch.`
+    device: str = "cpu"  # the same text on every rank, so `cuda` rather than `cuda:3`
+    group: int = 0  # index of its param group
+    trainable: bool = True  # a frozen parameter is owned by nobody
+    numel: int = field(init=False, repr=False, compare=False)  # number of elements
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str): raise ValueError(f"the name of a parameter must be text, got {self.name!r}")
+        if not isinstance(self.name, str):
+            raise ValueError(f"the name of a parameter must be text, got {self.name!r}")
         for n in self.shape if isinstance(self.shape, (tuple, list)) else [None]:
             if type(n) is not int or n < 0:
-                raise ValueError(f"parameter {self.name!r}: a shape holds integers >= 0, got {self.shape!r}; write it as a tuple, such as (10, 4)")
+                raise ValueError(
+                    f"parameter {self.name!r}: a shape holds integers >= 0, got {self.shape!r};"
+                    " write it as a tuple, such as (10, 4)"
+                )
         if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE:
-            near = ", ".join(get_close_matches(str(self.dtype).removeprefix("torch."), ITEMSIZE, 3)) or "float32, bfloat16"
-            raise ValueError(f"parameter {self.name!r}: unknown dtype {self.dtype!r}; did you mean {near}?")
+            near = (
+                ", ".join(get_close_matches(str(self.dtype).removeprefix("torch."), ITEMSIZE, 3))
+                or "float32, bfloat16"
+            )
+            raise ValueError(
+                f"parameter {self.name!r}: unknown dtype {self.dtype!r}; did you mean {near}?"
+            )
         if not isinstance(self.device, str) or not self.device:
-            raise ValueError(f"parameter {self.name!r}: a device is text such as 'cuda', got {self.device!r}")
+            raise ValueError(
+                f"parameter {self.name!r}: a device is text such as 'cuda', got {self.device!r}"
+            )
         if type(self.group) is not int or self.group < 0:
-            raise ValueError(f"parameter {self.name!r}: group must be the index of a param group, an integer >= 0, got {self.group!r}")
-        if type(self.trainable) is not bool: raise ValueError(f"parameter {self.name!r}: trainable must be True or False, got {self.trainable!r}")
-        if type(self.shape) is not tuple: object.__setattr__(self, "shape", tuple(self.shape))
+            raise ValueError(
+                f"parameter {self.name!r}: group must be the index of a param group, an integer >="
+                f" 0, got {self.group!r}"
+            )
+        if type(self.trainable) is not bool:
+            raise ValueError(
+                f"parameter {self.name!r}: trainable must be True or False, got {self.trainable!r}"
+            )
+        if type(self.shape) is not tuple:
+            object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "numel", math.prod(self.shape))
 
     itemsize = property(lambda self: ITEMSIZE[self.dtype], doc="Bytes of one element.")
     nbytes = property(lambda self: self.numel * self.itemsize, doc="Bytes of all elements.")
-    form = cached_property(lambda self: form_text(self)) # all but the name, as text
+    form = cached_property(lambda self: form_text(self))  # all but the name, as text
 
 # %% ../nbs/01_sharder.ipynb #c3133990
 class Span(NamedTuple):
     """A run of elements of one parameter."""
 
-    param: int # index in registration order
-    start: int # first element, counted in the flattened parameter
-    stop: int # one past the last
+    param: int  # index in registration order
+    start: int  # first element, counted in the flattened parameter
+    stop: int  # one past the last
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return self.stop - self.start
 
-def _canonical(shard: Iterable[Span]) -> tuple[Span, ...]: # sorted, and no two of them touch
+
+def _canonical(shard: Iterable[Span]) -> tuple[Span, ...]:  # sorted, and no two of them touch
     spans, out = sorted(shard), list[Span]()
-    if len({param for param, _, _ in spans}) == len(spans): return tuple(spans) # one span of each parameter: nothing to join
+    if len({param for param, _, _ in spans}) == len(spans):
+        return tuple(spans)  # one span of each parameter: nothing to join
     for s in spans:
-        if out and (out[-1].param, out[-1].stop) == (s.param, s.start): out[-1] = Span(s.param, out[-1].start, s.stop)
-        else: out.append(s)
+        if out and (out[-1].param, out[-1].stop) == (s.param, s.start):
+            out[-1] = Span(s.param, out[-1].start, s.stop)
+        else:
+            out.append(s)
     return tuple(out)
 
 # %% ../nbs/01_sharder.ipynb #e411017a
-Owners = tuple[tuple[int, Span], ...] # (group_rank, span), by span
+Owners = tuple[tuple[int, Span], ...]  # (group_rank, span), by span
+
 
 def _cover(
     params: Sequence[ParamSpec],
-    shards: Sequence[Sequence[Span]], # shards[group_rank]
-) -> tuple[int | Owners, ...]: # of each parameter: the rank that owns all of it, else its owners
+    shards: Sequence[Sequence[Span]],  # shards[group_rank]
+) -> tuple[int | Owners, ...]:  # of each parameter: the rank that owns all of it, else its owners
     """Find the owners of every parameter, or raise `ValueError` at the first element that has not exactly one."""
     count, wanted = len(params), [p.numel if p.trainable else 0 for p in params]
     owners: list[Any] = [None] * count
@@ -103,33 +136,62 @@ def _cover(
         for s in shard:
             param, start, stop = s
             if not (0 <= param < count and 0 <= start < stop):
-                raise ValueError(f"group_rank {group_rank} owns {s}: a span needs 0 <= start < stop and a parameter below {count}")
-            if not start and stop == wanted[param] and owners[param] is None: owners[param] = group_rank
-            else: parts.setdefault(param, []).append((group_rank, s))
+                raise ValueError(
+                    f"group_rank {group_rank} owns {s}: a span needs 0 <= start < stop and a parameter below {count}"
+                )
+            if not start and stop == wanted[param] and owners[param] is None:
+                owners[param] = group_rank
+            else:
+                parts.setdefault(param, []).append((group_rank, s))
     for i, owner in enumerate(owners):
-        if owner is not None and i not in parts: continue
+        if owner is not None and i not in parts:
+            continue
         found = parts.get(i, []) + ([] if owner is None else [(owner, Span(i, 0, wanted[i]))])
-        owners[i] = _walk(params[i], wanted[i], sorted(found, key=lambda part: (part[1].start, part[0])))
+        owners[i] = _walk(
+            params[i], wanted[i], sorted(found, key=lambda part: (part[1].start, part[0]))
+        )
     return tuple(owners)
+
 
 def _walk(spec: ParamSpec, wanted: int, found: Sequence[tuple[int, Span]]) -> Owners:
     at = 0
     for group_rank, s in found:
-        if s.start != at: raise ValueError(_gap(spec, min(at, s.start), "nobody" if s.start > at else f"group_rank {group_rank} and another"))
+        if s.start != at:
+            raise ValueError(
+                _gap(
+                    spec,
+                    min(at, s.start),
+                    "nobody" if s.start > at else f"group_rank {group_rank} and another",
+                )
+            )
         at = s.stop
-    if at != wanted: raise ValueError(_gap(spec, min(at, wanted), "nobody" if at < wanted else f"group_rank {found[-1][0]}, and does not exist or is frozen"))
+    if at != wanted:
+        raise ValueError(
+            _gap(
+                spec,
+                min(at, wanted),
+                "nobody"
+                if at < wanted
+                else f"group_rank {found[-1][0]}, and does not exist or is frozen",
+            )
+        )
     return tuple(found)
+
 
 def described(spec: ParamSpec) -> str:
     """Name a parameter in an error."""
     return f"parameter {spec.name!r} ({spec.numel} elements{'' if spec.trainable else ', frozen'})"
 
+
 def _gap(spec: ParamSpec, element: int, who: str) -> str:
-    return (f"{described(spec)}: element {element} is owned by {who}; "
-            "a plan gives every element of every trainable parameter to exactly one rank, and no other")
+    return (
+        f"{described(spec)}: element {element} is owned by {who}; "
+        "a plan gives every element of every trainable parameter to exactly one rank, and no other"
+    )
 
 # %% ../nbs/01_sharder.ipynb #5a29b49c
 T = TypeVar("T", bound="Written")
+
 
 class Written:
     """A plan that can be written down, read back, and compared across ranks by its digest."""
@@ -160,7 +222,8 @@ class Written:
     def from_text(cls: type[T], text: str) -> T:
         """Read what `to_text` wrote."""
         fields: dict[str, list[str]] = {}
-        for key, _, line in (line.partition(" ") for line in text.splitlines()): fields.setdefault(key, []).append(line)
+        for key, _, line in (line.partition(" ") for line in text.splitlines()):
+            fields.setdefault(key, []).append(line)
         return cls.from_fields(fields)
 
     @property
@@ -170,60 +233,90 @@ class Written:
 
 # %% ../nbs/01_sharder.ipynb #747d3c89
 def _lines(text: str, name: str) -> dict[str, list[str]]:
-    try: fields = json.loads(text)
-    except ValueError as e: raise ValueError(f"a {name} is read from the JSON that `to_json` wrote; {e}") from e
+    try:
+        fields = json.loads(text)
+    except ValueError as e:
+        raise ValueError(f"a {name} is read from the JSON that `to_json` wrote; {e}") from e
     lines = fields.values() if isinstance(fields, dict) else [None]
-    if not all(isinstance(many, list) and all(isinstance(line, str) for line in many) for many in lines):
-        raise ValueError(f"a {name} in JSON is an object of lists of lines, as `to_json` writes it, got {text[:60]!r}")
+    if not all(
+        isinstance(many, list) and all(isinstance(line, str) for line in many) for many in lines
+    ):
+        raise ValueError(
+            f"a {name} in JSON is an object of lists of lines, as `to_json` writes it, got {text[:60]!r}"
+        )
     return fields
+
 
 def only(fields: dict[str, list[str]], name: str, *known: str) -> None:
     """Raise `ValueError` if a plan called `name` was given lines that it does not know."""
-    if strange := [key for key in fields if key not in known]: raise ValueError(f"lines of a {name} begin with {', '.join(known)}, got {strange[0]!r}")
+    if strange := [key for key in fields if key not in known]:
+        raise ValueError(f"lines of a {name} begin with {', '.join(known)}, got {strange[0]!r}")
 
 # %% ../nbs/01_sharder.ipynb #a2586029
-DEVICE = r'[^\s"|]+|"(?:[^"\\]|\\.)*"' # the pattern of what `device_text` writes
+DEVICE = r'[^\s"|]+|"(?:[^"\\]|\\.)*"'  # the pattern of what `device_text` writes
 _PARAM = re.compile(rf'(\w+)\[([\d,]*)\] ({DEVICE}) group (\d+)( frozen)? (".*")')
 _SPAN = re.compile(r"(\d+)(?:\[(\d+):(\d+)\])?")
+
 
 @lru_cache(1024)
 def _form(dtype: str, shape: tuple[int, ...], device: str, group: int, trainable: bool) -> str:
     return f"{dtype}[{','.join(map(str, shape))}] {device_text(device)} group {group}{'' if trainable else ' frozen'}"
+
+
 def form_text(p: ParamSpec) -> str:
     """Write all of a parameter but its name."""
     return _form(p.dtype, p.shape, p.device, p.group, p.trainable)
+
 
 def device_text(device: str) -> str:
     """Write a device as one word."""
     return device if re.fullmatch(r'[^\s"|]+', device) else json.dumps(device)
 
+
 def device_from(word: str) -> str:
     """Read what `device_text` wrote."""
     return json.loads(word) if word.startswith('"') else word
+
 
 def param_text(p: ParamSpec) -> str:
     """Write a parameter as a line."""
     return f"{p.form} {quoted(p.name)}"
 
+
 def param_from(line: str) -> ParamSpec:
     """Read what `param_text` wrote."""
-    if not (found := _PARAM.fullmatch(line)): raise ValueError(f"a parameter is written as {param_text(ParamSpec('w', (2, 3)))!r}, got {line!r}")
+    if not (found := _PARAM.fullmatch(line)):
+        raise ValueError(
+            f"a parameter is written as {param_text(ParamSpec('w', (2, 3)))!r}, got {line!r}"
+        )
     dtype, shape, device, group, frozen, name = found.groups()
-    return ParamSpec(json.loads(name), tuple(map(int, filter(None, shape.split(",")))), dtype, device_from(device), int(group), not frozen)
+    return ParamSpec(
+        json.loads(name),
+        tuple(map(int, filter(None, shape.split(",")))),
+        dtype,
+        device_from(device),
+        int(group),
+        not frozen,
+    )
+
 
 def run_text(params: Sequence[ParamSpec], param: int, start: int, stop: int) -> str:
     """Write a span in a few characters."""
     return str(param) if stop - start == params[param].numel else f"{param}[{start}:{stop}]"
 
+
 def run_from(params: Sequence[ParamSpec], text: str) -> Span:
     """Read what `run_text` wrote."""
     if not (found := _SPAN.fullmatch(text)) or int(found[1]) >= len(params):
-        raise ValueError(f"a span is written as '3' or '3[0:5]' with a parameter below {len(params)}, got {text!r}")
+        raise ValueError(
+            f"a span is written as '3' or '3[0:5]' with a parameter below {len(params)}, got {text!r}"
+        )
     param, start, stop = found.groups()
     return Span(int(param), int(start or 0), int(stop) if stop else params[int(param)].numel)
 
 # %% ../nbs/01_sharder.ipynb #eaa86dbd
 Item = TypeVar("Item", covariant=True)
+
 
 class Column(Sequence[Item]):
     """Equal to the tuple of its items, each of which is made when it is asked for."""
@@ -233,13 +326,25 @@ class Column(Sequence[Item]):
         raise NotImplementedError
 
     def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice): return tuple(map(self.item, range(len(self))[i]))
+        if isinstance(i, slice):
+            return tuple(map(self.item, range(len(self))[i]))
         return self.item(range(len(self))[i])
-    def __iter__(self) -> Iterator[Item]: return map(self.item, range(len(self)))
+
+    def __iter__(self) -> Iterator[Item]:
+        return map(self.item, range(len(self)))
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, (tuple, Column)) and len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-    def __hash__(self) -> int: return hash(tuple(self))
-    def __repr__(self) -> str: return repr(tuple(self))
+        return (
+            isinstance(other, (tuple, Column))
+            and len(self) == len(other)
+            and all(a == b for a, b in zip(self, other, strict=True))
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 # %% ../nbs/01_sharder.ipynb #3ba7f6c5
 @dataclass(frozen=True, eq=False, repr=False)
@@ -247,35 +352,47 @@ class Roster(Column[ParamSpec]):
     """Parameters by their names and forms."""
 
     names: Sequence[str]
-    forms: tuple[ParamSpec, ...] # each form, under any name
-    which: Sequence[int] # index of each parameter's form
-    specs: tuple[ParamSpec, ...] = () # where they are made already
+    forms: tuple[ParamSpec, ...]  # each form, under any name
+    which: Sequence[int]  # index of each parameter's form
+    specs: tuple[ParamSpec, ...] = ()  # where they are made already
 
     def __post_init__(self) -> None:
         if not all(issubclass(kind, str) for kind in set(map(type, self.names))):
             wrong = next(name for name in self.names if not isinstance(name, str))
             raise ValueError(f"the name of a parameter must be text, got {wrong!r}")
+
     @classmethod
     def of(cls, specs: Iterable[ParamSpec]) -> "Roster":
         """Enter parameters in columns."""
-        if isinstance(specs, Roster): return specs
+        if isinstance(specs, Roster):
+            return specs
         specs, seen = tuple(specs), dict[str, int]()
         which = [seen.setdefault(spec.form, len(seen)) for spec in specs]
-        return cls([spec.name for spec in specs], tuple({spec.form: spec for spec in specs}.values()), which, specs)
+        return cls(
+            [spec.name for spec in specs],
+            tuple({spec.form: spec for spec in specs}.values()),
+            which,
+            specs,
+        )
 
     numels = cached_property(lambda self: self.each(lambda form: form.numel))
 
-    def __len__(self) -> int: return len(self.names)
+    def __len__(self) -> int:
+        return len(self.names)
+
     def item(self, i: int) -> ParamSpec:
         """Make one; its form was checked already."""
-        if self.specs: return self.specs[i]
+        if self.specs:
+            return self.specs[i]
         made = object.__new__(ParamSpec)
         made.__dict__.update(self.forms[self.which[i]].__dict__, name=self.names[i])
         return made
+
     def each(self, of: Callable[[ParamSpec], Any]) -> list[Any]:
         """List what is the same for all parameters of a form."""
         found = [*map(of, self.forms)]
-        if all(value is found[0] for value in found): return found[:1] * len(self)
+        if all(value is found[0] for value in found):
+            return found[:1] * len(self)
         return [*map(found.__getitem__, self.which)]
 
 # %% ../nbs/01_sharder.ipynb #a19c5861
@@ -283,9 +400,11 @@ class Roster(Column[ParamSpec]):
 class ShardPlan(Written):
     """Who owns what: one shard for each rank, checked when built to own each trainable element exactly once."""
 
-    params: tuple[ParamSpec, ...] # in registration order
-    shards: tuple[tuple[Span, ...], ...] # shards[group_rank], sorted; spans that touch are joined
-    by_param: tuple[int | Owners, ...] = field(init=False, repr=False, compare=False) # the rank that owns all of a parameter, else its owners
+    params: tuple[ParamSpec, ...]  # in registration order
+    shards: tuple[tuple[Span, ...], ...]  # shards[group_rank], sorted; spans that touch are joined
+    by_param: tuple[int | Owners, ...] = field(
+        init=False, repr=False, compare=False
+    )  # the rank that owns all of a parameter, else its owners
 
     def __post_init__(self) -> None:
         world(len(self.shards))
@@ -294,92 +413,156 @@ class ShardPlan(Written):
         object.__setattr__(self, "by_param", _cover(self.params, self.shards))
 
     world_size = property(lambda self: len(self.shards), doc="Ranks in the group.")
-    loads = property(lambda self: tuple(sum([stop - start for _, start, stop in shard]) for shard in self.shards), doc="Elements owned by each rank.")
-    imbalance = property(lambda self: spread(self.loads), doc="Largest load over mean load; 1 is perfect.")
+    loads = property(
+        lambda self: tuple(
+            sum([stop - start for _, start, stop in shard]) for shard in self.shards
+        ),
+        doc="Elements owned by each rank.",
+    )
+    imbalance = property(
+        lambda self: spread(self.loads), doc="Largest load over mean load; 1 is perfect."
+    )
 
     def spans(self, group_rank: int) -> tuple[Span, ...]:
         """Give what a rank owns."""
         return self.shards[group_rank]
-    def owners(self, param: int) -> Owners: # (group_rank, span), by span
+
+    def owners(self, param: int) -> Owners:  # (group_rank, span), by span
         """Tell who owns a parameter, and which part of it."""
-        return ((owner, Span(param, 0, self.params[param].numel)),) if isinstance(owner := self.by_param[param], int) else owner
+        return (
+            ((owner, Span(param, 0, self.params[param].numel)),)
+            if isinstance(owner := self.by_param[param], int)
+            else owner
+        )
+
     def fields(self) -> dict[str, list[str]]:
         """Give the plan as lines of text, by what they are about."""
         shards = [" ".join(run_text(self.params, *s) for s in shard) for shard in self.shards]
         return {"param": [param_text(p) for p in self.params], "shard": shards}
+
     @classmethod
     def from_fields(cls, fields: dict[str, list[str]]) -> "ShardPlan":
         """Build the plan that `fields` described."""
         only(fields, cls.__name__, "param", "shard")
         params = tuple(map(param_from, fields.get("param", [])))
-        return cls(params, tuple(tuple(run_from(params, s) for s in shard.split()) for shard in fields.get("shard", [])))
+        return cls(
+            params,
+            tuple(
+                tuple(run_from(params, s) for s in shard.split())
+                for shard in fields.get("shard", [])
+            ),
+        )
+
     def weigh(self, cost: Callable[[ParamSpec], float]) -> tuple[float, ...]:
         """Add up a cost for each rank; a rank that owns a part of a parameter pays that part."""
-        return tuple(sum(_price(cost, self.params[s.param], s) for s in shard) for shard in self.shards)
-    def __repr__(self) -> str: return f"ShardPlan({_summary(self)}, digest {self.digest})"
-    def _repr_html_(self) -> str: return _table(self)
+        return tuple(
+            sum(_price(cost, self.params[s.param], s) for s in shard) for shard in self.shards
+        )
+
+    def __repr__(self) -> str:
+        return f"ShardPlan({_summary(self)}, digest {self.digest})"
+
+    def _repr_html_(self) -> str:
+        return _table(self)
 
 # %% ../nbs/01_sharder.ipynb #6929db03
 def _price(cost: Callable[[ParamSpec], float], spec: ParamSpec, s: Span) -> float:
     return cost(spec) if s.numel == spec.numel else cost(spec) * s.numel / spec.numel
 
+
 def unique(specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
     """Check that every name is used once."""
     specs, seen = tuple(specs), dict[str, int]()
-    if len({spec.name for spec in specs}) == len(specs): return specs
+    if len({spec.name for spec in specs}) == len(specs):
+        return specs
     for i, spec in enumerate(specs):
-        if (first := seen.setdefault(spec.name, i)) != i: break
-    raise ValueError(f"parameters {first} and {i} are both called {spec.name!r}; a name is unique, and a shared (tied) parameter is listed once")
+        if (first := seen.setdefault(spec.name, i)) != i:
+            break
+    raise ValueError(
+        f"parameters {first} and {i} are both called {spec.name!r}; a name is unique, and a shared"
+        " (tied) parameter is listed once"
+    )
+
 
 def world(size: Any) -> int:
     """Check a world size."""
-    if type(size) is not int or size < 1: raise ValueError(f"world_size must be an integer >= 1, got {size!r}")
+    if type(size) is not int or size < 1:
+        raise ValueError(f"world_size must be an integer >= 1, got {size!r}")
     return size
+
 
 def spread(loads: Sequence[float]) -> float:
     """Divide the largest load by the mean load; 1 when there is no load."""
     return max(loads) * len(loads) / total if (total := sum(loads)) else 1.0
 
+
 def _summary(plan: "ShardPlan") -> str:
-    return f"{len(plan.params)} parameters, {sum(plan.loads):,} elements over {plan.world_size} ranks, max/mean {plan.imbalance:.4g}"
+    return (
+        f"{len(plan.params)} parameters, {sum(plan.loads):,} elements over {plan.world_size} ranks,"
+        f" max/mean {plan.imbalance:.4g}"
+    )
+
 
 def _table(plan: "ShardPlan") -> str:
     loads, most = plan.loads, max(plan.loads) or 1
-    shown = [*range(min(plan.world_size, 8)), *([plan.world_size - 1] if plan.world_size > 8 else [])]
-    rows = "".join(f"<tr><td>{r}</td><td>{loads[r]:,}</td><td>{len(plan.shards[r])}</td>"
-                   f"<td><meter max='{most}' value='{loads[r]}'></meter></td></tr>" for r in shown)
-    rest = f"<br>{plan.world_size - len(shown)} more ranks lie between the last two lines." if plan.world_size > 9 else ""
+    shown = [
+        *range(min(plan.world_size, 8)),
+        *([plan.world_size - 1] if plan.world_size > 8 else []),
+    ]
+    rows = "".join(
+        f"<tr><td>{r}</td><td>{loads[r]:,}</td><td>{len(plan.shards[r])}</td>"
+        f"<td><meter max='{most}' value='{loads[r]}'></meter></td></tr>"
+        for r in shown
+    )
+    rest = (
+        f"<br>{plan.world_size - len(shown)} more ranks lie between the last two lines."
+        if plan.world_size > 9
+        else ""
+    )
     return f"<p>{escape(_summary(plan))}{rest}</p><table><tr><th>rank<th>elements<th>spans<th>load</tr>{rows}</table>"
 
 # %% ../nbs/01_sharder.ipynb #45b00285
 Cost = Callable[[ParamSpec], float]
 
+
 class Policy(Protocol):
     """Anything that decides who owns what."""
 
-    def __call__(self,
-        specs: Sequence[ParamSpec], # in registration order, the same on every rank
-        world_size: int, # ranks in the group, >= 1
-        *, loads: Sequence[float] | None = None, # what each rank holds already, in the unit that the policy balances
+    def __call__(
+        self,
+        specs: Sequence[ParamSpec],  # in registration order, the same on every rank
+        world_size: int,  # ranks in the group, >= 1
+        *,
+        loads: Sequence[float]
+        | None = None,  # what each rank holds already, in the unit that the policy balances
     ) -> ShardPlan:
         """Make a plan."""
 
+
 def _start(world_size: int, loads: Sequence[float] | None) -> list[float]:
-    if loads is None: return [0] * world(world_size)
-    if len(loads) != world(world_size) or (wrong := [n for n in loads if not (isinstance(n, (int, float)) and 0 <= n < math.inf)]):
+    if loads is None:
+        return [0] * world(world_size)
+    if len(loads) != world(world_size) or (
+        wrong := [n for n in loads if not (isinstance(n, (int, float)) and 0 <= n < math.inf)]
+    ):
         found = f"{len(loads)}: {list(loads)[:8]}" if len(loads) != world_size else f"{wrong[0]!r}"
-        raise ValueError(f"loads must hold {world_size} numbers >= 0, one for each rank, got {found}")
+        raise ValueError(
+            f"loads must hold {world_size} numbers >= 0, one for each rank, got {found}"
+        )
     return list(loads)
+
 
 def movable(specs: Iterable[ParamSpec]) -> list[int]:
     """List the parameters that somebody must own: trainable ones that have elements."""
     return [i for i, spec in enumerate(specs) if spec.trainable and spec.numel]
 
 # %% ../nbs/01_sharder.ipynb #3f11c859
-Priced = tuple[float, int] # cost of a parameter, and its index
+Priced = tuple[float, int]  # cost of a parameter, and its index
 
-def _deal(items: Iterable[Priced], loads: list[float]) -> list[list[Priced]]: # of each rank
-    """Give each parameter in turn to the rank that holds least, the lowest of equal ones, and add its cost to the loads."""
+
+def _deal(items: Iterable[Priced], loads: list[float]) -> list[list[Priced]]:  # of each rank
+    """Give each parameter in turn to the rank that holds least, the lowest of equal ones, and add
+    its cost to the loads."""
     heap = [(load, group_rank) for group_rank, load in enumerate(loads)]
     heapq.heapify(heap)
     held: list[list[Priced]] = [[] for _ in loads]
@@ -390,15 +573,19 @@ def _deal(items: Iterable[Priced], loads: list[float]) -> list[list[Priced]]: # 
         held[group_rank].append(item)
     return held
 
+
 def _whole(specs: Sequence[ParamSpec], held: Iterable[Iterable[Priced]]) -> ShardPlan:
-    return ShardPlan(tuple(specs), tuple(tuple([Span(i, 0, specs[i].numel) for _, i in items]) for items in held))
+    return ShardPlan(
+        tuple(specs), tuple(tuple([Span(i, 0, specs[i].numel) for _, i in items]) for items in held)
+    )
 
 # %% ../nbs/01_sharder.ipynb #40fa9ca4
 def greedy(
-    specs: Sequence[ParamSpec], # in registration order, the same on every rank
-    world_size: int, # ranks in the group, >= 1
-    *, loads: Sequence[float] | None = None, # elements each rank holds already
-) -> ShardPlan: # whole parameters
+    specs: Sequence[ParamSpec],  # in registration order, the same on every rank
+    world_size: int,  # ranks in the group, >= 1
+    *,
+    loads: Sequence[float] | None = None,  # elements each rank holds already
+) -> ShardPlan:  # whole parameters
     """Give each parameter, largest first and one param group after another, to the rank with the fewest elements.
 
     Source: the rule of torch.distributed.optim.ZeroRedundancyOptimizer."""
@@ -407,11 +594,20 @@ def greedy(
     return _whole(specs, _deal(largest_first, _start(world_size, loads)))
 
 # %% ../nbs/01_sharder.ipynb #354190a3
-def _row(specs: Sequence[ParamSpec]) -> tuple[list[Span], list[int]]: # what must be owned, end to end; where each begins, and where the last ends
-    spans = [Span(i, 0, spec.numel) for i, spec in enumerate(specs) if spec.trainable and spec.numel]
+def _row(
+    specs: Sequence[ParamSpec],
+) -> tuple[
+    list[Span], list[int]
+]:  # what must be owned, end to end; where each begins, and where the last ends
+    spans = [
+        Span(i, 0, spec.numel) for i, spec in enumerate(specs) if spec.trainable and spec.numel
+    ]
     return spans, [0, *accumulate([s[2] for s in spans])]
 
-def _between(specs: Sequence[ParamSpec], spans: list[Span], begins: Sequence[int], cuts: Iterable[int]) -> ShardPlan:
+
+def _between(
+    specs: Sequence[ParamSpec], spans: list[Span], begins: Sequence[int], cuts: Iterable[int]
+) -> ShardPlan:
     """Give each rank what lies between two cuts of the row."""
     shards = []
     for start, stop in pairwise(cuts):
@@ -423,48 +619,61 @@ def _between(specs: Sequence[ParamSpec], spans: list[Span], begins: Sequence[int
     return ShardPlan(tuple(specs), tuple(shards))
 
 # %% ../nbs/01_sharder.ipynb #2522278f
-def _cuts(total: int, align: int, loads: Sequence[float]) -> list[int]: # one more than there are ranks
+def _cuts(
+    total: int, align: int, loads: Sequence[float]
+) -> list[int]:  # one more than there are ranks
     """Cut a row so that all ranks end at one level, in multiples of `align`."""
     below, level = 0, 0
     for ranks, load in enumerate(sorted(loads), 1):
-        if ranks > 1 and load >= level: break
+        if ranks > 1 and load >= level:
+            break
         below += math.ceil(load)
         level = -(-(total + below) // ranks)
     rooms = [max(0, -((math.ceil(load) - level) // align) * align) for load in loads]
     return [min(cut, total) for cut in accumulate(rooms, initial=0)]
 
+
 def even(
-    specs: Sequence[ParamSpec], # in registration order, the same on every rank
-    world_size: int, # ranks in the group, >= 1
-    *, align: int = 1, # every cut lies at a multiple of this many elements of the concatenation
-    loads: Sequence[float] | None = None, # elements each rank holds already; the new ones fill up to one level
-) -> ShardPlan: # without loads, at most ceil(total / world_size) elements per rank, rounded up to `align`
+    specs: Sequence[ParamSpec],  # in registration order, the same on every rank
+    world_size: int,  # ranks in the group, >= 1
+    *,
+    align: int = 1,  # every cut lies at a multiple of this many elements of the concatenation
+    loads: Sequence[float]
+    | None = None,  # elements each rank holds already; the new ones fill up to one level
+) -> (
+    ShardPlan
+):  # without loads, at most ceil(total / world_size) elements per rank, rounded up to `align`
     """Cut the concatenated parameters into equal runs.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5."""
-    if type(align) is not int or align < 1: raise ValueError(f"align must be an integer >= 1 (elements), got {align!r}")
+    if type(align) is not int or align < 1:
+        raise ValueError(f"align must be an integer >= 1 (elements), got {align!r}")
     spans, begins = _row(specs)
     return _between(specs, spans, begins, _cuts(begins[-1], align, _start(world_size, loads)))
 
 # %% ../nbs/01_sharder.ipynb #a00ea60c
 def row_cuts(
-    begins: Sequence[int], # where each parameter begins in the row, and where the last ends
-    world_size: int, # ranks in the group, >= 1
-    loads: Sequence[float] | None = None, # elements each rank holds already
-) -> list[int]: # one more than there are ranks
+    begins: Sequence[int],  # where each parameter begins in the row, and where the last ends
+    world_size: int,  # ranks in the group, >= 1
+    loads: Sequence[float] | None = None,  # elements each rank holds already
+) -> list[int]:  # one more than there are ranks
     """Cut a row of parameters into equal runs, each cut at a multiple of 16 elements of its parameter."""
     cuts = _cuts(begins[-1], 1, _start(world_size, loads))
     for group_rank, cut in enumerate(cuts):
-        if cut == begins[-1]: break
+        if cut == begins[-1]:
+            break
         i = bisect_right(begins, cut) - 1
         cuts[group_rank] = min(begins[i] + (cut - begins[i] + 8) // 16 * 16, begins[i + 1])
     return cuts
 
+
 def runs(
-    specs: Sequence[ParamSpec], # in registration order, the same on every rank
-    world_size: int, # ranks in the group, >= 1
-    *, loads: Sequence[float] | None = None, # elements each rank holds already; the new ones fill up to one level
-) -> ShardPlan: # as `even`, but for 8 elements at each cut
+    specs: Sequence[ParamSpec],  # in registration order, the same on every rank
+    world_size: int,  # ranks in the group, >= 1
+    *,
+    loads: Sequence[float]
+    | None = None,  # elements each rank holds already; the new ones fill up to one level
+) -> ShardPlan:  # as `even`, but for 8 elements at each cut
     """Cut the row of all parameters into equal runs, and each bucket where the owner changes."""
     spans, begins = _row(specs)
     return _between(specs, spans, begins, row_cuts(begins, world_size, loads))
@@ -474,33 +683,47 @@ def numel(spec: ParamSpec) -> int:
     """Count elements: the cost of memory, and of an element-wise step."""
     return spec.numel
 
-def newton_schulz(spec: ParamSpec) -> int: # for a matrix max * min**2; trailing dimensions count as one; anything else counts its elements
+
+def newton_schulz(
+    spec: ParamSpec,
+) -> (
+    int
+):  # for a matrix max * min**2; trailing dimensions count as one; anything else counts its elements
     """Count the multiplications of one Newton-Schulz product, the cost of a Muon step."""
-    if len(spec.shape) < 2: return spec.numel
+    if len(spec.shape) < 2:
+        return spec.numel
     rows, columns = spec.shape[0], math.prod(spec.shape[1:])
     return max(rows, columns) * min(rows, columns) ** 2
 
 # %% ../nbs/01_sharder.ipynb #e753a6d2
-def _exchange(heavy: Sequence[Priced], light: Sequence[Priced], gap: float) -> tuple[Priced, Priced | None] | None: # what goes, and what comes back
-    """Find the move or swap that brings two ranks closest together; both lists are sorted, `gap` is how much more the heavy one holds."""
+def _exchange(
+    heavy: Sequence[Priced], light: Sequence[Priced], gap: float
+) -> tuple[Priced, Priced | None] | None:  # what goes, and what comes back
+    """Find the move or swap that brings two ranks closest together; both lists are sorted, `gap` is
+    how much more the heavy one holds."""
     best, found = gap, None
     for _, equal in groupby(heavy, key=itemgetter(0)):
-        gives = next(equal) # any of equal cost would do
+        gives = next(equal)  # any of equal cost would do
         at = bisect_left(light, (gives[0] - gap / 2, -1))
-        for takes in (None, *light[max(0, at - 1):at + 1]):
+        for takes in (None, *light[max(0, at - 1) : at + 1]):
             left = abs(gap - 2 * (gives[0] - (takes[0] if takes else 0)))
-            if left < best: best, found = left, (gives, takes)
+            if left < best:
+                best, found = left, (gives, takes)
     return found
+
 
 def _refine(held: list[list[Priced]], loads: list[float], rounds: int) -> None:
     """Relieve the heaviest rank by one move or swap at a time, while that lowers its load."""
     for _ in range(rounds):
         top = loads.index(max(loads))
-        if loads[top] == min(loads): return
+        if loads[top] == min(loads):
+            return
         heavy = sorted(held[top])
         for _, low in heapq.nsmallest(8, zip(loads, range(len(loads)), strict=True)):
-            if found := _exchange(heavy, sorted(held[low]), loads[top] - loads[low]): break
-        else: return
+            if found := _exchange(heavy, sorted(held[low]), loads[top] - loads[low]):
+                break
+        else:
+            return
         gives, takes = found
         held[top] = [item for item in held[top] if item != gives] + ([takes] if takes else [])
         held[low] = [item for item in held[low] if item != takes] + [gives]
@@ -509,51 +732,70 @@ def _refine(held: list[list[Priced]], loads: list[float], rounds: int) -> None:
 
 # %% ../nbs/01_sharder.ipynb #da0f8233
 def balanced(
-    specs: Sequence[ParamSpec], # in registration order, the same on every rank
-    world_size: int, # ranks in the group, >= 1
-    *, cost: Cost = numel, # of a step of one parameter: `numel`, `newton_schulz`, or your own
-    rounds: int = 64, # of refinement; 0 for longest first alone
-    loads: Sequence[float] | None = None, # cost each rank holds already
-) -> ShardPlan: # whole parameters
-    """Give each parameter, most costly first, to the rank with the least cost; then move and swap while the worst rank gains.
+    specs: Sequence[ParamSpec],  # in registration order, the same on every rank
+    world_size: int,  # ranks in the group, >= 1
+    *,
+    cost: Cost = numel,  # of a step of one parameter: `numel`, `newton_schulz`, or your own
+    rounds: int = 64,  # of refinement; 0 for longest first alone
+    loads: Sequence[float] | None = None,  # cost each rank holds already
+) -> ShardPlan:  # whole parameters
+    """Give each parameter, most costly first, to the rank with the least cost; then move and swap
+    while the worst rank gains.
 
-    Source: Graham 1969, bounds on multiprocessing timing anomalies (longest processing time first)."""
+    Source: Graham 1969, bounds on multiprocessing timing anomalies (longest processing time first).
+    """
     total = _start(world_size, loads)
     prices = [(cost(specs[i]), i) for i in movable(specs)]
     if wrong := [(price, i) for price, i in prices if not 0 <= price < math.inf]:
-        raise ValueError(f"the cost of a parameter must be a number >= 0, got {wrong[0][0]!r} for {specs[wrong[0][1]].name!r}")
-    held = _deal(sorted(prices, key=itemgetter(0), reverse=True), total) # of equal cost, the first registered first
+        raise ValueError(
+            f"the cost of a parameter must be a number >= 0, got {wrong[0][0]!r} for"
+            f" {specs[wrong[0][1]].name!r}"
+        )
+    held = _deal(
+        sorted(prices, key=itemgetter(0), reverse=True), total
+    )  # of equal cost, the first registered first
     _refine(held, total, rounds)
     return _whole(specs, held)
 
 # %% ../nbs/01_sharder.ipynb #08d66ef3
 Choice = Callable[[ParamSpec], Policy]
 
+
 def matrices_whole(spec: ParamSpec) -> Policy:
     """Keep matrices whole, balanced by elements; cut the rest evenly."""
     return balanced if len(spec.shape) >= 2 else even
 
+
 def by_group(
-    *policies: Policy, # policies[i] for param group i; the last one also for later groups
+    *policies: Policy,  # policies[i] for param group i; the last one also for later groups
 ) -> Choice:
     """Choose by param group."""
     last = len(policies) - 1
     return lambda spec: policies[spec.group if spec.group < last else last]
 
+
 def mixed(
-    specs: Sequence[ParamSpec], # in registration order, the same on every rank
-    world_size: int, # ranks in the group, >= 1
-    *, choose: Choice = matrices_whole, # the policy of each parameter
-    loads: Sequence[float] | None = None, # elements each rank holds already
+    specs: Sequence[ParamSpec],  # in registration order, the same on every rank
+    world_size: int,  # ranks in the group, >= 1
+    *,
+    choose: Choice = matrices_whole,  # the policy of each parameter
+    loads: Sequence[float] | None = None,  # elements each rank holds already
 ) -> ShardPlan:
     """Let each parameter choose its policy; those that are cut evenly go last and fill up what the others left."""
     total = _start(world_size, loads)
     shards: list[list[Span]] = [[] for _ in total]
     chosen: dict[Any, tuple[Policy, list[int]]] = {}
-    for i in movable(specs): chosen.setdefault(identity(policy := choose(specs[i])), (policy, []))[1].append(i)
+    for i in movable(specs):
+        chosen.setdefault(identity(policy := choose(specs[i])), (policy, []))[1].append(i)
     for policy, mine in sorted(chosen.values(), key=lambda item: leaf(item[0]) in (even, runs)):
-        plan = checked(policy, [specs[i] for i in mine], world_size, total if balances(policy) is numel else None)
-        for shard, spans in zip(shards, plan.shards, strict=True): shard += [Span(mine[s.param], s.start, s.stop) for s in spans]
+        plan = checked(
+            policy,
+            [specs[i] for i in mine],
+            world_size,
+            total if balances(policy) is numel else None,
+        )
+        for shard, spans in zip(shards, plan.shards, strict=True):
+            shard += [Span(mine[s.param], s.start, s.stop) for s in spans]
         total = [a + b for a, b in zip(total, plan.loads, strict=True)]
     return ShardPlan(tuple(specs), tuple(map(tuple, shards)))
 
@@ -563,64 +805,98 @@ def setting(policy: Policy, name: str, other: Any) -> Any:
     found = inspect.signature(policy).parameters.get(name)
     return found.default if found and found.default is not found.empty else other
 
+
 def leaf(policy: Policy) -> Any:
     """Strip `functools.partial` off a policy."""
-    while isinstance(policy, partial): policy = policy.func
+    while isinstance(policy, partial):
+        policy = policy.func
     return policy
+
 
 def balances(policy: Policy) -> Cost:
     """Tell the unit of a policy's loads: the cost it was given, else elements."""
     return setting(policy, "cost", numel)
 
+
 def identity(policy: Policy) -> Any:
     """Give equal keys to equal policies; two partials of the same arguments are equal here."""
-    if not isinstance(policy, partial): return policy
+    if not isinstance(policy, partial):
+        return policy
     return identity(policy.func), policy.args, tuple(sorted(policy.keywords.items()))
 
-def checked(policy: Policy, specs: Sequence[ParamSpec], world_size: int, loads: Sequence[float] | None) -> ShardPlan:
+
+def checked(
+    policy: Policy, specs: Sequence[ParamSpec], world_size: int, loads: Sequence[float] | None
+) -> ShardPlan:
     """Ask a policy, and check that it answered the question.
 
     Raises `TypeError` or `ValueError` if the plan is of other parameters or ranks."""
     plan = policy(specs, world_size, loads=loads)
     name = getattr(leaf(policy), "__name__", repr(policy))
-    if not isinstance(plan, ShardPlan): raise TypeError(f"policy {name} must return a ShardPlan, got {type(plan).__name__}")
+    if not isinstance(plan, ShardPlan):
+        raise TypeError(f"policy {name} must return a ShardPlan, got {type(plan).__name__}")
     if plan.params != tuple(specs) or plan.world_size != world_size:
-        raise ValueError(f"policy {name} was asked for {len(specs)} parameters over {world_size} ranks and answered {plan!r}; a plan holds what it was given")
+        raise ValueError(
+            f"policy {name} was asked for {len(specs)} parameters over {world_size} ranks and"
+            f" answered {plan!r}; a plan holds what it was given"
+        )
     return plan
 
 # %% ../nbs/01_sharder.ipynb #842c8cc1
-POLICIES: dict[str, Policy] = {"greedy": greedy, "even": even, "runs": runs, "balanced": balanced, "mixed": mixed}
+POLICIES: dict[str, Policy] = {
+    "greedy": greedy,
+    "even": even,
+    "runs": runs,
+    "balanced": balanced,
+    "mixed": mixed,
+}
+
 
 def find_policy(
-    policy: str | Policy, # a name in `POLICIES`, or a policy
+    policy: str | Policy,  # a name in `POLICIES`, or a policy
 ) -> Policy:
     """Look a policy up by its name.
 
     Raises `ValueError` for an unknown name."""
-    if callable(policy): return policy
-    if policy in POLICIES: return POLICIES[policy]
+    if callable(policy):
+        return policy
+    if policy in POLICIES:
+        return POLICIES[policy]
     near = get_close_matches(str(policy), POLICIES, 1)
-    raise ValueError(f"unknown policy {policy!r}{f', did you mean {near[0]!r}' if near else ''}; choose one of {', '.join(POLICIES)}, or pass a function")
+    raise ValueError(
+        f"unknown policy {policy!r}{f', did you mean {near[0]!r}' if near else ''}; choose one of"
+        f" {', '.join(POLICIES)}, or pass a function"
+    )
 
 # %% ../nbs/01_sharder.ipynb #7e50140d
 @dataclass(frozen=True)
 class Grid:
     """Ranks in rows: each row shards one replica, each column holds the same shard."""
 
-    shard: int # ranks that share one replica, the world size of the plan; neighbours, such as the ranks of one machine
-    replicate: int = 1 # replicas
+    shard: int  # ranks that share one replica, the world size of the plan; neighbours, such as the ranks of one machine
+    replicate: int = 1  # replicas
 
     def __post_init__(self) -> None:
         world(self.shard)
         world(self.replicate)
 
     world_size = property(lambda self: self.shard * self.replicate, doc="Ranks in all.")
-    rows = property(lambda self: tuple(tuple(range(r * self.shard, (r + 1) * self.shard)) for r in range(self.replicate)), doc="Ranks that share a replica.")
-    columns = property(lambda self: tuple(zip(*self.rows, strict=True)), doc="Ranks that hold the same shard.")
+    rows = property(
+        lambda self: tuple(
+            tuple(range(r * self.shard, (r + 1) * self.shard)) for r in range(self.replicate)
+        ),
+        doc="Ranks that share a replica.",
+    )
+    columns = property(
+        lambda self: tuple(zip(*self.rows, strict=True)), doc="Ranks that hold the same shard."
+    )
 
-    def place(self, global_rank: int) -> tuple[int, int]: # (replica, group_rank)
+    def place(self, global_rank: int) -> tuple[int, int]:  # (replica, group_rank)
         """Tell which replica a rank works on, and as which rank of it."""
-        if not 0 <= global_rank < self.world_size: raise ValueError(f"global_rank must lie in 0 to {self.world_size - 1}, got {global_rank}")
+        if not 0 <= global_rank < self.world_size:
+            raise ValueError(
+                f"global_rank must lie in 0 to {self.world_size - 1}, got {global_rank}"
+            )
         return divmod(global_rank, self.shard)
 
 # %% ../nbs/01_sharder.ipynb #2ed91e88
@@ -628,47 +904,68 @@ class Grid:
 class GridPlan(Written):
     """A plan for ranks in rows: every row has all elements, and is sharded in the same way."""
 
-    plan: ShardPlan # of one row
+    plan: ShardPlan  # of one row
     grid: Grid
 
     def __post_init__(self) -> None:
         if self.plan.world_size != self.grid.shard:
-            raise ValueError(f"the plan must be one of {self.grid.shard} ranks, a row of the grid, got one of {self.plan.world_size}")
+            raise ValueError(
+                f"the plan must be one of {self.grid.shard} ranks, a row of the grid, got one of {self.plan.world_size}"
+            )
 
     params = property(lambda self: self.plan.params, doc="Parameters, in registration order.")
     world_size = property(lambda self: self.grid.world_size, doc="Ranks in all.")
-    loads = property(lambda self: self.plan.loads * self.grid.replicate, doc="Elements held by each rank.")
-    imbalance = property(lambda self: self.plan.imbalance, doc="Largest load over mean load; 1 is perfect.")
+    loads = property(
+        lambda self: self.plan.loads * self.grid.replicate, doc="Elements held by each rank."
+    )
+    imbalance = property(
+        lambda self: self.plan.imbalance, doc="Largest load over mean load; 1 is perfect."
+    )
 
     def spans(self, global_rank: int) -> tuple[Span, ...]:
         """Give what a rank holds."""
         return self.plan.spans(self.grid.place(global_rank)[1])
-    def owners(self, param: int) -> Owners: # (global_rank, span), one row after another
+
+    def owners(self, param: int) -> Owners:  # (global_rank, span), one row after another
         """Tell who holds a parameter, and which part of it; every element once in each row."""
-        return tuple((row * self.grid.shard + group_rank, s) for row in range(self.grid.replicate) for group_rank, s in self.plan.owners(param))
+        return tuple(
+            (row * self.grid.shard + group_rank, s)
+            for row in range(self.grid.replicate)
+            for group_rank, s in self.plan.owners(param)
+        )
+
     def fields(self) -> dict[str, list[str]]:
         """Give the plan as lines of text, by what they are about."""
         return {**self.plan.fields(), "rows": [str(self.grid.replicate)]}
+
     @classmethod
     def from_fields(cls, fields: dict[str, list[str]]) -> "GridPlan":
         """Build the plan that `fields` described."""
         only(fields, cls.__name__, "param", "shard", "rows")
         rows = fields.get("rows", [])
-        if len(rows) != 1 or not rows[0].isdecimal(): raise ValueError(f"a GridPlan has one line such as 'rows 2', got {rows}")
+        if len(rows) != 1 or not rows[0].isdecimal():
+            raise ValueError(f"a GridPlan has one line such as 'rows 2', got {rows}")
         plan = ShardPlan.from_fields({key: lines for key, lines in fields.items() if key != "rows"})
         return cls(plan, Grid(plan.world_size, int(rows[0])))
-    def __repr__(self) -> str: return f"GridPlan({self.grid.replicate} rows of {_summary(self.plan)}, digest {self.digest})"
-    def _repr_html_(self) -> str: return f"<p>{self.grid.replicate} rows of {self.grid.shard} ranks, each row as follows</p>{_table(self.plan)}"
+
+    def __repr__(self) -> str:
+        return (
+            f"GridPlan({self.grid.replicate} rows of {_summary(self.plan)}, digest {self.digest})"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self.grid.replicate} rows of {self.grid.shard} ranks, each row as follows</p>{_table(self.plan)}"
 
 # %% ../nbs/01_sharder.ipynb #d6afb4e2
 @dataclass(frozen=True, order=True)
 class Move:
     """A run of elements that one rank sends to another."""
 
-    source: int # rank in the old plan
-    destination: int # rank in the new plan
-    span: Span # by parameter index of the new plan
+    source: int  # rank in the old plan
+    destination: int  # rank in the new plan
+    span: Span  # by parameter index of the new plan
     numel = property(lambda self: self.span.numel, doc="Number of elements.")
+
 
 class _Senders:
     """The ranks that hold one old shard: who has it already, and who should send it."""
@@ -677,46 +974,67 @@ class _Senders:
         self.has, self.per_node, self.sent = frozenset(column), per_node, dict.fromkeys(column, 0)
         self.all = [(0, rank) for rank in column]
         self.near: dict[int, list[tuple[int, int]]] = {}
-        for rank in column: self.near.setdefault(rank // per_node, []).append((0, rank)) # ascending, and so a heap
+        for rank in column:
+            self.near.setdefault(rank // per_node, []).append((0, rank))  # ascending, and so a heap
 
     def send(self, destination: int, count: int) -> int:
         """Choose a sender on the destination's node, else anywhere, that has sent least; the lowest of equal ones."""
         heap = self.near.get(destination // self.per_node, self.all)
-        while (at := heap[0])[0] != self.sent[at[1]]: heapq.heapreplace(heap, (self.sent[at[1]], at[1])) # it has sent more since
+        while (at := heap[0])[0] != self.sent[at[1]]:
+            heapq.heapreplace(heap, (self.sent[at[1]], at[1]))  # it has sent more since
         self.sent[at[1]] += count
         return at[1]
 
 # %% ../nbs/01_sharder.ipynb #8b8e42a6
 AnyPlan = ShardPlan | GridPlan
 
+
 def moves(
     old: AnyPlan,
-    new: AnyPlan, # of any world size and rows; parameters are matched by name
-    *, per_node: int | None = None, # ranks of a machine: ranks 0 to per_node - 1, and so on; None: the shorter row of the two
-) -> tuple[Move, ...]: # sorted by parameter and element, then destination
-    """List what must travel to turn one plan into another: to each rank what it will hold and does not, once, and nothing else.
+    new: AnyPlan,  # of any world size and rows; parameters are matched by name
+    *,
+    per_node: (
+        int | None
+    ) = None,  # ranks of a machine: ranks 0 to per_node - 1, and so on; None: the shorter row of the two
+) -> tuple[Move, ...]:  # sorted by parameter and element, then destination
+    """List what must travel to turn one plan into another: to each rank what it will hold and does
+    not, once, and nothing else.
 
-    An element that several ranks hold comes from the destination's machine if it can, and from the one that has sent least.
+    An element that several ranks hold comes from the destination's machine if it can, and from the
+    one that has sent least.
     Parameters that only one of the plans trains do not appear: their state starts fresh or is dropped.
     Raises `ValueError` if a parameter changed its shape."""
-    (before, a), (after, b) = ((p.plan, p.grid) if isinstance(p, GridPlan) else (p, Grid(p.world_size)) for p in (old, new))
-    if per_node is not None and (type(per_node) is not int or per_node < 1): raise ValueError(f"per_node must be an integer >= 1 (ranks), got {per_node!r}")
+    (before, a), (after, b) = (
+        (p.plan, p.grid) if isinstance(p, GridPlan) else (p, Grid(p.world_size)) for p in (old, new)
+    )
+    if per_node is not None and (type(per_node) is not int or per_node < 1):
+        raise ValueError(f"per_node must be an integer >= 1 (ranks), got {per_node!r}")
     senders = [_Senders(column, per_node or min(a.shard, b.shard)) for column in a.columns]
     at, columns = {spec.name: i for i, spec in enumerate(before.params)}, b.columns
     out = []
     for i, spec in enumerate(after.params):
-        if (j := at.get(spec.name)) is None: continue
+        if (j := at.get(spec.name)) is None:
+            continue
         if before.params[j].shape != spec.shape:
-            raise ValueError(f"parameter {spec.name!r} has shape {before.params[j].shape} in the old plan, {spec.shape} in the new; shapes must agree")
+            raise ValueError(
+                f"parameter {spec.name!r} has shape {before.params[j].shape} in the old plan,"
+                f" {spec.shape} in the new; shapes must agree"
+            )
         for sender, receiver, start, stop in _overlaps(before.owners(j), after.owners(i)):
             of, span = senders[sender], Span(i, start, stop)
-            out += [Move(of.send(rank, stop - start), rank, span) for rank in columns[receiver] if rank not in of.has]
+            out += [
+                Move(of.send(rank, stop - start), rank, span)
+                for rank in columns[receiver]
+                if rank not in of.has
+            ]
     return tuple(out)
+
 
 def _overlaps(old: Owners, new: Owners) -> Iterator[tuple[int, int, int, int]]:
     a = b = 0
     while a < len(old) and b < len(new):
         (source, s), (destination, t) = old[a], new[b]
         start, stop = max(s.start, t.start), min(s.stop, t.stop)
-        if start < stop: yield source, destination, start, stop
+        if start < stop:
+            yield source, destination, start, stop
         a, b = a + (s.stop == stop), b + (t.stop == stop)

@@ -37,73 +37,111 @@ __all__ = ['FOLDER', 'BLOCK', 'refusal', 'available', 'remove_stale', 'open_toge
            'Outbox', 'Inbox', 'Collective', 'AllGather', 'add_in_order', 'ReduceScatter', 'SharedMemory', 'connect']
 
 # %% ../nbs/09a_shared_memory.ipynb #a9f20aba
-FOLDER = Path("/dev/shm") # where files are memory
+FOLDER = Path("/dev/shm")  # where files are memory
 
-def refusal() -> str: # "" if there is none
+
+def refusal() -> str:  # "" if there is none
     """Say why this process cannot share memory with others."""
-    if os.environ.get("ZERO_NB_MEMORY") == "0": return "ZERO_NB_MEMORY=0 forbids it"
-    if sys.platform != "linux" or struct.calcsize("P") != 8: return "it needs 64-bit Linux"
-    if not os.access(FOLDER, os.R_OK | os.W_OK | os.X_OK): return f"{FOLDER} cannot be written"
+    if os.environ.get("ZERO_NB_MEMORY") == "0":
+        return "ZERO_NB_MEMORY=0 forbids it"
+    if sys.platform != "linux" or struct.calcsize("P") != 8:
+        return "it needs 64-bit Linux"
+    if not os.access(FOLDER, os.R_OK | os.W_OK | os.X_OK):
+        return f"{FOLDER} cannot be written"
     return ""
 
+
 def available() -> bool:
-    """Tell if this process may share memory with others: on Linux, and unless the environment says `ZERO_NB_MEMORY=0`."""
+    """Tell if this process may share memory with others: on Linux, and unless the environment says
+    `ZERO_NB_MEMORY=0`."""
     return not refusal()
 
 # %% ../nbs/09a_shared_memory.ipynb #8f8f6dc3
-_PREFIX, _PATIENCE = "zero_nb-", 10.0 # seconds in which all ranks open the file, once they have agreed to
-_FLOCK = struct.Struct("@hhqqi") # struct flock
-_NAMED: set[str] = set() # files of this process that have a name at the moment
-_NAMING = threading.Lock() # held where `_NAMED` grows, and where files are closed that must not be in it
+_PREFIX, _PATIENCE = (
+    "zero_nb-",
+    10.0,
+)  # seconds in which all ranks open the file, once they have agreed to
+_FLOCK = struct.Struct("@hhqqi")  # struct flock
+_NAMED: set[str] = set()  # files of this process that have a name at the moment
+_NAMING = (
+    threading.Lock()
+)  # held where `_NAMED` grows, and where files are closed that must not be in it
 
-def _locked(fd: int, start: int, length: int = 1) -> bool: # by another process; 0: to the end
-    answer = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
+
+def _locked(fd: int, start: int, length: int = 1) -> bool:  # by another process; 0: to the end
+    answer = fcntl.fcntl(
+        fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    )
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
+
 def _open_locked(path: Path, byte: int) -> int:
-    """Open a file, or make it, and lock one byte. Before that `remove_stale` may take its name away: then it is made anew."""
+    """Open a file, or make it, and lock one byte. Before that `remove_stale` may take its name
+    away: then it is made anew."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         fcntl.lockf(fd, fcntl.LOCK_EX, 1, byte)
         found = os.fstat(fd)
-        if found.st_nlink and (found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077): raise PermissionError(f"{path} is not this user's alone")
-        if found.st_nlink: return fd
+        if found.st_nlink and (found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077):
+            raise PermissionError(f"{path} is not this user's alone")
+        if found.st_nlink:
+            return fd
         os.close(fd)
 
-def remove_stale() -> list[str]: # names
-    """Remove files that killed jobs of this user have left in the moment in which they had a name. No process has a lock on such a file."""
+
+def remove_stale() -> list[str]:  # names
+    """Remove files that killed jobs of this user have left in the moment in which they had a name.
+    No process has a lock on such a file."""
     removed = []
     for path in FOLDER.glob(f"{_PREFIX}*"):
         with _NAMING, suppress(OSError):
-            if path.name in _NAMED: continue
+            if path.name in _NAMED:
+                continue
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                if os.fstat(fd).st_uid != os.geteuid(): continue
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) # all of it; raises if any process has a byte
+                if os.fstat(fd).st_uid != os.geteuid():
+                    continue
+                fcntl.lockf(
+                    fd, fcntl.LOCK_EX | fcntl.LOCK_NB
+                )  # all of it; raises if any process has a byte
                 path.unlink()
                 removed.append(path.name)
-            finally: os.close(fd)
+            finally:
+                os.close(fd)
     return removed
 
+
 def open_together(
-    token: str, # a secret that only the ranks know
-    rank: int, # of this process
-    ranks: Sequence[int], # global ranks, by rank, for errors
-) -> tuple[int, int]: # the file, which has no name any more; where the locks begin
+    token: str,  # a secret that only the ranks know
+    rank: int,  # of this process
+    ranks: Sequence[int],  # global ranks, by rank, for errors
+) -> tuple[int, int]:  # the file, which has no name any more; where the locks begin
     """Open one file on all ranks, and take its name away as soon as all have it.
 
     Raises `OSError` if not all ranks come to the same file."""
     digest = hashlib.sha256(token.encode()).digest()
-    path, locks = FOLDER / f"{_PREFIX}{digest[:16].hex()}", int.from_bytes(digest[16:23], "big") << 6
-    with _NAMING: _NAMED.add(path.name)
+    path, locks = (
+        FOLDER / f"{_PREFIX}{digest[:16].hex()}",
+        int.from_bytes(digest[16:23], "big") << 6,
+    )
+    with _NAMING:
+        _NAMED.add(path.name)
     try:
         fd, deadline = _open_locked(path, locks + len(ranks) + rank), time.monotonic() + _PATIENCE
-        fcntl.lockf(fd, fcntl.LOCK_EX, 1, locks + rank) # only now, since the others take the name away when they find it
-        while missing := [peer for peer in range(len(ranks)) if peer != rank and not _locked(fd, locks + peer)]:
-            if time.monotonic() > deadline: raise TimeoutError(f"rank {ranks[missing[0]]} did not open {path} within {_PATIENCE:g} s")
+        fcntl.lockf(
+            fd, fcntl.LOCK_EX, 1, locks + rank
+        )  # only now, since the others take the name away when they find it
+        while missing := [
+            peer for peer in range(len(ranks)) if peer != rank and not _locked(fd, locks + peer)
+        ]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rank {ranks[missing[0]]} did not open {path} within {_PATIENCE:g} s"
+                )
             time.sleep(0.0005)
     finally:
-        with suppress(FileNotFoundError): path.unlink()
+        with suppress(FileNotFoundError):
+            path.unlink()
         _NAMED.discard(path.name)
     return fd, locks
 
@@ -113,8 +151,11 @@ class _Timespec(ctypes.Structure):
 
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
+
 @cache
-def _library() -> tuple[Any, Any]: # calls that return at once and keep the interpreter lock; calls that wait and give it away
+def _library() -> tuple[
+    Any, Any
+]:  # calls that return at once and keep the interpreter lock; calls that wait and give it away
     quick, slow = ctypes.PyDLL(None), ctypes.CDLL(None)
     quick.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
     quick.sem_post.argtypes = quick.sem_trywait.argtypes = [ctypes.c_void_p]
@@ -122,36 +163,46 @@ def _library() -> tuple[Any, Any]: # calls that return at once and keep the inte
     slow.memmove.restype = ctypes.c_void_p
     return quick, slow
 
-def _wait(semaphore: int, seconds: float) -> bool: # False: it was not posted, or a signal came
+
+def _wait(semaphore: int, seconds: float) -> bool:  # False: it was not posted, or a signal came
     _, slow = _library()
-    clock = time.CLOCK_MONOTONIC if hasattr(slow, "sem_clockwait") else time.CLOCK_REALTIME # glibc 2.30 has the first
+    clock = (
+        time.CLOCK_MONOTONIC if hasattr(slow, "sem_clockwait") else time.CLOCK_REALTIME
+    )  # glibc 2.30 has the first
     until = time.clock_gettime(clock) + seconds
     limit = ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9)))
-    if clock == time.CLOCK_REALTIME: return bool(slow.sem_timedwait(ctypes.c_void_p(semaphore), limit) == 0)
+    if clock == time.CLOCK_REALTIME:
+        return bool(slow.sem_timedwait(ctypes.c_void_p(semaphore), limit) == 0)
     return bool(slow.sem_clockwait(ctypes.c_void_p(semaphore), clock, limit) == 0)
 
 # %% ../nbs/09a_shared_memory.ipynb #65de1a59
-BLOCK = 1 << 20 # bytes that a rank publishes at a time
-_AHEAD = 16 # blocks of one collective that a rank publishes before the others have read the first of them
-_BATCH = 4 # blocks after which peers are woken, and at the end: to be woken costs more than to read a block
-_SLOTS, _POOL = 1024, 64 # blocks, and MB, that a rank has published and not all others have read, at most
-_LINE = 64 # bytes of a cache line: what two ranks write does not share one
+BLOCK = 1 << 20  # bytes that a rank publishes at a time
+_AHEAD = 16  # blocks of one collective that a rank publishes before the others have read the first of them
+_BATCH = 4  # blocks after which peers are woken, and at the end: to be woken costs more than to read a block
+_SLOTS, _POOL = (
+    1024,
+    64,
+)  # blocks, and MB, that a rank has published and not all others have read, at most
+_LINE = 64  # bytes of a cache line: what two ranks write does not share one
+
 
 class Entry(NamedTuple):
     """What a rank says of a block it has published."""
 
-    number: int # of its collective: as many are before it
-    topic: int # a checksum of its kind, dtype and sizes
-    offset: int # where the block begins in the segment
+    number: int  # of its collective: as many are before it
+    topic: int  # a checksum of its kind, dtype and sizes
+    offset: int  # where the block begins in the segment
+
 
 _ENTRY = struct.Struct("=QQQ")
+
 
 @dataclass(frozen=True)
 class Layout:
     """Where things are in the segment, in bytes from its beginning."""
 
-    size: int # ranks
-    pool: int # bytes for the blocks of one rank
+    size: int  # ranks
+    pool: int  # bytes for the blocks of one rank
 
     def entry(self, rank: int, sequence: int) -> int:
         """Entry of a block, by the number of blocks the rank has published before it."""
@@ -183,28 +234,38 @@ class Segment:
 
     def __init__(
         self,
-        fd: int, # of the file, which is closed with the segment
-        locks: int, # byte r after this one of the file is locked by rank r, as long as it lives
+        fd: int,  # of the file, which is closed with the segment
+        locks: int,  # byte r after this one of the file is locked by rank r, as long as it lives
         layout: Layout,
-        rank: int, # of this process
+        rank: int,  # of this process
     ):
         self.fd, self.locks, self.layout, self.rank = fd, locks, layout, rank
         self.peers = [peer for peer in range(layout.size) if peer != rank]
-        self.unrung: set[int] = set() # peers for which there is something new, of which their bell has not told them
+        self.unrung: set[int] = (
+            set()
+        )  # peers for which there is something new, of which their bell has not told them
         self.quick, slow = _library()
-        self.copy: Callable[[int, int, int], Any] = slow.memmove # to, from, bytes
+        self.copy: Callable[[int, int, int], Any] = slow.memmove  # to, from, bytes
 
     def allocate(self) -> None:
         """Take the memory, and prepare what this rank waits for. Raises `OSError` if there is too little."""
         fd, layout, rank = self.fd, self.layout, self.rank
         os.ftruncate(fd, layout.blocks(layout.size))
-        os.posix_fallocate(fd, 0, layout.blocks(0)) # memory that is not there would be a SIGBUS later; like this it is an error now
+        os.posix_fallocate(
+            fd, 0, layout.blocks(0)
+        )  # memory that is not there would be a SIGBUS later; like this it is an error now
         self.map = mmap.mmap(fd, layout.blocks(layout.size))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        mine = [layout.bell(rank), *(layout.published(peer, rank) for peer in self.peers), *(layout.released(rank, peer) for peer in self.peers)]
-        for place in mine: self.quick.sem_init(self.address + place, 1, 0)
+        mine = [
+            layout.bell(rank),
+            *(layout.published(peer, rank) for peer in self.peers),
+            *(layout.released(rank, peer) for peer in self.peers),
+        ]
+        for place in mine:
+            self.quick.sem_init(self.address + place, 1, 0)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None: close(self.fd) # `os` may be gone when the interpreter ends
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.fd)  # `os` may be gone when the interpreter ends
 
     def post(self, place: int) -> None:
         """Add one to a semaphore. What this process has written before is seen by the one that takes it."""
@@ -216,10 +277,11 @@ class Segment:
 
     def ring(self) -> None:
         """Wake the peers for which there is something new."""
-        for peer in self.unrung: self.post(self.layout.bell(peer))
+        for peer in self.unrung:
+            self.post(self.layout.bell(peer))
         self.unrung.clear()
 
-    def sleep(self, seconds: float) -> bool: # False: it did not ring
+    def sleep(self, seconds: float) -> bool:  # False: it did not ring
         """Wait until the bell of this rank rings."""
         return _wait(self.address + self.layout.bell(self.rank), seconds)
 
@@ -230,9 +292,10 @@ class Segment:
     def leave(self, published: int) -> None:
         """Write down that this rank publishes no more than so many blocks, and wake all others."""
         struct.pack_into("=Q", self.map, self.layout.left(self.rank), published + 1)
-        for rank in range(self.layout.size): self.post(self.layout.bell(rank))
+        for rank in range(self.layout.size):
+            self.post(self.layout.bell(rank))
 
-    def end(self, rank: int) -> int | None: # None: it has not left
+    def end(self, rank: int) -> int | None:  # None: it has not left
         """Give the number of blocks that a rank had published when it left."""
         value: int = struct.unpack_from("=Q", self.map, self.layout.left(rank))[0]
         return value - 1 if value else None
@@ -243,42 +306,53 @@ class Segment:
 
 # %% ../nbs/09a_shared_memory.ipynb #27db6ca3
 class Pool:
-    """This rank's room for blocks. The lowest place is taken first: it is still in the processor's cache, if its block was read meanwhile."""
+    """This rank's room for blocks. The lowest place is taken first: it is still in the processor's
+    cache, if its block was read meanwhile."""
 
-    def __init__(self, fd: int, start: int, limit: int): # of the file; first byte; bytes
+    def __init__(self, fd: int, start: int, limit: int):  # of the file; first byte; bytes
         self.fd, self.size, self.start, self.limit = fd, 0, start, limit
-        self.holes = [(start, start)] # in the order of places: first byte and end of what is free
+        self.holes = [(start, start)]  # in the order of places: first byte and end of what is free
         self._grow(min(2 * BLOCK, limit))
 
-    def _grow(self, size: int) -> None: # raises OSError if the memory is not there
+    def _grow(self, size: int) -> None:  # raises OSError if the memory is not there
         os.posix_fallocate(self.fd, self.start + self.size, size - self.size)
         self.free(self.start + self.size, self.start + size)
         self.size = size
 
-    def _extend(self) -> bool: # False: it is as large as it can be
+    def _extend(self) -> bool:  # False: it is as large as it can be
         more, room = min(self.size, self.limit - self.size), os.statvfs(self.fd)
-        if room.f_blocks and 4 * more > room.f_bavail * room.f_frsize: self.limit = self.size # no more than a quarter of what others may need as well
+        if room.f_blocks and 4 * more > room.f_bavail * room.f_frsize:
+            self.limit = self.size  # no more than a quarter of what others may need as well
         try:
-            if self.size < self.limit: self._grow(self.size + more)
-        except OSError: self.limit = self.size
+            if self.size < self.limit:
+                self._grow(self.size + more)
+        except OSError:
+            self.limit = self.size
         return more > 0 and self.size < self.limit
 
-    def reserve(self, nbytes: int) -> tuple[int, int] | None: # None: there is no room before another block is freed
+    def reserve(
+        self, nbytes: int
+    ) -> tuple[int, int] | None:  # None: there is no room before another block is freed
         """Give the first byte and the end of a block, and take more memory if there is no room."""
         nbytes = -(-nbytes // _LINE) * _LINE
         while True:
             for i, (first, end) in enumerate(self.holes):
-                if end - first < nbytes: continue
-                self.holes[i:i + 1] = [(first + nbytes, end)] if first + nbytes < end else []
+                if end - first < nbytes:
+                    continue
+                self.holes[i : i + 1] = [(first + nbytes, end)] if first + nbytes < end else []
                 return first, first + nbytes
-            if not self._extend(): return None
+            if not self._extend():
+                return None
 
     def free(self, first: int, end: int) -> None:
         """Give a block back."""
         i = bisect.bisect(self.holes, (first, end))
-        if i < len(self.holes) and self.holes[i][0] == end: end = self.holes.pop(i)[1]
-        if i and self.holes[i - 1][1] == first: first, i = self.holes.pop(i - 1)[0], i - 1
-        if first < end: self.holes.insert(i, (first, end))
+        if i < len(self.holes) and self.holes[i][0] == end:
+            end = self.holes.pop(i)[1]
+        if i and self.holes[i - 1][1] == first:
+            first, i = self.holes.pop(i - 1)[0], i - 1
+        if first < end:
+            self.holes.insert(i, (first, end))
 
 # %% ../nbs/09a_shared_memory.ipynb #e5dc3753
 class Outbox:
@@ -286,30 +360,41 @@ class Outbox:
 
     def __init__(self, segment: Segment):
         layout, rank = segment.layout, segment.rank
-        self.segment, self.count = segment, 0 # blocks published so far
+        self.segment, self.count = segment, 0  # blocks published so far
         self.pool = Pool(segment.fd, layout.blocks(rank), layout.pool)
-        self.released = dict.fromkeys(segment.peers, 0) # blocks that each peer wants no more
-        self.held: deque[tuple[int, int]] = deque() # places of the blocks that a peer still wants, in their order
+        self.released = dict.fromkeys(segment.peers, 0)  # blocks that each peer wants no more
+        self.held: deque[tuple[int, int]] = (
+            deque()
+        )  # places of the blocks that a peer still wants, in their order
 
     def collect(self) -> None:
         """Free the blocks that no peer wants any more."""
         for peer in self.released:
-            while self.segment.take(self.segment.layout.released(self.segment.rank, peer)): self.released[peer] += 1
-        while len(self.held) > self.count - min(self.released.values()): self.pool.free(*self.held.popleft())
+            while self.segment.take(self.segment.layout.released(self.segment.rank, peer)):
+                self.released[peer] += 1
+        while len(self.held) > self.count - min(self.released.values()):
+            self.pool.free(*self.held.popleft())
 
     def unread(self, count: int) -> int:
         """Tell how many of the last blocks a peer still wants."""
         self.collect()
         return min(count, len(self.held))
 
-    def publish(self, spans: Sequence[tuple[int, int]], number: int, topic: int) -> bool: # False: there is no room yet
-        """Copy what is in some places of this process, address and bytes of each, into one block, and let all peers read it."""
-        place = self.pool.reserve(sum(size for _, size in spans)) if len(self.held) < _SLOTS else None
-        if place is None: return False
+    def publish(
+        self, spans: Sequence[tuple[int, int]], number: int, topic: int
+    ) -> bool:  # False: there is no room yet
+        """Copy what is in some places of this process, address and bytes of each, into one block,
+        and let all peers read it."""
+        place = (
+            self.pool.reserve(sum(size for _, size in spans)) if len(self.held) < _SLOTS else None
+        )
+        if place is None:
+            return False
         self.held.append(place)
         to = self.segment.address + place[0]
         for address, size in spans:
-            if size: self.segment.copy(to, address, size)
+            if size:
+                self.segment.copy(to, address, size)
             to += size
         self._tell(Entry(number, topic, place[0]))
         return True
@@ -318,7 +403,8 @@ class Outbox:
         layout, rank = self.segment.layout, self.segment.rank
         _ENTRY.pack_into(self.segment.map, layout.entry(rank, self.count), *entry)
         self.count += 1
-        for peer in self.released: self.segment.post(layout.published(rank, peer))
+        for peer in self.released:
+            self.segment.post(layout.published(rank, peer))
         self.segment.unrung.update(self.released)
 
 # %% ../nbs/09a_shared_memory.ipynb #058fc39c
@@ -326,14 +412,15 @@ class Inbox:
     """The blocks that a peer has published."""
 
     def __init__(self, segment: Segment, source: int):
-        self.segment, self.source, self.count = segment, source, 0 # blocks known so far
-        self.waiting: set[int] = set() # blocks that are read, while one before them is not
+        self.segment, self.source, self.count = segment, source, 0  # blocks known so far
+        self.waiting: set[int] = set()  # blocks that are read, while one before them is not
         self.released = 0
 
-    def take(self) -> tuple[int, Entry] | None: # None: there is no other yet
+    def take(self) -> tuple[int, Entry] | None:  # None: there is no other yet
         """Give the next block and its number among the peer's blocks."""
         layout = self.segment.layout
-        if not self.segment.take(layout.published(self.source, self.segment.rank)): return None
+        if not self.segment.take(layout.published(self.source, self.segment.rank)):
+            return None
         entry = Entry(*_ENTRY.unpack_from(self.segment.map, layout.entry(self.source, self.count)))
         self.count += 1
         return self.count - 1, entry
@@ -356,18 +443,23 @@ class Collective:
     def __init__(
         self,
         segment: Segment,
-        number: int, # of this collective: as many of the group are before it
-        parts: Sequence[Tensor], # of all ranks
-        share: int, # bytes of each part in a block
+        number: int,  # of this collective: as many of the group are before it
+        parts: Sequence[Tensor],  # of all ranks
+        share: int,  # bytes of each part in a block
     ):
         self.segment, self.number, self.parts, self.rank = segment, number, parts, segment.rank
         self.item, self.sizes = parts[0].element_size(), [len(part) for part in parts]
-        self.length = max(1, share // self.item) # elements of each part in a block
+        self.length = max(1, share // self.item)  # elements of each part in a block
         self.blocks = -(-max(self.sizes) // self.length)
         self.topic = zlib.crc32(f"{self.kind} {parts[0].dtype} {self.sizes}".encode())
-        self.published, self.unknown = 0, self.blocks * len(segment.peers) # blocks of this rank so far; blocks of peers that it has not heard of
-        self.arrived: dict[int, deque[tuple[int, int]]] = {} # number and place of blocks that can be read, by the peers this rank reads from
-        self.unread: dict[int, int] = {} # blocks that are still to be read, by peer
+        self.published, self.unknown = (
+            0,
+            self.blocks * len(segment.peers),
+        )  # blocks of this rank so far; blocks of peers that it has not heard of
+        self.arrived: dict[
+            int, deque[tuple[int, int]]
+        ] = {}  # number and place of blocks that can be read, by the peers this rank reads from
+        self.unread: dict[int, int] = {}  # blocks that are still to be read, by peer
 
     def read_from(self, peers: Sequence[int]) -> None:
         """Set the peers whose blocks this rank reads."""
@@ -379,16 +471,18 @@ class Collective:
         """This rank has published and read all there is."""
         return self.published == self.blocks and not any(self.unread.values())
 
-    def span(self, rank: int, block: int) -> tuple[int, int]: # address in this process, bytes
+    def span(self, rank: int, block: int) -> tuple[int, int]:  # address in this process, bytes
         """Tell where a rank's part of a block is."""
         first = min(block * self.length, self.sizes[rank])
-        return self.parts[rank].data_ptr() + first * self.item, min(self.length, self.sizes[rank] - first) * self.item
+        return self.parts[rank].data_ptr() + first * self.item, min(
+            self.length, self.sizes[rank] - first
+        ) * self.item
 
-    def outgoing(self, block: int) -> list[tuple[int, int]]: # address, bytes
+    def outgoing(self, block: int) -> list[tuple[int, int]]:  # address, bytes
         """Tell what this rank publishes in a block."""
         raise NotImplementedError
 
-    def read(self) -> list[tuple[int, int]]: # peer and number of each block that was read
+    def read(self) -> list[tuple[int, int]]:  # peer and number of each block that was read
         """Read the blocks that have arrived."""
         raise NotImplementedError
 
@@ -419,12 +513,13 @@ class AllGather(Collective):
         return found
 
 # %% ../nbs/09a_shared_memory.ipynb #5f6415a2
-_CACHED = 1 << 17 # bytes that are added at a time where sums are made in steps
+_CACHED = 1 << 17  # bytes that are added at a time where sums are made in steps
 
-@torch.no_grad() # a matter of each thread
+
+@torch.no_grad()  # a matter of each thread
 def add_in_order(
-    terms: Sequence[Tensor], # of all ranks, alike
-    rank: int, # whose term becomes the sum
+    terms: Sequence[Tensor],  # of all ranks, alike
+    rank: int,  # whose term becomes the sum
 ) -> None:
     """Add up in the order of the ranks, so that a sum does not depend on who makes it."""
     if len(terms) == 2:
@@ -434,7 +529,11 @@ def add_in_order(
     scratch = terms[0].new_empty(min(length, len(terms[0])))
     for pieces in zip(*(term.split(length) for term in terms), strict=True):
         total = pieces[0]
-        for i, piece in enumerate(pieces[1:], 1): total = torch.add(total, piece, out=pieces[rank] if i >= rank else scratch[:len(piece)])
+        for i, piece in enumerate(pieces[1:], 1):
+            total = torch.add(
+                total, piece, out=pieces[rank] if i >= rank else scratch[: len(piece)]
+            )
+
 
 class ReduceScatter(Collective):
     """Each rank publishes its terms of the others' parts, and adds up its own part."""
@@ -461,35 +560,55 @@ class ReduceScatter(Collective):
                 found.append((peer, sequence))
         return found
 
-    def _add(self, block: int, places: dict[int, int]) -> None: # where the peers' blocks are in the segment
-        mine = self.parts[self.rank][block * self.length:(block + 1) * self.length]
-        if not len(mine): return
-        before = [0, *itertools.accumulate(self.span(rank, block)[1] for rank in range(self.rank))] # bytes of lower ranks' parts
+    def _add(
+        self, block: int, places: dict[int, int]
+    ) -> None:  # where the peers' blocks are in the segment
+        mine = self.parts[self.rank][block * self.length : (block + 1) * self.length]
+        if not len(mine):
+            return
+        before = [
+            0,
+            *itertools.accumulate(self.span(rank, block)[1] for rank in range(self.rank)),
+        ]  # bytes of lower ranks' parts
         terms = []
         for peer in range(len(self.parts)):
-            start = before[self.rank] - (self.span(peer, block)[1] if peer < self.rank else 0) # a rank does not publish its own part
-            terms.append(mine if peer == self.rank else self.segment.view(places[peer] + start, mine))
+            start = before[self.rank] - (
+                self.span(peer, block)[1] if peer < self.rank else 0
+            )  # a rank does not publish its own part
+            terms.append(
+                mine if peer == self.rank else self.segment.view(places[peer] + start, mine)
+            )
         add_in_order(terms, self.rank)
 
 # %% ../nbs/09a_shared_memory.ipynb #aa0d4f9f
-_NAP = 0.02 # seconds after which a rank that sleeps looks if its peers are alive
+_NAP = 0.02  # seconds after which a rank that sleeps looks if its peers are alive
+
 
 class SharedMemory:
     """Moves tensors between ranks of one machine through a segment that they share."""
 
     def __init__(
         self,
-        segment: Segment, # allocated on all ranks
-        ranks: Sequence[int], # global ranks, by group rank, for errors
-        limit: float, # seconds that a peer may take
+        segment: Segment,  # allocated on all ranks
+        ranks: Sequence[int],  # global ranks, by group rank, for errors
+        limit: float,  # seconds that a peer may take
     ):
         self.segment, self.ranks, self.limit, self.pid = segment, ranks, limit, os.getpid()
-        self.outbox, self.inboxes = Outbox(segment), {peer: Inbox(segment, peer) for peer in segment.peers}
+        self.outbox, self.inboxes = (
+            Outbox(segment),
+            {peer: Inbox(segment, peer) for peer in segment.peers},
+        )
         self.numbers = itertools.count()
-        self.under_way: dict[int, Collective] = {} # by number
-        self.early: dict[int, list[tuple[int, int, Entry]]] = {} # blocks of collectives that this rank has not started
-        self.unpublished: deque[Collective] = deque() # in the order in which they were started
-        self.turned, self.sleeping, self.error = threading.Condition(), False, "" # error: why nothing moves any more
+        self.under_way: dict[int, Collective] = {}  # by number
+        self.early: dict[
+            int, list[tuple[int, int, Entry]]
+        ] = {}  # blocks of collectives that this rank has not started
+        self.unpublished: deque[Collective] = deque()  # in the order in which they were started
+        self.turned, self.sleeping, self.error = (
+            threading.Condition(),
+            False,
+            "",
+        )  # error: why nothing moves any more
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Iterator[None]:
         """Add each rank's part up, in the order of the ranks."""
@@ -500,35 +619,48 @@ class SharedMemory:
         return self._steps(AllGather(self.segment, next(self.numbers), parts))
 
     def close(self) -> None:
-        """Wake all that wait, here and on other ranks; they raise. A process that was forked leaves that to its parent."""
-        if self.pid != os.getpid() or self.error: return
+        """Wake all that wait, here and on other ranks; they raise. A process that was forked leaves
+        that to its parent."""
+        if self.pid != os.getpid() or self.error:
+            return
         self.error = "it was ended on this rank"
         self.segment.leave(self.outbox.count)
 
-    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None: # `sys` may be gone when the interpreter ends
-        if not ends(): self.close()
+    def __del__(
+        self, ends: Callable[[], bool] = sys.is_finalizing
+    ) -> None:  # `sys` may be gone when the interpreter ends
+        if not ends():
+            self.close()
 
     def _steps(self, collective: Collective) -> Iterator[None]:
         with self.turned:
             self._check()
             self.under_way[collective.number] = collective
             self.unpublished.append(collective)
-            for arrived in self.early.pop(collective.number, ()): self._deliver(*arrived)
+            for arrived in self.early.pop(collective.number, ()):
+                self._deliver(*arrived)
             self._advance()
-            if self.sleeping: self.segment.post(self.segment.layout.bell(self.segment.rank)) # there may be news for the thread that sleeps
+            if self.sleeping:
+                self.segment.post(
+                    self.segment.layout.bell(self.segment.rank)
+                )  # there may be news for the thread that sleeps
         yield
         deadline = time.monotonic() + self.limit
         while True:
             with self.turned:
                 self._check()
-                if self._advance(): deadline = time.monotonic() + self.limit
-                if collective.done: return
+                if self._advance():
+                    deadline = time.monotonic() + self.limit
+                if collective.done:
+                    return
                 if self.sleeping:
                     self.turned.wait(_NAP)
                     continue
-                if self._lost(collective, deadline): continue
+                if self._lost(collective, deadline):
+                    continue
                 self.sleeping = True
-            try: self.segment.sleep(_NAP)
+            try:
+                self.segment.sleep(_NAP)
             finally:
                 with self.turned:
                     self.sleeping = False
@@ -536,19 +668,25 @@ class SharedMemory:
 
     def _check(self) -> None:
         if self.pid != os.getpid():
-            raise RuntimeError(f"this process was forked from rank {self.ranks[self.segment.rank]} and cannot take part in its collectives; "
-                               "run them in the process that made the group")
-        if self.error: raise RuntimeError(self.error)
+            raise RuntimeError(
+                f"this process was forked from rank {self.ranks[self.segment.rank]} and cannot take"
+                " part in its collectives; run them in the process that made the group"
+            )
+        if self.error:
+            raise RuntimeError(self.error)
 
-    def _advance(self) -> bool: # False: nothing has changed
-        """Publish and read what can be, of all collectives. An exception in between ends the transport: what has moved is not known then."""
+    def _advance(self) -> bool:  # False: nothing has changed
+        """Publish and read what can be, of all collectives. An exception in between ends the
+        transport: what has moved is not known then."""
         advanced = False
         try:
             if not self.sleeping:
-                while self.segment.take(self.segment.layout.bell(self.segment.rank)): pass
+                while self.segment.take(self.segment.layout.bell(self.segment.rank)):
+                    pass
             while self._publish() | self._receive():
                 advanced = True
-                if self.outbox.count % _BATCH == 0: self.segment.ring()
+                if self.outbox.count % _BATCH == 0:
+                    self.segment.ring()
             self.segment.ring()
         except BaseException as error:
             self.close()
@@ -556,20 +694,27 @@ class SharedMemory:
             raise
         return advanced
 
-    def _publish(self) -> bool: # one block
-        if not self.unpublished: return False
+    def _publish(self) -> bool:  # one block
+        if not self.unpublished:
+            return False
         collective = self.unpublished[0]
         if collective.published < collective.blocks:
-            if self.outbox.unread(collective.published) >= _AHEAD: return False
-            if not self.outbox.publish(collective.outgoing(collective.published), collective.number, collective.topic): return False
+            if self.outbox.unread(collective.published) >= _AHEAD:
+                return False
+            if not self.outbox.publish(
+                collective.outgoing(collective.published), collective.number, collective.topic
+            ):
+                return False
             collective.published += 1
-        if collective.published == collective.blocks: self._forget(self.unpublished.popleft())
+        if collective.published == collective.blocks:
+            self._forget(self.unpublished.popleft())
         return True
 
     def _receive(self) -> bool:
         count = sum(inbox.count for inbox in self.inboxes.values())
         for peer, inbox in self.inboxes.items():
-            while block := inbox.take(): self._deliver(peer, *block)
+            while block := inbox.take():
+                self._deliver(peer, *block)
         return count < sum(inbox.count for inbox in self.inboxes.values())
 
     def _deliver(self, peer: int, sequence: int, entry: Entry) -> None:
@@ -579,26 +724,48 @@ class SharedMemory:
             self.early.setdefault(entry.number, []).append((peer, sequence, entry))
             return
         if entry.topic != collective.topic:
-            raise RuntimeError(f"rank {self.ranks[peer]} is at another collective, or at one of another size or dtype")
+            raise RuntimeError(
+                f"rank {self.ranks[peer]} is at another collective, or at one of another size or"
+                " dtype"
+            )
         collective.unknown -= 1
-        if peer not in collective.arrived: self.inboxes[peer].release(sequence)
+        if peer not in collective.arrived:
+            self.inboxes[peer].release(sequence)
         else:
             collective.arrived[peer].append((sequence, entry.offset))
-            for source, number in collective.read(): self.inboxes[source].release(number)
+            for source, number in collective.read():
+                self.inboxes[source].release(number)
         self._forget(collective)
 
-    def _forget(self, collective: Collective) -> None: # unless something of it is still to come
-        if collective.done and not collective.unknown: self.under_way.pop(collective.number, None)
+    def _forget(self, collective: Collective) -> None:  # unless something of it is still to come
+        if collective.done and not collective.unknown:
+            self.under_way.pop(collective.number, None)
 
-    def _lost(self, collective: Collective, deadline: float) -> bool: # True: look again
+    def _lost(self, collective: Collective, deadline: float) -> bool:  # True: look again
         """Raise if what a collective waits for will not come."""
-        absent = [peer for peer, count in collective.unread.items() if count and not collective.arrived[peer]]
-        if collective.published < collective.blocks: absent += [peer for peer, count in self.outbox.released.items() if count < self.outbox.count]
+        absent = [
+            peer
+            for peer, count in collective.unread.items()
+            if count and not collective.arrived[peer]
+        ]
+        if collective.published < collective.blocks:
+            absent += [
+                peer for peer, count in self.outbox.released.items() if count < self.outbox.count
+            ]
         ends = {peer: self.segment.end(peer) for peer in absent}
-        gone = [peer for peer, end in ends.items() if not self.segment.alive(peer) or (end is not None and end <= self.inboxes[peer].count)]
-        if gone and self._advance(): return True # its last words
-        if gone: self._fail(f"nothing came from rank {self.ranks[gone[0]]}, which has left the group or died")
-        if time.monotonic() > deadline: self._fail(f"nothing came from rank {self.ranks[absent[0]]} within {self.limit:g} s")
+        gone = [
+            peer
+            for peer, end in ends.items()
+            if not self.segment.alive(peer) or (end is not None and end <= self.inboxes[peer].count)
+        ]
+        if gone and self._advance():
+            return True  # its last words
+        if gone:
+            self._fail(
+                f"nothing came from rank {self.ranks[gone[0]]}, which has left the group or died"
+            )
+        if time.monotonic() > deadline:
+            self._fail(f"nothing came from rank {self.ranks[absent[0]]} within {self.limit:g} s")
         return False
 
     def _fail(self, error: str) -> None:
@@ -607,45 +774,76 @@ class SharedMemory:
         raise RuntimeError(error)
 
 # %% ../nbs/09a_shared_memory.ipynb #7963c5ed
-_RANKS = 256 # at most: each pair of ranks has two semaphores
+_RANKS = 256  # at most: each pair of ranks has two semaphores
 
-def _pool() -> int: # bytes
+
+def _pool() -> int:  # bytes
     text = os.environ.get("ZERO_NB_MEMORY_MB", str(_POOL))
-    if not text.isdecimal() or not int(text): raise OSError(f"ZERO_NB_MEMORY_MB must be a number of MB, 1 or more, got {text!r}")
+    if not text.isdecimal() or not int(text):
+        raise OSError(f"ZERO_NB_MEMORY_MB must be a number of MB, 1 or more, got {text!r}")
     return int(text) << 20
 
-def _place(pool: int) -> str: # bytes for the blocks of each rank
+
+def _place(pool: int) -> str:  # bytes for the blocks of each rank
     """Name this machine's shared memory, as this user and this process see it. The same name is no proof yet."""
     boot, folder = Path("/proc/sys/kernel/random/boot_id").read_text(), FOLDER.stat()
-    what = (boot, folder.st_dev, folder.st_ino, os.geteuid(), os.uname().machine, os.confstr("CS_GNU_LIBC_VERSION"), pool, BLOCK)
+    what = (
+        boot,
+        folder.st_dev,
+        folder.st_ino,
+        os.geteuid(),
+        os.uname().machine,
+        os.confstr("CS_GNU_LIBC_VERSION"),
+        pool,
+        BLOCK,
+    )
     return hashlib.sha256(repr(what).encode()).hexdigest()
 
+
 def connect(
-    meeting: Meeting, # of all ranks
+    meeting: Meeting,  # of all ranks
 ) -> SharedMemory:
     """Connect ranks that can share memory.
 
-    Raises `Unavailable` on all of them if one cannot: it is forbidden, ranks are on several machines, or there is too little memory."""
+    Raises `Unavailable` on all of them if one cannot: it is forbidden, ranks are on several
+    machines, or there is too little memory.
+    """
     rank, ranks, problem, place, pool = meeting.rank, meeting.ranks, refusal(), "", 0
-    if len(ranks) > _RANKS: problem = problem or f"{len(ranks)} ranks are more than {_RANKS}"
+    if len(ranks) > _RANKS:
+        problem = problem or f"{len(ranks)} ranks are more than {_RANKS}"
     try:
         pool = _pool()
         place = "" if problem else _place(pool)
-    except (OSError, ValueError) as error: problem = str(error)
-    first, token, who = (place, "", "") if problem else meeting.propose(f"{place}/{secrets.token_hex(16)}/{rank}").split("/")
-    if place != first: problem = f"it does not see the {FOLDER} that rank {ranks[int(who)]} sees, or differs in its user, C library or ZERO_NB_MEMORY_MB"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    first, token, who = (
+        (place, "", "")
+        if problem
+        else meeting.propose(f"{place}/{secrets.token_hex(16)}/{rank}").split("/")
+    )
+    if place != first:
+        problem = (
+            f"it does not see the {FOLDER} that rank {ranks[int(who)]} sees, or differs in its"
+            " user, C library or ZERO_NB_MEMORY_MB"
+        )
     _agree(meeting, problem)
-    if rank == 0: remove_stale()
+    if rank == 0:
+        remove_stale()
     transport = None
     try:
         segment = Segment(*open_together(token, rank, ranks), Layout(len(ranks), pool), rank)
         segment.allocate()
         transport = SharedMemory(segment, ranks, meeting.limit)
-    except OSError as error: problem = str(error)
-    _agree(meeting, problem) # until then a rank that failed keeps its lock, for which others may still look
+    except OSError as error:
+        problem = str(error)
+    _agree(
+        meeting, problem
+    )  # until then a rank that failed keeps its lock, for which others may still look
     assert transport is not None, "no rank has a problem"
     return transport
 
+
 def _agree(meeting: Meeting, problem: str) -> None:
     said = meeting.agree(f"rank {meeting.ranks[meeting.rank]}: {problem}" if problem else "")
-    if said: raise Unavailable(said)
+    if said:
+        raise Unavailable(said)

@@ -46,21 +46,31 @@ __all__ = ['OPTIMIZERS', 'INDENT', 'SKIP', 'PROMPTS', 'FREE', 'option', 'TrainCo
 
 # %% ../nbs/20_train.ipynb #7e4886ec
 def option(
-    default: Any, # its type is the option's type
-    words: str, # what `--help` says
-    least: float = -math.inf, # smallest allowed number
-    most: float = math.inf, # largest allowed number
-    choices: Iterable[str] = (), # allowed words; none: any
-) -> Any: # a dataclass field
+    default: Any,  # its type is the option's type
+    words: str,  # what `--help` says
+    least: float = -math.inf,  # smallest allowed number
+    most: float = math.inf,  # largest allowed number
+    choices: Iterable[str] = (),  # allowed words; none: any
+) -> Any:  # a dataclass field
     """Declare a field of `TrainConfig` with everything that its help and its check need."""
-    return field(default=default, metadata={"words": words, "least": least, "most": most, "choices": tuple(choices)})
+    return field(
+        default=default,
+        metadata={"words": words, "least": least, "most": most, "choices": tuple(choices)},
+    )
 
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = { # name: class, its settings
-    "adamw": (torch.optim.AdamW, {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}),
+
+OPTIMIZERS: dict[
+    str, tuple[type[torch.optim.Optimizer], dict[str, Any]]
+] = {  # name: class, its settings
+    "adamw": (
+        torch.optim.AdamW,
+        {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True},
+    ),
     "adam": (torch.optim.Adam, {"lr": 1.5e-3, "betas": (0.9, 0.95), "fused": True}),
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "fused": True}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "alpha": 0.95, "foreach": True}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "foreach": True})}
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "foreach": True}),
+}
 
 # %% ../nbs/20_train.ipynb #2f5c79cd
 @dataclass(frozen=True)
@@ -68,7 +78,9 @@ class TrainConfig:
     """Everything that decides a training run, the same on every rank."""
 
     steps: int = option(400, "train up to this step", 1)
-    horizon: int = option(0, "step at which the learning rate has fallen to its floor, where it stays; 0: --steps", 0)
+    horizon: int = option(
+        0, "step at which the learning rate has fallen to its floor, where it stays; 0: --steps", 0
+    )
     batch: int = option(4, "windows per rank and step", 1)
     block: int = option(128, "bytes in a window", 2)
     layers: int = option(4, "transformer blocks", 1)
@@ -82,87 +94,129 @@ class TrainConfig:
     eval_every: int = option(50, "steps between evaluations on held-out files", 1)
     save_every: int = option(100, "steps between checkpoints; there is always one at the end", 1)
     sample: int = option(240, "bytes to write for each prompt at the end", 0)
-    compare: bool = option(True, "train plain DDP beside it, with the same batches; --no-compare does not")
-    resume: bool = option(False, "continue the checkpoint in --out with its options; to a larger --steps, or as far again if it is complete")
+    compare: bool = option(
+        True, "train plain DDP beside it, with the same batches; --no-compare does not"
+    )
+    resume: bool = option(
+        False,
+        "continue the checkpoint in --out with its options; to a larger --steps, or as far again if it is complete",
+    )
     out: str = option("runs/train", "folder for checkpoint.pt, curve.png, samples.txt, report.json")
     data: str = option("", "folder of Python sources; by default the standard library's")
-    device: str = option("auto", "auto takes GPUs where there are any", choices=("auto", "cpu", "cuda"))
+    device: str = option(
+        "auto", "auto takes GPUs where there are any", choices=("auto", "cpu", "cuda")
+    )
     timeout: float = option(120.0, "seconds that a rank waits for the others", 1)
 
     def __post_init__(self) -> None:
-        if wrong := _problems(self): raise ValueError("; ".join(wrong))
+        if wrong := _problems(self):
+            raise ValueError("; ".join(wrong))
 
 # %% ../nbs/20_train.ipynb #1e34bfb1
-def _flag(name: str) -> str: return "--" + name.replace("_", "-")
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
 
 def _problem(name: str, value: Any, kind: str, rule: Any) -> str:
-    if type(value).__name__ != kind and (kind, type(value)) != ("float", int): return f"{_flag(name)} must be of type {kind}, got {value!r}"
-    if rule["choices"] and value not in rule["choices"]: return f"{_flag(name)} must be one of {', '.join(rule['choices'])}, got {value!r}"
-    if kind in ("int", "float") and not (rule["least"] <= value <= rule["most"] and math.isfinite(value)):
-        limits = f"at least {rule['least']:g}" if rule["most"] == math.inf else f"from {rule['least']:g} to {rule['most']:g}"
+    if type(value).__name__ != kind and (kind, type(value)) != ("float", int):
+        return f"{_flag(name)} must be of type {kind}, got {value!r}"
+    if rule["choices"] and value not in rule["choices"]:
+        return f"{_flag(name)} must be one of {', '.join(rule['choices'])}, got {value!r}"
+    if kind in ("int", "float") and not (
+        rule["least"] <= value <= rule["most"] and math.isfinite(value)
+    ):
+        limits = (
+            f"at least {rule['least']:g}"
+            if rule["most"] == math.inf
+            else f"from {rule['least']:g} to {rule['most']:g}"
+        )
         return f"{_flag(name)} must be {limits}, got {value}"
     return ""
 
+
 def _problems(config: TrainConfig) -> list[str]:
-    found = [_problem(f.name, getattr(config, f.name), str(f.type), f.metadata) for f in fields(config)]
-    if any(found): return [words for words in found if words]
-    if Path(config.out).exists() and not Path(config.out).is_dir(): return [f"--out must be a folder, and {config.out} is a file"]
+    found = [
+        _problem(f.name, getattr(config, f.name), str(f.type), f.metadata) for f in fields(config)
+    ]
+    if any(found):
+        return [words for words in found if words]
+    if Path(config.out).exists() and not Path(config.out).is_dir():
+        return [f"--out must be a folder, and {config.out} is a file"]
     even_heads = config.width % config.heads == 0 and config.width // config.heads % 2 == 0
-    return [] if even_heads else [f"--width must be an even multiple of --heads, got {config.width} for {config.heads} heads; "
-                                  f"--width {2 * config.heads * max(1, round(config.width / config.heads / 2))} would do"]
+    return (
+        []
+        if even_heads
+        else [
+            f"--width must be an even multiple of --heads, got {config.width} for {config.heads} heads; "
+            f"--width {2 * config.heads * max(1, round(config.width / config.heads / 2))} would do"
+        ]
+    )
 
 # %% ../nbs/20_train.ipynb #a96db1f9
-INDENT = b" " * 4 # becomes a tab
+INDENT = b" " * 4  # becomes a tab
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
 
 @dataclass(frozen=True)
 class Corpus:
     """Bytes to train on, bytes to evaluate on, and what identifies both."""
 
-    train: Tensor # uint8 [bytes]; a zero byte ends each file
-    held_out: Tensor # uint8 [bytes]
-    digest: str # the same on ranks that read the same text
+    train: Tensor  # uint8 [bytes]; a zero byte ends each file
+    held_out: Tensor  # uint8 [bytes]
+    digest: str  # the same on ranks that read the same text
+
 
 def read_corpus(
-    folder: str = "", # of Python sources; "": the standard library
-) -> Corpus: # one in twenty files is held out
+    folder: str = "",  # of Python sources; "": the standard library
+) -> Corpus:  # one in twenty files is held out
     """Read all `*.py` files in order of their paths, except tests and installed packages.
 
     Raises `ValueError` if there is too little."""
     root, paths = Path(folder or sysconfig.get_paths()["stdlib"]), list[Path]()
     for place, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in SKIP]  # os.walk descends into what is left
+        folders[:] = [
+            name for name in folders if name not in SKIP
+        ]  # os.walk descends into what is left
         paths += [Path(place, name) for name in names if name.endswith(".py")]
     parts: tuple[bytearray, bytearray] = bytearray(), bytearray()
     for name in sorted(path.relative_to(root).as_posix() for path in paths):
         with suppress(OSError):  # no permission, a broken link
-            parts[zlib.crc32(name.encode()) % 20 == 0].extend((root / name).read_bytes().replace(INDENT, b"\t") + b"\0")
+            parts[zlib.crc32(name.encode()) % 20 == 0].extend(
+                (root / name).read_bytes().replace(INDENT, b"\t") + b"\0"
+            )
     if min(map(len, parts)) < 1000:
-        raise ValueError(f"--data must hold some dozens of Python files, got {len(parts[0])} bytes to train on and {len(parts[1])} held out in {root}")
+        raise ValueError(
+            f"--data must hold some dozens of Python files, got {len(parts[0])} bytes to train on"
+            f" and {len(parts[1])} held out in {root}"
+        )
     train, held_out = (torch.frombuffer(part, dtype=torch.uint8) for part in parts)
     return Corpus(train, held_out, hashlib.sha256(b"|".join(parts)).hexdigest()[:16])
 
 # %% ../nbs/20_train.ipynb #3ecb9fdc
 def windows(
-    text: Tensor, # uint8 [bytes]
-    batch: int, # windows to draw
-    block: int, # bytes in each
-    *key: int | str, # what the draw depends on
-) -> Tensor: # int64 [batch, block + 1]: the inputs and, one place on, the targets
+    text: Tensor,  # uint8 [bytes]
+    batch: int,  # windows to draw
+    block: int,  # bytes in each
+    *key: int | str,  # what the draw depends on
+) -> Tensor:  # int64 [batch, block + 1]: the inputs and, one place on, the targets
     """Draw windows of the text at places that are a function of `key`."""
-    if len(text) <= block: raise ValueError(f"--block must be less than the {len(text)} bytes of text, got {block}")
+    if len(text) <= block:
+        raise ValueError(f"--block must be less than the {len(text)} bytes of text, got {block}")
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
-    starts = torch.randint(len(text) - block, (batch, 1), generator=torch.Generator().manual_seed(seed))
+    starts = torch.randint(
+        len(text) - block, (batch, 1), generator=torch.Generator().manual_seed(seed)
+    )
     return text[starts + torch.arange(block + 1)].long()
 
 # %% ../nbs/20_train.ipynb #23eb5f31
 def rotate(
-    x: Tensor, # [B, H, T, D]
-    angles: Tensor, # [T, D / 2]
-) -> Tensor: # [B, H, T, D]
+    x: Tensor,  # [B, H, T, D]
+    angles: Tensor,  # [T, D / 2]
+) -> Tensor:  # [B, H, T, D]
     """Turn each pair of numbers by its position's angle, so that a product of two depends on their distance."""
     (a, b), cos, sin = x.chunk(2, -1), angles.cos(), angles.sin()
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).type_as(x)
+
 
 class Block(nn.Module):
     """Attention and a two-layer network, each added to what comes in."""
@@ -171,13 +225,23 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.mix = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.qkv, self.mix = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
+        self.up, self.down = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor: # [B, T, C], [T, D / 2] -> [B, T, C]
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:  # [B, T, C], [T, D / 2] -> [B, T, C]
         """Mix positions, then numbers."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4) # each [B, H, T, D]
-        seen = F.scaled_dot_product_attention(rotate(q, angles), rotate(k, angles), v, is_causal=True)
+        q, k, v = (
+            self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )  # each [B, H, T, D]
+        seen = F.scaled_dot_product_attention(
+            rotate(q, angles), rotate(k, angles), v, is_causal=True
+        )
         x = x + self.mix(seen.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -192,40 +256,52 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(width)
         self.pairs = width // heads // 2
         for name, weight in self.named_parameters():
-            if name.endswith(("mix.weight", "down.weight")): nn.init.zeros_(weight)
-            elif weight.dim() == 2: nn.init.normal_(weight, std=0.02 if "embedding" in name else width ** -0.5)
+            if name.endswith(("mix.weight", "down.weight")):
+                nn.init.zeros_(weight)
+            elif weight.dim() == 2:
+                nn.init.normal_(weight, std=0.02 if "embedding" in name else width**-0.5)
 
-    def forward(self, text: Tensor) -> Tensor: # int64 [B, T] -> [B, T, 256]
+    def forward(self, text: Tensor) -> Tensor:  # int64 [B, T] -> [B, T, 256]
         """Predict the next byte at every place: logits."""
         x = self.embedding(text)
         place, pair = (torch.arange(n, device=text.device) for n in (text.shape[1], self.pairs))
-        angles = torch.outer(place, 10_000 ** (-pair / self.pairs)) # [T, D / 2]: the first pairs turn fast, the last slowly
-        for block in self.blocks: x = block(x, angles)
+        angles = torch.outer(
+            place, 10_000 ** (-pair / self.pairs)
+        )  # [T, D / 2]: the first pairs turn fast, the last slowly
+        for block in self.blocks:
+            x = block(x, angles)
         return F.linear(self.norm(x), self.embedding.weight)
 
 # %% ../nbs/20_train.ipynb #707e900d
 def learning_rate(
-    config: TrainConfig, # its warm-up and horizon count
-    step: int, # from 0
-) -> float: # a factor of the peak
+    config: TrainConfig,  # its warm-up and horizon count
+    step: int,  # from 0
+) -> float:  # a factor of the peak
     """Rise in a line, fall in half a cosine to a twentieth, stay there."""
     horizon = config.horizon or config.steps
     rise = (step + 1) / max(1, config.warmup * horizon)
     fall = (1 + math.cos(math.pi * min(1, step / horizon))) / 2
     return min(1, rise) * (0.05 + 0.95 * fall)
 
+
 def _optimizer(config: TrainConfig, model: nn.Module, sharded: bool) -> torch.optim.Optimizer:
     """Make the optimizer; gains of norms, which are vectors, do not decay."""
     kind, settings = OPTIMIZERS[config.optimizer]
     settings = settings | ({"lr": config.lr} if config.lr else {})
-    groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.dim() > 1]},
-                                    {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
-    return ZeroRedundancyOptimizer(groups, kind, **settings) if sharded else kind(groups, **settings)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return (
+        ZeroRedundancyOptimizer(groups, kind, **settings) if sharded else kind(groups, **settings)
+    )
 
 # %% ../nbs/20_train.ipynb #172d356d
 def _clock(device: torch.device) -> float:
-    if device.type == "cuda": torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
+
 
 class Side:
     """A model in training: DDP around it, its optimizer, its schedule."""
@@ -237,44 +313,71 @@ class Side:
             self.model = GPT(config.layers, config.width, config.heads).to(device)
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.optimizer = _optimizer(config, self.model, sharded)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: learning_rate(config, step))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate(config, step)
+        )
 
-    def loss(self, module: nn.Module, batch: Tensor) -> Tensor: # int64 [B, T + 1] -> []
+    def loss(self, module: nn.Module, batch: Tensor) -> Tensor:  # int64 [B, T + 1] -> []
         """Give the mean of the batch's losses, in nats per byte."""
         batch = batch.to(self.device, non_blocking=True)
         half = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
-        with torch.autocast("cuda", torch.bfloat16) if half else nullcontext(): logits = module(batch[:, :-1])
+        with torch.autocast("cuda", torch.bfloat16) if half else nullcontext():
+            logits = module(batch[:, :-1])
         return F.cross_entropy(logits.float().transpose(1, 2), batch[:, 1:])
 
-    def train(self, batch: Tensor) -> tuple[Tensor, float, float]: # -> loss [], seconds of the iteration, seconds of `step` in it
+    def train(
+        self, batch: Tensor
+    ) -> tuple[
+        Tensor, float, float
+    ]:  # -> loss [], seconds of the iteration, seconds of `step` in it
         """Train on one batch."""
         start = _clock(self.device)
         loss = self.loss(self.ddp, batch)
         loss.backward()
-        if self.config.clip: nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        if self.config.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         before = _clock(self.device)
         self.optimizer.step()
         end = _clock(self.device)
         self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=False)  # the gradients stay where DDP reduces them, and can be measured
+        self.optimizer.zero_grad(
+            set_to_none=False
+        )  # the gradients stay where DDP reduces them, and can be measured
         return loss.detach(), end - start, end - before
 
 # %% ../nbs/20_train.ipynb #a39ac017
 def held(
-    tensors: Iterable[Tensor], # may share storages
-) -> int: # bytes
+    tensors: Iterable[Tensor],  # may share storages
+) -> int:  # bytes
     """Count the memory behind some tensors."""
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
+
 def _held_by(side: Side) -> dict[str, int]:
-    local = getattr(side.optimizer, "optim", side.optimizer)  # of a sharded optimizer: what it steps on this rank
-    state = [value for values in local.state.values() for value in values.values() if isinstance(value, Tensor)]
+    local = getattr(
+        side.optimizer, "optim", side.optimizer
+    )  # of a sharded optimizer: what it steps on this rank
+    state = [
+        value
+        for values in local.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor)
+    ]
     parameters = list(side.model.parameters())
-    return {"parameters": held(parameters), "gradients": held(p.grad for p in parameters if p.grad is not None), "optimizer state": held(state)}
+    return {
+        "parameters": held(parameters),
+        "gradients": held(p.grad for p in parameters if p.grad is not None),
+        "optimizer state": held(state),
+    }
+
 
 def _apart(sides: Sequence[Side]) -> tuple[float, float]:
-    """Give the largest difference of two sides' parameters, and the largest in terms of the largest number in its parameter."""
-    pairs = [((p - q).abs().max().item(), q.abs().max().item()) for p, q in zip(*(s.model.parameters() for s in sides), strict=True)]
+    """Give the largest difference of two sides' parameters, and the largest in terms of the largest
+    number in its parameter."""
+    pairs = [
+        ((p - q).abs().max().item(), q.abs().max().item())
+        for p, q in zip(*(s.model.parameters() for s in sides), strict=True)
+    ]
     return max(d for d, _ in pairs), max(d / max(size, 1e-30) for d, size in pairs)
 
 # %% ../nbs/20_train.ipynb #aec37580
@@ -282,17 +385,23 @@ def _apart(sides: Sequence[Side]) -> tuple[float, float]:
 class Report:
     """What one rank saw and measured; the losses are means over all ranks."""
 
-    rank: int # global
+    rank: int  # global
     world_size: int
     device: str
-    tokens: int # per step, of all ranks
-    parameters: int # of the model, numbers
-    losses: dict[str, dict[int, float]] # side: step: nats per byte
-    held_out: dict[str, dict[int, float]] # side: steps taken: nats per byte
-    seconds: dict[str, list[tuple[float, float]]] # side: iteration and the optimizer's step in it, in this run
-    memory: dict[str, dict[str, int]] = field(default_factory=dict) # side: what: bytes
-    apart: tuple[float, float] = (0.0, 0.0) # largest difference of the sides' parameters, absolute and relative
-    samples: list[str] = field(default_factory=list) # what the model wrote
+    tokens: int  # per step, of all ranks
+    parameters: int  # of the model, numbers
+    losses: dict[str, dict[int, float]]  # side: step: nats per byte
+    held_out: dict[str, dict[int, float]]  # side: steps taken: nats per byte
+    seconds: dict[
+        str, list[tuple[float, float]]
+    ]  # side: iteration and the optimizer's step in it, in this run
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)  # side: what: bytes
+    apart: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # largest difference of the sides' parameters, absolute and relative
+    samples: list[str] = field(default_factory=list)  # what the model wrote
+
 
 def _mean(value: Tensor, group: Group) -> float:
     """Average over the ranks; they are also in step after it."""
@@ -300,82 +409,142 @@ def _mean(value: Tensor, group: Group) -> float:
     group.all_reduce(value)
     return value.item() / group.size
 
+
 def _evaluate(side: Side, text: Tensor, group: Group) -> float:
     batch = windows(text, 16, side.config.block, "held out", side.config.seed, group.global_rank)
-    with torch.no_grad(): return _mean(side.loss(side.model, batch), group)
+    with torch.no_grad():
+        return _mean(side.loss(side.model, batch), group)
 
 # %% ../nbs/20_train.ipynb #9432e69b
 PROMPTS = ("import ", "class ", "\tdef __init__(self", "\tfor ")
 
+
 @torch.no_grad()
 def write(
-    model: nn.Module, # int64 [B, T] -> [B, T, 256]
-    prompts: Sequence[str], # what the texts begin with
-    length: int, # bytes to add to each
-    block: int, # bytes the model looks back
-    seed: int, # of the choices
-    temperature: float = 0.7, # below 1 prefers what is likely
+    model: nn.Module,  # int64 [B, T] -> [B, T, 256]
+    prompts: Sequence[str],  # what the texts begin with
+    length: int,  # bytes to add to each
+    block: int,  # bytes the model looks back
+    seed: int,  # of the choices
+    temperature: float = 0.7,  # below 1 prefers what is likely
 ) -> list[str]:
     """Let a model continue some texts, byte by byte."""
-    if not prompts or not length: return []
+    if not prompts or not length:
+        return []
     longest, choices = max(map(len, prompts)), torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt.rjust(longest, "\n").encode()) for prompt in prompts])
     device = next(model.parameters()).device
     for _ in range(length):
-        chances = (model(text[:, -block:].to(device))[:, -1].float().cpu() / temperature).softmax(-1)
+        chances = (model(text[:, -block:].to(device))[:, -1].float().cpu() / temperature).softmax(
+            -1
+        )
         text = torch.cat([text, torch.multinomial(chances, 1, generator=choices)], 1)
-    return [bytes(row).decode(errors="replace").lstrip("\n").replace("\t", INDENT.decode()) for row in text.tolist()]
+    return [
+        bytes(row).decode(errors="replace").lstrip("\n").replace("\t", INDENT.decode())
+        for row in text.tolist()
+    ]
 
 # %% ../nbs/20_train.ipynb #bc5d0941
-FREE = {"steps", "eval_every", "save_every", "sample", "compare", "resume", "out", "data", "device", "timeout"} # a resumed run may change these
+FREE = {
+    "steps",
+    "eval_every",
+    "save_every",
+    "sample",
+    "compare",
+    "resume",
+    "out",
+    "data",
+    "device",
+    "timeout",
+}  # a resumed run may change these
+
 
 def save_checkpoint(
-    side: Side, # whose model and optimizer
-    report: Report, # with the losses so far
-    step: int, # steps taken
-    group: Group, # all its ranks call this
+    side: Side,  # whose model and optimizer
+    report: Report,  # with the losses so far
+    step: int,  # steps taken
+    group: Group,  # all its ranks call this
 ) -> None:
     """Collect the optimizer's state on the group's first rank, which writes `checkpoint.pt`."""
-    if isinstance(side.optimizer, ZeroRedundancyOptimizer): side.optimizer.consolidate_state_dict(to=0)
-    if group.group_rank: return
+    if isinstance(side.optimizer, ZeroRedundancyOptimizer):
+        side.optimizer.consolidate_state_dict(to=0)
+    if group.group_rank:
+        return
     path = Path(side.config.out, "checkpoint.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
     config = asdict(replace(side.config, horizon=side.config.horizon or side.config.steps))
-    torch.save({"format": 1, "config": config, "step": step, "model": side.model.state_dict(), "optimizer": side.optimizer.state_dict(),
-                "schedule": side.schedule.state_dict(), "losses": report.losses, "held_out": report.held_out}, path.with_suffix(".part"))
+    torch.save(
+        {
+            "format": 1,
+            "config": config,
+            "step": step,
+            "model": side.model.state_dict(),
+            "optimizer": side.optimizer.state_dict(),
+            "schedule": side.schedule.state_dict(),
+            "losses": report.losses,
+            "held_out": report.held_out,
+        },
+        path.with_suffix(".part"),
+    )
     os.replace(path.with_suffix(".part"), path)
+
 
 def _load(side: Side, state: dict[str, Any]) -> None:
     side.model.load_state_dict(state["model"])
-    side.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # an optimizer keeps the tensors it is given, and there are two
+    side.optimizer.load_state_dict(
+        deepcopy(state["optimizer"])
+    )  # an optimizer keeps the tensors it is given, and there are two
     side.schedule.load_state_dict(state["schedule"])
 
 # %% ../nbs/20_train.ipynb #6da64e69
-_PARTS = {"format": int, "config": dict, "step": int, "model": dict, "optimizer": dict, "schedule": dict, "losses": dict, "held_out": dict}
+_PARTS = {
+    "format": int,
+    "config": dict,
+    "step": int,
+    "model": dict,
+    "optimizer": dict,
+    "schedule": dict,
+    "losses": dict,
+    "held_out": dict,
+}
+
 
 def _unlike(
-    found: Any, # part of a checkpoint
-    expected: Any, # what this program would have written there
-    where: str, # its name, for errors
-) -> str: # "" if they are alike
+    found: Any,  # part of a checkpoint
+    expected: Any,  # what this program would have written there
+    where: str,  # its name, for errors
+) -> str:  # "" if they are alike
     """Say what the first difference in keys, types, shapes or dtypes is; numbers may differ."""
     if isinstance(expected, Tensor):
         kind = f"a tensor of shape {tuple(expected.shape)} and {expected.dtype}"
-        if not isinstance(found, Tensor): return f"{where} must be {kind}, got {type(found).__name__}"
-        same = found.shape == expected.shape and found.dtype == expected.dtype and found.layout == expected.layout
+        if not isinstance(found, Tensor):
+            return f"{where} must be {kind}, got {type(found).__name__}"
+        same = (
+            found.shape == expected.shape
+            and found.dtype == expected.dtype
+            and found.layout == expected.layout
+        )
         return "" if same else f"{where} must be {kind}, got {tuple(found.shape)} and {found.dtype}"
-    alike = type(found) is type(expected) or (isinstance(found, dict) and isinstance(expected, dict))
+    alike = type(found) is type(expected) or (
+        isinstance(found, dict) and isinstance(expected, dict)
+    )
     number = type(expected) in (int, float) and type(found) in (int, float)
-    if not (alike or number): return f"{where} must be of type {type(expected).__name__}, got {type(found).__name__}"
-    if isinstance(expected, dict): # of any class: a module's is ordered
-        if missing := [key for key in expected if key not in found]: return f"{where} lacks {missing[0]!r}"
-        if strange := [key for key in found if key not in expected]: return f"{where} has {strange[0]!r}, which does not belong there"
+    if not (alike or number):
+        return f"{where} must be of type {type(expected).__name__}, got {type(found).__name__}"
+    if isinstance(expected, dict):  # of any class: a module's is ordered
+        if missing := [key for key in expected if key not in found]:
+            return f"{where} lacks {missing[0]!r}"
+        if strange := [key for key in found if key not in expected]:
+            return f"{where} has {strange[0]!r}, which does not belong there"
         pairs = [(found[key], expected[key], f"{where}[{key!r}]") for key in expected]
     elif isinstance(expected, (list, tuple)):
-        if len(found) != len(expected): return f"{where} must have {len(expected)} items, got {len(found)}"
+        if len(found) != len(expected):
+            return f"{where} must have {len(expected)} items, got {len(found)}"
         pairs = [(found[i], expected[i], f"{where}[{i}]") for i in range(len(expected))]
-    else: pairs = []
+    else:
+        pairs = []
     return next((words for pair in pairs if (words := _unlike(*pair))), "")
+
 
 def _expected(config: TrainConfig, model: GPT) -> dict[str, Any]:
     """Give the optimizer's and the schedule's state after one step, on zeros."""
@@ -389,124 +558,210 @@ def _expected(config: TrainConfig, model: GPT) -> dict[str, Any]:
     schedule.step()
     return {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
 
-def _curves(value: Any) -> bool: # losses of one or both sides by step
-    return isinstance(value, dict) and all(name in ("zero_nb", "plain DDP") and isinstance(curve, dict) and
-                                           all(type(k) is int and type(v) is float for k, v in curve.items()) for name, curve in value.items())
 
-def _check_checkpoint(state: Any, out: str) -> str: # "" if all is right
+def _curves(value: Any) -> bool:  # losses of one or both sides by step
+    return isinstance(value, dict) and all(
+        name in ("zero_nb", "plain DDP")
+        and isinstance(curve, dict)
+        and all(type(k) is int and type(v) is float for k, v in curve.items())
+        for name, curve in value.items()
+    )
+
+
+def _check_checkpoint(state: Any, out: str) -> str:  # "" if all is right
     """Say what is wrong with a checkpoint."""
-    if not isinstance(state, dict) or type(state.get("format")) is not int or state["format"] != 1: return "it is not a checkpoint of this program"
-    if words := _unlike(dict.fromkeys(state), dict.fromkeys(_PARTS), "it"): return words
+    if not isinstance(state, dict) or type(state.get("format")) is not int or state["format"] != 1:
+        return "it is not a checkpoint of this program"
+    if words := _unlike(dict.fromkeys(state), dict.fromkeys(_PARTS), "it"):
+        return words
     for key, kind in _PARTS.items():
-        if not isinstance(state[key], kind): return f"{key} must be of type {kind.__name__}, got {type(state[key]).__name__}"
+        if not isinstance(state[key], kind):
+            return f"{key} must be of type {kind.__name__}, got {type(state[key]).__name__}"
     options = asdict(TrainConfig())
-    if words := _unlike(state["config"], options, "config"): return words
-    try: config = TrainConfig(**{**state["config"], "out": out, "data": ""})
-    except ValueError as error: return f"config: {error}"
-    if state["step"] < 1: return f"step must be at least 1, got {state['step']}"
-    if config.layers > len(state["model"]): return f"model is too small for {config.layers} layers"
-    with torch.device("meta"), torch.random.fork_rng(devices=[]): model = GPT(config.layers, config.width, config.heads)
-    if words := _unlike(state["model"], model.state_dict(), "model"): return words
+    if words := _unlike(state["config"], options, "config"):
+        return words
+    try:
+        config = TrainConfig(**{**state["config"], "out": out, "data": ""})
+    except ValueError as error:
+        return f"config: {error}"
+    if state["step"] < 1:
+        return f"step must be at least 1, got {state['step']}"
+    if config.layers > len(state["model"]):
+        return f"model is too small for {config.layers} layers"
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model = GPT(config.layers, config.width, config.heads)
+    if words := _unlike(state["model"], model.state_dict(), "model"):
+        return words
     expected = _expected(config, model)
     for key in expected:
-        if words := _unlike(state[key], expected[key], key): return words
-    return next((f"{name} must be numbers by step, for each side" for name in ("losses", "held_out") if not _curves(state[name])), "")
+        if words := _unlike(state[key], expected[key], key):
+            return words
+    return next(
+        (
+            f"{name} must be numbers by step, for each side"
+            for name in ("losses", "held_out")
+            if not _curves(state[name])
+        ),
+        "",
+    )
 
 # %% ../nbs/20_train.ipynb #b43a10e8
 def read_checkpoint(
-    out: str, # folder
-) -> dict[str, Any]: # what `save_checkpoint` wrote
+    out: str,  # folder
+) -> dict[str, Any]:  # what `save_checkpoint` wrote
     """Read `checkpoint.pt`, on the CPU and without running code from it.
 
     Raises `ValueError` if it is missing, damaged or not ours."""
     path = Path(out, "checkpoint.pt")
-    if not path.is_file(): raise ValueError(f"--resume needs a checkpoint, and there is no {path}; train without --resume first, or name its folder with --out")
-    try: state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error: raise ValueError(f"{path} is damaged, or no checkpoint ({type(error).__name__}); train without --resume") from error
-    if words := _check_checkpoint(state, out): raise ValueError(f"{path} cannot be continued: {words}; train without --resume")
+    if not path.is_file():
+        raise ValueError(
+            f"--resume needs a checkpoint, and there is no {path}; train without --resume first, or"
+            " name its folder with --out"
+        )
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{path} is damaged, or no checkpoint ({type(error).__name__}); train without --resume"
+        ) from error
+    if words := _check_checkpoint(state, out):
+        raise ValueError(f"{path} cannot be continued: {words}; train without --resume")
     return state
 
+
 def configured(
-    given: dict[str, Any], # fields of a `TrainConfig` that somebody chose
+    given: dict[str, Any],  # fields of a `TrainConfig` that somebody chose
 ) -> TrainConfig:
-    """Complete a choice: from the checkpoint if it says `resume`, from the defaults otherwise. Folders are never taken from a checkpoint.
+    """Complete a choice: from the checkpoint if it says `resume`, from the defaults otherwise.
+    Folders are never taken from a checkpoint.
 
     Raises `ValueError` for what cannot be, or cannot be continued."""
     chosen = TrainConfig(**given)
-    if not chosen.resume: return chosen
+    if not chosen.resume:
+        return chosen
     state = read_checkpoint(chosen.out)
     old, step, path = state["config"], state["step"], Path(chosen.out, "checkpoint.pt")
-    if old["data"] and "data" not in given: raise ValueError(f"{path} was trained on --data {old['data']}; say so again, or name another folder with --data")
+    if old["data"] and "data" not in given:
+        raise ValueError(
+            f"{path} was trained on --data {old['data']}; say so again, or name another folder with"
+            " --data"
+        )
     for name, value in given.items():
         if name not in FREE and value != old[name]:
-            raise ValueError(f"{_flag(name)} is {old[name]} in {path}, got {value}; leave it out to continue, or train without --resume")
+            raise ValueError(
+                f"{_flag(name)} is {old[name]} in {path}, got {value}; leave it out to continue, or"
+                " train without --resume"
+            )
     steps = given.get("steps", old["steps"] if old["steps"] > step else step + old["horizon"])
-    if steps <= step: raise ValueError(f"--steps must be more than the {step} that {path} has, got {steps}")
-    own = {name: getattr(chosen, name) for name in ("out", "data", "device", "timeout")} # of this machine and its user
+    if steps <= step:
+        raise ValueError(f"--steps must be more than the {step} that {path} has, got {steps}")
+    own = {
+        name: getattr(chosen, name) for name in ("out", "data", "device", "timeout")
+    }  # of this machine and its user
     return TrainConfig(**{**old, **own, **given, "steps": steps})
 
 # %% ../nbs/20_train.ipynb #180c7210
 def check_devices(
-    device: str, # "auto", "cpu" or "cuda"
-    nproc: int, # ranks on this machine
-) -> int: # GPUs to use; 0: train on the CPU
+    device: str,  # "auto", "cpu" or "cuda"
+    nproc: int,  # ranks on this machine
+) -> int:  # GPUs to use; 0: train on the CPU
     """Say how many GPUs there are for these ranks.
 
     Raises `ValueError` if they are too few."""
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    if device == "cuda" and not gpus: raise ValueError("--device cuda needs a GPU, and torch sees none; use --device cpu")
-    if 0 < gpus < nproc: raise ValueError(f"--nproc must be at most {gpus}, the GPUs of this machine, got {nproc}; --device cpu runs {nproc} ranks anyway")
+    if device == "cuda" and not gpus:
+        raise ValueError("--device cuda needs a GPU, and torch sees none; use --device cpu")
+    if 0 < gpus < nproc:
+        raise ValueError(
+            f"--nproc must be at most {gpus}, the GPUs of this machine, got {nproc}; --device cpu"
+            f" runs {nproc} ranks anyway"
+        )
     return gpus
+
 
 @contextmanager
 def joined(config: TrainConfig) -> Iterator[torch.device]:
     """Be in a process group, and give this rank's device."""
-    local, gpus = int(os.environ.get("LOCAL_RANK", 0)), check_devices(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    local, gpus = (
+        int(os.environ.get("LOCAL_RANK", 0)),
+        check_devices(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1))),
+    )
     device = torch.device("cuda", local) if gpus else torch.device("cpu")
-    if gpus: torch.cuda.set_device(device)
+    if gpus:
+        torch.cuda.set_device(device)
     if dist.is_initialized():
         yield device
         return
-    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=config.timeout), **alone)
+    alone: dict[str, Any] = (
+        {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=config.timeout), **alone
+    )
     yield device
     dist.destroy_process_group()  # not after an error: the others may never answer
 
 # %% ../nbs/20_train.ipynb #e0e271a9
 def prepared(
-    config: TrainConfig, # this rank's
-    group: Group, # all its ranks call this
-) -> tuple[Corpus, dict[str, Any] | None]: # the text; the checkpoint to resume
+    config: TrainConfig,  # this rank's
+    group: Group,  # all its ranks call this
+) -> tuple[Corpus, dict[str, Any] | None]:  # the text; the checkpoint to resume
     """Read what training starts from, and make sure that all ranks start from the same."""
     error, corpus, state = None, None, None
     try:
         corpus = read_corpus(config.data)
         windows(corpus.held_out, 1, config.block)
         state = read_checkpoint(config.out) if config.resume else None
-    except ValueError as caught: error = caught
-    lines = [f"{_flag(name)} {value}" for name, value in asdict(config).items() if name not in ("out", "data")]
-    lines += [f"text with digest {corpus and corpus.digest}", f"checkpoint of step {state and state['step']}"]
+    except ValueError as caught:
+        error = caught
+    lines = [
+        f"{_flag(name)} {value}"
+        for name, value in asdict(config).items()
+        if name not in ("out", "data")
+    ]
+    lines += [
+        f"text with digest {corpus and corpus.digest}",
+        f"checkpoint of step {state and state['step']}",
+    ]
     agree(group, "the training to do", lines, error)
     assert corpus is not None, "agree raises where reading failed"
     return corpus, state
 
 # %% ../nbs/20_train.ipynb #d8a7f4e5
 def extra(
-    *names: str, # of packages
+    *names: str,  # of packages
 ) -> None:
     """Raise an `ImportError` that says what to install if one of the packages is missing."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing: raise ImportError(f"training with pictures needs {' and '.join(missing)}: pip install 'zero_nb[train]'")
+    if missing:
+        raise ImportError(
+            f"training with pictures needs {' and '.join(missing)}: pip install 'zero_nb[train]'"
+        )
+
 
 class Display:
     """What a person sees of a run that goes on."""
 
     def __init__(self, config: TrainConfig, first: int, shown: bool):
         self.config, self.bar, self.say = config, None, print if shown else lambda line: None
-        if not (shown and sys.stdout.isatty()): return
+        if not (shown and sys.stdout.isatty()):
+            return
         extra("rich")
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-        self.bar = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[words]}"), TimeRemainingColumn())
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        self.bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[words]}"),
+            TimeRemainingColumn(),
+        )
         self.say = self.bar.console.print
         self.task = self.bar.add_task("", total=config.steps, completed=first, words="")
         self.bar.start()
@@ -514,129 +769,234 @@ class Display:
     def update(self, step: int, report: Report) -> None:
         """Show the state after `step` steps."""
         loss, rate = report.losses["zero_nb"][step], tokens_per_second(report)
-        if self.bar: self.bar.update(self.task, completed=step, words=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
-        if step not in report.held_out["zero_nb"]: return
-        held_out = "  ".join(f"{name} {at[step]:.4f}" for name, at in report.held_out.items() if step in at)
-        self.say(f"step {step:>5} of {self.config.steps}  loss {loss:.4f}  on held-out files: {held_out}  {rate:,.0f} tokens/s")
+        if self.bar:
+            self.bar.update(
+                self.task, completed=step, words=f"loss {loss:.3f}  {rate:,.0f} tokens/s"
+            )
+        if step not in report.held_out["zero_nb"]:
+            return
+        held_out = "  ".join(
+            f"{name} {at[step]:.4f}" for name, at in report.held_out.items() if step in at
+        )
+        self.say(
+            f"step {step:>5} of {self.config.steps}  loss {loss:.4f}  on held-out files: {held_out}"
+            f"  {rate:,.0f} tokens/s"
+        )
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        if self.bar: self.bar.stop()
+        if self.bar:
+            self.bar.stop()
 
 # %% ../nbs/20_train.ipynb #5283ecdd
 def tokens_per_second(
-    report: Report, # of any rank
-) -> float: # of all ranks, the sharded side alone
+    report: Report,  # of any rank
+) -> float:  # of all ranks, the sharded side alone
     """Give the speed over the last twenty steps."""
     return report.tokens / statistics.median(whole for whole, _ in report.seconds["zero_nb"][-20:])
 
+
 def train_rank(
-    config: TrainConfig, # the same on every rank
-) -> Report: # of this rank
+    config: TrainConfig,  # the same on every rank
+) -> Report:  # of this rank
     """Train, as one rank of however many there are; rank 0 writes checkpoints."""
     with joined(config) as device:
         group = Group()
         corpus, state = prepared(config, group)
-        sides = {name: Side(config, device, sharded=name == "zero_nb") for name in (["zero_nb", "plain DDP"] if config.compare else ["zero_nb"])}
+        sides = {
+            name: Side(config, device, sharded=name == "zero_nb")
+            for name in (["zero_nb", "plain DDP"] if config.compare else ["zero_nb"])
+        }
         if state:
-            for side in sides.values(): _load(side, state)
+            for side in sides.values():
+                _load(side, state)
         report, first = _started(sides, group, device, state), state["step"] if state else 0
         display = Display(config, first, group.global_rank == 0)
         try:
-            for step in range(first, config.steps): _take(step, sides, corpus, report, group, display)
-        finally: display.close()
+            for step in range(first, config.steps):
+                _take(step, sides, corpus, report, group, display)
+        finally:
+            display.close()
         _finish(sides, report, group)
     return report
 
 # %% ../nbs/20_train.ipynb #b219f291
-def _started(sides: dict[str, Side], group: Group, device: torch.device, state: dict[str, Any] | None) -> Report:
+def _started(
+    sides: dict[str, Side], group: Group, device: torch.device, state: dict[str, Any] | None
+) -> Report:
     config, past = sides["zero_nb"].config, state or {"losses": {}, "held_out": {}}
-    losses, held_out = ({name: dict(past[what].get(name, {})) for name in sides} for what in ("losses", "held_out"))
+    losses, held_out = (
+        {name: dict(past[what].get(name, {})) for name in sides} for what in ("losses", "held_out")
+    )
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     numbers = sum(p.numel() for p in sides["zero_nb"].model.parameters())
-    return Report(group.global_rank, group.size, kind, group.size * config.batch * config.block, numbers, losses, held_out, {name: [] for name in sides})
+    return Report(
+        group.global_rank,
+        group.size,
+        kind,
+        group.size * config.batch * config.block,
+        numbers,
+        losses,
+        held_out,
+        {name: [] for name in sides},
+    )
 
-def _take(step: int, sides: dict[str, Side], corpus: Corpus, report: Report, group: Group, display: Display) -> None:
+
+def _take(
+    step: int,
+    sides: dict[str, Side],
+    corpus: Corpus,
+    report: Report,
+    group: Group,
+    display: Display,
+) -> None:
     config = sides["zero_nb"].config
-    batch = windows(corpus.train, config.batch, config.block, "train", config.seed, step, group.global_rank)
+    batch = windows(
+        corpus.train, config.batch, config.block, "train", config.seed, step, group.global_rank
+    )
     done, last = step + 1, step + 1 == config.steps
     for name in sorted(sides, reverse=step % 2 == 0):
         loss, *seconds = sides[name].train(batch)
         report.seconds[name].append((seconds[0], seconds[1]))
         report.losses[name][done] = _mean(loss, group)
     if done % config.eval_every == 0 or last:
-        for name, side in sides.items(): report.held_out[name][done] = _evaluate(side, corpus.held_out, group)
-    if done % config.save_every == 0 or last: save_checkpoint(sides["zero_nb"], report, done, group)
+        for name, side in sides.items():
+            report.held_out[name][done] = _evaluate(side, corpus.held_out, group)
+    if done % config.save_every == 0 or last:
+        save_checkpoint(sides["zero_nb"], report, done, group)
     display.update(done, report)
+
 
 def _finish(sides: dict[str, Side], report: Report, group: Group) -> None:
     config, model = sides["zero_nb"].config, sides["zero_nb"].model
     report.memory = {name: _held_by(side) for name, side in sides.items()}
-    if config.compare: report.apart = _apart(list(sides.values()))
-    report.samples = write(model, PROMPTS[group.global_rank::group.size], config.sample, config.block, config.seed)
+    if config.compare:
+        report.apart = _apart(list(sides.values()))
+    report.samples = write(
+        model, PROMPTS[group.global_rank :: group.size], config.sample, config.block, config.seed
+    )
 
 # %% ../nbs/20_train.ipynb #0d49e585
 def _paired(reports: Sequence[Report], which: int) -> dict[str, float]:
     """Divide the sides' times step by step, all ranks together."""
-    pairs = [a[which] / b[which] for r in reports for a, b in zip(r.seconds["zero_nb"], r.seconds["plain DDP"], strict=True)]
+    pairs = [
+        a[which] / b[which]
+        for r in reports
+        for a, b in zip(r.seconds["zero_nb"], r.seconds["plain DDP"], strict=True)
+    ]
     tenths = statistics.quantiles(pairs, n=10) if len(pairs) > 1 else pairs * 9
-    return {"median": statistics.median(pairs), "lowest tenth below": tenths[0], "highest tenth above": tenths[-1]}
+    return {
+        "median": statistics.median(pairs),
+        "lowest tenth below": tenths[0],
+        "highest tenth above": tenths[-1],
+    }
+
 
 def measured(
-    reports: Sequence[Report], # of all ranks
-) -> dict[str, Any]: # plain numbers, for `report.json`
+    reports: Sequence[Report],  # of all ranks
+) -> dict[str, Any]:  # plain numbers, for `report.json`
     """Bring together what the ranks measured."""
     first, state = reports[0], "optimizer state"
-    numbers: dict[str, Any] = {"world size": first.world_size, "device": first.device, "parameters": first.parameters, "tokens per step": first.tokens,
-                               "tokens per second": tokens_per_second(first), "losses": first.losses, "held-out losses": first.held_out,
-                               "bytes by rank": [report.memory for report in reports]}
-    if "plain DDP" not in first.memory: return numbers
+    numbers: dict[str, Any] = {
+        "world size": first.world_size,
+        "device": first.device,
+        "parameters": first.parameters,
+        "tokens per step": first.tokens,
+        "tokens per second": tokens_per_second(first),
+        "losses": first.losses,
+        "held-out losses": first.held_out,
+        "bytes by rank": [report.memory for report in reports],
+    }
+    if "plain DDP" not in first.memory:
+        return numbers
     both = first.losses["zero_nb"].keys() & first.losses["plain DDP"].keys()
     return numbers | {
-        "state, zero_nb / plain DDP": max(r.memory["zero_nb"][state] for r in reports) / max(1, first.memory["plain DDP"][state]),
-        "step time, zero_nb / plain DDP": _paired(reports, 0), "optimizer step alone, zero_nb / plain DDP": _paired(reports, 1),
-        "largest parameter difference": max(r.apart[0] for r in reports), "largest relative parameter difference": max(r.apart[1] for r in reports),
-        "largest loss difference": max(abs(first.losses["zero_nb"][step] - first.losses["plain DDP"][step]) for step in both)}
+        "state, zero_nb / plain DDP": max(r.memory["zero_nb"][state] for r in reports)
+        / max(1, first.memory["plain DDP"][state]),
+        "step time, zero_nb / plain DDP": _paired(reports, 0),
+        "optimizer step alone, zero_nb / plain DDP": _paired(reports, 1),
+        "largest parameter difference": max(r.apart[0] for r in reports),
+        "largest relative parameter difference": max(r.apart[1] for r in reports),
+        "largest loss difference": max(
+            abs(first.losses["zero_nb"][step] - first.losses["plain DDP"][step]) for step in both
+        ),
+    }
 
 # %% ../nbs/20_train.ipynb #cfd2c3f6
 def table(
-    reports: Sequence[Report], # of all ranks
+    reports: Sequence[Report],  # of all ranks
 ) -> str:
     """Set the memory of every rank, and what differs between the sides, as text."""
     extra("rich")
     from rich.console import Console
     from rich.table import Table
-    numbers, sides, kinds = measured(reports), list(reports[0].memory), ("parameters", "gradients", "optimizer state")
-    grid = Table("rank", *(f"{kind}\n{side}" for side in sides for kind in kinds), title="MB on each rank", title_justify="left")
-    for column in grid.columns: column.justify = "right"
-    for report in reports: grid.add_row(str(report.rank), *(f"{report.memory[side][kind] / 1e6:.2f}" for side in sides for kind in kinds))
+
+    numbers, sides, kinds = (
+        measured(reports),
+        list(reports[0].memory),
+        ("parameters", "gradients", "optimizer state"),
+    )
+    grid = Table(
+        "rank",
+        *(f"{kind}\n{side}" for side in sides for kind in kinds),
+        title="MB on each rank",
+        title_justify="left",
+    )
+    for column in grid.columns:
+        column.justify = "right"
+    for report in reports:
+        grid.add_row(
+            str(report.rank),
+            *(f"{report.memory[side][kind] / 1e6:.2f}" for side in sides for kind in kinds),
+        )
     text = io.StringIO()
-    console = Console(width=120, force_jupyter=False, force_terminal=False, no_color=True, file=text)
+    console = Console(
+        width=120, force_jupyter=False, force_terminal=False, no_color=True, file=text
+    )
     console.print(grid)
     for what, value in numbers.items():
         if isinstance(value, dict) and "median" in value:
             tenths = f"{value['lowest tenth below']:.2f} to {value['highest tenth above']:.2f}"
-            console.print(f"{what}: {value['median']:.2f} (median of paired ratios; eight tenths of them {tenths})", highlight=False)
-        elif "/" in what: console.print(f"{what}: {value:.4f}", highlight=False)
-        elif "difference" in what: console.print(f"{what}: {value:.2g}", highlight=False)
+            console.print(
+                f"{what}: {value['median']:.2f} (median of paired ratios; eight tenths of them {tenths})",
+                highlight=False,
+            )
+        elif "/" in what:
+            console.print(f"{what}: {value:.4f}", highlight=False)
+        elif "difference" in what:
+            console.print(f"{what}: {value:.2g}", highlight=False)
     return "".join(line.rstrip() + "\n" for line in text.getvalue().splitlines())
 
 # %% ../nbs/20_train.ipynb #d11dace2
 def draw_losses(
-    report: Report, # any rank's
-    file: Any, # path or binary stream; a PNG
+    report: Report,  # any rank's
+    file: Any,  # path or binary stream; a PNG
 ) -> None:
     """Draw the losses of both sides, one on top of the other."""
     extra("matplotlib")
     from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7.5, 4), dpi=72, layout="constrained")
     axes = figure.subplots()
-    looks: dict[str, dict[str, Any]] = {"plain DDP": {"color": "#f4b183", "linewidth": 5}, "zero_nb": {"color": "#1f4e79", "linewidth": 1}}
+    looks: dict[str, dict[str, Any]] = {
+        "plain DDP": {"color": "#f4b183", "linewidth": 5},
+        "zero_nb": {"color": "#1f4e79", "linewidth": 1},
+    }
     for name in [name for name in looks if name in report.losses]:
         axes.plot(*zip(*report.losses[name].items(), strict=True), label=name, **looks[name])
-        axes.plot(*zip(*report.held_out[name].items(), strict=True), "o", markersize=looks[name]["linewidth"] + 5, color=looks[name]["color"],
-                  markeredgecolor="white", label=f"{name}, held-out files")
-    axes.set(xlabel="step", ylabel="loss, nats per byte", title=f"{report.parameters:,} parameters on {report.world_size} ranks")
+        axes.plot(
+            *zip(*report.held_out[name].items(), strict=True),
+            "o",
+            markersize=looks[name]["linewidth"] + 5,
+            color=looks[name]["color"],
+            markeredgecolor="white",
+            label=f"{name}, held-out files",
+        )
+    axes.set(
+        xlabel="step",
+        ylabel="loss, nats per byte",
+        title=f"{report.parameters:,} parameters on {report.world_size} ranks",
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
     axes.legend(frameon=False)
@@ -644,28 +1004,49 @@ def draw_losses(
 
 # %% ../nbs/20_train.ipynb #2caf3dd1
 def add_arguments(
-    parser: argparse.ArgumentParser, # gets an option for each field of `TrainConfig`
+    parser: argparse.ArgumentParser,  # gets an option for each field of `TrainConfig`
 ) -> None:
     """Describe the options of a training; only those that are given appear in the result."""
     kinds: dict[str, Any] = {"int": int, "float": float, "str": str}
     for f in fields(TrainConfig):
         words, choices = f.metadata["words"], f.metadata["choices"]
-        if choices: words += f": {', '.join(choices)}"
-        if f.default != "": words += f" (default {'yes' if f.default is True else 'no' if f.default is False else f.default})"
+        if choices:
+            words += f": {', '.join(choices)}"
+        if f.default != "":
+            words += f" (default {'yes' if f.default is True else 'no' if f.default is False else f.default})"
         if f.type == "bool":
-            parser.add_argument(_flag(f.name), action="store_true", default=argparse.SUPPRESS, help=words)
-            parser.add_argument(_flag(f"no_{f.name}"), dest=f.name, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        else: parser.add_argument(_flag(f.name), type=kinds[str(f.type)], default=argparse.SUPPRESS, metavar=str(f.type).upper(), help=words)
+            parser.add_argument(
+                _flag(f.name), action="store_true", default=argparse.SUPPRESS, help=words
+            )
+            parser.add_argument(
+                _flag(f"no_{f.name}"),
+                dest=f.name,
+                action="store_false",
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
+        else:
+            parser.add_argument(
+                _flag(f.name),
+                type=kinds[str(f.type)],
+                default=argparse.SUPPRESS,
+                metavar=str(f.type).upper(),
+                help=words,
+            )
+
 
 class _Parser(argparse.ArgumentParser):
     """A parser of which rank 0 speaks for all."""
 
     def print_help(self, file: Any = None) -> None:
-        if os.environ.get("RANK", "0") == "0": super().print_help(file)
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0": self.exit(2, f"{self.prog}: error: {message} (--help lists all options)\n")
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0": threading.Event().wait() # for the launcher
+        if os.environ.get("RANK", "0") == "0":
+            self.exit(2, f"{self.prog}: error: {message} (--help lists all options)\n")
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+            threading.Event().wait()  # for the launcher
         self.exit(2)
 
 # %% ../nbs/20_train.ipynb #c7f8b219
@@ -680,41 +1061,59 @@ def _train(config: TrainConfig) -> None:
     except RuntimeError:
         time.sleep(1)
         raise
-    if reports: leave([Report(**report) for report in reports], Path(config.out))
+    if reports:
+        leave([Report(**report) for report in reports], Path(config.out))
+
 
 def leave(
-    reports: Sequence[Report], # of all ranks
-    out: Path, # folder
+    reports: Sequence[Report],  # of all ranks
+    out: Path,  # folder
 ) -> None:
     """Write the curve, the samples and the numbers, and print the table."""
     out.mkdir(parents=True, exist_ok=True)
     draw_losses(reports[0], out / "curve.png")
     samples = [sample for report in reports for sample in report.samples]
     (out / "samples.txt").write_text("\n\n----\n\n".join(samples) + "\n", encoding="utf-8")
-    (out / "report.json").write_text(json.dumps(measured(reports), indent=1) + "\n", encoding="utf-8")
+    (out / "report.json").write_text(
+        json.dumps(measured(reports), indent=1) + "\n", encoding="utf-8"
+    )
     print(table(reports), f"in {out}: checkpoint.pt, curve.png, samples.txt, report.json", sep="\n")
 
 # %% ../nbs/20_train.ipynb #b0457086
 def _follow_launcher() -> None:
     """End this rank when its launcher is gone, and end without a traceback when the launcher is interrupted."""
+
     def watch(launcher: int) -> None:
-        while os.getppid() == launcher: time.sleep(0.5)
+        while os.getppid() == launcher:
+            time.sleep(0.5)
         os._exit(1)
+
     threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Be one rank: read the options, train, and on rank 0 leave the results."""
-    if "TORCHELASTIC_RUN_ID" in os.environ: _follow_launcher()
-    parser = _Parser(prog="zero_nb.train", allow_abbrev=False, description="One rank of the main job; torchrun starts it, or `zero-nb train`, or you, alone.")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _follow_launcher()
+    parser = _Parser(
+        prog="zero_nb.train",
+        allow_abbrev=False,
+        description="One rank of the main job; torchrun starts it, or `zero-nb train`, or you, alone.",
+    )
     add_arguments(parser)
     try:
         config = configured(vars(parser.parse_args(argv)))
         check_devices(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    except ValueError as error: parser.error(str(error))
-    try: _train(config)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        _train(config)
     except (Exception, KeyboardInterrupt):
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ: raise
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            raise
         os._exit(1)  # at once: the process group may wait for ranks that are gone
 
-if __name__ == "__main__" and "__file__" in globals(): main()  # a program that runs, not this notebook
+
+if __name__ == "__main__" and "__file__" in globals():
+    main()  # a program that runs, not this notebook

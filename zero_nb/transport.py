@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING: from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # %% auto #0
 __all__ = ['Connect', 'Transport', 'Meeting', 'Unavailable', 'register', 'connect']
@@ -19,29 +20,35 @@ class Transport(Protocol):
 
     def reduce_scatter(
         self,
-        parts: Sequence[Tensor], # 1-D and contiguous, on the CPU; one for each rank, perhaps of unequal sizes
-    ) -> Iterator[None]: # starts before its first `yield`; at the end this rank's part is the sum, and the others are as they were
+        parts: Sequence[
+            Tensor
+        ],  # 1-D and contiguous, on the CPU; one for each rank, perhaps of unequal sizes
+    ) -> Iterator[
+        None
+    ]:  # starts before its first `yield`; at the end this rank's part is the sum, and the others are as they were
         """Add each rank's part up. All ranks call it in the same order; calls may be under way together."""
         ...
 
     def all_gather(
         self,
-        parts: Sequence[Tensor], # as for `reduce_scatter`
-    ) -> Iterator[None]: # starts before its first `yield`; at the end each rank has all parts
+        parts: Sequence[Tensor],  # as for `reduce_scatter`
+    ) -> Iterator[None]:  # starts before its first `yield`; at the end each rank has all parts
         """Bring this rank's part to all ranks."""
         ...
 
     def close(self) -> None:
-        """End it: threads of this process that wait raise `RuntimeError`, and so do peers that wait for this rank. Never waits itself."""
+        """End it: threads of this process that wait raise `RuntimeError`, and so do peers that wait
+        for this rank. Never waits itself."""
         ...
 
 # %% ../nbs/08_transport.ipynb #8250cf0e
 class Meeting(Protocol):
-    """How the ranks of a group come to know how they can reach each other. Each call costs a rank a few short requests, whatever the number of ranks."""
+    """How the ranks of a group come to know how they can reach each other. Each call costs a rank a
+    few short requests, whatever the number of ranks."""
 
-    rank: int # of this process, in the group
-    ranks: tuple[int, ...] # global ranks, by group rank, for errors
-    limit: float # seconds that a peer may take
+    rank: int  # of this process, in the group
+    ranks: tuple[int, ...]  # global ranks, by group rank, for errors
+    limit: float  # seconds that a peer may take
 
     def propose(self, text: str) -> str:
         """Give, on every rank, the text of the rank that came first. Does not wait."""
@@ -51,27 +58,36 @@ class Meeting(Protocol):
         """Wait for all ranks. Gives "" on all ranks if no rank refuses, else what one of them refuses with."""
         ...
 
+
 class Unavailable(Exception):
     """A transport cannot serve a group; raised on all its ranks, with the reason."""
 
 # %% ../nbs/08_transport.ipynb #d1b9a803
-Connect = Callable[[Meeting], Transport] # raises `Unavailable` on all ranks if it cannot serve them
+Connect = Callable[
+    [Meeting], Transport
+]  # raises `Unavailable` on all ranks if it cannot serve them
 
 _REGISTERED: dict[str, Connect] = {}
 
+
 def register(
-    name: str, # for the log; one that is registered already is replaced
-    connect: Connect, # called by all ranks of a group, when it first moves a tensor
+    name: str,  # for the log; one that is registered already is replaced
+    connect: Connect,  # called by all ranks of a group, when it first moves a tensor
 ) -> None:
     """Offer a transport to all groups that connect from now on; the first that can serve a group does."""
     _REGISTERED[name] = connect
 
+
 def connect(
-    meeting: Meeting, # all ranks of a group are in it, with the same transports registered
-) -> tuple[Transport | None, str]: # the first that serves the group; what is to be said about it in the log
+    meeting: Meeting,  # all ranks of a group are in it, with the same transports registered
+) -> tuple[
+    Transport | None, str
+]:  # the first that serves the group; what is to be said about it in the log
     """Find a transport for a group."""
     refusals = []
     for name, attempt in _REGISTERED.items():
-        try: return attempt(meeting), f"moves tensors by {name}"
-        except Unavailable as error: refusals.append(f"{name} cannot be used: {error}") # noqa: PERF203
+        try:
+            return attempt(meeting), f"moves tensors by {name}"
+        except Unavailable as error:  # noqa: PERF203
+            refusals.append(f"{name} cannot be used: {error}")
     return None, "; ".join(["sends messages", *refusals])

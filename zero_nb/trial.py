@@ -28,66 +28,103 @@ __all__ = ['TRIAL_STEPS', 'small_shapes', 'SmallGroup', 'small_groups', 'Trial',
 
 # %% ../nbs/12c_trial.ipynb #52eb82ea
 _SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
-    0: ((), ()), 1: ((8,), (6,)), 2: ((8, 6), (6, 10)), 3: ((4, 3, 5), (2, 6, 3)), 4: ((4, 3, 3, 3), (2, 4, 3, 3))}
+    0: ((), ()),
+    1: ((8,), (6,)),
+    2: ((8, 6), (6, 10)),
+    3: ((4, 3, 5), (2, 6, 3)),
+    4: ((4, 3, 3, 3), (2, 4, 3, 3)),
+}
+
 
 def small_shapes(dim: int) -> Sequence[tuple[int, ...]]:
     """Give the shapes of two small tensors with so many dimensions."""
     return _SHAPES.get(dim) or ((2,) * dim, (3, *(2,) * (dim - 1)))
 
+
 @dataclass(frozen=True)
 class SmallGroup:
     """A param group in little: the user's options, and small tensors of the kinds that the group has."""
 
-    options: dict[str, Any] # without parameters
-    dims: tuple[int, ...] # numbers of dimensions of its parameters
+    options: dict[str, Any]  # without parameters
+    dims: tuple[int, ...]  # numbers of dimensions of its parameters
     is_complex: bool = False
 
-    def tensors(self, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> list[Tensor]:
+    def tensors(
+        self, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    ) -> list[Tensor]:
         """Make two tensors of each kind, with random values."""
         kind = dtype.to_complex() if self.is_complex else dtype
-        return [torch.randn(shape, dtype=kind, generator=generator, device="cpu").to(device) for dim in self.dims for shape in small_shapes(dim)]
+        return [
+            torch.randn(shape, dtype=kind, generator=generator, device="cpu").to(device)
+            for dim in self.dims
+            for shape in small_shapes(dim)
+        ]
+
 
 def small_groups(
-    param_groups: Sequence[dict[str, Any]], # as `torch.optim.Optimizer.param_groups`
-    most: int = 4, # so many are tried
+    param_groups: Sequence[dict[str, Any]],  # as `torch.optim.Optimizer.param_groups`
+    most: int = 4,  # so many are tried
 ) -> list[SmallGroup]:
     """Make small groups of param groups; of those that differ in numbers such as `lr` alone, one is enough."""
     found: dict[str, SmallGroup] = {}
     for group in param_groups:
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        text = str({k: v for k, v in options.items() if type(v) is not float and not isinstance(v, Tensor)})
+        text = str(
+            {k: v for k, v in options.items() if type(v) is not float and not isinstance(v, Tensor)}
+        )
         params = [p for p in group["params"] if p.numel()]
         params = [p for p in params if p.requires_grad] or params
         for is_complex in (False, True):
             dims = tuple(sorted({p.dim() for p in params if p.is_complex() is is_complex}))
-            if dims: found.setdefault(f"{text} {dims} {is_complex}", SmallGroup(options, dims, is_complex))
+            if dims:
+                found.setdefault(
+                    f"{text} {dims} {is_complex}", SmallGroup(options, dims, is_complex)
+                )
     return [*found.values()][:most]
 
 # %% ../nbs/12c_trial.ipynb #bea3d7cb
 TRIAL_STEPS = 12
 
-def _fresh(options: dict[str, Any]) -> dict[str, Any]: # an optimizer may write into its options
-    return {k: deepcopy(v) if isinstance(v, (Tensor, list, dict)) else v for k, v in options.items()}
 
-def _row(tensors: Sequence[Tensor]) -> Tensor: return torch.cat([t.reshape(-1) for t in tensors])
+def _fresh(options: dict[str, Any]) -> dict[str, Any]:  # an optimizer may write into its options
+    return {
+        k: deepcopy(v) if isinstance(v, (Tensor, list, dict)) else v for k, v in options.items()
+    }
+
+
+def _row(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
 
 @dataclass(frozen=True, eq=False)
 class Trial:
     """Small groups with first values and gradients, and the class of optimizers that is to step them."""
 
     optimizer_class: Any
-    defaults: dict[str, Any] # options for all groups
+    defaults: dict[str, Any]  # options for all groups
     groups: list[SmallGroup]
-    values: list[list[Tensor]] # of each group
-    gradients: list[list[list[Tensor]]] # of each step, of each group
+    values: list[list[Tensor]]  # of each group
+    gradients: list[list[list[Tensor]]]  # of each step, of each group
 
-    def train(self, groups: Sequence[SmallGroup], values: list[list[Tensor]], gradients: list[list[list[Tensor]]]) -> list[list[Tensor]]:
+    def train(
+        self,
+        groups: Sequence[SmallGroup],
+        values: list[list[Tensor]],
+        gradients: list[list[list[Tensor]]],
+    ) -> list[list[Tensor]]:
         """Step tensors with one optimizer, and give what became of them."""
         params = [[Parameter(value.clone()) for value in of_group] for of_group in values]
-        optim = self.optimizer_class([{**_fresh(group.options), "params": ps} for group, ps in zip(groups, params, strict=True)], **_fresh(self.defaults))
+        optim = self.optimizer_class(
+            [
+                {**_fresh(group.options), "params": ps}
+                for group, ps in zip(groups, params, strict=True)
+            ],
+            **_fresh(self.defaults),
+        )
         for given in gradients:
             for ps, grads in zip(params, given, strict=True):
-                for p, grad in zip(ps, grads, strict=True): p.grad = grad.clone()
+                for p, grad in zip(ps, grads, strict=True):
+                    p.grad = grad.clone()
             optim.step()
         return [[p.detach() for p in ps] for ps in params]
 
@@ -97,116 +134,217 @@ class Trial:
 
     def apart(self) -> list[list[Tensor]]:
         """Step each tensor with an optimizer of its own, as if each belonged to another rank."""
-        return [[self.train([group], [[value]], [[[step[g][i]]] for step in self.gradients])[0][0] for i, value in enumerate(values)]
-                for g, (group, values) in enumerate(zip(self.groups, self.values, strict=True))]
+        return [
+            [
+                self.train([group], [[value]], [[[step[g][i]]] for step in self.gradients])[0][0]
+                for i, value in enumerate(values)
+            ]
+            for g, (group, values) in enumerate(zip(self.groups, self.values, strict=True))
+        ]
 
     def cut(self) -> list[list[Tensor]]:
-        """Lay the tensors of each group side by side and cut them in two; step each part with an optimizer of its own, as with `shard="even"`."""
-        return [[torch.cat([*map(self._part, (g, g), (slice(at := int(0.4 * sum(map(Tensor.numel, values)))), slice(at, None)))])]
-                for g, values in enumerate(self.values)]
+        """Lay the tensors of each group side by side and cut them in two; step each part with an
+        optimizer of its own, as with `shard="even"`."""
+        return [
+            [
+                torch.cat(
+                    [
+                        *map(
+                            self._part,
+                            (g, g),
+                            (
+                                slice(at := int(0.4 * sum(map(Tensor.numel, values)))),
+                                slice(at, None),
+                            ),
+                        )
+                    ]
+                )
+            ]
+            for g, values in enumerate(self.values)
+        ]
 
     def _part(self, g: int, where: slice) -> Tensor:
-        return self.train([self.groups[g]], [[_row(self.values[g])[where]]], [[[_row(step[g])[where]]] for step in self.gradients])[0][0]
+        return self.train(
+            [self.groups[g]],
+            [[_row(self.values[g])[where]]],
+            [[[_row(step[g])[where]]] for step in self.gradients],
+        )[0][0]
 
 # %% ../nbs/12c_trial.ipynb #b45be1b4
 def make_trial(
     optimizer_class: Any,
-    defaults: dict[str, Any], # options for all groups
+    defaults: dict[str, Any],  # options for all groups
     groups: list[SmallGroup],
     dtype: torch.dtype = torch.float64,
-    device: torch.device = torch.device("cpu"), # noqa: B008
+    device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Trial:
     """Draw values and gradients, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     values = [group.tensors(dtype, device, generator) for group in groups]
     sizes = [(1.0, 10.0, 0.1)[t % 3] for t in range(TRIAL_STEPS)]
-    gradients = [[[grad * size * (1 + i) for i, grad in enumerate(group.tensors(dtype, device, generator))] for group in groups] for size in sizes]
+    gradients = [
+        [
+            [
+                grad * size * (1 + i)
+                for i, grad in enumerate(group.tensors(dtype, device, generator))
+            ]
+            for group in groups
+        ]
+        for size in sizes
+    ]
     return Trial(optimizer_class, defaults, groups, values, gradients)
 
-def difference(trial: Trial, one: list[list[Tensor]], other: list[list[Tensor]]) -> float: # 0.0 if it may be rounding
+
+def difference(
+    trial: Trial, one: list[list[Tensor]], other: list[list[Tensor]]
+) -> float:  # 0.0 if it may be rounding
     """Compare what became of the tensors of each group; in relation to the largest change in the group."""
     worst = 0.0
     for before, a, b in zip(trial.values, map(_row, one), map(_row, other), strict=True):
-        change, apart, eps = (a - _row(before)).abs().max().item(), (a - b).abs().max().item(), torch.finfo(a.dtype).eps
-        if not apart <= max(1e-5, eps**0.5) * change + 16 * eps * a.abs().max().item(): worst = max(worst, apart / change if change else float("inf"))
+        change, apart, eps = (
+            (a - _row(before)).abs().max().item(),
+            (a - b).abs().max().item(),
+            torch.finfo(a.dtype).eps,
+        )
+        if not apart <= max(1e-5, eps**0.5) * change + 16 * eps * a.abs().max().item():
+            worst = max(worst, apart / change if change else float("inf"))
     return worst
 
 # %% ../nbs/12c_trial.ipynb #ab2f1adc
-def _random_states(device: torch.device) -> tuple[Any, ...]: # of the generators that belong to nobody
+def _random_states(
+    device: torch.device,
+) -> tuple[Any, ...]:  # of the generators that belong to nobody
     numpy = sys.modules.get("numpy")
-    on_device = torch.get_device_module(device).get_rng_state(device).tolist() if device.type != "cpu" else []
-    in_numpy = [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()] if numpy else []
+    on_device = (
+        torch.get_device_module(device).get_rng_state(device).tolist()
+        if device.type != "cpu"
+        else []
+    )
+    in_numpy = (
+        [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()]
+        if numpy
+        else []
+    )
     return torch.get_rng_state().tolist(), on_device, random.getstate(), in_numpy
+
 
 @contextlib.contextmanager
 def _without_hooks() -> Iterator[None]:
     """Take away the user's hooks for all optimizers."""
-    hooks = [vars(sys.modules[torch.optim.Optimizer.__module__]).get(f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
+    hooks = [
+        vars(sys.modules[torch.optim.Optimizer.__module__]).get(
+            f"_global_optimizer_{when}_hooks", {}
+        )
+        for when in ("pre", "post")
+    ]
     kept = [dict(of_when) for of_when in hooks]
-    for of_when in hooks: of_when.clear()
-    try: yield
+    for of_when in hooks:
+        of_when.clear()
+    try:
+        yield
     finally:
-        for of_when, before in zip(hooks, kept, strict=True): of_when.update(before)
+        for of_when, before in zip(hooks, kept, strict=True):
+            of_when.update(before)
+
 
 @contextlib.contextmanager
 def leaving_alone(device: torch.device) -> Iterator[None]:
-    """Put random states back after the block, call no hooks of the user's in it, and let nobody see what is printed or warned of in it."""
+    """Put random states back after the block, call no hooks of the user's in it, and let nobody see
+    what is printed or warned of in it."""
     numpy, devices = sys.modules.get("numpy"), [] if device.type == "cpu" else [device]
     in_python, in_numpy = random.getstate(), numpy.random.get_state() if numpy else None
-    with (torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), warnings.catch_warnings(), _disable_current_modes(), _without_hooks(),
-          contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())):
+    with (
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+        warnings.catch_warnings(),
+        _disable_current_modes(),
+        _without_hooks(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         warnings.simplefilter("ignore")
-        try: yield
+        try:
+            yield
         finally:
             random.setstate(in_python)
-            if numpy: numpy.random.set_state(in_numpy)
+            if numpy:
+                numpy.random.set_state(in_numpy)
 
 # %% ../nbs/12c_trial.ipynb #e316ea6b
 def _judge(trial: Trial, cuts: bool, device: torch.device) -> str:
     before = _random_states(device)
     together = trial.together()
-    if before != _random_states(device): return "draws random numbers, and each rank draws other ones"
-    if not all(t.isfinite().all() for ts in together for t in ts): return "steps small tensors to values that are not finite, so it cannot be tried"
-    ways = [("together with others and alone", trial.apart), *([("whole and cut (shard='even'; try shard='whole')", trial.cut)] if cuts else [])]
+    if before != _random_states(device):
+        return "draws random numbers, and each rank draws other ones"
+    if not all(t.isfinite().all() for ts in together for t in ts):
+        return "steps small tensors to values that are not finite, so it cannot be tried"
+    ways = [
+        ("together with others and alone", trial.apart),
+        *([("whole and cut (shard='even'; try shard='whole')", trial.cut)] if cuts else []),
+    ]
     for what, step in ways:
-        try: found = difference(trial, together, step())
-        except Exception as error: return f"steps a parameter differently {what}: {type(error).__name__}: {error!s:.300}"
-        if found: return f"steps a parameter differently {what}: after {TRIAL_STEPS} steps of small tensors the difference is {found:.2g} of what they changed"
+        try:
+            found = difference(trial, together, step())
+        except Exception as error:
+            return f"steps a parameter differently {what}: {type(error).__name__}: {error!s:.300}"
+        if found:
+            return (
+                f"steps a parameter differently {what}: after {TRIAL_STEPS} steps of small tensors"
+                f" the difference is {found:.2g} of what they changed"
+            )
     return ""
+
 
 def try_class(
     optimizer_class: Any,
-    defaults: dict[str, Any], # options for all groups
+    defaults: dict[str, Any],  # options for all groups
     groups: list[SmallGroup],
-    cuts: bool, # whether parameters are cut between ranks
-    dtype: torch.dtype = torch.float32, # where float64 does not do
-    device: torch.device = torch.device("cpu"), # noqa: B008
-) -> str: # what was found; empty: each parameter is stepped by itself
+    cuts: bool,  # whether parameters are cut between ranks
+    dtype: torch.dtype = torch.float32,  # where float64 does not do
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> str:  # what was found; empty: each parameter is stepped by itself
     """Find out by trial whether a class of optimizers may be sharded."""
     with leaving_alone(device):
-        try: return _judge(make_trial(optimizer_class, defaults, groups, torch.float64, device), cuts, device)
-        except Exception: # not in float64
-            try: return _judge(make_trial(optimizer_class, defaults, groups, dtype, device), cuts, device)
-            except Exception as error: return f"cannot be tried on small tensors of the kinds that it is given: {type(error).__name__}: {error!s:.300}"
+        try:
+            return _judge(
+                make_trial(optimizer_class, defaults, groups, torch.float64, device), cuts, device
+            )
+        except Exception:  # not in float64
+            try:
+                return _judge(
+                    make_trial(optimizer_class, defaults, groups, dtype, device), cuts, device
+                )
+            except Exception as error:
+                return (
+                    "cannot be tried on small tensors of the kinds that it is given:"
+                    f" {type(error).__name__}: {error!s:.300}"
+                )
 
 # %% ../nbs/12c_trial.ipynb #58678ad6
-_FOUND: WeakKeyDictionary[type, dict[str, str]] = WeakKeyDictionary() # by class and by what was tried
-_MOST = 16 # findings kept for a class
+_FOUND: WeakKeyDictionary[type, dict[str, str]] = (
+    WeakKeyDictionary()
+)  # by class and by what was tried
+_MOST = 16  # findings kept for a class
+
 
 def find_trouble(
     optimizer_class: Any,
-    defaults: dict[str, Any], # options for all groups
-    param_groups: Sequence[dict[str, Any]], # that the class steps, with their parameters
-    cuts: bool, # whether parameters are cut between ranks
-) -> str: # what was found; empty: each parameter is stepped by itself
+    defaults: dict[str, Any],  # options for all groups
+    param_groups: Sequence[dict[str, Any]],  # that the class steps, with their parameters
+    cuts: bool,  # whether parameters are cut between ranks
+) -> str:  # what was found; empty: each parameter is stepped by itself
     """Try a class of optimizers, unless that was done before."""
     groups = small_groups(param_groups)
-    if not groups: return ""
+    if not groups:
+        return ""
     first = next(p for group in param_groups for p in group["params"] if p.numel())
     device = torch.device("cpu") if first.is_meta or isinstance(first, FakeTensor) else first.device
     dtype = first.dtype.to_real() if first.is_complex() else first.dtype
-    known, key = _FOUND.setdefault(optimizer_class, {}), f"{defaults} {groups} {cuts} {dtype} {device}"
+    known, key = (
+        _FOUND.setdefault(optimizer_class, {}),
+        f"{defaults} {groups} {cuts} {dtype} {device}",
+    )
     if key not in known:
-        if len(known) >= _MOST: known.pop(next(iter(known)))
+        if len(known) >= _MOST:
+            known.pop(next(iter(known)))
         known[key] = try_class(optimizer_class, defaults, groups, cuts, dtype, device)
     return known[key]
