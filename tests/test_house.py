@@ -1,0 +1,247 @@
+"""The house rules of classes, functions and statements, with the list of what still breaks them.
+
+`tests/house_exceptions.json` names every offender; the list may only shrink, and is to be empty.
+After mending one, `python tests/test_house.py --write` takes its name off the list.
+"""
+
+import ast
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "zero_nb"
+STORED = Path(__file__).with_name("house_exceptions.json")
+TORCHS = {"grad", "data", "requires_grad", "__class__"}  # attributes that torch's objects have too
+MAKERS = {"__init__", "__post_init__", "__new__", "__setstate__"}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+CHOICES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp)
+
+
+def parsed() -> dict[str, ast.Module]:
+    """Give the syntax tree of each exported module, by dotted name inside the package."""
+    paths = [p for p in PACKAGE.rglob("*.py") if p.name not in ("__init__.py", "_modidx.py")]
+    trees = {}
+    for path in sorted(paths):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        trees[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return trees
+
+
+TREES = parsed()
+
+
+def named(body: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Give all functions and classes below a node with their qualified names."""
+    for node in ast.iter_child_nodes(body):
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            name = f"{inside}.{node.name}".lstrip(".")
+            yield name, node
+            yield from named(node, name)
+        else:
+            yield from named(node, inside)
+
+
+def definitions(kind: type | tuple) -> Iterator[tuple[str, str, ast.AST]]:
+    """Give module, qualified name and node of every definition of a kind."""
+    for module, tree in TREES.items():
+        for name, node in named(tree):
+            if isinstance(node, kind):
+                yield module, name, node
+
+
+def length(node: ast.AST) -> int:
+    """Give the lines of a definition, without its decorators."""
+    return node.end_lineno - node.lineno + 1
+
+
+def targets(node: ast.AST) -> Iterator[ast.expr]:
+    """Give what one statement assigns to, tuples taken apart."""
+    found = list(node.targets) if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    while found:
+        target = found.pop()
+        if isinstance(target, (ast.Tuple, ast.List)):
+            found += target.elts
+        elif isinstance(target, ast.Starred):
+            found.append(target.value)
+        elif target is not None:
+            yield target
+
+
+def assigned(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Give every attribute that is assigned below a node."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.For, ast.withitem)):
+            if isinstance(node, ast.withitem):
+                node = ast.Assign([node.optional_vars] if node.optional_vars else [])
+            yield from (t for t in targets(node) if isinstance(t, ast.Attribute))
+
+
+def owner(attribute: ast.Attribute) -> str:
+    """Give the name before the dot, or nothing where it is an expression."""
+    return attribute.value.id if isinstance(attribute.value, ast.Name) else ""
+
+
+def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    return (n for n in node.body if isinstance(n, FUNCTIONS))
+
+
+def deep_classes() -> Iterator[str]:
+    """A class of ours has at most one class of ours above it."""
+    above = {}
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                above.setdefault(node.name, (module, [ast.unparse(b) for b in node.bases]))
+
+    def depth(name: str) -> int:
+        bases = [base.split("[")[0] for base in above[name][1]]
+        return max((1 + depth(b) for b in bases if b in above and b != name), default=0)
+
+    protocols = {n for n, (_, bases) in above.items() if any("Protocol" in b for b in bases)}
+    for name, (module, _) in above.items():
+        if depth(name) > 1 and name not in protocols:
+            yield f"{module}:{name}"
+
+
+def long_functions() -> Iterator[str]:
+    """A function has at most 40 lines."""
+    for module, name, node in definitions(FUNCTIONS):
+        if length(node) > 40:
+            yield f"{module}:{name}"
+
+
+def long_classes() -> Iterator[str]:
+    """A class has at most 150 lines."""
+    for module, name, node in definitions(ast.ClassDef):
+        if length(node) > 150:
+            yield f"{module}:{name}"
+
+
+def many_attributes() -> Iterator[str]:
+    """At most ten attributes of an object change after it was made."""
+    for module, name, node in definitions(ast.ClassDef):
+        later = [m for m in methods(node) if m.name not in MAKERS]
+        changed = {a.attr for m in later for a in assigned(m) if owner(a) == "self"}
+        if len(changed) > 10:
+            yield f"{module}:{name}"
+
+
+def foreign_assignments() -> Iterator[str]:
+    """No function assigns an attribute of another object of ours."""
+    ours = set()
+    for _, _, node in definitions(ast.ClassDef):
+        ours |= {a.attr for m in methods(node) for a in assigned(m) if owner(a) == "self"}
+        ours |= {t.id for n in node.body if isinstance(n, ast.AnnAssign) for t in [n.target]}
+    for module, name, node in definitions(FUNCTIONS):
+        if name.split(".")[-1] in MAKERS | {"__setattr__"}:
+            continue
+        for a in assigned(node):
+            if owner(a) not in ("self", "cls") and a.attr in ours - TORCHS:
+                yield f"{module}:{name} {ast.unparse(a)}"
+
+
+def shared_names() -> Iterator[str]:
+    """A name at the top of a module is at the top of no other."""
+    places = defaultdict(set)
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+                places[node.name].add(module)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                for target in targets(node):
+                    if isinstance(target, ast.Name) and not target.id.startswith("__"):
+                        places[target.id].add(module)
+    for name, modules in places.items():
+        if len(modules) > 1:
+            yield f"{name}: {', '.join(sorted(modules))}"
+
+
+def parts(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Give the nodes of a statement, without those of the statements inside it."""
+    for node in ast.iter_child_nodes(statement):
+        if isinstance(node, (ast.stmt, ast.excepthandler, ast.match_case)):
+            continue
+        yield node
+        yield from parts(node)
+
+
+def crowded_statements() -> Iterator[str]:
+    """A statement holds at most two comprehensions or conditional expressions."""
+    for module, name, node in definitions(FUNCTIONS):
+        inner = {id(n) for _, f in named(node) for n in ast.walk(f)}
+        statements = [n for n in ast.walk(node) if isinstance(n, ast.stmt) and id(n) not in inner]
+        if any(sum(isinstance(p, CHOICES) for p in parts(s)) > 2 for s in statements[1:]):
+            yield f"{module}:{name}"
+
+
+def paired_assignments() -> Iterator[str]:
+    """A statement assigns one thing, but where it exchanges values."""
+    for module, name, node in definitions(FUNCTIONS):
+        inner = {id(n) for _, f in named(node) for n in ast.walk(f)}
+        for n in ast.walk(node):
+            if not isinstance(n, ast.Assign) or id(n) in inner or len(n.targets) > 1:
+                continue
+            if isinstance(n.targets[0], ast.Tuple) and isinstance(n.value, ast.Tuple):
+                left = {ast.unparse(t) for t in n.targets[0].elts}
+                right = {ast.unparse(v) for v in ast.walk(n.value) if isinstance(v, ast.expr)}
+                if not left & right:
+                    yield f"{module}:{name}"
+                    break
+
+
+def swallowed_options() -> Iterator[str]:
+    """A public function spells its keyword arguments out."""
+    for module, name, node in definitions(FUNCTIONS):
+        public = not any(part.startswith("_") for part in name.split("."))
+        if public and node.args.kwarg is not None and "." not in name:
+            yield f"{module}:{name} **{node.args.kwarg.arg}"
+
+
+def patched() -> Iterator[str]:
+    """No exported method is added to a class from outside."""
+    for module, name, node in definitions(FUNCTIONS):
+        if any("patch" in ast.unparse(d) for d in node.decorator_list):
+            yield f"{module}:{name}"
+
+
+RULES = (
+    deep_classes,
+    long_functions,
+    long_classes,
+    many_attributes,
+    foreign_assignments,
+    shared_names,
+    crowded_statements,
+    paired_assignments,
+    swallowed_options,
+    patched,
+)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
+def test_house_rule(rule):
+    known = set(json.loads(STORED.read_text(encoding="utf-8")).get(rule.__name__, ()))
+    found = set(rule())
+    assert not found - known, f"{rule.__doc__} New: {sorted(found - known)}"
+    mended = sorted(known - found)
+    assert not mended, f"mended: {mended}; run `python tests/test_house.py --write`"
+
+
+def write(grow: bool) -> None:
+    """Store the offenders that are left; new ones are taken up only where `grow` says so."""
+    known = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
+    kept = {}
+    for rule in RULES:
+        found = set(rule())
+        kept[rule.__name__] = sorted(found if grow else found & set(known.get(rule.__name__, ())))
+    STORED.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    print({name: len(found) for name, found in kept.items()})
+
+
+if __name__ == "__main__":
+    write(grow="--grow" in sys.argv)
