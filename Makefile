@@ -11,10 +11,10 @@ help: ## what the targets do
 
 train: export OMP_NUM_THREADS ?= 1
 train: $(VENV)/.ready ## train a small GPT on two local ranks beside plain DDP; results in runs/train (ARGS="--steps 50" passes options)
-	$(BIN)/torchrun --standalone --nproc-per-node 2 -m zero_nb.train $(ARGS)
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m zero_nb.apps.train $(ARGS)
 
-bench: $(VENV)/.ready ## compare with plain DDP and other optimizers at full size (up to an hour, 16 GB); what 30_benchmark shows is in nbs/benchmark
-	$(BIN)/python -m zero_nb.bench --out nbs/benchmark $(ARGS)
+bench: $(VENV)/.ready ## compare with plain DDP and other optimizers at full size (up to an hour, 16 GB); what apps/03_bench shows is in nbs/benchmark
+	$(BIN)/python -m zero_nb.apps.bench --out nbs/benchmark $(ARGS)
 
 test: lint notebooks pytest ## everything CI checks
 

@@ -1,6 +1,6 @@
 """A stand-in for NCCL on CPU, made of gloo, that keeps NCCL's rules where gloo is kinder.
 
-`nccl_like()`, called on every rank inside `zero_nb.launch.run`, gives a `Group` of all ranks whose
+`nccl_like()`, called on every rank inside `zero_nb.comm.launch.run`, gives a `Group` of all ranks whose
 backend is named "nccl". The groups that `split` and
 `clone` make of it, `torch.distributed.new_group(backend="cpu:nccl")` and a second `Group` of the
 same process group have the stand-in as well. Its rules:
@@ -53,7 +53,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_nb.process_group import Group
+from zero_nb.comm.process_group import Group
 
 _c10d: Any = dist.distributed_c10d
 _CHANGED = threading.Condition()

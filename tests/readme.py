@@ -26,7 +26,7 @@ def readme() -> dict[str, str]:
         return f"![{label[1] if label else 'figure'}]({path})"
 
     text = re.sub(r"<svg .*?</svg>", picture, text, flags=re.S)
-    text = re.sub(r"\]\((\w+\.ipynb)(#[^)]*)?\)", r"](nbs/\1)", text)
+    text = re.sub(r"\]\(([\w/]+\.ipynb)(#[^)]*)?\)", r"](nbs/\1)", text)
     text = re.sub(r"\n{3,}", "\n\n", text)
     files["README.md"] = (
         "<!-- made from nbs/index.ipynb by `make export`; edit the notebook -->\n\n"

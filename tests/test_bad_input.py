@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW, Muon
 
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.sharder import ShardPlan, Span, balanced
+from zero_nb.comm.launch import run
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+from zero_nb.plan.sharder import ShardPlan, Span, balanced
 
 SIZE, LIMIT = (
     2,

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_nb import bench
-from zero_nb.bench import (
+from zero_nb.apps import bench
+from zero_nb.apps.bench import (
     Counts,
     Launch,
     Makings,
@@ -35,8 +35,8 @@ from zero_nb.bench import (
     verdicts,
     write,
 )
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
+from zero_nb.comm.launch import run
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 EARLY = ("overlap", "parallel", "interleaved")  # step inside backward
 OURS = [name for name, v in bench.VARIANTS.items() if not v.package]
@@ -596,7 +596,7 @@ def test_command_runs_under_torchrun(tmp_path):
         "--standalone",
         "--nproc-per-node=2",
         "-m",
-        "zero_nb.bench",
+        "zero_nb.apps.bench",
     ]
     flags = [
         "--quick",

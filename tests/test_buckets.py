@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sharder import calls, damaged, param_lists
 
-from zero_nb.buckets import MB, Bucket, BucketPlan, Slot, adopt, ddp_buckets, pack
-from zero_nb.sharder import (
+from zero_nb.plan.buckets import MB, Bucket, BucketPlan, Slot, adopt, ddp_buckets, pack
+from zero_nb.plan.sharder import (
     ParamSpec,
     Roster,
     ShardPlan,

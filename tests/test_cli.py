@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from zero_nb import cli
+from zero_nb.apps import cli
 
 TINY = [
     "--layers=2",
@@ -43,7 +43,7 @@ def command(*words):
         else [
             sys.executable,
             "-c",
-            "from zero_nb.cli import main; raise SystemExit(main())",
+            "from zero_nb.apps.cli import main; raise SystemExit(main())",
             *words,
         ]
     )
@@ -159,9 +159,12 @@ def test_ranks_and_gpus(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert cli.main(["train", "--port=0", "--eval-every=7"]) == 0
     assert [call[:2] for call in started] == [(4, 0), (2, 0), (8, 0), (2, 0)]
-    assert started[2][2] == ["-m", "zero_nb.train", "--device=cpu", "--no-compare"] and started[3][
-        2
-    ][2:] == ["--eval-every=7"]
+    assert started[2][2] == [
+        "-m",
+        "zero_nb.apps.train",
+        "--device=cpu",
+        "--no-compare",
+    ] and started[3][2][2:] == ["--eval-every=7"]
 
 
 def test_a_missing_package_names_the_extra(capsys, monkeypatch):
@@ -248,7 +251,7 @@ def test_a_mistake_in_a_plan_is_one_line(capsys, words, says):
 
 def test_the_command_itself_needs_no_torch():
     code = (
-        "import sys; from zero_nb.cli import main\ntry: main(['--help'])\nexcept SystemExit:"
+        "import sys; from zero_nb.apps.cli import main\ntry: main(['--help'])\nexcept SystemExit:"
         " pass\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
@@ -287,7 +290,7 @@ def training(out):
         ranks = [
             child
             for child in psutil.Process(process.pid).children(recursive=True)
-            if "zero_nb.train" in child.cmdline()
+            if "zero_nb.apps.train" in child.cmdline()
         ]
         assert len(ranks) == 2
         yield process, ranks

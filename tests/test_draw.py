@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sharder import param_lists
 
-from zero_nb.buckets import pack
-from zero_nb.draw import (
+from zero_nb.plan.buckets import pack
+from zero_nb.plan.draw import (
     KINDS,
     RANKS,
     Stretch,
@@ -37,9 +37,9 @@ from zero_nb.draw import (
     read_trace,
     short,
 )
-from zero_nb.estimate import MODELS, OPTIMIZERS, STAGES, compare, estimate, find_model
-from zero_nb.schedule import MODES, Bar, Event, make_schedule, play
-from zero_nb.sharder import ParamSpec, balanced, even, greedy, mixed, moves
+from zero_nb.plan.estimates import MODELS, OPTIMIZERS, STAGES, compare, estimate, find_model
+from zero_nb.plan.schedule import MODES, Bar, Event, make_schedule, play
+from zero_nb.plan.sharder import ParamSpec, balanced, even, greedy, mixed, moves
 
 quick = settings(max_examples=40, deadline=None)
 NS = "{http://www.w3.org/2000/svg}"
@@ -321,7 +321,7 @@ def lab(tmp_path):
             "metadata": {},
             "outputs": [],
             "execution_count": None,
-            "source": "from zero_nb.draw import explorer\nexplorer()",
+            "source": "from zero_nb.plan.draw import explorer\nexplorer()",
         }
     ]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import SGD, AdamW, lr_scheduler, swa_utils
 
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.rules import ELEMENTS, ELEMENTWISE, OPTIONAL
+from zero_nb.comm.launch import run
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+from zero_nb.optim.rules import ELEMENTS, ELEMENTWISE, OPTIONAL
 
 GPU = "cpu:gloo,cuda:nccl"  # the backends of a rank with a GPU
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_nb.estimate import (
+from zero_nb.plan.estimates import (
     MACHINES,
     MODELS,
     OPTIMIZERS,
@@ -32,7 +32,7 @@ from zero_nb.estimate import (
     specs_of,
     state_rule,
 )
-from zero_nb.sharder import ParamSpec, balanced
+from zero_nb.plan.sharder import ParamSpec, balanced
 
 quick = settings(max_examples=30, deadline=None)
 specs_lists = st.lists(
@@ -326,7 +326,7 @@ def test_the_command_takes_shapes_and_functions(tmp_path, monkeypatch, capsys):
         json.dumps({"w": [10, 4], "b": {"shape": [4], "dtype": "bfloat16", "trainable": False}})
     )
     (tmp_path / "my_models.py").write_text(
-        "from zero_nb.sharder import ParamSpec\ndef make(): return [ParamSpec('w', (3, 5))]\n"
+        "from zero_nb.plan.sharder import ParamSpec\ndef make(): return [ParamSpec('w', (3, 5))]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert "mine: 44 parameters" in plan(capsys, "--shapes", "mine.json")
@@ -435,7 +435,7 @@ def test_the_planner_works_without(missing):
     code = f"""
 import sys
 sys.modules[{missing!r}] = None
-from zero_nb.estimate import compare, fewest_ranks, specs_of
+from zero_nb.plan.estimates import compare, fewest_ranks, specs_of
 print(compare("gpt2", "muon", 4)["zero2"].total, fewest_ranks("gpt2-xl", "adamw", "16GB"))
 if {missing!r} != "torch":
     assert "torch" not in sys.modules

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from zero_nb import Group, agree, agreeing, get_global_rank, get_group_rank, two_level
-from zero_nb.launch import run
-from zero_nb.objects import broadcast_object_list, gather_object
-from zero_nb.process_group import Ranks, _read, _reported, abort, clone, destroy, fail, split
+from zero_nb.comm.launch import run
+from zero_nb.comm.objects import broadcast_object_list, gather_object
+from zero_nb.comm.process_group import Ranks, _read, _reported, abort, clone, destroy, fail, split
 
 
 def caught(f):
@@ -297,7 +297,7 @@ def test_ranks_that_are_not_in_a_group_are_told_in_torchs_words():
 
 
 def test_L12_a_group_of_many_ranks_describes_itself_in_a_line():
-    from zero_nb.record import simulate
+    from zero_nb.comm.recording import simulate
 
     with simulate(16_384, 3) as pg:
         text = repr(Ranks(pg))

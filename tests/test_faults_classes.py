@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zero_nb import trial
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.sharder import even
+from zero_nb.comm.launch import run
+from zero_nb.optim import trial
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+from zero_nb.plan.sharder import even
 
 SHAPES = [(8, 6), (8,), (4, 3, 3, 3), (4,), (6, 10), (6,)]
 MATRICES = [(8, 6), (6, 10), (12, 8)]

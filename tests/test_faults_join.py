@@ -17,13 +17,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, lr_scheduler
 
-from zero_nb import join, process_group
-from zero_nb.join import Join, Notes, Reader
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.overlap import overlap
-from zero_nb.parallel import data_parallel
-from zero_nb.process_group import Group
+from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.ddp_overlap import overlap
+from zero_nb.comm import process_group
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import Group
+from zero_nb.join.join import Join, Notes, Reader, join
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 
 def told(f):

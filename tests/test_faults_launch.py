@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_nb import Join, ZeroRedundancyOptimizer
-from zero_nb.launch import World, run
-from zero_nb.train import TrainConfig, configured, train_rank
+from zero_nb.apps.train import TrainConfig, configured, train_rank
+from zero_nb.comm.launch import World, run
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,7 +49,7 @@ def marked(mark: str) -> dict[int, str]:
 
 def kill_callers(kind: str, seed: int, kills: int, at_once: int) -> None:
     """Start callers of `run`, or of a torchrun cell, and kill each at a random moment of its life."""
-    from zero_nb import launch
+    from zero_nb.comm import launch
 
     rng = random.Random(seed)
     starts = (
@@ -379,7 +379,7 @@ def test_L11_strangers_keep_no_rank_waiting_and_are_never_unpickled(tmp_path, mo
 
 
 def test_L11_a_wrong_greeting_is_closed_at_once(monkeypatch):
-    from zero_nb import launch
+    from zero_nb.comm import launch
 
     monkeypatch.setattr(launch._Handshakes, "patience", 1e6)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -407,7 +407,7 @@ def test_L11_a_rank_unpickles_nothing_from_a_stranger_at_its_callers_port(tmp_pa
         world = json.dumps([server.getsockname()[1], "token", [str(tmp_path / "log")], "gloo"])
         env = dict(os.environ, ZERO_NB_WORLD=world, RANK="0", PYTHONPATH=os.pathsep.join(sys.path))
         rank = subprocess.Popen(
-            [sys.executable, "-c", "from zero_nb.launch import serve; serve()"],
+            [sys.executable, "-c", "from zero_nb.comm.launch import serve; serve()"],
             env=env,
             stderr=subprocess.PIPE,
             text=True,
@@ -457,7 +457,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_nb import Join, ZeroRedundancyOptimizer, data_parallel, overlap
-from zero_nb.process_group import Group, clone
+from zero_nb.comm.process_group import Group, clone
 if not dist.is_torchelastic_launched(): dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 else: dist.init_process_group("gloo")
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from nccl_like import nccl_like, synchronize
 
-from zero_nb.launch import run
-from zero_nb.process_group import Group, clone, coalescing_manager, split
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import Group, clone, coalescing_manager, split
 
 
 def told(f):

@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import StepLR
 
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.overlap import overlap
-from zero_nb.parallel import Parallel, data_parallel
-from zero_nb.process_group import Group, two_level
-from zero_nb.train import TrainConfig, save_checkpoint
+from zero_nb.apps.train import TrainConfig, save_checkpoint
+from zero_nb.backward.data_parallel import Parallel, data_parallel
+from zero_nb.backward.ddp_overlap import overlap
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import Group, two_level
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 SMALL = {
     "bucket_cap_mb": 0.002,

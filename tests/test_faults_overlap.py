@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from zero_nb.join import Join
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.overlap import overlap
-from zero_nb.parallel import data_parallel
-from zero_nb.pieces import open_bucket
-from zero_nb.process_group import Group, two_level
-from zero_nb.record import record, simulate
+from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.ddp_overlap import overlap
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import Group, two_level
+from zero_nb.comm.recording import record, simulate
+from zero_nb.join.join import Join
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+from zero_nb.optim.pieces import open_bucket
 
 HALVES = [torch.float16, torch.bfloat16]
 MODES = ["overlap", "interleaved", "parallel", "parallel interleaved"]
@@ -350,7 +350,7 @@ def test_reduce_dtype_lets_go_of_what_was_sent(mode, monkeypatch):
         held.append((part.dtype, part.numel() * 4, part.untyped_storage().nbytes()))
         return real(optims, shard, bucket, part, lacks)
 
-    monkeypatch.setattr(import_module("zero_nb.overlap"), "open_bucket", opened)
+    monkeypatch.setattr(import_module("zero_nb.backward.ddp_overlap"), "open_bucket", opened)
     with simulate(4) as group:
         module = Sums(torch.bfloat16, (64, 640, 64))
         model, handle = attach(
@@ -1126,7 +1126,7 @@ def test_a_backward_that_fails_does_not_wait_in_a_destructor(mode, monkeypatch):
     """Ranks are told of it in a thread of its own, which the next forward waits for."""
     threads = []
     monkeypatch.setattr(
-        import_module("zero_nb.overlap"),
+        import_module("zero_nb.backward.ddp_overlap"),
         "fail",
         lambda groups, error: threads.append((threading.current_thread(), str(error))),
     )

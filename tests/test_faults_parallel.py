@@ -21,12 +21,12 @@ from torch.optim import SGD, AdamW, Muon
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
-from zero_nb.join import Join
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.overlap import overlap
-from zero_nb.parallel import Search, data_parallel
-from zero_nb.process_group import two_level
+from zero_nb.backward.data_parallel import Search, data_parallel
+from zero_nb.backward.ddp_overlap import overlap
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import two_level
+from zero_nb.join.join import Join
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 SMALL = {"bucket_cap_mb": 0.0005}  # buckets of 500 bytes: several in a model of this page
 MODES = {

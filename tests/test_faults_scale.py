@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zero_nb
-from zero_nb import objects
-from zero_nb.launch import run
-from zero_nb.objects import exchange_bytes, gather_bytes
-from zero_nb.overlap import overlap, plan_buckets
-from zero_nb.parallel import data_parallel
-from zero_nb.process_group import Group, Parts, coalescing_manager, two_level
-from zero_nb.record import record, simulate
-from zero_nb.sharder import moves
+from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.ddp_overlap import overlap, plan_buckets
+from zero_nb.comm import objects
+from zero_nb.comm.launch import run
+from zero_nb.comm.objects import exchange_bytes, gather_bytes
+from zero_nb.comm.process_group import Group, Parts, coalescing_manager, two_level
+from zero_nb.comm.recording import record, simulate
+from zero_nb.plan.sharder import moves
 
 MANY = 16_384  # ranks
 
@@ -102,7 +102,7 @@ class Sizes(nn.Module):
 def agreements(way: str, nodes: bool, count: int):
     """Make an optimizer, load its state and train; unlike buckets, agreements, and requests of this
     rank but for looks."""
-    from zero_nb.process_group import _Notes
+    from zero_nb.comm.process_group import _Notes
 
     levels, asked = two_level(2) if nodes else (Group(),), []
     before = sum(group._wire.turn for group in levels)
@@ -416,7 +416,7 @@ def first_messages():
     """Use a group over NCCL's rules for the first time, in several ways."""
     from nccl_like import nccl_like
 
-    from zero_nb import process_group
+    from zero_nb.comm import process_group
 
     group, me = nccl_like(host_waits=True), dist.get_rank()
     x = torch.full((2,), float(me))

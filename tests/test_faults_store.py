@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from zero_nb import process_group
-from zero_nb.launch import run
-from zero_nb.process_group import (
+from zero_nb.comm import process_group
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import (
     Group,
     Ranks,
     _Agreement,
@@ -342,7 +342,7 @@ def test_L2_a_new_life_hears_nothing_of_the_old(clock, seed):
 
 def again(store_of):
     """Make the job's group twice on one store; the first one ends with an error that rank 1 leaves to the others."""
-    from zero_nb.process_group import fail
+    from zero_nb.comm.process_group import fail
 
     rank, heard = dist.get_rank(), []
     dist.barrier()  # all have met

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_nb import optimizer
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.process_group import two_level
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import two_level
+from zero_nb.optim import optimizer
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 SHAPES = [(7,), (3, 5), (64,), (33, 9), (1,), (0,), (200,)]
 

@@ -92,20 +92,24 @@ def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
 
 def deep_classes() -> Iterator[str]:
     """A class of ours has at most one class of ours above it."""
-    above = {}
+    bases, sources = {}, {}
     for module, tree in TREES.items():
-        for node in tree.body:
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                above.setdefault(node.name, (module, [ast.unparse(b) for b in node.bases]))
+                bases[module, node.name] = [ast.unparse(b).split("[")[0] for b in node.bases]
+            if isinstance(node, ast.ImportFrom) and node.module:
+                name = node.module.removeprefix("zero_nb.")
+                origin = name if name in TREES else f"{module.split('.')[0]}.{name}"
+                sources |= {(module, a.asname or a.name): (origin, a.name) for a in node.names}
 
-    def depth(name: str) -> int:
-        bases = [base.split("[")[0] for base in above[name][1]]
-        return max((1 + depth(b) for b in bases if b in above and b != name), default=0)
+    def depth(key: tuple[str, str]) -> int:
+        above = [(key[0], base) for base in bases[key]]
+        ours = [k if k in bases else sources.get(k) for k in above]
+        return max((1 + depth(k) for k in ours if k in bases), default=0)
 
-    protocols = {n for n, (_, bases) in above.items() if any("Protocol" in b for b in bases)}
-    for name, (module, _) in above.items():
-        if depth(name) > 1 and name not in protocols:
-            yield f"{module}:{name}"
+    for key, above in bases.items():
+        if depth(key) > 1 and not any("Protocol" in base for base in above):
+            yield ":".join(key)
 
 
 def long_functions() -> Iterator[str]:

@@ -20,13 +20,17 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Adafactor, AdamW, lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from zero_nb.join import Join, Joinable, JoinHook, Notes, Reader, Roll, draw_roll, shadowed_by
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.overlap import hook_with_zero_step, hook_with_zero_step_interleaved, overlap
-from zero_nb.parallel import data_parallel
-from zero_nb.process_group import Group, Ranks
-from zero_nb.record import record, simulate
+from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.ddp_overlap import (
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    overlap,
+)
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import Group, Ranks
+from zero_nb.comm.recording import record, simulate
+from zero_nb.join.join import Join, Joinable, JoinHook, Notes, Reader, Roll, draw_roll, shadowed_by
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 
 def network(*between):
@@ -1204,7 +1208,7 @@ def test_a_rank_that_lags_too_far_is_told():
 
 
 def notes_left(known):
-    from zero_nb.process_group import _store
+    from zero_nb.comm.process_group import _store
 
     model = DDP(network())
     keys = []

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, lr_scheduler
 
-from zero_nb.join import Join
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.overlap import overlap
-from zero_nb.parallel import data_parallel
+from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.ddp_overlap import overlap
+from zero_nb.comm.launch import run
+from zero_nb.join.join import Join
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 CLASSES = [
     (AdamW, {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}),

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_nb import launch
-from zero_nb.launch import RankTraceback, World, run
+from zero_nb.comm import launch
+from zero_nb.comm.launch import RankTraceback, World, run
 
 ROOT = Path(__file__).parent.parent
 
@@ -624,7 +624,7 @@ def test_nbconvert_executes_it(tmp_path):
     import nbformat
 
     nb = notebook(
-        "%load_ext zero_nb.launch\ndef twice(x): return 2 * x\nclass Point: x = 4\nbase = 20",
+        "%load_ext zero_nb.comm.launch\ndef twice(x): return 2 * x\nclass Point: x = 4\nbase = 20",
         "%%torchrun --nproc 2 --keep --push twice Point base\n#| slow\nimport torch.distributed as"
         " dist, time\nrank = dist.get_rank()\nprint('one')\nprint('late') if rank else"
         " time.sleep(0.3)\nprint('two')\ntwice(base) + Point.x + rank",
@@ -694,7 +694,7 @@ def test_a_kernel_that_is_stopped(how, tmp_path, manager):
     client.start_channels()
     try:
         client.wait_for_ready(timeout=60)
-        client.execute("%load_ext zero_nb.launch")
+        client.execute("%load_ext zero_nb.comm.launch")
         client.execute(
             "%%torchrun --nproc 2 --keep\nimport os, time\nopen(os.environ['RANK'],"
             " 'w').write('x')\ntime.sleep(600)"

@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_nb.launch import run
-from zero_nb.objects import (
+from zero_nb.comm.launch import run
+from zero_nb.comm.objects import (
     broadcast_object_list,
     exchange_bytes,
     gather_bytes,
     gather_object,
     scatter_object_list,
 )
-from zero_nb.process_group import Group, split
+from zero_nb.comm.process_group import Group, split
 
 PLAIN = [
     None,

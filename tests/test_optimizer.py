@@ -20,14 +20,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from zero_nb.bench import peak_bytes
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.overlap import plan_buckets
-from zero_nb.pieces import Piece, specs
-from zero_nb.process_group import two_level
-from zero_nb.record import record, simulate
-from zero_nb.sharder import ShardPlan, Span
+from zero_nb.apps.bench import peak_bytes
+from zero_nb.backward.ddp_overlap import plan_buckets
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import two_level
+from zero_nb.comm.recording import record, simulate
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+from zero_nb.optim.pieces import Piece, specs
+from zero_nb.plan.sharder import ShardPlan, Span
 
 CASES = {
     "AdamW-fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),

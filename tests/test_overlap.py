@@ -20,10 +20,9 @@ from torch.nn.parallel import distributed
 from torch.optim import SGD, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
-from zero_nb.bench import models, peak_bytes, trace_rank
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.overlap import (
+from zero_nb.apps.bench import models, peak_bytes, trace_rank
+from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.ddp_overlap import (
     clip_parts,
     cut_runs,
     hook_with_zero_step,
@@ -31,9 +30,10 @@ from zero_nb.overlap import (
     norm_of,
     overlap,
 )
-from zero_nb.parallel import data_parallel
-from zero_nb.process_group import Group, two_level
-from zero_nb.record import record, simulate
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import Group, two_level
+from zero_nb.comm.recording import record, simulate
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 CAP = 0.01  # MB, so that there are several buckets
 
@@ -1213,7 +1213,7 @@ def unreadable(monkeypatch):
     )  # they all are at 0
     monkeypatch.setattr(distributed, "_verify_param_shape_across_processes", lambda *args: None)
     monkeypatch.setattr(
-        import_module("zero_nb.overlap"), "done", done
+        import_module("zero_nb.backward.ddp_overlap"), "done", done
     )  # torch's futures take numbered devices
     return monkeypatch
 

@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
-from zero_nb.bench import peak_bytes
-from zero_nb.launch import run
-from zero_nb.optimizer import ZeroRedundancyOptimizer
-from zero_nb.overlap import SteppedGradient
-from zero_nb.parallel import data_parallel
-from zero_nb.process_group import two_level
-from zero_nb.record import record
+from zero_nb.apps.bench import peak_bytes
+from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.ddp_overlap import SteppedGradient
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import two_level
+from zero_nb.comm.recording import record
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 SMALL = {
     "bucket_cap_mb": 0.002,

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_nb.buckets import Bucket, BucketPlan, Slot, adopt, pack
-from zero_nb.estimate import estimate
-from zero_nb.schedule import Schedule
-from zero_nb.sharder import ParamSpec, ShardPlan, balanced, even, greedy, moves
+from zero_nb.plan.buckets import Bucket, BucketPlan, Slot, adopt, pack
+from zero_nb.plan.estimates import estimate
+from zero_nb.plan.schedule import Schedule
+from zero_nb.plan.sharder import ParamSpec, ShardPlan, balanced, even, greedy, moves
 
 two = (ParamSpec("weight", (7,)), ParamSpec("bias", (2,)))
 

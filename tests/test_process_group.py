@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_nb.launch import run
-from zero_nb.objects import broadcast_object_list, gather_bytes
-from zero_nb.process_group import (
+from zero_nb.comm.launch import run
+from zero_nb.comm.objects import broadcast_object_list, gather_bytes
+from zero_nb.comm.process_group import (
     CHUNK,
     Group,
     _named,
@@ -36,7 +36,7 @@ from zero_nb.process_group import (
     split,
     two_level,
 )
-from zero_nb.record import record
+from zero_nb.comm.recording import record
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
@@ -800,7 +800,7 @@ def test_collectives_are_compared_once():
 
 
 def test_sizes_that_never_repeat_are_compared_a_while(monkeypatch):
-    from zero_nb import process_group
+    from zero_nb.comm import process_group
 
     def ever_new():
         g = Group()
@@ -1293,7 +1293,7 @@ def test_destroy_at_interpreter_exit_with_a_live_ddp(tmp_path):
 import atexit, sys
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from zero_nb.process_group import Group, destroy
+from zero_nb.comm.process_group import Group, destroy
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
 atexit.register(destroy, Group())
 ddp = DistributedDataParallel(torch.nn.Linear(4, 4))

@@ -20,17 +20,17 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zero_nb
-from zero_nb.launch import run
-from zero_nb.objects import (
+from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.ddp_overlap import overlap
+from zero_nb.comm.launch import run
+from zero_nb.comm.objects import (
     broadcast_object_list,
     exchange_bytes,
     gather_object,
     scatter_object_list,
 )
-from zero_nb.overlap import overlap
-from zero_nb.parallel import data_parallel
-from zero_nb.process_group import Group, agree
-from zero_nb.record import RecordingGroup, record, simulate
+from zero_nb.comm.process_group import Group, agree
+from zero_nb.comm.recording import RecordingGroup, record, simulate
 
 
 def share(size: int, nbytes: int, times: int = 1) -> Fraction:

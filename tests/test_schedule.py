@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_nb.buckets import pack
-from zero_nb.schedule import (
+from zero_nb.plan.buckets import pack
+from zero_nb.plan.schedule import (
     MODES,
     OPS,
     Event,
@@ -21,7 +21,7 @@ from zero_nb.schedule import (
     peak,
     play,
 )
-from zero_nb.sharder import ParamSpec
+from zero_nb.plan.sharder import ParamSpec
 
 quick = settings(max_examples=100, deadline=None)
 any_schedule = st.builds(

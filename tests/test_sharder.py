@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_nb.sharder import (
+from zero_nb.plan.sharder import (
     POLICIES,
     Grid,
     GridPlan,
@@ -429,8 +429,8 @@ def test_the_hash_seed_changes_nothing_and_torch_is_not_imported():
     code = """
 import sys
 from functools import partial
-from zero_nb.sharder import *
-from zero_nb.buckets import pack
+from zero_nb.plan.sharder import *
+from zero_nb.plan.buckets import pack
 specs = [ParamSpec(f"layer{i}.{kind}", shape, dtype, "cpu", i % 3, i % 7 > 0) for i in range(40)
          for kind, shape, dtype in (("weight", (i, 7), "float32"), ("bias", (i % 5,), "bfloat16"))]
 both = partial(mixed, choose=by_group(even, partial(balanced, cost=newton_schulz)))

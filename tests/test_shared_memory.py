@@ -20,10 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_nb import shared_memory, transport
-from zero_nb.launch import run
-from zero_nb.process_group import Group, abort, clone, destroy, fail, split
-from zero_nb.record import record
+from zero_nb.comm import shared_memory, transport
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import Group, abort, clone, destroy, fail, split
+from zero_nb.comm.recording import record
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
 SHM = Path("/dev/shm")
@@ -383,8 +383,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 if libc.unshare(0x00020000) or libc.mount(b"none", b"/", None, 0x44000, None): sys.exit(77)
 if libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=SIZE"): sys.exit(77)
 import torch, torch.distributed as dist, logging
-from zero_nb.launch import run
-from zero_nb.process_group import Group
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import Group
 def work():
     logging.basicConfig(level="INFO", force=True, stream=sys.stdout)
     g, xs = Group(), [torch.ones(10_000_000) for _ in range(4)]
@@ -564,7 +564,7 @@ def test_a_file_that_was_left_is_removed_and_one_in_use_is_not(monkeypatch, tmp_
 def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():
     """Counted on a store, with one thread for each of 40 ranks that are on two machines: they find
     out before any of them makes a file."""
-    from zero_nb import process_group
+    from zero_nb.comm import process_group
 
     class Counted:
         def __init__(self, store):
@@ -732,7 +732,7 @@ KILLED = """
 import json, os, random, signal, socket, sys, threading, time
 import torch, torch.distributed as dist
 from datetime import timedelta
-from zero_nb.process_group import Group
+from zero_nb.comm.process_group import Group
 
 SIZE, TOLD, WRONG = 3, 0, 3
 
@@ -852,7 +852,7 @@ def test_M1_no_stranger_can_hold_a_job_up():
 
 FORKED = """
 import os, torch, torch.distributed as dist
-from zero_nb.process_group import Group
+from zero_nb.comm.process_group import Group
 dist.init_process_group("gloo")
 g = Group()
 g.all_gather(torch.ones(4))
@@ -908,7 +908,7 @@ def test_M3_a_forked_child_raises_at_once_and_leaves_its_parents_collective_alon
 
 WORKERS = """
 import os, torch, torch.distributed as dist
-from zero_nb.process_group import Group
+from zero_nb.comm.process_group import Group
 from torch.utils.data import DataLoader
 dist.init_process_group("gloo")
 g = Group()
@@ -981,7 +981,7 @@ def test_M4_a_filter_that_kills_who_reads_other_memory_kills_nobody():
 
 def test_M4_gathered_parameters_are_copied_by_no_such_call_either():
     def filtered():
-        from zero_nb.optimizer import ZeroRedundancyOptimizer
+        from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
         forbid(310)
         params = [torch.nn.Parameter(torch.ones(3)) for _ in range(40)]
@@ -1107,7 +1107,7 @@ def test_a_process_ends_whatever_is_under_way(waits, tmp_path):
         tmp_path,
         f"""
 import torch, torch.distributed as dist
-from zero_nb.process_group import Group
+from zero_nb.comm.process_group import Group
 dist.init_process_group("gloo")
 g = Group()
 g.all_gather(torch.ones(4))

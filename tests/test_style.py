@@ -14,9 +14,12 @@ from typing import get_origin
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = sorted((ROOT / "nbs").glob("*.ipynb"))
+ROOMS = ("plan", "comm", "optim", "backward", "join", "apps")  # a room imports those before it
+NOTEBOOKS = sorted(
+    (p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts),
+    key=lambda p: (ROOMS.index(p.parent.name) if p.parent.name in ROOMS else -1, p.name),
+)
 LONG_CLASSES = json.loads((ROOT / "tests" / "house_exceptions.json").read_text())["long_classes"]
-PLANS = ("sharder", "buckets", "schedule", "estimate", "draw")
 
 
 def cells(path: Path) -> list[str]:
@@ -40,43 +43,54 @@ def module_of(path: Path) -> str | None:
     return found[0] if found else None
 
 
-MODULES = {m: p for p in NOTEBOOKS if (m := module_of(p))}
+MODULES = {m: p for p in NOTEBOOKS if (m := module_of(p))}  # in the order of imports
+PLANS = [m for m in MODULES if m.startswith("plan.")]
+
+
+def source_of(module: str) -> str:
+    """Give the text of a module, by its dotted name inside the package."""
+    return (ROOT / "zero_nb" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
 
 
 def imports(module: str, top_level: bool = False) -> set[str]:
-    """Give the dotted names a module imports, anywhere or at its top level; `zero_nb.x` for its siblings."""
-    tree = ast.parse((ROOT / "zero_nb" / f"{module}.py").read_text(encoding="utf-8"))
+    """Give the absolute names a module imports, anywhere or at its top level."""
+    tree = ast.parse(source_of(module))
     out = set()
     for node in tree.body if top_level else ast.walk(tree):
         if isinstance(node, ast.Import):
             out |= {a.name for a in node.names}
         if isinstance(node, ast.ImportFrom):
-            base = f"zero_nb.{node.module or ''}".rstrip(".") if node.level else node.module or ""
-            out |= {base} if base != "zero_nb" else {f"zero_nb.{a.name}" for a in node.names}
+            above = f"zero_nb.{module}".split(".")[: -node.level] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            full = {f"{base}.{a.name}" for a in node.names}
+            out |= {name for name in full if name.removeprefix("zero_nb.") in MODULES} or {base}
     return out
 
 
-@pytest.mark.parametrize("module", [m for m in PLANS if m in MODULES])
+def siblings(module: str, top_level: bool = False) -> set[str]:
+    """Give the modules of the package that a module imports."""
+    found = imports(module, top_level)
+    return {n.removeprefix("zero_nb.") for n in found if n.startswith("zero_nb.")}
+
+
+@pytest.mark.parametrize("module", PLANS)
 def test_plans_import_the_standard_library_and_each_other(module):
     allowed = sys.stdlib_module_names | {"zero_nb"}
-    top = imports(module, top_level=True)
-    assert {name.split(".")[0] for name in top} <= allowed
-    assert {n.split(".")[1] for n in top if n.startswith("zero_nb.")} <= set(PLANS)
+    assert {name.split(".")[0] for name in imports(module, top_level=True)} <= allowed
+    assert siblings(module, top_level=True) <= set(PLANS)
 
 
 @pytest.mark.parametrize("module", ["sharder", "buckets", "schedule"])
 def test_plans_need_no_torch(module):
-    if module not in MODULES:
-        pytest.fail(f"no notebook makes {module}")
-    code = f"import sys, zero_nb.{module}; sys.exit('torch' in sys.modules)"
+    assert f"plan.{module}" in MODULES
+    code = f"import sys, zero_nb.plan.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_no_module_imports_a_later_one(module):
     order = list(MODULES)
-    siblings = {n.split(".")[1] for n in imports(module) if n.startswith("zero_nb.")}
-    assert all(order.index(s) < order.index(module) for s in siblings), siblings
+    assert all(order.index(s) < order.index(module) for s in siblings(module)), siblings(module)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -117,8 +131,8 @@ def test_collectives_are_spelled_in_one_module():
         r"all_reduce|broadcast|reduce_scatter\w*|all_gather\w*|all_to_all\w*"
         r"|isend|irecv|send|recv|barrier|gather|scatter"
     )
-    for module in set(MODULES) - {"process_group", "launch"}:
-        text = (ROOT / "zero_nb" / f"{module}.py").read_text(encoding="utf-8")
+    for module in set(MODULES) - {"comm.process_group", "comm.launch"}:
+        text = source_of(module)
         assert not re.search(rf"\b(dist|distributed)\.({names})\(", text), module
 
 
@@ -140,6 +154,12 @@ def test_public_names_are_documented_and_typed(module):
             )
 
 
+def files(folder: Path, ending: str) -> dict[str, str]:
+    """Give the texts below a folder by their relative paths."""
+    paths = [p for p in folder.rglob(ending) if ".ipynb_checkpoints" not in p.parts]
+    return {str(p.relative_to(folder)): p.read_text(encoding="utf-8") for p in paths}
+
+
 def test_modules_are_what_the_notebooks_export_and_notebooks_are_clean(tmp_path):
     for name in ("nbs", "zero_nb"):
         shutil.copytree(
@@ -154,13 +174,10 @@ def test_modules_are_what_the_notebooks_export_and_notebooks_are_clean(tmp_path)
             [Path(sys.executable).parent / command], cwd=tmp_path, check=True, capture_output=True
         )
     for folder, ending in (("zero_nb", "*.py"), ("nbs", "*.ipynb")):
-        assert [p.name for p in sorted((tmp_path / folder).glob(ending))] == [
-            p.name for p in sorted((ROOT / folder).glob(ending))
-        ]
-        for path in (tmp_path / folder).glob(ending):
-            assert path.read_text(encoding="utf-8") == (ROOT / folder / path.name).read_text(
-                encoding="utf-8"
-            ), f"{path.name}: run `make export`"
+        made, ours = files(tmp_path / folder, ending), files(ROOT / folder, ending)
+        assert sorted(made) == sorted(ours)
+        for name in ours:
+            assert made[name] == ours[name], f"{name}: run `make export`"
 
 
 def test_exported_names_resolve():

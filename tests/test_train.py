@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_dropin import cuda
 
-from zero_nb import train
-from zero_nb.launch import run
-from zero_nb.process_group import Group
-from zero_nb.train import (
+from zero_nb.apps import train
+from zero_nb.apps.train import (
     TrainConfig,
     configured,
     measured,
@@ -26,6 +24,8 @@ from zero_nb.train import (
     train_rank,
     windows,
 )
+from zero_nb.comm.launch import run
+from zero_nb.comm.process_group import Group
 
 TINY = {
     "layers": 2,
@@ -51,7 +51,7 @@ def launched(n, *flags):
         "--standalone",
         f"--nproc-per-node={n}",
         "-m",
-        "zero_nb.train",
+        "zero_nb.apps.train",
         *flags,
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
@@ -129,7 +129,7 @@ def test_one_process_without_a_launcher(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "zero_nb.train",
+        "zero_nb.apps.train",
         *FLAGS,
         "--steps=2",
         "--no-compare",
@@ -144,7 +144,7 @@ def test_one_process_without_a_launcher(tmp_path):
 def test_unknown_option_under_torchrun():
     process = launched(2, "--stepz=3")
     assert process.returncode != 0
-    assert process.stderr.count("zero_nb.train: error: unrecognized arguments: --stepz=3") == 1
+    assert process.stderr.count("zero_nb.apps.train: error: unrecognized arguments: --stepz=3") == 1
 
 
 # --- resuming -------------------------------------------------------------------------------------

@@ -5,13 +5,11 @@ Public names load their module when first used, so that plans can be made where 
 
 __version__ = "0.1.0"
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 _MODULES = {
-    "sharder": (
+    "plan.sharder": (
         "Grid",
         "GridPlan",
         "ParamSpec",
@@ -23,11 +21,11 @@ _MODULES = {
         "mixed",
         "moves",
     ),
-    "buckets": ("BucketPlan", "pack"),
-    "schedule": ("make_schedule",),
-    "estimate": ("compare", "estimate"),
-    "record": ("record", "simulate"),
-    "process_group": (
+    "plan.buckets": ("BucketPlan", "pack"),
+    "plan.schedule": ("make_schedule",),
+    "plan.estimates": ("compare", "estimate"),
+    "comm.recording": ("record", "simulate"),
+    "comm.process_group": (
         "Group",
         "agree",
         "agreeing",
@@ -37,25 +35,25 @@ _MODULES = {
         "get_process_group_ranks",
         "two_level",
     ),
-    "objects": ("broadcast_object_list", "gather_object", "scatter_object_list"),
-    "launch": ("run",),
-    "optimizer": ("ZeroRedundancyOptimizer",),
-    "overlap": ("hook_with_zero_step", "hook_with_zero_step_interleaved", "overlap"),
-    "parallel": ("data_parallel",),
-    "join": ("Join", "JoinHook", "Joinable", "Roll", "shadowed_by"),
+    "comm.objects": ("broadcast_object_list", "gather_object", "scatter_object_list"),
+    "comm.launch": ("run",),
+    "optim.optimizer": ("ZeroRedundancyOptimizer",),
+    "backward.ddp_overlap": ("hook_with_zero_step", "hook_with_zero_step_interleaved", "overlap"),
+    "backward.data_parallel": ("data_parallel",),
+    "join.join": ("Join", "JoinHook", "Joinable", "Roll", "shadowed_by"),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 
 if TYPE_CHECKING:
-    from .buckets import BucketPlan, pack
-    from .estimate import compare, estimate
-    from .join import Join, Joinable, JoinHook, Roll, shadowed_by
-    from .launch import run
-    from .objects import broadcast_object_list, gather_object, scatter_object_list
-    from .optimizer import ZeroRedundancyOptimizer
-    from .overlap import hook_with_zero_step, hook_with_zero_step_interleaved, overlap
-    from .parallel import data_parallel
-    from .process_group import (
+    from .plan.buckets import BucketPlan, pack
+    from .plan.estimates import compare, estimate
+    from .join.join import Join, Joinable, JoinHook, Roll, shadowed_by
+    from .comm.launch import run
+    from .comm.objects import broadcast_object_list, gather_object, scatter_object_list
+    from .optim.optimizer import ZeroRedundancyOptimizer
+    from .backward.ddp_overlap import hook_with_zero_step, hook_with_zero_step_interleaved, overlap
+    from .backward.data_parallel import data_parallel
+    from .comm.process_group import (
         Group,
         agree,
         agreeing,
@@ -65,9 +63,9 @@ if TYPE_CHECKING:
         get_process_group_ranks,
         two_level,
     )
-    from .record import record, simulate
-    from .schedule import make_schedule
-    from .sharder import (
+    from .comm.recording import record, simulate
+    from .plan.schedule import make_schedule
+    from .plan.sharder import (
         Grid,
         GridPlan,
         ParamSpec,
@@ -88,23 +86,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class _Package(ModuleType):
-    """Keeps `zero_nb.record` and `zero_nb.overlap` the functions: importing a module of that name would bind it to the module."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in __all__ and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
 
 
 def _connect_shared_memory(meeting: Any) -> Any:
-    return import_module(f"{__name__}.shared_memory").connect(meeting)
+    return import_module(f"{__name__}.comm.shared_memory").connect(meeting)
 
 
-import_module(f"{__name__}.transport").register("shared memory", _connect_shared_memory)
+import_module(f"{__name__}.comm.transport").register("shared memory", _connect_shared_memory)

@@ -1,0 +1,1 @@
+"""Programs, not library: the training job, the command line and the benchmark."""

@@ -1,0 +1,1 @@
+"""Ranks, agreement, collectives, objects, recording, and how n ranks are started."""

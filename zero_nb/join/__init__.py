@@ -1,0 +1,1 @@
+"""Training where ranks have different amounts of data."""
