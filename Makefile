@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: help train bench test notebooks pytest browser lint export lab clean
+.PHONY: help train bench test quick notebooks pytest browser lint export lab clean
 
 help: ## what the targets do
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -17,6 +17,9 @@ bench: $(VENV)/.ready ## compare with plain DDP and other optimizers at full siz
 	$(BIN)/python -m zero_nb.apps.bench --out nbs/benchmark $(ARGS)
 
 test: lint notebooks pytest ## everything CI checks
+
+quick: $(VENV)/.ready ## under a minute: plans, style, and what every mode sends, computes and calls (tests/test_golden.py)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/test_golden.py tests/test_style.py tests/test_plans.py tests/test_sharder.py tests/test_buckets.py tests/test_schedule.py
 
 notebooks: $(VENV)/.ready ## execute every notebook
 	$(BIN)/nbdev_test --n_workers 2 --timing
