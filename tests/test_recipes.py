@@ -1,0 +1,176 @@
+"""The recipes of CONTRIBUTING.md, each done once: a policy, a transport, an optimizer family."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_nb import Group, ParamSpec, ShardPlan, Span, ZeroRedundancyOptimizer, run
+from zero_nb.comm import transport
+
+
+def gradients(model: nn.Module, step: int) -> None:
+    """Put the same gradients on every rank, as DDP would."""
+    for i, p in enumerate(model.parameters()):
+        p.grad = torch.linspace(-1, 1, p.numel()).reshape(p.shape) * (step + i + 1)
+
+
+def train(make_optimizer) -> list[torch.Tensor]:
+    """Take three steps of a small model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
+    optimizer = make_optimizer(model.parameters())
+    for step in range(3):
+        gradients(model, step)
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+# ---- a policy: a function from parameters and a world size to a plan ----
+
+
+def round_robin(specs, world_size, *, loads=None):
+    """Give whole parameters to the ranks in turn."""
+    shards = [[] for _ in range(world_size)]
+    for i, spec in enumerate(specs):
+        if spec.trainable:
+            shards[i % world_size].append(Span(i, 0, spec.numel))
+    return ShardPlan(specs, shards)
+
+
+def test_a_policy_is_a_function():
+    plan = round_robin([ParamSpec("a", (4,)), ParamSpec("b", (2, 3)), ParamSpec("c", (5,))], 2)
+    assert [[span.param for span in shard] for shard in plan.shards] == [[0, 2], [1]]
+
+    def owned():
+        kept = []
+
+        def sharded(params):
+            kept.append(ZeroRedundancyOptimizer(params, torch.optim.Adam, shard=round_robin))
+            return kept[0]
+
+        return train(sharded), sum(len(s) for s in kept[0].optim.state.values())
+
+    expected = train(torch.optim.Adam)
+    for trained, _ in (results := run(2, owned)):
+        torch.testing.assert_close(trained, expected)
+    assert all(entries for _, entries in results)
+
+
+# ---- a transport: an object that moves parts between the ranks of a group, and a way to connect ----
+
+
+class Files:
+    """Moves tensors through files: the slowest transport there is, and the shortest."""
+
+    def __init__(self, folder, meeting):
+        self.folder, self.meeting = folder, meeting
+        self.turn = 0
+        self.moved = []  # kinds of collectives, in order
+
+    def _path(self, turn, rank):
+        return f"{self.folder}/{turn}-{rank}.pt"
+
+    def _exchange(self, parts):
+        """Give what each rank brought, once all have."""
+        self.turn += 1
+        turn, path = self.turn, self._path(self.turn, self.meeting.rank)
+        torch.save(parts, path + ".part")
+        os.replace(path + ".part", path)  # whole, or not there
+        yield
+        paths = [self._path(turn, rank) for rank in range(len(self.meeting.ranks))]
+        end = time.monotonic() + self.meeting.limit
+        while not all(map(os.path.exists, paths)):
+            if time.monotonic() > end:
+                raise RuntimeError(f"collective {turn}: a rank did not come")
+            yield
+        return [torch.load(path) for path in paths]
+
+    def reduce_scatter(self, parts):
+        self.moved.append("reduce_scatter")
+        brought = yield from self._exchange([part.clone() for part in parts])
+        mine = parts[self.meeting.rank]
+        mine.copy_(torch.stack([one[self.meeting.rank] for one in brought]).sum(0))
+
+    def all_gather(self, parts):
+        self.moved.append("all_gather")
+        brought = yield from self._exchange([parts[self.meeting.rank].clone()])
+        for part, (came,) in zip(parts, brought, strict=True):
+            part.copy_(came)
+
+    def close(self):
+        pass
+
+
+def test_a_transport_is_registered(tmp_path):
+    def moved():
+        made = []
+
+        def connect(meeting):
+            refusal = "" if dist.get_backend() == "gloo" else "only gloo is served"
+            if said := meeting.agree(refusal):
+                raise transport.Unavailable(said)
+            made.append(Files(meeting.propose(str(tmp_path)), meeting))
+            return made[0]
+
+        transport.register("shared memory", connect)  # in the place of the one that is built in
+        trained = train(lambda params: ZeroRedundancyOptimizer(params, torch.optim.Adam))
+        flat = torch.arange(4.0)
+        Group().reduce_scatter(flat)
+        return trained, made[0].moved, flat.chunk(2)[dist.get_rank()]
+
+    expected = train(torch.optim.Adam)
+    for rank, (trained, kinds, mine) in enumerate(run(2, moved)):
+        torch.testing.assert_close(trained, expected)
+        assert "all_gather" in kinds and kinds[-1] == "reduce_scatter"
+        assert mine.tolist() == [[0, 2], [4, 6]][rank]
+
+
+# ---- an optimizer family: its class, and how it may be cut ----
+
+
+class SignMomentum(torch.optim.Optimizer):
+    """Steps each element by the sign of its momentum."""
+
+    def __init__(self, params, lr=0.01, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state.setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 1 - group["beta"])
+                p.sub_(state["momentum"].sign(), alpha=group["lr"])
+
+
+class RowNorm(SignMomentum):
+    """Divides by the norm of the whole parameter, so that parameters must stay whole."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
+
+
+def test_a_family_is_tried_before_it_is_trusted():
+    def cut(optimizer_class, shard):
+        try:
+            return train(
+                lambda params: ZeroRedundancyOptimizer(params, optimizer_class, shard=shard)
+            )
+        except ValueError as error:
+            return str(error)
+
+    for optimizer_class in (SignMomentum, RowNorm):
+        expected = train(optimizer_class)
+        for trained in run(2, cut, optimizer_class, "auto"):
+            torch.testing.assert_close(trained, expected)
+    for trained in run(2, cut, SignMomentum, "even"):
+        torch.testing.assert_close(trained, train(SignMomentum))
+    assert all("RowNorm" in said for said in run(2, cut, RowNorm, "even"))
