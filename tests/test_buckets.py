@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sharder import calls, damaged, param_lists
 
-from zero_nb.plan.buckets import MB, Bucket, BucketPlan, Slot, adopt, ddp_buckets, pack
+from zero_nb.plan.buckets import MIB, Bucket, BucketPlan, Slot, adopt, ddp_buckets, pack
 from zero_nb.plan.sharder import (
     ParamSpec,
-    Roster,
+    ParamTable,
     ShardPlan,
     Span,
     balanced,
@@ -45,8 +45,8 @@ policies = st.sampled_from(
 )
 options = st.fixed_dictionaries(
     {
-        "capacity_mb": st.sampled_from([64 / MB, 1000 / MB, 25.0]),
-        "first_mb": st.sampled_from([16 / MB, 1.0]),
+        "bucket_cap_mb": st.sampled_from([64 / MIB, 1000 / MIB, 25.0]),
+        "first_bucket_mb": st.sampled_from([16 / MIB, 1.0]),
         "by_group": st.booleans(),
         "align": st.sampled_from([1, 4]),
         "cut": st.booleans(),
@@ -120,7 +120,7 @@ def test_even_buckets_have_equal_parts_a_limit_and_padding_only_at_ends(specs, w
         assert bucket.equal and bucket.padding < unit
         used = sum(s.numel for s in bucket.slots) * specs_size(plan, bucket)
         one = len(bucket.slots) == 1
-        assert used <= max(chosen["capacity_mb"] * MB, unit * specs_size(plan, bucket)) or (
+        assert used <= max(chosen["bucket_cap_mb"] * MIB, unit * specs_size(plan, bucket)) or (
             one and not chosen["cut"]
         )
         last = bucket.slots[-1]
@@ -139,7 +139,7 @@ def test_buckets_are_filled_to_their_limit_and_the_first_closes_early(specs):
     specs = [replace(p, dtype="float32") for p in specs if p.trainable and 0 < p.nbytes <= 500]
     filled = [
         [specs[s.param].nbytes for s in b.slots]
-        for b in pack(specs, 1, capacity_mb=1000 / MB, first_mb=200 / MB).buckets
+        for b in pack(specs, 1, bucket_cap_mb=1000 / MIB, first_bucket_mb=200 / MIB).buckets
     ]
     for i, (mine, following) in enumerate(pairwise(filled)):
         assert sum(mine) <= 1000 and (
@@ -190,7 +190,7 @@ def test_adopted_buckets_are_kept(specs, world_size, policy, data):
 @given(param_lists(), worlds)
 def test_whole_policies_keep_parameters_whole_and_balance_over_all_buckets(specs, world_size):
     specs = small(specs)
-    plan = pack(specs, world_size, policy=balanced, capacity_mb=1000 / MB)
+    plan = pack(specs, world_size, policy=balanced, bucket_cap_mb=1000 / MIB)
     assert all(
         len(plan.shard_plan.owners(i)) == bool(p.trainable and p.numel) for i, p in enumerate(specs)
     )
@@ -200,7 +200,9 @@ def test_whole_policies_keep_parameters_whole_and_balance_over_all_buckets(specs
 @quick
 @given(
     param_lists(),
-    st.sampled_from([(16 / MB, 4 / MB), (100 / MB, 100 / MB), (25.0, 1.0), (4000 / MB, 64 / MB)]),
+    st.sampled_from(
+        [(16 / MIB, 4 / MIB), (100 / MIB, 100 / MIB), (25.0, 1.0), (4000 / MIB, 64 / MIB)]
+    ),
 )
 def test_ddp_buckets_are_those_of_torch(specs, limits):
     torch = pytest.importorskip("torch")
@@ -213,7 +215,7 @@ def test_ddp_buckets_are_those_of_torch(specs, limits):
         for i in mine
     ]
     theirs, _ = dist._compute_bucket_assignment_by_size(
-        tensors, [int(limits[1] * MB), int(limits[0] * MB)], [False] * len(mine)
+        tensors, [int(limits[1] * MIB), int(limits[0] * MIB)], [False] * len(mine)
     )
     found = ddp_buckets(specs, *limits)
     assert sorted([mine[k] for k in bucket] for bucket in theirs) == sorted(found)
@@ -232,7 +234,7 @@ def test_a_bucket_plan_is_built_exactly_if_every_element_has_one_place(
     specs, policy, by_group, seed
 ):
     specs, rng = tuple(p for p in specs if p.numel <= 200), random.Random(seed)
-    packed = pack(specs, 2, policy=policy, capacity_mb=64 / MB, by_group=by_group)
+    packed = pack(specs, 2, policy=policy, bucket_cap_mb=64 / MIB, by_group=by_group)
     if not packed.buckets:
         return
     k = rng.randrange(len(packed.buckets))
@@ -270,7 +272,9 @@ def test_a_bucket_plan_is_built_exactly_if_every_element_has_one_place(
 def test_the_work_of_packing_is_a_few_calls_for_each_parameter_whatever_the_ranks(policy):
     specs = [ParamSpec(f"p{i}", (8,)) for i in range(4000)]
     found = [
-        calls(lambda n=n: pack(specs, n, policy=policy, capacity_mb=1.0, order=range(4000)).digest)
+        calls(
+            lambda n=n: pack(specs, n, policy=policy, bucket_cap_mb=1.0, order=range(4000)).digest
+        )
         / 4000
         for n in (1, 8, 250)
     ]
@@ -283,7 +287,7 @@ def test_a_giant_is_cut_without_padding_inside_and_not_cut_when_told():
     assert [b.padding for b in plan.buckets if b.slots[0].param == 0][:-1] == [0] * (
         len(plan.buckets) - 2
     )
-    assert all(b.nbytes <= 25 * MB for b in plan.buckets) and all(
+    assert all(b.nbytes <= 25 * MIB for b in plan.buckets) and all(
         b.bounds.step % 128 == 0 for b in plan.buckets
     )
     assert [len(b.slots) for b in pack(giant, 8, cut=False).buckets] == [1, 1]
@@ -322,9 +326,9 @@ def bucket(*slots, bounds=(0, 5, 10), dtype="float32", group=None):
     ("call", "message"),
     [
         (lambda: pack(two, 0), "world_size must be an integer >= 1, got 0"),
-        (lambda: pack(two, 2, capacity_mb=0), "capacity_mb must be above 0"),
-        (lambda: pack(two, 2, capacity_mb="25"), "capacity_mb must be above 0"),
-        (lambda: pack(two, 2, first_mb=-1), "first_mb must be above 0"),
+        (lambda: pack(two, 2, bucket_cap_mb=0), "bucket_cap_mb must be above 0"),
+        (lambda: pack(two, 2, bucket_cap_mb="25"), "bucket_cap_mb must be above 0"),
+        (lambda: pack(two, 2, first_bucket_mb=-1), "first_bucket_mb must be above 0"),
         (lambda: pack(two, 2, policy="greedi"), "did you mean 'greedy'"),
         (lambda: pack(two, 2, order=[0]), "missing ['bias']"),
         (lambda: pack(two, 2, order=[0, 1, 1]), "order must name each trainable parameter once"),
@@ -408,10 +412,10 @@ def test_bad_input_has_one_clear_error(call, message):
     param_lists(),
     worlds,
     st.sampled_from([None, balanced]),
-    st.sampled_from([64 / MB, 1000 / MB, 25.0]),
+    st.sampled_from([64 / MIB, 1000 / MIB, 25.0]),
 )
 def test_what_lies_in_a_row_is_cut_where_its_owners_change(
-    specs, world_size, matrices, capacity_mb
+    specs, world_size, matrices, bucket_cap_mb
 ):
     specs = small(specs)
 
@@ -425,7 +429,7 @@ def test_what_lies_in_a_row_is_cut_where_its_owners_change(
             specs,
             world_size,
             policy=policy,
-            capacity_mb=capacity_mb,
+            bucket_cap_mb=bucket_cap_mb,
             cut=False,
             order=range(len(specs)),
         )
@@ -451,7 +455,7 @@ def test_a_plan_by_columns_is_the_plan_of_its_tuples(specs, world_size, policy):
         world_size,
         policy=policy,
         order=range(len(specs)),
-        capacity_mb=1000 / MB,
+        bucket_cap_mb=1000 / MIB,
     )
     plain = BucketPlan(
         specs, world_size, tuple(replace(b, slots=tuple(b.slots)) for b in plan.buckets)
@@ -472,7 +476,7 @@ def test_a_plan_by_columns_is_the_plan_of_its_tuples(specs, world_size, policy):
     assert (
         plan.mark
         != pack(
-            specs, world_size + 1, policy=policy, order=range(len(specs)), capacity_mb=1000 / MB
+            specs, world_size + 1, policy=policy, order=range(len(specs)), bucket_cap_mb=1000 / MIB
         ).mark
     )
 
@@ -490,4 +494,4 @@ def test_a_column_is_read_as_a_tuple():
     with pytest.raises(IndexError):
         slots[4]
     with pytest.raises(ValueError, match="must be text"):
-        Roster(["w", 3], (ParamSpec("w", (2,)),), [0, 0])
+        ParamTable(["w", 3], (ParamSpec("w", (2,)),), [0, 0])

@@ -37,8 +37,8 @@ from zero_nb.plan.draw import (
     read_trace,
     short,
 )
-from zero_nb.plan.estimates import MODELS, OPTIMIZERS, STAGES, compare, estimate, find_model
-from zero_nb.plan.schedule import MODES, Bar, Event, make_schedule, play
+from zero_nb.plan.estimates import MODELS, OPTIMIZERS, PLANNED, compare, estimate, find_model
+from zero_nb.plan.schedule import METHODS, Bar, Event, make_schedule, play
 from zero_nb.plan.sharder import ParamSpec, balanced, even, greedy, mixed, moves
 
 quick = settings(max_examples=40, deadline=None)
@@ -101,7 +101,7 @@ def test_moves_are_drawn_for_any_two_plans(specs, before, after):
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", METHODS)
 def test_timelines_show_every_collective(mode):
     bars = play(make_schedule(3, mode), lambda e: 1.0)
     root = well_formed(draw_timeline(bars))
@@ -208,17 +208,17 @@ def test_bars_are_as_long_as_bytes():
         for t in ET.fromstring(str(draw_estimates(found, memory=16e9))).iter(NS + "text")
         if t.get("font-weight") == "bold"
     ]
-    assert bold == ["24.9 GB"]
+    assert bold == ["23.2 GiB"]
 
 
 def test_curves_go_from_left_to_right_and_labels_do_not_collide():
-    curves = {s: [(n, estimate("gpt2", "adamw", n, s).total) for n in (1, 4, 16)] for s in STAGES}
+    curves = {s: [(n, estimate("gpt2", "adamw", n, s).total) for n in (1, 4, 16)] for s in PLANNED}
     root = well_formed(draw_ranks(curves, memory=1e9))
-    assert len(list(root.iter(NS + "polyline"))) == len(STAGES)
+    assert len(list(root.iter(NS + "polyline"))) == len(PLANNED)
     ends = sorted(
         float(t.get("y"))
         for t in root.iter(NS + "text")
-        if any((t.text or "").startswith(f"{s} ") for s in STAGES)
+        if any((t.text or "").startswith(f"{s} ") for s in PLANNED)
     )
     assert all(b - a >= 11 for a, b in pairwise(ends))
     well_formed(draw_ranks({"one": [(8, 5.0)]}))
@@ -247,12 +247,12 @@ def test_small_functions():
     assert [short(n) for n in (0, 999, 1500, 2e6)] == ["0", "999", "1.5 k", "2 M"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_setting_of_the_explorer_is_a_picture(stage):
+@pytest.mark.parametrize("method", PLANNED)
+def test_every_setting_of_the_explorer_is_a_picture(method):
     for model in MODELS:
-        well_formed(explore(model, "adamw", stage, 64, dtype="bfloat16"))
+        well_formed(explore(model, "adamw", method, 64, dtype="bfloat16"))
     for optimizer in OPTIMIZERS:
-        well_formed(explore("gpt2", optimizer, stage, RANKS[-1], bucket_mb=1))
+        well_formed(explore("gpt2", optimizer, method, RANKS[-1], bucket_cap_mb=1))
 
 
 def test_the_explorer_follows_its_controls():
@@ -405,7 +405,7 @@ def test_the_slider_moves_the_picture_in_a_real_jupyterlab(lab):
         picture = page.locator(".jp-OutputArea svg[aria-label*='gpt2-xl']").first
         picture.wait_for(timeout=60_000)
         before = picture.get_attribute("aria-label")
-        assert "8 ranks" in before and "24.9 GB" not in before
+        assert "8 ranks" in before and "23.2 GiB" not in before
         shot = picture.screenshot()
         ranks = page.locator(".widget-hslider", has_text="ranks").locator(".noUi-handle")
         ranks.focus()

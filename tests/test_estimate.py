@@ -14,11 +14,11 @@ from zero_nb.plan.estimates import (
     MACHINES,
     MODELS,
     OPTIMIZERS,
-    STAGES,
+    PLANNED,
     Estimate,
     Machine,
     State,
-    add_arguments,
+    add_plan_arguments,
     amount,
     compare,
     duration,
@@ -26,8 +26,8 @@ from zero_nb.plan.estimates import (
     fewest_ranks,
     find_model,
     fits,
-    main,
     parse_memory,
+    print_plan,
     read_shapes,
     specs_of,
     state_rule,
@@ -83,7 +83,7 @@ def test_the_table_of_optimizers_is_what_torch_does(name, cls, options):
     kept = sum(t.nbytes for t in optimizer.state[p].values() if torch.is_tensor(t))
     rule = OPTIMIZERS[name]
     assert rule.numbers(spec, spec.numel) * 4 + 4 * rule.scalars == kept
-    assert state_rule(name)(spec) == state_rule(getattr(torch.optim, cls), **options)(spec)
+    assert state_rule(name)(spec) == state_rule(getattr(torch.optim, cls), options)(spec)
     assert estimate([spec], name, 1, "ddp").state == kept
 
 
@@ -131,14 +131,14 @@ def test_a_module_is_described_without_memory_and_tied_parameters_once():
     specs_lists,
     st.integers(1, 9),
     st.sampled_from(["adamw", "sgd", "nadam", "adafactor", "muon"]),
-    st.sampled_from(list(STAGES)),
+    st.sampled_from(list(PLANNED)),
 )
-def test_state_is_the_same_in_sum_whatever_the_stage(specs, world_size, optimizer, stage):
-    rule, ranks = state_rule(optimizer), range(1 if stage == "ddp" else world_size)
-    found = [estimate(specs, optimizer, world_size, stage, group_rank=r) for r in ranks]
+def test_state_is_the_same_in_sum_whatever_the_stage(specs, world_size, optimizer, method):
+    rule, ranks = state_rule(optimizer), range(1 if method == "ddp" else world_size)
+    found = [estimate(specs, optimizer, world_size, method, group_rank=r) for r in ranks]
     scalars = sum(4 * rule(p).scalars for p in specs if p.trainable and p.numel)
     numbers = sum(4 * rule(p).numbers(p, p.numel) for p in specs if p.trainable and p.numel)
-    if stage in ("ddp", "torch") or world_size == 1:
+    if method in ("ddp", "torch") or world_size == 1:
         assert sum(e.state for e in found) == numbers + scalars
     else:  # what is cut has scalars on each side; neighbours in a bucket share theirs
         most = max((4 * rule(p).scalars for p in specs if p.trainable and p.numel), default=0)
@@ -163,24 +163,24 @@ def test_state_is_the_same_in_sum_whatever_the_stage(specs, world_size, optimize
 def test_traffic_of_all_ranks(specs, world_size):
     full = sum(p.nbytes for p in specs if p.trainable)
     wire = {
-        stage: sum(
-            estimate(specs, "adamw", world_size, stage, group_rank=r).wire
+        method: sum(
+            estimate(specs, "adamw", world_size, method, group_rank=r).wire
             for r in range(world_size)
         )
-        for stage in STAGES
+        for method in PLANNED
     }
     assert wire["ddp"] == world_size * (2 * (world_size - 1) * full // world_size)
     assert wire["torch"] - wire["ddp"] == (world_size - 1) * full
-    for stage in ("zero1", "zero2"):
-        padding = estimate(specs, "adamw", world_size, stage).padding
-        assert wire[stage] == 2 * (world_size - 1) * (full + padding)
+    for method in ("zero1-overlap", "zero2", "zero2-interleaved"):
+        padding = estimate(specs, "adamw", world_size, method).padding
+        assert wire[method] == 2 * (world_size - 1) * (full + padding)
 
 
 @quick
-@given(specs_lists, st.sampled_from(list(STAGES)), st.integers(1, 60_000))
-def test_fewest_ranks_is_the_first_that_fits(specs, stage, memory):
-    found = fewest_ranks(specs, "adamw", memory, stage, most=32)
-    fit = [n for n in range(1, 33) if fits(estimate(specs, "adamw", n, stage), memory)]
+@given(specs_lists, st.sampled_from(list(PLANNED)), st.integers(1, 60_000))
+def test_fewest_ranks_is_the_first_that_fits(specs, method, memory):
+    found = fewest_ranks(specs, "adamw", memory, method, most=32)
+    fit = [n for n in range(1, 33) if fits(estimate(specs, "adamw", n, method), memory)]
     if found is None:
         assert 32 not in fit
     else:
@@ -209,15 +209,19 @@ def test_machines_bound_collectives_from_below():
 
 
 def test_computation_hides_communication():
-    busy = estimate("gpt2", "adamw", 8, "zero1", compute=1.0)
-    idle = estimate("gpt2", "adamw", 8, "zero1")
+    busy = estimate("gpt2", "adamw", 8, "zero1-overlap", compute=1.0)
+    idle = estimate("gpt2", "adamw", 8, "zero1-overlap")
     assert max(1.0, idle.seconds) < busy.seconds < 1.0 + idle.seconds
-    assert estimate("gpt2", "adamw", 8, "zero1", compute=1.0, hidden=True).seconds < busy.seconds
+    assert (
+        estimate("gpt2", "adamw", 8, "zero1-overlap", compute=1.0, hidden=True).seconds
+        < busy.seconds
+    )
 
 
 def test_hybrid_groups_shard_like_the_small_group_and_reduce_across():
     flat, hybrid, small = (
-        estimate("gpt2", "adamw", n, "zero1", replicas=r) for n, r in ((64, 1), (64, 8), (8, 1))
+        estimate("gpt2", "adamw", n, "zero1-overlap", replicas=r)
+        for n, r in ((64, 1), (64, 8), (8, 1))
     )
     assert (
         hybrid.state == small.state > flat.state
@@ -229,7 +233,10 @@ def test_hybrid_groups_shard_like_the_small_group_and_reduce_across():
 def test_the_planner_is_quick_and_wide():
     for ranks in (1, 1024, 16_384):
         assert (
-            estimate("llama-3-70b", "adamw", ranks, "zero2", dtype="bfloat16").world_size == ranks
+            estimate(
+                "llama-3-70b", "adamw", ranks, "zero2-interleaved", dtype="bfloat16"
+            ).world_size
+            == ranks
         )
 
 
@@ -237,12 +244,12 @@ def test_tables_name_every_stage():
     found = compare(tiny, "adamw", 4)
     text, html = repr(found), found._repr_html_()
     assert (
-        all(stage in text and f"<td>{stage}</td>" in html for stage in STAGES)
-        and found["zero2"].stage == "zero2"
+        all(method in text and f"<td>{method}</td>" in html for method in PLANNED)
+        and found["zero2-interleaved"].method == "zero2-interleaved"
     )
     assert len({len(line) for line in text.splitlines()}) == 1
     assert (
-        repr(Estimate("m", "ddp", "adamw", 1, 0)).startswith("stage")
+        repr(Estimate("m", "ddp", "adamw", 1, 0)).startswith("method")
         and "<table>" in Estimate("m", "ddp", "adamw", 1, 0)._repr_html_()
     )
 
@@ -274,21 +281,21 @@ def test_memory_is_read(text, size):
 
 
 def test_numbers_are_written():
-    assert [amount(n) for n in (0, 999, 1000, 999_999, 1_557_611_200, 2e13)] == [
+    assert [amount(n) for n in (0, 1023, 1024, 2**20 - 1, 1_557_611_200, 20 * 2**40)] == [
         "0 B",
-        "999 B",
-        "1 kB",
-        "1000 kB",
-        "1.56 GB",
-        "20 TB",
+        "1023 B",
+        "1 KiB",
+        "1024 KiB",
+        "1.45 GiB",
+        "20 TiB",
     ]
     assert [duration(s) for s in (2.5, 0.0345, 1e-5)] == ["2.5 s", "34.5 ms", "10 us"]
 
 
 def plan(capsys, *argv):
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    main(parser.parse_args(list(argv)))
+    add_plan_arguments(parser)
+    print_plan(parser.parse_args(list(argv)))
     return capsys.readouterr().out
 
 
@@ -296,27 +303,29 @@ def test_the_command_prints_a_table_and_what_fits(capsys):
     said = plan(capsys, "gpt2-xl", "--world-size", "8", "--optimizer", "adamw", "--memory", "16GB")
     assert (
         "1,557,611,200 parameters" in said
-        and "ddp     does not fit in 16GB" in said
-        and "dropin  fits in 16GB; fewest ranks that do: 4" in said
+        and "ddp               does not fit in 16GB" in said
+        and "zero1             fits in 16GB; fewest ranks that do: 4" in said
     )
 
 
 def test_the_command_takes_the_dtype_in_which_gradients_are_added(capsys):
     sent = [
-        plan(capsys, "gpt2", "--dtype", "bfloat16", "--stage", "zero1", *more)
+        plan(capsys, "gpt2", "--dtype", "bfloat16", "--method", "zero1-overlap", *more)
         for more in ((), ("--reduce-dtype", "float32"))
     ]
     assert (
-        "436 MB" in sent[0] and "653 MB" in sent[1] and "653 MB" not in sent[0]
+        "415 MiB" in sent[0] and "623 MiB" in sent[1] and "623 MiB" not in sent[0]
     )  # 7/8 of 124 million elements, 2 + 2 and 4 + 2 bytes
 
 
 def test_the_command_returns_what_it_printed(capsys):
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    found = main(parser.parse_args(["gpt2", "--stage", "zero2", "--world-size", "4"]))
-    assert [(e.model, e.stage, e.world_size) for e in found.estimates] == [
-        ("gpt2", "zero2", 4)
+    add_plan_arguments(parser)
+    found = print_plan(
+        parser.parse_args(["gpt2", "--method", "zero2-interleaved", "--world-size", "4"])
+    )
+    assert [(e.model, e.method, e.world_size) for e in found.estimates] == [
+        ("gpt2", "zero2-interleaved", 4)
     ] and repr(found) in capsys.readouterr().out
 
 
@@ -358,7 +367,7 @@ def test_bad_shape_files_have_one_error(tmp_path, content, message):
         (lambda: estimate("lama-3-8b"), "did you mean llama-3-8b"),
         (lambda: estimate("xyzzy"), "choose one of gpt2"),
         (lambda: estimate(tiny, "adamv"), "unknown optimizer 'adamv'; did you mean adam"),
-        (lambda: estimate(tiny, stage="zero3"), "unknown stage 'zero3'"),
+        (lambda: estimate(tiny, method="zero3"), "unknown method 'zero3'"),
         (lambda: estimate(tiny, world_size=0), "world_size must be an integer >= 1"),
         (
             lambda: estimate(tiny, world_size=8, replicas=3),
@@ -367,7 +376,7 @@ def test_bad_shape_files_have_one_error(tmp_path, content, message):
         (lambda: estimate(tiny, world_size=4, group_rank=4), "group_rank must lie in 0 to 3"),
         (lambda: estimate(tiny, machine="tablet"), "unknown machine 'tablet'"),
         (lambda: estimate(tiny, policy="evn"), "did you mean 'even'"),
-        (lambda: estimate(tiny, capacity_mb=-1), "capacity_mb must be above 0"),
+        (lambda: estimate(tiny, bucket_cap_mb=-1), "bucket_cap_mb must be above 0"),
         (lambda: estimate(tiny, dtype="float3"), "unknown dtype 'float3'"),
         *[
             (
@@ -403,11 +412,11 @@ def test_bad_shape_files_have_one_error(tmp_path, content, message):
         ),
         (lambda: find_model("json:no_such_function"), "has no attribute"),
         (
-            lambda: main(argparse.Namespace(model=None, shapes=None)),
+            lambda: print_plan(argparse.Namespace(model=None, shapes=None)),
             "name one model, or --shapes FILE",
         ),
         (
-            lambda: main(argparse.Namespace(model="gpt2", shapes="x.json")),
+            lambda: print_plan(argparse.Namespace(model="gpt2", shapes="x.json")),
             "name one model, or --shapes FILE",
         ),
     ],
@@ -436,7 +445,7 @@ def test_the_planner_works_without(missing):
 import sys
 sys.modules[{missing!r}] = None
 from zero_nb.plan.estimates import compare, fewest_ranks, specs_of
-print(compare("gpt2", "muon", 4)["zero2"].total, fewest_ranks("gpt2-xl", "adamw", "16GB"))
+print(compare("gpt2", "muon", 4)["zero2-interleaved"].total, fewest_ranks("gpt2-xl", "adamw", "16GB"))
 if {missing!r} != "torch":
     assert "torch" not in sys.modules
 """
@@ -448,34 +457,39 @@ if {missing!r} != "torch":
     )
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("method", PLANNED)
 @pytest.mark.parametrize(
     "reduce_dtype,sent,kept",
     [(None, 2, 2), ("bfloat16", 2, 2), ("float32", 4, 4), ("float16", 2, 4), ("float64", 8, 8)],
 )
 def test_gradients_that_are_added_in_another_dtype_cost_their_bytes(
-    stage, reduce_dtype, sent, kept
+    method, reduce_dtype, sent, kept
 ):
     """Two ranks, 1,000 elements, one bucket of two parameters."""
     specs = [ParamSpec("w", (900,), "bfloat16"), ParamSpec("b", (100,), "bfloat16")]
-    found = estimate(specs, "adamw", 2, stage, reduce_dtype=reduce_dtype)
-    plain = estimate(specs, "adamw", 2, stage)
-    if stage not in ("zero1", "zero2"):
+    found = estimate(specs, "adamw", 2, method, reduce_dtype=reduce_dtype)
+    plain = estimate(specs, "adamw", 2, method)
+    if method in ("ddp", "torch", "zero1"):
         assert found == plain
     else:
         cast = reduce_dtype not in (None, "bfloat16")
         assert plain.wire == 500 * 2 * 2 and found.wire == 500 * (sent + 2)
-        assert found.gradients == {"zero1": 2000 + 500 * kept * cast, "zero2": 500 * kept}[stage]
-        assert found.buckets == (
-            plain.buckets + 1000 * sent * cast
-            if stage == "zero2"
-            else max(plain.buckets, 1000 * sent * cast)
+        kept_in_full = 2000 + 500 * kept * cast
+        assert found.gradients == (kept_in_full if method == "zero1-overlap" else 500 * kept)
+        adding = 1000 * sent * cast
+        assert (
+            found.buckets
+            == {
+                "zero1-overlap": max(plain.buckets, adding),
+                "zero2": max(plain.buckets, 2000 + adding),
+                "zero2-interleaved": plain.buckets + adding,
+            }[method]
         )
         assert (found.seconds > plain.seconds) == (sent > 2)
     hybrid = [
-        estimate(specs, "adamw", 4, stage, replicas=2, reduce_dtype=kind).wire
+        estimate(specs, "adamw", 4, method, replicas=2, reduce_dtype=kind).wire
         for kind in (None, reduce_dtype)
     ]
     assert hybrid[1] - hybrid[0] == (found.wire - plain.wire) + (
-        500 * (sent - 2) if stage in ("zero1", "zero2") else 0
+        0 if method in ("ddp", "torch", "zero1") else 500 * (sent - 2)
     )

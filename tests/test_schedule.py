@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zero_nb.plan.buckets import pack
 from zero_nb.plan.schedule import (
-    MODES,
+    METHODS,
     OPS,
     Event,
     Schedule,
@@ -27,7 +27,7 @@ quick = settings(max_examples=100, deadline=None)
 any_schedule = st.builds(
     make_schedule,
     st.integers(0, 12),
-    st.sampled_from(list(MODES)),
+    st.sampled_from(list(METHODS)),
     lag=st.integers(0, 5),
     hidden=st.booleans(),
 )
@@ -43,37 +43,44 @@ def test_schedules_are_read_back_from_their_text(schedule):
 
 
 @quick
-@given(st.integers(0, 12), st.sampled_from(list(MODES)), st.integers(0, 5), st.booleans())
-def test_every_bucket_lives_once_and_in_order(count, mode, lag, hidden):
-    events = make_schedule(count, mode, lag=lag, hidden=hidden).events
-    how = MODES[mode]
-    life = ["GRAD", how.reduce, "STEP", *["FREE"] * how.free, *["AG"] * how.gather, "FWD"]
+@given(st.integers(0, 12), st.sampled_from(list(METHODS)), st.integers(0, 5), st.booleans())
+def test_every_bucket_lives_once_and_in_order(count, method, lag, hidden):
+    events = make_schedule(count, method, lag=lag, hidden=hidden).events
+    how = METHODS[method]
+    life = [
+        "GRAD",
+        how.reduce,
+        "STEP",
+        *["FREE"] * (how.frees == "stepped"),
+        *["AG"] * how.gather,
+        "FWD",
+    ]
     for i in range(count):
         assert [e.op for e in events if e.bucket == i] == life
     assert [e.bucket for e in events if e.op == how.reduce] == list(range(count))
     assert sum(e.op == "SYNC" for e in events) == (not hidden)
-    if not how.early:
+    if not how.interleaved:
         assert all(e.phase == "step" for e in events if e.op == "STEP")
 
 
 @quick
 @given(
     st.integers(1, 12),
-    st.sampled_from(list(MODES)),
+    st.sampled_from(list(METHODS)),
     st.integers(0, 5),
     st.booleans(),
     st.lists(st.floats(0, 5), min_size=6, max_size=6),
 )
-def test_play_waits_for_what_it_must(count, mode, lag, hidden, prices):
+def test_play_waits_for_what_it_must(count, method, lag, hidden, prices):
     cost = dict(zip(("GRAD", "FWD", "STEP", "AR", "RS", "AG"), prices, strict=True))
-    bars = play(make_schedule(count, mode, lag=lag, hidden=hidden), lambda e: cost[e.op])
+    bars = play(make_schedule(count, method, lag=lag, hidden=hidden), lambda e: cost[e.op])
     at = {(b.event.op, b.event.bucket): b for b in bars}
     for lane in (True, False):
         line = [b for b in bars if b.event.network is lane]
         assert all(a.stop <= b.start for a, b in pairwise(line))
     for i in range(count):
-        assert at["STEP", i].start >= at[MODES[mode].reduce, i].stop >= at["GRAD", i].stop
-        if MODES[mode].gather:
+        assert at["STEP", i].start >= at[METHODS[method].reduce, i].stop >= at["GRAD", i].stop
+        if METHODS[method].gather:
             assert (
                 at["FWD", i].start >= at["AG", i].stop and at["AG", i].start >= at["STEP", i].stop
             )
@@ -90,20 +97,20 @@ def test_play_waits_for_what_it_must(count, mode, lag, hidden, prices):
 @quick
 @given(
     st.integers(0, 12),
-    st.sampled_from(list(MODES)),
+    st.sampled_from(list(METHODS)),
     st.integers(0, 5),
     st.booleans(),
     st.integers(0, 2**32),
 )
-def test_the_order_and_the_clock_say_what_schedules_and_play_say(count, mode, lag, hidden, seed):
+def test_the_order_and_the_clock_say_what_schedules_and_play_say(count, method, lag, hidden, seed):
     rng = random.Random(seed)
     costs = {op: [rng.random() for _ in range(count)] for op in OPS} | {
         "FREE": [0.0] * count,
         "SYNC": [0.0],
     }
-    schedule = make_schedule(count, mode, lag=lag, hidden=hidden)
+    schedule = make_schedule(count, method, lag=lag, hidden=hidden)
     steps = [
-        step for steps in order(count, mode, lag=lag, hidden=hidden).values() for step in steps
+        step for steps in order(count, method, lag=lag, hidden=hidden).values() for step in steps
     ]
     assert steps == [(e.op, e.bucket) for e in schedule.events]
     assert [*clock(steps, costs)] == [
@@ -115,19 +122,21 @@ def test_the_order_and_the_clock_say_what_schedules_and_play_say(count, mode, la
 @quick
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=10), st.integers(0, 4))
 def test_freeing_keeps_lag_plus_one_buckets(sizes, lag):
-    found = peak(make_schedule(len(sizes), "free", lag=lag), sizes)
+    found = peak(make_schedule(len(sizes), "zero2-interleaved", lag=lag), sizes)
     windows = [sum(sizes[i : i + lag + 1]) for i in range(len(sizes))]
     assert found == max(windows)
-    assert peak(make_schedule(len(sizes), "interleaved", lag=lag), sizes) == sum(sizes)
+    assert peak(make_schedule(len(sizes), "zero1-interleaved", lag=lag), sizes) == sum(sizes)
 
 
 def test_a_plan_gives_the_number_of_buckets():
-    plan = pack([ParamSpec(f"p{i}", (512, 512)) for i in range(5)], 2, capacity_mb=1, first_mb=1)
-    assert make_schedule(plan, "after") == make_schedule(len(plan.buckets), "after")
+    plan = pack(
+        [ParamSpec(f"p{i}", (512, 512)) for i in range(5)], 2, bucket_cap_mb=1, first_bucket_mb=1
+    )
+    assert make_schedule(plan, "zero1-overlap") == make_schedule(len(plan.buckets), "zero1-overlap")
 
 
 def test_hidden_gathers_are_read_in_the_order_in_which_they_arrive():
-    events = make_schedule(4, "after", hidden=True).events
+    events = make_schedule(4, "zero1-overlap", hidden=True).events
     assert (
         [e.bucket for e in events if e.op == "AG"]
         == [e.bucket for e in events if e.op == "FWD"]
@@ -138,11 +147,23 @@ def test_hidden_gathers_are_read_in_the_order_in_which_they_arrive():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: make_schedule(2, "afte"), "unknown mode 'afte', did you mean 'after'"),
-        (lambda: make_schedule(2, "zzz"), "choose one of ddp, dropin, after, interleaved, free"),
-        (lambda: make_schedule(2, "free", lag=-1), "must be integers >= 0, got -1 and 2"),
+        (
+            lambda: make_schedule(2, "zero1-overlp"),
+            "unknown method 'zero1-overlp', did you mean 'zero1-overlap'",
+        ),
+        (
+            lambda: make_schedule(2, "qqq"),
+            "choose one of ddp, zero1, zero1-overlap, zero1-interleaved, zero2, zero2-interleaved",
+        ),
+        (
+            lambda: make_schedule(2, "zero2-interleaved", lag=-1),
+            "must be integers >= 0, got -1 and 2",
+        ),
         (lambda: make_schedule(-1), "must be integers >= 0, got 1 and -1"),
-        (lambda: make_schedule(2, "free", lag=1.5), "must be integers >= 0, got 1.5 and 2"),
+        (
+            lambda: make_schedule(2, "zero2-interleaved", lag=1.5),
+            "must be integers >= 0, got 1.5 and 2",
+        ),
         (lambda: order(True), "must be integers >= 0, got 1 and True"),
         (
             lambda: play(make_schedule(2), lambda e: -0.1 if e.op == "STEP" else 1.0),
@@ -161,7 +182,7 @@ def test_hidden_gathers_are_read_in_the_order_in_which_they_arrive():
         (lambda: Schedule.parse("backward: 0:GRAD 0:GRAD"), "each at most once"),
         (lambda: Schedule((Event("step", "WAIT", 0),)), "unknown operation 'WAIT'"),
         (
-            lambda: agree(make_schedule(2, "ddp"), make_schedule(2, "after")),
+            lambda: agree(make_schedule(2, "ddp"), make_schedule(2, "zero1-overlap")),
             "collective 0 is 0:AR on group_rank 0 and 0:RS on group_rank 1",
         ),
         (

@@ -150,7 +150,7 @@ def _plan(parser: Parser, options: Any) -> int:
     )
     sys.path.insert(0, os.getcwd())  # module:function means the user's own, as with `python -m`
     try:
-        found = plan.main(options)
+        found = plan.print_plan(options)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     finally:
@@ -222,7 +222,8 @@ def main(
     if name not in known:
         return int(bool(parser.parse_args(argv)))  # --help, or an error: both end here
     code: Any = importlib.import_module(COMMANDS[name][0])
-    code.add_arguments(known[name])
+    add_arguments = code.add_plan_arguments if name == "plan" else code.add_arguments
+    add_arguments(known[name])
     numbers: dict[str, Any] = {"type": int, "default": argparse.SUPPRESS, "metavar": "INT"}
     pictures = {"--svg": 'where to draw it (default: MODEL-N.svg; "" draws nothing)'}
     for flag, words in (NUMBERS if name == "train" else pictures).items():

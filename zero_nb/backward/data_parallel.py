@@ -383,7 +383,7 @@ class ParallelWay(Care):
 
 # %% ../../nbs/backward/04_data_parallel.ipynb #fa6245b9
 def plan_arrivals(
-    zero: ZeroRedundancyOptimizer, arrivals: Sequence[int], capacity_mb: float, cut_mb: float
+    zero: ZeroRedundancyOptimizer, arrivals: Sequence[int], bucket_cap_mb: float, cut_mb: float
 ) -> BucketPlan:
     """Plan buckets in the order in which gradients arrive: small parameters together, large ones
     alone, very large ones in pieces."""
@@ -397,7 +397,7 @@ def plan_arrivals(
         params,
         zero.group.size,
         policy=cut_in_place(zero),
-        capacity_mb=capacity_mb,
+        bucket_cap_mb=bucket_cap_mb,
         order=arrivals,
         align=16,
         cut_mb=cut_mb,
@@ -840,7 +840,7 @@ class Planned(Averaged):
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
         self.parts, self.held, way = {}, {}, self.way
-        mode = "free" if self.soon else "after"
+        method = "zero2-interleaved" if self.soon else "zero2"
         mark_means(shard.buckets, self.zero.across, way.reduce_dtype)
         return Runner(
             self.zero,
@@ -849,7 +849,7 @@ class Planned(Averaged):
             self.judge,
             self._release,
             ask=self._ask,
-            mode=mode,
+            method=method,
             lag=way.lag,
             hidden=way.hidden,
         )

@@ -1400,7 +1400,7 @@ class Late(Averages):
 
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
-        mode = "interleaved" if self.way.interleaved and self.apart else "after"
+        interleaved = self.way.interleaved and self.apart
         if not isinstance(self.way.wire, str):
             mark_means(shard.buckets, self.zero.across, self.way.wire)
         return Runner(
@@ -1410,7 +1410,7 @@ class Late(Averages):
             self.judge,
             reuses=self.way.wire != "kept",
             ask=self._ask,
-            mode=mode,
+            method="zero1-interleaved" if interleaved else "zero1-overlap",
             lag=self.way.lag,
         )
 

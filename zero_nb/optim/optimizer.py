@@ -67,7 +67,7 @@ from zero_nb.optim.rules import (
     read_params,
     read_state,
 )
-from ..plan.sharder import ParamSpec, Policy, Roster, by_group, even, mixed, runs
+from ..plan.sharder import ParamSpec, Policy, ParamTable, by_group, even, mixed, runs
 from .trial import find_trouble
 
 # %% auto #0
@@ -120,7 +120,9 @@ def _sample(
 ) -> list[Tensor]:  # one parameter of each form where forms are known
     if shard.alone or len(shard.groups) > 1:
         return group["params"]
-    return [*dict(zip(Roster.of(shard.plan.params).which, group["params"], strict=True)).values()]
+    return [
+        *dict(zip(ParamTable.of(shard.plan.params).which, group["params"], strict=True)).values()
+    ]
 
 
 def _local_group(
@@ -145,7 +147,7 @@ def _lines(rules: list[Rule], param_groups: list[dict[str, Any]], shards: list[S
         + str({k: v for k, v in g.items() if k not in ("params", "param_names")})
         for i, (rule, g) in enumerate(zip(rules, param_groups, strict=True))
     ]
-    rosters = [Roster.of(shard.plan.params) for shard in shards]
+    rosters = [ParamTable.of(shard.plan.params) for shard in shards]
 
     def form(p: ParamSpec) -> str:
         return f"{p.shape} {p.dtype} on {p.device}{'' if p.trainable else ', frozen'}"
@@ -177,7 +179,7 @@ def _plan(
         params,
         world_size,
         policy=policy,
-        capacity_mb=settings.bucket_cap_mb,
+        bucket_cap_mb=settings.bucket_cap_mb,
         cut=False,
         order=range(len(params)),
         align=16,

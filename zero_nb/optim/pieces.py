@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from ..plan.buckets import BucketPlan, Slot
 from .flat import FlatBucket, flatten, flatten_like
 from ..comm.process_group import Group
-from ..plan.sharder import ParamSpec, Roster
+from ..plan.sharder import ParamSpec, ParamTable
 
 # %% auto #0
 __all__ = ['Run', 'SCALARS', 'specs', 'Piece', 'refreshed', 'look', 'Shard', 'per_element', 'split_piece', 'open_pieces',
@@ -63,7 +63,7 @@ def specs(
     param_groups: list[dict[str, Any]],  # as `torch.optim.Optimizer.param_groups`
     first: int = 0,  # index of the first of these groups
     grads: bool = False,  # a parameter that is frozen and has a gradient counts as trained, as for `torch.optim`
-) -> Roster:  # in registration order
+) -> ParamTable:  # in registration order
     """Describe parameters for a plan.
 
     Raises `ValueError` for a parameter that cannot be cut: sparse, or not dense in memory.
@@ -87,7 +87,7 @@ def specs(
                 form = seen[key] = len(forms)
                 forms.append(_spec(names[len(which)], p, trains, index, devices))
             which.append(form)
-    return Roster(names, tuple(forms), which)
+    return ParamTable(names, tuple(forms), which)
 
 # %% ../../nbs/optim/02_pieces.ipynb #fd1ae5c5
 Run = tuple[

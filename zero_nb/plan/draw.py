@@ -24,7 +24,7 @@ from .buckets import Bucket, BucketPlan
 from zero_nb.plan.estimates import (
     MODELS,
     OPTIMIZERS,
-    STAGES,
+    PLANNED,
     Estimate,
     amount,
     estimate,
@@ -498,9 +498,9 @@ def draw_estimates(
             _text(
                 64,
                 y + 13,
-                e.stage
+                e.method
                 if len({e.world_size for e in estimates}) == 1
-                else f"{e.stage} x{e.world_size}",
+                else f"{e.method} x{e.world_size}",
                 "end",
             )
         )
@@ -508,7 +508,7 @@ def draw_estimates(
             nbytes = getattr(e, kind)
             if nbytes:
                 body.append(
-                    _rect(x, y, nbytes * scale, 18, fill, f"{e.stage}: {kind} {amount(nbytes)}")
+                    _rect(x, y, nbytes * scale, 18, fill, f"{e.method}: {kind} {amount(nbytes)}")
                 )
             x += nbytes * scale
         body.append(
@@ -636,20 +636,20 @@ BUCKETS = (("default", 0), ("25", 25), ("50", 50), ("100", 100), ("200", 200), (
 def explore(
     model: str = "gpt2-xl",  # a name in `MODELS`
     optimizer: str = "adamw",  # a name in `OPTIMIZERS`
-    stage: str = "dropin",  # a key of `STAGES`
+    method: str = "zero1",  # a key of `PLANNED`
     ranks: int = 8,
-    bucket_mb: float = 0,  # MB of a bucket; 0 for the default of the stage
+    bucket_cap_mb: float = 0,  # MB of a bucket; 0 for the default of the method
     memory: str = "24GB",  # of a rank
     dtype: str = "float32",  # of parameters and gradients; float32 master copies for smaller ones
 ) -> Svg:  # what a rank needs, beside plain DDP, and whether it fits
     """Draw one setting."""
-    setup: dict[str, Any] = {"master_dtype": "float32", "capacity_mb": bucket_mb or None}
+    setup: dict[str, Any] = {"master_dtype": "float32", "bucket_cap_mb": bucket_cap_mb or None}
     specs = find_model(model, dtype)[1]
-    found = [estimate(specs, optimizer, ranks, s, **setup) for s in dict.fromkeys(("ddp", stage))]
+    found = [estimate(specs, optimizer, ranks, s, **setup) for s in dict.fromkeys(("ddp", method))]
     limit, e = parse_memory(memory), found[-1]
     picture = draw_estimates(found, memory=limit)
     said = (
-        f"{model}, {optimizer}, {stage}, {ranks} ranks: {amount(e.total)},"
+        f"{model}, {optimizer}, {method}, {ranks} ranks: {amount(e.total)},"
         f" {'fits' if fits(e, limit) else 'does not fit'} in {memory}"
     )
     more = (
@@ -673,10 +673,10 @@ def explorer() -> Any:  # an `ipywidgets.Box`
     controls = {
         "model": w.Dropdown(options=list(MODELS), value="gpt2-xl"),
         "optimizer": w.Dropdown(options=list(OPTIMIZERS), value="adamw"),
-        "stage": w.Dropdown(options=list(STAGES), value="dropin"),
+        "method": w.Dropdown(options=list(PLANNED), value="zero1"),
         "dtype": w.Dropdown(options=["float32", "bfloat16"], value="float32"),
         "ranks": w.SelectionSlider(options=RANKS, value=8),
-        "bucket_mb": w.SelectionSlider(options=BUCKETS, value=0),
+        "bucket_cap_mb": w.SelectionSlider(options=BUCKETS, value=0),
         "memory": w.SelectionSlider(
             options=("8GB", "16GB", "24GB", "40GB", "80GB", "141GB"), value="24GB"
         ),

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['ITEMSIZE', 'Owners', 'T', 'DEVICE', 'Item', 'Cost', 'Priced', 'Choice', 'POLICIES', 'AnyPlan', 'ParamSpec', 'Span',
            'described', 'Written', 'only', 'form_text', 'device_text', 'device_from', 'param_text', 'param_from',
-           'run_text', 'run_from', 'Column', 'Roster', 'ShardPlan', 'unique', 'world', 'spread', 'Policy', 'movable',
-           'greedy', 'even', 'row_cuts', 'runs', 'numel', 'newton_schulz', 'balanced', 'matrices_whole', 'by_group',
-           'mixed', 'setting', 'leaf', 'balances', 'identity', 'checked', 'find_policy', 'Grid', 'GridPlan', 'Move',
-           'moves']
+           'run_text', 'run_from', 'LazyTuple', 'ParamTable', 'ShardPlan', 'unique', 'world', 'spread', 'Policy',
+           'movable', 'greedy', 'even', 'row_cuts', 'runs', 'numel', 'newton_schulz', 'balanced', 'matrices_whole',
+           'by_group', 'mixed', 'setting', 'leaf', 'balances', 'identity', 'checked', 'find_policy', 'Grid', 'GridPlan',
+           'Move', 'moves']
 
 # %% ../../nbs/plan/01_sharder.ipynb #b39e386e
 import hashlib
@@ -318,7 +318,7 @@ def run_from(params: Sequence[ParamSpec], text: str) -> Span:
 Item = TypeVar("Item", covariant=True)
 
 
-class Column(Sequence[Item]):
+class LazyTuple(Sequence[Item]):
     """Equal to the tuple of its items, each of which is made when it is asked for."""
 
     def item(self, i: int) -> Item:
@@ -335,7 +335,7 @@ class Column(Sequence[Item]):
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, (tuple, Column))
+            isinstance(other, (tuple, LazyTuple))
             and len(self) == len(other)
             and all(a == b for a, b in zip(self, other, strict=True))
         )
@@ -348,7 +348,7 @@ class Column(Sequence[Item]):
 
 # %% ../../nbs/plan/01_sharder.ipynb #3ba7f6c5
 @dataclass(frozen=True, eq=False, repr=False)
-class Roster(Column[ParamSpec]):
+class ParamTable(LazyTuple[ParamSpec]):
     """Parameters by their names and forms."""
 
     names: Sequence[str]
@@ -362,9 +362,9 @@ class Roster(Column[ParamSpec]):
             raise ValueError(f"the name of a parameter must be text, got {wrong!r}")
 
     @classmethod
-    def of(cls, specs: Iterable[ParamSpec]) -> "Roster":
+    def of(cls, specs: Iterable[ParamSpec]) -> "ParamTable":
         """Enter parameters in columns."""
-        if isinstance(specs, Roster):
+        if isinstance(specs, ParamTable):
             return specs
         specs, seen = tuple(specs), dict[str, int]()
         which = [seen.setdefault(spec.form, len(seen)) for spec in specs]
