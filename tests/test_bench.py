@@ -330,8 +330,8 @@ def test_reports_are_added(tmp_path, capsys):
         "--out",
         str(tmp_path),
     ]
-    bench.main([*flags, "--model", "small", "--add"])  # nothing is there yet
-    bench.main([*flags, "--model", "linear", "--add"])
+    bench.run_benchmark([*flags, "--model", "small", "--add"])  # nothing is there yet
+    bench.run_benchmark([*flags, "--model", "linear", "--add"])
     found = Report.from_json((tmp_path / "report.json").read_text())
     assert [(c.model, c.variant) for c in found.counts] == [
         ("small", "ddp"),
@@ -339,7 +339,7 @@ def test_reports_are_added(tmp_path, capsys):
         ("linear", "ddp"),
         ("linear", "zero"),
     ]
-    bench.main([*flags, "--model", "gpt"])
+    bench.run_benchmark([*flags, "--model", "gpt"])
     assert {c.model for c in Report.from_json((tmp_path / "report.json").read_text()).counts} == {
         "gpt"
     }
@@ -348,9 +348,9 @@ def test_reports_are_added(tmp_path, capsys):
     )
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        bench.main([*flags, "--model", "small", "--add"])
+        bench.run_benchmark([*flags, "--model", "small", "--add"])
     with pytest.raises(SystemExit):
-        bench.main([*[f for f in flags if f != "--quick"], "--model", "small", "--add"])
+        bench.run_benchmark([*[f for f in flags if f != "--quick"], "--model", "small", "--add"])
     first, second = capsys.readouterr().err.splitlines()
     assert (
         "these differ in torch;" in first and "these differ in torch, size of the models;" in second
@@ -359,7 +359,7 @@ def test_reports_are_added(tmp_path, capsys):
 
 def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch):
     flags = ["--quick", "--variants", "zero", "--parts", "counts", "--out", str(tmp_path)]
-    bench.main([*flags, "--model", "gpt", "--ranks", "1"])
+    bench.run_benchmark([*flags, "--model", "gpt", "--ranks", "1"])
     count = bench.count_rank
 
     def stop(name, model, device):
@@ -373,7 +373,7 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch)
         ([], ["linear 1", "linear 2", "small 1"]),
     ):
         with pytest.raises(BaseException, match="rank"):
-            bench.main([*flags, *flag, "--model", "linear", "small", "--ranks", "1", "2"])
+            bench.run_benchmark([*flags, *flag, "--model", "linear", "small", "--ranks", "1", "2"])
         found = Report.from_json((tmp_path / "report.json").read_text())
         assert [f"{c.model} {c.world_size}" for c in found.counts if c.variant == "zero"] == kept
     assert not [*tmp_path.glob("*.new")]
@@ -381,7 +381,7 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch)
 
 def test_profiles_are_drawn_of_the_variants_that_were_named(tmp_path, capsys):
     (tmp_path / "report.json").write_text("a report that is there")
-    bench.main(
+    bench.run_benchmark(
         [
             "--quick",
             "--model",
@@ -574,7 +574,7 @@ def test_peak_leaves_out_the_pages_of_files(tmp_path):
 )
 def test_command_refuses(argv, words, capsys):
     with pytest.raises(SystemExit) as end:
-        bench.main(argv)
+        bench.run_benchmark(argv)
     out, err = capsys.readouterr()
     assert end.value.code == 2 and words in err and out == "" and len(err.splitlines()) == 1
 
@@ -582,7 +582,7 @@ def test_command_refuses(argv, words, capsys):
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
 def test_command_needs_gpus_for_cuda(capsys):
     with pytest.raises(SystemExit):
-        bench.main(["--device", "cuda"])
+        bench.run_benchmark(["--device", "cuda"])
     assert (
         "--device cuda needs a GPU for each of 4 ranks, and torch sees 0" in capsys.readouterr().err
     )

@@ -49,7 +49,7 @@ __all__ = ['VARIANTS', 'REFERENCE', 'LR', 'WARM_UP', 'TARGETS', 'PEERS', 'PARTS'
            'Counts', 'state_bytes', 'peak_bytes', 'count_rank', 'counts', 'Makings', 'make_rank', 'trace_rank',
            'Report', 'check_same', 'merged', 'Target', 'verdicts', 'together', 'Options', 'forked', 'under_torchrun',
            'measure', 'profiles', 'machine', 'strays', 'rows', 'cells', 'markdown', 'draw', 'save', 'write', 'show',
-           'main']
+           'run_benchmark']
 
 # %% ../../nbs/apps/03_bench.ipynb #22443b74
 @dataclass(frozen=True)
@@ -1526,7 +1526,7 @@ def _before(given: Any, options: Options) -> Report | None:  # what to add to
     return old
 
 
-def main(
+def run_benchmark(
     argv: Sequence[str] | None = None,  # without the program's name; by default the process's
 ) -> None:
     """Run the benchmark, print its tables and leave its files."""
@@ -1570,4 +1570,4 @@ def main(
 
 
 if __name__ == "__main__" and "__file__" in globals():
-    main()  # a program that runs, not this notebook
+    run_benchmark()  # a program that runs, not this notebook

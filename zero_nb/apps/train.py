@@ -42,7 +42,7 @@ from ..comm.process_group import Group, agree
 __all__ = ['OPTIMIZERS', 'INDENT', 'SKIP', 'PROMPTS', 'FREE', 'option', 'TrainConfig', 'Corpus', 'read_corpus', 'windows',
            'rotate', 'Block', 'GPT', 'learning_rate', 'Side', 'held', 'Report', 'write', 'save_checkpoint',
            'read_checkpoint', 'configured', 'check_devices', 'joined', 'prepared', 'extra', 'Display',
-           'tokens_per_second', 'train_rank', 'measured', 'table', 'draw_losses', 'add_arguments', 'leave', 'main']
+           'tokens_per_second', 'train_rank', 'measured', 'table', 'draw_losses', 'add_arguments', 'leave', 'run_rank']
 
 # %% ../../nbs/apps/01_train.ipynb #7e4886ec
 def option(
@@ -1092,7 +1092,7 @@ def _follow_launcher() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def run_rank(argv: Sequence[str] | None = None) -> None:
     """Be one rank: read the options, train, and on rank 0 leave the results."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _follow_launcher()
@@ -1116,4 +1116,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__" and "__file__" in globals():
-    main()  # a program that runs, not this notebook
+    run_rank()  # a program that runs, not this notebook

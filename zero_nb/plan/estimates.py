@@ -590,14 +590,17 @@ class Setup:
     def buckets(self, specs: Sequence[ParamSpec], ranks: int, method: str) -> BucketPlan:
         """Pack parameters as a method does: `zero1` as they are registered, others as gradients arrive."""
         behind_ddp = method == "zero1"
-        default_cap_mb = 1.0 if behind_ddp else 25.0
+        cap_mb = self.bucket_cap_mb
+        if cap_mb is None:
+            cap_mb = 1.0 if behind_ddp else 25.0
+        order = range(len(unique(specs))) if behind_ddp else None
         return pack(
             specs,
             ranks,
             policy=self.sharding(),
-            bucket_cap_mb=default_cap_mb if self.bucket_cap_mb is None else self.bucket_cap_mb,
-            order=range(len(unique(specs))) if behind_ddp else None,
-            align=math.lcm(self.align, 16) if behind_ddp else self.align,
+            bucket_cap_mb=cap_mb,
+            order=order,
+            align=math.lcm(self.align, 16 if behind_ddp else 1),
             cut=not behind_ddp if self.cut is None else self.cut,
             pad=not behind_ddp,
         )
@@ -1036,61 +1039,69 @@ def fewest_ranks(
     return _fewest_ranks(model, parse_memory(memory), method, setup, activations, most)
 
 # %% ../../nbs/plan/04_estimates.ipynb #184e86f9
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--shapes": {
+        "metavar": "FILE",
+        "help": 'JSON file of a model: {"name": [rows, columns], ...}',
+    },
+    "--world-size": {
+        "type": int,
+        "default": 8,
+        "metavar": "N",
+        "help": "ranks in all (default: 8)",
+    },
+    "--optimizer": {
+        "default": "adamw",
+        "help": f"one of {', '.join(OPTIMIZERS)} (default: adamw)",
+    },
+    "--memory": {
+        "metavar": "SIZE",
+        "help": "of a rank, such as 24GB or 80GiB: says what fits, and the fewest ranks that do",
+    },
+    "--activations": {
+        "default": "1B",
+        "metavar": "SIZE",
+        "help": "that training needs besides (default: none)",
+    },
+    "--method": {
+        "action": "append",
+        "choices": list(PLANNED),
+        "help": "a way to train; may be repeated (default: all)",
+    },
+    "--dtype": {
+        "help": "of parameters and gradients, such as bfloat16 (default: the model's, else float32)"
+    },
+    "--master-dtype": {
+        "help": "of the optimizer's copy of parameters of a smaller dtype (default: no copy)"
+    },
+    "--reduce-dtype": {
+        "help": "in which a reduce-scatter sends and adds gradients, such as float32 (default: their"
+        " own; not for ddp, torch and zero1)"
+    },
+    "--bucket-cap-mb": {
+        "type": float,
+        "metavar": "MIB",
+        "help": "size of a bucket of the sharded optimizer in MiB (default: 25; for zero1 1)",
+    },
+    "--replicas": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "groups of ranks that each hold all shards (default: 1)",
+    },
+    "--machine": {
+        "default": "8xH100",
+        "help": f"one of {', '.join(MACHINES)} (default: 8xH100)",
+    },
+}
+
+
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `zero-nb plan`."""
-    add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        help=f"one of {', '.join(MODELS)}, or module:function that returns a model",
-    )
-    add("--shapes", metavar="FILE", help='JSON file of a model: {"name": [rows, columns], ...}')
-    add("--world-size", type=int, default=8, metavar="N", help="ranks in all (default: 8)")
-    add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (default: adamw)")
-    add(
-        "--memory",
-        metavar="SIZE",
-        help="of a rank, such as 24GB or 80GiB: says what fits, and the fewest ranks that do",
-    )
-    add(
-        "--activations",
-        default="1B",
-        metavar="SIZE",
-        help="that training needs besides (default: none)",
-    )
-    add(
-        "--method",
-        action="append",
-        choices=list(PLANNED),
-        help="a way to train; may be repeated (default: all)",
-    )
-    add(
-        "--dtype",
-        help="of parameters and gradients, such as bfloat16 (default: the model's, else float32)",
-    )
-    add(
-        "--master-dtype",
-        help="of the optimizer's copy of parameters of a smaller dtype, such as float32 (default: no copy)",
-    )
-    add(
-        "--reduce-dtype",
-        help="in which a reduce-scatter sends and adds gradients, such as float32 (default: their own; not"
-        " for ddp, torch and zero1)",
-    )
-    add(
-        "--bucket-cap-mb",
-        type=float,
-        metavar="MIB",
-        help="size of a bucket of the sharded optimizer in MiB (default: 25; for zero1 1)",
-    )
-    add(
-        "--replicas",
-        type=int,
-        default=1,
-        metavar="N",
-        help="groups of ranks that each hold all shards (default: 1)",
-    )
-    add("--machine", default="8xH100", help=f"one of {', '.join(MACHINES)} (default: 8xH100)")
+    known = f"one of {', '.join(MODELS)}, or module:function that returns a model"
+    parser.add_argument("model", nargs="?", help=known)
+    for flag, how in _OPTIONS.items():
+        parser.add_argument(flag, **how)
 
 # %% ../../nbs/plan/04_estimates.ipynb #e0c927b5
 def print_plan(
