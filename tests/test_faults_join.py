@@ -22,7 +22,9 @@ from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm import process_group
 from zero_nb.comm.launch import run
 from zero_nb.comm.process_group import Group
-from zero_nb.join.join import Join, Notes, Reader, join
+from zero_nb.join import event_log
+from zero_nb.join.event_log import EventLog, EventStore, explain_wait
+from zero_nb.join.join import Join
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -218,7 +220,13 @@ def entered_again():
             left = model.module.weight.grad[0, 0].item()
             optimizer.step()
             optimizer.zero_grad()
-    return error[0], left, block.roll.batches, model._join_config.enable, len(model._forward_hooks)
+    return (
+        error[0],
+        left,
+        block.attendance.batches,
+        model._join_config.enable,
+        len(model._forward_hooks),
+    )
 
 
 def test_a_block_may_be_entered_again_after_an_error():
@@ -365,7 +373,7 @@ def asked_in_blocks(port, counts, norm, by, policy):
         world_size=n,
     )
     store = Counted(process_group._store(Group()))
-    process_group._store = join._store = lambda group: store
+    process_group._store = event_log._store = lambda group: store
     model = DDP(nn.Sequential(nn.Linear(4, 4), *([nn.BatchNorm1d(4)] if norm else [])))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW)
     per_block = []
@@ -433,7 +441,7 @@ def in_a_tree(port, counts, fails):
         rank=rank,
         world_size=n,
     )
-    join.FAN_OUT = 1
+    event_log.FAN_OUT = 1
     model = DDP(nn.Linear(2, 1, bias=False))
     optimizer = SGD(model.parameters(), lr=1.0)
     with torch.no_grad():
@@ -449,7 +457,7 @@ def in_a_tree(port, counts, fails):
                     model(torch.full((1, 2), 10.0**k)).sum().backward()
                     optimizer.step()
                     optimizer.zero_grad()
-            sources.append(type(block.log.source).__name__)
+            sources.append(type(block.log.feed.source).__name__)
 
     error = told(train)
     return error, sources, model.module.weight[0, 0].item()
@@ -459,7 +467,7 @@ def test_M7_ranks_without_data_pass_events_on():
     ranks = run(4, in_a_tree, free_port(), (1, 5, 0, 0), False, timeout=40)
     assert all(error is None for error, *_ in ranks)
     for block in range(2):
-        assert sorted(sources[block] for _, sources, _ in ranks) == ["Notes"] + ["Relay"] * 3
+        assert sorted(sources[block] for _, sources, _ in ranks) == ["EventStore"] + ["Relay"] * 3
     assert all(weight == -2 * (2 * 1 + 10 + 100 + 1000 + 10000) / 4 for _, _, weight in ranks)
 
 
@@ -486,7 +494,7 @@ class Participant:
             _wire=SimpleNamespace(turn=0, met=True, life=""),
             _state=SimpleNamespace(ended=""),
         )
-        self.log = Reader(Notes(self.group, "many"))
+        self.log = EventLog(EventStore(self.group, "many"))
         self.asked = 0
 
     def requests(self):
@@ -499,7 +507,7 @@ class Participant:
 def many(monkeypatch, size, leave):
     """Drive a block of `size` ranks by hand; `leave`: the iteration in which each rank leaves.
     Requests by what they are for, and bytes at the end."""
-    for module in (process_group, join):
+    for module in (process_group, event_log):
         monkeypatch.setattr(module, "_store", lambda group: group.store)
     monkeypatch.setattr(process_group, "_alone", lambda group: False)
     store = dist.HashStore()
@@ -507,27 +515,30 @@ def many(monkeypatch, size, leave):
     iterating, departing, following, heard = [], [], [], [0] * size
     for k in range(max(leave) + 1):
         for rank in ranks:
-            if leave[rank.log.me] == k:
+            if leave[rank.log.group_rank] == k:
                 rank.requests()
                 rank.log.depart()
                 departing.append(rank.requests())
         for rank in ranks:  # what its thread does when it is woken
-            if rank.log.has_data and rank.log.notes.see(f"wake/{rank.log.me}") is not None:
-                rank.log.notes.remove(f"wake/{rank.log.me}")
+            if rank.log.has_data and rank.log.store.see(f"wake/{rank.log.group_rank}") is not None:
+                rank.log.store.remove(f"wake/{rank.log.group_rank}")
                 rank.log.answer()
             rank.requests()
         for rank in ranks:
-            if leave[rank.log.me] <= k:
+            if leave[rank.log.group_rank] <= k:
                 continue
             for what in ("hook", "step"):
-                rank.log.tell(0, what, k, {})
+                rank.log.append(0, what, k, {})
         iterating.append([rank.requests() for rank in ranks])
         for rank in ranks:
-            if leave[rank.log.me] > k:
+            if leave[rank.log.group_rank] > k:
                 continue
             while rank.log.number < 2 * min(k + 1, max(leave)):
-                assert rank.log.next().number == heard[rank.log.me] + 2 * leave[rank.log.me]
-                heard[rank.log.me] += 1
+                assert (
+                    rank.log.next().number
+                    == heard[rank.log.group_rank] + 2 * leave[rank.log.group_rank]
+                )
+                heard[rank.log.group_rank] += 1
             following.append(rank.requests())
     for rank in ranks:
         assert rank.log.next() is None
@@ -564,18 +575,18 @@ def test_M7_ranks_that_leave_one_after_the_other(monkeypatch, order):
         assert sum(departing) <= 20 * size and max(following) <= 2
 
 
-@pytest.mark.parametrize("moment", ["claim", "put", "add", "_with_data"])
+@pytest.mark.parametrize("moment", ["claim", "put", "add", "rank_with_data"])
 def test_ranks_that_leave_at_the_same_time_read_what_the_other_did(monkeypatch, moment):
     """The last events of a rank need not wait for others; another rank leaves with fewer at any moment between."""
-    for module in (process_group, join):
+    for module in (process_group, event_log):
         monkeypatch.setattr(module, "_store", lambda group: group.store)
     monkeypatch.setattr(process_group, "_alone", lambda group: False)
     store = dist.HashStore()
     few, many = (Participant(store, 2, rank).log for rank in range(2))
     for log, count in ((few, 1), (many, 3)):
         for k in range(count):
-            log.tell(0, "step", k, {})
-    there = few if moment == "_with_data" else few.notes
+            log.append(0, "step", k, {})
+    there = few.election if moment == "rank_with_data" else few.store
     request = getattr(there, moment)
 
     def late(*args):
@@ -588,7 +599,7 @@ def test_ranks_that_leave_at_the_same_time_read_what_the_other_did(monkeypatch, 
     setattr(there, moment, late)
     few.depart()
     many.answer()
-    assert few.notes.see("event/3") is not None, "the end is behind the last event of all ranks"
+    assert few.store.see("event/3") is not None, "the end is behind the last event of all ranks"
     assert [few.next().number, few.next().number, few.next(), many.next()] == [1, 2, None, None]
 
 
@@ -604,18 +615,18 @@ class Alone(Participant):
     """One of four ranks, on a store that others have written to."""
 
     def __init__(self, monkeypatch):
-        for module in (process_group, join):
+        for module in (process_group, event_log):
             monkeypatch.setattr(module, "_store", lambda group: group.store)
         monkeypatch.setattr(process_group, "_alone", lambda group: False)
         super().__init__(dist.HashStore(), 4, 2)
 
 
 READERS = {
-    "event/0": Reader.next,
-    "announcer": Reader.answer,
-    "most": Reader.depart,
-    "oldest": Reader.trouble,
-    "relay/0": lambda log: log._find_source(4),
+    "event/0": EventLog.next,
+    "announcer": EventLog.answer,
+    "most": EventLog.depart,
+    "oldest": explain_wait,
+    "relay/0": lambda log: log.feed.join_tree(4, 0),
 }
 GOOD = {
     "event/0": [0, 0, "step", 0, {}],
@@ -642,8 +653,8 @@ WRONG = [
 def test_a_note_that_no_rank_has_written_is_named(monkeypatch, key):
     for wrong in WRONG:
         rank = Alone(monkeypatch)
-        rank.log.waits_since = time.monotonic() - 2
-        rank.counted.store.set(rank.log.notes._name(key), wrong)
+        rank.log.feed.waiting_since = time.monotonic() - 2
+        rank.counted.store.set(rank.log.store.full_key(key), wrong)
         with pytest.raises(
             RuntimeError, match=f"rank 2 cannot go on with the note '{key}' of its Join block"
         ):
@@ -666,7 +677,7 @@ def test_a_note_that_no_rank_has_written_is_named(monkeypatch, key):
 )
 def test_values_that_no_rank_writes_are_named(monkeypatch, key, wrong):
     rank = Alone(monkeypatch)
-    rank.log.notes.put(key, json.dumps(wrong))
+    rank.log.store.put(key, json.dumps(wrong))
     with pytest.raises(RuntimeError, match=f"rank 2 cannot go on with the note '{key}'"):
         READERS[key](rank.log)
 
@@ -674,8 +685,8 @@ def test_values_that_no_rank_writes_are_named(monkeypatch, key, wrong):
 def test_what_no_rank_has_said_is_not_an_error_of_the_reader(monkeypatch):
     rank = Alone(monkeypatch)
     for wrong in WRONG:
-        rank.counted.store.set(rank.log.notes._name("failed"), wrong)
-        assert "rank 2 cannot go on with the note 'failed'" in rank.log.failed()
+        rank.counted.store.set(rank.log.store.full_key("failed"), wrong)
+        assert "rank 2 cannot go on with the note 'failed'" in rank.log.failure()
 
 
 def damages(key, wrong):
@@ -688,7 +699,7 @@ def damages(key, wrong):
         with block:
             for k in range((1, 100_000)[rank]):
                 if rank == 1 and k == 3:
-                    block.log.notes.put(key, wrong)
+                    block.log.store.put(key, wrong)
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
 

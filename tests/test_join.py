@@ -29,7 +29,14 @@ from zero_nb.backward.ddp_overlap import (
 from zero_nb.comm.launch import run
 from zero_nb.comm.process_group import Group, Ranks
 from zero_nb.comm.recording import record, simulate
-from zero_nb.join.join import Join, Joinable, JoinHook, Notes, Reader, Roll, draw_roll, shadowed_by
+from zero_nb.join.event_log import (
+    Attendance,
+    EventLog,
+    EventStore,
+    draw_attendance,
+    explain_wait,
+)
+from zero_nb.join.join import Join, Joinable, JoinHook, shadowed_by
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -100,16 +107,18 @@ def alone(counts, by, sizes=None, **how):
 
 
 def test_a_roll_tells_who_had_data_when():
-    roll = Roll((5, 1, 17, 0), (0, 2, 0, 0), ((4, 3), (4, 4), None, (4, 0)))
+    roll = Attendance((5, 1, 17, 0), (0, 2, 0, 0), ((4, 3), (4, 4), None, (4, 0)))
     assert [roll.active(i) for i in (0, 1, 5, 17)] == [(0, 1, 2), (0, 2), (2,), ()]
     assert [roll.samples(i)[:2] for i in (0, 1, 4, 5)] == [(4, 4), (4, 0), (3, 0), (0, 0)]
     assert str(roll).splitlines()[1] == "rank 1 #xx.............. 1, 2 dropped"
     assert (
-        draw_roll(roll).count("<rect") == 5 + 1 + 17 + 1 + 3
-        and draw_roll(Roll((100_000, 1))).count("<rect") < 5
-        and "<svg" in draw_roll(Roll((0, 0)))
+        draw_attendance(roll).count("<rect") == 5 + 1 + 17 + 1 + 3
+        and draw_attendance(Attendance((100_000, 1))).count("<rect") < 5
+        and "<svg" in draw_attendance(Attendance((0, 0)))
     )
-    assert hash(roll) == hash(Roll((5, 1, 17, 0), (0, 2, 0, 0), ((4, 3), (4, 4), None, (4, 0))))
+    assert hash(roll) == hash(
+        Attendance((5, 1, 17, 0), (0, 2, 0, 0), ((4, 3), (4, 4), None, (4, 0)))
+    )
 
 
 # ---- parity with one process that sees all data ----
@@ -126,7 +135,7 @@ def uneven(counts, by, kind="ours", turned=False, **options):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-    return flat(model), join.roll.batches, model._join_config.enable
+    return flat(model), join.attendance.batches, model._join_config.enable
 
 
 @pytest.mark.parametrize(
@@ -437,7 +446,7 @@ def several():
             (b(a(x)).square().mean() + a(-x).square().mean()).backward()
             for optimizer in optimizers:
                 optimizer.step()
-    return torch.cat([flat(a), flat(b)]), join.roll.batches
+    return torch.cat([flat(a), flat(b)]), join.attendance.batches
 
 
 def test_several_models_and_several_forwards_for_one_backward():
@@ -747,7 +756,7 @@ def disabled():
         for x in join.loader(batches(2)):
             model(x).sum().backward()
             counter()
-    return counter.total.item(), join.roll, model._join_config.enable
+    return counter.total.item(), join.attendance, model._join_config.enable
 
 
 def test_it_can_be_switched_off():
@@ -765,7 +774,7 @@ def on_a_subgroup():
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-    return flat(model), join.roll.batches
+    return flat(model), join.attendance.batches
 
 
 def test_subgroups():
@@ -783,11 +792,11 @@ def in_one_process():
         for _ in join.loader([1, 2]):
             parameter.grad = torch.ones(3)
             optimizer.step()
-    return parameter.tolist(), join.roll, len(seen)
+    return parameter.tolist(), join.attendance, len(seen)
 
 
 def test_a_process_alone():
-    assert in_one_process() == ([-2.0] * 3, Roll((2,), (0,)), 2)
+    assert in_one_process() == ([-2.0] * 3, Attendance((2,), (0,)), 2)
     with simulate(4, 0):
         assert in_one_process()[0][0] == -2.0  # which this rank owns
 
@@ -837,7 +846,7 @@ def policies(policy, counts, how="plain", throw=False):
 
     error = told(train)
     model(torch.ones(2, 6))  # nothing is sent but buffers, and all ranks are here
-    return error, len(done), join.roll, flat(model)
+    return error, len(done), join.attendance, flat(model)
 
 
 @pytest.mark.parametrize("counts", [(1, 5, 0), (3, 3), (2, 4)], ids=str)
@@ -851,7 +860,7 @@ def test_all_stop_with_the_shortest(counts, how):
         assert (
             error is None
             and done == few
-            and roll == Roll((few,) * len(counts), dropped)
+            and roll == Attendance((few,) * len(counts), dropped)
             and gap(params, ranks[0][3]) == 0
         )
 
@@ -959,7 +968,7 @@ def loaded(sizes, by, norm=False, drop_last=False, stream=False, counted=False):
                 model(x).square().mean().backward()
                 optimizer.step()
             sent.append(len(log.collectives()))
-    return flat(model), join.roll.batches, sent[2:]
+    return flat(model), join.attendance.batches, sent[2:]
 
 
 @pytest.mark.parametrize("by", ["world_size", "active", "samples"])
@@ -1126,12 +1135,12 @@ def nested():
         for _ in range(2):
             with Join([optimizer, model], divide_by="active") as inner:
                 train(1 + rank)
-            rolls.append(inner.roll.batches)
+            rolls.append(inner.attendance.batches)
         train(1 + 2 * rank)
     again = outer
     with again:
         train(2 - rank)
-    return flat(model), rolls, again.roll.batches
+    return flat(model), rolls, again.attendance.batches
 
 
 def test_blocks_may_be_nested_and_entered_again():
@@ -1187,19 +1196,19 @@ def test_what_cannot_be_shadowed_is_refused_on_entry(how, words):
 
 def reads():
     """Follow a rank that announces 300 events and waits for nobody."""
-    log = Reader(Notes(Ranks(), "test"))
-    log.announces = 0
+    log = EventLog(EventStore(Ranks(), "test"))
+    log.announce_from(0)
     if dist.get_rank() == 0:
         for i in range(300):
-            log.tell(0, "hook", i, {})
+            log.append(0, "hook", i, {})
         log.prune()
         log.depart()
         return None
-    log.waits_since = time.monotonic() - 2
+    log.feed.waiting_since = time.monotonic() - 2
     log.depart()
-    while not (said := log.trouble()):
+    while not (said := explain_wait(log)):
         pass
-    log.stop_readers(said)
+    log.feed.interrupt(log.number, said)
     return told(log.next)
 
 
@@ -1356,7 +1365,7 @@ def driven(
     state = zero.state_dict()["state"]
     return (
         flat(net),
-        join.roll.batches == counts and drivers,
+        join.attendance.batches == counts and drivers,
         [b.clone() for b in net.buffers()],
         state,
     )
@@ -1769,7 +1778,7 @@ def policies_driven(policy, how, options, counts):
     error = told(train)
     model(torch.ones(2, 6)).sum().backward()  # all are here
     handle.detach()
-    return error, len(done), join.roll, flat(net)
+    return error, len(done), join.attendance, flat(net)
 
 
 @one_way
@@ -1780,7 +1789,7 @@ def test_policies_where_steps_are_inside_backward(how, options, policy):
     ):
         assert done == 2 and gap(params, ranks[0][3]) == 0
         if policy == "stop":
-            assert error is None and roll == Roll((2, 2, 2), (0, 1, 1))
+            assert error is None and roll == Attendance((2, 2, 2), (0, 1, 1))
         else:
             assert error[0] == "RuntimeError" and "exhausted" in error[1]
 
@@ -1848,7 +1857,7 @@ def nested_driven(how, options):
     optimizer = AdamW(net.parameters(), lr=1e-2)
     with Join([DDP(net), optimizer]) as join:  # nothing is left of what was before
         pass
-    return flat(net), inner.roll.batches, left, join.roll.batches
+    return flat(net), inner.attendance.batches, left, join.attendance.batches
 
 
 @one_way
@@ -2047,7 +2056,7 @@ def late(how, by):
                 time.sleep(2.5)
             model(x).square().mean().backward()
             zero.step()
-    return join.roll.batches, flat(net)
+    return join.attendance.batches, flat(net)
 
 
 @pytest.mark.parametrize("by", ["world_size", "active"])

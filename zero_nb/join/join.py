@@ -5,19 +5,12 @@
 # %% ../../nbs/join/03_join.ipynb #b1b05cfd
 from __future__ import annotations
 
-import json
-import socket
-import threading
-import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache, partial, wraps
+from contextlib import nullcontext
+from functools import partial, wraps
 from itertools import islice
 from typing import Any
 
@@ -29,570 +22,22 @@ from ..comm.objects import broadcast_object_list, dump
 from ..optim.optimizer import _Join
 from ..backward.ddp_overlap import Hook, found_tensors, unstepped_grad
 from ..backward.data_parallel import Parallel, copy_from
-from zero_nb.comm.process_group import (
-    Board,
-    Group,
-    Ranks,
-    _read,
-    _store,
-    abort,
-    agreeing,
-    elsewhere,
-    patience,
+from ..comm.process_group import Group, agreeing
+from zero_nb.join.event_log import (
+    ActiveRanks,
+    Attendance,
+    EventLog,
+    EventLogThread,
+    EventStore,
+    Headcount,
+    JoinEvent,
+    describe_killed_ranks,
+    gather_numbers,
 )
 
 # %% auto #0
-__all__ = ['SLOTS', 'FAN_OUT', 'Count', 'Joinable', 'JoinHook', 'Mark', 'Roll', 'draw_roll', 'Event', 'DamagedNote', 'Notes',
-           'Relay', 'EventLog', 'Reader', 'gather_numbers', 'count_of', 'Present', 'find_overlap', 'reduce_nothing',
-           'GradientRecord', 'shadowed_by', 'Block', 'Calling', 'Counting', 'Shadowing', 'Ending', 'Declaring',
-           'Leaving', 'Entering', 'Join']
-
-# %% ../../nbs/join/03_join.ipynb #308d9eb0
-@dataclass(frozen=True)
-class Roll:
-    """Who had data when: the iterations of each rank."""
-
-    batches: tuple[int, ...]  # iterations of each rank, by group rank
-    dropped: tuple[int, ...] = ()  # batches that a rank had and did not use, by group rank
-    sizes: tuple[
-        tuple[int, int] | None, ...
-    ] = ()  # samples in a rank's batches, and in its last one, where they are known
-
-    def active(self, iteration: int) -> tuple[int, ...]:
-        """Group ranks that have data in an iteration."""
-        return tuple(r for r, n in enumerate(self.batches) if n > iteration)
-
-    def samples(self, iteration: int) -> tuple[int, ...]:
-        """Give the samples of each rank in an iteration, where sizes are known."""
-        return tuple(
-            0 if size is None or n <= iteration else size[iteration == n - 1]
-            for n, size in zip(self.batches, self.sizes, strict=True)
-        )
-
-    def _rows(self) -> list[tuple[int, int, int]]:  # used, dropped, and without data
-        lost = self.dropped or (0,) * len(self.batches)
-        return [
-            (n, d, max(0, max(self.batches) - n - d))
-            for n, d in zip(self.batches, lost, strict=True)
-        ]
-
-    def __str__(self) -> str:
-        return "\n".join(
-            f"rank {r} {'#' * n}{'x' * d}{'.' * rest} {n}" + f", {d} dropped" * bool(d)
-            for r, (n, d, rest) in enumerate(self._rows())
-        )
-
-# %% ../../nbs/join/03_join.ipynb #7f4101c6
-def _bar(x: float, y: float, width: float, fill: str, title: str) -> str:
-    box = (
-        f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="16" fill="{fill}" stroke="#fff"'
-        ' stroke-width=".5"'
-    )
-    return f"<rect {box}><title>{title}</title></rect>" if width else ""
-
-
-def draw_roll(
-    roll: Roll,
-    width: int = 640,  # pixels of the bars
-) -> str:  # SVG
-    """Draw who had data when, one row a rank: used, dropped, and iterations done for others."""
-    rows, out = roll._rows(), []
-    unit = width / max(1, *map(sum, rows))
-    for r, (n, d, rest) in enumerate(rows):
-        y = 22 * r + 4
-        out.append(f'<text x="0" y="{y + 12}">rank {r}</text>')
-        cells = range(n) if unit >= 4 else ()  # single iterations while they can be told apart
-        out += [
-            _bar(60 + i * unit, y, unit, "#4878a8", f"rank {r}, iteration {i}") for i in cells
-        ] or [_bar(60, y, n * unit, "#4878a8", f"{n} iterations")]
-        out += [
-            _bar(60 + n * unit, y, d * unit, "#d1885c", f"{d} dropped"),
-            _bar(60 + (n + d) * unit, y, rest * unit, "#e4e7ea", f"no data for {rest}"),
-        ]
-        out.append(
-            f'<text x="{66 + width}" y="{y + 12}">{n}{f" ({d} dropped)" if d else ""}</text>'
-        )
-    style = 'font-family="sans-serif" font-size="12" fill="#444"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 170}"'
-        f' height="{22 * len(rows) + 4}" {style}>{"".join(out)}</svg>'
-    )
-
-# %% ../../nbs/join/03_join.ipynb #eff87437
-SLOTS = 128  # events that ranks without data can still read
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that ranks with data do together, as the announcer writes it."""
-
-    number: int  # of events before it in this block
-    part: int  # which joinable; -1: the block itself
-    what: str  # what it is about to do
-    turn: int  # iterations that have begun
-    options: dict[str, Any]
-
-    def complete(self, number: int) -> bool:
-        """Tell if this is the event of a number, with the options without which it cannot be followed."""
-        return (
-            self.number == number
-            and self.part >= -1
-            and all(
-                isinstance(self.options.get(k), kind)
-                for k, kind in _NEEDED.get(self.what, {}).items()
-            )
-        )
-
-
-_NEEDED: dict[str, dict[str, type]] = {
-    "forward": {"ranks": list, "rebuild": bool},
-    "backward": {"gradients": dict},
-    "failed": {"said": str},
-}
-
-# %% ../../nbs/join/03_join.ipynb #5ba27c39
-_PAUSE = 0.01  # seconds between two looks into a store that is a file
-
-
-def _base(store: Any) -> Any:  # without the prefixes of groups
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
-
-
-def _connect(store: Any) -> Any:  # None: a rank has to look again and again
-    """Open another connection to a store, for one thread that waits."""
-    if isinstance(_base(store), torch.distributed.FileStore) or not hasattr(store, "clone"):
-        return None
-    connection = store.clone()
-    connection.set_timeout(timedelta(days=1))  # a rank that waits in vain is told
-    return connection
-
-
-class DamagedNote(RuntimeError):
-    """A note in the store is not what a rank has written."""
-
-
-class Notes(Board):
-    """A board whose readers can wait, and on which one of several writers is the first."""
-
-    def __init__(self, group: Ranks, name: str):
-        super().__init__(group, name)
-        self.connection = None if self.alone else _connect(_store(group))
-
-    def _name(self, key: str) -> str:
-        return self._notes._prefix + self._prefix + key  # in the store
-
-    def claim(self, key: str, expected: str, note: str) -> str:  # what is there now
-        """Leave a note if what is there is what was expected, "" for nothing."""
-        return str(
-            _store(self.group).compare_set(self._name(key), expected, note).decode(errors="replace")
-        )
-
-    def values(self, key: str, note: str, *kinds: type) -> list[Any]:
-        """Read a note that holds values of these types.
-
-        Raises `DamagedNote` if it holds anything else."""
-        try:
-            return _read(note, *kinds)
-        except RuntimeError as error:
-            raise DamagedNote(self._damage(key, error)) from None
-
-    def check(self, key: str, note: str, fine: bool) -> None:
-        """Raise `DamagedNote` about values that no rank writes."""
-        if not fine:
-            raise DamagedNote(
-                self._damage(
-                    key,
-                    f"no rank writes {note[:100]} there; another program writes to the store of this job",
-                )
-            )
-
-    def _damage(self, key: str, why: object) -> str:
-        return f"rank {self.group.global_rank} cannot go on with the note {key!r} of its Join block: {why}"
-
-    def wait(self, key: str, stop: Callable[[], bool] = lambda: False) -> str:
-        """Wait for a note and give it; "" if `stop` says so, which is asked where there is no connection to wait on."""
-        if self.connection is not None:
-            return str(self.connection.get(self._name(key)).decode(errors="replace"))
-        begin = time.monotonic()
-        while not stop():
-            if (note := self.see(key)) is not None:
-                return note
-            time.sleep(min(max((time.monotonic() - begin) / 50, 1e-4), _PAUSE))
-        return ""
-
-# %% ../../nbs/join/03_join.ipynb #b8c7dae9
-FAN_OUT = 4  # ranks without data that read from one store
-
-
-class Relay:
-    """A store that passes events on: the rank that opens it writes, others wait and read."""
-
-    def __init__(self, store: Any):
-        self.store = store
-
-    @classmethod
-    def open(cls, group_store: Any) -> Relay:
-        """Open a store on this machine, at the address from which it reaches the store of the group."""
-        base = _base(group_store)
-        with socket.create_connection((base.host, base.port), timeout=5) as probe:
-            address = probe.getsockname()[0]
-        return cls(torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False))
-
-    @classmethod
-    def connect(cls, place: str) -> Relay:
-        """Connect to a store that another rank has opened."""
-        address, _, port = place.rpartition(" ")
-        made = cls(
-            torch.distributed.TCPStore(
-                address, int(port), is_master=False, timeout=timedelta(seconds=10)
-            )
-        )
-        made.store.set_timeout(timedelta(days=1))
-        return made
-
-    @property
-    def place(self) -> str:
-        """Where others find this store."""
-        return f"{self.store.host} {self.store.port}"
-
-    def put(self, key: str, note: str, old: str) -> None:
-        """Pass a note on, and remove an old one."""
-        self.store.set(key, note)
-        self.store.delete_key(old)
-
-    def wait(self, key: str) -> str:
-        """Wait for a note and give it."""
-        return str(self.store.get(key).decode(errors="replace"))
-
-    def claim(self, key: str, expected: str, note: str) -> None:
-        """Leave a note if what is there is what was expected, while another thread waits."""
-        self.store.clone().compare_set(key, expected, note)
-
-# %% ../../nbs/join/03_join.ipynb #58820518
-class EventLog:
-    """The events of a block: kept by ranks that have data, announced by one of them if a rank has none."""
-
-    def __init__(self, notes: Notes):
-        self.notes, self.number = notes, 0
-        self.size, self.me = (1, 0) if notes.alone else (notes.group.size, notes.group.group_rank)
-        self.recent: deque[tuple[Any, ...]] = deque(maxlen=SLOTS)
-        self.published: deque[int] = (
-            deque()
-        )  # numbers of events that this rank has written and not removed
-        self.announces: int | None = (
-            None  # first event that this rank has announced; None: it has not been asked to
-        )
-        self.lock, self.has_data = threading.Lock(), True
-        self.source: Notes | Relay = notes  # where this rank reads events, once it has no data
-        self.relay: Relay | None = None  # where others read them from this rank
-        self.relayed = -1  # its place in the tree
-        self.favourite = 0  # group rank that will have data for longest, if that is known; else it is as good as any
-
-    def tell(self, part: int, what: str, turn: int, options: dict[str, Any]) -> None:
-        """Note the next event, and announce it if this rank has been asked to."""
-        with self.lock:
-            self.recent.append((self.number, part, what, turn, options))
-            self.number += 1
-            if self.announces is not None:
-                self._write(self.recent[-1])
-
-    def _write(self, event: tuple[Any, ...]) -> None:
-        self.notes.put(f"event/{event[0]}", json.dumps(event))
-        self.published.append(event[0])
-
-    def announce(self, first: int) -> None:
-        """Announce event `first` and what follows, now and in future."""
-        with self.lock:
-            stop = self.number if self.announces is None else self.announces
-            if self.recent and first < self.recent[0][0] < stop:
-                self.notes.put("oldest", json.dumps([self.recent[0][0]]))
-            for event in self.recent:
-                if first <= event[0] < stop:
-                    self._write(event)
-            self.announces = min(first, stop)
-
-    def answer(self) -> None:
-        """Announce events if another rank has asked for them."""
-        rank, first = self._announcer()[1:]
-        if rank == self.me:
-            self.announce(first)
-
-    def prune(self) -> None:
-        """Remove what no rank reads any more."""
-        while self.published and self.published[0] < self.number - SLOTS:
-            self.notes.remove(f"event/{self.published.popleft()}")
-            self.notes.put("oldest", json.dumps([self.number - SLOTS]))
-
-    def _announcer(
-        self,
-    ) -> tuple[str, int, int]:  # the note, the rank that announces, and from where
-        note = self.notes.see("announcer") or ""
-        rank, first = self._pair("announcer", note) if note else (-1, 0)
-        return note, rank, first
-
-    def _pair(
-        self, key: str, note: str
-    ) -> tuple[int, int]:  # a rank of the group, and a number of events
-        rank, number = self.notes.values(key, note, int, int)
-        self.notes.check(key, note, rank in range(self.size) and number >= 0)
-        return rank, number
-
-    def _ask(self, note: str, rank: int, first: int) -> bool:  # whether this was the first to ask
-        mine = json.dumps([rank, first])
-        if self.notes.claim("announcer", note, mine) != mine:
-            return False
-        self.notes.put(f"wake/{rank}", "1")
-        return True
-
-    def depart(self) -> None:
-        """Leave the loop: others go on, and one of them announces what it does."""
-        if self.size == 1:
-            return
-        self.has_data, mine = False, json.dumps([self.me, self.number])
-        most = self.notes.claim("most", "", mine)
-        while self._pair("most", most)[1] < self.number:
-            most = self.notes.claim("most", most, mine)
-        self.notes.put(f"gone/{self.me}", "1")
-        self.answer()  # it may have been chosen just now
-        left = self.notes.add("gone")
-        self._choose()
-        if left == self.size:
-            self._write(
-                (self._most()[1], -1, "end", 0, {})
-            )  # all others have said how many they had before they were counted
-        self.notes.put(
-            f"wake/{self.me}", "1"
-        )  # the thread of this rank looks after other things, and leaves the connection to this one
-        if isinstance(_base(_store(self.notes.group)), torch.distributed.TCPStore):
-            self._find_source(left - 1)
-
-    def _find_source(self, place: int) -> None:  # place: ranks that have left before
-        """Find where to read, and let others read here."""
-        if self.size > FAN_OUT * (place + 1):
-            note = json.dumps([0, ""])
-            with suppress(OSError, RuntimeError):  # others then read from the store of the group
-                self.relay = Relay.open(_store(self.notes.group))
-                note = json.dumps([self.number, self.relay.place])
-            self.notes.put(f"relay/{place}", note)
-            self.relayed = place
-        if place < FAN_OUT:
-            return
-        first, found = self.notes.values(
-            key := f"relay/{place // FAN_OUT - 1}", self.notes.wait(key), int, str
-        )
-        with suppress(
-            OSError, RuntimeError, ValueError
-        ):  # an address that is not one is as good as none
-            if found and first <= self.number:
-                self.source = Relay.connect(found)
-
-    def _most(
-        self,
-    ) -> tuple[int, int]:  # the rank that has left with most events so far, and how many
-        return self._pair("most", self.notes.see("most") or json.dumps([self.me, self.number]))
-
-    def _choose(self) -> None:
-        """Find a rank that announces what this one has not done yet."""
-        while True:
-            note, rank, first = self._announcer()
-            gone = rank in (-1, self.me) or bool(self.notes.see(f"gone/{rank}") is not None)
-            first = self.number if rank in (-1, self.me) else min(first, self.number)
-            if gone:
-                rank = self._with_data()
-            if (
-                left := rank < 0
-            ):  # all have left; each says how many events it had before it says that it is gone
-                holder, most = self._most()
-                rank = holder if most > self.number else -1
-            if rank < 0 or note == json.dumps([rank, first]):
-                return  # there is none, or it does so already
-            if self._ask(note, rank, first) and (left or self.notes.see(f"gone/{rank}") is None):
-                return
-
-    def _with_data(self) -> int:  # -1: none has any
-        """Find a rank that has data: the one that will for longest, or else the next one after this."""
-        for rank in (self.favourite, *((self.me + hop) % self.size for hop in range(1, self.size))):
-            if rank != self.me and self.notes.see(f"gone/{rank}") is None:
-                return rank
-        return -1
-
-    def clear(self) -> None:
-        """Leave nothing behind."""
-        if self.size == 1:
-            return
-        if self.relayed >= 0:
-            self.notes.remove(f"relay/{self.relayed}")
-        shared = ["most", "gone", "announcer", "oldest", "failed"] if self.me == 0 else []
-        self.notes.remove(
-            f"gone/{self.me}",
-            f"wake/{self.me}",
-            *(f"event/{number}" for number in self.published),
-            *shared,
-        )
-
-# %% ../../nbs/join/03_join.ipynb #f7707bec
-class Reader(EventLog):
-    """The part of a log that reads, and tells of errors."""
-
-    waits_since: float | None = None  # for the next event; None: it does not wait
-    damage = ""  # what the thread of this rank says of a note that it could not read
-
-    def next(self) -> Event | None:
-        """Wait for an event of a rank with data; None: no rank has any.
-
-        Raises `RuntimeError` if a rank has left with an error, or cannot be followed."""
-        if self.size == 1:
-            return None
-        self.waits_since = time.monotonic()
-        try:
-            note = self.source.wait(key := f"event/{self.number}")
-        finally:
-            self.waits_since = None
-        if self.relay is not None:
-            self.relay.put(key, note, f"event/{self.number - SLOTS}")
-        event = Event(*self.notes.values(key, note, int, int, str, int, dict))
-        self.notes.check(key, note, event.complete(self.number))
-        if event.what == "failed":
-            raise RuntimeError(event.options["said"])
-        if event.what == "end":
-            return None
-        self.number += 1
-        return event
-
-    def fail(self, said: str) -> None:
-        """Tell the others why this rank leaves."""
-        rank = self.notes.group.global_rank
-        with suppress(Exception):  # the store may be gone as well
-            if self.notes.see("failed") is None:
-                self.notes.put("failed", json.dumps([rank, said]))
-            self.stop_readers(said)
-            for other in range(self.size):
-                if other != self.me:
-                    self.notes.put(f"wake/{other}", "1")
-
-    def silent(self, seconds: float) -> list[int]:  # global ranks
-        """Find the ranks on which no thread answers: they were killed, or hold the interpreter for as long."""
-        others = set(range(self.size)) - {self.me}
-        for rank in others:
-            self.notes.put(f"wake/{rank}", "1")
-        deadline = time.monotonic() + seconds
-        while others and time.monotonic() < deadline:
-            others = {rank for rank in others if self.notes.see(f"alive/{rank}") is None}
-            if others:
-                time.sleep(_PAUSE)
-        return [self.notes.group.ranks[rank] for rank in sorted(others)]
-
-    def check_peers(self, seconds: float) -> str:
-        """Tell of ranks that were killed, after a collective has failed; one rank asks all others,
-        the rest waits for what it finds."""
-        if self.size == 1:
-            return ""
-        with suppress(RuntimeError):  # the store may be gone
-            if self.notes.claim("roll call", "", str(self.me)) == str(self.me):
-                if not (gone := self.silent(seconds)):
-                    return ""
-                names = (
-                    f"rank {gone[0]} does"
-                    if len(gone) == 1
-                    else f"ranks {', '.join(map(str, gone))} do"
-                )
-                return f"{names} not answer in the Join block: killed, or on a machine that is gone"
-            deadline = time.monotonic() + seconds + 1
-            while not (said := self.failed()) and time.monotonic() < deadline:
-                time.sleep(_PAUSE)
-            return said
-        return ""
-
-    def stop_readers(self, said: str) -> None:
-        """Have the ranks that wait for the next event raise an error, unless it is there."""
-        for store in {id(store): store for store in (self.notes, self.source)}.values():
-            store.claim(
-                f"event/{self.number}",
-                "",
-                json.dumps([self.number, -1, "failed", 0, {"said": said}]),
-            )
-
-    def failed(self) -> str:
-        """Give what another rank said before it left with an error, or what is wrong with the notes."""
-        if self.damage:
-            return self.damage
-        with suppress(RuntimeError):
-            if not (note := self.notes.see("failed")):
-                return ""
-            try:
-                rank, said = self.notes.values("failed", note, int, str)
-            except DamagedNote as error:
-                return str(error)
-            if rank != self.notes.group.global_rank:
-                return str(said)
-        return ""
-
-    def trouble(self) -> str:  # "" as long as there may be an event
-        """Tell why the next event will not come."""
-        if self.waits_since is None or (waited := time.monotonic() - self.waits_since) < 1:
-            return ""
-        group, rank, oldest = (
-            self.notes.group,
-            self._announcer()[1],
-            self.notes.values("oldest", self.notes.see("oldest") or "[0]", int)[0],
-        )
-        name = "a rank with data" if rank < 0 else f"rank {group.ranks[rank]}"
-        if oldest > self.number:
-            return (
-                f"{name} is more than {SLOTS} events ahead of rank {group.global_rank}, which has"
-                " no data and follows it; use collectives that wait for all ranks"
-            )
-        if rank >= 0 and (at := elsewhere(group, [rank])):
-            return (
-                f"{at.partition(';')[0]}, which ranks without data cannot do; do it before or after"
-                " the Join block"
-            )
-        return (
-            f"nothing heard for {waited:.0f} s, while rank {group.global_rank} waited for what"
-            f" {name} does next"
-            if waited > patience(group)
-            else ""
-        )
-
-# %% ../../nbs/join/03_join.ipynb #8944f455
-Count = tuple[
-    int, tuple[int, ...]
-]  # samples of all ranks in an iteration, and group ranks that have data
-
-# %% ../../nbs/join/03_join.ipynb #f1e3da85
-def _small_device(group: Group, other: torch.device) -> torch.device:  # where a few numbers travel
-    return (
-        torch.device("cpu")
-        if group.size == 1 or group.backend(torch.device("cpu")) not in ("none", "nccl")
-        else other
-    )
-
-
-def gather_numbers(
-    group: Group,  # all its ranks call this
-    numbers: Sequence[int],  # of this rank; as many on every rank
-    device: torch.device,  # where they travel, if no backend serves the CPU
-) -> Callable[[], list[list[int]]]:  # waits, and gives those of every rank, by group rank
-    """Start to exchange a few numbers."""
-    table = torch.zeros(
-        group.size, len(numbers), dtype=torch.int64, device=_small_device(group, device)
-    )
-    table[group.group_rank] = torch.tensor(numbers)
-    work = group.all_reduce(table, async_op=True)
-
-    def finish() -> list[list[int]]:
-        work.wait()
-        return table.tolist()
-
-    return cache(finish)
-
-
-def count_of(rows: Sequence[Sequence[int]]) -> Count:
-    """Read who has data, and how many samples, from numbers that are 0 for a rank without data and
-    else one more than its samples."""
-    return sum(n - 1 for (n,) in rows if n), tuple(rank for rank, (n,) in enumerate(rows) if n)
+__all__ = ['Joinable', 'JoinHook', 'Mark', 'find_overlap', 'reduce_nothing', 'GradientRecord', 'shadowed_by', 'Block', 'Calling',
+           'Counting', 'Shadowing', 'Ending', 'Declaring', 'Leaving', 'Entering', 'Join']
 
 # %% ../../nbs/join/03_join.ipynb #863c1833
 Joinable: Any = _Join.Joinable
@@ -678,7 +123,7 @@ class _Part:
     def check(self) -> None:
         pass  # raises for what a rank without data cannot follow
 
-    def replay(self, event: Event) -> None:
+    def replay(self, event: JoinEvent) -> None:
         self.hook.main_hook()
 
     def described(self) -> str:
@@ -754,10 +199,12 @@ class _Stepper(_Part):
         )
         self.said = now
 
-    def replay(self, event: Event) -> None:
+    def replay(self, event: JoinEvent) -> None:
         if event.options.get("touched"):
             raise RuntimeError(
-                _CHANGED.format(f"backward and step {event.turn}", self.block.group.global_rank)
+                _CHANGED.format(
+                    f"backward and step {event.iteration}", self.block.group.global_rank
+                )
             )
         if "groups" in event.options:
             _take_options(self.joinable, event.options["groups"])
@@ -839,30 +286,6 @@ class _Follower(_Part):
     def finish(self, is_last_joiner: bool, kept: Any) -> None:
         if not is_last_joiner:
             self.joinable.load_state_dict(kept[0])
-
-# %% ../../nbs/join/03_join.ipynb #f38ab23c
-@dataclass(frozen=True)
-class Present:
-    """Who has data in an iteration, and how many samples; perhaps not yet counted."""
-
-    size: int  # ranks of the group
-    count: Callable[[], Count]
-
-    ranks = property(lambda self: self.count()[1], doc="Group ranks that have data.")
-
-    def weigh(
-        self,
-        grad: Tensor,  # of the output of this rank's model, for a mean over the ranks
-        divide_by: str,  # "active" or "samples"
-        samples: int,  # of this rank
-    ) -> Tensor:  # for a mean over the ranks that have data, or over samples
-        """Weight a gradient so that dividing by the world size gives what is wanted."""
-        if divide_by == "samples" and not samples:
-            return torch.zeros_like(grad)  # the mean of nothing is not a number
-        return grad * (
-            self.size
-            * (samples / self.count()[0] if divide_by == "samples" else 1 / len(self.ranks))
-        )
 
 # %% ../../nbs/join/03_join.ipynb #6ee0ac27
 def _split(value: Any, params: Sequence[Tensor]) -> list[Tensor]:
@@ -1375,7 +798,7 @@ class _Model(_Backward):
         self.told = False
         super().over()
 
-    def replay(self, event: Event) -> None:
+    def replay(self, event: JoinEvent) -> None:
         """Send what a rank with data sends, but nothing of this rank's own."""
         ddp, options = self.joinable, event.options
         if event.what == "backward":
@@ -1433,7 +856,7 @@ class _Handle(_Output):
     def send_buffers(self, ranks: Sequence[int]) -> None:
         self.joinable.send_buffers(ranks)
 
-    def replay(self, event: Event) -> None:
+    def replay(self, event: JoinEvent) -> None:
         """Take part in what a rank with data does."""
         if event.what == "forward":
             return self.send_buffers(event.options["ranks"])
@@ -1506,10 +929,10 @@ class Block:
     enable: bool
     samples: Callable[..., int] | None
     before_step: Callable[[Any], Any] | None
-    log: Reader
+    log: EventLog
     device: torch.device  # where a few numbers travel, if no backend serves the CPU
-    roll: Roll | None = None  # who had data when, once the block has ended
-    declared: Roll | None = None  # who will have data when, where all ranks know before
+    attendance: Attendance | None = None  # who had data when, once the block has ended
+    declared: Attendance | None = None  # who will have data when, where all ranks know before
     turn = taken = 0  # iterations so far, and batches of the loader
     fault: Exception | None = None  # raised on all ranks because one has no data
 
@@ -1525,31 +948,22 @@ class Block:
 
     def tell(self, part: int, what: str, **options: Any) -> None:
         """Announce something to ranks without data."""
-        self.log.tell(part, what, self.turn, options)
+        self.log.append(part, what, self.turn, options)
 
 # %% ../../nbs/join/03_join.ipynb #1a6af8e8
 class Calling(Block):
     """The part of a block that counts ranks, and begins an iteration if it may."""
 
-    counted: Callable[[], Any] | None = (
-        None  # waits for the last count, which the user's code may not have needed
-    )
+    headcount: Headcount
 
-    def call(self, samples: int = 0) -> Present:
+    def call(self, samples: int = 0) -> ActiveRanks:
         """Say that this rank has data, and let others be counted; all ranks that have some call this."""
         if self.log.size == 1:
-            return Present(self.group.size, lambda: (samples, (0,)))
+            return ActiveRanks(self.group.size, lambda: (samples, (0,)))
         self.tell(-1, "count")
-        return Present(self.group.size, self.count(samples + 1))
+        return self.headcount.start(samples)
 
-    def count(self, number: int) -> Callable[[], Count]:
-        """Start to count who has data: `number` is 0 for a rank without any, and else one more than its samples."""
-        if self.counted is not None:
-            self.counted()
-        self.counted = counted = gather_numbers(self.group, [number], self.device)
-        return lambda: count_of(counted())
-
-    def begin(self, present: Present | None) -> None:
+    def begin(self, present: ActiveRanks | None) -> None:
         """Begin an iteration, if it may."""
         if self.gated and present is not None and len(there := present.ranks) < self.group.size:
             if self.policy == "stop":
@@ -1582,7 +996,7 @@ class Counting(Calling):
             " Join, which counts what forward is called with"
         )
 
-    def declared_present(self, samples: int) -> Present | None:
+    def declared_present(self, samples: int) -> ActiveRanks | None:
         """Give who has data in this iteration, if that is known without asking."""
         if self.declared is None or (
             self.divide_by == "samples"
@@ -1597,12 +1011,12 @@ class Counting(Calling):
                 f" was called with {samples}; pass whole batches to the model, or samples= to Join"
             )
         there = self.declared.active(at)
-        return Present(self.group.size, lambda: (sum(counts), there))
+        return ActiveRanks(self.group.size, lambda: (sum(counts), there))
 
     def compares_values(self) -> bool:
         """Tell whether to compare values of gradients too: on the rank that announces, in its first
         eight backwards, and then ever more rarely."""
-        if self.log.announces is None or self.log.size == 1:
+        if self.log.announced_from is None or self.log.size == 1:
             return False
         self.announced += 1
         return self.announced <= 8 or self.announced & (self.announced - 1) == 0
@@ -1653,7 +1067,7 @@ class Shadowing(Counting):
         if self.bar is not None and iterations:
             self.bar.update(iterations)
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: JoinEvent) -> None:
         """Take part in what the block itself does."""
         rank = self.group.global_rank
         if event.what == "enter":
@@ -1666,7 +1080,7 @@ class Shadowing(Counting):
                 f"rank {rank} left the Join block without calling join.loader(); call it on all"
                 " ranks"
             )
-        there = self.count(0)()[1]
+        there = self.headcount.start(None).ranks
         if self.policy != "raise" or not there:
             return
         self.fault = RuntimeError(
@@ -1679,14 +1093,16 @@ class Shadowing(Counting):
         """Do what ranks with data announce, until none has any."""
         own, warned = self.turn, False
         while event := self.log.next():
-            self.log.notes.check(f"event/{event.number}", str(event), event.part < len(self.parts))
-            self.advance(event.turn - self.turn)
-            self.turn = event.turn
-            if event.part < 0:
+            self.log.store.check(
+                f"event/{event.number}", str(event), event.participant < len(self.parts)
+            )
+            self.advance(event.iteration - self.turn)
+            self.turn = event.iteration
+            if event.participant < 0:
                 self.follow(event)
             else:
-                self.parts[event.part].replay(event)
-            for rider in self.riders.get(event.part, ()) if event.what != "forward" else ():
+                self.parts[event.participant].replay(event)
+            for rider in self.riders.get(event.participant, ()) if event.what != "forward" else ():
                 rider.hook.main_hook()
             if self.turn - own > _SKEW and not warned:
                 warned = True
@@ -1717,7 +1133,7 @@ class Ending(Shadowing):
 
     def end(self, stopped: bool) -> None:
         """Wait until no rank has data, and let the joinables finish."""
-        me, used = self.log.me, self.taken - (stopped and self.taken > 0)
+        me, used = self.log.group_rank, self.taken - (stopped and self.taken > 0)
         dropped = (
             self.declared.batches[me] - used
             if self.declared and self.policy == "stop"
@@ -1730,10 +1146,9 @@ class Ending(Shadowing):
         )
         self.log.depart()
         self.shadow()
-        if self.counted is not None:
-            self.counted()
+        self.headcount.finish()
         rows = self.gather(*reached, self.taken, batches, dropped)
-        self.roll = Roll(tuple(row[3] for row in rows), tuple(row[4] for row in rows))
+        self.attendance = Attendance(tuple(row[3] for row in rows), tuple(row[4] for row in rows))
         with agreeing(self.group, "leaving Join"):
             self.root = max(range(len(rows)), key=lambda rank: (rows[rank][:2], rank))
             self.check_loops([row[2] for row in rows])
@@ -1822,81 +1237,16 @@ class Declaring(Ending):
         )
         if min(counts := tuple(row[0] for row in rows)) < 0:
             return None
-        self.declared = Roll(
+        self.declared = Attendance(
             counts, sizes=tuple(None if size < 0 else (size, last) for _, size, last in rows)
         )
-        self.log.favourite = counts.index(max(counts))
+        self.log.election.prefer(counts.index(max(counts)))
         if self.policy == "raise" and len(set(counts)) > 1:
             self.fault = RuntimeError(
                 f"ranks have different numbers of batches: {', '.join(map(str, counts))}"
             )  # on all ranks
             raise self.fault
         return min(counts) if self.policy == "stop" else None
-
-# %% ../../nbs/join/03_join.ipynb #6e9382f1
-_LOOK = 1.0  # seconds between two looks
-
-
-class _Watch(threading.Thread):
-    """Announces events for ranks without data, and frees this rank if it waits for one that has
-    left the block with an error."""
-
-    def __init__(self, log: Reader):
-        super().__init__(daemon=True)
-        self.log, self.done, self.pause = log, threading.Event(), _LOOK * max(1, log.size / 1024)
-        if log.size > 1:
-            self.start()
-
-    def run(self) -> None:
-        with suppress(RuntimeError):  # the store may be gone, and collectives with it
-            try:
-                while not self.done.is_set() and self.attend():
-                    pass
-            except DamagedNote as error:
-                self.log.damage = str(error)
-                self.log.fail(self.log.damage)
-                self.free(self.log.damage)
-
-    def attend(self) -> bool:  # whether to go on
-        """Wait for something to do, and do it."""
-        log = self.log
-        if log.has_data and log.announces is None:
-            log.notes.wait(key := f"wake/{log.me}", self.done.is_set)
-            log.notes.remove(key)
-        else:
-            self.done.wait(self.pause)
-        if self.done.is_set():
-            return False
-        if log.notes.see("roll call"):
-            log.notes.put(f"alive/{log.me}", "1")
-        log.answer()
-        log.prune()
-        if said := log.failed():
-            return self.free(said)
-        if said := log.trouble():
-            log.stop_readers(said)
-        return True
-
-    def free(self, said: str) -> bool:  # False
-        """Free this rank, unless it is on its way out as well."""
-        if self.done.wait(self.pause):
-            return False
-        if self.log.waits_since is not None:
-            self.log.stop_readers(said)
-        else:
-            abort(Group(self.log.notes.group))
-        return False
-
-    def stop(self) -> None:
-        """End the thread."""
-        self.done.set()
-        if not self.is_alive():
-            return
-        with suppress(RuntimeError):
-            self.log.notes.put(f"wake/{self.log.me}", "1")
-        self.join()
-        with suppress(RuntimeError):
-            self.log.notes.remove(f"wake/{self.log.me}")
 
 # %% ../../nbs/join/03_join.ipynb #b86469c6
 def _check_kwargs(joinables: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -1998,7 +1348,7 @@ def _group_of(joinables: Sequence[Any]) -> Any:
 class Leaving(Declaring):
     """The part of a block that tells others of errors."""
 
-    watch: _Watch
+    watch: EventLogThread
 
     def check_drivers(self) -> None:
         """Refuse what does not go together with steps that are taken inside backward."""
@@ -2040,8 +1390,8 @@ class Leaving(Declaring):
             return
         here, said = self.group.global_rank, ""
         if isinstance(error, RuntimeError):
-            said = self.log.failed()
-            if not said and (said := self.log.check_peers(3 * self.watch.pause)):
+            said = self.log.failure()
+            if not said and (said := describe_killed_ranks(self.log, 3 * self.watch.pause)):
                 self.log.fail(said)
         if said and said not in str(error):
             raise RuntimeError(f"{said}; rank {here} cannot go on without it") from error
@@ -2069,24 +1419,18 @@ class Entering(Leaving):
             self.check_drivers()
             for part in self.parts:
                 part.check()
-        self.log, self.roll, self.declared, self.looped, self.warned = (
-            Reader(Notes(self.group, "join")),
+        self.log, self.attendance, self.declared, self.looped, self.warned = (
+            EventLog(EventStore(self.group, "join")),
             None,
             None,
             False,
             False,
         )
-        self.turn, self.taken, self.fault, self.bar, self.counted, self.announced = (
-            0,
-            0,
-            None,
-            None,
-            None,
-            0,
-        )
+        self.headcount = Headcount(self.group, self.device)
+        self.turn, self.taken, self.fault, self.bar, self.announced = 0, 0, None, None, 0
         for part in self.parts:
             part.attach()
-        self.watch = _Watch(self.log)
+        self.watch = EventLogThread(self.log)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
