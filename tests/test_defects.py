@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught
 from test_dropin import cuda
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
@@ -40,13 +41,6 @@ def network():
 def ones(params):
     for p in params:
         p.grad = torch.ones_like(p) if p.requires_grad else None
-
-
-def told(f):
-    try:
-        return f() and None
-    except Exception as e:
-        return f"{type(e).__name__}: {e}"
 
 
 def held(zero):
@@ -110,7 +104,7 @@ def overlapped(kind, optimizer_class, interleaved, ranks=(0, 1), groups=1, prete
             zero.zero_grad()
             changed.append(all(not torch.equal(a, b) for a, b in zip(before, params, strict=True)))
 
-    return told(trained) or changed
+    return caught(trained) or changed
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -154,7 +148,7 @@ def uneven(kind):
             for _ in range(1 + dist.get_rank()):
                 zero.step()
 
-    message = told(join)
+    message = caught(join)
     dist.barrier()
     return message is None and p.tolist(), zero._join_config.enable
 
@@ -258,14 +252,14 @@ class Counter(Joinable):
 
 def far_apart(kinds):
     counter, filters = Counter(), list(warnings.filters)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         before = list(warnings.filters)
         with kinds[0]([counter]):
             for _ in range(1005 * dist.get_rank()):
                 counter()
         return (
-            len([w for w in caught if "skew" in str(w.message)]),
+            len([w for w in warned if "skew" in str(w.message)]),
             warnings.filters == before,
             len(filters),
         )
@@ -353,7 +347,7 @@ def resume_on_the_gpu(kind):
     zero = kind(model.parameters(), AdamW, fused=True)
     zero.load_state_dict(reference.state_dict())
     ones(model.parameters())
-    return told(zero.step)
+    return caught(zero.step)
 
 
 @cuda
@@ -375,10 +369,10 @@ def refused(kind):
         ones([weight, bias])
         zero.step()
 
-    message = told(train)
+    message = caught(train)
     waited = time.monotonic() - start
     dist.barrier()
-    return message, waited, told(lambda: dist.barrier(group))
+    return message, waited, caught(lambda: dist.barrier(group))
 
 
 def test_6_a_class_that_refuses_some_parameters_raises_on_all_ranks():
@@ -451,7 +445,7 @@ def named(kind):
 
 def test_8_named_parameters_are_taken():
     def torchs():
-        return told(lambda: named(TorchZero))
+        return caught(lambda: named(TorchZero))
 
     assert all("TypeError" in message for message in run(2, torchs))
     assert (
@@ -471,7 +465,7 @@ def mixed(kind):
         ones(params)
         zero.step()
 
-    return told(train), [p.tolist() for p in params]
+    return caught(train), [p.tolist() for p in params]
 
 
 def test_8_mixed_dtypes_are_taken():
@@ -492,14 +486,14 @@ def checkpointed(kind):
             zero.consolidate_state_dict(rank)
     else:
         zero.consolidate_state_dict(None)
-    message = told(
+    message = caught(
         lambda: (
             sorted(get_optimizer_state_dict(model, zero)["state"])
             == ["0.bias", "0.weight", "2.bias", "2.weight"]
             or 1 / 0
         )
     )
-    again = told(lambda: get_optimizer_state_dict(model, zero))
+    again = caught(lambda: get_optimizer_state_dict(model, zero))
     return message, again, {float(state["step"]) for state in zero.optim.state.values()}
 
 

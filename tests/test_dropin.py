@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught_error, largest_gap
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -55,19 +56,8 @@ def flat(params):
     return torch.cat([p.detach().flatten().float() for p in params])
 
 
-def gap(a, b):
-    return (a - b).abs().max().item()
-
-
 def agree(*values):
     return all(v.equal(values[0]) if torch.is_tensor(v) else v == values[0] for v in values)
-
-
-def told(f):
-    try:
-        return f() and None
-    except Exception as e:
-        return type(e).__name__, str(e)
 
 
 # ---- the face of torch's class ----
@@ -176,7 +166,7 @@ def test_a_script_for_torchs_class_runs_unchanged(size, views):
     for rank in run(size, both):
         (params, losses, state, lrs), (our_params, our_losses, our_state, our_lrs) = rank
         assert (
-            gap(params, our_params) < 1e-6
+            largest_gap(params, our_params) < 1e-6
             and losses == pytest.approx(our_losses, rel=1e-5)
             and lrs == our_lrs
         )
@@ -187,7 +177,7 @@ def test_a_script_for_torchs_class_runs_unchanged(size, views):
             assert {k: tuple(v.shape) for k, v in entry.items()} == {
                 k: tuple(v.shape) for k, v in our_state["state"][i].items()
             }
-            assert all(gap(v, our_state["state"][i][k]) < 1e-6 for k, v in entry.items())
+            assert all(largest_gap(v, our_state["state"][i][k]) < 1e-6 for k, v in entry.items())
 
 
 def test_state_moves_between_torchs_class_and_ours():
@@ -202,7 +192,7 @@ def test_state_moves_between_torchs_class_and_ours():
         other.load_state_dict(model.state_dict())
         there = target(other.parameters(), AdamW, lr=1e-2)
         there.load_state_dict(copy.deepcopy(box[0]))
-        return gap(train(model, zero, 3), train(other, there, 3))
+        return largest_gap(train(model, zero, 3), train(other, there, 3))
 
     for kinds in ((TorchZero, ZeroRedundancyOptimizer), (ZeroRedundancyOptimizer, TorchZero)):
         assert max(run(2, move, *kinds)) < 1e-6
@@ -260,7 +250,8 @@ def test_errors_are_of_torchs_type():
     def raised():
         return {
             name: [
-                told(functools.partial(f, kind)) for kind in (TorchZero, ZeroRedundancyOptimizer)
+                caught_error(functools.partial(f, kind))
+                for kind in (TorchZero, ZeroRedundancyOptimizer)
             ]
             for name, f in SITUATIONS.items()
         }
@@ -312,7 +303,7 @@ def test_a_copy_holds_what_torchs_holds_and_says_what_it_lacks(copied):
             theirs.param_groups[0]["lr"] == ours.param_groups[0]["lr"] == 0.5,
             repr(ours) == repr(theirs),
             stateless,
-            told(ours.step),
+            caught_error(ours.step),
         )
 
     for same, rates, shown, stateless, (kind, message) in run(2, shells):
@@ -399,7 +390,7 @@ def test_uneven_inputs_under_torchs_join(how):
         joinable and set(steps) == {7.0} for joinable, _, _, steps in ranks
     )  # a rank without data goes on stepping its shard
     assert agree(*(ours for _, _, ours, _ in ranks))
-    assert gap(ranks[2][1], ranks[2][2]) < 1e-6
+    assert largest_gap(ranks[2][1], ranks[2][2]) < 1e-6
 
 
 def test_join_as_torchs_documentation_has_it_and_early_termination():
@@ -414,7 +405,7 @@ def test_join_as_torchs_documentation_has_it_and_early_termination():
             with Join([model, zero], throw_on_early_termination=True):
                 train(model, zero, 2 + dist.get_rank())
 
-        kind, message = told(stops)
+        kind, message = caught_error(stops)
         alone = ZeroRedundancyOptimizer(network().parameters(), SGD, lr=0.1)
         for p in alone.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
@@ -425,7 +416,7 @@ def test_join_as_torchs_documentation_has_it_and_early_termination():
             params,
             kind,
             "exhausted" in message,
-            told(
+            caught_error(
                 lambda: Join(
                     [zero, TorchZero(network().parameters(), SGD, dist.new_group(), lr=0.1)]
                 )
@@ -514,7 +505,7 @@ def scheduled():
         out[name] = (
             rates == our_rates,
             len({str(r) for r in rates}) > 1,
-            gap(params, our_params),
+            largest_gap(params, our_params),
             epoch == our_epoch,
         )
     return out
@@ -564,7 +555,7 @@ def test_a_gradient_scaler_skips_on_all_ranks_when_one_has_an_inf():
     for (scales, moved, params), (our_scales, our_moved, ours) in run(2, scaled):
         assert moved == our_moved == [True, True, False, True, True, True]
         assert scales == our_scales and scales[2] == scales[1] / 2
-        assert gap(params, ours) < 1e-6
+        assert largest_gap(params, ours) < 1e-6
 
 
 def test_a_sharded_scaler_makes_ranks_agree_where_nothing_else_does():
@@ -604,7 +595,7 @@ def test_clipping_sees_all_gradients():
         return rows
 
     for (norms, params), (our_norms, ours) in run(2, clipped):
-        assert norms == pytest.approx(our_norms) and gap(params, ours) < 1e-6
+        assert norms == pytest.approx(our_norms) and largest_gap(params, ours) < 1e-6
 
 
 def test_step_hooks_get_what_the_call_got_and_can_be_removed():
@@ -711,7 +702,7 @@ def test_a_compiled_model_trains_the_same():
             sharded.parameters(), AdamW, lr=1e-2, parameters_as_bucket_view=True
         )
         reference = train(plain, AdamW(plain.parameters(), lr=1e-2))
-        return gap(reference, train(torch.compile(DDP(sharded), backend="eager"), zero))
+        return largest_gap(reference, train(torch.compile(DDP(sharded), backend="eager"), zero))
 
     assert max(run(2, compiled)) < 1e-6
 
@@ -729,7 +720,7 @@ def test_a_compiled_training_step_may_hold_the_optimizers():
                 model(batch).square().mean().backward()
                 step()
             out.append(flat(model.parameters()))
-        return gap(*out)
+        return largest_gap(*out)
 
     assert max(run(2, compiled)) < 1e-6
 
@@ -763,7 +754,7 @@ def test_averaged_models():
         return rows
 
     for reference, ours in run(2, averaged):
-        assert gap(reference, ours) < 1e-6
+        assert largest_gap(reference, ours) < 1e-6
 
 
 def test_it_shows_and_profiles_like_any_optimizer():
@@ -1013,7 +1004,7 @@ def test_a_step_can_be_captured_in_a_graph(views):
                     p.grad.fill_(0.5 * i)
                 graph.replay()
             finals.append(flat(model.parameters()))
-        return gap(*finals)
+        return largest_gap(*finals)
 
     assert run(1, captured, backend=GPU)[0] < 1e-6
 
@@ -1049,7 +1040,7 @@ def test_several_devices_in_one_process():
                 optimizer.step()
             rows.append(flat([p.cpu() for p in params]))
         optimizer.consolidate_state_dict()
-        return gap(*rows), len(optimizer.state_dict()["state"]) == len(params)
+        return largest_gap(*rows), len(optimizer.state_dict()["state"]) == len(params)
 
     ((off, whole),) = run(1, spread, backend=GPU)
     assert off < 1e-6 and whole

@@ -12,21 +12,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught_error
 
 from zero_nb import Group, agree, agreeing, get_global_rank, get_group_rank, two_level
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list, gather_object
 from zero_nb.comm.process_group import Ranks, _read, _reported, abort, clone, destroy, fail, split
-
-
-def caught(f):
-    """Give the type and the words of what `f` raises, or None."""
-    try:
-        f()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
-
 
 # ---- C1, L1: what other ranks post is text, never code ----
 
@@ -57,7 +48,7 @@ def fails_with(make):
                 raise make()
 
     after = lambda: agree(g, "more work", ["the same"])  # the group is usable afterwards
-    return caught(work), caught(after)
+    return caught_error(work), caught_error(after)
 
 
 def decoding():
@@ -114,7 +105,7 @@ def test_C1_an_errors_name_is_not_called(tmp_path):
     def crafted():
         g, error = Group(), exec(f"open({str(tmp_path / 'owned')!r}, 'w').write('x')")
         error.told = True  # at cfde325: the words are sent as they are
-        return caught(lambda: agree(g, "the work", [], error if g.group_rank == 1 else None))
+        return caught_error(lambda: agree(g, "the work", [], error if g.group_rank == 1 else None))
 
     kinds = [error[0] for error in run(2, crafted)]
     assert not (tmp_path / "owned").exists() and kinds == ["RuntimeError", "exec"]
@@ -181,8 +172,8 @@ def several_groups(port):
         lambda: work(nodes, "the nodes again", odd=[2]),
         lambda: work(whole, "the whole", odd=[5]),
     ]
-    return [caught(call) for call in calls], [
-        caught(partial(work, group, "at last")) for group in (part, inner, twin, nodes, whole)
+    return [caught_error(call) for call in calls], [
+        caught_error(partial(work, group, "at last")) for group in (part, inner, twin, nodes, whole)
     ]
 
 
@@ -247,7 +238,9 @@ def test_L6_abort_frees_a_thread_whatever_the_default_device():
         group.all_reduce(x := torch.ones(1))
         dist.barrier()
         if dist.get_rank() == 1:
-            thread = threading.Thread(target=lambda: said.append(caught(lambda: group.recv(x, 0))))
+            thread = threading.Thread(
+                target=lambda: said.append(caught_error(lambda: group.recv(x, 0)))
+            )
             thread.start()
             while not said and thread.is_alive() and time.monotonic() - begin < 30:
                 torch.set_default_device("meta")
@@ -284,7 +277,7 @@ def test_ranks_that_are_not_in_a_group_are_told_in_torchs_words():
             lambda: dist.get_global_rank(pair, 7),
             lambda: dist.get_group_rank(pair, 2),
         ]
-        return [caught(call) for call in calls], [caught(call) for call in theirs]
+        return [caught_error(call) for call in calls], [caught_error(call) for call in theirs]
 
     first, second, _ = run(3, strange)
     for ours, theirs in (first, second):
@@ -318,15 +311,15 @@ def one_fails(host_waits, kind):
         )  # compared, so that the ranks go into the third without waiting for each other
     if g.group_rank == 1:
         fail(g, ArithmeticError("the loss is not a number"))
-        return caught(lambda: g.all_reduce(torch.ones(4)))
+        return caught_error(lambda: g.all_reduce(torch.ones(4)))
     if kind == "async":
         work = g.all_reduce(torch.ones(4), async_op=True)
-        return caught(work.wait)
+        return caught_error(work.wait)
     if host_waits:
-        return caught(lambda: g.all_reduce(torch.ones(4)))
+        return caught_error(lambda: g.all_reduce(torch.ones(4)))
     g.all_reduce(torch.ones(4))  # returns at once, as with NCCL
     synchronize()  # sits here until the communicator is aborted, and raises nothing
-    return caught(lambda: g.all_reduce(torch.ones(4)))
+    return caught_error(lambda: g.all_reduce(torch.ones(4)))
 
 
 @pytest.mark.parametrize(("host_waits", "kind"), [(True, "sync"), (True, "async"), (False, "sync")])

@@ -12,6 +12,7 @@ import pytest
 import pytorch_optimizer
 import torch
 import torch.distributed as dist
+from common import caught
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -31,13 +32,6 @@ CLASSES = {
     and issubclass(kind, torch.optim.Optimizer)
     and kind is not torch.optim.Optimizer
 }
-
-
-def told(f):
-    try:
-        return f() and None
-    except Exception as e:
-        return f"{type(e).__name__}: {e}"
 
 
 def parameters(shapes):
@@ -100,14 +94,14 @@ def outcome(name, shapes, **how):
         def make():
             return ZeroRedundancyOptimizer(groups(name, ours), kind, **options(kind), **how)
 
-        refused = told(lambda: make() and None)
+        refused = caught(lambda: make() and None)
         wanted = []
-        useless = told(
+        useless = caught(
             lambda: wanted.extend(train(lambda: kind(groups(name, plain), **options(kind)), plain))
         )
         if refused:
             return ("refused", refused, useless)
-        failed = told(lambda: train(make, ours))
+        failed = caught(lambda: train(make, ours))
         if failed:
             return ("useless" if useless else "fails", failed, useless)
     if useless:
@@ -282,7 +276,7 @@ FINE = {
 
 def made():
     return {
-        name: told(lambda: make(parameters(SHAPES))) for name, make in {**MAKES, **FINE}.items()
+        name: caught(lambda: make(parameters(SHAPES))) for name, make in {**MAKES, **FINE}.items()
     }
 
 
@@ -335,14 +329,14 @@ def quiet():
             zero = ZeroRedundancyOptimizer(parameters(SHAPES), Loud, lr=lr)
             counts.append((Loud.made, Loud.stepped))
     hook.remove()
-    told(lambda: ZeroRedundancyOptimizer(parameters(SHAPES), Draws, lr=0.1))
+    caught(lambda: ZeroRedundancyOptimizer(parameters(SHAPES), Draws, lr=0.1))
     same = (
         random.getstate() == before[0],
         str(np.random.get_state()) == before[1],
         torch.equal(torch.get_rng_state(), before[2]),
     )
     for k in range(100):
-        told(lambda: ZeroRedundancyOptimizer(parameters([(3,)]), Loud, lr=0.1 + k))
+        caught(lambda: ZeroRedundancyOptimizer(parameters([(3,)]), Loud, lr=0.1 + k))
     return (
         shown.getvalue(),
         len(warned),
@@ -368,10 +362,10 @@ def after_refusal():
     """Go on with parameters of a refused class, and with an optimizer that has refused a group."""
     params = parameters(SHAPES)
     before = [p.detach().clone() for p in params]
-    told(lambda: ZeroRedundancyOptimizer(params, Clips, lr=0.1, parameters_as_bucket_view=True))
+    caught(lambda: ZeroRedundancyOptimizer(params, Clips, lr=0.1, parameters_as_bucket_view=True))
     same = all(map(torch.equal, before, params))
     zero = ZeroRedundancyOptimizer(params[:3], AdamW, lr=0.1)
-    refused = told(
+    refused = caught(
         lambda: zero.add_param_group({"params": params[3:], "optimizer_class": Clips, "lr": 0.1})
     )
     zero.add_param_group({"params": params[3:], "lr": 0.1})

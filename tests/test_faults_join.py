@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught_error
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, lr_scheduler
@@ -26,14 +27,6 @@ from zero_nb.join import event_log
 from zero_nb.join.event_log import EventLog, EventStore, explain_wait
 from zero_nb.join.join import Join
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
-
-
-def told(f):
-    try:
-        return f() and None
-    except Exception as e:
-        return type(e).__name__, str(e)
-
 
 # ---- gradients after a block ----
 
@@ -211,7 +204,7 @@ def entered_again():
             out.register_hook(bad)
             out.sum().backward()
 
-    error = told(fails)
+    error = caught_error(fails)
     model.reducer._reset_state()  # torch's own way out of a backward that failed
     optimizer.zero_grad()
     with block:
@@ -289,7 +282,7 @@ def writes(kind, how, counts):
                 else:
                     optimizer.zero_grad()
 
-    return told(train)
+    return caught_error(train)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +452,7 @@ def in_a_tree(port, counts, fails):
                     optimizer.zero_grad()
             sources.append(type(block.log.feed.source).__name__)
 
-    error = told(train)
+    error = caught_error(train)
     return error, sources, model.module.weight[0, 0].item()
 
 
@@ -703,7 +696,7 @@ def damages(key, wrong):
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
 
-    return told(train)
+    return caught_error(train)
 
 
 @pytest.mark.parametrize(
@@ -788,7 +781,7 @@ def opens():
         with Join([model, scheduler]):
             pass
 
-    return told(enter)
+    return caught_error(enter)
 
 
 def test_a_state_that_would_be_unpickled_as_code_is_refused(capfd):
@@ -825,7 +818,7 @@ def train_until_killed(port, rank, n, how, pipe):
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
 
-    pipe.send((told(train), time.monotonic() - last[0]))
+    pipe.send((caught_error(train), time.monotonic() - last[0]))
     pipe.recv()
     os._exit(0)
 

@@ -5,17 +5,11 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught
 from nccl_like import nccl_like, synchronize
 
 from zero_nb.comm.launch import run
 from zero_nb.comm.process_group import Group, clone, coalescing_manager, split
-
-
-def told(f):
-    try:
-        return f() and None
-    except Exception as e:
-        return f"{type(e).__name__}: {e}"
 
 
 def nan(x: torch.Tensor) -> bool:
@@ -91,8 +85,8 @@ def test_nothing_of_a_block_runs_before_its_end():
         pg.allreduce([y])
         before = [
             len(pg.launches),
-            "waited inside the block" in str(told(inside.wait)),
-            "no order in a block" in str(told(lambda: pg.allreduce([x]))),
+            "waited inside the block" in str(caught(inside.wait)),
+            "no order in a block" in str(caught(lambda: pg.allreduce([x]))),
         ]
         pg._end_coalescing(torch.device("cpu")).wait()
         synchronize()
@@ -163,13 +157,13 @@ def test_the_first_use_is_everybodys():
             message(g, (dist.irecv if rank else dist.isend, torch.ones(1), 1 - rank))
 
         if rank < 2:
-            errors.append(told(pass_on))
+            errors.append(caught(pass_on))
         dist.barrier()
         if rank < 2:
-            errors.append(told(pass_on))
+            errors.append(caught(pass_on))
         dist.barrier()
         errors.append(
-            told(lambda: g.all_reduce(torch.ones(1)))
+            caught(lambda: g.all_reduce(torch.ones(1)))
         )  # rank 2's first use, which the others began with messages
         ring = nccl_like(host_waits=True)
         got = torch.zeros(1)
@@ -222,7 +216,7 @@ def test_errors_do_not_travel(end):
         pg.abort()
         waits.join(10)
         synchronize()
-        return stuck, waits.is_alive(), nan(x), told(lambda: pg.allreduce([x]))
+        return stuck, waits.is_alive(), nan(x), caught(lambda: pg.allreduce([x]))
 
     (stuck, alive, lost, error), _ = run(2, leave)
     assert stuck and not alive and lost and "NCCL communicator was aborted on rank 0" in error
@@ -249,7 +243,7 @@ def test_another_communicator_must_be_waited_for():
         two, x = clone(one), torch.ones(2)
         two.process_group._connect("collectives")
         work = one.process_group.allreduce([x])
-        error = told(lambda: two.process_group.allreduce([x]))
+        error = caught(lambda: two.process_group.allreduce([x]))
         work.wait()
         two.process_group.allreduce([x]).wait()
         synchronize()
@@ -377,7 +371,7 @@ def test_a_call_that_nccl_refuses_does_not_leave_a_block_open():
                 g.all_reduce(x)
                 g.all_reduce(torch.ones(2, dtype=torch.int16))
 
-        said = told(block)
+        said = caught(block)
         g.all_reduce(y)
         return said, y.tolist()
 

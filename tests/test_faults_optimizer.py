@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
@@ -71,15 +72,8 @@ def iterate(model, zero, step, dtype=torch.float32):
     zero.zero_grad()
 
 
-def told(f):
-    try:
-        return f() and None
-    except Exception as e:
-        return f"{type(e).__name__}: {e}"
-
-
 def refused(loss, x) -> bool:
-    return "inplace operation" in (told(lambda: torch.autograd.grad(loss, x)) or "")
+    return "inplace operation" in (caught(lambda: torch.autograd.grad(loss, x)) or "")
 
 
 PLACEMENTS = {
@@ -231,7 +225,7 @@ def seen(zero, *_):  # as an exponential moving average reads them
 
 def added(zero, module, handle, *_):
     if handle is not None:
-        return told(lambda: zero.add_param_group({"params": [nn.Parameter(torch.ones(3))]}))
+        return caught(lambda: zero.add_param_group({"params": [nn.Parameter(torch.ones(3))]}))
     extra = nn.Parameter(torch.ones(3, dtype=next(iter(module.parameters())).dtype))
     zero.add_param_group({"params": [extra]})
     return consolidated(zero)
@@ -242,7 +236,7 @@ def in_hooks(zero, *_):  # which a user may read anything in
     for register in (zero.register_state_dict_pre_hook, zero.register_load_state_dict_pre_hook):
         register(lambda *_: found.append(seen(zero)))
     for call in (zero.state_dict, lambda: zero.load_state_dict({"state": {}, "param_groups": []})):
-        told(call)
+        caught(call)
     return found
 
 
@@ -405,7 +399,7 @@ def closures():
                 zero = make(model.parameters(), kind, lr=0.1)
                 for _ in range(2):  # the first step, and a later one, which ranks do not agree on
                     model(batch(0)).square().mean().backward()
-                    given = told(
+                    given = caught(
                         lambda: outcome.append(
                             zero.step(closure) if closure is not None else zero.step()
                         )
@@ -487,7 +481,7 @@ def broken(shard, views, dtype, breaks):
                 if p.requires_grad
                 else None
             )
-        raised = told(zero.step)
+        raised = caught(zero.step)
         found.append((raised, replicas_agree(module)))
     zero.consolidate_state_dict(to=None)
     zero.load_state_dict(zero.state_dict())
@@ -531,7 +525,7 @@ def lone(levels, catches):
         Breaks.ranks = (1,) if step == 2 else ()
         for p in module.parameters():
             p.grad = torch.ones_like(p)
-        raised = told(zero.step)
+        raised = caught(zero.step)
         if raised:
             found.append(raised)
         if raised and not catches:
@@ -638,13 +632,13 @@ def between(what):
     if what == "a parameter appended":
         zero.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
     if what == "state set":
-        said = told(lambda: setattr(zero, "state", {}))
+        said = caught(lambda: setattr(zero, "state", {}))
     if what == "state cleared":
-        said = told(lambda: zero.state.clear())
+        said = caught(lambda: zero.state.clear())
     if what == "a group away":
         zero.param_groups.clear()
     before = torch.get_rng_state()
-    said = said or told(zero.step)
+    said = said or caught(zero.step)
     same = torch.equal(before, torch.get_rng_state()) and all(
         p.grad is None or p.grad.abs().sum() >= 0 for p in ours.parameters()
     )
@@ -704,7 +698,7 @@ def saved_late():
     StepLR(zero, 1, 0.5).step()
     lr = zero.state_dict()["param_groups"][0]["lr"]
     zero.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    return lr, told(zero.state_dict)
+    return lr, caught(zero.state_dict)
 
 
 def test_a_state_dict_has_the_options_of_now_and_all_groups():
@@ -726,14 +720,14 @@ def uneven(first, what, options):
     said = []
     for step in range(3 - 2 * first):
         given(model, step=step, lacking=lacking if first or step == 1 else ())
-        said.append(told(zero.step))
+        said.append(caught(zero.step))
     if first:
         return said[0]
     if what == "save":
-        return told(lambda: zero.consolidate_state_dict(to=0))
+        return caught(lambda: zero.consolidate_state_dict(to=0))
     given(model, step=5)
     freeze_last(model)
-    return told(zero.step)
+    return caught(zero.step)
 
 
 @pytest.mark.parametrize(
@@ -762,9 +756,9 @@ def never(what):
     given(model, lacking=(2,) if dist.get_rank() == 1 else ())
     zero.step()
     if what == "save":
-        return told(lambda: zero.consolidate_state_dict(to=1))
+        return caught(lambda: zero.consolidate_state_dict(to=1))
     freeze_last(model)
-    return told(zero.step)
+    return caught(zero.step)
 
 
 @pytest.mark.parametrize("what", ["save", "freeze"])
@@ -857,7 +851,7 @@ def half_loaded(setup):
                 old = consolidated(zero)
             Loads.ranks = (1,)
             if step == 4 and fails:
-                said = [told(lambda: zero.load_state_dict(copy.deepcopy(old))) for _ in range(2)]
+                said = [caught(lambda: zero.load_state_dict(copy.deepcopy(old))) for _ in range(2)]
             Loads.ranks = ()
             zero.step()
         ends.append([*(p.detach().clone() for p in module.parameters()), consolidated(zero)])

@@ -11,6 +11,7 @@ from importlib import import_module
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught_error, flatten
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -39,10 +40,6 @@ class Sums(nn.Module):
 
     def forward(self, x):
         return sum((w * x).sum() for w in self.weights)
-
-
-def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def attach(mode, module, zero, process_group=None, bucket_cap_mb=0.0003, **options):
@@ -74,7 +71,7 @@ def beside_ddp(mode, dtype, gradient, nodes=False, hook=None):
         optimizer.step()
         for model in (plain, ours):
             model.zero_grad()
-    return flat(plain).tolist(), flat(module).tolist()
+    return flatten(plain).tolist(), flatten(module).tolist()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +124,7 @@ def followed(mode):
     with Join([handle if mode.startswith("parallel") else model, zero]):
         for _ in range(2 - dist.get_rank()):
             model(torch.tensor(60000.0, dtype=torch.float16)).backward()
-    return flat(module)[0].item()
+    return flatten(module)[0].item()
 
 
 def test_H3_a_rank_without_data_follows_with_the_same_division():
@@ -165,7 +162,7 @@ def test_H3_on_many_ranks_what_is_added_is_what_ddp_adds(size, mode, monkeypatch
         torch.equal(part[part != 0], wanted.expand(int((part != 0).sum()))) for part in sent
     )
     assert torch.isclose(
-        flat(module), torch.tensor(1 - 3 * 40000 * 2**-10).half(), rtol=5e-3
+        flatten(module), torch.tensor(1 - 3 * 40000 * 2**-10).half(), rtol=5e-3
     ).any()  # where rank 0 owns it
 
 
@@ -208,7 +205,7 @@ def added(mode, nodes=False, master=True, **options):
     kept = (
         torch.cat([state[i]["master_param"].reshape(-1) for i in sorted(state)])
         if master
-        else flat(module)
+        else flatten(module)
     )
     norm = None if handle.grad_norm is None else handle.grad_norm.item()
     return kept.dtype, sorted(set(kept.tolist())), kinds, norm
@@ -368,13 +365,6 @@ def test_reduce_dtype_lets_go_of_what_was_sent(mode, monkeypatch):
     ), held
 
 
-def told(f):
-    try:
-        f()
-    except Exception as error:
-        return type(error).__name__, str(error)
-
-
 def test_reduce_dtype_that_cannot_work_is_refused_on_every_rank():
     def refused():
         module, complex_one = Sums(torch.float32), nn.Linear(2, 2, dtype=torch.complex64)
@@ -400,9 +390,11 @@ def test_reduce_dtype_that_cannot_work_is_refused_on_every_rank():
             lambda: overlap(ddp, zero, reduce_dtype=half if dist.get_rank() else None),
         ]
         return [
-            *map(told, calls),
-            told(lambda: overlap(ddp, zero, hook=hooks.allreduce_hook, reduce_dtype=half).detach()),
-            told(lambda: backward_of(ddp)),
+            *map(caught_error, calls),
+            caught_error(
+                lambda: overlap(ddp, zero, hook=hooks.allreduce_hook, reduce_dtype=half).detach()
+            ),
+            caught_error(lambda: backward_of(ddp)),
         ]
 
     words = [
@@ -511,7 +503,9 @@ def after_backward(mode, **options):
         _, zero, model, handle = trained(mode, **options)
         for late in (False, True):
             backward_of(model)
-            said[name, late] = told(lambda line=line, model=model, zero=zero: line(model, zero))
+            said[name, late] = caught_error(
+                lambda line=line, model=model, zero=zero: line(model, zero)
+            )
             zero.zero_grad()
             for _ in range(2):
                 backward_of(model)  # the loop goes on
@@ -560,7 +554,7 @@ def changed(mode):
         for _ in range(3):
             backward_of(model)
             change(module, zero)
-            said.append(told(zero.step))
+            said.append(caught_error(zero.step))
             zero.zero_grad()
             zero.step()  # without a gradient
         handle.leave()
@@ -583,7 +577,7 @@ def skipped(mode):
         _, zero, model, handle = trained(mode)
         for calls in called:
             backward_of(model)
-            said.append(calls and told(zero.step))
+            said.append(calls and caught_error(zero.step))
             zero.zero_grad()
         handle.leave()
     return said
@@ -617,10 +611,10 @@ def clipped_in_halves(dtype):
         torch.tensor(2.0**14, dtype=dtype)
     ).backward()
     clipped(torch.tensor(2.0**14, dtype=dtype)).backward()
-    scale = 2.0**-10 / (2.0**14 * flat(clipped).numel() ** 0.5)
+    scale = 2.0**-10 / (2.0**14 * flatten(clipped).numel() ** 0.5)
     for p in clipped.parameters():
         p.data.sub_(p.grad.float() * scale)
-    return flat(model), flat(clipped)
+    return flatten(model), flatten(clipped)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -636,7 +630,7 @@ def scaler_without(mode):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         _, zero, model, handle = trained(mode, **({"scaler": scaler} if known else {}))
         scaler.scale(model(torch.ones(()))).backward()
-        found.append(told(lambda: scaler.step(zero)))
+        found.append(caught_error(lambda: scaler.step(zero)))
         zero.zero_grad()
         handle.leave()
     _, zero, model, handle = trained(
@@ -644,7 +638,7 @@ def scaler_without(mode):
     )
     scaler.scale(model(torch.ones(()))).backward()
     scaler.unscale_(zero)
-    return [*found, told(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))]
+    return [*found, caught_error(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))]
 
 
 @pytest.mark.parametrize("mode", ["overlap", "parallel"])
@@ -672,10 +666,10 @@ def test_H4_averages_that_a_hook_of_the_users_left_may_be_read_but_not_changed()
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
-            found += [norm.item(), told(zero.step)]
+            found += [norm.item(), caught_error(zero.step)]
             zero.zero_grad(set_to_none=False)
         backward_of(model)
-        return [*found, told(zero.step)]
+        return [*found, caught_error(zero.step)]
 
     for norm, nothing, again, error, last in run(2, both):
         assert norm == again == pytest.approx(411**0.5) and nothing is None and last is None
@@ -809,7 +803,7 @@ def goes_on(mode, loop, clears):
             zero.zero_grad(set_to_none=clears == "to none")
         if clears == "to zero" and step < 6:
             assert all(p.grad is None for p in module.parameters())
-        worst = max(worst, (flat(plain) - flat(module)).abs().max().item())
+        worst = max(worst, (flatten(plain) - flatten(module)).abs().max().item())
     return worst
 
 
@@ -848,7 +842,7 @@ def through_a_part(mode):
             dist.all_reduce(p.grad)
             p.data.sub_(p.grad / dist.get_world_size(), alpha=0.05)
             p.grad = None
-    return (flat(plain) - flat(module)).abs().max().item()
+    return (flatten(plain) - flatten(module)).abs().max().item()
 
 
 def twice_before_backward(mode):
@@ -858,7 +852,7 @@ def twice_before_backward(mode):
         for loss in losses:
             loss.backward()
     handle.wait()
-    return set(flat(model).tolist())
+    return set(flatten(model).tolist())
 
 
 def test_H4_markers_give_way_where_no_forward_of_the_module_takes_them_away():
@@ -882,7 +876,7 @@ def compiled_again(mode, backend):
             model(data(step)[: 3 if step in (0, 1, 4) else 2]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        worst = max(worst, (flat(plain) - flat(module)).abs().max().item())
+        worst = max(worst, (flatten(plain) - flatten(module)).abs().max().item())
     return worst
 
 
@@ -1091,7 +1085,7 @@ def skipping(mode, where):
     model, handle = attach(mode, module, ZeroRedundancyOptimizer(module.parameters(), SGD, lr=0.05))
     seen = []
     for step in range(4):
-        error = told(
+        error = caught_error(
             lambda: (
                 model(data(step), where if step == 2 and dist.get_rank() == 1 else "")
                 .square()
@@ -1139,7 +1133,7 @@ def test_a_backward_that_fails_does_not_wait_in_a_destructor(mode, monkeypatch):
         model(x).sum().backward()
         with pytest.raises(torch.OutOfMemoryError, match="gradients"):
             model(x, "backward").sum().backward()
-        told(lambda: model(x))
+        caught_error(lambda: model(x))
     tellers = [thread for thread, words in threads if "did not come to its end; look" in words]
     assert tellers and not any(
         thread is threading.main_thread() or thread.is_alive() for thread in tellers
@@ -1161,14 +1155,14 @@ def between(mode, when):
         backward_of(model)
         if when == "before step":
             zero.param_groups[0]["lr"] = 2.0**-step
-        error = error or told(zero.step)
+        error = error or caught_error(zero.step)
         if when == "after step":
             zero.param_groups[0]["lr"] = 2.0**-step
         if scheduler:
             scheduler.step()
         zero.zero_grad()
     handle.wait()
-    return error, flat(module)[0].item()
+    return error, flatten(module)[0].item()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -1197,7 +1191,7 @@ def test_a_learning_rate_in_a_tensor_may_be_changed_after_step():
             backward_of(model)
             if when == "between":
                 zero.param_groups[0]["lr"].fill_(0.25)
-            found.append(told(zero.step))
+            found.append(caught_error(zero.step))
             zero.param_groups[0]["lr"].fill_(0.5)
         return found
 
@@ -1245,7 +1239,7 @@ def drawn(mode):
             handle.wait()
         found.append(
             (
-                flat(module),
+                flatten(module),
                 torch.cat([b.double().flatten() for b in module.buffers()]),
                 torch.get_rng_state(),
                 random.getstate(),
@@ -1308,14 +1302,14 @@ def hooked(mode):
     """Clip in a hook of the optimizer's, before the step, and count in one after it."""
     module, zero, model, handle = trained(mode)
     counts = []
-    zero.register_step_post_hook(lambda *_: counts.append(flat(module)[0].item()))
+    zero.register_step_post_hook(lambda *_: counts.append(flatten(module)[0].item()))
     backward_of(model)
     zero.step()
     pre = zero.register_step_pre_hook(
         lambda *_: nn.utils.clip_grad_norm_(module.parameters(), 1.0) and None
     )
     backward_of(model)
-    error = told(zero.step)
+    error = caught_error(zero.step)
     pre.remove()
     handle.leave()
     return counts, error

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import caught, flatten
 from stream_standin import NetworkWork, Stream, WatchedStream, World
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -52,17 +53,6 @@ def linear():
 
 def base():
     return nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh(), linear())
-
-
-def flat(tensors):
-    return torch.cat([t.detach().flatten() for t in tensors])
-
-
-def told(f):
-    try:
-        return f() and None
-    except Exception as e:
-        return f"{type(e).__name__}: {e}"
 
 
 class Listed(nn.Module):
@@ -204,7 +194,7 @@ def train(
         optimizer.step()
         seen += [output.detach().clone(), *look(model, held if held is not None else optimizer)]
         optimizer.zero_grad()
-    return [*seen, flat(model.parameters())]
+    return [*seen, flatten(model.parameters())]
 
 
 def same(make, **options):
@@ -235,7 +225,7 @@ def unpickled(module):
 
 def averaged(model, held):
     held.update_parameters(model)
-    return [flat(held.parameters())]
+    return [flatten(held.parameters())]
 
 
 def mean_of(tensors):  # an average of weights over tensors that were there before
@@ -246,7 +236,7 @@ def mean_of(tensors):  # an average of weights over tensors that were there befo
             means.extend(t.detach().clone() for t in tensors)
         for mean, t in zip(means, tensors, strict=True):
             mean.lerp_(t.detach(), 0.5)
-        return [flat(means)]
+        return [flatten(means)]
 
     return update
 
@@ -266,11 +256,11 @@ def functional(wrapped, params, x):
 LOOKS = {
     "kept": {
         "prepare": lambda model: list(model.parameters()),
-        "look": lambda model, held: [flat(held)],
+        "look": lambda model, held: [flatten(held)],
     },
     "data": {
         "prepare": lambda model: [p.data for p in model.parameters()],
-        "look": lambda model, held: [flat(held)],
+        "look": lambda model, held: [flatten(held)],
     },
     "mean": {
         "prepare": lambda model: mean_of(model.parameters()),
@@ -278,7 +268,7 @@ LOOKS = {
     },
     "param_groups": {
         "look": lambda model, optimizer: [
-            flat(p for group in optimizer.param_groups for p in group["params"])
+            flatten(p for group in optimizer.param_groups for p in group["params"])
         ]
     },
     "regulariser": {"prepare": lambda model: list(model.parameters()), "forward": regular},
@@ -295,13 +285,13 @@ LOOKS = {
         "prepare": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
         "look": averaged,
     },
-    "deepcopy": {"look": lambda model, optimizer: [flat(copy.deepcopy(model).parameters())]},
-    "copy": {"look": lambda model, optimizer: [flat(copy.copy(model).parameters())]},
-    "save": {"look": lambda model, optimizer: [flat(unpickled(model).parameters())]},
-    "state_dict": {"look": lambda model, optimizer: [flat(model.state_dict().values())]},
+    "deepcopy": {"look": lambda model, optimizer: [flatten(copy.deepcopy(model).parameters())]},
+    "copy": {"look": lambda model, optimizer: [flatten(copy.copy(model).parameters())]},
+    "save": {"look": lambda model, optimizer: [flatten(unpickled(model).parameters())]},
+    "state_dict": {"look": lambda model, optimizer: [flatten(model.state_dict().values())]},
     "dicts": {
         "look": lambda model, optimizer: [
-            flat({**m._parameters, **dict(m._parameters)}.values())
+            flatten({**m._parameters, **dict(m._parameters)}.values())
             for m in model.modules()
             if m._parameters
         ]
@@ -364,7 +354,7 @@ USED = {
     "part": lambda model, x: model[:3](x),
     "inside": lambda model, x: nn.Sequential(model, nn.Tanh())(x),
     "share": lambda model, x: model.share_memory()(x),
-    "keep_vars": lambda model, x: flat(model.state_dict(keep_vars=True).values()),
+    "keep_vars": lambda model, x: flatten(model.state_dict(keep_vars=True).values()),
     "bytes": lambda model, x: torch.cat(
         [
             torch.frombuffer(bytearray(t.numpy().tobytes()), dtype=t.dtype)
@@ -391,8 +381,8 @@ def used(**setup):
     model = base()
     data_parallel(model, ZeroRedundancyOptimizer(model.parameters(), AdamW), **setup)
     return equal, [
-        told(lambda: torch.jit.script(model)),
-        told(lambda: torch.jit.script(copy.deepcopy(model))),
+        caught(lambda: torch.jit.script(model)),
+        caught(lambda: torch.jit.script(copy.deepcopy(model))),
     ]
 
 
@@ -410,7 +400,7 @@ def test_H2_models_are_used_in_the_middle_of_training_as_with_DDP(mode):
 def refused():
     def made(make):
         model = make()
-        return told(
+        return caught(
             lambda: data_parallel(
                 model, ZeroRedundancyOptimizer(model.parameters(), AdamW), hidden=True
             )
@@ -434,7 +424,7 @@ def refused_on_one():
     model = base()
     if dist.get_rank() == 1:
         model[0].kept = [model[2].weight]
-    return told(
+    return caught(
         lambda: data_parallel(
             model, ZeroRedundancyOptimizer(model.parameters(), AdamW), hidden=True
         )
@@ -559,7 +549,7 @@ def moved_later():
                     model[2], "weight", leave_parametrized=False
                 )
             model(batch(i)).square().mean().backward()
-        outcomes.append(flat(model.parameters()))
+        outcomes.append(flatten(model.parameters()))
     return torch.equal(*outcomes)
 
 
@@ -569,7 +559,7 @@ def test_H2_a_parameter_may_move_to_another_module():
 
 def test_H2_check_reads_without_hidden_is_refused():
     def made():
-        return told(
+        return caught(
             lambda: data_parallel(
                 model := base(),
                 ZeroRedundancyOptimizer(model.parameters(), AdamW),
@@ -591,7 +581,11 @@ class Reading(Dataset):
 
     def __getitem__(self, index):
         return torch.stack(
-            [flat(self.model.parameters()), flat(self.kept), flat(self.model.state_dict().values())]
+            [
+                flatten(self.model.parameters()),
+                flatten(self.kept),
+                flatten(self.model.state_dict().values()),
+            ]
         )
 
 
@@ -613,7 +607,7 @@ def loaded(setup):
                 DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
             )
         )
-        right.append(torch.equal(rows, flat(model.parameters()).expand_as(rows)))
+        right.append(torch.equal(rows, flatten(model.parameters()).expand_as(rows)))
         zero.step()
     return right
 
@@ -656,8 +650,8 @@ def in_child(f):
 def forked():
     model, handle = hidden_model()
     assert not handle.pending.done, "some parameters are on their way"
-    seen = in_child(lambda: float(flat(model.parameters()).sum()))
-    return seen == str(float(flat(model.parameters()).sum())), handle.pending.done
+    seen = in_child(lambda: float(flatten(model.parameters()).sum()))
+    return seen == str(float(flatten(model.parameters()).sum())), handle.pending.done
 
 
 def test_M3_a_process_waits_for_its_parameters_before_it_forks():
@@ -668,13 +662,15 @@ def forked_all_the_same():
     model, handle = hidden_model()
     pending = handle.pending
     handle.pending = None  # as if a fork had come between
-    before = in_child(lambda: setattr(handle, "pending", pending) or told(lambda: model[0].weight))
+    before = in_child(
+        lambda: setattr(handle, "pending", pending) or caught(lambda: model[0].weight)
+    )
     handle.pending = pending
     return before, replicas(model)
 
 
 def replicas(model):
-    mine = flat(model.parameters())
+    mine = flatten(model.parameters())
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     return all(torch.equal(mine, other) for other in every)
@@ -703,7 +699,7 @@ def threads_once(early):
         barrier.wait()
         for layer in order:
             list(layer.parameters())
-        seen.append(flat(model.parameters()))
+        seen.append(flatten(model.parameters()))
 
     every = [
         threading.Thread(target=read, args=(order,))
@@ -743,11 +739,11 @@ def interrupted():
         pass
     else:
         return "nothing was raised"
-    words = [told(lambda: flat(model.parameters())), told(handle.wait)]
+    words = [caught(lambda: flatten(model.parameters())), caught(handle.wait)]
     for work in works:
         work.wait()
     dist.barrier()  # a forward that fails ends what other ranks are waiting for
-    return [*words, told(lambda: model(batch(9)))]
+    return [*words, caught(lambda: model(batch(9)))]
 
 
 def test_H1_after_an_exception_parameters_that_never_came_are_not_read():
@@ -852,7 +848,7 @@ def in_a_block(seed):
                 output = net(batch(i))
                 if output.requires_grad:
                     output.square().mean().backward()
-            seen.extend((output.detach(), flat(model.buffers())))
+            seen.extend((output.detach(), flatten(model.buffers())))
             if kind:
                 return
             optimizer.step()
@@ -892,7 +888,7 @@ def two_forwards():
             )
         (net(batch(0)).square().mean() + net(batch(1)).square().mean()).backward()
         optimizer.step()
-        outcomes.append(flat(model.parameters()))
+        outcomes.append(flatten(model.parameters()))
     return torch.equal(*outcomes)
 
 
@@ -930,7 +926,7 @@ def evaluated_alone():
                 net.train()
             if kind in ("copy", "forward"):
                 dist.barrier()  # which send nothing
-        outcomes.append([*seen, flat(model.parameters()), flat(model.buffers())])
+        outcomes.append([*seen, flatten(model.parameters()), flatten(model.buffers())])
     return [all(map(torch.equal, outcomes[0], other)) for other in outcomes[1:]]
 
 
@@ -1009,7 +1005,7 @@ def looped(kind, loop, micro=1, **setup):
         net(batch(10 * i + 9)).square().mean().backward()
         loop(i, model, optimizer, scheduler)
         optimizer.zero_grad()
-    return flat(model.parameters())
+    return flatten(model.parameters())
 
 
 def looped_in_every_mode(loop, micro):
@@ -1044,7 +1040,7 @@ def by_norm(handle, model, zero, world):
 
 
 def by_waiting(handle, model, zero, world):
-    flat([handle.wait(), *model.parameters()][1:])
+    flatten([handle.wait(), *model.parameters()][1:])
 
 
 def by_consolidating(handle, model, zero, world):
@@ -1058,7 +1054,7 @@ def by_users(handle, model, zero, world):
     for stream in (Stream(world, "first"), Stream(world, "second")):
         stream.wait_event(now)
         with world.stream(stream):
-            flat(model.parameters())
+            flatten(model.parameters())
         world.main.wait_stream(stream)
 
 

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -405,13 +406,6 @@ def test_M8_ranks_learn_that_their_turn_never_comes():
 # ---- messages on NCCL ----
 
 
-def told(f):
-    try:
-        f()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def first_messages():
     """Use a group over NCCL's rules for the first time, in several ways."""
     from nccl_like import nccl_like
@@ -422,8 +416,8 @@ def first_messages():
     x = torch.full((2,), float(me))
     pair = (
         [
-            told(lambda: group.send(x, 1) if me == 0 else group.recv(x, 0)),
-            told(lambda: group.exchange([(x, 1 - me)], [])),
+            caught(lambda: group.send(x, 1) if me == 0 else group.recv(x, 0)),
+            caught(lambda: group.exchange([(x, 1 - me)], [])),
         ]
         if me < 2
         else []

@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught_error, flatten, largest_gap
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join as TorchJoin
@@ -50,21 +51,6 @@ def batches(n, rank=None, size=4):
     return [torch.randn(size, 6, generator=data) for _ in range(n)]
 
 
-def flat(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def gap(a, b):
-    return (a - b).abs().max().item()
-
-
-def told(f):
-    try:
-        return f() and None
-    except Exception as e:
-        return type(e).__name__, str(e)
-
-
 def optimizer_of(kind, params, group=None):
     if kind == "plain":
         return AdamW(params, lr=1e-2)
@@ -96,7 +82,7 @@ def reference(counts, by, kind=AdamW, clip=None, every=1, rounds=1, sizes=None):
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-    return flat(model), optimizer.state_dict()["state"]
+    return flatten(model), optimizer.state_dict()["state"]
 
 
 def alone(counts, by, sizes=None, **how):
@@ -135,7 +121,7 @@ def uneven(counts, by, kind="ours", turned=False, **options):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-    return flat(model), join.attendance.batches, model._join_config.enable
+    return flatten(model), join.attendance.batches, model._join_config.enable
 
 
 @pytest.mark.parametrize(
@@ -145,7 +131,7 @@ def uneven(counts, by, kind="ours", turned=False, **options):
 def test_uneven_training_is_that_of_one_process(counts, by):
     ranks = run(len(counts), uneven, counts, by)
     assert all(roll == counts and not left for _, roll, left in ranks)
-    assert all(gap(params, alone(counts, by)) < 1e-6 for params, _, _ in ranks)
+    assert all(largest_gap(params, alone(counts, by)) < 1e-6 for params, _, _ in ranks)
 
 
 @pytest.mark.parametrize("kind", ["ours", "torch", "plain"])
@@ -154,7 +140,7 @@ def test_uneven_training_is_that_of_one_process(counts, by):
 def test_any_optimizer_in_any_order(kind, turned, by):
     counts = (1, 5, 0)
     assert all(
-        gap(params, alone(counts, by)) < 1e-6
+        largest_gap(params, alone(counts, by)) < 1e-6
         for params, _, _ in run(3, uneven, counts, by, kind, turned)
     )
 
@@ -166,7 +152,7 @@ def test_torchs_name_for_dividing_by_the_active_ranks():
         "active": {"divide_by_initial_world_size": False},
     }.items():
         assert all(
-            gap(params, alone(counts, by)) < 1e-6
+            largest_gap(params, alone(counts, by)) < 1e-6
             for params, _, _ in run(2, uneven, counts, None, **options)
         )
 
@@ -261,7 +247,7 @@ def loop(counts, every=1, clip=None, by="samples", norm=False, hook=None, kind="
                 (model(x).square().mean() / every).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    return flat(model), [b.clone() for b in model.buffers()]
+    return flatten(model), [b.clone() for b in model.buffers()]
 
 
 @pytest.mark.parametrize("by", ["world_size", "active", "samples"])
@@ -278,14 +264,14 @@ def loop(counts, every=1, clip=None, by="samples", norm=False, hook=None, kind="
 def test_gradient_accumulation_keeps_what_a_rank_had_accumulated(by, options):
     counts, every = (6, 2, 3, 9), 3  # rank 1 ends in the middle of an accumulation
     ranks = run(4, loop, counts, every, by=by, **options)
-    assert all(gap(params, alone(counts, by, every=every)) < 1e-6 for params, _ in ranks)
+    assert all(largest_gap(params, alone(counts, by, every=every)) < 1e-6 for params, _ in ranks)
 
 
 @pytest.mark.parametrize("kind", ["ours", "plain"])
 def test_clipping_is_repeated_where_join_is_told(kind):
     counts = (4, 1, 0)
     assert all(
-        gap(params, alone(counts, "samples", clip=0.05)) < 1e-6
+        largest_gap(params, alone(counts, "samples", clip=0.05)) < 1e-6
         for params, _ in run(3, loop, counts, clip=0.05, kind=kind)
     )
 
@@ -302,10 +288,10 @@ def clipped_by_hand(counts):
                 nn.utils.clip_grad_norm_(model.parameters(), 0.05)
                 optimizer.step()
 
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        failure = told(train)
-    return failure, [str(w.message) for w in caught if "before_step" in str(w.message)]
+        failure = caught_error(train)
+    return failure, [str(w.message) for w in warned if "before_step" in str(w.message)]
 
 
 def test_clipping_by_hand_is_refused_where_it_cannot_be_repeated():
@@ -323,8 +309,8 @@ def test_clipping_by_hand_is_refused_where_it_cannot_be_repeated():
 def test_comm_hooks_see_zeros(hook):
     counts = (1, 5, 0)
     ranks = run(3, loop, counts, hook=hook)
-    assert all(gap(params, ranks[0][0]) == 0 for params, _ in ranks)
-    assert gap(ranks[0][0], alone(counts, "samples")) < {
+    assert all(largest_gap(params, ranks[0][0]) == 0 for params, _ in ranks)
+    assert largest_gap(ranks[0][0], alone(counts, "samples")) < {
         "power": 0.2,
         default_hooks.fp16_compress_hook: 1e-2,
     }.get(hook, 1e-6)
@@ -335,7 +321,7 @@ def test_batch_norm_is_the_last_joiners_on_all_ranks(by):
     """Buffers come from a rank that has data, here from rank 2 and then from rank 1."""
     ranks = run(3, loop, (0, 5, 2), norm=True, by=by)
     for params, buffers in ranks:
-        assert gap(params, ranks[1][0]) == 0 and all(map(torch.equal, buffers, ranks[1][1]))
+        assert largest_gap(params, ranks[1][0]) == 0 and all(map(torch.equal, buffers, ranks[1][1]))
     # 2 forwards in each of 5 iterations; the first gets what the root has
     assert ranks[0][1][2].item() == 10 and not torch.equal(ranks[0][1][0], torch.zeros(9))
 
@@ -361,7 +347,7 @@ def branches(counts):
             optimizer.zero_grad()
             model(x, which=(k + rank) % 2)["out"].square().mean().backward()
             optimizer.step()
-    return flat(model)
+    return flatten(model)
 
 
 def alone_with_branches(counts):
@@ -373,13 +359,14 @@ def alone_with_branches(counts):
         there = [(mine[k], (k + rank) % 2) for rank, mine in enumerate(data) if len(mine) > k]
         torch.cat([model(x, which)["out"] for x, which in there]).square().mean().backward()
         optimizer.step()
-    return flat(model)
+    return flatten(model)
 
 
 def test_parameters_that_no_rank_uses_are_left_alone():
     counts = (1, 5, 0)
     assert all(
-        gap(params, alone_with_branches(counts)) < 1e-6 for params in run(3, branches, counts)
+        largest_gap(params, alone_with_branches(counts)) < 1e-6
+        for params in run(3, branches, counts)
     )
 
 
@@ -401,13 +388,14 @@ def in_format(counts):
                 o.zero_grad()
                 m(x).square().mean().backward()
                 o.step()
-    return flat(model), flat(reference), flat(plain)
+    return flatten(model), flatten(reference), flatten(plain)
 
 
 def test_gradients_keep_their_memory_format():
     ranks = run(2, in_format, (1, 4))
     assert all(
-        gap(ours, theirs) < 1e-6 and gap(ours, ranks[0][0]) == 0 for ours, theirs, _ in ranks
+        largest_gap(ours, theirs) < 1e-6 and largest_gap(ours, ranks[0][0]) == 0
+        for ours, theirs, _ in ranks
     )
 
 
@@ -425,12 +413,12 @@ def wanted_twice():
                 return loss
 
             optimizer.step(closure)
-    return flat(model)
+    return flatten(model)
 
 
 def test_a_step_with_a_closure():
     ranks = run(2, wanted_twice)
-    assert gap(*ranks) == 0
+    assert largest_gap(*ranks) == 0
 
 
 def several():
@@ -446,12 +434,12 @@ def several():
             (b(a(x)).square().mean() + a(-x).square().mean()).backward()
             for optimizer in optimizers:
                 optimizer.step()
-    return torch.cat([flat(a), flat(b)]), join.attendance.batches
+    return torch.cat([flatten(a), flatten(b)]), join.attendance.batches
 
 
 def test_several_models_and_several_forwards_for_one_backward():
     ranks = run(2, several)
-    assert gap(ranks[0][0], ranks[1][0]) == 0 and ranks[0][1] == (2, 3)
+    assert largest_gap(ranks[0][0], ranks[1][0]) == 0 and ranks[0][1] == (2, 3)
 
 
 def scheduled(counts, among, kind):
@@ -467,7 +455,7 @@ def scheduled(counts, among, kind):
                 optimizer.step()
                 scheduler.step()
         out.append((scheduler.last_epoch, optimizer.param_groups[0]["lr"]))
-    return flat(model), out
+    return flatten(model), out
 
 
 @pytest.mark.parametrize("kind", ["ours", "plain"])
@@ -490,7 +478,7 @@ def test_learning_rates_are_those_of_ranks_with_data(kind):
             optimizer.step()
             scheduler.step()
     assert all(
-        gap(params, flat(model)) < 1e-6 and [n for n, _ in steps] == [4, 8]
+        largest_gap(params, flatten(model)) < 1e-6 and [n for n, _ in steps] == [4, 8]
         for params, steps in ranks
     )
     assert ranks[0][1] == ranks[1][1]
@@ -613,13 +601,13 @@ def together():
             mine(1.0)
             model(x).square().mean().backward()
             optimizer.step()
-    return flat(model), mine.total.item(), order
+    return flatten(model), mine.total.item(), order
 
 
 def test_joinables_that_say_nothing_follow_those_that_do():
     ranks = run(2, together)
     assert all(
-        gap(params, alone((1, 4), "world_size", (4, 4))) < 1e-6 and total == 5
+        largest_gap(params, alone((1, 4), "world_size", (4, 4))) < 1e-6 and total == 5
         for params, total, _ in ranks
     )
     assert (
@@ -647,17 +635,17 @@ def refusals():
 
     other = dist.new_group()
     return [
-        told(lambda: Join([])),
-        told(lambda: Join([model, Counter(other)])),
-        told(lambda: Join([Forgot()])),
-        told(lambda: Join([object()])),
-        told(lambda: Join([model, model])),
-        told(lambda: Join([Mute()])),
-        told(lambda: Join([zero], divide_by="samples")),
-        told(lambda: Join([model], divide_by="batches")),
-        told(lambda: Join([model], policy="go on")),
-        told(lambda: Join([counter, network()])),
-        told(lambda: TorchJoin([model, Counter(other)])),
+        caught_error(lambda: Join([])),
+        caught_error(lambda: Join([model, Counter(other)])),
+        caught_error(lambda: Join([Forgot()])),
+        caught_error(lambda: Join([object()])),
+        caught_error(lambda: Join([model, model])),
+        caught_error(lambda: Join([Mute()])),
+        caught_error(lambda: Join([zero], divide_by="samples")),
+        caught_error(lambda: Join([model], divide_by="batches")),
+        caught_error(lambda: Join([model], policy="go on")),
+        caught_error(lambda: Join([counter, network()])),
+        caught_error(lambda: TorchJoin([model, Counter(other)])),
     ]
 
 
@@ -719,7 +707,7 @@ def quiet(kind):
                 model(x).sum().backward()
             raise KeyError("mine")
 
-    error = told(fails)
+    error = caught_error(fails)
     return state() == before, warnings.filters == filters, error
 
 
@@ -730,12 +718,12 @@ def test_nothing_is_left_behind():
 
 def skewed():
     counter, heard = Counter(), []
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with Join([counter]):
             for _ in range(1 + 1003 * dist.get_rank()):
                 counter()
-        heard = [str(w.message) for w in caught if "skew" in str(w.message)]
+        heard = [str(w.message) for w in warned if "skew" in str(w.message)]
     return heard, counter.total.item()
 
 
@@ -774,13 +762,13 @@ def on_a_subgroup():
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-    return flat(model), join.attendance.batches
+    return flatten(model), join.attendance.batches
 
 
 def test_subgroups():
     ranks = [rank for rank in run(4, on_a_subgroup) if rank is not None]
     assert len(ranks) == 2 and all(
-        gap(params, alone((1, 4), "samples", (4, 4))) < 1e-6 and roll == (1, 4)
+        largest_gap(params, alone((1, 4), "samples", (4, 4))) < 1e-6 and roll == (1, 4)
         for params, roll in ranks
     )
 
@@ -844,9 +832,9 @@ def policies(policy, counts, how="plain", throw=False):
                 optimizer.step()
                 done.append(1)
 
-    error = told(train)
+    error = caught_error(train)
     model(torch.ones(2, 6))  # nothing is sent but buffers, and all ranks are here
-    return error, len(done), join.attendance, flat(model)
+    return error, len(done), join.attendance, flatten(model)
 
 
 @pytest.mark.parametrize("counts", [(1, 5, 0), (3, 3), (2, 4)], ids=str)
@@ -861,7 +849,7 @@ def test_all_stop_with_the_shortest(counts, how):
             error is None
             and done == few
             and roll == Attendance((few,) * len(counts), dropped)
-            and gap(params, ranks[0][3]) == 0
+            and largest_gap(params, ranks[0][3]) == 0
         )
 
 
@@ -881,7 +869,7 @@ def left_at_once():
                 model(x).square().mean().backward()
                 done.append(1)
 
-    return told(train), len(done)
+    return caught_error(train), len(done)
 
 
 def mistyped():
@@ -898,9 +886,9 @@ def mistyped():
         join_process_group = property(lambda self: dist.group.WORLD)
 
     return [
-        told(lambda: Join([model, AdamW(model.parameters())], weights="samples")),
-        told(lambda: Join([model], divide_by_initial_world_size=False)),
-        told(lambda: Join([model, Own()], weights="samples")),
+        caught_error(lambda: Join([model, AdamW(model.parameters())], weights="samples")),
+        caught_error(lambda: Join([model], divide_by_initial_world_size=False)),
+        caught_error(lambda: Join([model, Own()], weights="samples")),
     ]  # a user's own hook may take anything
 
 
@@ -968,7 +956,7 @@ def loaded(sizes, by, norm=False, drop_last=False, stream=False, counted=False):
                 model(x).square().mean().backward()
                 optimizer.step()
             sent.append(len(log.collectives()))
-    return flat(model), join.attendance.batches, sent[2:]
+    return flatten(model), join.attendance.batches, sent[2:]
 
 
 @pytest.mark.parametrize("by", ["world_size", "active", "samples"])
@@ -993,7 +981,7 @@ def test_where_lengths_are_known_nothing_is_asked(by):
         run(4, loaded, sizes, by, **how) for how in ({}, {"counted": True}, {"stream": True})
     )
     assert all(
-        gap(params, flat(model)) < 1e-6 and roll == (2, 5, 0, 2)
+        largest_gap(params, flatten(model)) < 1e-6 and roll == (2, 5, 0, 2)
         for params, roll, _ in [*known, *counted]
     )
     assert all(roll == (2, 5, 0, 2) for _, roll, _ in stream)
@@ -1004,7 +992,9 @@ def test_where_lengths_are_known_nothing_is_asked(by):
 
 def test_buffers_and_incomplete_batches_of_a_loader():
     ranks = run(3, loaded, (6, 18, 0), "samples", norm=True)
-    assert all(gap(params, ranks[1][0]) == 0 and roll == (2, 5, 0) for params, roll, _ in ranks)
+    assert all(
+        largest_gap(params, ranks[1][0]) == 0 and roll == (2, 5, 0) for params, roll, _ in ranks
+    )
     assert all(
         roll == (1, 4, 0) for _, roll, _ in run(3, loaded, (5, 17, 0), "samples", drop_last=True)
     )
@@ -1026,7 +1016,7 @@ def misused(how):
             if how == "twice":
                 next(join.loader([1]))
 
-    return told(train)
+    return caught_error(train)
 
 
 @pytest.mark.parametrize(
@@ -1079,7 +1069,7 @@ def fails(how, kind="ours", seconds=100):
                 optimizer.step()
 
     begin = time.monotonic()
-    error = told(train)
+    error = caught_error(train)
     took = time.monotonic() - begin
     dist.barrier()  # the job's own group is whole
     return error, took, model._join_config.enable, len(model._forward_hooks)
@@ -1128,7 +1118,7 @@ def nested():
 
     with Join([model, optimizer]) as outer:
         train(2)
-        assert told(outer.__enter__) == (
+        assert caught_error(outer.__enter__) == (
             "RuntimeError",
             "this Join block is running; make another one to nest",
         )
@@ -1140,12 +1130,12 @@ def nested():
     again = outer
     with again:
         train(2 - rank)
-    return flat(model), rolls, again.attendance.batches
+    return flatten(model), rolls, again.attendance.batches
 
 
 def test_blocks_may_be_nested_and_entered_again():
     ranks = run(2, nested)
-    assert gap(ranks[0][0], ranks[1][0]) == 0 and all(
+    assert largest_gap(ranks[0][0], ranks[1][0]) == 0 and all(
         rolls == [(1, 2)] * 2 and again == (2, 1) for _, rolls, again in ranks
     )
 
@@ -1164,7 +1154,7 @@ def disagree(how):
         ):
             pass
 
-    return told(train)
+    return caught_error(train)
 
 
 @pytest.mark.parametrize("how", ["lr", "joinables", "policy"])
@@ -1185,7 +1175,7 @@ def unfollowed(how):
         with Join([model]):
             pass
 
-    return told(train)
+    return caught_error(train)
 
 
 @pytest.mark.parametrize(("how", "words"), [("norm", "SyncBatchNorm '1'"), ("hook", "buffer hook")])
@@ -1209,7 +1199,7 @@ def reads():
     while not (said := explain_wait(log)):
         pass
     log.feed.interrupt(log.number, said)
-    return told(log.next)
+    return caught_error(log.next)
 
 
 def test_a_rank_that_lags_too_far_is_told():
@@ -1264,12 +1254,14 @@ def declared(counts):
             model(x).square().mean().backward()
             optimizer.step()
     model.module[0].send(torch.ones(1, 6))  # outside, nobody listens
-    return flat(model), model.module[0].counts
+    return flatten(model), model.module[0].counts
 
 
 def test_a_module_that_declares_its_collectives():
     ranks = run(3, declared, (1, 3, 0))
-    assert all(counts == [8, 4, 4, 3] and gap(params, ranks[0][0]) == 0 for params, counts in ranks)
+    assert all(
+        counts == [8, 4, 4, 3] and largest_gap(params, ranks[0][0]) == 0 for params, counts in ranks
+    )
 
 
 def statically(**options):
@@ -1280,7 +1272,7 @@ def statically(**options):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-    return flat(model)
+    return flatten(model)
 
 
 @pytest.mark.parametrize(
@@ -1295,7 +1287,7 @@ def statically(**options):
 )
 def test_settings_of_the_model(options):
     assert all(
-        gap(params, alone((3, 5), "samples", (4, 4))) < 1e-6
+        largest_gap(params, alone((3, 5), "samples", (4, 4))) < 1e-6
         for params in run(2, statically, **options)
     )
 
@@ -1364,7 +1356,7 @@ def driven(
     zero.consolidate_state_dict(to=None)
     state = zero.state_dict()["state"]
     return (
-        flat(net),
+        flatten(net),
         join.attendance.batches == counts and drivers,
         [b.clone() for b in net.buffers()],
         state,
@@ -1375,13 +1367,15 @@ def same(ranks, wanted, eps=1e-6, state=None):
     """All ranks hold the same, to the bit, and what is wanted."""
     for params, fine, buffers, mine in ranks:
         assert (
-            fine and gap(params, ranks[0][0]) == 0 and all(map(torch.equal, buffers, ranks[0][2]))
+            fine
+            and largest_gap(params, ranks[0][0]) == 0
+            and all(map(torch.equal, buffers, ranks[0][2]))
         )
-        assert gap(params, wanted) < eps, gap(params, wanted)
+        assert largest_gap(params, wanted) < eps, largest_gap(params, wanted)
         for i, found in (state or {}).items():
             for key, value in found.items():
                 assert (
-                    gap(
+                    largest_gap(
                         torch.as_tensor(value, dtype=torch.float64),
                         torch.as_tensor(mine[i][key]).double(),
                     )
@@ -1540,7 +1534,7 @@ def static(kind):
                 model(x).square().mean().backward()
                 optimizer.step()
 
-    return told(train)
+    return caught_error(train)
 
 
 @pytest.mark.parametrize("kind", ["plain", "ours", "torch"])
@@ -1579,7 +1573,7 @@ def unused(how, interleaved, counts):
         for k, x in enumerate(batches(counts[rank], size=4 + rank)):
             model(x, which=(k + rank) % 2)["out"].square().mean().backward()
             zero.step()
-    return flat(net)
+    return flatten(net)
 
 
 @pytest.mark.parametrize("how", ["overlap", "parallel"])
@@ -1588,7 +1582,10 @@ def unused(how, interleaved, counts):
 def test_unused_parameters_where_steps_are_inside_backward(how, interleaved, counts):
     wanted = alone_with_branches(counts)
     ranks = run(3, unused, how, interleaved, counts)
-    assert all(gap(params, wanted) < 1e-6 and gap(params, ranks[0]) == 0 for params in ranks)
+    assert all(
+        largest_gap(params, wanted) < 1e-6 and largest_gap(params, ranks[0]) == 0
+        for params in ranks
+    )
 
 
 class Sometimes(nn.Module):
@@ -1615,7 +1612,7 @@ def nothing_here(first):
                 net(x).square().mean().backward()
             zero.step()
     handle.wait()
-    return flat(net)
+    return flatten(net)
 
 
 @pytest.mark.parametrize("first", [0, 3])
@@ -1635,7 +1632,10 @@ def test_a_rank_with_data_and_without_gradients(first):
             / 3
         ).backward()
         optimizer.step()
-    assert all(gap(params, flat(net)) < 1e-6 and gap(params, ranks[0]) == 0 for params in ranks)
+    assert all(
+        largest_gap(params, flatten(net)) < 1e-6 and largest_gap(params, ranks[0]) == 0
+        for params in ranks
+    )
 
 
 def scheduled_driven(how, options, counts):
@@ -1648,7 +1648,7 @@ def scheduled_driven(how, options, counts):
             model(x).square().mean().backward()
             scheduler.step()
     return (
-        flat(net),
+        flatten(net),
         True,
         [torch.tensor(zero.param_groups[0]["lr"]), torch.tensor(scheduler.last_epoch)],
         None,
@@ -1668,7 +1668,7 @@ def test_learning_rates_where_steps_are_inside_backward(how, options):
         optimizer.step()
         scheduler.step()
     ranks = run(3, scheduled_driven, how, options, counts)
-    same(ranks, flat(model))
+    same(ranks, flatten(model))
     assert (
         ranks[0][2][1] == 5 and abs(ranks[0][2][0].item() - optimizer.param_groups[0]["lr"]) < 1e-9
     )
@@ -1690,7 +1690,7 @@ def scaled(how, counts, bad):
     loss = model(batches(1)[0]).square().mean()  # ranks go on together
     zero.zero_grad()
     scaler.scale(loss).backward()
-    return flat(net), scale == 2.0 ** (12 + 3 - len(bad)), [torch.tensor(scale)], None
+    return flatten(net), scale == 2.0 ** (12 + 3 - len(bad)), [torch.tensor(scale)], None
 
 
 @pytest.mark.parametrize("how", ["overlap", "parallel"])
@@ -1708,7 +1708,7 @@ def test_a_scale_reaches_ranks_without_data(how):
     optimizer.zero_grad()
     sum(model(batches(1, rank)[0]).square().mean() / 3 for rank in range(3)).backward()
     optimizer.step()
-    same(run(3, scaled, how, counts, bad), flat(model), 1e-5)
+    same(run(3, scaled, how, counts, bad), flatten(model), 1e-5)
 
 
 def with_norms(how, options, counts, by):
@@ -1721,7 +1721,7 @@ def with_norms(how, options, counts, by):
             model(x).square().mean().backward()
     if how == "parallel":
         handle.wait()
-    return flat(net), True, [b.clone() for b in net.buffers()], None
+    return flatten(net), True, [b.clone() for b in net.buffers()], None
 
 
 @pytest.mark.parametrize(
@@ -1760,7 +1760,7 @@ def test_averaged_statistics_are_those_of_ranks_with_data():
         there = [r for r in range(3) if len(data[r]) > k]
         common = sum(mean[r] for r in there) / len(there)
         mean = [0.5 * common + 0.5 * data[r][k].mean(0) if r in there else common for r in range(3)]
-        assert all(gap(seen[r][k], mean[r]) < 1e-6 for r in there)
+        assert all(largest_gap(seen[r][k], mean[r]) < 1e-6 for r in there)
 
 
 def policies_driven(policy, how, options, counts):
@@ -1775,10 +1775,10 @@ def policies_driven(policy, how, options, counts):
                 model(x).square().mean().backward()
                 done.append(1)
 
-    error = told(train)
+    error = caught_error(train)
     model(torch.ones(2, 6)).sum().backward()  # all are here
     handle.detach()
-    return error, len(done), join.attendance, flat(net)
+    return error, len(done), join.attendance, flatten(net)
 
 
 @one_way
@@ -1787,7 +1787,7 @@ def test_policies_where_steps_are_inside_backward(how, options, policy):
     for error, done, roll, params in (
         ranks := run(3, policies_driven, policy, how, options, (2, 4, 3))
     ):
-        assert done == 2 and gap(params, ranks[0][3]) == 0
+        assert done == 2 and largest_gap(params, ranks[0][3]) == 0
         if policy == "stop":
             assert error is None and roll == Attendance((2, 2, 2), (0, 1, 1))
         else:
@@ -1857,13 +1857,13 @@ def nested_driven(how, options):
     optimizer = AdamW(net.parameters(), lr=1e-2)
     with Join([DDP(net), optimizer]) as join:  # nothing is left of what was before
         pass
-    return flat(net), inner.attendance.batches, left, join.attendance.batches
+    return flatten(net), inner.attendance.batches, left, join.attendance.batches
 
 
 @one_way
 def test_nested_blocks_where_steps_are_inside_backward(how, options):
     ranks = run(2, nested_driven, how, options)
-    assert gap(ranks[0][0], ranks[1][0]) == 0
+    assert largest_gap(ranks[0][0], ranks[1][0]) == 0
     assert all(
         inner == (1, 2) and left == [False, False, 2 * (how == "parallel")] and after == (0, 0)
         for _, inner, left, after in ranks
@@ -1891,7 +1891,7 @@ def fails_driven(how, options, where):
                 out.square().mean().backward()
 
     begin = time.monotonic()
-    error = told(train)
+    error = caught_error(train)
     took = time.monotonic() - begin
     handle.leave()
     dist.barrier()
@@ -1931,7 +1931,7 @@ def refused_driven(how, case):
         with made[case]():
             pass
 
-    return told(enter)
+    return caught_error(enter)
 
 
 @pytest.mark.parametrize("how", ["overlap", "parallel"])
@@ -1965,7 +1965,7 @@ def in_torchs(how, options, counts, order="model first", norm=False, ddp=None):
                 zero.zero_grad()
     if how == "parallel":
         handle.wait()
-    return flat(net), True, [b.clone() for b in net.buffers()], None
+    return flatten(net), True, [b.clone() for b in net.buffers()], None
 
 
 @each_way
@@ -2021,7 +2021,7 @@ def torchs_refused(how, case):
                     model(x)
                 model(x).square().mean().backward()
 
-    error = told(train)
+    error = caught_error(train)
     handle.leave()
     return error
 
@@ -2056,7 +2056,7 @@ def late(how, by):
                 time.sleep(2.5)
             model(x).square().mean().backward()
             zero.step()
-    return join.attendance.batches, flat(net)
+    return join.attendance.batches, flatten(net)
 
 
 @pytest.mark.parametrize("by", ["world_size", "active"])

@@ -6,6 +6,7 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught_error
 
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import (
@@ -53,13 +54,6 @@ class Unreadable:
 
     def __reduce__(self):
         return int, ("not a number",)
-
-
-def told(f):
-    try:
-        return f() and None
-    except Exception as e:
-        return type(e).__name__, str(e)
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
@@ -211,7 +205,7 @@ def test_what_fails_on_one_rank_fails_on_all():
             lambda: scatter_object_list([], [1, 2] if r == 0 else None),
             lambda: scatter_object_list([None]),
         ]
-        errors = [told(call) for call in calls]
+        errors = [caught_error(call) for call in calls]
         x = torch.ones(1)
         g.all_reduce(x)
         return errors, x.item()

@@ -11,6 +11,7 @@ from importlib import import_module
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught_error, flatten
 from test_dropin import GPU, cuda
 from test_optimizer import measures_memory
 from torch import nn
@@ -67,20 +68,9 @@ def batch(step, part=0, dtype=torch.float64):
     )
 
 
-def told(f):
-    try:
-        f()
-    except Exception as error:
-        return type(error).__name__, str(error)
-
-
-def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
 def apart(model, group=None):
     """Give how far this rank's parameters are from those of the first rank, bit for bit: 0 or 1."""
-    mine = flat(model)
+    mine = flatten(model)
     first = mine.clone()
     dist.broadcast(first, dist.get_global_rank(group or dist.group.WORLD, 0), group)
     return float(not torch.equal(mine, first))
@@ -175,7 +165,7 @@ def side_by_side(plain, ours, steps, prepare=lambda model, step: None, group=Non
             optimizer.step()
             optimizer.zero_grad()
         worst = max(
-            worst, (flat(plain[0]) - flat(ours[0])).abs().max().item(), apart(ours[0], group)
+            worst, (flatten(plain[0]) - flatten(ours[0])).abs().max().item(), apart(ours[0], group)
         )
     return worst
 
@@ -213,7 +203,7 @@ def beside(name, feature, interleaved, steps=6, **more):
         if step % 3:
             zero.step()
         zero.zero_grad(set_to_none=bool(step % 2))
-        worst = max(worst, (flat(plain) - flat(ours)).abs().max().item())
+        worst = max(worst, (flatten(plain) - flatten(ours)).abs().max().item())
         if feature == "clip":
             worst = max(worst, abs(norm.item() - handle.grad_norm.item()))
         differs = max(differs, apart(ours))
@@ -265,7 +255,7 @@ def wide(interleaved):
         with torch.no_grad():
             for p, copied in zip(plain.parameters(), copies, strict=True):
                 p.copy_(copied)
-        if not torch.equal(flat(plain), flat(ours)):
+        if not torch.equal(flatten(plain), flatten(ours)):
             return step
     return apart(ours)
 
@@ -318,7 +308,7 @@ def counted(where, interleaved):
     )
     optimizer, zero = kind(plain.parameters()), ZeroRedundancyOptimizer(ours.parameters(), kind)
     handle, worst = overlap(ours, zero, interleaved=interleaved), 0.0
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for step in range(6):
             backward(plain, "plain", step)
@@ -326,14 +316,14 @@ def counted(where, interleaved):
             optimizer.zero_grad()
             backward(ours, "plain", step)
             zero.step()
-            worst = max(worst, (flat(plain) - flat(ours)).abs().max().item())
+            worst = max(worst, (flatten(plain) - flatten(ours)).abs().max().item())
     assert (
         handle.live
         and not handle.apart
         and zero.param_groups[0]["count"] == optimizer.param_groups[0]["count"]
     )
     return worst + apart(ours), [
-        str(w.message) for w in caught if "stepped together" in str(w.message)
+        str(w.message) for w in warned if "stepped together" in str(w.message)
     ]
 
 
@@ -371,7 +361,9 @@ def by_hook(make, inner, state=None, name="adamw", tolerance=1e-9, steps=5, sche
                 o.step()
             o.zero_grad()
             scheduler.step()
-        if (worst := (flat(plain) - flat(ours)).abs().max().item()) > tolerance or apart(ours):
+        if (worst := (flatten(plain) - flatten(ours)).abs().max().item()) > tolerance or apart(
+            ours
+        ):
             return step, worst
     assert (
         zero.param_groups[0]["lr"]
@@ -496,7 +488,7 @@ def traffic(interleaved, **more):
         wire,
         [(names[e.kind], e.bytes) for e in outer] == planned,
         len(planned),
-        flat(ours).numel() * 8,
+        flatten(ours).numel() * 8,
     )
 
 
@@ -607,7 +599,7 @@ def scaled():
     overlap(ours, zero, scaler=scalers[1], max_grad_norm=0.3)
     for step in range(12):
         for model, o, scaler in ((plain, optimizer, scalers[0]), (ours, zero, scalers[1])):
-            before, data = flat(model), batch(step, dtype=torch.float32)
+            before, data = flatten(model), batch(step, dtype=torch.float32)
             if step in (0, 5, 6) and dist.get_rank() == dist.get_world_size() - 1:
                 data[0, 0] = torch.inf
             scaler.scale(model(data).square().mean()).backward()
@@ -617,9 +609,9 @@ def scaled():
             scaler.step(o)
             scaler.update()
             o.zero_grad()
-            skipped = torch.equal(before, flat(model))
+            skipped = torch.equal(before, flatten(model))
         seen.append((skipped, scalers[0].get_scale(), scalers[1].get_scale()))
-        if (not skipped and (flat(plain) - flat(ours)).abs().max() > 1e-4) or apart(ours):
+        if (not skipped and (flatten(plain) - flatten(ours)).abs().max() > 1e-4) or apart(ours):
             return step
     return [skipped for skipped, _, _ in seen] == [step in (0, 5, 6) for step in range(12)] and all(
         a == b for _, a, b in seen
@@ -694,7 +686,8 @@ def resumed(interleaved, at, mixed):
     return (
         same
         and max(
-            (flat(straight[0]) - flat(model)).abs().max().item() for model, _ in (first, *second)
+            (flatten(straight[0]) - flatten(model)).abs().max().item()
+            for model, _ in (first, *second)
         )
         < 1e-9
     )
@@ -777,7 +770,7 @@ def looped(name, interleaved):
                 iterate(model, step)
                 o.step()
             o.zero_grad()
-        worst = max(worst, (flat(plain) - flat(ours)).abs().max().item(), apart(ours))
+        worst = max(worst, (flatten(plain) - flatten(ours)).abs().max().item(), apart(ours))
     return worst + max(
         [(a - b).abs().max().item() for a, b in zip(plain.buffers(), ours.buffers(), strict=True)],
         default=0,
@@ -829,7 +822,7 @@ def wrapped_too_early():
     for step in range(3):
         backward(ours, "plain", step)
     model.last.requires_grad_(True)
-    error = told(lambda: backward(ours, "plain", 3))
+    error = caught_error(lambda: backward(ours, "plain", 3))
     return error, sum(len(optim.state) for optim in zero.optims.values())
 
 
@@ -870,7 +863,7 @@ def attach_again(interleaved):
             o.zero_grad()
         with torch.no_grad():
             ours.eval()(batch(step)), ours.train()  # an evaluation in between
-        worst = max(worst, (flat(plain) - flat(ours)).abs().max().item(), apart(ours))
+        worst = max(worst, (flatten(plain) - flatten(ours)).abs().max().item(), apart(ours))
     return worst < 1e-9
 
 
@@ -996,9 +989,9 @@ def refusals():
         lambda: hook_with_zero_step(inner, model.module, ours),
         lambda: hook_with_zero_step_interleaved("mean", model, ours),
     ]
-    found = [told(call) for call in calls]
+    found = [caught_error(call) for call in calls]
     assert (
-        ours.driver is None and told(lambda: overlap(model, ours)) is None
+        ours.driver is None and caught_error(lambda: overlap(model, ours)) is None
     )  # nothing was left behind
     return found
 
@@ -1036,21 +1029,21 @@ def misuse():
     zero = sharded("adamw", model, False)
     hook = hook_with_zero_step(default_hooks.allreduce_hook, model, zero)
     backward(model, "plain", 0)
-    found = [told(zero.step)]  # the hook was not registered
+    found = [caught_error(zero.step)]  # the hook was not registered
     zero.zero_grad()
     model.register_comm_hook(None, hook)
     for step in range(2):
         backward(model, "plain", step)
-    found.append(told(zero.step))  # two steps
+    found.append(caught_error(zero.step))  # two steps
     with model.no_sync():
         backward(model, "plain", 2)
     found += [
-        told(zero.step),
-        told(lambda: zero.step(grad_scaler=None)),
-        told(lambda: zero.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})),
+        caught_error(zero.step),
+        caught_error(lambda: zero.step(grad_scaler=None)),
+        caught_error(lambda: zero.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})),
     ]
     backward(model, "plain", 3)
-    return [*found, told(zero.step), apart(model)]
+    return [*found, caught_error(zero.step), apart(model)]
 
 
 def test_a_step_that_does_not_mean_what_it_says_is_an_error():

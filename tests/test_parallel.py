@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught, flatten
 from test_optimizer import measures_memory, run_afresh
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -57,22 +58,11 @@ def batch(step, rank=None, rows=6, width=12, dtype=torch.float64):
     )
 
 
-def flat(params):
-    return torch.cat([p.detach().flatten() for p in params])
-
-
 def replicas(model, group=None):
-    mine = flat(model.parameters())
+    mine = flatten(model.parameters())
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)
     return all(torch.equal(mine, other) for other in every)
-
-
-def told(f):
-    try:
-        return f() and None
-    except Exception as e:
-        return f"{type(e).__name__}: {e}"
 
 
 def adamw(params):
@@ -448,9 +438,9 @@ def moved(early):
         for o in (optim, plain):
             o.step()
             o.zero_grad()
-    mine = flat(one.parameters())
-    return float((mine - flat(other.parameters())).abs().max()), float(
-        (mine - flat(third.parameters())).abs().max()
+    mine = flatten(one.parameters())
+    return float((mine - flatten(other.parameters())).abs().max()), float(
+        (mine - flatten(third.parameters())).abs().max()
     )
 
 
@@ -566,7 +556,7 @@ def choosing(early, first=0):
         zero.step()
         zero.zero_grad()
     assert replicas(other)
-    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
 
 
 def choosing_all():
@@ -591,7 +581,7 @@ def surprised(lack, early):
             model(batch(i), other if odd and i == 3 else common).square().mean().backward()
         return list(model.parameters())
 
-    return told(go)
+    return caught(go)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -625,7 +615,7 @@ def idle(early):
         optim.zero_grad()
         zero.step()
     assert replicas(other)
-    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
 
 
 def idle_both():
@@ -664,7 +654,7 @@ def freezing(early):
         optim.zero_grad()
     assert torch.equal(other[0].weight, unthawed) and handle.schedule
     assert replicas(other)
-    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
 
 
 def freezing_both():
@@ -735,7 +725,7 @@ def adding_up(early, how):
                     for k, p in enumerate(other.parameters()):
                         p.grad += torch.full_like(p, k + 1.0)
                 value.backward()
-    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
 
 
 HOWS = ["forward", "output", "by hand"]
@@ -753,14 +743,14 @@ def untouched():
     )
     for i in range(2):
         model(batch(i)).square().mean().backward()
-    before, found = flat(model.parameters()), []
+    before, found = flatten(model.parameters()), []
     torch.autograd.grad(model(x).sum(), x)
     with handle.no_sync():
         model(batch(2)).square().mean().backward()
     summed = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     torch.autograd.grad(model(x).sum(), x)
     found = [torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), summed, strict=True)]
-    return found, torch.equal(before, flat(model.parameters())), zero.driver is not None
+    return found, torch.equal(before, flatten(model.parameters())), zero.driver is not None
 
 
 def test_autograd_grad_leaves_gradients_alone():
@@ -790,7 +780,7 @@ def broken_off(listened):
 
     if dist.get_rank() == 0:
         model.layers[2].register_forward_hook(lambda module, args, output: Fails.apply(output))
-    messages = [told(lambda: model(batch(3)).square().mean().backward()) for _ in range(2)]
+    messages = [caught(lambda: model(batch(3)).square().mean().backward()) for _ in range(2)]
     handle.leave()
     kept = [
         p.grad is not None and (listened or torch.allclose(p.grad, grad))
@@ -833,7 +823,7 @@ def written(early):
                     p.grad = torch.ones_like(p)
         for model in (one, other):
             model(batch(i)).square().mean().backward()
-    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
 
 
 def written_both():
@@ -869,7 +859,7 @@ def turning(early):
         for model in (one, other):
             model(batch(i), first).square().mean().backward()
     assert replicas(other)
-    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
 
 
 def turning_both():
@@ -889,7 +879,7 @@ def disordered(early, nodes):
         for model in (one, other):
             model(batch(i), dist.get_rank()).square().mean().backward()
     assert replicas(other)
-    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
 
 
 @pytest.mark.parametrize("nodes", [False, True])
@@ -912,7 +902,7 @@ def listened_to():
         for model in (one, other):
             model(batch(i)).square().mean().backward()
         seen += [len(handle.hooks), len(handle.runner.shard.plan.buckets)]
-    worst = float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    worst = float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
     handle.detach()
     return seen, worst, len(handle.hooks)
 
@@ -946,7 +936,7 @@ def unheard():
             model(batch(i), both=i < 2 or dist.get_rank() != 1).value.square().mean().backward()
             zero.step()
 
-    return told(go)
+    return caught(go)
 
 
 def test_a_lack_that_no_hook_reports_is_an_error_in_step():
@@ -1006,7 +996,7 @@ def some_ranks():
         optim.step()
         optim.zero_grad()
     assert replicas(other, group) and handle.schedule
-    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
 
 
 def test_some_ranks_may_train_alone():
@@ -1045,7 +1035,7 @@ def levels_unused(early):
         optim.step()
         optim.zero_grad()
     assert replicas(other)
-    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
 
 
 def test_two_levels():
@@ -1070,7 +1060,7 @@ def scaled():
     handle = data_parallel(other, zero, scaler=scalers[1], max_grad_norm=0.1, **SMALL)
     scales, stood = [], []
     for i in range(8):
-        before = flat(other.parameters())
+        before = flatten(other.parameters())
         for model, scaler in ((wrapped, scalers[0]), (other, scalers[1])):
             loss = scaler.scale(model(batch(i)).square().mean())
             if i in (0, 4) and dist.get_rank() == 1:
@@ -1087,9 +1077,13 @@ def scaled():
         if i not in (0, 4):
             assert torch.allclose(norm, handle.grad_norm)
         scales.append([scaler.get_scale() for scaler in scalers])
-        stood.append(torch.equal(before, flat(other.parameters())))
+        stood.append(torch.equal(before, flatten(other.parameters())))
         assert replicas(other)
-    return scales, stood, float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    return (
+        scales,
+        stood,
+        float((flatten(one.parameters()) - flatten(other.parameters())).abs().max()),
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -1127,7 +1121,7 @@ def detached(early):
     handle.detach()
     go(range(8, 10), DDP(other))
     assert replicas(other)
-    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
 
 
 def detached_both():
@@ -1175,17 +1169,17 @@ def by_casting(model):
 
 
 READS = {
-    "state_dict": lambda m: flat(m.state_dict().values()),
-    "parameters": lambda m: flat(m.parameters()),
+    "state_dict": lambda m: flatten(m.state_dict().values()),
+    "parameters": lambda m: flatten(m.parameters()),
     "one of parameters": lambda m: next(iter(m.parameters())),
     "last of parameters": lambda m: list(m.parameters())[-1],
-    "named_parameters": lambda m: flat(p for _, p in m.named_parameters()),
+    "named_parameters": lambda m: flatten(p for _, p in m.named_parameters()),
     "get_parameter": lambda m: m.get_parameter("2.weight"),
     "weight": lambda m: m[0].weight,
     "bias": lambda m: m[4].bias,
-    "deepcopy": lambda m: flat(copy.deepcopy(m).parameters()),
-    "pickle": lambda m: flat(unpickled(saved(m)).parameters()),
-    "pickled state": lambda m: flat(unpickled(saved(m.state_dict())).values()),
+    "deepcopy": lambda m: flatten(copy.deepcopy(m).parameters()),
+    "pickle": lambda m: flatten(unpickled(saved(m)).parameters()),
+    "pickled state": lambda m: flatten(unpickled(saved(m.state_dict())).values()),
     "forward": lambda m: m(batch(50)),
     "part": lambda m: m[2](batch(50, width=40)),
     "load_state_dict": by_loading,
@@ -1197,8 +1191,8 @@ READS = {
     "grad of input": lambda m: torch.autograd.grad(m(x := batch(50).requires_grad_()).sum(), x)[0],
     "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
     "apply": lambda m: m.apply(lambda x: None)[3].weight,
-    "children": lambda m: flat(p for c in m.children() for p in c.parameters()),
-    "repeated": lambda m: flat([*m.parameters(), *m.parameters()]),
+    "children": lambda m: flatten(p for c in m.children() for p in c.parameters()),
+    "repeated": lambda m: flatten([*m.parameters(), *m.parameters()]),
 }
 
 
@@ -1212,7 +1206,7 @@ def reading(name, hidden, early, evaluates):
         model.eval()
     with torch.no_grad() if evaluates else contextlib.nullcontext():
         seen = READS[name](model).detach().clone()
-    return seen, flat(model.parameters())
+    return seen, flatten(model.parameters())
 
 
 def reads():
@@ -1262,7 +1256,7 @@ def left_out():
                 zero.step()
             if calls:
                 zero.zero_grad()
-        out.append(flat(model.parameters()))
+        out.append(flatten(model.parameters()))
     return torch.equal(*out)
 
 
@@ -1350,7 +1344,7 @@ def frozen_first(early):
             model(batch(i)).square().mean().backward()
         zero.step()
     assert replicas(other)
-    return float((flat(one.parameters()) - flat(other.parameters())).abs().max())
+    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
 
 
 def test_parameters_may_be_frozen_before_the_first_backward():
@@ -1456,7 +1450,7 @@ def test_traffic_is_that_of_ddp_in_the_order_of_the_schedule(mode):
 
 
 def refused(f):
-    """Tell what each rank is told, and that it can go on."""
+    """Give what each rank raises; it can go on afterwards."""
     return run(2, f, timeout=60)
 
 
@@ -1464,7 +1458,7 @@ def bad():
     rank, out = dist.get_rank(), {}
 
     def ask(name, f):
-        out[name] = told(f)
+        out[name] = caught(f)
 
     def made(model=None, **setup):
         model = model or network()
@@ -1569,7 +1563,7 @@ def trapped(where, setup, at, nodes=False):
             model(batch(i)).square().mean().backward()
         return list(model.parameters())
 
-    return told(go)
+    return caught(go)
 
 
 @pytest.mark.usefixtures("way")
@@ -1587,13 +1581,13 @@ def test_a_rank_that_raises_is_named_by_the_others(mode, where, at):
 def twice_differentiated():
     model = network()
     data_parallel(model, sharded(one_adamw(model)), **SMALL)
-    return told(lambda: model(batch(0)).square().mean().backward(create_graph=True))
+    return caught(lambda: model(batch(0)).square().mean().backward(create_graph=True))
 
 
 def differentiated_by_one():
     model = network()
     data_parallel(model, sharded(one_adamw(model)), **SMALL)
-    return told(
+    return caught(
         lambda: [
             model(batch(step))
             .square()
@@ -1620,7 +1614,9 @@ def wholly_recomputed(reentrant):
         ).square().mean().backward()
         optim.step()
         optim.zero_grad()
-        worst = max(worst, (flat(one.parameters()) - flat(other.parameters())).abs().max().item())
+        worst = max(
+            worst, (flatten(one.parameters()) - flatten(other.parameters())).abs().max().item()
+        )
     return worst, replicas(other)
 
 
@@ -1635,17 +1631,17 @@ def scheduled():
     zero = sharded(one_adamw(model))
     data_parallel(model, zero, **SMALL)
     scheduler = torch.optim.lr_scheduler.StepLR(zero, 1, 0.5)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for step in range(3):
             model(batch(step)).square().mean().backward()
             scheduler.step()
-    return [str(w.message) for w in caught], zero.param_groups[0]["lr"]
+    return [str(w.message) for w in warned], zero.param_groups[0]["lr"]
 
 
 def test_a_scheduler_does_not_miss_the_step_that_is_left_out():
-    for caught, lr in run(2, scheduled):
-        assert not caught and lr == 1e-2 / 8
+    for warned, lr in run(2, scheduled):
+        assert not warned and lr == 1e-2 / 8
 
 
 def left_after_an_error():
@@ -1660,7 +1656,7 @@ def left_after_an_error():
             if dist.get_rank() == 1:
                 raise KeyError("in the loop")
 
-    return told(go), zero.driver is None, told(lambda: [model(batch(9))])
+    return caught(go), zero.driver is None, caught(lambda: [model(batch(9))])
 
 
 def test_the_block_ends_at_once_on_a_rank_that_raises_in_it():
@@ -1678,7 +1674,7 @@ def called_twice():
         model(batch(0)).sum().backward()
         (model(batch(0)) + model(batch(1))).sum().backward()
 
-    return told(go)
+    return caught(go)
 
 
 def test_what_is_recomputed_twice_is_refused():

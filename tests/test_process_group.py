@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught_error
 
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list, gather_bytes
@@ -162,13 +163,6 @@ def test_gather_bytes(to):
     assert all(got[rank] == [] for rank in range(3) if rank != to)
 
 
-def told(f):
-    try:
-        return f() and None
-    except Exception as e:
-        return type(e).__name__, str(e)
-
-
 def test_bad_tensors_are_refused_before_anything_is_sent():
     def refused():
         g = Group()
@@ -179,7 +173,7 @@ def test_bad_tensors_are_refused_before_anything_is_sent():
             (g.all_reduce, torch.zeros(3, device="meta")),
             (g.all_reduce, torch.ones(1)),
         ]  # the last one is good: the group is usable afterwards
-        return [told(lambda call=call, tensor=tensor: call(tensor)) for call, tensor in bad]
+        return [caught_error(lambda call=call, tensor=tensor: call(tensor)) for call, tensor in bad]
 
     for messages in run(2, refused):
         assert [m and m[0] for m in messages] == ["ValueError"] * 4 + [None]
@@ -191,7 +185,7 @@ def test_bad_tensors_are_refused_before_anything_is_sent():
 def test_a_stranger_to_the_group_is_told_so():
     def stranger():
         pair = dist.new_group([1, 2])
-        return told(lambda: Group(pair))
+        return caught_error(lambda: Group(pair))
 
     first, *others = run(3, stranger)
     assert (
@@ -212,7 +206,7 @@ def test_one_ranks_error_is_everybodys(size, who):
                 if g.group_rank == who:
                     raise KeyError("lost")
 
-        return told(work), told(
+        return caught_error(work), caught_error(
             lambda: agree(g, "more work", ["the same"])
         )  # and the group is usable afterwards
 
@@ -227,7 +221,9 @@ def test_an_error_that_has_no_builtin_name_is_a_runtime_error_elsewhere():
 
     def fails():
         g = Group()
-        return told(lambda: agree(g, "the work", [], Odd("odd") if g.group_rank == 0 else None))
+        return caught_error(
+            lambda: agree(g, "the work", [], Odd("odd") if g.group_rank == 0 else None)
+        )
 
     assert [kind for kind, _ in run(2, fails)] == ["Odd", "RuntimeError"]
 
@@ -238,7 +234,7 @@ def test_the_first_line_that_differs_is_named():
         lines = [f"layer {i}" for i in range(2000)]
         if g.group_rank == 2:
             lines[1500] = "layer of another kind"
-        return told(lambda: agree(g, "the model", lines))
+        return caught_error(lambda: agree(g, "the model", lines))
 
     for kind, message in run(3, differs):
         assert (
@@ -255,7 +251,7 @@ def test_a_rank_that_does_not_come_is_named(gone):
         dist.barrier()  # all are here, so that only the one that leaves can be late
         if g.group_rank == gone:
             return None
-        return told(lambda: agree(g, "the work", []))
+        return caught_error(lambda: agree(g, "the work", []))
 
     for rank, error in enumerate(run(3, waits)):
         assert (
@@ -287,7 +283,7 @@ def test_the_store_does_not_grow_with_agreements():
         dist.barrier()
         for i in range(10):
             agree(g, "the work", [str(i)])
-        assert told(lambda: agree(g, "the work", [str(g.group_rank)]))[0] == "ValueError"
+        assert caught_error(lambda: agree(g, "the work", [str(g.group_rank)]))[0] == "ValueError"
         for i in range(2):
             agree(g, "the work", [str(i)])
         dist.barrier()
@@ -407,7 +403,7 @@ def test_translation_is_torchs_and_checks_more():
         )
         for group in groups:
             if group is dist.GroupMember.NON_GROUP_MEMBER:
-                said.append(told(lambda group=group: get_process_group_ranks(group)))
+                said.append(caught_error(lambda group=group: get_process_group_ranks(group)))
                 continue
             for given in (group, Group(group)):
                 ranks = get_process_group_ranks(given)
@@ -415,11 +411,17 @@ def test_translation_is_torchs_and_checks_more():
                 assert [get_group_rank(given, r) for r in ranks] == list(range(len(ranks)))
                 assert [get_global_rank(given, r) for r in range(len(ranks))] == ranks
                 assert (
-                    told(lambda given=given, ranks=ranks: get_global_rank(given, len(ranks)))[0]
+                    caught_error(
+                        lambda given=given, ranks=ranks: get_global_rank(given, len(ranks))
+                    )[0]
                     == "ValueError"
                 )
-                assert told(lambda given=given: get_global_rank(given, -1))[0] == "ValueError"
-                assert told(lambda given=given: get_group_rank(given, 17))[0] == "ValueError"
+                assert (
+                    caught_error(lambda given=given: get_global_rank(given, -1))[0] == "ValueError"
+                )
+                assert (
+                    caught_error(lambda given=given: get_group_rank(given, 17))[0] == "ValueError"
+                )
         return said
 
     for rank, said in enumerate(run(4, translate)):
@@ -472,7 +474,7 @@ def test_a_clone_is_apart():
         return (
             twin.ranks == g.ranks,
             twin.process_group is not g.process_group,
-            told(lambda: twin.all_reduce(b))[1],
+            caught_error(lambda: twin.all_reduce(b))[1],
         )
 
     assert run(2, cloned) == [(True, True, "this process group was destroyed; make a new one")] * 2
@@ -482,7 +484,7 @@ def test_splits_that_cannot_be():
     def bad():
         g = Group()
         return [
-            told(call)
+            caught_error(call)
             for call in (
                 lambda: split(g, [[0, 1], [1]]),
                 lambda: split(g, [[0, 5]]),
@@ -584,7 +586,7 @@ def test_an_exception_in_a_block_sends_nothing():
                 g.all_reduce(x)
                 raise KeyError("lost")
 
-        said = told(block)
+        said = caught_error(block)
         before = x.tolist()
         g.all_reduce(x)
         return said, before, x.tolist()
@@ -617,7 +619,7 @@ def test_blocks_that_cannot_be():
             with coalescing_manager(g):
                 g.all_reduce(x[::2])
 
-        errors = [told(f) for f in (unsupported, overlapping, nested, early, gaps)]
+        errors = [caught_error(f) for f in (unsupported, overlapping, nested, early, gaps)]
         with coalescing_manager(g):
             g.all_reduce(x)
             other.all_gather(
@@ -656,7 +658,7 @@ def test_a_collective_nobody_waited_for(coalesce):
                 g.all_reduce(x)
 
         forget()
-        return told(lambda: g.all_reduce(torch.ones(1)))
+        return caught_error(lambda: g.all_reduce(torch.ones(1)))
 
     for kind, message in run(2, forgets):
         assert kind == "RuntimeError" and "never waited for" in message
@@ -696,7 +698,7 @@ def test_fake_tensors():
             x = torch.ones(6)
             for call in (g.all_reduce, g.reduce_scatter, g.all_gather):
                 call(x)
-            return tuple(x.shape), told(lambda: g.gather(x, 0))[0]
+            return tuple(x.shape), caught_error(lambda: g.gather(x, 0))[0]
 
     assert run(2, fake) == [((6,), "NotImplementedError")] * 2
 
@@ -711,7 +713,7 @@ def unlike(size: int, kind: str, fault: str):
     dtype = {"longer type": torch.float64, "type": torch.int32}.get(fault, torch.float32)
     odd = torch.ones(numel, dtype=dtype) if g.group_rank == n - 1 else torch.ones(size)
     before = odd.clone()
-    said = told(lambda: start(g, kind, odd))
+    said = caught_error(lambda: start(g, kind, odd))
     sent = not odd.equal(before)
     g.all_reduce(x := torch.ones(1))
     return said, sent, x.item()
@@ -749,7 +751,7 @@ def test_tensors_that_differ_between_ranks_are_found_before_they_are_sent(kind, 
 
 def test_an_empty_tensor_on_one_rank_is_found():
     def empty():
-        return told(lambda: Group().all_reduce(torch.ones(3 * dist.get_rank())))
+        return caught_error(lambda: Group().all_reduce(torch.ones(3 * dist.get_rank())))
 
     for kind, message in run(2, empty):
         assert kind == "ValueError" and "of 0 float32" in message and "of 3 float32" in message
@@ -765,7 +767,7 @@ def test_wrong_roots_and_kinds_are_found():
             lambda: g.all_gather(torch.ones(6), [1, 3, 2] if r else [2, 2, 2]),
             lambda: g.all_to_all(torch.ones(6), torch.ones(6), *[[2, 2, 2]] * 2 * min(r, 1)),
         ]
-        return [told(call) for call in calls]
+        return [caught_error(call) for call in calls]
 
     first, second, third = run(3, wrong)
     assert first == second == third and all(
@@ -822,7 +824,7 @@ def test_a_rank_that_goes_astray_is_told_of(known, other):
     def astray():
         g, x = clone(Group(), timeout=timedelta(seconds=3)), torch.zeros(12)
         start(g, known, x)
-        said = told(lambda: start(g, other if g.group_rank == 1 else known, x))
+        said = caught_error(lambda: start(g, other if g.group_rank == 1 else known, x))
         dist.barrier()
         return said
 
@@ -843,7 +845,7 @@ def test_known_rings_of_unequal_size_do_not_mix():
         for size in (12, 24):
             g.reduce_scatter(torch.ones(size))
         x = torch.ones(24 if g.group_rank else 12)
-        said = told(lambda: g.reduce_scatter(x))
+        said = caught_error(lambda: g.reduce_scatter(x))
         dist.barrier()
         return said, x.sum().item() == x.numel()
 
@@ -861,7 +863,7 @@ def test_known_rings_of_unequal_size_do_not_mix():
 def test_unequal_sends_do_not_mix(other):
     def unequal():
         g = clone(Group(), timeout=timedelta(seconds=3))
-        said = told(lambda: g.recv(other, 0) if g.group_rank else g.send(torch.ones(3), 1))
+        said = caught_error(lambda: g.recv(other, 0) if g.group_rank else g.send(torch.ones(3), 1))
         dist.barrier()
         return said
 
@@ -941,7 +943,7 @@ def test_detail_checks_every_collective():
             lambda: (g.all_gather if first else g.reduce_scatter)(torch.zeros(4)),
             lambda: agree(g, "the model", []) if first else g.all_reduce(torch.zeros(1)),
         ]
-        errors += [told(call) for call in calls]
+        errors += [caught_error(call) for call in calls]
         x = torch.full((4,), 1.0 + first)
         g.all_reduce(x)
         with coalescing_manager(g):
@@ -962,7 +964,7 @@ def test_detail_checks_every_collective():
 def test_ranks_that_agree_on_different_things_are_told_so():
     def differ():
         g = Group()
-        return told(lambda: agree(g, "loading" if g.group_rank else "saving", []))
+        return caught_error(lambda: agree(g, "loading" if g.group_rank else "saving", []))
 
     for kind, message in run(2, differ):
         assert kind == "ValueError" and "'saving'" in message and "'loading'" in message
@@ -1074,7 +1076,7 @@ def test_what_a_backend_refuses_is_asked_for_once():
 def test_a_failure_of_what_a_backend_has_is_an_error():
     def fails():
         g = with_backend(Tired)
-        return [told(lambda: g.all_gather(torch.ones(4))), list(g._state.lacks.values())]
+        return [caught_error(lambda: g.all_gather(torch.ones(4))), list(g._state.lacks.values())]
 
     for (kind, message), lacks in run(2, fails):
         assert (
@@ -1107,7 +1109,10 @@ def eager(nccl):
         whole.backends = {"cpu": "gloo", "cuda": "nccl"}
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
     if nccl:
-        return [told(lambda: split(whole, [[0, 1]])), told(lambda: split(whole, [[0], [1]]))]
+        return [
+            caught_error(lambda: split(whole, [[0, 1]])),
+            caught_error(lambda: split(whole, [[0], [1]])),
+        ]
     if (part := split(whole, [[2, 0]])) is None:
         return None
     part.all_reduce(x := torch.ones(3))
@@ -1249,7 +1254,7 @@ def test_abort_frees_a_stuck_rank(kind, known):
         timer = threading.Timer(0.3, abort, [g])
         timer.start()
         begin = time.monotonic()
-        said = told(lambda: start(g, kind, x))
+        said = caught_error(lambda: start(g, kind, x))
         dist.barrier()
         return said, time.monotonic() - begin < 30
 
@@ -1281,7 +1286,7 @@ def test_ended_groups_say_so():
         destroy(g)
         abort(Group())  # alone again, where both do nothing
         destroy(Group())
-        return told(lambda: one.all_reduce(x)), told(lambda: two.all_reduce(x))
+        return caught_error(lambda: one.all_reduce(x)), caught_error(lambda: two.all_reduce(x))
 
     for aborted, destroyed in run(2, ended):
         assert aborted == ("RuntimeError", "this process group was aborted; make a new one")
@@ -1342,7 +1347,7 @@ def abort_after_another():
     dist.barrier()
     if rank == 1:
         stuck = threading.Thread(
-            target=lambda: said.append(told(lambda: group.recv(torch.ones(1), 2)))
+            target=lambda: said.append(caught_error(lambda: group.recv(torch.ones(1), 2)))
         )
         stuck.start()
         time.sleep(0.5)
@@ -1365,14 +1370,14 @@ def fails_as_messages_leave(count, numel):
         work = g.exchange(tensors, [], async_op=True)
         dist.barrier()
         start = time.monotonic()
-        return told(work.wait), time.monotonic() - start
+        return caught_error(work.wait), time.monotonic() - start
     dist.barrier()
     time.sleep(0.1)  # rank 0 waits
     os.kill(pids[0], signal.SIGSTOP)  # it learns that rank 1 is ready only when rank 1 has gone on
     work = g.exchange([], tensors, async_op=True)
     threading.Timer(0.1, os.kill, (pids[0], signal.SIGCONT)).start()
     fail(g, ArithmeticError("the loss is not a number"))
-    return told(work.wait)
+    return caught_error(work.wait)
 
 
 @pytest.mark.parametrize("count, numel", [(3, 10), (2, 1 << 22)])
