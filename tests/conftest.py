@@ -1,6 +1,7 @@
 """What several files of tests share."""
 
 import pytest
+from common.starter import Starter
 
 
 @pytest.fixture(params=["memory", "messages"])
@@ -14,3 +15,11 @@ def small_pool(monkeypatch):
     """Let a group share 4 MB a rank at most. The system counts what is shared as memory of each
     rank that has touched it."""
     monkeypatch.setenv("ZERO_NB_MEMORY_MB", "4")
+
+
+@pytest.fixture(scope="session")
+def starter():
+    """Run programs on ranks that end as interpreters end; one import of torch serves all tests of a worker."""
+    made = Starter()
+    yield made
+    made.stop()

@@ -3,7 +3,6 @@
 import builtins
 import importlib
 import re
-import socket
 import sys
 import threading
 import time
@@ -12,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught_error
+from common import caught_error, free_port
 
 from zero_nb import Group, agree, agreeing, get_global_rank, get_group_rank, two_level
 from zero_nb.comm.launch import run
@@ -178,9 +177,7 @@ def several_groups(port):
 
 
 def test_groups_of_some_ranks_agree_apart_on_one_server():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def differ(what, first, other):
         return (

@@ -1,41 +1,21 @@
 """Processes that end without a word, and stores that do: what is printed, and what is raised."""
 
-import json
 import re
-import socket
-import subprocess
-import sys
 
 import pytest
+from common import free_port
 
-STARTER = """
-import json, os, sys
-import torch, torch._dynamo, torch.distributed as dist
+BEGIN = """
+import os, sys
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from zero_nb import Group, ZeroRedundancyOptimizer, agree, data_parallel, overlap
-torch.set_num_threads(1)
-for line in sys.stdin:
-    code, where, environ, paths = json.loads(line)
-    os.environ.update(environ)
-    pids = []
-    for rank, path in enumerate(paths):
-        if not (pid := os.fork()): break
-        pids.append(pid)
-    else:
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
-        continue
-    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
-    break
-else: os._exit(0)
-# A rank, which ends as an interpreter ends.
-dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
 def step(net, zero):
     net(torch.ones(2, 4)).sum().backward()
     zero.step()
     zero.zero_grad()
-exec(code)
 """
 
 ENDS = {
@@ -112,29 +92,12 @@ OWN = (
 )
 
 
-@pytest.fixture(scope="module")
-def starter():
-    """Start a process that has imported everything, and is forked for each rank."""
-    with subprocess.Popen(
-        [sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield process
-        process.stdin.close()
-
-
 def end(starter, code, where, folder, **environ):
     """Run code on two ranks; give their exit codes, and what each has printed beside what torch prints."""
-    paths = [folder / f"said by {rank}" for rank in range(2)]
-    starter.stdin.write(
-        json.dumps([code, where, {"GLOO_SOCKET_IFNAME": "lo", **environ}, [*map(str, paths)]])
-        + "\n"
-    )
-    starter.stdin.flush()
-    codes = json.loads(starter.stdout.readline())
-    return codes, [
-        [line for line in path.read_text().splitlines() if line and not re.match(OWN, line)]
-        for path in paths
-    ]
+    ranks = starter.run(BEGIN + code, folder, arguments=(where,), **environ)
+    lines = [rank.stderr.splitlines() for rank in ranks]
+    said = [[line for line in own if line and not re.match(OWN, line)] for own in lines]
+    return [rank.code for rank in ranks], said
 
 
 @pytest.mark.parametrize("memory", ["0", "1"])
@@ -150,9 +113,7 @@ def test_a_process_that_ends_without_destroying_its_group_prints_nothing(
 
 def test_the_death_of_the_stores_host_is_named(starter, tmp_path):
     """Rank 0, which hosts the store, ends; rank 1 is told so where it wants to agree on something."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     code = """
 agree(Group(), "the first")
 store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
@@ -166,14 +127,14 @@ while True:
     except Exception: break
     time.sleep(0.01)
 try: agree(Group(), "the second")
-except RuntimeError as error: print("told:", str(error).replace(chr(10), " "), file=sys.stderr)
+except RuntimeError as error: print("raised:", str(error).replace(chr(10), " "), file=sys.stderr)
 os._exit(0)
 """
     codes, said = end(starter, code, f"tcp://127.0.0.1:{port}", tmp_path)
-    told = [line for line in said[1] if line.startswith("told: ")]
-    assert codes == [0, 0] and len(told) == 1 and len(told[0]) < 1000
+    raised = [line for line in said[1] if line.startswith("raised: ")]
+    assert codes == [0, 0] and len(raised) == 1 and len(raised[0]) < 1000
     assert (
         f"rank 1 cannot reach the store of its group at 127.0.0.1:{port}, through which ranks agree"
-        in told[0]
+        in raised[0]
     )
-    assert "the process that hosts it has ended, rank 0's or torchrun's agent" in told[0]
+    assert "the process that hosts it has ended, rank 0's or torchrun's agent" in raised[0]

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught_error
+from common import caught_error, free_port
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, lr_scheduler
@@ -383,12 +382,6 @@ def asked_in_blocks(port, counts, norm, by, policy):
         per_block.append(store.log["events"] - before)
     dist.barrier()
     return per_iteration, per_block[-1]
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 @pytest.mark.parametrize(

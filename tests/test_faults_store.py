@@ -3,7 +3,6 @@ random histories on one store."""
 
 import importlib
 import random
-import socket
 from collections import Counter
 from datetime import timedelta
 from itertools import islice
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from common import free_port
 
 from zero_nb.comm import process_group
 from zero_nb.comm.launch import run
@@ -64,13 +64,16 @@ PREFIX = "/default_pg/0//"  # what torch puts before the keys of the default gro
 class Simulated(Ranks):
     """A rank of a group of many, all in this process."""
 
-    def __init__(self, size, group_rank, store):
-        self.ranks, self.size, self.group_rank, self.process_group = (
-            tuple(range(size)),
-            size,
-            group_rank,
-            None,
-        )
+    def __init__(
+        self,
+        ranks: tuple[int, ...],  # of the group; one tuple for all, or 16,384 ranks take 2 GB
+        group_rank: int,  # of this rank
+        store: dist.Store,  # of all ranks
+    ):
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.group_rank = group_rank
+        self.process_group = None
         self._state = self._wire = _State()
         self.store = Counting(store)
 
@@ -113,7 +116,8 @@ def play(clock, ranks, calls, order=None, until=None):
 
 
 def make(size, store):
-    return [Simulated(size, rank, store) for rank in range(size)]
+    ranks = tuple(range(size))
+    return [Simulated(ranks, rank, store) for rank in ranks]
 
 
 def taken(ranks):
@@ -379,9 +383,7 @@ def again(store_of):
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_L2_a_group_made_anew_on_the_same_store_hears_no_old_words(tmp_path, kind):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def store_of(rank):
         importlib.import_module("torch.testing._internal.distributed.fake_pg")

@@ -388,7 +388,7 @@ def test_nodes_that_differ_are_told_on_every_rank(what):
             if rank != 3
             else "Invalid learning rate"
         )
-        assert kind is ValueError and wanted in message, (rank, message)
+        assert kind == "ValueError" and wanted in message, (rank, message)
 
 
 def test_ranks_go_on_after_an_error_they_all_saw():

@@ -5,9 +5,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -16,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught_error
+from common import caught_error, free_port
 
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list, gather_bytes
@@ -901,9 +898,7 @@ def test_threads_agree_at_the_same_time(tmp_path):
             thread.join(10)
         os._exit(any(thread.is_alive() for thread in threads))
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         multiprocessing.get_context("fork").Process(target=meet, args=(rank, port))
         for rank in range(2)
@@ -1208,33 +1203,17 @@ def test_a_peer_killed_during_a_collective(kind, tmp_path):
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
-def test_a_process_whose_peer_was_killed_exits_normally(kind, tmp_path):
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from test_process_group import bereaved;"
-        " print(bereaved(int(sys.argv[2]), *sys.argv[3:5], 0.3))"
-    )
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                code,
-                str(Path(__file__).parent),
-                str(rank),
-                str(tmp_path / "store"),
-                kind,
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
-        for rank in range(3)
-    ]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, -signal.SIGKILL] and all(
-        names(kind, words) for words in said[:2]
-    )
+def test_a_process_whose_peer_was_killed_exits_normally(starter, kind, tmp_path):
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_process_group import bereaved
+print(bereaved(rank, *sys.argv[2:], 0.3))
+"""
+    arguments = (str(Path(__file__).parent), str(tmp_path / "store"), kind)
+    ranks = starter.run(code, tmp_path, size=3, arguments=arguments)
+    assert [rank.code for rank in ranks] == [0, 0, -signal.SIGKILL]
+    assert all(names(kind, rank.stdout) for rank in ranks[:2])
 
 
 @pytest.mark.usefixtures("way")
@@ -1293,26 +1272,19 @@ def test_ended_groups_say_so():
         assert destroyed == ("RuntimeError", "this process group was destroyed; make a new one")
 
 
-def test_destroy_at_interpreter_exit_with_a_live_ddp(tmp_path):
+def test_destroy_at_interpreter_exit_with_a_live_ddp(starter, tmp_path):
     code = """
 import atexit, sys
-import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from zero_nb.comm.process_group import Group, destroy
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 atexit.register(destroy, Group())
 ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
 ddp(torch.ones(2, 4)).sum().backward()
 """
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(tmp_path / str(job))], env=environ
-        )
-        for job in range(3)
-        for rank in range(2)
-    ]
-    assert [rank.wait(60) for rank in ranks] == [0] * 6
+    for job in range(3):
+        ranks = starter.run(code, tmp_path, arguments=(str(tmp_path / str(job)),))
+        assert [rank.code for rank in ranks] == [0, 0], ranks
 
 
 def test_the_device_of_a_tensor_chooses_the_backend():

@@ -1,7 +1,6 @@
 """A recorded group does what the group does, and its log is exact."""
 
 import inspect
-import os
 import pickle
 import subprocess
 import sys
@@ -630,11 +629,9 @@ def test_functions_of_the_package_are_not_hidden_by_modules():
     )
 
 
-def test_exit_without_closing():
-    code = "import zero_nb; zero_nb.simulate(8)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
-    )
+def test_exit_without_closing(starter, tmp_path):
+    (ended,) = starter.run("import zero_nb; zero_nb.simulate(8)", tmp_path, size=1)
+    assert ended.code == 0, ended
 
 
 def test_it_is_a_process_group():
@@ -642,23 +639,16 @@ def test_it_is_a_process_group():
 
 
 LEAVES = """
-import sys
-import torch, torch.distributed as dist, zero_nb
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+import sys, zero_nb
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 group = zero_nb.record()
-if sys.argv[1] == "0" or sys.argv[3] == "both": work = dist.all_reduce(torch.ones(1 << 20), async_op=True, group=group)
+if rank == 0 or sys.argv[2] == "both": work = dist.all_reduce(torch.ones(1 << 20), async_op=True, group=group)
 """
 
 
 @pytest.mark.parametrize("who", ["both", "one"])
-def test_exit_while_a_collective_is_in_flight(tmp_path, who):
+def test_exit_while_a_collective_is_in_flight(starter, tmp_path, who):
     """Torch's thread calls back while the interpreter is there; that of a rank whose peer never came, too."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LEAVES, str(rank), str(tmp_path / str(job)), who], env=environ
-        )
-        for job in range(3)
-        for rank in range(2)
-    ]
-    assert [rank.wait(60) for rank in ranks] == [0] * 6
+    for job in range(3):
+        ranks = starter.run(LEAVES, tmp_path, arguments=(str(tmp_path / str(job)), who))
+        assert [rank.code for rank in ranks] == [0, 0], ranks

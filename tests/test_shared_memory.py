@@ -3,7 +3,6 @@ processes' memory, did wrong."""
 
 import ctypes
 import itertools
-import json
 import logging
 import os
 import random
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught_error
+from common import caught_error, free_port
 
 from zero_nb.comm import shared_memory, transport
 from zero_nb.comm.launch import run
@@ -722,20 +721,20 @@ def test_a_rank_that_has_left_after_its_last_collective_has_given_its_part():
 
 
 KILLED = """
-import json, os, random, signal, socket, sys, threading, time
-import torch, torch.distributed as dist
+import os, signal, sys, threading
 from datetime import timedelta
 from zero_nb.comm.process_group import Group
 
-SIZE, TOLD, WRONG = 3, 0, 3
-
-def train(rank, port, when):
-    store = f"tcp://127.0.0.1:{port}"
-    limit = timedelta(seconds=5) # a rank that meets a dead one waits as long
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=limit)
-    dist.barrier()
-    if when is not None: threading.Timer(when, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    for turn in range(10 ** 9):
+SIZE, RAISED, WRONG = 3, 0, 3
+store, victims, when = sys.argv[1:]
+limit = timedelta(seconds=5) # a rank that meets a dead one waits as long
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=limit)
+dist.barrier()
+if str(rank) in victims: threading.Timer(float(when), lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+turn = 0
+try:
+    while True:
+        turn += 1
         g = Group(dist.group.WORLD)
         g._wire.transports.clear() # connect again
         for i in range(3):
@@ -743,46 +742,31 @@ def train(rank, port, when):
             g.reduce_scatter(x)
             g.all_gather(x)
             if not x.eq(SIZE * (turn + i) + SIZE * (SIZE - 1) / 2).all(): os._exit(WRONG)
-
-def forked(rank, port, when): # one process, as it is after its imports
-    if pid := os.fork(): return pid
-    try: train(rank, port, when)
-    except RuntimeError: os._exit(TOLD)
-    except BaseException as error: sys.stderr.write(repr(error))
-    os._exit(1)
-
-torch.set_num_threads(1)
-for line in sys.stdin:
-    victims, when = json.loads(line)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    pids = [forked(rank, port, when if rank in victims else None) for rank in range(SIZE)]
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+except RuntimeError: os._exit(RAISED)
+except BaseException as error: print(repr(error), file=sys.stderr)
+os._exit(1)
 """
 
 
 @pytest.mark.parametrize("victims", [(1,), (0,), (0, 1, 2)], ids=str)
-def test_M2_killed_at_any_moment_leaves_no_wrong_number_and_nothing_in_dev_shm(victims):
+def test_M2_killed_at_any_moment_leaves_no_wrong_number_and_nothing_in_dev_shm(
+    victims, starter, tmp_path
+):
     """Ranks that connect and move tensors again and again; one of them, or all, are killed. Nobody
     returns with a wrong sum; every survivor raises."""
     seed, before = random.Random(str(victims)), set(files())
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as starter:
-        for _ in range(6):
-            starter.stdin.write(json.dumps([victims, seed.uniform(0, 0.4)]) + "\n")
-            starter.stdin.flush()
-            assert json.loads(starter.stdout.readline()) == [
-                -signal.SIGKILL if rank in victims else 0 for rank in range(3)
-            ], "0: it was told; 3: a wrong sum"
-            stays = set(files()) - before
-            assert all((SHM / name).stat().st_size == 0 for name in stays), (
-                "a name may be left if all die at once; never memory"
-            )
-            shared_memory.remove_stale()  # as the next job does
-            assert not stays & set(files())
-        starter.stdin.close()
+    for _ in range(6):
+        arguments = (f"tcp://127.0.0.1:{free_port()}", str(victims), str(seed.uniform(0, 0.4)))
+        ranks = starter.run(KILLED, tmp_path, size=3, arguments=arguments)
+        assert [rank.code for rank in ranks] == [
+            -signal.SIGKILL if rank in victims else 0 for rank in range(3)
+        ], f"0: it raised; 3: a wrong sum; {ranks}"
+        stays = set(files()) - before
+        assert all((SHM / name).stat().st_size == 0 for name in stays), (
+            "a name may be left if all die at once; never memory"
+        )
+        shared_memory.remove_stale()  # as the next job does
+        assert not stays & set(files())
 
 
 def test_M2_an_error_is_never_a_result():
@@ -844,9 +828,9 @@ def test_M1_no_stranger_can_hold_a_job_up():
 
 
 FORKED = """
-import os, torch, torch.distributed as dist
+import os, sys
 from zero_nb.comm.process_group import Group
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
 g = Group()
 g.all_gather(torch.ones(4))
 x = torch.full((4,), float(g.group_rank))
@@ -875,35 +859,18 @@ dist.destroy_process_group()
 """
 
 
-def torchrun(folder, program):
-    (folder / "program.py").write_text(program)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(folder / "program.py"),
-    ]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def test_M3_a_forked_child_raises_at_once_and_leaves_its_parents_collective_alone(tmp_path):
-    done = torchrun(tmp_path, FORKED)
-    assert done.returncode == 0 and "survived" in done.stdout, done.stderr[-3000:]
+def test_M3_a_forked_child_raises_at_once_and_leaves_its_parents_collective_alone(
+    starter, tmp_path
+):
+    ranks = starter.run(FORKED, tmp_path, arguments=(f"file://{tmp_path}/store",))
+    assert [rank.code for rank in ranks] == [0, 0] and "survived" in ranks[0].stdout, ranks
 
 
 WORKERS = """
-import os, torch, torch.distributed as dist
+import os, sys
 from zero_nb.comm.process_group import Group
 from torch.utils.data import DataLoader
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
 g = Group()
 g.reduce_scatter(torch.ones(4))
 for turn in range(3):
@@ -923,9 +890,9 @@ dist.destroy_process_group()
 """
 
 
-def test_data_loader_workers_and_a_child_that_closes(tmp_path):
-    done = torchrun(tmp_path, WORKERS)
-    assert done.returncode == 0 and "survived" in done.stdout, done.stderr[-3000:]
+def test_data_loader_workers_and_a_child_that_closes(starter, tmp_path):
+    ranks = starter.run(WORKERS, tmp_path, arguments=(f"file://{tmp_path}/store",))
+    assert [rank.code for rank in ranks] == [0, 0] and "survived" in ranks[0].stdout, ranks
 
 
 def forbid(call, first=None):
@@ -1094,21 +1061,18 @@ def test_L9_there_is_no_thread_to_wait_for():
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_process_ends_whatever_is_under_way(waits, tmp_path):
+def test_a_process_ends_whatever_is_under_way(waits, starter, tmp_path):
     """Also with a collective that nobody waits for, and with nobody who destroys the group."""
-    done = torchrun(
-        tmp_path,
-        f"""
-import torch, torch.distributed as dist
+    code = """
+import sys
 from zero_nb.comm.process_group import Group
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
 g = Group()
 g.all_gather(torch.ones(4))
 work = g.all_gather(torch.ones(1 << 24), async_op=True)
-if {waits}: work.wait()
+if sys.argv[2] == "True": work.wait()
 if g.group_rank == 0: print("ends")
-""",
-    )
-    assert (
-        done.returncode == 0 and "ends" in done.stdout and "terminate called" not in done.stderr
-    ), done.stderr[-2000:]
+"""
+    ranks = starter.run(code, tmp_path, arguments=(f"file://{tmp_path}/store", str(waits)))
+    assert [rank.code for rank in ranks] == [0, 0] and "ends" in ranks[0].stdout, ranks
+    assert not any("terminate called" in rank.stderr for rank in ranks), ranks

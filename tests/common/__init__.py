@@ -2,5 +2,6 @@
 
 from .errors import caught, caught_error
 from .models import flatten, largest_gap
+from .ports import free_port
 
-__all__ = ["caught", "caught_error", "flatten", "largest_gap"]
+__all__ = ["caught", "caught_error", "flatten", "free_port", "largest_gap"]
