@@ -347,7 +347,8 @@ def test_reduce_dtype_lets_go_of_what_was_sent(mode, monkeypatch):
         held.append((part.dtype, part.numel() * 4, part.untyped_storage().nbytes()))
         return real(optims, shard, bucket, part, lacks)
 
-    monkeypatch.setattr(import_module("zero_nb.backward.ddp_overlap"), "open_bucket", opened)
+    for module in ("optim.iteration", "backward.ddp_overlap"):
+        monkeypatch.setattr(import_module(f"zero_nb.{module}"), "open_bucket", opened)
     with simulate(4) as group:
         module = Sums(torch.bfloat16, (64, 640, 64))
         model, handle = attach(

@@ -209,7 +209,7 @@ def beside(name, feature, interleaved, steps=6, **more):
         differs = max(differs, apart(ours))
         assert all(p.grad is None for p in ours.parameters())
         handle.taken = 0  # a test may call step() now and then
-    assert handle.live and len(handle.schedule.collectives) > 4
+    assert handle.planner.fits and len(handle.schedule.collectives) > 4
     handle.detach()
     return worst, differs
 
@@ -318,8 +318,8 @@ def counted(where, interleaved):
             zero.step()
             worst = max(worst, (flatten(plain) - flatten(ours)).abs().max().item())
     assert (
-        handle.live
-        and not handle.apart
+        handle.planner.fits
+        and not handle.planner.steps_per_bucket
         and zero.param_groups[0]["count"] == optimizer.param_groups[0]["count"]
     )
     return worst + apart(ours), [
@@ -467,7 +467,7 @@ def traffic(interleaved, **more):
             backward(ours, "plain", step)
     outer = [e for e in log.events if e.parent is None]
     names = {"reduce_scatter": "RS", "all_gather": "AG"}
-    sizes = [b.bucket.numel * 8 for b in handle.runner.shard.buckets]
+    sizes = [b.bucket.numel * 8 for b in handle.step_plan.shard.buckets]
     planned = [
         (op, sizes[int(i)]) for i, op in (word.split(":") for word in handle.schedule.collectives)
     ]
@@ -475,7 +475,10 @@ def traffic(interleaved, **more):
     mine, whole = (
         8 * sum(sizes)
         for sizes in zip(
-            *((b.sizes[b.group.group_rank], b.bucket.numel) for b in handle.runner.shard.buckets),
+            *(
+                (b.sizes[b.group.group_rank], b.bucket.numel)
+                for b in handle.step_plan.shard.buckets
+            ),
             strict=True,
         )
     )
@@ -1070,7 +1073,7 @@ def planned(features):
         found.append(
             [
                 sorted({slot.param for slot in bucket.bucket.slots})
-                for bucket in handle.runner.shard.buckets
+                for bucket in handle.step_plan.shard.buckets
             ]
         )
     return found, [sorted(run) for run in handle.layout.runs], model.bucket_bytes_cap

@@ -997,7 +997,7 @@ class Backward(Late):
         elif not self.pending.done:
             self._guard(self.pending)
         if self.running:
-            self.mark_grads(self.params, self.running, stepped)
+            self.mark_grads(self.params, self.running.lacks, stepped)
 
     def _guard(self, pending: Gathers) -> None:
         assert self.running is not None, "there was an iteration"

@@ -15,13 +15,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial, reduce
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..plan.buckets import Bucket, BucketPlan, Slot, adopt
 from ..optim.flat import FlatBucket
+from ..optim.iteration import Iteration, Reduction, StepPlan, Transform, make_step_plan
 from ..optim.optimizer import IN_FLIGHT, ZeroRedundancyOptimizer
 from ..optim.pieces import Shard, close_pieces, look, open_bucket, settle, specs
 from ..comm.process_group import Group, Work, agreeing, fail, mark_agreed
@@ -32,12 +34,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # %% auto #0
-__all__ = ['Finish', 'Copy', 'mean_dtype', 'start_mean', 'mark_means', 'Prepared', 'Runner', 'cut_in_place', 'cut_runs',
-           'plan_buckets', 'Layout', 'find_layout', 'end_telling', 'AtEnd', 'at_end', 'found_tensors', 'failing',
-           'norm_of', 'clip_parts', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'Care', 'Way',
+__all__ = ['Finish', 'Copy', 'Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'Prepared', 'Runner', 'cut_in_place',
+           'cut_runs', 'plan_buckets', 'Layout', 'find_layout', 'end_telling', 'AtEnd', 'at_end', 'found_tensors',
+           'failing', 'norm_of', 'clip_parts', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'Care', 'Way',
            'check_complex', 'check_pair', 'options_of', 'remembered', 'SideStream', 'Driver', 'Hook', 'Listening',
-           'in_torchs_join', 'Joined', 'Attached', 'done', 'beside', 'Noted', 'Arrivals', 'Averages', 'Late',
-           'Backward', 'Switch', 'find_switch', 'Overlap', 'overlap', 'hook_with_zero_step',
+           'in_torchs_join', 'Joined', 'Attached', 'done', 'beside', 'DdpTraits', 'read_traits', 'Arrival',
+           'DdpBackward', 'Switch', 'find_switch', 'DdpPlanner', 'DdpOverlap', 'overlap', 'hook_with_zero_step',
            'hook_with_zero_step_interleaved']
 
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #bcb158cc
@@ -301,18 +303,18 @@ class Layout:
     sizes: tuple[int, ...]  # elements of each bucket of DDP
     source: tuple[int, ...]  # of each bucket of the plan: the bucket of DDP that it is made of
     copies: tuple[tuple[Copy, ...], ...]  # of each bucket of the plan: where it lies there
-
-    def made_of(self, j: int) -> list[int]:
-        """Give the buckets of the plan, by index, that bucket `j` of DDP holds."""
-        return [i for i, source in enumerate(self.source) if source == j]
+    numels: tuple[int, ...]  # elements of each bucket of the plan, with padding
+    views: tuple[slice | None, ...]  # of each bucket of the plan: where it lies without a copy
+    buckets_in: tuple[tuple[int, ...], ...]  # of each bucket of DDP: the buckets of the plan in it
 
     def take(
-        self, bucket: Bucket, i: int, buffer: Tensor
+        self, i: int, buffer: Tensor
     ) -> Tensor:  # 1-D, laid out as the bucket; a view if it is so already
         """Take bucket `i` of the plan out of the gradient in which it lies."""
-        if len(self.copies[i]) == 1 and not bucket.padding:
-            return buffer[(first := self.copies[i][0][0]) : first + bucket.numel]
-        flat = buffer.new_zeros(bucket.numel)
+        view = self.views[i]
+        if view is not None:
+            return buffer[view]
+        flat = buffer.new_zeros(self.numels[i])
         for start, to, count in self.copies[i]:
             flat[to : to + count] = buffer[start : start + count]
         return flat
@@ -334,6 +336,12 @@ def _copies(
         yield whence, to, count
 
 
+def _lies_at(bucket: Bucket, copies: Sequence[Copy]) -> slice | None:
+    if len(copies) != 1 or bucket.padding:
+        return None
+    return slice(copies[0][0], copies[0][0] + bucket.numel)
+
+
 def find_layout(
     plan: BucketPlan, given: Sequence[Sequence[int]], params: Sequence[Tensor]
 ) -> Layout:
@@ -344,11 +352,19 @@ def find_layout(
         for i in members:
             offsets[i] = sizes[j]
             sizes[j] += params[i].numel()
+    source = tuple(home[bucket.slots[0].param] for bucket in plan.buckets)
+    buckets_in: list[list[int]] = [[] for _ in given]
+    for i, j in enumerate(source):
+        buckets_in[j].append(i)
+    copies = tuple(tuple(_copies(bucket.slots, offsets)) for bucket in plan.buckets)
     return Layout(
         tuple(map(tuple, given)),
         tuple(sizes),
-        tuple(home[bucket.slots[0].param] for bucket in plan.buckets),
-        tuple(tuple(_copies(bucket.slots, offsets)) for bucket in plan.buckets),
+        source,
+        copies,
+        tuple(bucket.numel for bucket in plan.buckets),
+        tuple(map(_lies_at, plan.buckets, copies)),
+        tuple(map(tuple, buckets_in)),
     )
 
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #af8357e4
@@ -968,15 +984,17 @@ class Driver(ABC):
     stepped_with: list[dict[str, Any]] | None = (
         None  # the options of the step that was taken since `step` was called, if there was one
     )
-    levels = property(
-        lambda self: self.zero.levels,
-        doc="Groups in which others would wait for this rank if it failed.",
-    )
+    levels: Sequence[Group]  # in which others would wait for this rank if it failed
 
     @property
     def schedule(self) -> Schedule | None:
         """What runs when; None until buckets are planned."""
-        return self.runner.schedule if self.runner else None
+        return self.step_plan.schedule if self.step_plan else None
+
+    @property
+    def step_plan(self) -> StepPlan | Runner | None:
+        """What is stepped in which order; None until buckets are planned."""
+        return self.runner
 
     judge = property(
         lambda self: self._judge if self.way.judges else None,
@@ -995,17 +1013,15 @@ class Driver(ABC):
         if self.stream:
             self.stream.wait()
 
-    @abstractmethod
     def make_runner(self, shard: Shard) -> Runner:
         """Give a runner for iterations whose buckets are those of a shard."""
+        raise NotImplementedError
 
-    def mark_grads(self, params: Sequence[Tensor], running: Runner, stepped: bool) -> None:
+    def mark_grads(self, params: Sequence[Tensor], lacks: Sequence[bool], stepped: bool) -> None:
         """Leave markers in the place of gradients that are gone, in which a scaler reads whether to
         step, and how to change its scale."""
         used = [
-            p
-            for p, lacks in zip(params, running.lacks, strict=True)
-            if p.requires_grad and not lacks
+            p for p, unused in zip(params, lacks, strict=True) if p.requires_grad and not unused
         ]
         if self.way.scales:
             self.stepped_grads.place(used or params, not stepped)
@@ -1163,6 +1179,7 @@ class Attached(Joined):
     def attach(self, module: Any, zero: ZeroRedundancyOptimizer, way: Care) -> None:
         """Take the optimizer's steps."""
         self.zero, self.way, device = zero, way, zero.join_device
+        self.levels = zero.levels
         self.stepped_grads = SteppedGradients()
         self.stream = SideStream(device) if device.type == "cuda" else None
         self.handles = [
@@ -1204,7 +1221,7 @@ class Attached(Joined):
             return
         self.wait()
         self.leave()
-        if self.runner:
+        if self.step_plan:
             self.zero.replan(self.zero.shards, "for steps outside backward")
 
     def __enter__(self) -> Self:
@@ -1233,271 +1250,182 @@ def beside(stream: SideStream | None) -> Iterator[None]:
             yield
 
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #30824116
-class Noted(Attached):
-    """What is known of the model, and what DDP's hook has seen of an iteration."""
+@dataclass(frozen=True, eq=False)
+class DdpTraits:
+    """What an overlap must know of a model, and what does not change while it is attached."""
 
-    way: Way
-    index: dict[int, int]  # of each parameter in the optimizer, by id
-    layout: Layout  # of the buckets that DDP has settled on
-    some_unused: bool  # whether DDP looks for parameters without a gradient
-    dynamic: bool  # whether those may change; then DDP sends which there are, after the last bucket
-    iterations = 0  # so far
-    settled: int  # iterations after which DDP no longer changes its buckets
-    most: int  # bytes from which a bucket of DDP is full, once they are settled
-    live = False  # whether the schedule runs while buckets arrive
-    # "zeros" or "sums": what this rank without data sends, while another part of the program
-    # (join/03_join) passes buckets on
-    follows = ""
+    params: tuple[Tensor, ...]  # of the optimizer
+    index: Mapping[int, int]  # of each of them, by id
+    ranks: Group  # that the model is averaged over
+    finds_unused: bool  # whether DDP looks for parameters without a gradient
+    dynamic: bool  # whether those may change; then DDP sends flags for them after the last bucket
+    settled_after: int  # iterations after which DDP no longer changes its buckets
+    cap_bytes: int  # from which a bucket of DDP is full, once they are settled
 
-    def forget(self) -> None:
-        """Get ready for an iteration."""
-        self.under_way = False
-        self.seen: list[tuple[int, ...]] = []  # the parameters of each bucket
-        self.has: list[list[bool]] = []  # whether each of them has a gradient on this rank
-        self.buffers: list[Tensor] = []
-        self.futures: list[Any] = []
 
-# %% ../../nbs/backward/02_ddp_overlap.ipynb #7d11e76b
-class Arrivals(Noted):
-    """What happens while buckets are filled."""
+def read_traits(
+    ddp: Any,  # DistributedDataParallel
+    params: Sequence[Tensor],  # of the optimizer
+) -> DdpTraits:
+    """Read off a model what an overlap must know of it."""
+    return DdpTraits(
+        tuple(params),
+        {id(p): i for i, p in enumerate(params)},
+        Group(ddp.process_group),
+        ddp.find_unused_parameters or ddp.static_graph,
+        not ddp.static_graph,
+        # DDP fills its buckets once, and once more in the order in which gradients came
+        3 if ddp.static_graph else 2,
+        ddp.bucket_bytes_cap,
+    )
 
-    def arrived(self, bucket: Any, state: Any) -> Any:  # a future, for DDP
-        """Take a bucket that all of this rank's gradients are in."""
-        with failing(self.levels), torch.no_grad():
-            if not self.under_way:
-                self._begin()
-            self.seen.append(
-                self._known(bucket)
-                if self.live
-                else tuple(self.index[id(p)] for p in bucket.parameters())
-            )
-            sends = self.inside or self.follows == "sums"
-            self.has.append(
-                [sends and p.grad is not None for p in bucket.parameters()]
-                if self.some_unused
-                else []
-            )
-            self.buffers.append(bucket.buffer())
-            self.futures.append(
-                self.way.hook(state, bucket) if self.way.wire == "kept" else done(bucket.buffer())
-            )
-            with beside(self.stream):
-                if self.live:
-                    self._go_on(self.running, bucket.index())
-        future = self.futures[-1]
-        if bucket.is_last() and not (
-            self.inside or self.follows or (self.some_unused and self.dynamic)
-        ):
-            self._finish()
-        return future
+# %% ../../nbs/backward/02_ddp_overlap.ipynb #dd8ff78b
+Contribution = Literal[
+    "own",  # the gradients of this rank's backward
+    "zeros",  # this rank has no data, and another part of the program (join/03_join) runs DDP's hooks
+    "accumulated",  # the same, with gradients that were added up under `no_sync` in the buckets
+]
 
-    def _begin(self) -> None:
-        self.under_way, self.inside = (
-            True,
-            at_end(self._finish, self.levels),
-        )  # else DDP runs its hooks in the place of a backward, for a rank without data
-        if not (self.inside or self.follows or self.iterations or self.dynamic):
-            raise RuntimeError(
-                "static_graph=True learns the graph in the first backward, which a rank without"
-                " data has not; give every rank a first batch"
-            )
-        self.live = (
-            self.iterations >= self.settled
-            and self.runner is not None
-            and self.runner.shard.seen == look(self.runner.shard.params)
-        )
-        if self.live and self.runner:
-            self.running = self.runner
-        if self.live:
-            self.running.begin()
 
-    def _known(self, bucket: Any) -> tuple[int, ...]:  # without a look at each parameter
-        j, runs = bucket.index(), self.layout.runs
-        if j < len(runs) and bucket.buffer().numel() == self.layout.sizes[j]:
-            return runs[j]
-        raise RuntimeError(
-            f"DDP has filled bucket {j} otherwise than before; detach the overlap before you change"
-            " the model, and attach it again"
-        )
+class Arrival(NamedTuple):
+    """A bucket of DDP that has come."""
 
-    def _go_on(self, runner: Runner, j: int) -> None:  # with bucket j of DDP
-        for i in self.layout.made_of(j):
-            runner.arrive(i, self.layout.take(runner.shard.buckets[i].bucket, i, self.buffers[j]))
+    params: tuple[int, ...]  # indices in the optimizer, in the order in which they lie
+    used: list[bool]  # whether each has a gradient on this rank; empty if DDP does not look for it
+    buffer: Tensor  # the gradients, 1-D
+    future: Any  # of what DDP is to write into gradients
 
-    @abstractmethod
-    def _finish(self) -> None: ...
 
-# %% ../../nbs/backward/02_ddp_overlap.ipynb #7ebb1065
-def _come(
-    future: Any,
-) -> Iterator[None]:  # as the steps of a collective, whose errors tell of the rank that failed
+def _come(future: Any) -> Iterator[None]:  # as the steps of a collective
     yield
     future.wait()
 
-# %% ../../nbs/backward/02_ddp_overlap.ipynb #6edb8ab4
-class Averages(Arrivals):
-    """How buckets become averages, and which parameters have a gradient on some rank."""
 
-    ranks: Group  # that the model is averaged over
-    soon = property(
-        lambda self: self.live and self.way.interleaved and self.apart,
-        doc="Whether a bucket is stepped before the last one has arrived.",
-    )
-    asks = property(
-        lambda self: self.some_unused and (self.dynamic or not self.live),
-        doc="Whether ranks tell each other which parameters have a gradient.",
-    )
-    levels = property(
-        lambda self: (*self.zero.levels, self.ranks),
-        doc="Groups in which others would wait for this rank if it failed.",
-    )
+class DdpBackward:
+    """One backward: the buckets that DDP has filled, and how they are averaged."""
 
-    def _start(self, i: int, gradient: Tensor) -> Finish:
-        j, bucket, wire = self.layout.source[i], self.running.shard.buckets[i], self.way.wire
-        mean = (
-            partial(self._kept, i)
-            if isinstance(wire, str)
-            else start_mean(bucket, gradient, self.zero.across, wire)
-        )
-        if not (self.asks and self.soon) or self.layout.source.index(j) != i:
+    def __init__(
+        self,
+        traits: DdpTraits,
+        way: Way,
+        zero: ZeroRedundancyOptimizer,
+        contribution: Contribution,
+        in_autograd: bool,  # else DDP runs its hooks in the place of a backward, for a rank without data
+    ):
+        self.traits = traits
+        self.way = way
+        self.zero = zero
+        self.contribution = contribution
+        self.in_autograd = in_autograd
+        self.sends_gradients = in_autograd or contribution == "accumulated"
+        self.arrivals: list[Arrival] = []
+        self.iteration: Iteration | None = None  # None: buckets are noted until backward is over
+        self.asks_per_bucket = False  # whether flags of unused parameters travel with each bucket
+        self.asks_at_end = False  # or all together when backward is over
+
+    def begin(
+        self,
+        plan: StepPlan,
+        layout: Layout,
+        unused: Sequence[bool],  # of each parameter, as far as it is known
+        streaming: bool,  # the schedule runs while buckets arrive
+        interleaved: bool,  # and buckets are stepped meanwhile
+    ) -> None:
+        """Start the iteration."""
+        asks = self.traits.finds_unused and (self.traits.dynamic or not streaming)
+        self.asks_per_bucket = asks and streaming and interleaved
+        self.asks_at_end = asks and not self.asks_per_bucket
+        self.layout = layout
+        self.unused = list(unused)
+        self.buckets = plan.shard.buckets
+        self.iteration = Iteration(plan, self)
+
+    def note(
+        self,
+        bucket: Any,  # a `GradBucket`
+        params: tuple[int, ...],  # in it, by index
+        future: Any,
+    ) -> None:
+        """Note a bucket."""
+        used = []
+        if self.traits.finds_unused:
+            used = [self.sends_gradients and p.grad is not None for p in bucket.parameters()]
+        self.arrivals.append(Arrival(params, used, bucket.buffer(), future))
+
+    def pass_on(self, j: int) -> None:
+        """Give the buckets of the plan that bucket `j` of DDP holds to the iteration."""
+        assert self.iteration is not None, "the iteration has begun"
+        buffer = self.arrivals[j].buffer
+        for i in self.layout.buckets_in[j]:
+            self.iteration.arrive(i, self.layout.take(i, buffer))
+
+    def start(self, i: int, gradient: Tensor) -> Reduction:
+        """Start to average a bucket of the plan."""
+        j = self.layout.source[i]
+        wire = self.way.wire
+        if isinstance(wire, str):
+            mean: Reduction = partial(self._hook_result, i)
+        else:
+            mean = start_mean(self.buckets[i], gradient, self.zero.across, wire)
+        if not self.asks_per_bucket or self.layout.buckets_in[j][0] != i:
             return mean
-        used = torch.tensor(self.has[j], dtype=torch.float32, device=gradient.device)
-        work = self.ranks.all_reduce(used, async_op=True)
+        arrival = self.arrivals[j]
+        used = torch.tensor(arrival.used, dtype=torch.float32, device=gradient.device)
+        work = self.traits.ranks.all_reduce(used, async_op=True)
 
         def finish() -> Tensor:
-            part = mean()
+            grad_shard = mean()
             work.wait()
-            self._note(self.layout.runs[j], used)
-            return part
+            self._note_used(arrival.params, used)
+            return grad_shard
 
         return finish
 
-    def _ask(self) -> None:  # once, for all buckets
-        if not self.asks or self.soon:
+    def exchange_used(self) -> None:
+        """Find out which parameters are unused, if that is still to be found out; before the first
+        step after backward."""
+        if not self.asks_at_end:
             return
-        used = torch.tensor(
-            [has for bucket in self.has for has in bucket],
-            dtype=torch.float32,
-            device=self.zero.join_device,
-        )
-        self.ranks.all_reduce(used)
-        self._note([param for run in self.layout.runs for param in run], used)
+        flags = [used for arrival in self.arrivals for used in arrival.used]
+        used = torch.tensor(flags, dtype=torch.float32, device=self.zero.join_device)
+        self.traits.ranks.all_reduce(used)
+        self._note_used([param for run in self.layout.runs for param in run], used)
 
-    def _note(self, params: Sequence[int], used: Tensor) -> None:
+    def release(self, index: int) -> None:
+        """Do nothing: gradients are DDP's."""
+
+    def _note_used(self, params: Sequence[int], used: Tensor) -> None:
         for param, count in zip(params, used.tolist(), strict=True):
-            self.running.lacks[param] = not count
+            self.unused[param] = not count
 
-    def _kept(self, i: int) -> Tensor:  # this rank's part of what the user's hook has made
-        bucket, future = self.running.shard.buckets[i].bucket, self.futures[self.layout.source[i]]
-        Work(_come(future), "the comm hook", self.ranks).wait()
+    def _hook_result(self, i: int) -> Tensor:  # this rank's part of what the user's hook has made
+        future = self.arrivals[self.layout.source[i]].future
+        Work(_come(future), "the comm hook", self.traits.ranks).wait()
         result = future.value()
-        whole = self.layout.take(bucket, i, result[0] if isinstance(result, list) else result)
-        return whole[slice(*bucket.part(self.zero.group.group_rank))]
-
-# %% ../../nbs/backward/02_ddp_overlap.ipynb #a36a0baf
-class Late(Averages):
-    """What happens when backward is over, where buckets are not known beforehand."""
-
-    def make_runner(self, shard: Shard) -> Runner:
-        """Give a runner for iterations whose buckets are those of a shard."""
-        interleaved = self.way.interleaved and self.apart
-        if not isinstance(self.way.wire, str):
-            mark_means(shard.buckets, self.zero.across, self.way.wire)
-        return Runner(
-            self.zero,
-            shard,
-            self._start,
-            self.judge,
-            reuses=self.way.wire != "kept",
-            ask=self._ask,
-            method="zero1-interleaved" if interleaved else "zero1-overlap",
-            lag=self.way.lag,
-        )
-
-    def _late(self) -> bool:  # whether there was a step
-        """Plan the buckets of this iteration, if they are new, and let them all arrive now."""
-        zero = self.zero
-        if (
-            self.runner is None
-            or self.layout.runs != tuple(self.seen)
-            or self.runner.shard.seen != look(self.runner.shard.params)
-        ):
-            given = list(cut_runs(self.seen, zero.params(), self.most))
-            shard = zero.replan(
-                zero.shards, "for the buckets that DDP filled", partial(plan_buckets, zero, given)
-            )
-            self.layout, self.runner = (
-                find_layout(shard.plan, self.seen, shard.params),
-                self.make_runner(shard),
-            )
-        self.running = Runner(
-            zero,
-            self.runner.shard,
-            self._start,
-            self.judge,
-            reuses=self.runner.reuses,
-            ask=self._ask,
-        )
-        for j in range(len(self.seen)):
-            self._go_on(self.running, j)
-        return self.step_late(self.running)
-
-# %% ../../nbs/backward/02_ddp_overlap.ipynb #8512bf8e
-class Backward(Late):
-    """What happens when backward is over."""
-
-    kept: Mapping[
-        int, Any
-    ] = {}  # by id of a parameter: the average that a hook of the user's left, and its version
-
-    def _finish(self) -> None:
-        with failing(self.levels), torch.no_grad(), beside(self.stream):
-            stepped = self.running.finish(together=not self.apart) if self.live else self._late()
-        if self.stream:
-            self.stream.wait()
-        self.note_step()
-        self.iterations += 1
-        self.taken = (
-            self.taken + stepped if self.inside else 0
-        )  # `step` is not called where there is no backward
-        self.forget()
-        if not (self.inside and at_end(partial(self._drop, stepped), self.levels)):
-            self._drop(stepped)
-
-    def _drop(self, stepped: bool) -> None:  # gradients that no longer are what they are called
-        params = self.zero.params()
-        if self.way.wire == "kept" and not self.way.scales:
-            self.kept = {id(p): (id(p.grad), p.grad._version) for p in params if p.grad is not None}
-        else:
-            for p in params:
-                p.grad = None
-            if self.inside and not self.joined:
-                self.mark_grads(params, self.running, stepped)
-
-    @contextmanager
-    def following(
-        self,
-        sums: bool,  # send what was added up under `no_sync`, which is in the buckets; else they are zeros
-    ) -> Iterator[None]:
-        """Take part in a backward of ranks that have data, whose buckets come in the block, without one here."""
-        self.follows = "sums" if sums else "zeros"
-        self.stepped_grads.remove()
-        try:
-            yield
-            self._finish()
-        finally:
-            self.follows = ""
+        whole = result[0] if isinstance(result, list) else result
+        part = self.buckets[i].bucket.part(self.zero.group.group_rank)
+        return self.layout.take(i, whole)[slice(*part)]
 
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #c3d7f5ae
 class Switch:
     """Stands behind the one comm hook that DDP can have, and passes buckets on."""
 
-    overlap: Backward | None = None  # takes the buckets
+    overlap: DdpOverlap | None = None  # takes the buckets
     hook: Any = None  # what DDP has
     way = Way()
 
     def __init__(self, process_group: Any):
         self.process_group = process_group
+
+    def attach(self, overlap: DdpOverlap, way: Way) -> None:
+        """Pass buckets to an overlap."""
+        self.overlap = overlap
+        self.way = way
+
+    def detach(self, overlap: DdpOverlap) -> None:
+        """Pass no more buckets to an overlap."""
+        if self.overlap is overlap:
+            self.overlap = None
 
     def make(self) -> Any:
         """Give a hook for DDP, which looks at type hints and takes none that are text."""
@@ -1514,7 +1442,7 @@ class Switch:
 
         state = state if self.way.state is None else self.way.state
         if self.overlap is not None:
-            return self.overlap.arrived(bucket, state)
+            return self.overlap.on_bucket(bucket, state)
         if self.way.hook is None or self.way.wire is None:
             return allreduce_hook(self.process_group, bucket)
         return self.way.hook(
@@ -1534,84 +1462,257 @@ def find_switch(ddp: Any) -> Switch | None:
         )
     return hooks[0].switch if hooks else None
 
+# %% ../../nbs/backward/02_ddp_overlap.ipynb #274c0af6
+class DdpPlanner:
+    """Plans the buckets that DDP fills, and runs iterations on them."""
+
+    plan: StepPlan | None = None  # of iterations whose buckets are known beforehand
+    layout: Layout  # of the buckets of that plan
+    unused: Sequence[bool] = ()  # of each parameter, whether no rank had a gradient
+    steps_per_bucket = True  # False once a class was seen to count its steps
+    iterations = 0  # so far
+
+    def __init__(
+        self,
+        zero: ZeroRedundancyOptimizer,
+        way: Way,
+        traits: DdpTraits,
+        transform: Transform | None,
+    ):
+        self.zero = zero
+        self.way = way
+        self.traits = traits
+        self.transform = transform
+
+    @property
+    def fits(self) -> bool:
+        """Whether the schedule can run while buckets arrive: they are known, and fit the parameters."""
+        if self.plan is None or self.iterations < self.traits.settled_after:
+            return False
+        shard = self.plan.shard
+        return shard.seen == look(shard.params)
+
+    def start(self, backward: DdpBackward) -> None:
+        """Let the schedule run while buckets arrive, if it can."""
+        if self.fits and self.plan is not None:
+            interleaved = self.way.interleaved and self.steps_per_bucket
+            backward.begin(self.plan, self.layout, self.unused, True, interleaved)
+
+    def params_of(self, bucket: Any) -> tuple[int, ...]:
+        """Give the parameters in a bucket of DDP, without a look at each, in an iteration that streams."""
+        j = bucket.index()
+        runs = self.layout.runs
+        if j < len(runs) and bucket.buffer().numel() == self.layout.sizes[j]:
+            return runs[j]
+        raise RuntimeError(
+            f"DDP has filled bucket {j} otherwise than before; detach the overlap before you change"
+            " the model, and attach it again"
+        )
+
+    def finish(self, backward: DdpBackward) -> bool:  # whether there was a step
+        """Do what is left when backward is over."""
+        if backward.iteration is None:
+            stepped = self._run_late(backward)
+        else:
+            backward.exchange_used()
+            stepped = backward.iteration.finish(self.steps_per_bucket)
+        self.iterations += 1
+        self.unused = backward.unused
+        return stepped
+
+    def _run_late(self, backward: DdpBackward) -> bool:
+        """Plan the buckets of this iteration, if they are new, and let them all arrive now."""
+        filled = tuple(arrival.params for arrival in backward.arrivals)
+        shard = self._shard_of(filled)
+        plan = self._make_plan(shard, interleaved=False)
+        backward.begin(plan, self.layout, [False] * len(shard.params), False, False)
+        for j in range(len(filled)):
+            backward.pass_on(j)
+        assert backward.iteration is not None, "it has begun"
+        backward.exchange_used()
+        optims = self.zero.optims.values()
+        before = remembered(optims)
+        stepped = backward.iteration.finish(steps_per_bucket=False)
+        if stepped and self.steps_per_bucket and before != remembered(optims):
+            self.steps_per_bucket = False
+            self.plan = plan
+            if self.way.interleaved:
+                warnings.warn(_COUNTS.format(type(self.zero.optim).__name__), stacklevel=2)
+        return stepped
+
+    def _shard_of(self, filled: tuple[tuple[int, ...], ...]) -> Shard:  # by bucket of DDP, indices
+        if self.plan is not None and self.layout.runs == filled:
+            shard = self.plan.shard
+            if shard.seen == look(shard.params):
+                return shard
+        zero = self.zero
+        given = list(cut_runs(filled, self.traits.params, self.traits.cap_bytes))
+        make = partial(plan_buckets, zero, given)
+        shard = zero.replan(zero.shards, "for the buckets that DDP filled", make)
+        if not isinstance(self.way.wire, str):
+            mark_means(shard.buckets, zero.across, self.way.wire)
+        self.layout = find_layout(shard.plan, filled, shard.params)
+        self.plan = self._make_plan(shard, self.way.interleaved and self.steps_per_bucket)
+        return shard
+
+    def _make_plan(self, shard: Shard, interleaved: bool) -> StepPlan:
+        return make_step_plan(
+            self.zero,
+            shard,
+            method="zero1-interleaved" if interleaved else "zero1-overlap",
+            lag=self.way.lag,
+            transform=self.transform,
+            reuses_gradients=self.way.wire != "kept",
+        )
+
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #db95b6d7
-class Overlap(Backward):
+class DdpOverlap(Attached):
     """A model and an optimizer whose step runs inside backward; made by `overlap`."""
 
+    way: Way
+    backward: DdpBackward | None = None  # in progress
+    contribution: Contribution = "own"
+    # by id of a parameter: the average that a hook of the user's left, and its version
+    kept: Mapping[int, Any] = MappingProxyType({})
+
     def __init__(self, ddp: Any, zero: ZeroRedundancyOptimizer, way: Way, register: bool = True):
-        with agreeing(
-            getattr(zero, "levels", None) or Group(),
-            "overlapping the step",
-            lambda: [way.described],
-        ):
+        levels = getattr(zero, "levels", None) or Group()
+        with agreeing(levels, "overlapping the step", lambda: [way.described]):
             check_pair(way, ddp, zero)
             self.switch = find_switch(ddp) or Switch(ddp.process_group)
             if register and self.switch.hook is None:
                 ddp.register_comm_hook(way.state, self.switch.make())
-        self.ranks, self.index = (
-            Group(ddp.process_group),
-            {id(p): i for i, p in enumerate(zero.params())},
-        )
-        self.some_unused, self.dynamic = (
-            ddp.find_unused_parameters or ddp.static_graph,
-            not ddp.static_graph,
-        )
-        self.settled = (
-            3 if ddp.static_graph else 2
-        )  # DDP fills its buckets once, and once more in the order in which gradients came
-        self.most = ddp.bucket_bytes_cap
-        self.forget()
+        self.traits = read_traits(ddp, zero.params())
         self.attach(ddp, zero, way)
-        self.switch.overlap, self.switch.way = self, way
+        self.levels = (*zero.levels, self.traits.ranks)
+        self.planner = DdpPlanner(zero, way, self.traits, self.judge)
+        self.switch.attach(self, way)
+
+    unfinished = property(
+        lambda self: self.backward is not None,
+        doc="Whether a backward has begun and not come to its end.",
+    )
+
+    @property
+    def step_plan(self) -> StepPlan | None:
+        """What is stepped in which order; None until buckets are planned."""
+        return self.planner.plan
+
+    def on_bucket(self, bucket: Any, state: Any) -> Any:  # a future, for DDP
+        """Take a bucket that all of this rank's gradients are in."""
+        with failing(self.levels), torch.no_grad():
+            backward = self.backward or self._begin()
+            if backward.iteration is None:
+                params = tuple(self.traits.index[id(p)] for p in bucket.parameters())
+            else:
+                params = self.planner.params_of(bucket)
+            kept = self.way.wire == "kept"
+            future = self.way.hook(state, bucket) if kept else done(bucket.buffer())
+            backward.note(bucket, params, future)
+            with beside(self.stream):
+                if backward.iteration is not None:
+                    backward.pass_on(bucket.index())
+        flags_follow = self.traits.finds_unused and self.traits.dynamic
+        alone = not backward.in_autograd and backward.contribution == "own"
+        if alone and bucket.is_last() and not flags_follow:
+            self._finish()
+        return future
+
+    def _begin(self) -> DdpBackward:
+        # a callback at the end of backward, unless DDP runs its hooks for a rank without data
+        in_autograd = at_end(self._finish, self.levels)
+        contribution = self.contribution
+        self.backward = backward = DdpBackward(
+            self.traits, self.way, self.zero, contribution, in_autograd
+        )
+        learns = self.planner.iterations == 0 and not self.traits.dynamic
+        if learns and not in_autograd and contribution == "own":
+            raise RuntimeError(
+                "static_graph=True learns the graph in the first backward, which a rank without"
+                " data has not; give every rank a first batch"
+            )
+        self.planner.start(backward)
+        return backward
+
+    def _finish(self) -> None:
+        backward = self.backward
+        assert backward is not None, "a backward ends that has begun"
+        with failing(self.levels), torch.no_grad(), beside(self.stream):
+            stepped = self.planner.finish(backward)
+        if self.stream:
+            self.stream.wait()
+        self.note_step()
+        # where there is no backward, `step` is not called
+        self.taken = self.taken + stepped if backward.in_autograd else 0
+        self.backward = None
+        drop = partial(self._drop_gradients, backward, stepped)
+        if not (backward.in_autograd and at_end(drop, self.levels)):
+            drop()
+
+    def _drop_gradients(self, backward: DdpBackward, stepped: bool) -> None:
+        """Take away gradients that no longer are what they are called."""
+        params = self.traits.params
+        if self.way.wire == "kept" and not self.way.scales:
+            self.kept = {id(p): (id(p.grad), p.grad._version) for p in params if p.grad is not None}
+            return
+        for p in params:
+            p.grad = None
+        if backward.in_autograd and not self.joined:
+            self.mark_grads(params, backward.unused, stepped)
+
+    @contextmanager
+    def following(
+        self,
+        sums: bool,  # send what was added up under `no_sync`, which is in the buckets; else zeros
+    ) -> Iterator[None]:
+        """Take part in a backward of ranks that have data, whose buckets come in the block."""
+        self.contribution = "accumulated" if sums else "zeros"
+        self.stepped_grads.remove()
+        try:
+            yield
+            self._finish()
+        finally:
+            self.contribution = "own"
 
     def _before(self, module: Any, args: Any) -> None:
         super()._before(module, args)
         self.joined = in_torchs_join(module) or in_torchs_join(self.zero)
-        if self.joined:
-            weights = (
-                not getattr(module, "_divide_by_initial_world_size", True)
-                and "divide_by_initial_world_size=False"
-            )
-            lone = (
-                self.some_unused
-                and self.dynamic
-                and not in_torchs_join(self.zero)
-                and "find_unused_parameters and without the optimizer"
-            )
-            with failing(self.levels):
-                self.check_torchs_join(module, weights or lone or "")
+        if not self.joined:
+            return
+        trouble = ""
+        if not getattr(module, "_divide_by_initial_world_size", True):
+            trouble = "divide_by_initial_world_size=False"
+        elif self.traits.finds_unused and self.traits.dynamic and not in_torchs_join(self.zero):
+            trouble = "find_unused_parameters and without the optimizer"
+        with failing(self.levels):
+            self.check_torchs_join(module, trouble)
 
     def step(self, kwargs: dict[str, Any]) -> None:
         """Look back at a step that was over when backward returned."""
         super().step(kwargs)
-        if self.under_way and not self.inside:
+        if self.backward is not None and not self.backward.in_autograd:
             self._finish()  # in the place of an iteration, after what DDP sends last
         taken = self.check_taken()
-        if taken and any(
-            p.grad is not None and (id(p.grad), p.grad._version) != self.kept.get(id(p))
-            for p in self.zero.params()
-            if id(p) in self.kept
-        ):
-            raise RuntimeError(_CHANGED)
-        if (
-            not taken
-            and self.way.wire != "kept"
-            and any(
-                p.grad is not None and not isinstance(p.grad, SteppedGradient)
-                for p in self.zero.params()
-            )
-        ):
-            raise RuntimeError(
-                "step() found gradients that did not come through DDP's hook, so they are not"
-                " averaged: register the hook, and run the last backward before step() through the"
-                " wrapped model and outside no_sync()"
-            )
+        for p in self.traits.params:
+            if p.grad is None or isinstance(p.grad, SteppedGradient):
+                continue
+            if not taken and self.way.wire != "kept":
+                raise RuntimeError(_NOT_AVERAGED)
+            known = self.kept.get(id(p)) if taken else None
+            if known is not None and (id(p.grad), p.grad._version) != known:
+                raise RuntimeError(_CHANGED)
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
         super().leave()
-        if self.switch.overlap is self:
-            self.switch.overlap = None
+        self.switch.detach(self)
+
+
+_NOT_AVERAGED = (
+    "step() found gradients that did not come through DDP's hook, so they are not averaged:"
+    " register the hook, and run the last backward before step() through the wrapped model and"
+    " outside no_sync()"
+)
 
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #0e9e1704
 def overlap(
@@ -1631,7 +1732,7 @@ def overlap(
         torch.dtype | None
     ) = None,  # in which gradients are sent and added, as in FSDP2's MixedPrecisionPolicy; None: their own
     scaler: Any = None,  # the `torch.amp.GradScaler` of the loss, if there is one
-) -> Overlap:  # `detach` it, or use it in a `with` block
+) -> DdpOverlap:  # `detach` it, or use it in a `with` block
     """Step inside `backward`, on gradients that are reduce-scattered while they arrive. All ranks call this.
 
     When `backward` returns, the parameters are those after the step on every rank; `zero.step()`
@@ -1645,7 +1746,7 @@ def overlap(
     that fails, for lack of memory for example, cannot be caught and skipped.
     Raises `TypeError`, `ValueError` or `RuntimeError` on every rank for what does not go together.
     """
-    return Overlap(
+    return DdpOverlap(
         ddp,
         zero,
         Way(
@@ -1662,7 +1763,7 @@ def overlap(
 
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #3d531619
 def _hook(ddp: Any, zero: Any, way: Way) -> Any:
-    made = Overlap(ddp, zero, way, register=False)
+    made = DdpOverlap(ddp, zero, way, register=False)
     hook = made.switch.make()
     hook.overlap = made
     return hook
