@@ -53,7 +53,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_nb.comm.process_group import Group
+from zero_nb.comm.groups import Group
 
 _c10d: Any = dist.distributed_c10d
 _CHANGED = threading.Condition()

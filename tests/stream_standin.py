@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from zero_nb.backward.ddp_overlap import SideStream
-from zero_nb.comm import process_group
+from zero_nb.comm import collectives
 
 
 class Event:
@@ -212,7 +212,7 @@ class World(TorchDispatchMode):
         return self.networks[key]
 
     def collective(self, group, name, original, tensor, *args, **options):
-        if process_group._block(group) is not None:  # runs at the end of the block
+        if collectives._block(group) is not None:  # runs at the end of the block
             self.use(tensor, True, name)
             return original(group, tensor, *args, **options)
         network = self.network(group)
@@ -244,7 +244,7 @@ class World(TorchDispatchMode):
     def networked(self):
         """Run the collectives of the package on the network's stream."""
         kind, names = (
-            process_group.Collectives,
+            collectives.Collectives,
             ("all_reduce", "broadcast", "reduce_scatter", "all_gather"),
         )
         originals = {name: getattr(kind, name) for name in names}

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
 
 from zero_nb.backward.ddp_overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zero_nb.comm.groups import Group, coalescing_manager
 from zero_nb.comm.launch import run
-from zero_nb.comm.process_group import Group, coalescing_manager
 from zero_nb.comm.recording import record
 from zero_nb.join.join import Join as OurJoin
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer

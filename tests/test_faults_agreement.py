@@ -14,9 +14,11 @@ import torch.distributed as dist
 from common import caught_error, free_port
 
 from zero_nb import Group, agree, agreeing, get_global_rank, get_group_rank, two_level
+from zero_nb.comm.agreement import _read, _reported
+from zero_nb.comm.groups import abort, clone, destroy, fail, split
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list, gather_object
-from zero_nb.comm.process_group import Ranks, _read, _reported, abort, clone, destroy, fail, split
+from zero_nb.comm.ranks import Ranks
 
 # ---- C1, L1: what other ranks post is text, never code ----
 
@@ -363,8 +365,9 @@ def test_H5_a_group_has_one_watcher_where_it_needs_one_and_it_ends_with_the_grou
 
 
 def test_H5_a_destructor_hands_its_news_to_a_thread(monkeypatch):
-    overlap, process_group = (
-        importlib.import_module(f"zero_nb.{name}") for name in ("overlap", "process_group")
+    overlap, groups = (
+        importlib.import_module(f"zero_nb.{name}")
+        for name in ("backward.ddp_overlap", "comm.groups")
     )
     came, by = threading.Event(), []
 
@@ -372,7 +375,7 @@ def test_H5_a_destructor_hands_its_news_to_a_thread(monkeypatch):
         by.append((threading.current_thread() is threading.main_thread(), str(error)))
         came.set()
 
-    for module in (overlap, process_group):
+    for module in (overlap, groups):
         monkeypatch.setattr(module, "fail", noting)
     end = overlap.AtEnd(lambda: None, Group())
     del end

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from common import caught
 from nccl_like import nccl_like, synchronize
 
+from zero_nb.comm.groups import Group, clone, coalescing_manager, split
 from zero_nb.comm.launch import run
-from zero_nb.comm.process_group import Group, clone, coalescing_manager, split
 
 
 def nan(x: torch.Tensor) -> bool:

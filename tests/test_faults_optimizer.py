@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import StepLR
 from zero_nb.apps.train import TrainConfig, save_checkpoint
 from zero_nb.backward.data_parallel import Parallel, data_parallel
 from zero_nb.backward.ddp_overlap import overlap
+from zero_nb.comm.groups import Group, two_level
 from zero_nb.comm.launch import run
-from zero_nb.comm.process_group import Group, two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 SMALL = {

@@ -14,9 +14,10 @@ import zero_nb
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import overlap, plan_buckets
 from zero_nb.comm import objects
+from zero_nb.comm.collectives import Parts
+from zero_nb.comm.groups import Group, coalescing_manager, two_level
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import exchange_bytes, gather_bytes
-from zero_nb.comm.process_group import Group, Parts, coalescing_manager, two_level
 from zero_nb.comm.recording import record, simulate
 from zero_nb.plan.sharder import moves
 
@@ -103,7 +104,7 @@ class Sizes(nn.Module):
 def agreements(way: str, nodes: bool, count: int):
     """Make an optimizer, load its state and train; unlike buckets, agreements, and requests of this
     rank but for looks."""
-    from zero_nb.comm.process_group import _Notes
+    from zero_nb.comm.agreement import _Notes
 
     levels, asked = two_level(2) if nodes else (Group(),), []
     before = sum(group._wire.turn for group in levels)
@@ -410,7 +411,7 @@ def first_messages():
     """Use a group over NCCL's rules for the first time, in several ways."""
     from nccl_like import nccl_like
 
-    from zero_nb.comm import process_group
+    from zero_nb.comm import groups
 
     group, me = nccl_like(host_waits=True), dist.get_rank()
     x = torch.full((2,), float(me))
@@ -424,13 +425,13 @@ def first_messages():
     )
     dist.barrier()
     launched = len(group.process_group.launches)
-    process_group.connect(group, x.device)
+    groups.connect(group, x.device)
     if me < 2:
         group.send(x, 1) if me == 0 else group.recv(x, 0)
     flat = torch.full((3,), float(me))
-    other = process_group.clone(group)
+    other = groups.clone(group)
     other.gather(flat, 0, [1, 0, 2])
-    last = process_group.clone(group)
+    last = groups.clone(group)
     came = exchange_bytes(last, {2: b"zero"} if me == 0 else {}, [0] if me == 2 else [])
     return (
         pair,

@@ -12,18 +12,11 @@ import pytest
 import torch.distributed as dist
 from common import free_port
 
-from zero_nb.comm import process_group
+from zero_nb.comm import agreement
+from zero_nb.comm.agreement import _Agreement, _missing, _Notes, _steps_of, agree
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
-from zero_nb.comm.process_group import (
-    Group,
-    Ranks,
-    _Agreement,
-    _missing,
-    _Notes,
-    _State,
-    _steps_of,
-    agree,
-)
+from zero_nb.comm.ranks import Ranks, _State
 
 
 class Counting:
@@ -82,10 +75,10 @@ class Simulated(Ranks):
 def clock(monkeypatch):
     """Make a clock that goes when ranks sleep."""
     now = SimpleNamespace(seconds=0.0, limit=30.0)
-    monkeypatch.setattr(process_group, "_store", lambda group: group.store)
-    monkeypatch.setattr(process_group, "_timeout", lambda group: timedelta(seconds=now.limit))
-    monkeypatch.setattr(process_group, "_alone", lambda group: False)
-    monkeypatch.setattr(process_group, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(agreement, "_store", lambda group: group.store)
+    monkeypatch.setattr(agreement, "_timeout", lambda group: timedelta(seconds=now.limit))
+    monkeypatch.setattr(agreement, "_alone", lambda group: False)
+    monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     return now
 
 
@@ -158,7 +151,7 @@ def test_H6_requests_of_an_agreement_do_not_depend_on_the_number_of_ranks(clock,
 def asked_of_the_store(turns):
     """Give the requests of this rank in agreements, but for looks whether something is there yet."""
     g, asked = Group(), []
-    store = process_group._store(g)
+    store = agreement._store(g)
     agree(g, "the first")
 
     class Noting:
@@ -173,7 +166,7 @@ def asked_of_the_store(turns):
 
             return request
 
-    process_group._store = lambda group: Noting()
+    agreement._store = lambda group: Noting()
     for _ in range(turns):
         agree(g, "the work", ["a line"])
     return len(asked) / turns
@@ -346,7 +339,7 @@ def test_L2_a_new_life_hears_nothing_of_the_old(clock, seed):
 
 def again(store_of):
     """Make the job's group twice on one store; the first one ends with an error that rank 1 leaves to the others."""
-    from zero_nb.comm.process_group import fail
+    from zero_nb.comm.groups import fail
 
     rank, heard = dist.get_rank(), []
     dist.barrier()  # all have met
@@ -355,7 +348,7 @@ def again(store_of):
     for life in range(2):
         dist.init_process_group("fake", store=store, rank=rank, world_size=2)
         g = Group()
-        process_group._alone = lambda group: (
+        agreement._alone = lambda group: (
             group.size == 1
         )  # this backend sends nothing, so that it meets again on any store; agreement needs none
         try:
@@ -366,9 +359,7 @@ def again(store_of):
             fail(g, ArithmeticError("the loss is not a number"))
         if life == 1:
             if rank == 0:
-                process_group.time.sleep(
-                    0.3
-                )  # longer than ranks wait before they listen to last words
+                agreement.time.sleep(0.3)  # longer than ranks wait before they listen to last words
             try:
                 agree(g, "the second")
             except Exception as error:

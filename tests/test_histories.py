@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_nb.comm.groups import two_level
 from zero_nb.comm.launch import run
-from zero_nb.comm.process_group import two_level
 from zero_nb.optim import optimizer
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 

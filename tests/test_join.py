@@ -27,8 +27,9 @@ from zero_nb.backward.ddp_overlap import (
     hook_with_zero_step_interleaved,
     overlap,
 )
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
-from zero_nb.comm.process_group import Group, Ranks
+from zero_nb.comm.ranks import Ranks
 from zero_nb.comm.recording import record, simulate
 from zero_nb.join.event_log import (
     Attendance,
@@ -1207,7 +1208,7 @@ def test_a_rank_that_lags_too_far_is_told():
 
 
 def notes_left(known):
-    from zero_nb.comm.process_group import _store
+    from zero_nb.comm.agreement import _store
 
     model = DDP(network())
     keys = []

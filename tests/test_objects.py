@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from common import caught_error
 
+from zero_nb.comm.groups import Group, split
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import (
     broadcast_object_list,
@@ -16,7 +17,6 @@ from zero_nb.comm.objects import (
     gather_object,
     scatter_object_list,
 )
-from zero_nb.comm.process_group import Group, split
 
 PLAIN = [
     None,

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_nb.apps.bench import peak_bytes
 from zero_nb.backward.ddp_overlap import plan_buckets
+from zero_nb.comm.groups import two_level
 from zero_nb.comm.launch import run
-from zero_nb.comm.process_group import two_level
 from zero_nb.comm.recording import record, simulate
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.optim.pieces import Piece, specs

@@ -31,8 +31,8 @@ from zero_nb.backward.ddp_overlap import (
     norm_of,
     overlap,
 )
+from zero_nb.comm.groups import Group, two_level
 from zero_nb.comm.launch import run
-from zero_nb.comm.process_group import Group, two_level
 from zero_nb.comm.recording import record, simulate
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 

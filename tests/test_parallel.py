@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from zero_nb.apps.bench import peak_bytes
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import SteppedGradient
+from zero_nb.comm.groups import two_level
 from zero_nb.comm.launch import run
-from zero_nb.comm.process_group import two_level
 from zero_nb.comm.recording import record
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 

@@ -15,25 +15,21 @@ import torch
 import torch.distributed as dist
 from common import caught_error, free_port
 
-from zero_nb.comm.launch import run
-from zero_nb.comm.objects import broadcast_object_list, gather_bytes
-from zero_nb.comm.process_group import (
-    CHUNK,
+from zero_nb.comm.agreement import agree, agreeing
+from zero_nb.comm.collectives import CHUNK, _named
+from zero_nb.comm.groups import (
     Group,
-    _named,
     abort,
-    agree,
-    agreeing,
     clone,
     coalescing_manager,
     destroy,
     fail,
-    get_global_rank,
-    get_group_rank,
-    get_process_group_ranks,
     split,
     two_level,
 )
+from zero_nb.comm.launch import run
+from zero_nb.comm.objects import broadcast_object_list, gather_bytes
+from zero_nb.comm.ranks import get_global_rank, get_group_rank, get_process_group_ranks
 from zero_nb.comm.recording import record
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
@@ -799,7 +795,7 @@ def test_collectives_are_compared_once():
 
 
 def test_sizes_that_never_repeat_are_compared_a_while(monkeypatch):
-    from zero_nb.comm import process_group
+    from zero_nb.comm import agreement
 
     def ever_new():
         g = Group()
@@ -807,7 +803,7 @@ def test_sizes_that_never_repeat_are_compared_a_while(monkeypatch):
             g.all_reduce(torch.ones(i))
         return g._wire.turn
 
-    monkeypatch.setattr(process_group, "_COMPARED", 7)
+    monkeypatch.setattr(agreement, "_COMPARED", 7)
     assert run(2, ever_new) == [7] * 2
 
 
@@ -1276,7 +1272,7 @@ def test_destroy_at_interpreter_exit_with_a_live_ddp(starter, tmp_path):
     code = """
 import atexit, sys
 from torch.nn.parallel import DistributedDataParallel
-from zero_nb.comm.process_group import Group, destroy
+from zero_nb.comm.groups import Group, destroy
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 atexit.register(destroy, Group())
 ddp = DistributedDataParallel(torch.nn.Linear(4, 4))

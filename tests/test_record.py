@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zero_nb
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
+from zero_nb.comm.agreement import agree
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import (
     broadcast_object_list,
@@ -28,7 +30,6 @@ from zero_nb.comm.objects import (
     gather_object,
     scatter_object_list,
 )
-from zero_nb.comm.process_group import Group, agree
 from zero_nb.comm.recording import RecordingGroup, record, simulate
 
 

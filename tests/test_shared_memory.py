@@ -21,8 +21,8 @@ import torch.distributed as dist
 from common import caught_error, free_port
 
 from zero_nb.comm import shared_memory, transport
+from zero_nb.comm.groups import Group, abort, clone, destroy, fail, split
 from zero_nb.comm.launch import run
-from zero_nb.comm.process_group import Group, abort, clone, destroy, fail, split
 from zero_nb.comm.recording import record
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
@@ -376,7 +376,7 @@ if libc.unshare(0x00020000) or libc.mount(b"none", b"/", None, 0x44000, None): s
 if libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=SIZE"): sys.exit(77)
 import torch, torch.distributed as dist, logging
 from zero_nb.comm.launch import run
-from zero_nb.comm.process_group import Group
+from zero_nb.comm.groups import Group
 def work():
     logging.basicConfig(level="INFO", force=True, stream=sys.stdout)
     g, xs = Group(), [torch.ones(10_000_000) for _ in range(4)]
@@ -556,7 +556,7 @@ def test_a_file_that_was_left_is_removed_and_one_in_use_is_not(monkeypatch, tmp_
 def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():
     """Counted on a store, with one thread for each of 40 ranks that are on two machines: they find
     out before any of them makes a file."""
-    from zero_nb.comm import process_group
+    from zero_nb.comm import agreement, collectives, ranks
 
     class Counted:
         def __init__(self, store):
@@ -572,24 +572,24 @@ def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():
 
     size, store, told_of = 40, dist.HashStore(), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "_store", lambda group: group.process_group)
-        patch.setattr(process_group, "_timeout", lambda group: timedelta(seconds=30))
+        patch.setattr(agreement, "_store", lambda group: group.process_group)
+        patch.setattr(agreement, "_timeout", lambda group: timedelta(seconds=30))
         patch.setattr(
             shared_memory, "_place", lambda _: f"machine {threading.current_thread().name}"
         )
 
         def rank(r):
-            group = object.__new__(process_group.Ranks)
+            group = object.__new__(ranks.Ranks)
             group.group_rank, group.ranks, group.size, group.process_group = (
                 r,
                 tuple(range(size)),
                 size,
                 Counted(store),
             )
-            group._state = group._wire = process_group._State()
+            group._state = group._wire = ranks._State()
             told_of.append(
                 (
-                    transport.connect(process_group._Meeting(group)),
+                    transport.connect(collectives._Meeting(group)),
                     group.process_group.requests,
                     group.process_group.bytes,
                 )
@@ -723,7 +723,7 @@ def test_a_rank_that_has_left_after_its_last_collective_has_given_its_part():
 KILLED = """
 import os, signal, sys, threading
 from datetime import timedelta
-from zero_nb.comm.process_group import Group
+from zero_nb.comm.groups import Group
 
 SIZE, RAISED, WRONG = 3, 0, 3
 store, victims, when = sys.argv[1:]
@@ -829,7 +829,7 @@ def test_M1_no_stranger_can_hold_a_job_up():
 
 FORKED = """
 import os, sys
-from zero_nb.comm.process_group import Group
+from zero_nb.comm.groups import Group
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
 g = Group()
 g.all_gather(torch.ones(4))
@@ -868,7 +868,7 @@ def test_M3_a_forked_child_raises_at_once_and_leaves_its_parents_collective_alon
 
 WORKERS = """
 import os, sys
-from zero_nb.comm.process_group import Group
+from zero_nb.comm.groups import Group
 from torch.utils.data import DataLoader
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
 g = Group()
@@ -1065,7 +1065,7 @@ def test_a_process_ends_whatever_is_under_way(waits, starter, tmp_path):
     """Also with a collective that nobody waits for, and with nobody who destroys the group."""
     code = """
 import sys
-from zero_nb.comm.process_group import Group
+from zero_nb.comm.groups import Group
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
 g = Group()
 g.all_gather(torch.ones(4))

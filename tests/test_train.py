@@ -24,8 +24,8 @@ from zero_nb.apps.train import (
     train_rank,
     windows,
 )
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
-from zero_nb.comm.process_group import Group
 
 TINY = {
     "layers": 2,

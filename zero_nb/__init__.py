@@ -25,16 +25,9 @@ _MODULES = {
     "plan.schedule": ("make_schedule",),
     "plan.estimates": ("compare", "estimate"),
     "comm.recording": ("record", "simulate"),
-    "comm.process_group": (
-        "Group",
-        "agree",
-        "agreeing",
-        "coalescing_manager",
-        "get_global_rank",
-        "get_group_rank",
-        "get_process_group_ranks",
-        "two_level",
-    ),
+    "comm.ranks": ("get_global_rank", "get_group_rank", "get_process_group_ranks"),
+    "comm.agreement": ("agree", "agreeing"),
+    "comm.groups": ("Group", "coalescing_manager", "two_level"),
     "comm.objects": ("broadcast_object_list", "gather_object", "scatter_object_list"),
     "comm.launch": ("run",),
     "optim.optimizer": ("ZeroRedundancyOptimizer",),
@@ -55,16 +48,9 @@ if TYPE_CHECKING:
     from .optim.optimizer import ZeroRedundancyOptimizer
     from .backward.ddp_overlap import hook_with_zero_step, hook_with_zero_step_interleaved, overlap
     from .backward.data_parallel import data_parallel
-    from .comm.process_group import (
-        Group,
-        agree,
-        agreeing,
-        coalescing_manager,
-        get_global_rank,
-        get_group_rank,
-        get_process_group_ranks,
-        two_level,
-    )
+    from .comm.ranks import get_global_rank, get_group_rank, get_process_group_ranks
+    from .comm.agreement import agree, agreeing
+    from .comm.groups import Group, coalescing_manager, two_level
     from .comm.recording import record, simulate
     from .plan.schedule import make_schedule
     from .plan.sharder import (

@@ -39,7 +39,7 @@ from ..comm.objects import gather_object
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..backward.ddp_overlap import overlap
 from ..backward.data_parallel import data_parallel
-from ..comm.process_group import Group
+from ..comm.groups import Group
 from ..comm.recording import record, simulate
 from .train import GPT
 

@@ -36,7 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..comm.objects import gather_object
-from ..comm.process_group import Group, agree
+from ..comm.agreement import agree
+from ..comm.groups import Group
 
 # %% auto #0
 __all__ = ['OPTIMIZERS', 'INDENT', 'SKIP', 'PROMPTS', 'FREE', 'option', 'TrainConfig', 'Corpus', 'read_corpus', 'windows',

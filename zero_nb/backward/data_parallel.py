@@ -47,7 +47,9 @@ from zero_nb.backward.ddp_overlap import (
     start_mean,
 )
 from ..optim.pieces import Shard, look, specs
-from ..comm.process_group import Group, Work, agreeing, coalescing_manager
+from ..comm.agreement import agreeing
+from ..comm.collectives import Work
+from ..comm.groups import Group, coalescing_manager
 
 # %% auto #0
 __all__ = ['Arriving', 'Reads', 'Search', 'SetAside', 'Gathers', 'ParallelWay', 'plan_arrivals', 'Pool', 'lay', 'Places', 'Homes',

@@ -26,7 +26,9 @@ from ..optim.flat import FlatBucket
 from ..optim.iteration import Iteration, Reduction, StepPlan, Transform, make_step_plan
 from ..optim.optimizer import IN_FLIGHT, ZeroRedundancyOptimizer
 from ..optim.pieces import Shard, close_pieces, look, open_bucket, settle, specs
-from ..comm.process_group import Group, Work, agreeing, fail, mark_agreed
+from ..comm.agreement import agreeing
+from ..comm.collectives import Work, mark_agreed
+from ..comm.groups import Group, fail
 from ..plan.schedule import Schedule, make_schedule, order
 from ..plan.sharder import Policy, by_group, even, mixed, runs
 

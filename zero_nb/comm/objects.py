@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .process_group import Board, Group, agreeing, connect, get_group_rank, patience
+from .agreement import Board, agreeing, patience
+from .groups import Group, connect
+from .ranks import get_group_rank
 
 # %% auto #0
 __all__ = ['PIECE', 'dump', 'load', 'byte_device', 'gather_bytes', 'exchange_bytes', 'broadcast_object_list', 'gather_object',

@@ -20,16 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_nb.comm.process_group import (
-    Board,
-    Group,
-    Ranks,
-    _read,
-    _store,
-    abort,
-    elsewhere,
-    patience,
-)
+from ..comm.agreement import Board, _read, _store, elsewhere, patience
+from ..comm.groups import Group, abort
+from ..comm.ranks import Ranks
 
 # %% auto #0
 __all__ = ['SLOTS', 'FAN_OUT', 'Count', 'Attendance', 'draw_attendance', 'JoinEvent', 'unwrap_store', 'waiting_connection',

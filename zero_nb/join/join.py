@@ -22,7 +22,8 @@ from ..comm.objects import broadcast_object_list, dump
 from ..optim.optimizer import _Join
 from ..backward.ddp_overlap import Hook, found_tensors, unstepped_grad
 from ..backward.data_parallel import Parallel, copy_from
-from ..comm.process_group import Group, agreeing
+from ..comm.agreement import agreeing
+from ..comm.groups import Group
 from zero_nb.join.event_log import (
     ActiveRanks,
     Attendance,

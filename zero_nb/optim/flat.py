@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..plan.buckets import Bucket, Slot
-from ..comm.process_group import Group, Parts
+from ..comm.collectives import Parts
+from ..comm.groups import Group
 
 # %% auto #0
 __all__ = ['flatten', 'flatten_like', 'move_together', 'FlatBucket']

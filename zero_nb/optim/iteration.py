@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..comm.process_group import Work
+from ..comm.collectives import Work
 from .flat import FlatBucket
 from .pieces import Shard, close_pieces, open_bucket, settle
 from ..plan.schedule import Schedule, Step, make_schedule, order

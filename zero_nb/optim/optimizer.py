@@ -43,17 +43,9 @@ from zero_nb.optim.pieces import (
     specs,
     split_piece,
 )
-from zero_nb.comm.process_group import (
-    Group,
-    TwoLevel,
-    Work,
-    agreeing,
-    fail,
-    fails_everywhere,
-    log_once,
-    mark_agreed,
-    two_level,
-)
+from ..comm.agreement import agreeing, log_once
+from ..comm.collectives import Work, mark_agreed
+from ..comm.groups import Group, TwoLevel, fail, fails_everywhere, two_level
 from zero_nb.optim.rules import (
     Rule,
     Settings,

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from ..plan.buckets import BucketPlan, Slot
 from .flat import FlatBucket, flatten, flatten_like
-from ..comm.process_group import Group
+from ..comm.groups import Group
 from ..plan.sharder import ParamSpec, ParamTable
 
 # %% auto #0
