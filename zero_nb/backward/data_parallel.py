@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from operator import itemgetter
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 import torch
@@ -53,8 +53,8 @@ from ..comm.groups import Group, coalescing_manager
 
 # %% auto #0
 __all__ = ['Arriving', 'Reads', 'Search', 'SetAside', 'Gathers', 'ParallelWay', 'plan_arrivals', 'Pool', 'lay', 'Places', 'Homes',
-           'Gradients', 'Adding', 'Filling', 'Heard', 'Averaged', 'Planned', 'Late', 'Backward', 'Steps', 'copy_from',
-           'Buffers', 'Attending', 'DataParallel', 'Joined', 'Parallel', 'data_parallel']
+           'StepObserver', 'Gradients', 'Adding', 'Filling', 'Heard', 'Averaged', 'Planned', 'Late', 'Backward',
+           'Steps', 'copy_from', 'Buffers', 'Attending', 'DataParallel', 'Joined', 'Parallel', 'data_parallel']
 
 # %% ../../nbs/backward/04_data_parallel.ipynb #d4695a9e
 class Arriving(dict[str, Any]):
@@ -593,6 +593,13 @@ class Homes(Places):
             p.grad = None
         return gradient, has
 
+# %% ../../nbs/backward/04_data_parallel.ipynb #c3348ee5
+class StepObserver(Protocol):
+    """What is called when an iteration begins."""
+
+    def before_reduction(self) -> None:
+        """Do what has to come before anything is sent."""
+
 # %% ../../nbs/backward/04_data_parallel.ipynb #c3348ee6
 class Gradients(Attached):
     """Takes gradients as they come, and gives buckets to a runner when they are full."""
@@ -605,9 +612,7 @@ class Gradients(Attached):
     live = False  # whether the schedule runs meanwhile, for it is known which parameters have a gradient
     learned = False  # whether that is known
     syncs = True  # not in `no_sync`
-    announce: Callable[[], None] | None = (
-        None  # told before an iteration sends anything; join/03_join listens
-    )
+    observers: tuple[StepObserver, ...] = ()  # blocks of join/03_join, the innermost one last
     owes = False  # a backward, after a forward in torch's `Join`
     follows = False  # takes part in a backward of ranks that have data, without one here
     # whether something is called at the end of the backward in progress, of all of it where
@@ -674,8 +679,8 @@ class Filling(Adding):
         """Start an iteration: the one before it is over, and its parameters are there."""
         self.stepped_grads.remove()
         self.wait()
-        if self.announce:
-            self.announce()
+        if self.observers:
+            self.observers[-1].before_reduction()
         self.under_way, self.owes = True, False
         self.sure = self.ending or self.clean
         if not self.ending:
@@ -1109,12 +1114,20 @@ class Buffers(Steps):
     # sends buffers before the next forward: the last one was in neither `no_sync` nor `no_grad`, as
     # DDP's `require_forward_param_sync`
     buffers_due = True
-    aligns = True  # sends buffers before forward, if it is told to; in a block of join/03_join they are sent by others
     has_buffers: bool  # that are sent before forward; as in DDP, those of the beginning count
 
     def send_buffers(self, ranks: Sequence[int] = ()) -> None:
         """Give all ranks the same buffers, those of ranks with data."""
         _align_buffers(self.module, self.zero, self.way.buffers, ranks)
+
+    def add_observer(self, observer: StepObserver) -> None:
+        """Call an observer before each iteration sends anything, and leave buffers to it."""
+        self.observers = (*self.observers, observer)
+
+    def remove_observer(self, observer: StepObserver) -> None:
+        """Go on without an observer; all ranks call this, and send buffers in the next forward."""
+        self.observers = tuple(other for other in self.observers if other is not observer)
+        self.buffers_due = True
 
     def count_ranks(self, here: bool) -> list[int]:  # group ranks
         """Find out which ranks have data, in torch's `Join`; all ranks call this."""
@@ -1259,7 +1272,7 @@ class DataParallel(Attending, _Joinable):
             with failing(self.levels):
                 self._notify()
         due, self.buffers_due = self.buffers_due, averages
-        if self.aligns and self.has_buffers and (averages if joined else due):
+        if not self.observers and self.has_buffers and (averages if joined else due):
             self.send_buffers(self.count_ranks(True) if joined else ())
 
     @abstractmethod

@@ -820,6 +820,8 @@ class _Model(_Backward):
 class _Handle(_Output):
     """What `data_parallel` gives, in a block."""
 
+    attached = False  # this rank's loop runs
+
     module = property(lambda self: self.joinable.module)
     driver = property(lambda self: self.joinable)
 
@@ -835,21 +837,22 @@ class _Handle(_Output):
 
     def attach(self) -> None:
         super().attach()
-        self.before_block = self.joinable.announce, self.joinable.aligns
-        self.joinable.announce, self.joinable.aligns, self.buffers = (
-            self.tell_backward,
-            False,
-            self.joinable.has_buffers,
-        )
+        self.buffers = self.joinable.has_buffers
+        self.attached = True
+        self.joinable.add_observer(self)
+
+    def before_reduction(self) -> None:
+        """Announce the reduction that begins, while this rank's loop runs."""
+        if self.attached:
+            self.tell_backward()
 
     def detach(self) -> None:
         super().detach()
-        self.joinable.announce = None
+        self.attached = False
 
     def restore(self) -> None:
         super().restore()
-        self.joinable.announce, self.joinable.aligns = self.before_block
-        self.joinable.buffers_due = True  # on all ranks, whatever was last on each
+        self.joinable.remove_observer(self)
 
     def sends(self, learns: bool) -> bool:
         return self.buffers and self.joinable.buffers_due
