@@ -5,9 +5,12 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Iterable
 from html.parser import HTMLParser
+from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from readme import readme
 
 ROOT = Path(__file__).parents[1]
@@ -43,44 +46,65 @@ def test_readme_is_the_index_notebook():
         assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run `make export`"
 
 
-def test_wheel_from_the_sdist_trains_in_a_clean_environment(tmp_path):
-    def call(*command, **kwargs):
-        done = subprocess.run(
-            list(map(str, command)), capture_output=True, text=True, timeout=600, **kwargs
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
+def required(*names: str) -> dict[str, metadata.Distribution]:
+    """Give the distributions installed here that these need, themselves included, by name."""
+    found, asked = {}, [Requirement(name) for name in names]
+    while asked:
+        requirement = asked.pop()
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if requirement.name.lower() not in found:
+            found[requirement.name.lower()] = metadata.distribution(requirement.name)
+            needs = found[requirement.name.lower()].requires or []
+            asked += [Requirement(need) for need in needs]
+    return found
 
+
+def environment(path: Path, distributions: Iterable[metadata.Distribution]) -> Path:
+    """Make an environment that has links to some installed distributions and nothing else; give its
+    interpreter. Neither an index nor a copy of torch is needed."""
+    venv.create(path, with_pip=False)
+    (site,) = path.glob("lib/python*/site-packages")
+    for distribution in distributions:
+        tops = {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}
+        for top in tops:
+            (site / top).symlink_to(distribution.locate_file(top))
+    return path / "bin" / "python"
+
+
+def call(*command, **kwargs) -> str:
+    """Run a command without this environment's variables; give its output."""
+    ours = ("PYTHONPATH", "VIRTUAL_ENV")
+    env = {k: v for k, v in os.environ.items() if k not in ours} | {"OMP_NUM_THREADS": "1"}
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=env, **kwargs)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_wheel_from_the_sdist_trains_in_a_clean_environment(tmp_path):
     source = tmp_path / "source"
-    for name in call(
-        "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
-    ).splitlines():
+    listed = call("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    for name in filter(lambda name: (ROOT / name).exists(), listed.splitlines()):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source / name)
-    call(
-        sys.executable, "-m", "build", "--outdir", tmp_path / "dist", source
-    )  # the sdist, then the wheel from it
+        shutil.copy(ROOT / name, source / name)
+    builder = environment(tmp_path / "builder", required("build", "setuptools").values())
+    # the sdist, then the wheel from it, with nothing but what pyproject.toml says they need
+    call(builder, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", source)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    venv.create(tmp_path / "clean", with_pip=True)
-    python = tmp_path / "clean" / "bin" / "python"
-    call(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
+    (own,) = metadata.distributions(path=[str(wheel)])
+    needs = [need for need in own.requires if "extra ==" not in need]
+    python = environment(tmp_path / "clean", required(*needs).values())
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    call(*pip, "install", "--quiet", "--no-index", "--no-deps", wheel)
+    call(*pip, "check")  # what it needs is there, in versions that it allows
     script = tmp_path / "train.py"
     script.write_text(TWO_LINES)
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    torchrun = [
-        tmp_path / "clean" / "bin" / "torchrun",
-        "--standalone",
-        "--nproc-per-node",
-        2,
-        script,
-    ]
-    assert call(*torchrun, cwd=tmp_path, env=env).count("trained") == 2
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    assert call(python, *torchrun, script, cwd=tmp_path).count("trained") == 2
     assert "train" in call(tmp_path / "clean" / "bin" / "zero-nb", "--help", cwd=tmp_path)
-    assert (
-        call(python, "-c", "import zero_nb; print(zero_nb.__version__)", cwd=tmp_path).strip()
-        == "0.1.0"
-    )
+    version = call(python, "-c", "import zero_nb; print(zero_nb.__version__)", cwd=tmp_path)
+    assert version.strip() == "0.1.0"
 
 
 class Links(HTMLParser):
@@ -94,12 +118,37 @@ class Links(HTMLParser):
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
         if "id" in attrs:
-            self.anchors.add(attrs["id"])
+            self.anchors.add(attrs["id"].lower())  # as the site spells them
         if tag == "a" and attrs.get("href"):
             self.links.append(attrs["href"])
 
 
-def test_every_notebook_becomes_a_page_whose_links_lead_somewhere(tmp_path, monkeypatch):
+def notebooks(folder: Path) -> list[str]:
+    """Give the notebooks below a folder, but for those that Jupyter keeps."""
+    found = sorted(folder.rglob("*.ipynb"))
+    return [
+        str(path.relative_to(folder)) for path in found if ".ipynb_checkpoints" not in path.parts
+    ]
+
+
+def broken_links(pages: dict[str, Links], name: str) -> list[str]:
+    """Give the links of a page that lead to no page, file or anchor of the site."""
+    broken = []
+    for link in pages[name].links:
+        if link.startswith(("http:", "https:", "mailto:", "data:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = os.path.normpath(os.path.join(os.path.dirname(name), path)) if path else name
+        target = target.replace(".html", ".ipynb")
+        known = target in pages or (ROOT / "nbs" / target).exists()
+        if not known or (
+            anchor and target in pages and anchor.lower() not in pages[target].anchors
+        ):
+            broken.append(link)
+    return broken
+
+
+def test_every_notebook_becomes_a_page_whose_links_lead_somewhere(monkeypatch):
     from nbconvert import HTMLExporter
     from nbdev.config import get_config
     from nbdev.serve import proc_nbs
@@ -107,27 +156,17 @@ def test_every_notebook_becomes_a_page_whose_links_lead_somewhere(tmp_path, monk
     monkeypatch.chdir(ROOT)
     get_config.cache_clear() if hasattr(get_config, "cache_clear") else None
     cache = Path(proc_nbs(n_workers=1, force=True))
-    pages = {
-        p.name: Links(HTMLExporter().from_filename(str(p))[0])
-        for p in sorted(cache.glob("*.ipynb"))
-    }
-    assert len(pages) == len(list((ROOT / "nbs").glob("*.ipynb")))
-    broken = []
-    for name, page in pages.items():
-        for link in page.links:
-            if link.startswith(("http:", "https:", "mailto:", "data:")):
-                continue
-            target, _, anchor = link.partition("#")
-            target = (target or name).replace(".html", ".ipynb")
-            known = target in pages or (ROOT / "nbs" / target).exists()
-            if not known or (anchor and target in pages and anchor not in pages[target].anchors):
-                broken.append((name, link))
-    assert not broken
+    exporter = HTMLExporter(exclude_input=True)  # code has no links
+    names = notebooks(cache)
+    assert names == notebooks(ROOT / "nbs") and len(names) > 20
+    pages = {name: Links(exporter.from_filename(str(cache / name))[0]) for name in names}
+    assert {name: broken for name in names if (broken := broken_links(pages, name))} == {}
 
 
 def test_the_sidebar_lists_every_notebook():
     sidebar = (ROOT / "nbs" / "sidebar.yml").read_text(encoding="utf-8")
-    assert [p.name for p in (ROOT / "nbs").glob("*.ipynb") if p.name not in sidebar] == []
+    names = notebooks(ROOT / "nbs")
+    assert len(names) > 20 and [name for name in names if name not in sidebar] == []
 
 
 WITHOUT_DISTRIBUTED = """
