@@ -1,6 +1,7 @@
 """Collectives against arithmetic on every size of group, and agreement against every way to disagree."""
 
 import inspect
+import itertools
 import multiprocessing
 import os
 import random
@@ -297,8 +298,9 @@ MOVED = [
 
 
 def everything(size: int, dtype: torch.dtype, async_op: bool) -> list[str]:
-    """Compare every collective on parts of unequal size with what arithmetic says; return the kinds that were wrong."""
-    g, wrong = Group(), []
+    """Compare every collective of a new group on parts of unequal size with what arithmetic says;
+    return the kinds that were wrong."""
+    g, wrong = Group(dist.new_group()), []
     r, n = g.group_rank, g.size
     sizes = [size * (1 + rank % 3) if rank != 1 else 0 for rank in range(n)]
     everyone = [((torch.arange(sum(sizes)) + rank) % 5).to(dtype) for rank in range(n)]
@@ -336,10 +338,10 @@ def everything(size: int, dtype: torch.dtype, async_op: bool) -> list[str]:
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", MOVED, ids=str)
-def test_unequal_parts_of_any_dtype(size, dtype):
-    for async_op in (False, True):
-        assert run(size, everything, 7, dtype, async_op) == [[]] * size
+def test_unequal_parts_of_any_dtype(size):
+    cases = list(itertools.product(MOVED, (False, True)))
+    for found in run(size, lambda: {case: everything(7, *case) for case in cases}):
+        assert found == {case: [] for case in cases}
 
 
 @pytest.mark.usefixtures("way")
@@ -507,8 +509,8 @@ def test_split_of_a_process_alone():
 
 
 def coalesced(seed: int, async_ops: bool) -> list[bool]:
-    """Run a random block and the same calls one by one; compare."""
-    g, dice = Group(), random.Random(seed)
+    """Run a random block on a new group and the same calls one by one; compare."""
+    g, dice = Group(dist.new_group()), random.Random(seed)
     plan = []
     for _ in range(dice.randint(1, 30)):
         kind, dtype = (
@@ -551,10 +553,13 @@ def coalesced(seed: int, async_ops: bool) -> list[bool]:
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("seed", range(12))
-def test_a_block_is_its_calls(seed):
-    for same in run(1 + seed % 4, coalesced, seed, seed % 2 == 0):
-        assert all(same)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_block_is_its_calls(size):
+    def several():
+        return {seed: coalesced(seed, seed // 4 % 2 == 0) for seed in range(size - 1, 12, 4)}
+
+    for found in run(size, several):
+        assert len(found) == 3 and all(map(all, found.values())), found
 
 
 def test_sends_in_a_block():
@@ -701,7 +706,7 @@ def test_fake_tensors():
 
 def unlike(size: int, kind: str, fault: str):
     """Run a collective in which the last rank's tensor differs; then one in which it does not."""
-    g, n = Group(), dist.get_world_size()
+    g, n = Group(dist.new_group()), dist.get_world_size()
     numel = {"longer": size + n, "shorter": size - n}.get(fault, size)
     dtype = {"longer type": torch.float64, "type": torch.int32}.get(fault, torch.float32)
     odd = torch.ones(numel, dtype=dtype) if g.group_rank == n - 1 else torch.ones(size)
@@ -712,33 +717,31 @@ def unlike(size: int, kind: str, fault: str):
     return said, sent, x.item()
 
 
-@pytest.mark.parametrize("fault", ["longer", "shorter", "longer type", "type"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "all_reduce",
-        "broadcast",
-        "reduce_scatter",
-        "all_gather",
-        "gather",
-        "scatter",
-        "all_to_all",
-        "coalescing",
-    ],
-)
-def test_tensors_that_differ_between_ranks_are_found_before_they_are_sent(kind, fault):
-    for size in (2, 3):
-        got = run(size, unlike, 24, kind, fault)
-        assert [(kind, sent, total) for (kind, _), sent, total in got] == [
+FAULTS = ["longer", "shorter", "longer type", "type"]
+UNLIKE = [
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter",
+    "all_gather",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "coalescing",
+]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_tensors_that_differ_between_ranks_are_found_before_they_are_sent(size):
+    cases = list(itertools.product(UNLIKE, FAULTS))
+    ranks = run(size, lambda: {case: unlike(24, *case) for case in cases})
+    for kind, fault in cases:
+        got = [found[kind, fault] for found in ranks]
+        assert [(error[0], sent, total) for error, sent, total in got] == [
             ("ValueError", False, float(size))
-        ] * size
-        assert len({message for (_, message), _, _ in got}) == 1
-        message = got[0][0][1]
-        assert (
-            "rank 0 has" in message
-            and f"rank {size - 1} has" in message
-            and f"{6 if kind == 'coalescing' else 24} float32" in message
-        )
+        ] * size, (kind, fault)
+        (message,) = {error[1] for error, _, _ in got}
+        assert "rank 0 has" in message and f"rank {size - 1} has" in message
+        assert f"{6 if kind == 'coalescing' else 24} float32" in message
         assert message.count("test_process_group.py:") == (1 if kind == "coalescing" else 2)
 
 
@@ -1214,11 +1217,10 @@ print(bereaved(rank, *sys.argv[2:], 0.3))
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("kind", COLLECTIVES)
-def test_abort_frees_a_stuck_rank(kind, known):
+def test_abort_frees_a_stuck_rank(known):
     """Stuck in a collective that is known, or where a new one is compared."""
 
-    def stuck():
+    def stuck(kind):
         g, x = clone(Group(), timeout=timedelta(seconds=60)), torch.zeros(3 << 18)
         if known:
             start(g, kind, x)
@@ -1231,21 +1233,20 @@ def test_abort_frees_a_stuck_rank(kind, known):
         begin = time.monotonic()
         said = caught_error(lambda: start(g, kind, x))
         dist.barrier()
+        timer.join()
         return said, time.monotonic() - begin < 30
 
-    first, *others = run(3, stuck)
-    assert first == (None, None)
-    for said, early in others:
-        if kind in ("gather", "scatter", "broadcast", "exchange") and said is None:
-            continue  # nothing of it was stuck on this rank
-        assert (
-            early
-            and said[0] == "RuntimeError"
-            and (
-                "failed" in said[1] or (not known and "the group was aborted while rank" in said[1])
-            )
-        )
-    assert any(said for said, _ in others)
+    ranks = run(3, lambda: {kind: stuck(kind) for kind in COLLECTIVES})
+    at_comparison = "failed" if known else "the group was aborted while rank"
+    for kind in COLLECTIVES:
+        first, *others = [found[kind] for found in ranks]
+        assert first == (None, None)
+        assert any(said for said, _ in others), kind
+        for said, early in others:
+            if kind in ("gather", "scatter", "broadcast", "exchange") and said is None:
+                continue  # nothing of it was stuck on this rank
+            assert early and said[0] == "RuntimeError", (kind, said)
+            assert "failed" in said[1] or at_comparison in said[1], (kind, said)
 
 
 def test_ended_groups_say_so():
