@@ -10,7 +10,7 @@ from torch import nn
 
 from zero_nb.comm.groups import two_level
 from zero_nb.comm.launch import run
-from zero_nb.optim import optimizer
+from zero_nb.optim import state
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 SHAPES = [(7,), (3, 5), (64,), (33, 9), (1,), (0,), (200,)]
@@ -108,7 +108,7 @@ class History:
 
     def start(self, ours=None, plain=None):
         """Make the optimizers, or make them anew of what was saved at another world size."""
-        optimizer.ROUND = self.chance.choice([1, 50, 1 << 20])
+        state.ROUND = self.chance.choice([1, 50, 1 << 20])
         if not plain:
             self.freeze(0.3)
         else:
@@ -170,7 +170,7 @@ class History:
         strange = {**state, "state": {**state["state"], 99: {}}}
 
         def broken():  # a local optimizer does not load on one rank, after others perhaps
-            optim = [*self.zero.optims.values()][-1]
+            optim = [*self.zero.local.by_class.values()][-1]
             if last:
                 optim.load_state_dict = refuse
             try:

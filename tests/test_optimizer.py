@@ -802,7 +802,7 @@ def test_a_group_may_choose_how_it_is_shared_out():
         zero.step()
         return (
             owned(zero),
-            [kind.__name__ for kind in zero.optims],
+            [kind.__name__ for kind in zero.local.by_class],
             model[3].weight.detach()[0].item(),
             [g.get("momentum") for g in zero.param_groups],
         )
@@ -844,7 +844,7 @@ def test_classes_that_cannot_be_sharded_are_refused_and_a_failed_group_leaves_no
         for p in (weight, bias):
             p.grad = torch.ones_like(p)
         zero.step()
-        return errors, len(zero.param_groups), list(zero.optims), bias.tolist()
+        return errors, len(zero.param_groups), list(zero.local.by_class), bias.tolist()
 
     for errors, groups, kinds, bias in run(2, refused):
         kinds_of_error = [kind for kind, _ in errors]
@@ -1343,7 +1343,7 @@ def moved(view):
         peaks.append(
             peak_bytes(
                 torch.device("cpu"),
-                lambda plan=plan: zero.replan(zero.shards, "to measure it", plan),
+                lambda plan=plan: zero.reshard(zero.shards, "to measure it", plan),
             )
         )
         gc.collect()

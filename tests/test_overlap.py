@@ -545,7 +545,7 @@ def hybrid(interleaved):
         unsharded("adamw", plain, False),
         sharded("adamw", ours, False, process_group=two_level(2)),
     )
-    assert zero.group.size == 2 and zero.across.size == 2
+    assert zero.group.size == 2 and zero.replica_group.size == 2
     overlap(ours, zero, interleaved=interleaved)
     return side_by_side((plain, optimizer), (ours, zero), 5) < 1e-9
 
@@ -826,7 +826,7 @@ def wrapped_too_early():
         backward(ours, "plain", step)
     model.last.requires_grad_(True)
     error = caught_error(lambda: backward(ours, "plain", 3))
-    return error, sum(len(optim.state) for optim in zero.optims.values())
+    return error, sum(len(optim.state) for optim in zero.local.by_class.values())
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -918,7 +918,7 @@ def failing_at(where, step, interleaved, nodes=False):
         return default_hooks.allreduce_hook(None, bucket)
 
     if where == "step":
-        for optim in zero.optims.values():
+        for optim in zero.local.by_class.values():
             optim.register_step_pre_hook(lambda *_: 1 / 0 if mine and now == step else None)
     overlap(model, zero, hook=hook if where == "hook" else None, interleaved=interleaved)
     begin = time.monotonic()

@@ -770,7 +770,7 @@ class Averaged(Heard):
     )
 
     def _everywhere(self, tensor: Tensor) -> None:  # add up over all ranks
-        for group in self.zero.levels:
+        for group in self.zero.groups:
             group.all_reduce(tensor)
 
     def _start(self, i: int, gradient: Tensor) -> Finish:
@@ -790,25 +790,25 @@ class Averaged(Heard):
         elif not soon and i not in self.parts:
             part = gradient[slice(*bucket.bucket.part(self.zero.group.group_rank))]
             self.parts[i] = torch.empty_like(part, dtype=mean_dtype(part.dtype, wire))
-        mean = start_mean(bucket, gradient, self.zero.across, wire, None if soon else self.parts[i])
+        mean = start_mean(
+            bucket, gradient, self.zero.replica_group, wire, None if soon else self.parts[i]
+        )
         used = (
             torch.tensor(self.has[i], dtype=torch.float32, device=gradient.device)
             if self.asks and soon
             else None
         )
-        asked = None if used is None else self.zero.levels[0].all_reduce(used, async_op=True)
+        asked = None if used is None else self.zero.groups[0].all_reduce(used, async_op=True)
 
         def finish() -> Tensor:
             part = mean()
             if used is not None and asked is not None:
                 asked.wait()
-                for group in self.zero.levels[1:]:
+                for group in self.zero.groups[1:]:
                     group.all_reduce(used)
                 self._note(slots, used)
-            if not inside:
-                self.homes.pool.give(
-                    gradient
-                )  # the part waits long for its step, and the rest need not
+            if not inside:  # the part waits long for its step, and the rest need not
+                self.homes.pool.give(gradient)
             return part
 
         return finish
@@ -848,7 +848,7 @@ class Planned(Averaged):
         """Give a runner for iterations whose buckets are those of a shard."""
         self.parts, self.held, way = {}, {}, self.way
         method = "zero2-interleaved" if self.soon else "zero2"
-        mark_means(shard.buckets, self.zero.across, way.reduce_dtype)
+        mark_means(shard.buckets, self.zero.replica_group, way.reduce_dtype)
         return Runner(
             self.zero,
             shard,
@@ -863,7 +863,7 @@ class Planned(Averaged):
 
     def _order(self) -> list[int]:  # in which the gradients of the first rank came that had any
         order = list(self.arrivals)
-        for group in self.zero.levels:
+        for group in self.zero.groups:
             for source in range(group.size):
                 given = [order]
                 broadcast_object_list(given, group=group, group_src=source, weights_only=True)
@@ -886,7 +886,7 @@ class Planned(Averaged):
             plan_arrivals, self.zero, self.order, self.way.bucket_cap_mb, self.way.cut_mb
         )
         self.runner = self.make_runner(
-            self.zero.replan(self.zero.shards, "in the order in which gradients come", plan)
+            self.zero.reshard(self.zero.shards, "in the order in which gradients come", plan)
         )
 
     def start_trial(self) -> None:
@@ -1069,7 +1069,7 @@ def copy_from(module: nn.Module, zero: ZeroRedundancyOptimizer, group_rank: int 
         torch.autograd.graph.increment_version(
             tensors
         )  # before they are written, as in a gather: no graph that has saved them is gone through afterwards
-        for group in reversed(zero.levels):
+        for group in reversed(zero.groups):
             with coalescing_manager(group):
                 for t in tensors:
                     group.broadcast(t, group_rank)
@@ -1086,7 +1086,7 @@ def _align_buffers(
 ) -> None:
     """Give all ranks the same buffers."""
     root, count = (
-        (ranks[-1], len(ranks)) if ranks else (0, math.prod(group.size for group in zero.levels))
+        (ranks[-1], len(ranks)) if ranks else (0, math.prod(group.size for group in zero.groups))
     )
     buffers = [b.detach() for b in module.buffers() if b.numel()]
     means = [b for b in buffers if how == "average" and b.is_floating_point()]
@@ -1097,7 +1097,7 @@ def _align_buffers(
             b.zero_()
         for b in means:
             b.div_(count if b.itemsize < 4 else 1)  # of little range, as gradients
-        for group in reversed(zero.levels):
+        for group in reversed(zero.groups):
             with coalescing_manager(group):
                 for b in buffers:
                     group.all_reduce(b) if any(b is mean for mean in means) else group.broadcast(
@@ -1235,7 +1235,7 @@ class DataParallel(Attending, _Joinable):
     """A module whose gradients are averaged and stepped inside backward; made by `data_parallel`."""
 
     def __init__(self, module: nn.Module, zero: ZeroRedundancyOptimizer, way: ParallelWay):
-        levels = zero.levels if isinstance(zero, ZeroRedundancyOptimizer) else Group()
+        levels = zero.groups if isinstance(zero, ZeroRedundancyOptimizer) else Group()
         with agreeing(levels, "data_parallel", lambda: [way.described]):
             _check(module, zero, way)
         _Joinable.__init__(self)
@@ -1320,7 +1320,7 @@ class Joined(DataParallel):
     @property
     def join_process_group(self) -> Any:
         """The ranks that `Join` counts."""
-        if self.zero.across is None:
+        if self.zero.replica_group is None:
             return self.zero.join_process_group
         raise ValueError(
             "Join counts the ranks of one group, and the optimizer shares its state on each of"

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 __all__ = ['Finish', 'Copy', 'Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'Prepared', 'Runner', 'cut_in_place',
            'cut_runs', 'plan_buckets', 'Layout', 'find_layout', 'end_telling', 'AtEnd', 'at_end', 'found_tensors',
            'failing', 'norm_of', 'clip_parts', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'Care', 'Way',
-           'check_complex', 'check_pair', 'options_of', 'remembered', 'SideStream', 'Driver', 'Hook', 'Listening',
-           'in_torchs_join', 'Joined', 'Attached', 'done', 'beside', 'DdpTraits', 'read_traits', 'Arrival',
-           'DdpBackward', 'Switch', 'find_switch', 'DdpPlanner', 'DdpOverlap', 'overlap', 'hook_with_zero_step',
+           'check_complex', 'check_pair', 'options_of', 'SideStream', 'Driver', 'Hook', 'Listening', 'in_torchs_join',
+           'Joined', 'Attached', 'done', 'beside', 'DdpTraits', 'read_traits', 'Arrival', 'DdpBackward', 'Switch',
+           'find_switch', 'DdpPlanner', 'DdpOverlap', 'overlap', 'hook_with_zero_step',
            'hook_with_zero_step_interleaved']
 
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #bcb158cc
@@ -158,7 +158,7 @@ class Runner(Prepared):
     def arrive(self, index: int, gradient: Tensor) -> None:
         """Take the gradient of a bucket, and do what the schedule has before the next one."""
         if len(self.todo) == len(self.phases["backward"]):
-            self.zero.take_options()
+            self.zero.local.pull_options(self.zero.param_groups)
         self.gradients[index] = gradient
         if self.reuses:
             self.rooms[index] = gradient
@@ -177,7 +177,9 @@ class Runner(Prepared):
         for op, i in self.phases["step"]:
             if not (together and op == "STEP"):
                 self._do(op, i)
-        self.zero.give_options()  # now: a scheduler may write others before the parameters have arrived
+        self.zero.local.push_options(
+            self.zero.param_groups
+        )  # now: a scheduler may write others before the parameters have arrived
         return True
 
     def part(self, i: int) -> Tensor:
@@ -203,18 +205,22 @@ def _reduce(self: Runner, i: int) -> None:
 
 def _step(self: Runner, i: int) -> None:
     pieces = open_bucket(
-        self.zero.optims.values(), self.shard, self.shard.buckets[i], self.part(i), self.lacks
+        self.zero.local.by_class.values(),
+        self.shard,
+        self.shard.buckets[i],
+        self.part(i),
+        self.lacks,
     )
-    for optim in self.zero.optims.values() if pieces else ():
+    for optim in self.zero.local.by_class.values() if pieces else ():
         optim.step()
     close_pieces(pieces)
     del self.parts[i]
 
 
 def _step_all(self: Runner) -> None:
-    optims, count = self.zero.optims.values(), len(self.shard.buckets)
+    optims, count = self.zero.local.by_class.values(), len(self.shard.buckets)
     parts = [self.part(i) for i in range(count)]
-    with self.zero.arriving():
+    with self.zero.checked_first_step():
         pieces = [
             p
             for bucket, part in zip(self.shard.buckets, parts, strict=True)
@@ -259,7 +265,9 @@ def cut_in_place(zero: ZeroRedundancyOptimizer) -> Policy:
     optimizer wants whole parameters."""
     return partial(
         mixed,
-        choose=by_group(*(even if rule.policy is runs else rule.policy for rule in zero.rules)),
+        choose=by_group(
+            *(even if rule.policy is runs else rule.policy for rule in zero.local.rules)
+        ),
     )
 
 
@@ -878,13 +886,13 @@ def check_pair(way: Way, ddp: Any, zero: Any) -> None:
             " and use master_dtype"
         )
     ours, theirs = (
-        zero.group.size * (zero.across.size if zero.across else 1),
+        zero.group.size * (zero.replica_group.size if zero.replica_group else 1),
         Group(ddp.process_group),
     )
     if theirs.size != ours or not set(zero.group.ranks) <= set(theirs.ranks):
         raise ValueError(
             f"the model averages over ranks {list(theirs.ranks)}, the optimizer shares its state"
-            f" over {list(zero.group.ranks)}{' on each of several nodes' if zero.across else ''};"
+            f" over {list(zero.group.ranks)}{' on each of several nodes' if zero.replica_group else ''};"
             " make both with the same ranks"
         )
 
@@ -905,28 +913,6 @@ def options_of(optim: torch.optim.Optimizer) -> list[dict[str, Any]]:
         }
         for group in optim.param_groups
     ]
-
-
-def remembered(optims: Iterable[torch.optim.Optimizer]) -> str:
-    """Write down what optimizers remember beside the state of parameters."""
-    groups = [
-        {k: v for k, v in group.items() if k != "params"}
-        for optim in optims
-        for group in optim.param_groups
-    ]
-    others = [
-        {k: v for k, v in optim.state.items() if not isinstance(k, Tensor)} for optim in optims
-    ]
-    return str(
-        [
-            groups,
-            others,
-            [
-                {k: v for k, v in vars(optim).items() if isinstance(v, (int, float))}
-                for optim in optims
-            ],
-        ]
-    )
 
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #c256c058
 class SideStream:
@@ -1058,9 +1044,10 @@ class Driver(ABC):
         """Step all buckets of an iteration in one call, and find out whether the optimizer may be
         called for one at a time."""
         assert self.runner is not None, "the buckets are planned"
-        optims = self.zero.optims.values()
-        before, stepped = remembered(optims), running.finish(together=True)
-        if stepped and self.apart and before != remembered(optims):
+        local = self.zero.local
+        before = local.counters()
+        stepped = running.finish(together=True)
+        if stepped and self.apart and before != local.counters():
             self.apart = False
             self.runner = self.make_runner(running.shard)
             if self.way.interleaved:
@@ -1181,7 +1168,7 @@ class Attached(Joined):
     def attach(self, module: Any, zero: ZeroRedundancyOptimizer, way: Care) -> None:
         """Take the optimizer's steps."""
         self.zero, self.way, device = zero, way, zero.join_device
-        self.levels = zero.levels
+        self.levels = zero.groups
         self.stepped_grads = SteppedGradients()
         self.stream = SideStream(device) if device.type == "cuda" else None
         self.handles = [
@@ -1224,7 +1211,7 @@ class Attached(Joined):
         self.wait()
         self.leave()
         if self.step_plan:
-            self.zero.replan(self.zero.shards, "for steps outside backward")
+            self.zero.reshard(self.zero.shards, "for steps outside backward")
 
     def __enter__(self) -> Self:
         return self
@@ -1368,7 +1355,7 @@ class DdpBackward:
         if isinstance(wire, str):
             mean: Reduction = partial(self._hook_result, i)
         else:
-            mean = start_mean(self.buckets[i], gradient, self.zero.across, wire)
+            mean = start_mean(self.buckets[i], gradient, self.zero.replica_group, wire)
         if not self.asks_per_bucket or self.layout.buckets_in[j][0] != i:
             return mean
         arrival = self.arrivals[j]
@@ -1532,10 +1519,9 @@ class DdpPlanner:
             backward.pass_on(j)
         assert backward.iteration is not None, "it has begun"
         backward.exchange_used()
-        optims = self.zero.optims.values()
-        before = remembered(optims)
+        before = self.zero.local.counters()
         stepped = backward.iteration.finish(steps_per_bucket=False)
-        if stepped and self.steps_per_bucket and before != remembered(optims):
+        if stepped and self.steps_per_bucket and before != self.zero.local.counters():
             self.steps_per_bucket = False
             self.plan = plan
             if self.way.interleaved:
@@ -1550,9 +1536,9 @@ class DdpPlanner:
         zero = self.zero
         given = list(cut_runs(filled, self.traits.params, self.traits.cap_bytes))
         make = partial(plan_buckets, zero, given)
-        shard = zero.replan(zero.shards, "for the buckets that DDP filled", make)
+        shard = zero.reshard(zero.shards, "for the buckets that DDP filled", make)
         if not isinstance(self.way.wire, str):
-            mark_means(shard.buckets, zero.across, self.way.wire)
+            mark_means(shard.buckets, zero.replica_group, self.way.wire)
         self.layout = find_layout(shard.plan, filled, shard.params)
         self.plan = self._make_plan(shard, self.way.interleaved and self.steps_per_bucket)
         return shard
@@ -1586,7 +1572,7 @@ class DdpOverlap(Attached):
                 ddp.register_comm_hook(way.state, self.switch.make())
         self.traits = read_traits(ddp, zero.params())
         self.attach(ddp, zero, way)
-        self.levels = (*zero.levels, self.traits.ranks)
+        self.levels = (*zero.groups, self.traits.ranks)
         self.planner = DdpPlanner(zero, way, self.traits, self.judge)
         self.switch.attach(self, way)
 

@@ -174,6 +174,10 @@ class FlatBucket:
             self.part = torch.cat(self.mine)
         return self.part
 
+    def release(self) -> None:
+        """Give up what `load` brought side by side, and what was changed in it."""
+        self.part = None
+
     @property
     def equal_only(self) -> bool:
         """Whether the backend gathers equal parts only, in memory that is as large."""

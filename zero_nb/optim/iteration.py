@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..comm.collectives import Work
 from .flat import FlatBucket
+from .local_optimizers import LocalOptimizers
 from .pieces import Shard, close_pieces, open_bucket, settle
 from ..plan.schedule import Schedule, Step, make_schedule, order
 
@@ -127,16 +128,14 @@ class Steppable(Protocol):
     """An optimizer, as far as an iteration needs it."""
 
     @property
-    def optims(self) -> Mapping[type, torch.optim.Optimizer]:
-        """The local optimizers, by class."""
+    def local(self) -> LocalOptimizers:
+        """The optimizers of this rank's pieces."""
 
-    def take_options(self) -> None:
-        """Give the user's options to the local optimizers."""
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The user's groups, whose options the local optimizers share."""
 
-    def give_options(self) -> None:
-        """Show the user what a step has changed in the local optimizers' options."""
-
-    def arriving(self) -> AbstractContextManager[None]:
+    def checked_first_step(self) -> AbstractContextManager[None]:
         """Enclose the part of a first step that can fail on one rank alone."""
 
 
@@ -207,7 +206,9 @@ class Iteration:
         self.gather_order: list[int] = []  # buckets, by index, whose gather has started
         self._reducing = InFlight(Phase.REDUCING, BucketRun.wait_reduced)
         self._gathering = InFlight(Phase.GATHERING, BucketRun.finish_gather)
-        plan.optimizer.take_options()  # a scheduler may have changed them
+        plan.optimizer.local.pull_options(
+            plan.optimizer.param_groups
+        )  # a scheduler may have changed them
 
     def arrive(self, index: int, gradient: Tensor) -> None:
         """Take the gradient of a bucket, and do what the schedule has before the next one."""
@@ -236,12 +237,13 @@ class Iteration:
             if steps_per_bucket or op != "STEP":
                 self._do(op, i)
         # now: a scheduler may write others before the parameters have arrived
-        self.plan.optimizer.give_options()
+        optimizer = self.plan.optimizer
+        optimizer.local.push_options(optimizer.param_groups)
         return True
 
     def step(self, runs: Sequence[BucketRun], always: bool = False) -> None:
         """Step this rank's part of some buckets; `always`: also where it owns nothing of them."""
-        optims = self.plan.optimizer.optims.values()
+        optims = self.plan.optimizer.local.by_class.values()
         unused = self.reducer.unused
         pieces = []
         for run in runs:
@@ -283,7 +285,7 @@ class Iteration:
     def _step_all(self) -> None:
         for run in self.runs:
             run.wait_reduced()  # before the ranks agree on their first step
-        with self.plan.optimizer.arriving():
+        with self.plan.optimizer.checked_first_step():
             self.step(self.runs, always=True)
 
     def _gather(self, run: BucketRun, i: int) -> None:

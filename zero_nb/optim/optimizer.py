@@ -5,1332 +5,155 @@
 # %% ../../nbs/optim/09_optimizer.ipynb #53022c62
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import accumulate, groupby
-from operator import is_, itemgetter
+from operator import is_
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..plan.buckets import BucketPlan, EvenCuts, Slot, pack
-from .flat import FlatBucket, flatten, flatten_like
-from zero_nb.comm.objects import (
-    broadcast_object_list,
-    byte_device,
-    dump,
-    exchange_bytes,
-    gather_bytes,
-    load,
+from ..plan.buckets import BucketPlan
+from zero_nb.optim.local_optimizers import (
+    LocalOptimizers,
+    describe_plan,
+    take_groups,
 )
-from zero_nb.optim.pieces import (
-    Piece,
-    Run,
-    SCALARS,
-    Shard,
-    close_pieces,
-    open_pieces,
-    per_element,
-    refreshed,
-    rest,
-    settle,
-    specs,
-    split_piece,
-)
+from ..comm.objects import broadcast_object_list, byte_device
+from .pieces import Shard, close_pieces, open_pieces, rest, settle
 from ..comm.agreement import agreeing, log_once
-from ..comm.collectives import Work, mark_agreed
-from ..comm.groups import Group, TwoLevel, fail, fails_everywhere, two_level
+from ..comm.collectives import Work
+from ..comm.groups import Group, TwoLevel, fails_everywhere, two_level
 from zero_nb.optim.rules import (
     Rule,
     Settings,
     check_group,
     check_settings,
-    choose_fused,
     describe_state,
-    find_rule,
-    is_known,
     read_group,
     read_params,
     read_state,
 )
-from ..plan.sharder import ParamSpec, Policy, ParamTable, by_group, even, mixed, runs
-from .trial import find_trouble
+from zero_nb.optim.state import (
+    ShardedState,
+    StateLoad,
+    end_groups,
+    mark_plans_agreed,
+)
+from ..plan.sharder import Policy
 
 # %% auto #0
-__all__ = ['IN_FLIGHT', 'MASTER', 'Entry', 'Common', 'Holders', 'ROUND', 'Routes', 'LocalOptimizers', 'LocalShards',
-           'ShardedParameters', 'WholeState', 'Place', 'holders', 'holders_of', 'ShardedState', 'LoadedState',
-           'ShardedChanges', 'ShardedStep', 'CheckedState', 'HookedState', 'Copyable', 'DropIn',
-           'ZeroRedundancyOptimizer']
+__all__ = ['IN_FLIGHT', 'step_after_backward', 'ZeroRedundancyOptimizer']
 
 # %% ../../nbs/optim/09_optimizer.ipynb #2618d435
 IN_FLIGHT = 4  # packed buckets whose gather has started and not ended; bounds scratch memory to so many buckets
 
 
-def _sync(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """Copy hyper-parameters between groups; each side keeps its own parameters and its own choice of kernel."""
-    for theirs, ours in zip(source, target, strict=True):
-        ours.update(
-            {k: v for k, v in theirs.items() if k not in ("params", "param_names", "fused")}
-        )
-        if "fused" in theirs:
-            ours.setdefault("fused", None)
-
-
-def _gather(buckets: Iterable[FlatBucket]) -> None:
+def _gather_parameters(shards: Iterable[Shard]) -> None:
     """Bring every rank's part of every bucket to all ranks; collectives start in the order of the buckets."""
-    packed, in_place = deque[Work](), list[Work]()
-    for bucket in buckets:
+    packed = deque[Work]()
+    in_place = list[Work]()
+    for bucket in (bucket for shard in shards for bucket in shard.turns):
         if not bucket.packed:
             in_place.append(Work(bucket.all_gather()))
-        else:
-            if len(packed) == IN_FLIGHT:
-                packed.popleft().wait()
-            packed.append(Work(bucket.all_gather()))
+            continue
+        if len(packed) == IN_FLIGHT:
+            packed.popleft().wait()
+        packed.append(Work(bucket.all_gather()))
     for work in [*packed, *in_place]:
         work.wait()
 
-# %% ../../nbs/optim/09_optimizer.ipynb #26ac483a
-def _views(
-    group: dict[str, Any], shard: Shard
-) -> list[Tensor]:  # what a local optimizer steps of a group
-    if shard.alone:
-        return group["params"]
-    members = set(map(id, group["params"])) if len(shard.groups) > 1 else None
-    return [
-        piece.view for piece in shard.pieces if members is None or id(piece.params[0]) in members
-    ]
-
-
-def _sample(
-    group: dict[str, Any], shard: Shard
-) -> list[Tensor]:  # one parameter of each form where forms are known
-    if shard.alone or len(shard.groups) > 1:
-        return group["params"]
-    return [
-        *dict(zip(ParamTable.of(shard.plan.params).which, group["params"], strict=True)).values()
-    ]
-
-
-def _local_group(
-    optimizer_class: type,
-    group: dict[str, Any],  # the user's, with whole parameters
-    defaults: dict[str, Any],  # options of all groups of this class
-    shard: Shard,  # of these parameters, and perhaps of other groups'
-) -> dict[str, Any]:  # the same, with this rank's pieces
-    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    fused = choose_fused(optimizer_class, {**defaults, **group, "params": _sample(group, shard)})
-    return {
-        **options,
-        "params": _views(group, shard),
-        **({} if fused is None else {"fused": fused}),
-    }
-
-
-def _lines(rules: list[Rule], param_groups: list[dict[str, Any]], shards: list[Shard]) -> list[str]:
-    """Describe what must be the same on all ranks, one line a thing."""
-    options = [
-        f"group {i}: {rule.optimizer_class.__name__} "
-        + str({k: v for k, v in g.items() if k not in ("params", "param_names")})
-        for i, (rule, g) in enumerate(zip(rules, param_groups, strict=True))
-    ]
-    rosters = [ParamTable.of(shard.plan.params) for shard in shards]
-
-    def form(p: ParamSpec) -> str:
-        return f"{p.shape} {p.dtype} on {p.device}{'' if p.trainable else ', frozen'}"
-
-    params = [
-        f"{name} {text}" for r in rosters for name, text in zip(r.names, r.each(form), strict=True)
-    ]
-    strides = [
-        f"{name} strides {p.stride()}"
-        for r, shard in zip(rosters, shards, strict=True)
-        if not all(map(Tensor.is_contiguous, shard.params))
-        for name, p in zip(r.names, shard.params, strict=True)
-        if not p.is_contiguous()
-    ]
-    return [*options, *params, *strides, *(shard.plan.mark for shard in shards)]
-
-# %% ../../nbs/optim/09_optimizer.ipynb #6ed70d5a
-def _plan(
-    groups: list[dict[str, Any]], first: int, rules: list[Rule], world_size: int, settings: Settings
-) -> BucketPlan:
-    policies = [even if rule.policy is runs else rule.policy for rule in rules]
-    policy: Policy = (
-        policies[0]
-        if all(other is policies[0] for other in policies)
-        else partial(mixed, choose=by_group(*policies))
-    )
-    params = specs(groups, first, grads=True)
-    return pack(
-        params,
-        world_size,
-        policy=policy,
-        bucket_cap_mb=settings.bucket_cap_mb,
-        cut=False,
-        order=range(len(params)),
-        align=16,
-        pad=False,
-    )
-
-# %% ../../nbs/optim/09_optimizer.ipynb #3a4ac3d8
-class LocalOptimizers(torch.optim.Optimizer):
-    """The part of the optimizer that knows its local optimizers, and what they share with the user."""
-
-    group: Group  # ranks that share the state
-    settings: Settings
-    shards: list[Shard]  # one for each time that groups were taken
-    rules: list[Rule]  # by param group
-    optims: dict[
-        type, torch.optim.Optimizer
-    ]  # the local optimizers, over this rank's pieces, by class
-
-    # takes the steps, while one is attached: `step(kwargs)`, and `wait()` for parameters on their
-    # way (backward/02_ddp_overlap)
-    driver: Any = None
-
-    @property
-    def optim(self) -> torch.optim.Optimizer:
-        """The local optimizer, over this rank's pieces; the first of several."""
-        self.wait_for_driver()
-        return next(iter(self.optims.values()))
-
-    def wait_for_driver(self) -> None:
-        """Return when the parameters and state of the last step are there, for the current stream;
-        called by whatever reads them."""
-        if self.driver is not None:
-            self.driver.wait()
-
-    def local_groups(self) -> list[dict[str, Any]]:
-        """Give the local optimizers' groups, in the order of `param_groups`."""
-        left = {kind: iter(optim.param_groups) for kind, optim in self.optims.items()}
-        return [next(left[rule.optimizer_class]) for rule in self.rules]
-
-    def take_options(self) -> None:
-        """Give the user's options, which a scheduler may have changed, to the local optimizers."""
-        _sync(self.param_groups, self.local_groups())
-
-    def give_options(self) -> None:
-        """Show the user what a step has changed in the local optimizers' options."""
-        _sync(self.local_groups(), self.param_groups)
-
-# %% ../../nbs/optim/09_optimizer.ipynb #02ed3f56
-class LocalShards(LocalOptimizers):
-    """The part of the optimizer that plans param groups, and gives this rank's pieces to their optimizers."""
-
-    def check_groups(self) -> None:
-        """Refuse groups that the user has changed past `add_param_group`: parameters that no rank
-        would step, or that ranks would step without being asked."""
-        taken = [shard.params[i] for shard in self.shards for i in range(len(shard.params))]
-        given = [p for group in self.param_groups for p in group["params"]]
-        if (
-            len(given) == len(taken)
-            and all(map(is_, given, taken))
-            and len(self.param_groups) == len(self.rules)
-        ):
-            return
-        raise RuntimeError(
-            f"param_groups hold {len(given)} parameters in {len(self.param_groups)} groups that are"
-            f" not the {len(taken)} in {len(self.rules)} groups that were shared out; add"
-            " parameters by add_param_group(), and stop training some by requires_grad_(False)"
-        )
-
-    def _shard(self, groups: range, plan: Callable[[], BucketPlan] | None = None) -> Shard:
-        """Plan param groups, by index, and find this rank's pieces of them; where others made the
-        buckets, they give the plan, and the gradients."""
-        settings, taken = self.settings, [self.param_groups[i] for i in groups]
-        own = partial(_plan, taken, groups.start, self.rules, self.group.size, settings)
-        first = sum(len(group["params"]) for group in self.param_groups[: groups.start])
-        merges = [
-            may
-            for i in groups
-            for may in [self.rules[i].policy is runs] * len(self.param_groups[i]["params"])
-        ]
-        params = [p for group in taken for p in group["params"]]
-        return Shard(
-            plan or own,
-            params,
-            self.group,
-            settings.as_views,
-            first,
-            settings.master_dtype,
-            merges,
-            groups,
-            plan is None,
-        )
-
-    def _take(self, groups: range) -> None:
-        """Plan param groups, by index, and give this rank's pieces of them to the local optimizers."""
-        settings, shard = self.settings, self._shard(groups)
-        local: dict[type, list[dict[str, Any]]] = {}
-        for i in groups:
-            kind = self.rules[i].optimizer_class
-            local.setdefault(kind, []).append(
-                _local_group(kind, self.param_groups[i], settings.options(kind), shard)
-            )
-        for kind, mine in local.items():
-            if kind not in self.optims:
-                self.optims[kind] = kind(mine, **settings.options(kind))
-            else:
-                self.optims[kind].add_param_group(mine[0])  # groups that come later come one by one
-        self.give_options()
-        self.defaults = dict(self.optims.get(settings.optimizer_class, self.optim).defaults)
-        if not shard.alone:
-            rest(shard)
-        self.shards.append(shard)
-
-    def _mark_agreed(
-        self, shards: Sequence[Shard]
-    ) -> (
-        None
-    ):  # that all ranks have agreed on the plan of shards: their gathers need not be compared
-        for bucket in (bucket for shard in shards for bucket in shard.buckets):
-            mark_agreed(self.group, "all_gather", bucket.dtype, bucket.sizes)
-
-# %% ../../nbs/optim/09_optimizer.ipynb #b07d9dd3
-def _which_cut(
-    param_groups: list[dict[str, Any]], rules: list[Rule], shards: list[Shard]
-) -> list[bool]:
-    """Tell of which param groups a rank may own parts of parameters."""
-    cut = {
-        run[0]
-        for shard in shards
-        for piece in shard.pieces
-        if not piece.whole
-        for run in piece.runs
-    }
-    ends = [*accumulate(len(group["params"]) for group in param_groups)]
-    by_policy = {bisect_right(ends, index) for index in cut}  # a policy of the user's may cut, too
-    return [rule.policy is runs or i in by_policy for i, rule in enumerate(rules)]
-
-
-def _try_classes(
-    settings: Settings, param_groups: list[dict[str, Any]], rules: list[Rule], shards: list[Shard]
-) -> None:
-    """Refuse a class that does not step each parameter by itself, as far as a trial shows.
-
-    Raises `ValueError`."""
-    if settings.trusted or all(
-        is_known(kind, cuts=True) for kind in {rule.optimizer_class for rule in rules}
-    ):
-        return
-    groups: dict[tuple[type, bool], list[dict[str, Any]]] = {}
-    for rule, group, cuts in zip(
-        rules, param_groups, _which_cut(param_groups, rules, shards), strict=True
-    ):
-        groups.setdefault((rule.optimizer_class, cuts), []).append(group)
-    for (kind, cuts), of_kind in groups.items():
-        if not is_known(kind, cuts) and (
-            trouble := find_trouble(kind, settings.options(kind), of_kind, cuts)
-        ):
-            raise ValueError(
-                f"optimizer_class {kind.__name__} {trouble}. Sharded, it would not train as it does"
-                " unsharded: use it unsharded, or pass trust_optimizer_class=True to shard it all"
-                " the same"
-            )
-
-# %% ../../nbs/optim/09_optimizer.ipynb #a11877f6
-class ShardedParameters(LocalShards):
-    """Taking parameters: each change is agreed on by all ranks, or is an error on all of them."""
-
-    def __init__(self, params: Any, levels: Sequence[Group], settings: Settings):
-        self.levels, self.group, self.across = (
-            levels,
-            levels[0],
-            levels[1] if len(levels) > 1 else None,
-        )
-        self.settings, self.shards, self.rules, self.optims = settings, [], [], {}
-        with agreeing(
-            levels,
-            f"making {type(self).__name__}",
-            lambda: _lines(self.rules, self.param_groups, self.shards),
-        ):
-            find_rule(settings.optimizer_class, settings.shard)
-            if not isinstance(params, Tensor):
-                params = [dict(p) if isinstance(p, dict) else p for p in params]
-            super().__init__(params, {})
-            self._take(range(len(self.param_groups)))
-            _try_classes(self.settings, self.param_groups, self.rules, self.shards)
-        self._mark_agreed(self.shards)
-        log_once(
-            self.group,
-            lambda: "\n".join(f"{type(self).__name__}: {shard.plan}" for shard in self.shards),
-        )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters while training, as `torch.optim.Optimizer.add_param_group`; all ranks call this."""
-        if not self.shards:
-            return self._add(dict(param_group))  # the constructor takes all its groups together
-        shards, groups, optims = len(self.shards), len(self.param_groups), dict(self.optims)
-        try:
-            with agreeing(
-                self.levels,
-                "add_param_group",
-                lambda: _lines(self.rules, self.param_groups, self.shards),
-            ):
-                self._add(dict(param_group))
-                self._take(range(groups, len(self.param_groups)))
-                _try_classes(self.settings, self.param_groups, self.rules, self.shards)
-        except Exception:
-            del self.shards[shards:], self.param_groups[groups:], self.rules[groups:]
-            self.optims = optims
-            for kind, optim in optims.items():
-                del optim.param_groups[sum(rule.optimizer_class is kind for rule in self.rules) :]
-            raise
-        self._mark_agreed(self.shards[shards:])
-
-    def _add(self, group: dict[str, Any]) -> None:
-        """Take a group as `torch.optim` does, but leave its options to its local optimizer."""
-        rule = self.settings.rule(group)
-        options = self.settings.options(rule.optimizer_class)
-        if "fused" in options:
-            group.setdefault(
-                "fused", options["fused"]
-            )  # the one option that is not read back from the local optimizer
-        defaults, self.defaults = self.defaults, {}
-        try:
-            super().add_param_group(group)
-        finally:
-            self.defaults = defaults
-        self.rules.append(rule)
-
-# %% ../../nbs/optim/09_optimizer.ipynb #fb09d7c3
-MASTER = "master_param"  # key of the copy that is stepped, in the state of a parameter that has one
-Entry = tuple[
-    list[Run], bool, dict[Any, Any]
-]  # state of a piece: its runs, whether it is a whole parameter's, and the values
-Common = dict[
-    tuple[str, str], Any
-]  # state of no parameter, by where it is in a state dict ("state", or "" beside that) and its key
-
-
-def _check_plain(what: str, value: Any) -> None:
-    """Refuse what no other rank would read."""
-    try:
-        dump(value, weights_only=True)
-    except Exception as error:
-        raise TypeError(
-            f"{what} must be tensors and plain values, or it cannot move between ranks, got"
-            f" {value!r:.80}"
-        ) from error
-
-
-def _is_uncut(
-    key: str, value: Any, numel: int
-) -> bool:  # of a piece with so many elements: not one number for each, nor one for all
-    if isinstance(value, Tensor):
-        return value.dim() > 0 and not per_element(key, value, numel)
-    return any(
-        isinstance(v, Tensor)
-        for v in (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, (list, tuple))
-            else ()
-        )
-    )
-
-
-def _entry(optims: Iterable[torch.optim.Optimizer], piece: Piece) -> Entry:
-    """Give the state of a piece; of one that was cut, it must be one value for each element, or one for all."""
-    state = next(
-        (dict(optim.state[piece.view]) for optim in optims if piece.view in optim.state), {}
-    )
-    if piece.master:
-        state[MASTER] = piece.view.detach()
-    for key, value in state.items():
-        if not isinstance(value, (Tensor, int, float, str, type(None))):
-            _check_plain(f"state {key!r} of parameter {piece.runs[0][0]}", value)
-        if not piece.whole and _is_uncut(key, value, piece.numel):
-            what = (
-                f"shape {tuple(value.shape)}"
-                if isinstance(value, Tensor)
-                else f"a {type(value).__name__} of tensors"
-            )
-            raise ValueError(
-                f"state {key!r} of parameter {piece.runs[0][0]} has {what} for {piece.numel}"
-                " elements, so its optimizer is not element-wise and cannot be sharded with"
-                " shard='even'; use shard='whole'"
-            )
-    return piece.runs, piece.whole, state
-
-
-def _is_row(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return (
-        len(one) == len(other) and all(map(_same, one, other))
-        if isinstance(one, (list, tuple))
-        else bool(one == other)
-    )
-
-
-def _apart(entry: Entry) -> Iterator[tuple[Run, bool, dict[str, Any]]]:  # the state of each run
-    runs, whole, state = entry
-    at = 0
-    for (
-        index,
-        start,
-        stop,
-    ) in runs:  # what is one number for a piece is copied: parameters do not share a step count
-        where = slice(at, at := at + stop - start)
-        yield (
-            (index, start, stop),
-            whole,
-            {
-                k: v if whole else v[where] if isinstance(v, Tensor) and v.dim() else deepcopy(v)
-                for k, v in state.items()
-            },
-        )
-
-
-_UNEVEN = (
-    "parameter {}: {}. It had a gradient on some ranks and none on others in a step, so a part of"
-    " it was not stepped: give all ranks the same gradients, as DistributedDataParallel does, and"
-    " go back to an older checkpoint"
-)
-
-
-class WholeState:
-    """The state of whole parameters, put together from what all ranks have."""
-
-    def __init__(self, params: Sequence[Tensor]):
-        self.params, self.trouble = params, ""
-        self.by_param: dict[int, dict[str, Any]] = {}
-        self.common: Common = {}
-        self._filled = Counter[tuple[int, str]]()  # elements of each value
-
-    def add(self, entry: Entry) -> None:
-        """Put the state of a piece into the whole parameters'."""
-        for where, whole, state in _apart(entry):
-            for key, value in state.items():
-                self._add_value(where, whole, key, value)
-        for key, value in () if entry[0] else entry[2].items():
-            if not _same(self.common.setdefault(key, value), value):
-                self.trouble = f"state {key[1]!r}, of no parameter, is not the same on all ranks"
-
-    def _add_value(self, run: Run, whole: bool, key: str, value: Any) -> None:
-        index, start, stop = run
-        found, param = self.by_param.setdefault(index, {}), self.params[index]
-        self._filled[index, key] += stop - start
-        if not whole and _is_row(value):
-            if key not in found:
-                found[key] = torch.empty_like(param.detach(), dtype=value.dtype, device="cpu")
-            flatten(found[key])[start:stop] = value
-        else:
-            if key == "step" and not _same(found.setdefault(key, value), value):
-                self.trouble = _UNEVEN.format(index, "its parts have different step counts")
-            found[key] = value
-
-    def check(self) -> None:
-        """Refuse a state of which there are parts only; `RuntimeError`."""
-        for (index, key), count in self._filled.items():
-            numel = self.params[index].numel()
-            if count != numel:
-                self.trouble = _UNEVEN.format(
-                    index, f"there is state {key!r} of {count} of its {numel} elements"
-                )
-        if self.trouble:
-            raise RuntimeError(self.trouble)
-
-# %% ../../nbs/optim/09_optimizer.ipynb #dbf391a1
-def _cut(
-    state: dict[str, Any], run: Run, param: Tensor, whole: bool, elementwise: bool
-) -> dict[str, Any]:
-    """Take the state of a run out of the whole parameter's, as copies; `_join` backwards."""
-    out = {}
-    for key, value in state.items():
-        if (
-            isinstance(value, Tensor)
-            and elementwise
-            and key not in SCALARS
-            and value.dim()
-            and value.shape != param.shape
-        ):
-            raise ValueError(
-                f"state {key!r} of parameter {run[0]} has shape {tuple(value.shape)}, the parameter"
-                f" has {tuple(param.shape)}; load a state dict of the same model"
-            )
-        many = (
-            isinstance(value, Tensor)
-            and not whole
-            and key not in SCALARS
-            and value.shape == param.shape
-        )
-        out[key] = flatten_like(value, param)[run[1] : run[2]].clone() if many else deepcopy(value)
-    return out
-
-# %% ../../nbs/optim/09_optimizer.ipynb #7143bc15
-def _packed(entries: Sequence[Entry]) -> memoryview:  # nothing for nothing
-    known = [entry for entry in entries if entry[2]]
-    return dump(known, weights_only=False) if known else memoryview(b"")
-
-
-def _unpacked(data: memoryview) -> list[Entry]:  # in CPU memory
-    return load(data, "cpu", weights_only=True) if len(data) else []
-
-# %% ../../nbs/optim/09_optimizer.ipynb #ffd4bfd2
-def _reconcile(full: dict[int, dict[str, Any]], index: int, param: Tensor) -> None:
-    """Take into a parameter's copy what was written into the parameter; one that says no more than
-    that, of a parameter never stepped, is left out."""
-    state = full[index]
-    state[MASTER] = refreshed(state[MASTER], param)
-    if set(state) == {MASTER} and state[MASTER].equal(param.to(state[MASTER].dtype)):
-        del full[index]
-
-# %% ../../nbs/optim/09_optimizer.ipynb #b015e247
-class Place(NamedTuple):
-    """Where a run of a parameter is held: a slot of a bucket, and where that bucket is cut."""
-
-    bucket: int  # its index
-    slot: Slot
-    bounds: Sequence[int]  # group_rank r holds elements [bounds[r], bounds[r+1]) of the bucket
-
-
-Holders = Mapping[
-    int, Sequence[Place]
-]  # by index of a parameter in the optimizer; the same on all ranks
-
-
-def holders(shard: Shard) -> Holders:
-    """Tell which ranks hold the state of which elements."""
-    if shard.alone:
-        return {
-            shard.first + i: [Place(0, Slot(i, 0, p.numel(), 0), (0, p.numel()))]
-            for i, p in enumerate(shard.params)
-        }
-    found: dict[int, list[Place]] = {}
-    for number, bucket in enumerate(shard.plan.buckets):
-        for slot in bucket.slots:
-            found.setdefault(shard.first + slot.param, []).append(
-                Place(number, slot, bucket.bounds)
-            )
-    for i, p in enumerate(shard.params):
-        if not p.numel() and shard.plan.params[i].trainable:
-            found[shard.first + i] = []  # no element, and all ranks
-    return found
-
-
-def holders_of(
-    places: Iterable[Place], start: int, stop: int
-) -> Iterator[tuple[int, int, int, int]]:  # (group_rank, start, stop, bucket)
-    """Find the ranks that hold elements `[start, stop)` of a parameter."""
-    for number, slot, bounds in places:
-        low, high, shift = max(start, slot.start), min(stop, slot.stop), slot.offset - slot.start
-        rank = bisect_right(bounds, low + shift) - 1 if low < high else 0
-        while low < high:
-            end = min(high, bounds[rank + 1] - shift)
-            if low < end:
-                yield rank, low, end, number
-            low, rank = max(low, end), rank + 1
-
-
-def _is_empty(entry: Entry) -> bool:
-    return all(
-        start == stop for _, start, stop in entry[0]
-    )  # of a parameter without elements, which all ranks hold
-
-
-def _common(optim: torch.optim.Optimizer) -> Common:
-    """Give the state of no parameter, such as a count of steps: beside that of parameters, and
-    beside `state` in a class's own state dict."""
-    full = optim.state_dict()
-    return {
-        ("state", key): value for key, value in full["state"].items() if not isinstance(key, int)
-    } | {("", key): value for key, value in full.items() if key not in ("state", "param_groups")}
-
-
-class ShardedState(ShardedParameters):
-    """The part of the optimizer that saves."""
-
-    _full: dict[str, Any] | None = (
-        None  # the consolidated state dict without its groups, until the next step
-    )
-    _parked: tuple[
-        Entry, ...
-    ] = ()  # state of parameters that were frozen after they had been stepped
-    _parked_at: Holders = MappingProxyType({})  # where that of all ranks is
-    _byte_device = property(
-        lambda self: byte_device(self.group, self.params()[0].device),
-        doc="Where state travels between ranks.",
-    )
-    _pretends = property(
-        lambda self: self.group.backend(self._byte_device) == "fake",
-        doc="Whether nothing comes from other ranks.",
-    )
-
-    def _prefix(self, kind: type) -> str:  # of the keys of state of no parameter
-        return "" if len(self.optims) == 1 else f"{kind.__name__}."
-
-    def _common_of(self, kind: type, optim: torch.optim.Optimizer) -> Common:
-        found = {
-            (place, self._prefix(kind) + key): value
-            for (place, key), value in _common(optim).items()
-        }
-        for (_, key), value in found.items():
-            _check_plain(f"state {key!r}, of no parameter,", value)
-        return found
-
-    def params(self) -> list[Tensor]:
-        """Give all parameters, in the order in which they were registered."""
-        return [p for shard in self.shards for p in shard.params]
-
-    def _entries(self, shards: Sequence[Shard]) -> list[Entry]:  # of this rank, and what is parked
-        return [
-            *self._parked,
-            *(_entry(self.optims.values(), piece) for shard in shards for piece in shard.pieces),
-        ]
-
-    def consolidate_state_dict(
-        self,
-        to: int = 0,  # group rank that receives
-    ) -> None:
-        """Bring the whole state to one rank's memory (CPU), for `state_dict`; all ranks call this."""
-        entries, whole = list[Entry](), WholeState(self.params())
-        with agreeing(self.group, f"consolidate_state_dict(to={to})"):
-            if not 0 <= to < self.group.size:
-                raise ValueError(
-                    f"to must be a rank of the group, 0 to {self.group.size - 1}, got {to}"
-                )
-            entries = [
-                entry
-                for entry in self._entries(self.shards)
-                if self.group.group_rank == to or not _is_empty(entry)
-            ]
-            for kind, optim in self.optims.items():
-                entries.append(([], True, self._common_of(kind, optim)))
-        for data in gather_bytes(self.group, _packed(entries), to, self._byte_device):
-            for entry in _unpacked(data):
-                whole.add(entry)
-        with agreeing(self.group, "putting the state together"):
-            if not self._pretends:
-                whole.check()
-        full = whole.by_param
-        for index in [i for i, state in full.items() if MASTER in state]:
-            _reconcile(full, index, self.params()[index].detach().cpu())
-        state, beside = (
-            {key: value for (where, key), value in whole.common.items() if where == place}
-            for place in ("state", "")
-        )
-        if self.group.group_rank == to:
-            self._full = {"state": {**dict(sorted(full.items())), **state}, **beside}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Give the state dict of the unsharded optimizer, after `consolidate_state_dict` and before the next step.
-
-        Raises `RuntimeError` on ranks that hold none, as torch's class does."""
-        if self._full is not None:
-            return {**self._full, "param_groups": super().state_dict()["param_groups"]}
-        raise RuntimeError(
-            f"rank {self.group.global_rank} holds no consolidated state; call"
-            " consolidate_state_dict(to=...) on all ranks after the last step, and state_dict() on"
-            " the rank it went to"
-        )
-
-# %% ../../nbs/optim/09_optimizer.ipynb #c626b728
-def _mark(state: dict[str, Any]) -> list[Any]:  # equal for runs that may be stepped as one tensor
-    return [
-        (
-            key,
-            (
-                str(v.dtype)
-                if isinstance(v, Tensor) and v.dim()
-                else v.item()
-                if isinstance(v, Tensor)
-                else v
-            ),
-        )
-        for key, v in sorted(state.items())
-    ]
-
-
-def _dealt(
-    optims: Iterable[torch.optim.Optimizer],
-    shard: Shard,
-    piece: Piece,
-    parts: Sequence[dict[str, Any]],
-) -> Iterator[tuple[Piece, dict[str, Any]]]:
-    """Bring the states of a piece's runs together, in as many pieces as needed."""
-    left = iter(parts)
-    for new in split_piece(
-        optims, shard, piece, [_mark(part) for part in parts] if len(parts) > 1 else [None]
-    ):
-        mine = [next(left) for _ in new.runs]
-        many = (
-            {key for key, v in mine[0].items() if isinstance(v, Tensor) and v.dim()}
-            if len(mine) > 1
-            else set()
-        )
-        yield (
-            new,
-            {
-                key: torch.cat([part[key] for part in mine]) if key in many else v
-                for key, v in mine[0].items()
-            },
-        )
-
-
-def _load_local(
-    optim: torch.optim.Optimizer, states: dict[int, dict[str, Any]], common: Common, as_is: bool
-) -> None:
-    """Load the states of views, by their id, into the local optimizer that steps them, and what is
-    of no parameter; other views keep what they have."""
-    views = [view for group in optim.param_groups for view in group["params"]]
-    own: dict[Any, Any] = {
-        i: found
-        for i, view in enumerate(views)
-        if (found := states.get(id(view), optim.state.get(view)))
-    }
-    state, beside = (
-        {key: value for (where, key), value in common.items() if where == place}
-        for place in ("state", "")
-    )
-    optim.load_state_dict(
-        {**beside, "state": own | state, "param_groups": optim.state_dict()["param_groups"]}
-    )
-    for i, view in (
-        enumerate(views) if as_is else ()
-    ):  # torch makes all numbers of a state what the parameter is, which may be bfloat16
-        given = {k: v for k, v in own.get(i, {}).items() if isinstance(v, Tensor) and not v.dim()}
-        if given:
-            optim.state[view].update(
-                {k: v.to(optim.state[view][k].device) for k, v in given.items()}
-            )
-
-# %% ../../nbs/optim/09_optimizer.ipynb #bd4e3f9b
-def _parks(shard: Shard, full: dict[int, dict[str, Any]]) -> Holders:
-    """Tell which rank keeps what of the state of parameters that no rank steps: each a part, or one all of it."""
-    size, found = shard.group.size, dict[int, list[Place]]()
-    for place, p in enumerate(() if shard.alone else shard.params):
-        if shard.plan.params[place].trainable or not full.get(index := shard.first + place):
-            continue
-        n, keeper = p.numel(), index % size
-        bounds: Sequence[int] = (
-            EvenCuts(-(-n // size), n, size)
-            if shard.merges[place]
-            else [0] * (keeper + 1) + [n] * (size - keeper)
-        )
-        found[index] = (
-            [Place(0, Slot(place, 0, n, 0), bounds)] if n else []
-        )  # all ranks keep what has no elements
-    return found
-
-
-def _to_park(
-    shard: Shard, full: dict[int, dict[str, Any]], parks: Holders
-) -> Iterator[Entry]:  # this rank's part
-    """Cut the state of parameters that no rank steps."""
-    rank = shard.group.group_rank
-    for index, places in parks.items():
-        p, apart = shard.params[place := index - shard.first], shard.merges[place] and bool(places)
-        run = next(
-            ((index, bounds[rank], bounds[rank + 1]) for _, _, bounds in places), (index, 0, 0)
-        )
-        if run[1] < run[2] or not places:
-            yield (
-                [run],
-                not apart,
-                _as_loaded(_cut(full[index], run, p, not apart, apart), p, shard),
-            )
-
-
-def _as_loaded(
-    state: dict[str, Any], param: Tensor, shard: Shard
-) -> dict[str, Any]:  # in the dtypes that torch.optim gives what it loads
-    dtype = shard.master_dtype or param.dtype
-    return {
-        k: v.to(dtype) if isinstance(v, Tensor) and k != "step" and param.is_floating_point() else v
-        for k, v in state.items()
-    }
-
-# %% ../../nbs/optim/09_optimizer.ipynb #77a2f8c7
-class LoadedState(ShardedState):
-    """The part of the optimizer that loads."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state dict of an unsharded optimizer, or of this one at any world size; all
-        ranks call this with the same one."""
-        full = {i: state for i, state in state_dict["state"].items() if isinstance(i, int)}
-        common: Common = {
-            ("state", key): value
-            for key, value in state_dict["state"].items()
-            if not isinstance(key, int)
-        }
-        common |= {
-            ("", key): value
-            for key, value in state_dict.items()
-            if key not in ("state", "param_groups")
-        }
-        undo: Callable[[], None] | None = None
-        try:
-            with agreeing(
-                self.levels,
-                "load_state_dict",
-                lambda: [f"{i} {sorted(s)}" for i, s in sorted(full.items())],
-            ):
-                given = [
-                    (shard, [*self._dealt(shard, self._cuts(shard, full))]) for shard in self.shards
-                ]
-                parks = [_parks(shard, full) for shard in self.shards]
-                parked = tuple(
-                    entry
-                    for shard, its in zip(self.shards, parks, strict=True)
-                    for entry in _to_park(shard, full, its)
-                )
-                undo = self._remembered()
-                super().load_state_dict({**state_dict, "state": {}})
-                self._parked, self._parked_at, self._full = (
-                    parked,
-                    {i: places for its in parks for i, places in its.items()},
-                    None,
-                )
-                for shard, dealt in given:
-                    self._give(shard, dealt, self._common_states(common))
-        except Exception:  # on any rank
-            if undo:
-                undo()
-            raise
-
-    def _remembered(self) -> Callable[[], None]:
-        """Note what a load replaces; call what is returned to have it back."""
-        parked, groups = (self._parked, self._parked_at, self._full), self.param_groups
-        local = [
-            (vars(optim), {**vars(optim), "defaults": dict(optim.defaults)})
-            for optim in self.optims.values()
-        ]
-        masters = [
-            (piece, piece.view.data, piece.versions)
-            for shard in self.shards
-            for piece in shard.pieces
-            if piece.master
-        ]
-
-        def undo() -> None:
-            (self._parked, self._parked_at, self._full), self.param_groups = parked, groups
-            for now, before in local:
-                now.clear()
-                now.update(before)
-            for piece, data, versions in masters:
-                piece.view.data = data
-                piece.versions = versions
-
-        return undo
-
-    def _common_states(self, common: Common) -> dict[type, Common]:  # of each class, as copies
-        prefixes = {kind: self._prefix(kind) for kind in self.optims}
-        return {
-            kind: {
-                (where, key.removeprefix(prefix)): deepcopy(value)
-                for (where, key), value in common.items()
-                if key.startswith(prefix)
-            }
-            for kind, prefix in prefixes.items()
-        }
-
-    def _cuts(
-        self, shard: Shard, full: dict[int, dict[str, Any]]
-    ) -> list[tuple[Piece, list[dict[str, Any]]]]:  # by piece, the state of each run
-        def cut(piece: Piece, run: Run, param: Tensor) -> dict[str, Any]:
-            return _cut(
-                full.get(run[0], {}), run, param, piece.whole, shard.merges[run[0] - shard.first]
-            )
-
-        return [
-            (piece, [*map(partial(cut, piece), piece.runs, piece.params)]) for piece in shard.pieces
-        ]
-
-    def _dealt(
-        self,
-        shard: Shard,
-        parts: Iterable[tuple[Piece, list[dict[str, Any]]]],  # of each piece, the state of its runs
-    ) -> Iterator[tuple[Piece, dict[str, Any]]]:  # which may be more pieces
-        for old, found in parts:
-            yield from _dealt(list(self.optims.values()), shard, old, found)
-
-    def _give(
-        self,
-        shard: Shard,
-        dealt: Sequence[tuple[Piece, dict[str, Any]]],  # pieces and their state
-        common: (
-            dict[type, Common]
-            # state of no parameter, by class; None: what there is stays, and all comes from the same
-            # optimizer
-            | None
-        ) = None,
-    ) -> None:
-        for piece, state in dealt:
-            if piece.master:
-                piece.view.data = torch.empty_like(piece.view.data).copy_(
-                    state.pop(MASTER) if MASTER in state else piece.read()
-                )
-            # the next step looks whether the parameters are what the copy rounds to: a model may be
-            # loaded before or after
-            piece.versions = []
-        rest(shard)
-        states = {id(piece.view): state for piece, state in dealt}
-        for kind, optim in self.optims.items():
-            _load_local(
-                optim, states, _common(optim) if common is None else common[kind], common is None
-            )
-
-# %% ../../nbs/optim/09_optimizer.ipynb #1bf8d0c4
-ROUND = (
-    1 << 20
-)  # elements of parameters that a rank is sent the state of at once; bounds what a change of plan takes in memory
-
-
-def _rounds(new: Shard) -> list[list[int]]:  # buckets by index; 0 if there are none
-    """Tell the state of which buckets moves together; equal on all ranks."""
-    ends = accumulate(bucket.bucket.numel for bucket in new.buckets)
-    numbers = enumerate([end // (ROUND * new.group.size) for end in ends] or [0])
-    return [[i for i, _ in together] for _, together in groupby(numbers, key=itemgetter(1))]
-
-
-def _wanted(new: Shard, run: Run, whole: bool, state: dict[str, Any], low: int, high: int) -> Entry:
-    """Cut out of the state of a run what a rank owns by a new plan."""
-    index, place = run[0], run[0] - new.first
-    if not new.merges[place] or run[1] == run[2]:
-        return [run], whole, state
-    if whole:
-        return (
-            [(index, low, high)],
-            False,
-            _cut(state, (index, low, high), new.params[place], False, True),
-        )
-    return (
-        [(index, low, high)],
-        False,
-        {k: v[low - run[1] : high - run[1]].clone() if _is_row(v) else v for k, v in state.items()},
-    )
-
-# %% ../../nbs/optim/09_optimizer.ipynb #e496df02
-Routes = dict[
-    int, list[tuple[int, Callable[[], Entry]]]
-]  # by bucket: to whom, and what when its turn comes
-
-
-def _routes(
-    entries: Iterable[Entry], new: Shard, owners: Holders
-) -> tuple[Routes, tuple[Entry, ...]]:  # and what nobody trains now
-    """Find out who is to have which state."""
-    routes, parked = Routes(), list[Entry]()
-    for own, whole, state in (part for entry in entries for part in _apart(entry)):
-        index, start, stop = own
-        if index not in owners:
-            parked.append(
-                (
-                    [own],
-                    whole,
-                    {k: v if whole or not _is_row(v) else v.clone() for k, v in state.items()},
-                )
-            )
-        elif start == stop:
-            routes.setdefault(0, []).append(
-                (new.group.group_rank, partial(_wanted, new, own, whole, state, 0, 0))
-            )  # this rank keeps it
-        for rank, low, high, i in holders_of(owners.get(index, ()), start, stop):
-            routes.setdefault(i, []).append(
-                (rank, partial(_wanted, new, own, whole, state, low, high))
-            )
-    return routes, tuple(parked)
-
-
-def _sources(new: Shard, buckets: Sequence[int], old: Holders) -> set[int]:  # group ranks
-    """Tell which ranks hold state of what this rank owns of some buckets; they know it too, and send."""
-    owned = [slot for i in buckets if i < len(new.buckets) for slot in new.buckets[i].owned]
-    return {
-        rank
-        for slot in owned
-        for rank, *_ in holders_of(old.get(new.first + slot.param, ()), slot.start, slot.stop)
-    }
-
-
-def _assembled(
-    piece: Piece, run: Run, param: Tensor, found: Sequence[Entry]
-) -> dict[str, Any]:  # found: of this parameter
-    """Put together the state of a run of a new piece."""
-    if run[1] == run[2]:
-        return found[0][2] if found else {}
-    parts = sorted(
-        (at, stop, i)
-        for i, ([(_, at, stop)], _, _) in enumerate(found)
-        if at < run[2] and run[1] < stop
-    )
-    came = sum(stop - at for at, stop, _ in parts)
-    if came < run[2] - run[1]:
-        # never stepped; or the rest was to come from ranks that are only simulated, for
-        # `_check_even` has looked before
-        return {}
-    states = [found[i][2] for *_, i in parts]
-    if found[parts[0][2]][1]:
-        return states[0]  # of a whole parameter
-    joined = {
-        k: torch.cat([state[k] for state in states]) if _is_row(v) else deepcopy(v)
-        for k, v in states[0].items()
-    }  # runs do not share a step count
-    if not piece.whole:
-        return joined
-    return {
-        k: v.as_strided(param.shape, param.stride()) if _is_row(v) else v for k, v in joined.items()
-    }
-
-# %% ../../nbs/optim/09_optimizer.ipynb #79e3c049
-def _dealt_out(
-    group: Group,
-    routes: list[tuple[int, Callable[[], Entry]]],
-    sources: set[int],
-    device: torch.device,
-) -> dict[int, list[Entry]]:  # what came here, by parameter
-    goes, found = dict[int, list[Callable[[], Entry]]](), dict[int, list[Entry]]()
-    while routes:
-        goes.setdefault(routes[-1][0], []).append(routes.pop()[1])
-    came = exchange_bytes(
-        group,
-        {rank: _packed([make() for make in goes.pop(rank)]) for rank in list(goes)},
-        sources,
-        device,
-    )
-    while came:
-        for entry in _unpacked(came.popitem()[1]):
-            found.setdefault(entry[0][0][0], []).append(entry)
-    return found
-
-
-def _moved(
-    routes: Routes,
-    new: Shard,
-    old: Holders,
-    device: torch.device,
-) -> Iterator[tuple[Piece, list[dict[str, Any]]]]:  # of each piece, the state of its runs
-    """Send state to its new owners."""
-    homes = {id(bucket): i for i, bucket in enumerate(new.buckets)}
-    pieces = [(homes.get(id(piece.bucket), 0), piece) for piece in new.pieces]
-    for buckets in _rounds(new):
-        found = _dealt_out(
-            new.group,
-            [route for i in buckets for route in routes.pop(i, ())],
-            _sources(new, buckets, old),
-            device,
-        )
-        for i, piece in pieces:
-            if i in buckets:
-                yield (
-                    piece,
-                    [
-                        _assembled(piece, run, p, found.get(run[0], ()))
-                        for run, p in zip(piece.runs, piece.params, strict=True)
-                    ],
-                )
-        found.clear()  # before the next round
-
-# %% ../../nbs/optim/09_optimizer.ipynb #50953a47
-def _steps(state: dict[str, Any]) -> int:  # 0: it does not say
-    count = state.get("step")
-    return (
-        int(count)
-        if isinstance(count, (int, float)) or (isinstance(count, Tensor) and count.numel() == 1)
-        else 0
-    )
-
-
-class ShardedChanges(LoadedState):
-    """The part of the optimizer that follows what is frozen and what is not, and who fills the buckets."""
-
-    def replan(
-        self, olds: Sequence[Shard], why: str, plan: Callable[[], BucketPlan] | None = None
-    ) -> Shard:
-        """Plan the parameters of neighbouring shards anew, as one, and move their state to its new
-        owners; all ranks call this."""
-        self.wait_for_driver()
-        first, entries = self.shards.index(olds[0]), list[Entry]()
-        with agreeing(
-            self.levels,
-            f"planning anew {why}",
-            lambda: _lines(self.rules, self.param_groups, [new]),
-        ):
-            new = self._shard(range(olds[0].groups.start, olds[-1].groups.stop), plan)
-            entries += self._entries(olds)
-        counts = self._counts(entries)
-        with agreeing(self.levels, f"looking for all parts of the state {why}"):
-            self._check_even(entries, counts)
-        try:
-            self._move(first, olds, new, entries)
-        except Exception as error:
-            self._leave_groups(error)
-            raise
-        return new
-
-    def _move(self, first: int, olds: Sequence[Shard], new: Shard, entries: list[Entry]) -> None:
-        before, owners = (
-            {
-                **self._parked_at,
-                **{i: places for old in olds for i, places in holders(old).items()},
-            },
-            holders(new),
-        )
-        for old in olds:
-            self._give_up(old)
-        self.shards[first : first + len(olds)] = [new]
-        for i in new.groups:
-            self.local_groups()[i]["params"] = _views(self.param_groups[i], new)
-        rest(new)
-        self._mark_agreed([new])
-        routes, self._parked = _routes(entries, new, owners)
-        self._parked_at = {i: places for i, places in before.items() if i not in owners}
-        entries.clear()
-        self._give(new, [*self._dealt(new, _moved(routes, new, before, self._byte_device))])
-
-    def _counts(
-        self, entries: Sequence[Entry]
-    ) -> (
-        Tensor
-    ):  # of each parameter, over all ranks: elements with state, and the sum of their step counts
-        here = [[0, 0] for _ in self.params()]
-        for where, _, state in entries:
-            for index, start, stop in where if state.keys() - {MASTER} else ():
-                here[index][0] += stop - start
-                here[index][1] += (stop - start) * _steps(state)
-        counts = torch.tensor(here, dtype=torch.int64, device=self._byte_device)
-        self.group.all_reduce(counts)
-        return counts
-
-    def _check_even(self, entries: Sequence[Entry], counts: Tensor) -> None:
-        """Refuse a state of which there are parts only; `RuntimeError`."""
-        if self._pretends:
-            return
-        every, params = counts.tolist(), self.params()
-        for index, (count, _) in enumerate(every):
-            if count not in (0, numel := params[index].numel()):
-                raise RuntimeError(
-                    _UNEVEN.format(index, f"there is state of {count} of its {numel} elements")
-                )
-        stepped = {
-            (index, _steps(state))
-            for where, _, state in entries
-            if state.keys() - {MASTER}
-            for index, *_ in where
-        }
-        for index, steps in stepped:
-            if every[index][1] != steps * every[index][0]:
-                raise RuntimeError(_UNEVEN.format(index, "its parts have different step counts"))
-
-    def _leave_groups(self, error: Exception) -> None:
-        """End the groups, so that no rank waits for this one; with two levels also the job's, in
-        which the ranks of other nodes wait next."""
-        job = Group()
-        fail(
-            (
-                self.levels
-                if self.across is None or job.size != self.group.size * self.across.size
-                else (*self.levels, job)
-            ),
-            error,
-        )
-
-    def _give_up(
-        self, old: Shard
-    ) -> None:  # the memory of a shard, and its state, but for what has been taken note of
-        for optim in self.optims.values():
-            for piece in old.pieces:
-                optim.state.pop(piece.view, None)
-        for i in old.groups:
-            self.local_groups()[i]["params"] = []
-        old.let_go()
-
 # %% ../../nbs/optim/09_optimizer.ipynb #7d21f2d9
-class ShardedStep(ShardedChanges):
-    """The part of the optimizer that steps."""
+def _check_backends(group: Group, params: Sequence[Tensor]) -> None:
+    """Refuse what could be stepped and not be sent; `ValueError`."""
+    if group.size == 1:
+        return
+    for device in {p.device for p in params}:
+        if group.backend(device) == "none":
+            raise ValueError(
+                f"no backend of {group} serves {device}, where a parameter is; initialize"
+                " the process group with one, for example backend='cpu:gloo,cuda:nccl'"
+            )
 
-    _agreed = 0  # param groups that all ranks have stepped
 
-    @contextmanager
-    def arriving(self, lines: Callable[[], Sequence[str]] = lambda: ()) -> Iterator[None]:
-        """Enclose the part of a step that can fail on one rank alone; what fails in the first step,
-        or of `lines` differs, is an error on every rank."""
-        if len(self.param_groups) == self._agreed:
-            yield
-        else:
-            with agreeing(
-                self.levels,
-                "the first step",
-                lambda: [*describe_state({"param_groups": self.param_groups}), *lines()],
-            ):
-                yield
-            self._agreed = len(self.param_groups)
+def _check_param_groups(
+    param_groups: list[dict[str, Any]], rules: list[Rule], shards: list[Shard]
+) -> None:
+    """Refuse groups that the user has changed past `add_param_group`: parameters that no rank
+    would step, or that ranks would step without being asked."""
+    taken = [shard.params[i] for shard in shards for i in range(len(shard.params))]
+    given = [p for group in param_groups for p in group["params"]]
+    if len(param_groups) == len(rules) and len(given) == len(taken) and all(map(is_, given, taken)):
+        return
+    raise RuntimeError(
+        f"param_groups hold {len(given)} parameters in {len(param_groups)} groups that are"
+        f" not the {len(taken)} in {len(rules)} groups that were shared out; add"
+        " parameters by add_param_group(), and stop training some by requires_grad_(False)"
+    )
 
-    def _check_backends(self) -> None:  # before anything is stepped that could not be sent
-        if self.group.size == 1:
-            return
-        for device in {p.device for p in self.params()}:
-            if self.group.backend(device) == "none":
-                raise ValueError(
-                    f"no backend of {self.group} serves {device}, where a parameter is; initialize"
-                    " the process group with one, for example backend='cpu:gloo,cuda:nccl'"
-                )
 
-    def _which_gradients(self) -> list[str]:
-        return [
-            f"parameter {i} with{'out' * (p.grad is None)} a gradient"
-            for i, p in enumerate(self.params())
-        ]
+def _which_gradients(params: Sequence[Tensor]) -> list[str]:
+    return [
+        f"parameter {i} with{'out' * (p.grad is None)} a gradient" for i, p in enumerate(params)
+    ]
 
-    def _step(self, kwargs: dict[str, Any]) -> Any:  # what the first local optimizer returns
-        shards = [shard for shard in self.shards if not shard.alone]
-        why = "for parameters that were frozen, unfrozen or moved"
-        shards = [self.replan([shard], why) if shard.changed() else shard for shard in shards]
-        opened, agreed = False, len(self.param_groups) != self._agreed
-        try:
-            with self.arriving(self._which_gradients):
-                self.check_groups()
-                if agreed:
-                    self._check_backends()
-                for shard in shards:
-                    open_pieces(self.optims.values(), shard)
-                self.take_options()
-                opened = True
-                returned = [optim.step(**kwargs) for optim in self.optims.values()]
-            self.give_options()
-        except Exception as error:
-            self._end_failed_step(shards, opened, None if agreed else error)
-            raise
-        try:
+# %% ../../nbs/optim/09_optimizer.ipynb #7d21f2e0
+def step_after_backward(zero: ZeroRedundancyOptimizer, kwargs: dict[str, Any]) -> Any:
+    """Step this rank's pieces and gather the parameters; returns what the first local optimizer returns."""
+    why = "for parameters that were frozen, unfrozen or moved"
+    shards = [shard for shard in zero.shards if not shard.alone]
+    shards = [zero.reshard([shard], why) if shard.changed() else shard for shard in shards]
+    first = len(zero.param_groups) != zero._stepped_groups
+    checked: Any = nullcontext()
+    if first:
+        checked = zero.checked_first_step(lambda: _which_gradients(zero.params()))
+    local = zero.local
+    opened = False
+    try:
+        with checked:
+            _check_param_groups(zero.param_groups, local.rules, zero.shards)
+            if first:
+                _check_backends(zero.group, zero.params())
             for shard in shards:
-                close_pieces(shard.pieces)
-            _gather(bucket for shard in shards for bucket in shard.turns)
-        except Exception as error:
-            self._leave_groups(error)
-            raise
+                open_pieces(local.by_class.values(), shard)
+            local.pull_options(zero.param_groups)
+            opened = True
+            returned = local.step(**kwargs)
+            local.push_options(zero.param_groups)
+    except Exception as error:
+        _end_failed_step(zero, shards, opened, None if first else error)
+        raise
+    try:
         for shard in shards:
-            settle(shard.pieces)
-        return returned[0]
+            close_pieces(shard.pieces)
+        _gather_parameters(shards)
+    except Exception as error:
+        end_groups(zero.groups, error)
+        raise
+    for shard in shards:
+        settle(shard.pieces)
+    return returned
 
-    def _end_failed_step(
-        self, shards: list[Shard], opened: bool, error: Exception | None
-    ) -> None:  # None: all ranks know of it
-        """Leave the same parameters on all ranks: what a local optimizer had stepped stays stepped,
-        as in `torch.optim`. If not all fail, end the job."""
-        for shard in shards:
-            close_pieces(shard.pieces) if opened else rest(shard)
-        if self.across is None and fails_everywhere(self.levels):
-            _gather(bucket for shard in shards for bucket in shard.turns)
-        elif error is not None:
-            self._leave_groups(
-                error
-            )  # or the others would wait for this rank; and what nodes hold of one part may differ now
+
+def _end_failed_step(
+    zero: ZeroRedundancyOptimizer,
+    shards: list[Shard],
+    opened: bool,
+    error: Exception | None,  # None: all ranks know of it
+) -> None:
+    """Leave the same parameters on all ranks: what a local optimizer had stepped stays stepped,
+    as in `torch.optim`. If not all fail, end the job."""
+    for shard in shards:
+        close_pieces(shard.pieces) if opened else rest(shard)
+    if zero.replica_group is None and fails_everywhere(zero.groups):
+        _gather_parameters(shards)
+    elif (
+        error is not None
+    ):  # or the others would wait for this rank; and what nodes hold of one part may differ now
+        end_groups(zero.groups, error)
 
 # %% ../../nbs/optim/09_optimizer.ipynb #2b8e32fb
 @contextmanager
@@ -1347,130 +170,12 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         vars(optimizer).update(held)
 
 
-def _changed(optimizer: torch.optim.Optimizer, hooks: dict[int, Any], state_dict: Any) -> Any:
+def _call_hooks(optimizer: torch.optim.Optimizer, hooks: dict[int, Any], state_dict: Any) -> Any:
     """Call hooks that may give another state dict in the place of the one they get."""
     for hook in hooks.values():
-        state_dict = state_dict if (given := hook(optimizer, state_dict)) is None else given
+        given = hook(optimizer, state_dict)
+        state_dict = state_dict if given is None else given
     return state_dict
-
-# %% ../../nbs/optim/09_optimizer.ipynb #6ba4a926
-class CheckedState(ShardedStep):
-    """The part of the optimizer that looks at what comes in."""
-
-    def __init__(
-        self, params: Any, levels: Sequence[Group], settings: Settings, overlap_with_ddp: bool
-    ):
-        with agreeing(levels, f"making {type(self).__name__}", lambda: shared):
-            params = read_params(params)
-            shared = check_settings(params, settings, overlap_with_ddp)
-        super().__init__(params, levels, settings)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters while training, as `torch.optim.Optimizer.add_param_group`; all ranks call this."""
-        self.wait_for_driver()
-        if "process_group" in vars(self):  # the constructor has looked at its own
-            with agreeing(self.levels, "add_param_group"):
-                if self.driver:
-                    raise RuntimeError(
-                        "parameters cannot be added while the step is overlapped, for DDP does not"
-                        " reduce their gradients; detach the overlap, and wrap the model again"
-                    )
-                check_group(param_group := read_group(param_group), self.settings)
-            self.take_options()  # what a scheduler has written since the last step is not lost
-        super().add_param_group(param_group)
-        self._full = None  # it lacks the group
-
-    def consolidate_state_dict(
-        self,
-        to: int | None = 0,  # group rank that receives; None: all of them
-    ) -> None:
-        """Bring the whole state to one rank's memory (CPU), for `state_dict`; all ranks call this."""
-        self.wait_for_driver()
-        with agreeing(self.group, f"consolidate_state_dict(to={to})"):
-            if not isinstance(to, (int, type(None))):
-                raise TypeError(f"to must be a rank of the group, or None for all, got {to!r}")
-        with _without_hooks(self):
-            super().consolidate_state_dict(0 if to is None else to)
-        if to is None:
-            broadcast_object_list(
-                full := [self._full],
-                group=self.group,
-                device=self._byte_device,
-                group_src=0,
-                weights_only=True,
-            )
-        if to is None:
-            self._full = full[0]
-
-# %% ../../nbs/optim/09_optimizer.ipynb #05de1d67
-class HookedState(CheckedState):
-    """The part of the optimizer that calls the hooks of state dicts."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Give the state dict of the unsharded optimizer, after `consolidate_state_dict` and before the next step.
-
-        Raises `RuntimeError` on ranks that hold none, as torch's class does."""
-        self.wait_for_driver()  # a hook may read anything
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
-        with _without_hooks(self):
-            full = super().state_dict()
-        state = {i: dict(s) if isinstance(i, int) else s for i, s in full["state"].items()}
-        full = {**full, "state": state, "param_groups": [dict(g) for g in full["param_groups"]]}
-        return _changed(self, self._optimizer_state_dict_post_hooks, full)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state dict of an unsharded optimizer, or of this one at any world size; all
-        ranks call this with the same one."""
-        self.wait_for_driver()
-        with agreeing(self.levels, "load_state_dict", lambda: describe_state(read)):
-            given = dict(state_dict) if isinstance(state_dict, dict) else state_dict
-            read = read_state(
-                _changed(self, self._optimizer_load_state_dict_pre_hooks, given),
-                self.param_groups,
-                self.rules,
-            )
-        with _without_hooks(self):
-            super().load_state_dict(read)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
-
-# %% ../../nbs/optim/09_optimizer.ipynb #3ff44a61
-class Copyable(HookedState):
-    """The part of the optimizer that may be copied, and looked into."""
-
-    @property
-    def state(self) -> Any:
-        """This rank's part of the state, by class; whole it is in `state_dict`. Never empty, since
-        torch steps an optimizer whose state is."""
-        self.wait_for_driver()
-        return MappingProxyType(
-            {kind.__name__: optim.state for kind, optim in vars(self).get("optims", {}).items()}
-        )
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        if (
-            value or vars(self).get("optims")
-        ):  # the base class sets an empty one when it is made: what it would keep is in the local optimizers
-            raise AttributeError(
-                "the state is spread over the ranks and cannot be set; load one by"
-                " load_state_dict() or make a new optimizer for an empty one"
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.wait_for_driver()
-        return {"defaults": self.defaults, "param_groups": self.param_groups}
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if "process_group" in vars(self) or name.startswith("__"):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            raise AttributeError(
-                f"a copied or unpickled {type(self).__name__} holds its param groups but no process"
-                f" group, so it has no {name!r}; make a new one and load a state dict"
-            )
 
 # %% ../../nbs/optim/09_optimizer.ipynb #7359232c
 def _find_join() -> Any:
@@ -1487,7 +192,7 @@ _JoinHook: Any = _Join.JoinHook
 _Joinable: Any = _Join.Joinable
 
 
-class _GoOn(_JoinHook):
+class _StepWithoutData(_JoinHook):
     """What a rank does in the place of an iteration it has no data for: bring its part of the
     parameters to the others."""
 
@@ -1503,62 +208,52 @@ class _GoOn(_JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         _Joinable.__init__(self.optimizer)  # and what follows the block is not about joining
 
-# %% ../../nbs/optim/09_optimizer.ipynb #1eb1158e
-class DropIn(Copyable, _Joinable):
-    """The part of the optimizer with torch's attributes, which takes part in `Join`."""
 
-    initialized = True  # for code that asks torch's class
-    _opt_called = False  # a scheduler of torch looks for this
-
-    def __init__(
-        self, params: Any, levels: Sequence[Group], settings: Settings, overlap_with_ddp: bool
-    ):
-        super().__init__(params, levels, settings, overlap_with_ddp)
-        _Joinable.__init__(self)
-        self.process_group, self.parameters_as_bucket_view = (
-            self.group.process_group,
-            settings.as_views,
-        )
-        self.rank, self.global_rank, self.world_size = (
-            self.group.group_rank,
-            self.group.global_rank,
-            self.group.size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """Give the hook with which torch's `Join` lets a rank without data go on."""
-        return _GoOn(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where `Join` counts ranks: at the first parameter."""
-        return next(p.device for group in self.param_groups for p in group["params"])
-
-    @property
-    def join_process_group(self) -> Any:
-        """The ranks that `Join` counts."""
-        return self.process_group
-
-    def note_step(self) -> None:
-        """Note a step: what was consolidated before it is of the past, and a scheduler may go on,
-        also where a driver has taken it."""
-        self._full, self._opt_called = None, True
-
-    def _begin_step(self) -> None:
-        """Forget the consolidated state, and let ranks without data know that this one steps."""
-        self.note_step()
-        if self.process_group is not None or torch.distributed.is_available():
-            _Join.Join.notify_join_context(self)  # a copy has no process group to ask for
-
-# %% ../../nbs/optim/09_optimizer.ipynb #4046d946
-def _levels(process_group: Any) -> Sequence[Group]:
+def _find_groups(process_group: Any) -> Sequence[Group]:
     """Find the ranks that share the state, and of two levels those that hold the same part of it."""
     if getattr(process_group, "ndim", 1) == 2:
         process_group = two_level(process_group)
     return process_group if isinstance(process_group, TwoLevel) else (Group(process_group),)
 
+# %% ../../nbs/optim/09_optimizer.ipynb #70b85bcd
+def _check_not_overlapped(driver: Any) -> None:
+    if driver:
+        raise RuntimeError(
+            "parameters cannot be added while the step is overlapped, for DDP does not"
+            " reduce their gradients; detach the overlap, and wrap the model again"
+        )
+
+
+def _copy_state_dict(
+    full: dict[str, Any] | None, param_groups: list[dict[str, Any]], group: Group
+) -> dict[str, Any]:
+    """Copy a consolidated state dict, down to the single entries; `RuntimeError` if there is none."""
+    if full is None:
+        raise RuntimeError(
+            f"rank {group.global_rank} holds no consolidated state; call"
+            " consolidate_state_dict(to=...) on all ranks after the last step, and state_dict() on"
+            " the rank it went to"
+        )
+    state = {i: dict(s) if isinstance(i, int) else s for i, s in full["state"].items()}
+    return {**full, "state": state, "param_groups": [dict(g) for g in param_groups]}
+
+
+def _describe_keys(state_dict: dict[str, Any]) -> list[str]:
+    state = {i: values for i, values in state_dict["state"].items() if isinstance(i, int)}
+    return [f"{i} {sorted(values)}" for i, values in sorted(state.items())]
+
+
+def _describe_missing(optimizer: Any, name: str) -> str:
+    kind = type(optimizer).__name__
+    if "process_group" in vars(optimizer) or name.startswith("__"):
+        return f"{kind!r} object has no attribute {name!r}"
+    return (
+        f"a copied or unpickled {kind} holds its param groups but no process"
+        f" group, so it has no {name!r}; make a new one and load a state dict"
+    )
+
 # %% ../../nbs/optim/09_optimizer.ipynb #ff913d78
-class ZeroRedundancyOptimizer(DropIn):
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     """Shard the state of a `torch.optim` class over the ranks of `DistributedDataParallel` (ZeRO stage 1).
 
     After every `step` all ranks hold the same parameters, those of the unsharded optimizer on the
@@ -1569,6 +264,12 @@ class ZeroRedundancyOptimizer(DropIn):
     `torch.distributed.optim.ZeroRedundancyOptimizer`.
     """
 
+    initialized = True  # for code that asks torch's class
+    driver: Any = None  # takes the steps, while one is attached: `step(kwargs)`, `wait()`
+    _consolidated: dict[str, Any] | None = None  # without its groups, until the next step
+    _stepped_groups = 0  # param groups that all ranks have stepped
+    _opt_called = False  # a scheduler of torch looks for this
+
     def __init__(
         self,
         # tensors, (name, tensor) pairs, or group dicts of either; a group may name its own
@@ -1578,38 +279,202 @@ class ZeroRedundancyOptimizer(DropIn):
         # ranks that share the state; of two levels (`two_level`, a 2-D `DeviceMesh`) those of a
         # node; None: all ranks of the job
         process_group: Any = None,
-        # move parameters into the buckets: no copies in `step`, at the price of new memory
-        # addresses
+        # parameters move into the buckets: no copies in `step`, but new memory addresses
         parameters_as_bucket_view: bool = False,
         # for code written for torch's class; what overlaps is a hook on the model (backward/02_ddp_overlap)
         overlap_with_ddp: bool = False,
         *,
-        shard: (
-            str
-            # "auto": even for known element-wise classes, else whole; "even", "whole", "greedy", or a
-            # policy
-            | Policy
-        ) = "auto",
-        master_dtype: (
-            torch.dtype | None
-        ) = None,  # keep and step a copy of this rank's pieces in this dtype, for parameters of lower precision
+        # "auto": even for known element-wise classes, else whole; "even", "whole", "greedy", or a policy
+        shard: str | Policy = "auto",
+        # of a copy of this rank's pieces that is kept and stepped, for parameters of lower precision
+        master_dtype: torch.dtype | None = None,
         # do not try a class that is not torch's, before it is sharded, on small tensors
         trust_optimizer_class: bool = False,
-        # parameters up to this size (MB of 2**20 bytes) travel together, larger ones alone and
-        # without a copy
+        # parameters up to this size (MB of 2**20 bytes) travel together, larger ones alone, uncopied
         bucket_cap_mb: float = 1.0,
         **defaults: Any,  # options of `optimizer_class`, for example lr
     ):
-        kept = Settings(
-            optimizer_class,
-            defaults,
-            shard,
-            parameters_as_bucket_view,
-            bucket_cap_mb,
-            master_dtype,
-            trust_optimizer_class,
+        views = parameters_as_bucket_view
+        trusted = trust_optimizer_class
+        self.settings = Settings(
+            optimizer_class, defaults, shard, views, bucket_cap_mb, master_dtype, trusted
         )
-        super().__init__(params, _levels(process_group), kept, overlap_with_ddp)
+        self.groups = _find_groups(process_group)
+        self.group = self.groups[0]  # ranks that share the state
+        self.replica_group = self.groups[1] if len(self.groups) > 1 else None
+        self.local = LocalOptimizers(self.settings)
+        self.shards: list[Shard] = []  # one for each time that groups were taken
+        self.sharded_state = ShardedState(self.groups, self.local, self.shards)
+        with agreeing(self.groups, f"making {type(self).__name__}", lambda: shared):
+            params = read_params(params)
+            shared = check_settings(params, self.settings, overlap_with_ddp)
+        with agreeing(self.groups, f"making {type(self).__name__}", self._describe):
+            super().__init__([dict(p) if isinstance(p, dict) else p for p in params], {})
+            self._take(range(len(self.param_groups)))
+        mark_plans_agreed(self.group, self.shards)
+        log_once(self.group, lambda: f"{type(self).__name__}: {self.shards[0].plan}")
+        _Joinable.__init__(self)
+        self.process_group = self.group.process_group
+        self.parameters_as_bucket_view = views
+        self.rank = self.group.group_rank
+        self.global_rank = self.group.global_rank
+        self.world_size = self.group.size
+
+    @property
+    def optim(self) -> torch.optim.Optimizer:
+        """The local optimizer, over this rank's pieces; the first of several."""
+        self.wait_for_driver()
+        return next(iter(self.local.by_class.values()))
+
+    def params(self) -> list[Tensor]:
+        """Give all parameters, in the order in which they were registered."""
+        return [p for shard in self.shards for p in shard.params]
+
+    def wait_for_driver(self) -> None:
+        """Return when the parameters and state of the last step are there, for the current stream."""
+        if self.driver is not None:
+            self.driver.wait()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters while training, as `torch.optim.Optimizer.add_param_group`; all ranks call this."""
+        if not self.shards:
+            return self._append(dict(param_group))  # the constructor plans all its groups together
+        self.wait_for_driver()
+        with agreeing(self.groups, "add_param_group"):
+            _check_not_overlapped(self.driver)
+            check_group(param_group := read_group(param_group), self.settings)
+        self.local.pull_options(self.param_groups)  # what a scheduler wrote since the last step
+        groups = len(self.param_groups)
+        shards = len(self.shards)
+        try:
+            with agreeing(self.groups, "add_param_group", self._describe):
+                self._append(dict(param_group))
+                self._take(range(groups, len(self.param_groups)))
+        except Exception:
+            del self.shards[shards:], self.param_groups[groups:]
+            self.local.keep_groups(groups)
+            raise
+        mark_plans_agreed(self.group, self.shards[shards:])
+        self._consolidated = None  # it lacks the group
+
+    def _describe(self) -> list[str]:
+        return describe_plan(self.local.rules, self.param_groups, self.shards)
+
+    def _append(self, group: dict[str, Any]) -> None:
+        """Take a group as `torch.optim` does, but leave its options to its local optimizer."""
+        rule = self.settings.rule(group)
+        options = self.settings.options(rule.optimizer_class)
+        if "fused" in options:  # the one option that is not read back from the local optimizer
+            group.setdefault("fused", options["fused"])
+        defaults, self.defaults = self.defaults, {}
+        try:
+            super().add_param_group(group)
+        finally:
+            self.defaults = defaults
+        self.local.rules.append(rule)
+
+    def _take(self, indices: range) -> None:
+        take_groups(self.local, self.param_groups, indices, self.shards, self.group)
+        self.defaults = self.local.defaults()
+
+    @property
+    def state(self) -> Any:
+        """This rank's part of the state, by class; whole it is in `state_dict`."""
+        self.wait_for_driver()
+        by_class = vars(self)["local"].by_class if "local" in vars(self) else {}
+        return MappingProxyType({kind.__name__: optim.state for kind, optim in by_class.items()})
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if value or vars(self).get("shards"):  # torch's constructor sets an empty one
+            raise AttributeError(
+                "the state is spread over the ranks and cannot be set; load one by"
+                " load_state_dict() or make a new optimizer for an empty one"
+            )
+
+    def consolidate_state_dict(
+        self,
+        to: int | None = 0,  # group rank that receives; None: all of them
+    ) -> None:
+        """Bring the whole state to one rank's memory (CPU), for `state_dict`; all ranks call this."""
+        self.wait_for_driver()
+        with agreeing(self.group, f"consolidate_state_dict(to={to})"):
+            if not isinstance(to, (int, type(None))):
+                raise TypeError(f"to must be a rank of the group, or None for all, got {to!r}")
+        full = self.sharded_state.gather(to or 0)
+        if to is None:
+            every = [full]
+            device = byte_device(self.group, self.params()[0].device)
+            broadcast_object_list(every, None, self.group, device, group_src=0, weights_only=True)
+            full = every[0]
+        if full is not None:
+            self._consolidated = full
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the state dict of the unsharded optimizer, after `consolidate_state_dict` and before the next step.
+
+        Raises `RuntimeError` on ranks that hold none, as torch's class does."""
+        self.wait_for_driver()  # a hook may read anything
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        with _without_hooks(self):
+            groups = super().state_dict()["param_groups"]
+        full = _copy_state_dict(self._consolidated, groups, self.group)
+        return _call_hooks(self, self._optimizer_state_dict_post_hooks, full)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state dict of an unsharded optimizer, or of this one at any world size; all
+        ranks call this with the same one."""
+        self.wait_for_driver()
+        with agreeing(self.groups, "load_state_dict", lambda: describe_state(read)):
+            given = dict(state_dict) if isinstance(state_dict, dict) else state_dict
+            given = _call_hooks(self, self._optimizer_load_state_dict_pre_hooks, given)
+            read = read_state(given, self.param_groups, self.local.rules)
+        load: StateLoad | None = None
+        before = (self.param_groups, self._consolidated)
+        try:
+            with agreeing(self.groups, "load_state_dict", lambda: _describe_keys(read)):
+                load = StateLoad(self.sharded_state, read)
+                with _without_hooks(self):
+                    super().load_state_dict({**read, "state": {}})
+                self._consolidated = None
+                load.finish()
+        except Exception:  # on any rank
+            if load is not None:
+                load.undo()
+                self.param_groups, self._consolidated = before
+            raise
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def reshard(
+        self,
+        olds: Sequence[Shard],  # neighbours
+        why: str,  # for error messages
+        plan: Callable[[], BucketPlan] | None = None,  # None: as the constructor plans
+    ) -> Shard:
+        """Plan the parameters of neighbouring shards anew, as one, and move their state to its new
+        owners; all ranks call this."""
+        self.wait_for_driver()
+        return self.sharded_state.reshard(self.param_groups, olds, why, plan)
+
+    def note_step(self) -> None:
+        """Note a step: what was consolidated before it is of the past, and a scheduler may go on,
+        also where a driver has taken it."""
+        self._consolidated = None
+        self._opt_called = True
+
+    @contextmanager
+    def checked_first_step(self, lines: Callable[[], list[str]] = lambda: []) -> Iterator[None]:
+        """Enclose the part of a step that can fail on one rank alone; what fails in the first step,
+        or of `lines` differs, is an error on every rank."""
+        if len(self.param_groups) == self._stepped_groups:
+            yield
+            return
+        options = {"param_groups": self.param_groups}
+        with agreeing(self.groups, "the first step", lambda: describe_state(options) + lines()):
+            yield
+        self._stepped_groups = len(self.param_groups)
 
     @torch._disable_dynamo  # a compiled training step may call it, but no compiler follows into the agreement of ranks
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -1623,6 +488,31 @@ class ZeroRedundancyOptimizer(DropIn):
             kwargs["closure"], closure = closure, None
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        self._begin_step()
-        returned = (self.driver.step if self.driver else self._step)(kwargs)
+        self.note_step()
+        if self.process_group is not None or torch.distributed.is_available():
+            _Join.Join.notify_join_context(self)  # ranks without data see that this one steps
+        returned = self.driver.step(kwargs) if self.driver else step_after_backward(self, kwargs)
         return returned if closure is None else loss
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Give the hook with which torch's `Join` lets a rank without data go on."""
+        return _StepWithoutData(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` counts ranks: at the first parameter."""
+        return next(p.device for group in self.param_groups for p in group["params"])
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that `Join` counts."""
+        return self.process_group
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.wait_for_driver()
+        return {"defaults": self.defaults, "param_groups": self.param_groups}
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(_describe_missing(self, name))

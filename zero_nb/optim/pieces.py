@@ -129,6 +129,38 @@ class Piece:
             else self.memory
         )
 
+    def lend(self, gradient: Tensor | None) -> None:
+        """Give the view its memory and its gradient, for the length of a step."""
+        self.memory = self.read()
+        if not self.master:
+            self.view.data = self.memory
+        elif self.versions != (now := [p._version for p in self.params]):
+            self.view.copy_(refreshed(self.view, self.memory))
+            self.versions = now
+        self.view.grad = None if gradient is None else gradient.to(self.view.dtype)
+
+    def reclaim(self) -> None:
+        """Take back what `lend` gave; the parameters keep their gradients."""
+        self.view.grad = None
+        if not self.loaded:
+            return
+        self.memory = self.memory.new_empty(0)
+        if not self.master:
+            self.view.data = self.memory
+
+    def record_versions(self) -> None:
+        """Note that what is in the parameters now was rounded from the copy."""
+        self.versions = [p._version for p in self.params]
+
+    def write_master(self, value: Tensor) -> None:
+        """Replace the copy; the next step looks which of its elements the parameters still round to."""
+        self.restore_master(torch.empty_like(self.view.data).copy_(value), [])
+
+    def restore_master(self, data: Tensor, versions: list[int]) -> None:
+        """Have a copy back as it was, with the versions of the parameters it was rounded into."""
+        self.view.data = data
+        self.versions = versions
+
     def gradient(self, grads: Sequence[Tensor]) -> Tensor:
         """Lay this piece's part of the parameters' gradients side by side: a view where there is one."""
         if self.whole:
@@ -157,27 +189,6 @@ class Piece:
 def refreshed(copy: Tensor, memory: Tensor) -> Tensor:  # both of one shape
     """Keep of a copy what still rounds to the elements in the model, and take the others from there."""
     return torch.where(copy.to(memory.dtype) == memory, copy, memory.to(copy.dtype))
-
-
-def _enter(piece: Piece, gradient: Tensor | None) -> None:
-    """Give the view of a piece its memory and its gradient."""
-    piece.memory = piece.read()
-    if not piece.master:
-        piece.view.data = piece.memory
-    elif piece.versions != (now := [p._version for p in piece.params]):
-        piece.view.copy_(refreshed(piece.view, piece.memory))
-        piece.versions = now
-    piece.view.grad = None if gradient is None else gradient.to(piece.view.dtype)
-
-
-def _leave(piece: Piece) -> None:
-    """Let go of what lasts for a step only."""
-    piece.view.grad = None  # the parameters keep theirs
-    if not piece.loaded:
-        return
-    piece.memory = piece.memory.new_empty(0)
-    if not piece.master:
-        piece.view.data = piece.memory
 
 # %% ../../nbs/optim/02_pieces.ipynb #39017363
 def _in_turn(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:  # by the rank that owns most
@@ -433,9 +444,7 @@ def open_pieces(optims: Iterable[torch.optim.Optimizer], shard: Shard) -> None:
         mine = [grads[index - shard.first] for index, _, _ in piece.runs]
         for part in split_piece(optims, shard, piece, [g is None for g in mine]):
             its, mine = mine[: len(part.runs)], mine[len(part.runs) :]
-            _enter(
-                part, None if its[0] is None else part.gradient([g for g in its if g is not None])
-            )
+            part.lend(None if its[0] is None else part.gradient([g for g in its if g is not None]))
 
 # %% ../../nbs/optim/02_pieces.ipynb #923e473e
 def _slice(piece: Piece, part: Tensor) -> Tensor:  # a view, in the shape of the piece
@@ -446,9 +455,8 @@ def _slice(piece: Piece, part: Tensor) -> Tensor:  # a view, in the shape of the
 def _open_empty(shard: Shard, lacks: Sequence[bool]) -> list[Piece]:
     empty = [piece for piece in shard.pieces if piece.bucket is None]
     for piece in empty:
-        _enter(
-            piece, None if lacks[piece.runs[0][0] - shard.first] else torch.zeros_like(piece.memory)
-        )
+        unused = lacks[piece.runs[0][0] - shard.first]
+        piece.lend(None if unused else torch.zeros_like(piece.memory))
     return empty
 
 
@@ -470,7 +478,7 @@ def open_bucket(
         for one in split_piece(
             optims, shard, piece, [lacks[index - shard.first] for index, _, _ in piece.runs]
         ):
-            _enter(one, None if lacks[one.runs[0][0] - shard.first] else _slice(one, part))
+            one.lend(None if lacks[one.runs[0][0] - shard.first] else _slice(one, part))
             opened.append(one)
     return opened
 
@@ -484,20 +492,20 @@ def close_pieces(
         if piece.master:
             piece.memory.copy_(piece.view)
         if not piece.direct:
-            _leave(piece)
+            piece.reclaim()
 
 
 def rest(shard: Shard) -> None:
     """Let go of all memory that lasts for a step only, and of what is in it."""
     for piece in shard.pieces:
         if not piece.direct:
-            _leave(piece)
+            piece.reclaim()
     for bucket in shard.buckets:
-        bucket.part = None
+        bucket.release()
 
 
 def settle(pieces: Iterable[Piece]) -> None:
     """Note that what is in the parameters now has come from the copies."""
     for piece in pieces:
         if piece.master:
-            piece.versions = [p._version for p in piece.params]
+            piece.record_versions()
