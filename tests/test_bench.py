@@ -18,11 +18,11 @@ from torch import nn
 
 from zero_nb.apps import bench
 from zero_nb.apps.bench import (
+    BenchmarkReport,
     Counts,
     Launch,
     Makings,
     Options,
-    Report,
     Target,
     Variant,
     count_rank,
@@ -33,14 +33,14 @@ from zero_nb.apps.bench import (
     rows,
     together,
     verdicts,
-    write,
+    write_report,
 )
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
-EARLY = ("overlap", "parallel", "interleaved")  # step inside backward
+EARLY = ("zero1-overlap", "zero2", "zero2-interleaved")  # step inside backward
 OURS = [name for name, v in bench.VARIANTS.items() if not v.package]
-TIMES = {"ddp": (1.0, 2.0, 4.0), "torch": (2.0, 4.0, 4.0), "zero": (0.5, 1.0, 2.0)}
+TIMES = {"ddp": (1.0, 2.0, 4.0), "torch": (2.0, 4.0, 4.0), "zero1": (0.5, 1.0, 2.0)}
 LAUNCH = Launch(
     "gpt",
     4,
@@ -50,10 +50,10 @@ LAUNCH = Launch(
 )
 COUNTS = (
     Counts("gpt", "ddp", 4, 4_000_000, 100, 300, 0, 3, 0),
-    Counts("gpt", "zero", 4, 1_000_000, 60, Fraction(400, 3), Fraction(100, 3), 4, 1),
+    Counts("gpt", "zero1", 4, 1_000_000, 60, Fraction(400, 3), Fraction(100, 3), 4, 1),
     Counts("gpt", "deepspeed", 4, 900, None, None, None, None, None),
 )
-REPORT = Report(
+REPORT = BenchmarkReport(
     {"torch": "2.13"},
     False,
     (LAUNCH,),
@@ -106,7 +106,7 @@ def test_state_is_what_the_plan_says(world):
     for name, model in models(quick=True).items():
         elements, count = sum(model.sizes), len(model.sizes)
         assert found[name, "ddp"].state == found[name, "control"].state == 8 * elements + 4 * count
-        for variant, view in (("zero", False), ("zero-view", True)):
+        for variant, view in (("zero1", False), ("zero1-view", True)):
             state, buckets = planned_state(model, view, n)
             assert found[name, variant].state == state
             assert state <= found[name, "ddp"].state / n * 1.001 + 65_536
@@ -129,7 +129,7 @@ def test_wire_is_known_in_advance(world):
         assert found[name, "torch"].wire == 3 * once and found[name, "torch"].step_wire == once
         assert found[name, "torch-view"].wire == 3 * once
         assert found[name, "torch"].step_collectives == len(model.sizes)
-        for variant in ("zero", "zero-view"):  # a bucket is padded to a multiple of the ranks
+        for variant in ("zero1", "zero1-view"):  # a bucket is padded to a multiple of the ranks
             assert (
                 once
                 <= found[name, variant].step_wire
@@ -168,10 +168,10 @@ def test_every_variant_trains_the_same_model(name):
             assert rank[variant][2] == pytest.approx(rank["ddp"][2], rel=1e-5), variant
             assert [len(times) for times in rank[variant][:2]] == [2, 0 if variant in EARLY else 2]
     launch = Launch.of(name, ranks)
-    assert launch.iteration["zero"] == bench._rounded(
-        max(a, b) for a, b in zip(ranks[0]["zero"][0], ranks[1]["zero"][0], strict=True)
+    assert launch.iteration["zero1"] == bench._rounded(
+        max(a, b) for a, b in zip(ranks[0]["zero1"][0], ranks[1]["zero1"][0], strict=True)
     )
-    assert bench.strays(Report({}, True, (launch,))) == {}
+    assert bench.strays(BenchmarkReport({}, True, (launch,))) == {}
 
 
 def test_turns_rotate(monkeypatch):
@@ -208,44 +208,46 @@ def test_ratios():
 
 
 def test_ratios_of_a_report_are_within_one_launch():
-    assert REPORT.ratio("iteration", "gpt", 4, "zero").median == 0.5
-    assert REPORT.ratio("step", "gpt", 4, "zero", "torch").median == pytest.approx(0.25)
-    assert REPORT.ratio("step", "gpt", 4, "ddp", "zero").median == pytest.approx(2)
+    assert REPORT.ratio("iteration", "gpt", 4, "zero1").median == 0.5
+    assert REPORT.ratio("step", "gpt", 4, "zero1", "torch").median == pytest.approx(0.25)
+    assert REPORT.ratio("step", "gpt", 4, "ddp", "zero1").median == pytest.approx(2)
     assert (
-        REPORT.ratio("step", "gpt", 2, "zero") is None
-        and REPORT.ratio("step", "gpt", 4, "zero", "fsdp2") is None
+        REPORT.ratio("step", "gpt", 2, "zero1") is None
+        and REPORT.ratio("step", "gpt", 4, "zero1", "fsdp2") is None
     )
     apart = replace(
         REPORT,
         launches=(
-            replace(LAUNCH, iteration={"ddp": (1.0,), "zero": (1.0,)}),
+            replace(LAUNCH, iteration={"ddp": (1.0,), "zero1": (1.0,)}),
             replace(LAUNCH, iteration={"ddp": (9.0,), "torch": (9.0,)}),
         ),
     )
     assert (
-        apart.ratio("iteration", "gpt", 4, "zero", "torch") is None
+        apart.ratio("iteration", "gpt", 4, "zero1", "torch") is None
     )  # not even through the reference
     assert apart.ratio("iteration", "gpt", 4, "torch").median == 1
     again = replace(
         REPORT,
         launches=(
             *apart.launches,
-            replace(LAUNCH, iteration={"ddp": (2.0, 2.0), "zero": (4.0, 6.0)}),
+            replace(LAUNCH, iteration={"ddp": (2.0, 2.0), "zero1": (4.0, 6.0)}),
             replace(LAUNCH, world_size=2),
         ),
     )
-    assert again.ratio("iteration", "gpt", 4, "zero").median == 2  # of 1, 2 and 3, in two launches
+    assert again.ratio("iteration", "gpt", 4, "zero1").median == 2  # of 1, 2 and 3, in two launches
 
 
 def test_json_is_exact():
-    again = Report.from_json(REPORT.to_json())
+    again = BenchmarkReport.from_json(REPORT.to_json())
     assert (
         again == REPORT
         and isinstance(again.counts[1].wire, Fraction)
         and isinstance(again.counts[0].wire, int)
     )
     assert again.count("gpt", 4, "deepspeed").wire is None and again.count("gpt", 2) is None
-    assert Report.from_json(Report({}, True).to_json()) == Report({}, True)
+    assert BenchmarkReport.from_json(BenchmarkReport({}, True).to_json()) == BenchmarkReport(
+        {}, True
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,16 +255,16 @@ def test_json_is_exact():
 )
 def test_other_reports_are_refused(text):
     with pytest.raises(ValueError, match="not a report of this version"):
-        Report.from_json(text)
+        BenchmarkReport.from_json(text)
 
 
 def test_targets():
     met = {words: (value, answer) for words, _, value, answer in verdicts(REPORT)}
     answers = [answer for _, answer in met.values()]
     assert (answers.count("yes"), answers.count("not measured")) == (4, 22)
-    assert met["step, zero_nb / torch's class: gpt, 4 ranks"] == ("0.25", "yes")
-    assert met["constructor, zero_nb / AdamW: 10,000 parameters"] == ("2", "yes")
-    assert met["constructor, zero_nb / torch's class: 10,000 parameters, 1,024 ranks"] == (
+    assert met["step, zero1 / torch: gpt, 4 ranks"] == ("0.25", "yes")
+    assert met["constructor, zero1 / AdamW: 10,000 parameters"] == ("2", "yes")
+    assert met["constructor, zero1 / torch: 10,000 parameters, 1,024 ranks"] == (
         "0.075",
         "yes",
     )
@@ -280,42 +282,46 @@ def test_targets():
     )
     peaks = replace(REPORT, counts=tuple(replace(c, model="linear") for c in COUNTS))
     assert {words: (value, answer) for words, _, value, answer in verdicts(peaks)}[
-        "peak memory, zero_nb / DDP: linear, 4 ranks"
+        "peak memory, zero1 / ddp: linear, 4 ranks"
     ] == ("0.6", "yes")
 
 
 def test_rows_and_files(tmp_path):
     lines = {row["variant"]: row for row in rows(REPORT)}
-    assert list(lines) == ["ddp", "zero", "torch", "deepspeed"]
+    assert list(lines) == ["ddp", "zero1", "torch", "deepspeed"]
     assert (
-        lines["zero"]["state / fair share"] == 1
-        and lines["zero"]["peak / ddp"] == 0.6
+        lines["zero1"]["state / fair share"] == 1
+        and lines["zero1"]["peak / ddp"] == 0.6
         and lines["torch"]["state"] is None
     )
     assert (
-        lines["zero"]["wire / ddp"] == pytest.approx(400 / 900)
+        lines["zero1"]["wire / ddp"] == pytest.approx(400 / 900)
         and lines["deepspeed"]["wire / ddp"] is None
     )
-    assert bench.cells(lines["zero"])[3:6] == [
+    assert bench.cells(lines["zero1"])[3:6] == [
         "0.50 (0.50 to 0.50)",
         "0.50 (0.50 to 0.50)",
         "0.25 (0.25 to 0.45)",
     ]
     assert bench.cells(lines["ddp"])[3] == bench.cells(lines["torch"])[5] == "1"
     folder = tmp_path / "a" / "b"
-    names = write(REPORT, folder)
+    names = write_report(REPORT, folder)
     assert (
         sorted(names)
         == sorted(path.name for path in folder.iterdir())
         == ["figure.png", "figure.svg", "report.json", "table.csv", "table.md"]
     )
-    assert Report.from_json((folder / "report.json").read_text()) == REPORT
+    assert BenchmarkReport.from_json((folder / "report.json").read_text()) == REPORT
     with open(folder / "table.csv", newline="") as file:
         assert [row["variant"] for row in csv.DictReader(file)] == list(lines)
     text = (folder / "table.md").read_text()
     assert "left out: fairscale (not installed)" in text and "| 0.65 | 0.25 | yes |" in text
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert write(replace(REPORT, launches=()), folder) == ["report.json", "table.csv", "table.md"]
+    assert write_report(replace(REPORT, launches=()), folder) == [
+        "report.json",
+        "table.csv",
+        "table.md",
+    ]
 
 
 def test_reports_are_added(tmp_path, capsys):
@@ -324,7 +330,7 @@ def test_reports_are_added(tmp_path, capsys):
         "--ranks",
         "1",
         "--variants",
-        "zero",
+        "zero1",
         "--parts",
         "counts",
         "--out",
@@ -332,17 +338,17 @@ def test_reports_are_added(tmp_path, capsys):
     ]
     bench.run_benchmark([*flags, "--model", "small", "--add"])  # nothing is there yet
     bench.run_benchmark([*flags, "--model", "linear", "--add"])
-    found = Report.from_json((tmp_path / "report.json").read_text())
+    found = BenchmarkReport.from_json((tmp_path / "report.json").read_text())
     assert [(c.model, c.variant) for c in found.counts] == [
         ("small", "ddp"),
-        ("small", "zero"),
+        ("small", "zero1"),
         ("linear", "ddp"),
-        ("linear", "zero"),
+        ("linear", "zero1"),
     ]
     bench.run_benchmark([*flags, "--model", "gpt"])
-    assert {c.model for c in Report.from_json((tmp_path / "report.json").read_text()).counts} == {
-        "gpt"
-    }
+    assert {
+        c.model for c in BenchmarkReport.from_json((tmp_path / "report.json").read_text()).counts
+    } == {"gpt"}
     (tmp_path / "report.json").write_text(
         replace(found, machine=found.machine | {"torch": "1.0"}).to_json()
     )
@@ -358,7 +364,7 @@ def test_reports_are_added(tmp_path, capsys):
 
 
 def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch):
-    flags = ["--quick", "--variants", "zero", "--parts", "counts", "--out", str(tmp_path)]
+    flags = ["--quick", "--variants", "zero1", "--parts", "counts", "--out", str(tmp_path)]
     bench.run_benchmark([*flags, "--model", "gpt", "--ranks", "1"])
     count = bench.count_rank
 
@@ -374,8 +380,8 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch)
     ):
         with pytest.raises(BaseException, match="rank"):
             bench.run_benchmark([*flags, *flag, "--model", "linear", "small", "--ranks", "1", "2"])
-        found = Report.from_json((tmp_path / "report.json").read_text())
-        assert [f"{c.model} {c.world_size}" for c in found.counts if c.variant == "zero"] == kept
+        found = BenchmarkReport.from_json((tmp_path / "report.json").read_text())
+        assert [f"{c.model} {c.world_size}" for c in found.counts if c.variant == "zero1"] == kept
     assert not [*tmp_path.glob("*.new")]
 
 
@@ -389,8 +395,8 @@ def test_profiles_are_drawn_of_the_variants_that_were_named(tmp_path, capsys):
             "--ranks",
             "2",
             "--variants",
-            "overlap",
-            "zero",
+            "zero1-overlap",
+            "zero1",
             "--parts",
             "profiles",
             "--out",
@@ -404,13 +410,15 @@ def test_profiles_are_drawn_of_the_variants_that_were_named(tmp_path, capsys):
     ) in capsys.readouterr().out.replace("\n", " ")
     for name in names:
         assert (tmp_path / name).read_text().count("<title>") > 5
-    assert bench.profiles(Options(("linear",), (1,), ("overlap",), 1, True)) == {}
-    found = run(2, lambda: bench.trace_rank("overlap", models(True)["linear"], torch.device("cpu")))
+    assert bench.profiles(Options(("linear",), (1,), ("zero1-overlap",), 1, True)) == {}
+    found = run(
+        2, lambda: bench.trace_rank("zero1-overlap", models(True)["linear"], torch.device("cpu"))
+    )
     assert all({"step", "compute"} <= {s.kind for s in rank} for rank in found)
 
 
 def test_merging_replaces_what_was_measured_again():
-    new = Report(
+    new = BenchmarkReport(
         REPORT.machine,
         False,
         (replace(LAUNCH, losses={}), replace(LAUNCH, world_size=2)),
@@ -421,7 +429,7 @@ def test_merging_replaces_what_was_measured_again():
     both = bench.merged(REPORT, new)
     assert (
         both.launches == new.launches
-        and both.count("gpt", 4, "zero").state == 5
+        and both.count("gpt", 4, "zero1").state == 5
         and both.count("gpt", 4) == COUNTS[0]
         and len(both.counts) == 3
     )
@@ -432,8 +440,8 @@ def test_merging_replaces_what_was_measured_again():
 
 
 def test_strays():
-    off = replace(LAUNCH, losses={"ddp": 2.5, "zero": 2.502, "torch": float("nan"), "floor": 9.0})
-    assert list(bench.strays(replace(REPORT, launches=(off,)))) == ["zero", "torch"]
+    off = replace(LAUNCH, losses={"ddp": 2.5, "zero1": 2.502, "torch": float("nan"), "floor": 9.0})
+    assert list(bench.strays(replace(REPORT, launches=(off,)))) == ["zero1", "torch"]
 
 
 def test_together():
@@ -448,12 +456,12 @@ def test_together():
         and len(together(names, 30_000_000, 2, 0)) == 5
     )
     assert together([], 1, 1, 0) == [("ddp",)]
-    names = ["zero", "torch", "parallel", "fsdp2", "fairscale"]
+    names = ["zero1", "torch", "zero2", "fsdp2", "fairscale"]
     for memory, expected in (
         (10**12, [names]),
         (
             3 * 10**9,
-            [["zero", "torch"], ["parallel"], ["parallel", "fsdp2"], ["parallel", "fairscale"]],
+            [["zero1", "torch"], ["zero2"], ["zero2", "fsdp2"], ["zero2", "fairscale"]],
         ),
         (0, [[name] for name in names]),
     ):
@@ -559,7 +567,7 @@ def test_peak_leaves_out_the_pages_of_files(tmp_path):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--variants", "zero", "torhc"], "there is no variant 'torhc', did you mean 'torch'?"),
+        (["--variants", "zero1", "torhc"], "there is no variant 'torhc', did you mean 'torch'?"),
         (["--model", "linera"], "did you mean 'linear'?"),
         (["--model", "resnet50"], "there is no model 'resnet50'; known: linear, gpt, small"),
         (["--parts", "time"], "did you mean 'times'?"),
@@ -603,7 +611,7 @@ def test_command_runs_under_torchrun(tmp_path):
         "--model",
         "small",
         "--variants",
-        "zero",
+        "zero1",
         "--parts",
         "counts",
         "times",
@@ -619,26 +627,26 @@ def test_command_runs_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Exception ignored" not in done.stderr and "Traceback" not in done.stderr
     assert done.stdout.count("the optimizers") == 1
-    found = Report.from_json((tmp_path / "out" / "report.json").read_text())
-    assert [(c.variant, c.world_size) for c in found.counts] == [("ddp", 2), ("zero", 2)]
+    found = BenchmarkReport.from_json((tmp_path / "out" / "report.json").read_text())
+    assert [(c.variant, c.world_size) for c in found.counts] == [("ddp", 2), ("zero1", 2)]
     assert (
         found.counts[0].wire == 4 * sum(models(True)["small"].sizes)
-        and len(found.launches[0].step["zero"]) == 2
+        and len(found.launches[0].step["zero1"]) == 2
     )
 
 
 def test_the_stored_report_is_of_the_full_models_and_exact():
     path = Path(__file__).parents[1] / "nbs" / "benchmark" / "report.json"
-    found = Report.from_json(path.read_text())
+    found = BenchmarkReport.from_json(path.read_text())
     assert not found.quick and not bench.strays(found) and path.stat().st_size < 200_000
     assert json.loads(found.to_json()) == json.loads(path.read_text())
     for model in models().values():
         for n in (1, 2, 4):
             full, ours, torchs = (
-                found.count(model.name, n, name) for name in ("ddp", "zero", "torch")
+                found.count(model.name, n, name) for name in ("ddp", "zero1", "torch")
             )
             assert full.wire == Fraction(
                 2 * (n - 1) * 4 * sum(model.sizes), n
             ) and full.state == 8 * sum(model.sizes) + 4 * len(model.sizes)
             assert ours.state <= full.state / n * 1.001 + 65_536 and torchs.wire == 1.5 * full.wire
-            assert found.ratio("step", model.name, n, "zero", "torch")
+            assert found.ratio("step", model.name, n, "zero1", "torch")

@@ -1300,7 +1300,7 @@ def test_an_iteration_does_not_wait_for_the_gpu(through, interleaved):
 
 
 @cuda
-@pytest.mark.parametrize("variant", ["overlap", "interleaved"])
+@pytest.mark.parametrize("variant", ["zero1-overlap", "zero2-interleaved"])
 def test_buckets_step_on_a_stream_of_their_own(variant):
     (found,) = run(
         1, lambda: trace_rank(variant, models()["linear"], torch.device("cuda", 0)), backend=GPU

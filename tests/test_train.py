@@ -120,7 +120,7 @@ def test_output_is_lines(job):
     assert [line.split()[:4] for line in text.splitlines() if " of 6 " in line] == [
         ["step", step, "of", "6"] for step in ("3", "6")
     ]
-    assert text.count("MB on each rank") == 1 and "largest parameter difference: " in text
+    assert text.count("MiB on each rank") == 1 and "largest parameter difference: " in text
     assert "zero_nb" not in job[1].stderr  # no warning that comes from this package
 
 
@@ -167,7 +167,7 @@ def tensors(value, path=""):
     return {leaf: v for key, inner in items for leaf, v in tensors(inner, f"{path}/{key}").items()}
 
 
-@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", train.RECIPES)
 def test_resumed_equals_uninterrupted(optimizer, tmp_path):
     tiny = TINY | {"optimizer": optimizer, "horizon": 6}
     run(2, train_rank, configured({**tiny, "out": str(tmp_path / "whole")}))
@@ -257,7 +257,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(job, tmp_path, monkey
     side = train.Side.__new__(train.Side)
     side.config = TrainConfig(out=str(tmp_path))
     side.model = side.optimizer = side.schedule = torch.nn.Linear(1, 1)
-    report = train.Report(0, 1, "cpu", 1, 1, {}, {}, {})
+    report = train.RankReport(0, 1, "cpu", 1, 1, {}, {}, {})
     train.save_checkpoint(side, report, 1, Group())
 
     def half(state, path):
@@ -411,10 +411,12 @@ def test_more_ranks_than_gpus(monkeypatch):
 
 def test_writing_stays_inside_the_block():
     model = train.GPT(1, 16, 2)
-    assert train.write(model, ["ab", "c"], 20, 4, seed=3) == train.write(
+    assert train.generate(model, ["ab", "c"], 20, 4, seed=3) == train.generate(
         model, ["ab", "c"], 20, 4, seed=3
     )
-    assert train.write(model, [], 20, 4, seed=3) == train.write(model, ["a"], 0, 4, seed=3) == []
+    assert (
+        train.generate(model, [], 20, 4, seed=3) == train.generate(model, ["a"], 0, 4, seed=3) == []
+    )
 
 
 @cuda

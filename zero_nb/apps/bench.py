@@ -41,15 +41,15 @@ from ..backward.ddp_overlap import overlap
 from ..backward.data_parallel import data_parallel
 from ..comm.groups import Group
 from ..comm.recording import record, simulate
-from .train import GPT
+from .train import GPT, synchronized_time
 
 # %% auto #0
-__all__ = ['VARIANTS', 'REFERENCE', 'LR', 'WARM_UP', 'TARGETS', 'PEERS', 'PARTS', 'Ranks', 'HEADS', 'Model', 'TiedGPT', 'Chain',
-           'models', 'Runner', 'Variant', 'variant', 'Job', 'make_job', 'time_rank', 'Spread', 'paired', 'Launch',
-           'Counts', 'state_bytes', 'peak_bytes', 'count_rank', 'counts', 'Makings', 'make_rank', 'trace_rank',
-           'Report', 'check_same', 'merged', 'Target', 'verdicts', 'together', 'Options', 'forked', 'under_torchrun',
-           'measure', 'profiles', 'machine', 'strays', 'rows', 'cells', 'markdown', 'draw', 'save', 'write', 'show',
-           'run_benchmark']
+__all__ = ['VARIANTS', 'REFERENCE', 'LR', 'WARM_UP', 'AFTER_DDP', 'TARGETS', 'PEERS', 'PARTS', 'Launcher', 'HEADS', 'Model',
+           'TiedGPT', 'Chain', 'models', 'Runner', 'Variant', 'variant', 'Job', 'make_job', 'time_rank', 'Spread',
+           'paired', 'Launch', 'Counts', 'state_bytes', 'peak_bytes', 'count_rank', 'counts', 'Makings', 'make_rank',
+           'trace_rank', 'BenchmarkReport', 'check_same', 'merged', 'Target', 'verdicts', 'together', 'Options',
+           'forked', 'under_torchrun', 'measure', 'profiles', 'machine', 'strays', 'rows', 'cells', 'markdown', 'draw',
+           'save', 'write_report', 'show', 'run_benchmark']
 
 # %% ../../nbs/apps/03_bench.ipynb #22443b74
 @dataclass(frozen=True)
@@ -204,11 +204,18 @@ class Variant:
 VARIANTS: dict[str, Variant] = {}  # by name, the reference first
 
 
-def variant(name: str, words: str, **facts: Any) -> Callable[[Callable], Callable]:
+def variant(
+    name: str,
+    words: str,  # for people
+    *,
+    package: str = "",  # as the fields of `Variant`
+    counted: bool = True,
+    same: bool = True,
+) -> Callable[[Callable], Callable]:
     """Enter the decorated function in `VARIANTS`."""
 
     def add(make: Callable[[nn.Module, Any, float], Runner]) -> Callable:
-        VARIANTS[name] = Variant(name, words, make, **facts)
+        VARIANTS[name] = Variant(name, words, make, package, counted, same)
         return make
 
     return add
@@ -224,7 +231,7 @@ def _ddp(module: nn.Module, group: Any, lr: float, **options: Any) -> Runner:
 REFERENCE = "ddp"
 
 
-def _zero(module: nn.Module, group: Any, lr: float, view: bool = False, **options: Any) -> Runner:
+def _zero1(module: nn.Module, group: Any, lr: float, view: bool = False, **options: Any) -> Runner:
     ddp = DistributedDataParallel(module, process_group=group, **options)
     zero = ZeroRedundancyOptimizer(
         module.parameters(), AdamW, process_group=group, parameters_as_bucket_view=view, lr=lr
@@ -249,15 +256,15 @@ def _torch(module: nn.Module, group: Any, lr: float, view: bool = False) -> Runn
 
 _OWN: tuple[tuple[str, str, Callable], ...] = (
     (REFERENCE, "DDP + fused AdamW", _ddp),
-    ("zero", "zero_nb", _zero),
+    ("zero1", "zero_nb beside DDP", _zero1),
     ("torch", "torch's class", _torch),
-    ("zero-view", "zero_nb, bucket view", partial(_zero, view=True)),
+    ("zero1-view", "zero_nb beside DDP, bucket view", partial(_zero1, view=True)),
     ("torch-view", "torch's class, bucket view", partial(_torch, view=True)),
     ("ddp-gradview", "DDP, gradients in its buckets", partial(_ddp, gradient_as_bucket_view=True)),
     (
-        "zero-gradview",
+        "zero1-gradview",
         "zero_nb, gradients in DDP's buckets",
-        partial(_zero, gradient_as_bucket_view=True),
+        partial(_zero1, gradient_as_bucket_view=True),
     ),
     ("control", "DDP + fused AdamW once more", _ddp),
 )
@@ -265,7 +272,7 @@ for _name, _what, _make in _OWN:
     variant(_name, _what)(_make)
 
 # %% ../../nbs/apps/03_bench.ipynb #9f4cae0e
-@variant("overlap", "zero_nb, overlapped")
+@variant("zero1-overlap", "zero_nb in DDP's hook")
 def _overlap(module: nn.Module, group: Any, lr: float) -> Runner:
     ddp = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
     zero = ZeroRedundancyOptimizer(
@@ -283,8 +290,10 @@ def _parallel(module: nn.Module, group: Any, lr: float, interleaved: bool = Fals
     return _runner(module, zero, zero.optim, settle=handle.wait, early=True)
 
 
-variant("parallel", "zero_nb without DDP")(_parallel)
-variant("interleaved", "zero_nb without DDP, interleaved")(partial(_parallel, interleaved=True))
+variant("zero2", "zero_nb without DDP")(_parallel)
+variant("zero2-interleaved", "zero_nb without DDP, interleaved")(
+    partial(_parallel, interleaved=True)
+)
 
 # %% ../../nbs/apps/03_bench.ipynb #f547e1f0
 @variant("fsdp2", "FSDP2, no reshard")
@@ -310,7 +319,8 @@ def _fsdp2(module: nn.Module, group: Any, lr: float) -> Runner:
 
 @variant("floor", "no communication", same=False)
 def _floor(module: nn.Module, group: Any, lr: float) -> Runner:
-    params, ranks = list(module.parameters()), Group(group)
+    params = list(module.parameters())
+    ranks = Group(group)
 
     def mine(tensor: Tensor) -> Tensor:
         return tensor.view(-1).tensor_split(ranks.size)[ranks.group_rank]
@@ -400,12 +410,6 @@ def make_job(
 WARM_UP = 3
 
 
-def _clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def time_rank(
     model: Model,
     names: Sequence[str],  # of variants
@@ -415,15 +419,16 @@ def time_rank(
     str, tuple[list[float], list[float], float]
 ]:  # by variant: seconds of each iteration, seconds of each step, last loss
     """Let the variants take turns on this rank; all ranks call this."""
-    jobs, ranks = {name: make_job(name, model, device) for name in names}, Group()
+    jobs = {name: make_job(name, model, device) for name in names}
+    ranks = Group()
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
     losses = {name: [job.iterate() for _ in range(WARM_UP)][-1] for name, job in jobs.items()}
 
     def timed(work: Callable[[], Any]) -> tuple[float, Any]:
         ranks.all_reduce(torch.zeros(1, device=device))  # all ranks are here
-        start = _clock(device)
+        start = synchronized_time(device)
         result = work()
-        return _clock(device) - start, result
+        return synchronized_time(device) - start, result
 
     for i in range(rounds):
         for name in [*names[i % len(names) :], *names[: i % len(names)]]:
@@ -468,6 +473,16 @@ def _rounded(times: Iterable[float]) -> tuple[float, ...]:
     return tuple(float(f"{t:.5g}") for t in times)
 
 
+def _slowest(
+    ranks: Sequence[dict[str, tuple[list[float], list[float], float]]],
+    name: str,
+    which: int,  # 0: iterations, 1: steps
+) -> tuple[float, ...]:
+    """Find the slowest rank's time of each round."""
+    rounds = zip(*(rank[name][which] for rank in ranks), strict=True)
+    return _rounded(map(max, rounds))
+
+
 @dataclass(frozen=True)
 class Launch:
     """Variants that took turns; times are in seconds, of the slowest rank, one for each round."""
@@ -485,17 +500,10 @@ class Launch:
         cls, model: str, ranks: Sequence[dict[str, tuple[list[float], list[float], float]]]
     ) -> Launch:
         """Bring together what `time_rank` returned."""
-        iteration, step = (
-            {
-                name: _rounded(map(max, zip(*(r[name][k] for r in ranks), strict=True)))
-                for name in ranks[0]
-            }
-            for k in (0, 1)
-        )
-        step = {name: times for name, times in step.items() if times}
-        return cls(
-            model, len(ranks), iteration, step, {name: value[2] for name, value in ranks[0].items()}
-        )
+        iteration = {name: _slowest(ranks, name, 0) for name in ranks[0]}
+        step = {name: _slowest(ranks, name, 1) for name in ranks[0] if ranks[0][name][1]}
+        losses = {name: found[2] for name, found in ranks[0].items()}
+        return cls(model, len(ranks), iteration, step, losses)
 
     def ratio(
         self, what: str, ours: str, theirs: str = REFERENCE
@@ -604,12 +612,15 @@ def count_rank(
 
 def counts(name: str, model: Model, ranks: Sequence[dict[str, Any]]) -> Counts:
     """Bring together what `count_rank` returned: the most that any rank has, and what a rank sends on average."""
-    most: dict[str, Any] = {
-        key: None if ranks[0][key] is None else max(r[key] for r in ranks) for key in ranks[0]
-    }
-    for key in ("wire", "step_wire"):
-        if most[key] is not None:
-            most[key] = sum(Fraction(r[key]) for r in ranks) / len(ranks)
+    most: dict[str, Any] = {}
+    for key, first in ranks[0].items():
+        found = [rank[key] for rank in ranks]
+        if first is None:
+            most[key] = None
+        elif key in ("wire", "step_wire"):
+            most[key] = sum(map(Fraction, found)) / len(ranks)
+        else:
+            most[key] = max(found)
     return Counts(model.name, name, len(ranks), **most)
 
 # %% ../../nbs/apps/03_bench.ipynb #8eefc0cf
@@ -620,8 +631,8 @@ class Makings:
     parameters: int  # how many, all small
     world_size: int  # ranks of the group that was simulated
     adamw: tuple[float, ...]  # torch.optim.AdamW
-    zero: tuple[float, ...]  # zero_nb, one rank
-    zero_many: tuple[float, ...]  # zero_nb, one of many ranks
+    zero1: tuple[float, ...]  # zero_nb, one rank
+    zero1_many: tuple[float, ...]  # zero_nb, one of many ranks
     torch_many: tuple[float, ...]  # torch's class, one of many ranks
 
 
@@ -633,8 +644,8 @@ def make_rank(parameters: int, world_size: int, rounds: int) -> Makings:  # on o
     with simulate(1), simulate(world_size) as many:  # the first is the default group
         ways: dict[str, Callable[[], Any]] = {
             "adamw": lambda: AdamW(params, lr=LR, fused=True),
-            "zero": lambda: ZeroRedundancyOptimizer(params, AdamW, lr=LR),
-            "zero_many": lambda: ZeroRedundancyOptimizer(params, AdamW, process_group=many, lr=LR),
+            "zero1": lambda: ZeroRedundancyOptimizer(params, AdamW, lr=LR),
+            "zero1_many": lambda: ZeroRedundancyOptimizer(params, AdamW, process_group=many, lr=LR),
             "torch_many": lambda: Torchs(params, AdamW, process_group=many, lr=LR, fused=True),
         }
         times: dict[str, list[float]] = {name: [] for name in ways}
@@ -676,7 +687,7 @@ def trace_rank(
 
 # %% ../../nbs/apps/03_bench.ipynb #3d0cd807
 @dataclass(frozen=True)
-class Report:
+class BenchmarkReport:
     """What a run of the benchmark found."""
 
     machine: dict[str, str]  # when, and on what
@@ -691,17 +702,15 @@ class Report:
     ) -> Spread | None:  # None: not measured together
         """Compare the times of two variants, round by round, in all launches that have both; `what`
         is "iteration" or "step"."""
-        times = [
-            getattr(launch, what)
-            for launch in self.launches
-            if (launch.model, launch.world_size) == (model, world_size)
-        ]
-        times = [found for found in times if ours in found and theirs in found]
-        return (
-            paired(*([t for found in times for t in found[name]] for name in (ours, theirs)))
-            if times
-            else None
-        )
+        first: list[float] = []
+        second: list[float] = []
+        for launch in self.launches:
+            times = getattr(launch, what)
+            same = (launch.model, launch.world_size) == (model, world_size)
+            if same and ours in times and theirs in times:
+                first += times[ours]
+                second += times[theirs]
+        return paired(first, second) if first else None
 
     def count(
         self, model: str, world_size: int, name: str = REFERENCE
@@ -721,9 +730,9 @@ class Report:
         return json.dumps(asdict(self), default=str) + "\n"  # a fraction becomes "4/3"
 
     @classmethod
-    def from_json(cls, text: str) -> Report:
+    def from_json(cls, text: str) -> BenchmarkReport:
         """Read what `to_json` wrote."""
-        return _read(json.loads(text))
+        return _read_report(json.loads(text))
 
 # %% ../../nbs/apps/03_bench.ipynb #380d1974
 def _exact(counts: dict[str, Any]) -> Counts:
@@ -737,14 +746,14 @@ def _tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
 
-def _read(data: dict[str, Any]) -> Report:
+def _read_report(data: dict[str, Any]) -> BenchmarkReport:
     try:
         launches = tuple(
             Launch(**launch | {k: _tuples(launch[k]) for k in ("iteration", "step")})
             for launch in data["launches"]
         )
         makings = data["makings"] and Makings(**_tuples(data["makings"]))
-        return Report(
+        return BenchmarkReport(
             data["machine"],
             data["quick"],
             launches,
@@ -759,7 +768,7 @@ def _read(data: dict[str, Any]) -> Report:
         ) from error
 
 # %% ../../nbs/apps/03_bench.ipynb #5a22490f
-def check_same(old: Report, facts: dict[str, str], quick: bool) -> None:
+def check_same(old: BenchmarkReport, facts: dict[str, str], quick: bool) -> None:
     """Raise `ValueError` unless an old report is of this machine and of these models."""
     differ = [
         key
@@ -775,7 +784,7 @@ def check_same(old: Report, facts: dict[str, str], quick: bool) -> None:
         )
 
 
-def merged(old: Report, new: Report) -> Report:
+def merged(old: BenchmarkReport, new: BenchmarkReport) -> BenchmarkReport:
     """Put what was measured now in place of what was measured before.
 
     Raises `ValueError` if they do not belong together."""
@@ -784,7 +793,7 @@ def merged(old: Report, new: Report) -> Report:
     counted = {(c.model, c.world_size, c.variant) for c in new.counts}
     launches = [launch for launch in old.launches if (launch.model, launch.world_size) not in timed]
     kept = [c for c in old.counts if (c.model, c.world_size, c.variant) not in counted]
-    return Report(
+    return BenchmarkReport(
         new.machine,
         new.quick,
         (*launches, *new.launches),
@@ -800,9 +809,9 @@ class Target:
 
     words: str
     limit: float
-    measured: Callable[[Report], float | None]  # None: not measured
+    measured: Callable[[BenchmarkReport], float | None]  # None: not measured
 
-    def met(self, report: Report) -> str:
+    def met(self, report: BenchmarkReport) -> str:
         """Say whether it is met."""
         value = self.measured(report)
         return "not measured" if value is None else "yes" if value <= self.limit else "no"
@@ -814,42 +823,48 @@ def _worst(values: Iterable[float | None]) -> float | None:
 
 def _time(
     what: str, model: str, ranks: Sequence[int], ours: str, theirs: str
-) -> Callable[[Report], float | None]:
+) -> Callable[[BenchmarkReport], float | None]:
     return lambda report: _worst(
         found.median for n in ranks if (found := report.ratio(what, model, n, ours, theirs))
     )
 
 
-def _state(report: Report) -> float | None:
+AFTER_DDP = ("zero1", "zero1-view", "zero1-gradview")  # step after backward, beside DDP
+
+
+def _state_ratio(report: BenchmarkReport) -> float | None:
     """Divide the state of a rank by what it may be."""
     pairs = [
-        (c, report.count(c.model, c.world_size))
-        for c in report.counts
-        if c.variant.startswith("zero")
+        (c, report.count(c.model, c.world_size)) for c in report.counts if c.variant in AFTER_DDP
     ]
     return _worst(
         c.state / (1.001 * full.state / c.world_size + 65_536) for c, full in pairs if full
     )
 
 
-def _peak(model: str, name: str, against: str = REFERENCE) -> Callable[[Report], float | None]:
-    def measured(report: Report) -> float | None:
-        ours, theirs = report.count(model, 4, name), report.count(model, 4, against)
-        return ours.peak / theirs.peak if ours and theirs and ours.peak and theirs.peak else None
+def _peak(
+    model: str, name: str, against: str = REFERENCE
+) -> Callable[[BenchmarkReport], float | None]:
+    def measured(report: BenchmarkReport) -> float | None:
+        ours = report.count(model, 4, name)
+        theirs = report.count(model, 4, against)
+        if not (ours and theirs and ours.peak and theirs.peak):
+            return None
+        return ours.peak / theirs.peak
 
     return measured
 
 
-def _peer(name: str) -> Callable[[Report], float | None]:  # one rank has nothing to share
+def _peer(name: str) -> Callable[[BenchmarkReport], float | None]:  # one rank has nothing to share
     return lambda report: _worst(
         found.median
         for model in models()
         for n in (2, 4)
-        if (found := report.ratio("iteration", model, n, "parallel", name))
+        if (found := report.ratio("iteration", model, n, "zero2", name))
     )
 
 
-def _wire(name: str, report: Report) -> float | None:
+def _wire_ratio(name: str, report: BenchmarkReport) -> float | None:
     pairs = [
         (c, report.count(c.model, c.world_size))
         for c in report.counts
@@ -858,7 +873,7 @@ def _wire(name: str, report: Report) -> float | None:
     return _worst(float(c.wire / full.wire) for c, full in pairs if c.wire and full and full.wire)
 
 
-def _making(ours: str, theirs: str) -> Callable[[Report], float | None]:
+def _making(ours: str, theirs: str) -> Callable[[BenchmarkReport], float | None]:
     return lambda report: (
         paired(getattr(report.makings, ours), getattr(report.makings, theirs)).median
         if report.makings
@@ -868,100 +883,100 @@ def _making(ours: str, theirs: str) -> Callable[[Report], float | None]:
 # %% ../../nbs/apps/03_bench.ipynb #7d8ba655
 TARGETS = (
     Target(
-        "state on a rank / (full/N x 1.001 + 64 KB), worst of all models and ranks", 1.0, _state
-    ),
-    Target(
-        "step, zero_nb / torch's class: gpt, 4 ranks",
-        0.65,
-        _time("step", "gpt", [4], "zero", "torch"),
-    ),
-    Target(
-        "step, zero_nb / torch's class: linear, worst of 2 and 4 ranks",
+        "state on a rank / (full/N x 1.001 + 64 KB), worst of all models and ranks",
         1.0,
-        _time("step", "linear", [2, 4], "zero", "torch"),
+        _state_ratio,
     ),
     Target(
-        "step, zero_nb / torch's class: small, worst of 2 and 4 ranks",
+        "step, zero1 / torch: gpt, 4 ranks",
+        0.65,
+        _time("step", "gpt", [4], "zero1", "torch"),
+    ),
+    Target(
+        "step, zero1 / torch: linear, worst of 2 and 4 ranks",
+        1.0,
+        _time("step", "linear", [2, 4], "zero1", "torch"),
+    ),
+    Target(
+        "step, zero1 / torch: small, worst of 2 and 4 ranks",
         0.05,
-        _time("step", "small", [2, 4], "zero", "torch"),
+        _time("step", "small", [2, 4], "zero1", "torch"),
     ),
     Target(
-        "step, zero_nb / torch's class, both bucket view: small, worst of 2 and 4 ranks",
+        "step, zero1-view / torch-view: small, worst of 2 and 4 ranks",
         0.8,
-        _time("step", "small", [2, 4], "zero-view", "torch-view"),
+        _time("step", "small", [2, 4], "zero1-view", "torch-view"),
     ),
     *(
         Target(
-            f"step, zero_nb / fused AdamW: {model}, 1 rank",
+            f"step, zero1 / ddp: {model}, 1 rank",
             1.02,
-            _time("step", model, [1], "zero", REFERENCE),
+            _time("step", model, [1], "zero1", REFERENCE),
         )
         for model in ("linear", "gpt", "small")
     ),
-    Target("constructor, zero_nb / AdamW: 10,000 parameters", 3.0, _making("zero", "adamw")),
+    Target("constructor, zero1 / AdamW: 10,000 parameters", 3.0, _making("zero1", "adamw")),
     Target(
-        "constructor, zero_nb / torch's class: 10,000 parameters, 1,024 ranks",
+        "constructor, zero1 / torch: 10,000 parameters, 1,024 ranks",
         0.1,
-        _making("zero_many", "torch_many"),
+        _making("zero1_many", "torch_many"),
     ),
-    Target("peak memory, zero_nb / DDP: linear, 4 ranks", 0.70, _peak("linear", "zero")),
+    Target("peak memory, zero1 / ddp: linear, 4 ranks", 0.70, _peak("linear", "zero1")),
     Target(
-        "peak memory, zero_nb / DDP, both with gradients in DDP's buckets: linear, 4 ranks",
+        "peak memory, zero1-gradview / ddp-gradview: linear, 4 ranks",
         0.70,
-        _peak("linear", "zero-gradview", "ddp-gradview"),
+        _peak("linear", "zero1-gradview", "ddp-gradview"),
     ),
     Target(
-        "peak memory, zero_nb, overlapped / DDP: linear, 4 ranks", 0.70, _peak("linear", "overlap")
+        "peak memory, zero1-overlap / ddp: linear, 4 ranks", 0.70, _peak("linear", "zero1-overlap")
     ),
     *(
         Target(
-            f"iteration, {VARIANTS[name].words} / DDP: {model}, {' and '.join(map(str, n))} ranks",
+            f"iteration, {name} / ddp: {model}, {' and '.join(map(str, n))} ranks",
             limit,
             _time("iteration", model, n, name, REFERENCE),
         )
-        for name, limits in (("overlap", (0.90, 0.95, 0.90)), ("parallel", (0.80, 0.90, 1.05)))
+        for name, limits in (("zero1-overlap", (0.90, 0.95, 0.90)), ("zero2", (0.80, 0.90, 1.05)))
         for model, n, limit in zip(
             ("linear", "gpt", "small"), ([2, 4], [4], [2, 4]), limits, strict=True
         )
     ),
     *(
         Target(
-            f"iteration, zero_nb without DDP / {words}: worst of all models, 2 and 4 ranks",
+            f"iteration, zero2 / {name}: worst of all models, 2 and 4 ranks",
             limit,
             _peer(name),
         )
-        for name, words, limit in (
-            ("deepspeed", "DeepSpeed ZeRO-1", 0.65),
-            ("fsdp2", "FSDP2", 0.65),
-            ("fairscale", "ShardedDDP", 0.95),
-        )
+        for name, limit in (("deepspeed", 0.65), ("fsdp2", 0.65), ("fairscale", 0.95))
     ),
     *(
         Target(
-            f"wire bytes, {VARIANTS[name].words} / DDP, worst of all models and ranks",
+            f"wire bytes, {name} / ddp, worst of all models and ranks",
             1.01,
-            partial(_wire, name),
+            partial(_wire_ratio, name),
         )
-        for name in ("overlap", "parallel")
+        for name in ("zero1-overlap", "zero2")
     ),
     *(
         Target(
-            f"peak memory, zero_nb without DDP / DDP: {model}, 4 ranks",
+            f"peak memory, zero2 / ddp: {model}, 4 ranks",
             limit,
-            _peak(model, "parallel"),
+            _peak(model, "zero2"),
         )
         for model, limit in (("linear", 0.50), ("gpt", 0.85))
     ),
 )
 
 
-def verdicts(report: Report) -> list[tuple[str, str, str, str]]:  # target, limit, measured, met
+def verdicts(
+    report: BenchmarkReport,
+) -> list[tuple[str, str, str, str]]:  # target, limit, measured, met
     """Hold a report against the targets."""
     value = lambda target: "" if (found := target.measured(report)) is None else f"{found:.3g}"
     return [(t.words, f"{t.limit:g}", value(t), t.met(report)) for t in TARGETS]
 
 # %% ../../nbs/apps/03_bench.ipynb #ae5e1bdd
-PEERS = ("fsdp2", "deepspeed", "fairscale")  # rivals of `parallel`
+PEERS = ("fsdp2", "deepspeed", "fairscale")  # rivals of `zero2`
 
 
 def _memory() -> int:  # bytes that are free on this machine
@@ -981,19 +996,15 @@ def together(
 ) -> list[tuple[str, ...]]:  # launches; each begins with the reference
     """Put as many variants in a launch as fit, at least one; where peers have launches of their
     own, ours is there too."""
-    reference, other = (
-        22 * elements * world_size,
-        elements * (14 * world_size + 8),
-    )  # DDP: parameter, gradient, bucket, state
+    reference = 22 * elements * world_size  # DDP: parameter, gradient, bucket, state
+    other = elements * (14 * world_size + 8)
     fit = max(1, (memory - reference) // max(1, other))
     if fit >= len(names):
         return [(REFERENCE, *names)]
-    ours = ("parallel",) if "parallel" in names and fit > 1 else ()
-    own, peers, room = (
-        [name for name in names if name not in PEERS],
-        [name for name in names if name in PEERS],
-        fit - len(ours),
-    )
+    ours = ("zero2",) if "zero2" in names and fit > 1 else ()
+    own = [name for name in names if name not in PEERS]
+    peers = [name for name in names if name in PEERS]
+    room = fit - len(ours)
     return [
         *((REFERENCE, *own[i : i + fit]) for i in range(0, len(own), fit)),
         *((REFERENCE, *ours, *peers[i : i + room]) for i in range(0, len(peers), room)),
@@ -1044,10 +1055,10 @@ class Options:
             )
 
 # %% ../../nbs/apps/03_bench.ipynb #1ebc33a0
-Ranks = Callable[..., list]  # (n, f, *args) -> what f(*args) returned on each rank
+Launcher = Callable[..., list]  # (n, f, *args) -> what f(*args) returned on each rank
 
 
-def forked(device: str) -> Ranks:  # for every call fresh processes
+def forked(device: str) -> Launcher:  # for every call fresh processes
     """Give a function that starts n ranks on this machine."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     return lambda n, f, *args: run(n, f, *args, timeout=7200.0, backend=backend)
@@ -1057,7 +1068,8 @@ def under_torchrun(
     n: int, f: Callable, *args: Any
 ) -> list:  # on ranks other than 0 the list holds this rank's value only, n times
     """Do it on the ranks of this job."""
-    group, value = Group(), f(*args)
+    group = Group()
+    value = f(*args)
     values: list[Any] | None = [None] * n if group.group_rank == 0 else None
     gather_object(value, values, group=group, group_dst=0)
     return values or [value] * n
@@ -1081,58 +1093,72 @@ def _trace(name: str, model: Model, kind: str) -> list[Stretch]:
     return trace_rank(name, model, _device(kind))
 
 # %% ../../nbs/apps/03_bench.ipynb #3842383c
+def _timed(
+    options: Options, ranks: Launcher, model: Model, n: int, names: Sequence[str], say: Callable
+) -> list[Launch]:
+    """Time the variants beside the reference, in as few launches as memory allows."""
+    launches = []
+    for several in together(names, sum(model.sizes), n, _memory() * 4 // 5):
+        say(f"timing: {model.words}, {n} ranks, {', '.join(several)}")
+        found = ranks(n, _times, model, several, options.rounds, options.device)
+        launches.append(Launch.of(model.name, found))
+    return launches
+
+
+def _counted(
+    options: Options, ranks: Launcher, model: Model, n: int, names: Sequence[str], say: Callable
+) -> tuple[list[Counts], dict[str, str]]:  # and the variants that do not work here, with the reason
+    """Count what each variant costs, in launches of its own."""
+    found: list[Counts] = []
+    left_out: dict[str, str] = {}
+    for name in names:
+        say(f"counting: {model.words}, {n} ranks, {VARIANTS[name].words}")
+        try:
+            found.append(counts(name, model, ranks(n, _count, name, model, options.device)))
+        except Exception as error:
+            if not VARIANTS[name].package:
+                raise
+            lines = str(error).strip().splitlines()
+            left_out[name] = f"{type(error).__name__}: {lines[-1] if lines else ''}"
+    return found, left_out
+
+
 def measure(
     options: Options,
-    ranks: Ranks | None = None,  # None: forked from this process
+    ranks: Launcher | None = None,  # None: forked from this process
     say: Callable[[str], None] = lambda line: None,  # is told what is being done
-    keep: Callable[[Report], None] = lambda report: (
+    keep: Callable[[BenchmarkReport], None] = lambda report: (
         None
-    ),  # is given what there is, after each model and world size
-) -> Report:
+    ),  # given what there is, model by model
+) -> BenchmarkReport:
     """Run the benchmark."""
-    ranks, here = ranks or forked(options.device), machine(options)
-    left_out = {
-        name: v.missing for name, v in VARIANTS.items() if name in options.variants and v.missing
-    }
-    found, launches = list[Counts](), list[Launch]()
+    ranks = ranks or forked(options.device)
+    here = machine(options)
+    left_out = {name: VARIANTS[name].missing for name in options.variants if VARIANTS[name].missing}
+    found: list[Counts] = []
+    launches: list[Launch] = []
     for model in (models(options.quick)[name] for name in options.models):
         for n in options.ranks:
-            names = [
-                name for name in options.variants if name not in left_out and name != REFERENCE
-            ]
-            for name in (REFERENCE, *names) if "counts" in options.parts else ():
-                say(f"counting: {model.words}, {n} ranks, {VARIANTS[name].words}")
-                try:
-                    found.append(counts(name, model, ranks(n, _count, name, model, options.device)))
-                except Exception as error:
-                    if not VARIANTS[name].package:
-                        raise
-                    left_out[name] = (
-                        f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
-                    )
-            names = [name for name in names if name not in left_out]
-            for several in (
-                together(names, sum(model.sizes), n, _memory() * 4 // 5)
-                if "times" in options.parts
-                else ()
-            ):
-                say(f"timing: {model.words}, {n} ranks, {', '.join(several)}")
-                launches.append(
-                    Launch.of(
-                        model.name, ranks(n, _times, model, several, options.rounds, options.device)
-                    )
-                )
+            names = [name for name in options.variants if name not in (REFERENCE, *left_out)]
+            if "counts" in options.parts:
+                more, broken = _counted(options, ranks, model, n, (REFERENCE, *names), say)
+                found += more
+                left_out |= broken
+                names = [name for name in names if name not in left_out]
+            if "times" in options.parts:
+                launches += _timed(options, ranks, model, n, names, say)
             if found or launches:
-                keep(Report(here, options.quick, tuple(launches), tuple(found), None, left_out))
+                so_far = tuple(launches), tuple(found)
+                keep(BenchmarkReport(here, options.quick, *so_far, None, left_out))
     size = (200, 64, 3) if options.quick else (10_000, 1_024, 7)
     alone = "constructors" in options.parts and "RANK" not in os.environ
     makings = ranks(1, make_rank, *size)[0] if alone else None
-    return Report(here, options.quick, tuple(launches), tuple(found), makings, left_out)
+    return BenchmarkReport(here, options.quick, tuple(launches), tuple(found), makings, left_out)
 
 # %% ../../nbs/apps/03_bench.ipynb #01b21964
 def profiles(
     options: Options,
-    ranks: Ranks | None = None,  # as for `measure`
+    ranks: Launcher | None = None,  # as for `measure`
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Svg]:  # by file name; nothing if they are not wanted
     """Draw what runs when in an iteration of each variant."""
@@ -1152,35 +1178,37 @@ def profiles(
     return found
 
 # %% ../../nbs/apps/03_bench.ipynb #3966c254
-def machine(options: Options) -> dict[str, str]:
-    """Describe when and on what a report was made."""
-    processor = platform.processor() or platform.machine()
+def _processor() -> str:
+    """Name the processor, as precisely as the system does."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next(
-            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-        )
-    gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
-    return {
+        named = (line for line in lines if line.startswith("model name"))
+        return next(named).split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def machine(options: Options) -> dict[str, str]:
+    """Describe when and on what a report was made."""
+    found = {
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": processor,
+        "processor": _processor(),
         "cores": str(os.cpu_count()),
-        **gpu,
-        "threads of a rank": "1" if options.device == "cpu" else str(torch.get_num_threads()),
-        **(
-            {"backend": "nccl"}
-            if options.device == "cuda"
-            else {
-                "backend": "gloo",
-                "zero_nb moves tensors by": "shared memory" if available() else "messages",
-            }
-        ),
+    }
+    if options.device == "cuda":
+        threads = str(torch.get_num_threads())
+        gpu = torch.cuda.get_device_name()
+        return found | {"gpu": gpu, "threads of a rank": threads, "backend": "nccl"}
+    way = "shared memory" if available() else "messages"
+    return found | {
+        "threads of a rank": "1",
+        "backend": "gloo",
+        "zero_nb moves tensors by": way,
     }
 
 # %% ../../nbs/apps/03_bench.ipynb #49fcbfa1
-def strays(report: Report) -> dict[str, str]:  # by variant: what was seen
+def strays(report: BenchmarkReport) -> dict[str, str]:  # by variant: what was seen
     """Name the variants whose last loss is not the reference's, as that of an approximation or of a mistake."""
     found = {}
     for launch in report.launches:
@@ -1197,7 +1225,9 @@ def strays(report: Report) -> dict[str, str]:  # by variant: what was seen
     return found
 
 # %% ../../nbs/apps/03_bench.ipynb #de16eef8
-def rows(report: Report) -> list[dict[str, Any]]:  # values; None where something was not measured
+def rows(
+    report: BenchmarkReport,
+) -> list[dict[str, Any]]:  # values; None where something was not measured
     """Set the report out, a row for each model, world size and variant."""
     keys = dict.fromkeys([(c.model, c.world_size, c.variant) for c in report.counts])
     keys |= dict.fromkeys(
@@ -1209,7 +1239,7 @@ def rows(report: Report) -> list[dict[str, Any]]:  # values; None where somethin
     )
     order = list(models()), list(VARIANTS)
     return [
-        _row(report, *key)
+        _report_row(report, *key)
         for key in sorted(keys, key=lambda k: (order[0].index(k[0]), k[1], order[1].index(k[2])))
     ]
 
@@ -1218,8 +1248,9 @@ def _over(ours: Any, theirs: Any) -> float | None:
     return None if ours is None or not theirs else float(ours / theirs)
 
 
-def _row(report: Report, model: str, n: int, name: str) -> dict[str, Any]:
-    ours, full = report.count(model, n, name), report.count(model, n)
+def _report_row(report: BenchmarkReport, model: str, n: int, name: str) -> dict[str, Any]:
+    ours = report.count(model, n, name)
+    full = report.count(model, n)
     row: dict[str, Any] = {"model": model, "ranks": n, "variant": name}
     for what, theirs in (("iteration", REFERENCE), ("step", REFERENCE), ("step", "torch")):
         found = report.ratio(what, model, n, name, theirs)
@@ -1253,13 +1284,13 @@ HEADS = (
     "iteration / ddp",
     "step / ddp",
     "step / torch",
-    "state MB",
+    "state MiB",
     "/ fair",
-    "wire MB",
+    "wire MiB",
     "/ ddp",
     "collectives",
     "in step",
-    "peak MB",
+    "peak MiB",
     "/ ddp ",
 )
 
@@ -1284,13 +1315,13 @@ def cells(row: dict[str, Any]) -> list[str]:  # one for each of `HEADS`
         _ratio(row, key)
         for key in (f"iteration / {REFERENCE}", f"step / {REFERENCE}", "step / torch")
     ]
-    state = [_number(row["state"], ".2f", 1e-6), _number(row["state / fair share"])]
+    state = [_number(row["state"], ".2f", 2**-20), _number(row["state / fair share"])]
     wire = [
-        _number(row["wire"], ".2f", 1e-6),
+        _number(row["wire"], ".2f", 2**-20),
         _number(row[f"wire / {REFERENCE}"]),
         *(_number(row[key], ".0f") for key in ("collectives", "step_collectives")),
     ]
-    peak = [_number(row["peak"], ".0f", 1e-6), _number(row[f"peak / {REFERENCE}"])]
+    peak = [_number(row["peak"], ".0f", 2**-20), _number(row[f"peak / {REFERENCE}"])]
     return [row["model"], str(row["ranks"]), row["variant"], *ratios, *state, *wire, *peak]
 
 
@@ -1302,84 +1333,77 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     )
 
 # %% ../../nbs/apps/03_bench.ipynb #d837de59
+_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 5, 10, 20, 50)
+_COLORS = ("#f4b183", "#2e75b6", "#1f3864", "#70ad47", "#7f7f7f")  # by world size
+
+
+def _draw_ratios(
+    ax: Any, ratios: Sequence[Spread | None], offset: float, color: str, label: str
+) -> None:
+    """Draw a point and its middle eight tenths for each variant, `offset` lines below the variant's own."""
+    found = [(i + offset, ratio) for i, ratio in enumerate(ratios) if ratio]
+    lines = [y for y, _ in found]
+    medians = [ratio.median for _, ratio in found]
+    lows = [ratio.low for _, ratio in found]
+    highs = [ratio.high for _, ratio in found]
+    ax.hlines(lines, lows, highs, color=color, linewidth=1.5)
+    ax.plot(medians, lines, "o", color=color, markersize=4, label=label)
+
+
+def _draw_panel(
+    ax: Any, report: BenchmarkReport, what: str, model: str, names: Sequence[str]
+) -> None:
+    """Draw one model's ratios of iterations or steps."""
+    sizes = sorted({launch.world_size for launch in report.launches})
+    for k, n in enumerate(sizes):
+        ratios = [report.ratio(what, model, n, name) for name in names]
+        label = f"{n} rank{'s' * (n > 1)}"
+        _draw_ratios(ax, ratios, 0.22 * (k - (len(sizes) - 1) / 2), _COLORS[k % 5], label)
+    ax.axvline(1, color="gray", linewidth=0.8, zorder=0)
+    ax.set(
+        xscale="log",
+        xlabel=f"{what} time / {REFERENCE}",
+        yticks=range(len(names)),
+        yticklabels=names,
+        ylim=(len(names) - 0.4, -0.6),
+        title=model,
+    )
+    low, high = ax.get_xlim()
+    ticks = [tick for tick in _TICKS if low <= tick <= high]
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.set_xticks([], minor=True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
 def draw(
-    report: Report,  # with times
+    report: BenchmarkReport,  # with times
     file: Any,  # path or binary stream
     form: str = "png",  # or "svg"
 ) -> None:
     """Draw the ratios to the reference: a column for each model, iterations above and steps below."""
     from matplotlib.figure import Figure
 
-    shown = [name for name in models() if any(launch.model == name for launch in report.launches)]
-    names = [
-        name
-        for name in VARIANTS
-        if name != REFERENCE and any(name in launch.iteration for launch in report.launches)
-    ]
-    sizes = sorted({launch.world_size for launch in report.launches})
+    shown = [name for name in models() if any(x.model == name for x in report.launches)]
+    timed = {name for launch in report.launches for name in launch.iteration} - {REFERENCE}
+    names = [name for name in VARIANTS if name in timed]
     if not shown or not names:
         raise ValueError(
-            "a figure shows times of variants beside the reference, and this report has none; measure part 'times'"
+            "a figure shows times of variants beside the reference, and this report has none;"
+            " measure part 'times'"
         )
-    figure = Figure(
-        figsize=(3 + 2.6 * len(shown), 1.6 + 0.5 * len(names)), dpi=72, layout="constrained"
-    )
+    size = (3 + 2.6 * len(shown), 2 + 0.5 * len(names))
+    figure = Figure(figsize=size, dpi=72, layout="constrained")
     axes = figure.subplots(2, len(shown), sharey=True, squeeze=False)
-    for (i, what), (j, model) in (
-        (a, b) for a in enumerate(("iteration", "step")) for b in enumerate(shown)
-    ):
-        ax = axes[i][j]
-        for k, n in enumerate(sizes):
-            _draw_ratios(
-                ax, [report.ratio(what, model, n, name) for name in names], k, len(sizes), n
-            )
-        ax.axvline(1, color="gray", linewidth=0.8, zorder=0)
-        ax.set(
-            xscale="log",
-            yticks=range(len(names)),
-            yticklabels=names,
-            ylim=(len(names) - 0.4, -0.6),
-            title=f"{model}: {what} / {REFERENCE}",
-        )
-        ticks = [
-            t
-            for t in (0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 5, 10, 20, 50)
-            if ax.get_xlim()[0] <= t <= ax.get_xlim()[1]
-        ]
-        ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
-        ax.set_xticks([], minor=True)
-        ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(
-        *axes[0][0].get_legend_handles_labels(),
-        loc="outside upper right",
-        ncols=len(sizes),
-        frameon=False,
-        fontsize=8,
-    )
+    for i, what in enumerate(("iteration", "step")):
+        for j, model in enumerate(shown):
+            _draw_panel(axes[i][j], report, what, model, names)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    place = {"loc": "outside upper right", "ncols": len(labels)}
+    figure.legend(handles, labels, frameon=False, fontsize=8, **place)
     figure.savefig(file, format=form)
 
-
-def _draw_ratios(ax: Any, ratios: Sequence[Spread | None], k: int, of: int, n: int) -> None:
-    found = [(i + 0.22 * (k - (of - 1) / 2), r) for i, r in enumerate(ratios) if r]
-    color = ("#f4b183", "#2e75b6", "#1f3864", "#70ad47", "#7f7f7f")[k % 5]
-    ax.hlines(
-        [y for y, _ in found],
-        [r.low for _, r in found],
-        [r.high for _, r in found],
-        color=color,
-        linewidth=1.5,
-    )
-    ax.plot(
-        [r.median for _, r in found],
-        [y for y, _ in found],
-        "o",
-        color=color,
-        markersize=4,
-        label=f"{n} rank{'s' * (n > 1)}",
-    )
-
 # %% ../../nbs/apps/03_bench.ipynb #dbce0544
-def save(report: Report, folder: str | Path) -> None:
+def save(report: BenchmarkReport, folder: str | Path) -> None:
     """Leave the report in a folder, as JSON, in the place of the one before."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     new = Path(folder, "report.json.new")
@@ -1387,7 +1411,7 @@ def save(report: Report, folder: str | Path) -> None:
     new.replace(Path(folder, "report.json"))
 
 # %% ../../nbs/apps/03_bench.ipynb #7ccd0444
-def write(report: Report, folder: str | Path) -> list[str]:  # names of the files
+def write_report(report: BenchmarkReport, folder: str | Path) -> list[str]:  # names of the files
     """Leave the report in a folder: JSON, CSV, Markdown and, if there are times, a figure."""
     save(report, folder)
     folder, values = Path(folder), rows(report)
@@ -1408,7 +1432,7 @@ def write(report: Report, folder: str | Path) -> list[str]:  # names of the file
     return names
 
 
-def _remarks(report: Report) -> list[str]:
+def _remarks(report: BenchmarkReport) -> list[str]:
     out = [f"left out: {name} ({why})" for name, why in report.left_out.items()]
     return out + [
         f"did other work than the reference: {name}, {what}"
@@ -1416,7 +1440,7 @@ def _remarks(report: Report) -> list[str]:
     ]
 
 
-def show(report: Report) -> None:
+def show(report: BenchmarkReport) -> None:
     """Print the tables."""
     from rich.console import Console
     from rich.table import Table
@@ -1440,54 +1464,63 @@ def show(report: Report) -> None:
         console.print(line, highlight=False)
 
 # %% ../../nbs/apps/03_bench.ipynb #004e7d38
+def _flags() -> dict[str, dict[str, Any]]:
+    default = Options()
+    return {
+        "--model": {
+            "nargs": "+",
+            "default": default.models,
+            "metavar": "NAME",
+            "help": f"of {', '.join(default.models)} (default: all)",
+        },
+        "--ranks": {
+            "nargs": "+",
+            "type": int,
+            "metavar": "N",
+            "help": "world sizes (default: 1 2 4; under torchrun its ranks)",
+        },
+        "--variants": {
+            "nargs": "+",
+            "default": default.variants,
+            "metavar": "NAME",
+            "help": f"of {', '.join(VARIANTS)} (default: all that are installed)",
+        },
+        "--rounds": {
+            "type": int,
+            "default": default.rounds,
+            "metavar": "INT",
+            "help": "turns of every variant (default: 20)",
+        },
+        "--quick": {
+            "action": "store_true",
+            "help": "shrink the models: a look, not a measurement",
+        },
+        "--device": {
+            "choices": ("cpu", "cuda"),
+            "default": default.device,
+            "help": "(default: cpu)",
+        },
+    }
+
+
 def _parser() -> Parser:
     words = "Compare ways to train in data parallel: times as ratios in one launch, bytes exactly."
     parser = Parser(prog="zero_nb.apps.bench", allow_abbrev=False, description=words)
-    add, default = parser.add_argument, Options()
-    add(
-        "--model",
-        nargs="+",
-        default=default.models,
-        metavar="NAME",
-        help=f"of {', '.join(default.models)} (default: all)",
-    )
-    add(
-        "--ranks",
-        nargs="+",
-        type=int,
-        default=None,
-        metavar="N",
-        help="world sizes (default: 1 2 4; under torchrun its ranks)",
-    )
-    add(
-        "--variants",
-        nargs="+",
-        default=default.variants,
-        metavar="NAME",
-        help=f"of {', '.join(VARIANTS)} (default: all that are installed)",
-    )
-    add(
-        "--rounds",
-        type=int,
-        default=default.rounds,
-        metavar="INT",
-        help="turns of every variant (default: 20)",
-    )
-    add("--quick", action="store_true", help="shrink the models: a look, not a measurement")
-    add("--device", choices=("cpu", "cuda"), default=default.device, help="(default: cpu)")
-    add(
+    for flag, how in _flags().items():
+        parser.add_argument(flag, **how)
+    parser.add_argument(
         "--parts",
         nargs="+",
-        default=default.parts,
+        default=PARTS[:3],
         metavar="PART",
         help=f"of {', '.join(PARTS)} (default: all but profiles)",
     )
-    add(
+    parser.add_argument(
         "--add",
         action="store_true",
         help="keep what report.json in --out has of other models, world sizes and parts",
     )
-    add(
+    parser.add_argument(
         "--out",
         default="runs/bench",
         metavar="FOLDER",
@@ -1496,7 +1529,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _options(given: Any) -> Options:  # of the parsed command line
+def _checked_options(given: Any) -> Options:  # of the parsed command line
     world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 0
     if world and given.ranks not in (None, [world]):
         raise ValueError(
@@ -1517,13 +1550,37 @@ def _options(given: Any) -> Options:  # of the parsed command line
     return Options(once[0], once[1], once[2], given.rounds, given.quick, given.device, once[3])
 
 # %% ../../nbs/apps/03_bench.ipynb #e6e1ff13
-def _before(given: Any, options: Options) -> Report | None:  # what to add to
+def _before(given: Any, options: Options) -> BenchmarkReport | None:  # what to add to
     path = Path(given.out, "report.json")
     if not given.add or not path.exists():
         return None
-    old = Report.from_json(path.read_text(encoding="utf-8"))
+    old = BenchmarkReport.from_json(path.read_text(encoding="utf-8"))
     check_same(old, machine(options), options.quick)
     return old
+
+
+def _start_under_torchrun(options: Options) -> bool:
+    """Join the job's process group; tell whether this is its first rank, which writes the results."""
+    if options.device == "cuda":
+        torch.cuda.set_device(_device("cuda"))
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
+    return dist.get_rank() == 0
+
+
+def _leave_files(
+    report: BenchmarkReport, pictures: dict[str, Svg], options: Options, out: str
+) -> None:
+    """Print the tables, and write files."""
+    names: list[str] = []
+    if options.parts != ("profiles",):  # which are no part of a report
+        show(report)
+        names += write_report(report, out)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    for name, picture in pictures.items():
+        picture.save(Path(out, name))
+    print(f"in {out}: {', '.join([*names, *pictures])}")
 
 
 def run_benchmark(
@@ -1533,40 +1590,26 @@ def run_benchmark(
     parser = _parser()
     given = parser.parse_args(argv)
     try:
-        old = _before(given, options := _options(given))
+        options = _checked_options(given)
+        old = _before(given, options)
     except ValueError as error:
         parser.error(str(error))
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    def keep(report: Report) -> None:
+    def keep(report: BenchmarkReport) -> None:
         save(merged(old, report) if old else report, given.out)
 
-    if "RANK" not in os.environ:
-        report, pictures = measure(options, None, say, keep), profiles(options, None, say)
-    else:
-        if options.device == "cuda":
-            torch.cuda.set_device(_device("cuda"))
-        else:
-            torch.set_num_threads(1)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
-        told = (say, keep) if (first := dist.get_rank() == 0) else ()
-        report, pictures = (
-            measure(options, under_torchrun, *told),
-            profiles(options, under_torchrun, *told[:1]),
-        )
+    launched = "RANK" in os.environ
+    first = _start_under_torchrun(options) if launched else True
+    ranks = under_torchrun if launched else None
+    report = measure(options, ranks, say, keep) if first else measure(options, ranks)
+    pictures = profiles(options, ranks, say) if first else profiles(options, ranks)
+    if launched:
         dist.destroy_process_group()
-        if not first:
-            return
-    names = list[str]()
-    if options.parts != ("profiles",):  # which are no part of a report
-        show(report := merged(old, report) if old else report)
-        names += write(report, given.out)
-    Path(given.out).mkdir(parents=True, exist_ok=True)
-    for name, picture in pictures.items():
-        picture.save(Path(given.out, name))
-    print(f"in {given.out}: {', '.join([*names, *pictures])}")
+    if first:
+        _leave_files(merged(old, report) if old else report, pictures, options, given.out)
 
 
 if __name__ == "__main__" and "__file__" in globals():

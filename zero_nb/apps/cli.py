@@ -142,12 +142,10 @@ NUMBERS = {
 }
 
 
-def _plan(parser: Parser, options: Any) -> int:
+def _run_plan(parser: Parser, options: Any) -> int:
     """Print what a model needs, and draw it."""
-    plan, draw = (
-        importlib.import_module("zero_nb.plan.estimates"),
-        importlib.import_module("zero_nb.plan.draw"),
-    )
+    plan = importlib.import_module("zero_nb.plan.estimates")
+    draw = importlib.import_module("zero_nb.plan.draw")
     sys.path.insert(0, os.getcwd())  # module:function means the user's own, as with `python -m`
     try:
         found = plan.print_plan(options)
@@ -171,10 +169,11 @@ def _plan(parser: Parser, options: Any) -> int:
     return 0
 
 
-def _train(parser: Parser, given: dict[str, Any]) -> int:
+def _run_train(parser: Parser, given: dict[str, Any]) -> int:
     """Check everything that can be checked, then start the ranks."""
     train: Any = importlib.import_module("zero_nb.apps.train")
-    nproc, port = given.pop("nproc", None), given.pop("port", 0)
+    nproc = given.pop("nproc", None)
+    port = given.pop("port", 0)
     try:
         config = train.configured(given)
         train.extra("rich", "matplotlib")
@@ -222,7 +221,7 @@ def main(
     if name not in known:
         return int(bool(parser.parse_args(argv)))  # --help, or an error: both end here
     code: Any = importlib.import_module(COMMANDS[name][0])
-    add_arguments = code.add_plan_arguments if name == "plan" else code.add_arguments
+    add_arguments = code.add_plan_arguments if name == "plan" else code.add_train_arguments
     add_arguments(known[name])
     numbers: dict[str, Any] = {"type": int, "default": argparse.SUPPRESS, "metavar": "INT"}
     pictures = {"--svg": 'where to draw it (default: MODEL-N.svg; "" draws nothing)'}
@@ -231,4 +230,8 @@ def main(
             flag, help=words, **(numbers if name == "train" else {"metavar": "FILE"})
         )
     options = known[name].parse_args(argv[1:])
-    return _train(known[name], vars(options)) if name == "train" else _plan(known[name], options)
+    return (
+        _run_train(known[name], vars(options))
+        if name == "train"
+        else _run_plan(known[name], options)
+    )

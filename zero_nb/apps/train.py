@@ -40,10 +40,11 @@ from ..comm.agreement import agree
 from ..comm.groups import Group
 
 # %% auto #0
-__all__ = ['OPTIMIZERS', 'INDENT', 'SKIP', 'PROMPTS', 'FREE', 'option', 'TrainConfig', 'Corpus', 'read_corpus', 'windows',
-           'rotate', 'Block', 'GPT', 'learning_rate', 'Side', 'held', 'Report', 'write', 'save_checkpoint',
-           'read_checkpoint', 'configured', 'check_devices', 'joined', 'prepared', 'extra', 'Display',
-           'tokens_per_second', 'train_rank', 'measured', 'table', 'draw_losses', 'add_arguments', 'leave', 'run_rank']
+__all__ = ['RECIPES', 'INDENT', 'SKIP', 'PROMPTS', 'FREE', 'option', 'TrainConfig', 'Corpus', 'read_corpus', 'windows', 'rotate',
+           'TransformerBlock', 'GPT', 'learning_rate', 'synchronized_time', 'Side', 'held', 'RankReport', 'generate',
+           'save_checkpoint', 'read_checkpoint', 'configured', 'check_devices', 'joined', 'prepared', 'extra',
+           'Display', 'tokens_per_second', 'train_rank', 'measured', 'memory_table', 'draw_losses',
+           'add_train_arguments', 'leave', 'run_rank']
 
 # %% ../../nbs/apps/01_train.ipynb #7e4886ec
 def option(
@@ -60,7 +61,7 @@ def option(
     )
 
 
-OPTIMIZERS: dict[
+RECIPES: dict[
     str, tuple[type[torch.optim.Optimizer], dict[str, Any]]
 ] = {  # name: class, its settings
     "adamw": (
@@ -87,7 +88,7 @@ class TrainConfig:
     layers: int = option(4, "transformer blocks", 1)
     heads: int = option(4, "attention heads", 1)
     width: int = option(208, "numbers per position", 2)
-    optimizer: str = option("adamw", "what to shard", choices=OPTIMIZERS)
+    optimizer: str = option("adamw", "what to shard", choices=RECIPES)
     lr: float = option(0.0, "peak learning rate; 0: the optimizer's own here", 0)
     warmup: float = option(0.05, "part of --horizon in which the learning rate rises", 0, 1)
     clip: float = option(1.0, "largest norm of the gradient; 0: any", 0)
@@ -173,7 +174,8 @@ def read_corpus(
     """Read all `*.py` files in order of their paths, except tests and installed packages.
 
     Raises `ValueError` if there is too little."""
-    root, paths = Path(folder or sysconfig.get_paths()["stdlib"]), list[Path]()
+    root = Path(folder or sysconfig.get_paths()["stdlib"])
+    paths: list[Path] = []
     for place, folders, names in os.walk(root):
         folders[:] = [
             name for name in folders if name not in SKIP
@@ -215,25 +217,24 @@ def rotate(
     angles: Tensor,  # [T, D / 2]
 ) -> Tensor:  # [B, H, T, D]
     """Turn each pair of numbers by its position's angle, so that a product of two depends on their distance."""
-    (a, b), cos, sin = x.chunk(2, -1), angles.cos(), angles.sin()
+    a, b = x.chunk(2, -1)
+    cos = angles.cos()
+    sin = angles.sin()
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).type_as(x)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a two-layer network, each added to what comes in."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.mix = (
-            nn.Linear(width, 3 * width, bias=False),
-            nn.Linear(width, width, bias=False),
-        )
-        self.up, self.down = (
-            nn.Linear(width, 4 * width, bias=False),
-            nn.Linear(4 * width, width, bias=False),
-        )
+        self.norm1 = nn.RMSNorm(width)
+        self.norm2 = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.mix = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:  # [B, T, C], [T, D / 2] -> [B, T, C]
         """Mix positions, then numbers."""
@@ -253,7 +254,7 @@ class GPT(nn.Module):
     def __init__(self, layers: int, width: int, heads: int):
         super().__init__()
         self.embedding = nn.Embedding(256, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.pairs = width // heads // 2
         for name, weight in self.named_parameters():
@@ -287,7 +288,7 @@ def learning_rate(
 
 def _optimizer(config: TrainConfig, model: nn.Module, sharded: bool) -> torch.optim.Optimizer:
     """Make the optimizer; gains of norms, which are vectors, do not decay."""
-    kind, settings = OPTIMIZERS[config.optimizer]
+    kind, settings = RECIPES[config.optimizer]
     settings = settings | ({"lr": config.lr} if config.lr else {})
     groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
@@ -298,7 +299,8 @@ def _optimizer(config: TrainConfig, model: nn.Module, sharded: bool) -> torch.op
     )
 
 # %% ../../nbs/apps/01_train.ipynb #172d356d
-def _clock(device: torch.device) -> float:
+def synchronized_time(device: torch.device) -> float:  # seconds
+    """Read the clock when the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -308,7 +310,8 @@ class Side:
     """A model in training: DDP around it, its optimizer, its schedule."""
 
     def __init__(self, config: TrainConfig, device: torch.device, sharded: bool):
-        self.config, self.device = config, device
+        self.config = config
+        self.device = device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.model = GPT(config.layers, config.width, config.heads).to(device)
@@ -332,14 +335,14 @@ class Side:
         Tensor, float, float
     ]:  # -> loss [], seconds of the iteration, seconds of `step` in it
         """Train on one batch."""
-        start = _clock(self.device)
+        start = synchronized_time(self.device)
         loss = self.loss(self.ddp, batch)
         loss.backward()
         if self.config.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        before = _clock(self.device)
+        before = synchronized_time(self.device)
         self.optimizer.step()
-        end = _clock(self.device)
+        end = synchronized_time(self.device)
         self.schedule.step()
         self.optimizer.zero_grad(
             set_to_none=False
@@ -372,7 +375,7 @@ def _held_by(side: Side) -> dict[str, int]:
     }
 
 
-def _apart(sides: Sequence[Side]) -> tuple[float, float]:
+def _parameter_difference(sides: Sequence[Side]) -> tuple[float, float]:
     """Give the largest difference of two sides' parameters, and the largest in terms of the largest
     number in its parameter."""
     pairs = [
@@ -383,7 +386,7 @@ def _apart(sides: Sequence[Side]) -> tuple[float, float]:
 
 # %% ../../nbs/apps/01_train.ipynb #aec37580
 @dataclass
-class Report:
+class RankReport:
     """What one rank saw and measured; the losses are means over all ranks."""
 
     rank: int  # global
@@ -421,7 +424,7 @@ PROMPTS = ("import ", "class ", "\tdef __init__(self", "\tfor ")
 
 
 @torch.no_grad()
-def write(
+def generate(
     model: nn.Module,  # int64 [B, T] -> [B, T, 256]
     prompts: Sequence[str],  # what the texts begin with
     length: int,  # bytes to add to each
@@ -432,7 +435,8 @@ def write(
     """Let a model continue some texts, byte by byte."""
     if not prompts or not length:
         return []
-    longest, choices = max(map(len, prompts)), torch.Generator().manual_seed(seed)
+    longest = max(map(len, prompts))
+    choices = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt.rjust(longest, "\n").encode()) for prompt in prompts])
     device = next(model.parameters()).device
     for _ in range(length):
@@ -462,7 +466,7 @@ FREE = {
 
 def save_checkpoint(
     side: Side,  # whose model and optimizer
-    report: Report,  # with the losses so far
+    report: RankReport,  # with the losses so far
     step: int,  # steps taken
     group: Group,  # all its ranks call this
 ) -> None:
@@ -641,7 +645,9 @@ def configured(
     if not chosen.resume:
         return chosen
     state = read_checkpoint(chosen.out)
-    old, step, path = state["config"], state["step"], Path(chosen.out, "checkpoint.pt")
+    old = state["config"]
+    step = state["step"]
+    path = Path(chosen.out, "checkpoint.pt")
     if old["data"] and "data" not in given:
         raise ValueError(
             f"{path} was trained on --data {old['data']}; say so again, or name another folder with"
@@ -683,10 +689,8 @@ def check_devices(
 @contextmanager
 def joined(config: TrainConfig) -> Iterator[torch.device]:
     """Be in a process group, and give this rank's device."""
-    local, gpus = (
-        int(os.environ.get("LOCAL_RANK", 0)),
-        check_devices(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1))),
-    )
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    gpus = check_devices(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     device = torch.device("cuda", local) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
@@ -708,7 +712,7 @@ def prepared(
     group: Group,  # all its ranks call this
 ) -> tuple[Corpus, dict[str, Any] | None]:  # the text; the checkpoint to resume
     """Read what training starts from, and make sure that all ranks start from the same."""
-    error, corpus, state = None, None, None
+    error = corpus = state = None
     try:
         corpus = read_corpus(config.data)
         windows(corpus.held_out, 1, config.block)
@@ -744,7 +748,9 @@ class Display:
     """What a person sees of a run that goes on."""
 
     def __init__(self, config: TrainConfig, first: int, shown: bool):
-        self.config, self.bar, self.say = config, None, print if shown else lambda line: None
+        self.config = config
+        self.bar = None
+        self.say = print if shown else lambda line: None
         if not (shown and sys.stdout.isatty()):
             return
         extra("rich")
@@ -767,9 +773,10 @@ class Display:
         self.task = self.bar.add_task("", total=config.steps, completed=first, words="")
         self.bar.start()
 
-    def update(self, step: int, report: Report) -> None:
+    def update(self, step: int, report: RankReport) -> None:
         """Show the state after `step` steps."""
-        loss, rate = report.losses["zero_nb"][step], tokens_per_second(report)
+        loss = report.losses["zero_nb"][step]
+        rate = tokens_per_second(report)
         if self.bar:
             self.bar.update(
                 self.task, completed=step, words=f"loss {loss:.3f}  {rate:,.0f} tokens/s"
@@ -791,7 +798,7 @@ class Display:
 
 # %% ../../nbs/apps/01_train.ipynb #5283ecdd
 def tokens_per_second(
-    report: Report,  # of any rank
+    report: RankReport,  # of any rank
 ) -> float:  # of all ranks, the sharded side alone
     """Give the speed over the last twenty steps."""
     return report.tokens / statistics.median(whole for whole, _ in report.seconds["zero_nb"][-20:])
@@ -799,7 +806,7 @@ def tokens_per_second(
 
 def train_rank(
     config: TrainConfig,  # the same on every rank
-) -> Report:  # of this rank
+) -> RankReport:  # of this rank
     """Train, as one rank of however many there are; rank 0 writes checkpoints."""
     with joined(config) as device:
         group = Group()
@@ -811,27 +818,27 @@ def train_rank(
         if state:
             for side in sides.values():
                 _load(side, state)
-        report, first = _started(sides, group, device, state), state["step"] if state else 0
+        report = _start_report(sides, group, device, state)
+        first = state["step"] if state else 0
         display = Display(config, first, group.global_rank == 0)
         try:
             for step in range(first, config.steps):
                 _take(step, sides, corpus, report, group, display)
         finally:
             display.close()
-        _finish(sides, report, group)
-    return report
+        return _finished(sides, report, group)
 
 # %% ../../nbs/apps/01_train.ipynb #b219f291
-def _started(
+def _start_report(
     sides: dict[str, Side], group: Group, device: torch.device, state: dict[str, Any] | None
-) -> Report:
-    config, past = sides["zero_nb"].config, state or {"losses": {}, "held_out": {}}
-    losses, held_out = (
-        {name: dict(past[what].get(name, {})) for name in sides} for what in ("losses", "held_out")
-    )
+) -> RankReport:
+    config = sides["zero_nb"].config
+    past = state or {"losses": {}, "held_out": {}}
+    losses = {name: dict(past["losses"].get(name, {})) for name in sides}
+    held_out = {name: dict(past["held_out"].get(name, {})) for name in sides}
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     numbers = sum(p.numel() for p in sides["zero_nb"].model.parameters())
-    return Report(
+    return RankReport(
         group.global_rank,
         group.size,
         kind,
@@ -847,7 +854,7 @@ def _take(
     step: int,
     sides: dict[str, Side],
     corpus: Corpus,
-    report: Report,
+    report: RankReport,
     group: Group,
     display: Display,
 ) -> None:
@@ -855,7 +862,8 @@ def _take(
     batch = windows(
         corpus.train, config.batch, config.block, "train", config.seed, step, group.global_rank
     )
-    done, last = step + 1, step + 1 == config.steps
+    done = step + 1
+    last = done == config.steps
     for name in sorted(sides, reverse=step % 2 == 0):
         loss, *seconds = sides[name].train(batch)
         report.seconds[name].append((seconds[0], seconds[1]))
@@ -868,17 +876,20 @@ def _take(
     display.update(done, report)
 
 
-def _finish(sides: dict[str, Side], report: Report, group: Group) -> None:
-    config, model = sides["zero_nb"].config, sides["zero_nb"].model
-    report.memory = {name: _held_by(side) for name, side in sides.items()}
-    if config.compare:
-        report.apart = _apart(list(sides.values()))
-    report.samples = write(
-        model, PROMPTS[group.global_rank :: group.size], config.sample, config.block, config.seed
+def _finished(sides: dict[str, Side], report: RankReport, group: Group) -> RankReport:
+    """Add to a report what can be known at the end only."""
+    side = sides["zero_nb"]
+    config = side.config
+    prompts = PROMPTS[group.global_rank :: group.size]
+    return replace(
+        report,
+        memory={name: _held_by(side) for name, side in sides.items()},
+        apart=_parameter_difference(list(sides.values())) if config.compare else (0.0, 0.0),
+        samples=generate(side.model, prompts, config.sample, config.block, config.seed),
     )
 
 # %% ../../nbs/apps/01_train.ipynb #0d49e585
-def _paired(reports: Sequence[Report], which: int) -> dict[str, float]:
+def _paired(reports: Sequence[RankReport], which: int) -> dict[str, float]:
     """Divide the sides' times step by step, all ranks together."""
     pairs = [
         a[which] / b[which]
@@ -893,11 +904,29 @@ def _paired(reports: Sequence[Report], which: int) -> dict[str, float]:
     }
 
 
+def _compared(reports: Sequence[RankReport]) -> dict[str, Any]:
+    """Compare the two sides."""
+    first = reports[0]
+    state = "optimizer state"
+    most = max(report.memory["zero_nb"][state] for report in reports)
+    ours = first.losses["zero_nb"]
+    theirs = first.losses["plain DDP"]
+    both = ours.keys() & theirs.keys()
+    return {
+        "state, zero_nb / plain DDP": most / max(1, first.memory["plain DDP"][state]),
+        "step time, zero_nb / plain DDP": _paired(reports, 0),
+        "optimizer step alone, zero_nb / plain DDP": _paired(reports, 1),
+        "largest parameter difference": max(report.apart[0] for report in reports),
+        "largest relative parameter difference": max(report.apart[1] for report in reports),
+        "largest loss difference": max(abs(ours[step] - theirs[step]) for step in both),
+    }
+
+
 def measured(
-    reports: Sequence[Report],  # of all ranks
+    reports: Sequence[RankReport],  # of all ranks
 ) -> dict[str, Any]:  # plain numbers, for `report.json`
     """Bring together what the ranks measured."""
-    first, state = reports[0], "optimizer state"
+    first = reports[0]
     numbers: dict[str, Any] = {
         "world size": first.world_size,
         "device": first.device,
@@ -908,69 +937,55 @@ def measured(
         "held-out losses": first.held_out,
         "bytes by rank": [report.memory for report in reports],
     }
-    if "plain DDP" not in first.memory:
-        return numbers
-    both = first.losses["zero_nb"].keys() & first.losses["plain DDP"].keys()
-    return numbers | {
-        "state, zero_nb / plain DDP": max(r.memory["zero_nb"][state] for r in reports)
-        / max(1, first.memory["plain DDP"][state]),
-        "step time, zero_nb / plain DDP": _paired(reports, 0),
-        "optimizer step alone, zero_nb / plain DDP": _paired(reports, 1),
-        "largest parameter difference": max(r.apart[0] for r in reports),
-        "largest relative parameter difference": max(r.apart[1] for r in reports),
-        "largest loss difference": max(
-            abs(first.losses["zero_nb"][step] - first.losses["plain DDP"][step]) for step in both
-        ),
-    }
+    return numbers | _compared(reports) if "plain DDP" in first.memory else numbers
 
 # %% ../../nbs/apps/01_train.ipynb #cfd2c3f6
-def table(
-    reports: Sequence[Report],  # of all ranks
+def _memory_grid(reports: Sequence[RankReport]) -> Any:  # a `rich.table.Table`
+    """Set the memory of every rank."""
+    from rich.table import Table
+
+    sides = list(reports[0].memory)
+    kinds = ("parameters", "gradients", "optimizer state")
+    heads = [f"{kind}\n{side}" for side in sides for kind in kinds]
+    grid = Table("rank", *heads, title="MiB on each rank", title_justify="left")
+    for column in grid.columns:
+        column.justify = "right"
+    for report in reports:
+        sizes = [report.memory[side][kind] / 2**20 for side in sides for kind in kinds]
+        grid.add_row(str(report.rank), *(f"{size:.2f}" for size in sizes))
+    return grid
+
+
+def _in_words(what: str, value: Any) -> str:  # "" for what is not compared
+    """Write a number that compares the sides."""
+    if isinstance(value, dict) and "median" in value:
+        tenths = f"{value['lowest tenth below']:.2f} to {value['highest tenth above']:.2f}"
+        many = f"median of paired ratios; eight tenths of them {tenths}"
+        return f"{what}: {value['median']:.2f} ({many})"
+    if "/" in what:
+        return f"{what}: {value:.4f}"
+    return f"{what}: {value:.2g}" if "difference" in what else ""
+
+
+def memory_table(
+    reports: Sequence[RankReport],  # of all ranks
 ) -> str:
     """Set the memory of every rank, and what differs between the sides, as text."""
     extra("rich")
     from rich.console import Console
-    from rich.table import Table
 
-    numbers, sides, kinds = (
-        measured(reports),
-        list(reports[0].memory),
-        ("parameters", "gradients", "optimizer state"),
-    )
-    grid = Table(
-        "rank",
-        *(f"{kind}\n{side}" for side in sides for kind in kinds),
-        title="MB on each rank",
-        title_justify="left",
-    )
-    for column in grid.columns:
-        column.justify = "right"
-    for report in reports:
-        grid.add_row(
-            str(report.rank),
-            *(f"{report.memory[side][kind] / 1e6:.2f}" for side in sides for kind in kinds),
-        )
     text = io.StringIO()
-    console = Console(
-        width=120, force_jupyter=False, force_terminal=False, no_color=True, file=text
-    )
-    console.print(grid)
-    for what, value in numbers.items():
-        if isinstance(value, dict) and "median" in value:
-            tenths = f"{value['lowest tenth below']:.2f} to {value['highest tenth above']:.2f}"
-            console.print(
-                f"{what}: {value['median']:.2f} (median of paired ratios; eight tenths of them {tenths})",
-                highlight=False,
-            )
-        elif "/" in what:
-            console.print(f"{what}: {value:.4f}", highlight=False)
-        elif "difference" in what:
-            console.print(f"{what}: {value:.2g}", highlight=False)
+    plain: dict[str, Any] = {"force_jupyter": False, "force_terminal": False, "no_color": True}
+    console = Console(width=120, file=text, **plain)
+    console.print(_memory_grid(reports))
+    for what, value in measured(reports).items():
+        if words := _in_words(what, value):
+            console.print(words, highlight=False)
     return "".join(line.rstrip() + "\n" for line in text.getvalue().splitlines())
 
 # %% ../../nbs/apps/01_train.ipynb #d11dace2
 def draw_losses(
-    report: Report,  # any rank's
+    report: RankReport,  # any rank's
     file: Any,  # path or binary stream; a PNG
 ) -> None:
     """Draw the losses of both sides, one on top of the other."""
@@ -1004,13 +1019,14 @@ def draw_losses(
     figure.savefig(file, format="png")
 
 # %% ../../nbs/apps/01_train.ipynb #2caf3dd1
-def add_arguments(
+def add_train_arguments(
     parser: argparse.ArgumentParser,  # gets an option for each field of `TrainConfig`
 ) -> None:
     """Describe the options of a training; only those that are given appear in the result."""
     kinds: dict[str, Any] = {"int": int, "float": float, "str": str}
     for f in fields(TrainConfig):
-        words, choices = f.metadata["words"], f.metadata["choices"]
+        words = f.metadata["words"]
+        choices = f.metadata["choices"]
         if choices:
             words += f": {', '.join(choices)}"
         if f.default != "":
@@ -1052,22 +1068,23 @@ class _Parser(argparse.ArgumentParser):
 
 # %% ../../nbs/apps/01_train.ipynb #c7f8b219
 @record
-def _train(config: TrainConfig) -> None:
+def _train_and_leave(config: TrainConfig) -> None:
     try:
         extra("rich", "matplotlib")
         with joined(config):
-            report, group = train_rank(config), Group()
+            report = train_rank(config)
+            group = Group()
             reports: list[Any] | None = [None] * group.size if group.group_rank == 0 else None
             gather_object(vars(report), reports, group=group, group_dst=0, weights_only=True)
     except RuntimeError:
         time.sleep(1)
         raise
     if reports:
-        leave([Report(**report) for report in reports], Path(config.out))
+        leave([RankReport(**report) for report in reports], Path(config.out))
 
 
 def leave(
-    reports: Sequence[Report],  # of all ranks
+    reports: Sequence[RankReport],  # of all ranks
     out: Path,  # folder
 ) -> None:
     """Write the curve, the samples and the numbers, and print the table."""
@@ -1078,7 +1095,11 @@ def leave(
     (out / "report.json").write_text(
         json.dumps(measured(reports), indent=1) + "\n", encoding="utf-8"
     )
-    print(table(reports), f"in {out}: checkpoint.pt, curve.png, samples.txt, report.json", sep="\n")
+    print(
+        memory_table(reports),
+        f"in {out}: checkpoint.pt, curve.png, samples.txt, report.json",
+        sep="\n",
+    )
 
 # %% ../../nbs/apps/01_train.ipynb #b0457086
 def _follow_launcher() -> None:
@@ -1102,14 +1123,14 @@ def run_rank(argv: Sequence[str] | None = None) -> None:
         allow_abbrev=False,
         description="One rank of the main job; torchrun starts it, or `zero-nb train`, or you, alone.",
     )
-    add_arguments(parser)
+    add_train_arguments(parser)
     try:
         config = configured(vars(parser.parse_args(argv)))
         check_devices(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     except ValueError as error:
         parser.error(str(error))
     try:
-        _train(config)
+        _train_and_leave(config)
     except (Exception, KeyboardInterrupt):
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
