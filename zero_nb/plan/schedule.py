@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OPS', 'NETWORK', 'LIFE', 'METHODS', 'Step', 'Event', 'Schedule', 'Method', 'find_method', 'order', 'make_schedule',
-           'agree', 'Bar', 'clock', 'play', 'peak']
+           'Bar', 'clock', 'play', 'peak']
 
 # %% ../../nbs/plan/03_schedule.ipynb #69f56dbb
 import math
@@ -61,7 +61,7 @@ _PLACE = {
 _NEEDS = {"REDUCE": 0, "STEP": 1, "FREE": 2, "AG": 2}  # how far a bucket must have come
 
 
-def _check(events: Sequence[Event]) -> None:
+def _check_order(events: Sequence[Event]) -> None:
     """Raise `ValueError` at the first event that comes too early or twice."""
     reached: dict[int, int] = {}
     for e in events:
@@ -74,7 +74,8 @@ def _check(events: Sequence[Event]) -> None:
             )
         if e.op == "SYNC":
             continue
-        at, before = _PLACE[e.op], reached.get(e.bucket, -1)
+        at = _PLACE[e.op]
+        before = reached.get(e.bucket, -1)
         if at <= before or before < _NEEDS.get(LIFE[at], -1):
             after = LIFE[before] if before >= 0 else "nothing"
             raise ValueError(
@@ -91,7 +92,7 @@ class Schedule:
     events: tuple[Event, ...]
 
     def __post_init__(self) -> None:
-        _check(self.events)
+        _check_order(self.events)
 
     def __str__(self) -> str:
         phases = dict.fromkeys(e.phase for e in self.events)
@@ -234,24 +235,6 @@ def make_schedule(
         tuple(Event(phase, op, i) for phase, steps in phases.items() for op, i in steps)
     )
 
-# %% ../../nbs/plan/03_schedule.ipynb #a3a5ac19
-def agree(
-    *schedules: Schedule,  # one for each rank
-) -> None:
-    """Check that ranks can run together.
-
-    Raises `ValueError` at the first collective on which two of them differ."""
-    for group_rank, other in enumerate(schedules[1:], 1):
-        a, b = schedules[0].collectives, other.collectives
-        for i in range(max(len(a), len(b))):
-            x, y = (c[i] if i < len(c) else "nothing" for c in (a, b))
-            if x != y:
-                raise ValueError(
-                    f"collective {i} is {x} on group_rank 0 and {y} on group_rank {group_rank}; all"
-                    " ranks must start the same ones in the same order, or they wait for each"
-                    " other for ever: build the schedule from the same plan and method everywhere"
-                )
-
 # %% ../../nbs/plan/03_schedule.ipynb #c32bfa85
 class Bar(NamedTuple):
     """An event with its time."""
@@ -281,15 +264,13 @@ def clock(
             (gathered if op == "AG" else reduced)[bucket] = network
             yield start, network
             continue
-        until = (
-            reduced.get(bucket, now)
-            if op == "STEP"
-            else gathered.get(bucket, now)
-            if op == "FWD"
-            else network
-            if op == "SYNC"
-            else now
-        )
+        until = now
+        if op == "STEP":
+            until = reduced.get(bucket, now)
+        elif op == "FWD":
+            until = gathered.get(bucket, now)
+        elif op == "SYNC":
+            until = network
         start = until if until > now else now
         now = start + seconds
         yield start, now
