@@ -404,7 +404,7 @@ def test_profiles_are_drawn_of_the_variants_that_were_named(tmp_path, capsys):
         ]
     )
     assert (tmp_path / "report.json").read_text() == "a report that is there"
-    names = ["profile-linear-2-overlap.svg", "profile-linear-2-zero.svg"]
+    names = ["profile-linear-2-zero1-overlap.svg", "profile-linear-2-zero1.svg"]
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == names and ", ".join(
         names
     ) in capsys.readouterr().out.replace("\n", " ")

@@ -1093,7 +1093,7 @@ def _trace(name: str, model: Model, kind: str) -> list[Stretch]:
     return trace_rank(name, model, _device(kind))
 
 # %% ../../nbs/apps/03_bench.ipynb #3842383c
-def _timed(
+def _time_variants(
     options: Options, ranks: Launcher, model: Model, n: int, names: Sequence[str], say: Callable
 ) -> list[Launch]:
     """Time the variants beside the reference, in as few launches as memory allows."""
@@ -1105,7 +1105,7 @@ def _timed(
     return launches
 
 
-def _counted(
+def _count_variants(
     options: Options, ranks: Launcher, model: Model, n: int, names: Sequence[str], say: Callable
 ) -> tuple[list[Counts], dict[str, str]]:  # and the variants that do not work here, with the reason
     """Count what each variant costs, in launches of its own."""
@@ -1141,12 +1141,12 @@ def measure(
         for n in options.ranks:
             names = [name for name in options.variants if name not in (REFERENCE, *left_out)]
             if "counts" in options.parts:
-                more, broken = _counted(options, ranks, model, n, (REFERENCE, *names), say)
+                more, broken = _count_variants(options, ranks, model, n, (REFERENCE, *names), say)
                 found += more
                 left_out |= broken
                 names = [name for name in names if name not in left_out]
             if "times" in options.parts:
-                launches += _timed(options, ranks, model, n, names, say)
+                launches += _time_variants(options, ranks, model, n, names, say)
             if found or launches:
                 so_far = tuple(launches), tuple(found)
                 keep(BenchmarkReport(here, options.quick, *so_far, None, left_out))

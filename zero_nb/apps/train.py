@@ -912,12 +912,13 @@ def _compared(reports: Sequence[RankReport]) -> dict[str, Any]:
     ours = first.losses["zero_nb"]
     theirs = first.losses["plain DDP"]
     both = ours.keys() & theirs.keys()
+    absolute, relative = map(max, zip(*(report.apart for report in reports), strict=True))
     return {
         "state, zero_nb / plain DDP": most / max(1, first.memory["plain DDP"][state]),
         "step time, zero_nb / plain DDP": _paired(reports, 0),
         "optimizer step alone, zero_nb / plain DDP": _paired(reports, 1),
-        "largest parameter difference": max(report.apart[0] for report in reports),
-        "largest relative parameter difference": max(report.apart[1] for report in reports),
+        "largest parameter difference": absolute,
+        "largest relative parameter difference": relative,
         "largest loss difference": max(abs(ours[step] - theirs[step]) for step in both),
     }
 

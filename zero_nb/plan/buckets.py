@@ -73,17 +73,18 @@ class Slot(NamedTuple):
         return Span(self.param, self.start, self.stop)
 
 
-def _inside(slots: Sequence[Slot], start: int, stop: int) -> tuple[Slot, ...]:
-    at, found = (
-        max(0, bisect_right(slots, start, key=lambda s: s.offset) - 1) if len(slots) > 1 else 0,
-        [],
-    )
+def _slots_within(slots: Sequence[Slot], start: int, stop: int) -> tuple[Slot, ...]:
+    """Cut slots down to `[start, stop)` of the bucket."""
+    at = 0
+    if len(slots) > 1:
+        at = max(0, bisect_right(slots, start, key=lambda s: s.offset) - 1)
+    found: list[Slot] = []
     while at < len(slots):
         param, first, last, offset = slots[at]
         if offset >= stop:
             break
-        end = offset + last - first
-        low, high = start if start > offset else offset, stop if stop < end else end
+        low = max(start, offset)
+        high = min(stop, offset + last - first)
         if low < high:
             found.append(Slot(param, first + low - offset, first + high - offset, low))
         at += 1
@@ -143,7 +144,9 @@ def _ruled(cuts: Sequence[int]) -> Sequence[int]:
         return cuts
     if not isinstance(cuts, EvenCuts):
         cuts = tuple(cuts)
-    each, numel, ranks = cuts[1], cuts[-1], len(cuts) - 1
+    each = cuts[1]
+    numel = cuts[-1]
+    ranks = len(cuts) - 1
     if not each or each * ranks < numel:
         return cuts
     rule = _equal(each, ranks) if each * ranks == numel else EvenCuts(each, numel, ranks)
@@ -204,7 +207,7 @@ class Bucket:
         self, group_rank: int
     ) -> tuple[Slot, ...]:  # offsets still count from the start of the bucket
         """Give what a rank owns, and where it lies."""
-        return _inside(self.slots, self.bounds[group_rank], self.bounds[group_rank + 1])
+        return _slots_within(self.slots, self.bounds[group_rank], self.bounds[group_rank + 1])
 
     def spans(self, group_rank: int) -> tuple[Span, ...]:  # in the order of the bucket
         """Give what a rank owns."""
@@ -225,8 +228,7 @@ class BucketPlan(Written):
         if len(set(params.names)) < len(params):
             unique(params)
         world(self.world_size)
-        if not _whole(params, self.world_size, self.buckets):
-            _held(tuple(params), self.world_size, self.buckets)
+        _check_places(params, self.world_size, self.buckets)
 
     padding = property(
         lambda self: sum(b.padding for b in self.buckets),
@@ -239,7 +241,7 @@ class BucketPlan(Written):
         lambda self: spread(self.loads), doc="Largest load over mean load; 1 is perfect."
     )
     mark = property(
-        lambda self: _mark(self),
+        lambda self: _plan_mark(self),
         doc=(
             "16 hexadecimal digits that tell plans of the same parameters apart; sooner made than"
             " `digest`."
@@ -254,7 +256,7 @@ class BucketPlan(Written):
         )
 
     def _repr_html_(self) -> str:
-        return _table(self)
+        return _buckets_html(self)
 
     @property
     def shard_plan(self) -> ShardPlan:
@@ -271,13 +273,14 @@ class BucketPlan(Written):
         return {
             "param": [*map(param_text, params)],
             "ranks": [str(self.world_size)],
-            "bucket": [_text(params, b) for b in self.buckets],
+            "bucket": [_bucket_text(params, b) for b in self.buckets],
         }
 
     @classmethod
     def from_fields(cls, fields: dict[str, list[str]]) -> "BucketPlan":
         """Build the plan that `fields` described."""
-        params, ranks = tuple(map(param_from, fields.get("param", []))), _ranks(fields)
+        params = tuple(map(param_from, fields.get("param", [])))
+        ranks = _ranks(fields)
         return cls(
             params,
             ranks,
@@ -285,91 +288,89 @@ class BucketPlan(Written):
         )
 
 # %% ../../nbs/plan/02_buckets.ipynb #7485d312
-def _held(params: Sequence[ParamSpec], world_size: int, buckets: Sequence[Bucket]) -> None:
-    """Raise `ValueError` unless each trainable element has one place, in a bucket of its own kind."""
-    count, wanted = len(params), [p.numel if p.trainable else 0 for p in params]
-    whole, parts = set[int](), dict[int, list[tuple[int, int]]]()
-    for i, bucket in enumerate(buckets):
-        if bucket.world_size != world_size:
-            raise ValueError(
-                f"bucket {i} is cut for {bucket.world_size} ranks, the plan for {world_size};"
-                " rebuild it"
-            )
-        end, room, dtype, device, group = 0, bucket.numel, bucket.dtype, bucket.device, bucket.group
-        for s in bucket.slots:
-            param, start, stop, offset = s
-            if not 0 <= param < count:
-                raise ValueError(f"bucket {i}: {s} needs a parameter from 0 to {count - 1}")
-            spec = params[param]
-            if (
-                spec.dtype != dtype
-                or spec.device != device
-                or (group is not None and group != spec.group)
-            ):
-                raise ValueError(
-                    f"parameter {spec.name!r} is {spec.dtype} on {spec.device} in group"
-                    f" {spec.group}; bucket {i} takes {dtype} on {device} of group {group}; a"
-                    " bucket holds one kind"
-                )
-            if offset < end or offset + stop - start > room:
-                raise ValueError(
-                    f"bucket {i}: {s} must start at or after {end} and end by {room}; slots are"
-                    " sorted and do not overlap"
-                )
-            end = offset + stop - start
-            if not start and stop == wanted[param] and param not in whole:
-                whole.add(param)
-            else:
-                parts.setdefault(param, []).append((start, stop))
-    for i, elements in enumerate(wanted):
-        if i in whole and i not in parts:
-            continue
-        runs, at = sorted(parts.get(i, []) + [(0, elements)] * (i in whole)), 0
-        for start, stop in runs:
-            if start != at or stop <= start:
-                break
-            at = stop
-        if at != elements or sum(stop - start for start, stop in runs) != at:
-            raise ValueError(
-                f"{described(params[i])} is placed as {runs[:4]}; every element of every trainable"
-                " parameter has exactly one place"
-            )
-
-# %% ../../nbs/plan/02_buckets.ipynb #15137a58
-def _whole(params: ParamTable, world_size: int, buckets: Sequence[Bucket]) -> bool:
-    """Tell whether all is as it must be, and no parameter is cut in slots."""
-    found: list[int] = []
-    for bucket in buckets:
-        if bucket.world_size != world_size or not bucket.slots:
-            return False
-        param, start, stop, offset = _columns(bucket.slots)
-        if min(param) < 0 or max(param) >= len(params) or any(start):
-            return False
-        for spec in (params.forms[form] for form in set(map(params.which.__getitem__, param))):
-            if (
-                spec.dtype != bucket.dtype
-                or spec.device != bucket.device
-                or bucket.group not in (None, spec.group)
-                or not spec.trainable
-            ):
-                return False
-        if [*map(params.numels.__getitem__, param)] != [*stop] or 0 in stop:
-            return False
-        if offset[0] < 0 or offset[-1] + stop[-1] > bucket.numel:
-            return False
-        if not isinstance(bucket.slots, WholeSlots) and not all(
-            map(le, map(add, offset, stop), offset[1:])
-        ):
-            return False
-        found += param
-    return (
-        len(found)
-        == len(set(found))
-        == sum(params.each(lambda form: form.trainable and form.numel > 0))
+def _check_kind(number: int, bucket: Bucket, params: ParamTable, indices: Sequence[int]) -> None:
+    """Raise `ValueError` unless all parameters of a bucket are of its dtype, device and group."""
+    kinds = bucket.dtype, bucket.device
+    forms = set(map(params.which.__getitem__, indices))
+    alike = {
+        form
+        for form in forms
+        if (params.forms[form].dtype, params.forms[form].device) == kinds
+        and bucket.group in (None, params.forms[form].group)
+    }
+    if alike == forms:
+        return
+    spec = next(params[i] for i in indices if params.which[i] not in alike)
+    raise ValueError(
+        f"parameter {spec.name!r} is {spec.dtype} on {spec.device} in group {spec.group}; bucket"
+        f" {number} takes {bucket.dtype} on {bucket.device} of group {bucket.group}; a bucket holds"
+        " one kind"
     )
 
+
+def _check_bucket(number: int, bucket: Bucket, params: ParamTable, world_size: int) -> None:
+    """Raise `ValueError` unless a bucket is cut for all ranks, and its slots lie side by side."""
+    if bucket.world_size != world_size:
+        raise ValueError(
+            f"bucket {number} is cut for {bucket.world_size} ranks, the plan for {world_size};"
+            " rebuild it"
+        )
+    if not bucket.slots:
+        return
+    indices, starts, stops, offsets = _columns(bucket.slots)
+    if min(indices) < 0 or max(indices) >= len(params):
+        wrong = next(s for s in bucket.slots if not 0 <= s.param < len(params))
+        raise ValueError(f"bucket {number}: {wrong} needs a parameter from 0 to {len(params) - 1}")
+    _check_kind(number, bucket, params, indices)
+    ends = [*map(add, offsets, map(sub, stops, starts))]
+    if offsets[0] >= 0 and ends[-1] <= bucket.numel and all(map(le, ends, offsets[1:])):
+        return
+    after = 0
+    for slot, end in zip(bucket.slots, ends, strict=True):
+        if slot.offset < after or end > bucket.numel:
+            raise ValueError(
+                f"bucket {number}: {slot} must start at or after {after} and end by"
+                f" {bucket.numel}; slots are sorted and do not overlap"
+            )
+        after = end
+
+
+def _check_runs(spec: ParamSpec, runs: Sequence[tuple[int, int]]) -> None:
+    """Raise `ValueError` unless runs of elements, sorted, are the whole of a parameter."""
+    at = 0
+    for start, stop in runs:
+        if start != at or stop <= start:
+            break
+        at = stop
+    wanted = spec.numel if spec.trainable else 0
+    if at != wanted or sum(stop - start for start, stop in runs) != at:
+        raise ValueError(
+            f"{described(spec)} is placed as {runs[:4]}; every element of every trainable"
+            " parameter has exactly one place"
+        )
+
+
+def _check_places(params: ParamTable, world_size: int, buckets: Sequence[Bucket]) -> None:
+    """Raise `ValueError` unless each trainable element has one place, in a bucket of its own kind."""
+    placed: list[tuple[int, int, int]] = []  # parameter, start, stop
+    for number, bucket in enumerate(buckets):
+        _check_bucket(number, bucket, params, world_size)
+        indices, starts, stops, _ = _columns(bucket.slots)
+        placed += zip(indices, starts, stops, strict=True)
+    wanted = params.each(lambda form: form.numel if form.trainable else 0)
+    whole = [(i, 0, elements) for i, elements in enumerate(wanted) if elements]
+    placed.sort()
+    if placed == whole:
+        return
+    parts: dict[int, list[tuple[int, int]]] = {}
+    for param, start, stop in placed:
+        parts.setdefault(param, []).append((start, stop))
+    for i, elements in enumerate(wanted):
+        if elements or i in parts:
+            _check_runs(params[i], parts.get(i, []))
+
 # %% ../../nbs/plan/02_buckets.ipynb #db3717f6
-def _text(params: Sequence[ParamSpec], bucket: Bucket) -> str:
+def _bucket_text(params: Sequence[ParamSpec], bucket: Bucket) -> str:
     cuts = bucket.bounds
     each = (
         f"{cuts[1]} each"
@@ -391,7 +392,7 @@ def _text(params: Sequence[ParamSpec], bucket: Bucket) -> str:
     )
 
 
-def _mark(plan: BucketPlan) -> str:
+def _plan_mark(plan: BucketPlan) -> str:
     found = hashlib.sha256(f"{plan.world_size} {sys.byteorder}".encode())
     for b in plan.buckets:
         cuts = b.bounds if isinstance(b.bounds, (range, EvenCuts)) else f"{len(b.bounds)} bounds"
@@ -443,7 +444,8 @@ _BUCKET = re.compile(
 # %% ../../nbs/plan/02_buckets.ipynb #5f84fffb
 def _owned(bucket: Bucket) -> Iterator[tuple[int, Slot]]:  # (group_rank, slot cut down to its part)
     for s in bucket.slots:
-        at, end = s.offset, s.offset + s.numel
+        at = s.offset
+        end = at + s.numel
         group_rank = bisect_right(bucket.bounds, at) - 1
         while at < end:
             stop = min(end, bucket.bounds[group_rank + 1])
@@ -452,13 +454,16 @@ def _owned(bucket: Bucket) -> Iterator[tuple[int, Slot]]:  # (group_rank, slot c
                     group_rank,
                     Slot(s.param, s.start + at - s.offset, s.start + stop - s.offset, at),
                 )
-            at, group_rank = stop, group_rank + 1
+            at = stop
+            group_rank += 1
 
 
 def _loads(plan: "BucketPlan") -> tuple[int, ...]:
-    loads, steps = [0] * plan.world_size, [0] * (plan.world_size + 1)
+    loads = [0] * plan.world_size
+    steps = [0] * (plan.world_size + 1)
     for bucket in plan.buckets:
-        bounds, (_, start, stop, offset) = bucket.bounds, bucket.slots[-1]
+        bounds = bucket.bounds
+        _, start, stop, offset = bucket.slots[-1]
         used = offset + stop - start
         if not isinstance(bounds, tuple) and used + bucket.padding == bounds[-1]:
             each = bounds[1]
@@ -473,7 +478,7 @@ def _loads(plan: "BucketPlan") -> tuple[int, ...]:
     return tuple(a + b for a, b in zip(loads, accumulate(steps[:-1]), strict=True))
 
 
-def _table(plan: "BucketPlan") -> str:
+def _buckets_html(plan: "BucketPlan") -> str:
     rows = "".join(
         f"<tr><td>{i}</td><td>{b.dtype}</td><td>{escape(b.device)}</td><td>{len(b.slots)}</td>"
         f"<td>{b.numel:,}</td><td>{b.padding}</td></tr>"
@@ -506,10 +511,12 @@ def _bytes(name: str, mb: float) -> float:
 def _kinds(params: ParamTable, policy: str | Policy, by_group: bool) -> list[Kind]:
     """Give the kind of each parameter; equal kinds are one object."""
     policy = find_policy(policy)
-    choose, seen = setting(policy, "choose", None), dict[Any, Kind]()
+    choose = setting(policy, "choose", None)
+    seen: dict[Any, Kind] = {}
 
     def kind(p: ParamSpec) -> Kind:
-        chosen, group = choose(p) if choose else policy, p.group if by_group else None
+        chosen = choose(p) if choose else policy
+        group = p.group if by_group else None
         key = p.dtype, p.device, group, identity(chosen)
         return seen.get(key) or seen.setdefault(key, Kind(p.dtype, p.device, group, chosen))
 
@@ -527,7 +534,8 @@ def _arrivals(params: ParamTable, order: Sequence[int] | None) -> list[int]:
         return mine[::-1]
     if order == range(len(params)):
         return mine
-    named, wanted = set(order), set(mine)
+    named = set(order)
+    wanted = set(mine)
     if len(named) != len(order) or not wanted <= named <= set(range(len(params))):
         missing = [params[i].name for i in mine if i not in named]
         raise ValueError(
@@ -546,10 +554,9 @@ def _fill(
 ) -> list[list[int]]:  # runs of parameters, by the arrival of their last one
     """Group parameters into buckets."""
     runs: list[list[int]] = []
-    nbytes, begin = (
-        params.each(lambda form: form.nbytes),
-        next(iter(arrivals := list(arrivals)), None),
-    )
+    arrivals = list(arrivals)
+    nbytes = params.each(lambda form: form.nbytes)
+    begin = arrivals[0] if arrivals else None
     for kind in dict.fromkeys(kinds):
         mine = (
             arrivals
@@ -559,7 +566,8 @@ def _fill(
         if large := [i for i in mine if nbytes[i] > limit]:
             runs += [[i] for i in large]
             mine = [i for i in mine if nbytes[i] <= limit]
-        ends, at = [0, *accumulate([nbytes[i] for i in mine])], 0  # bytes before each, and in all
+        ends = [0, *accumulate([nbytes[i] for i in mine])]  # bytes before each, and in all
+        at = 0
         while at < len(mine):
             stop = bisect_right(ends, ends[at] + limit) - 1
             if mine[at] == begin:
@@ -586,7 +594,8 @@ def _even_buckets(
     pad: bool,  # whether the last parts are filled up to the size of the others
 ) -> Iterator[Bucket]:
     """Lay parameters out one after another, and cut the bucket into equal parts."""
-    unit, total = world_size * align, sum([params.numels[i] for i in run])
+    unit = world_size * align
+    total = sum([params.numels[i] for i in run])
     pieces = (
         math.ceil(total / max(unit, limit // unit * unit)) if len(run) == 1 and total > limit else 1
     )
@@ -596,12 +605,12 @@ def _even_buckets(
         part = _round(-(-(stop - start) // world_size), align)
         cuts = _equal(part, world_size) if pad else EvenCuts(part, stop - start, world_size)
         slots: Sequence[Slot] = (
-            _row(params, run) if len(run) > 1 else (Slot(run[0], start, stop, 0),)
+            _end_to_end(params, run) if len(run) > 1 else (Slot(run[0], start, stop, 0),)
         )
         yield Bucket(kind.dtype, kind.device, kind.group, slots, cuts)
 
 
-def _row(params: ParamTable, run: Sequence[int]) -> WholeSlots:
+def _end_to_end(params: ParamTable, run: Sequence[int]) -> WholeSlots:
     return WholeSlots(run, [*accumulate(map(params.numels.__getitem__, run), initial=0)])
 
 # %% ../../nbs/plan/02_buckets.ipynb #e55a334f
@@ -645,7 +654,7 @@ def _owned_bucket(
 
 # %% ../../nbs/plan/02_buckets.ipynb #15567f29
 @dataclass(frozen=True)
-class _Cuts:
+class _CutRow:
     """A row of parameters, and where ranks part."""
 
     begins: list[
@@ -654,29 +663,31 @@ class _Cuts:
     cuts: list[int]  # group_rank r owns elements [cuts[r], cuts[r+1]) of the row
 
 
-def _cuts(
+def _cut_row(
     params: ParamTable, members: Sequence[int], world_size: int, loads: Sequence[float]
-) -> _Cuts:
+) -> _CutRow:
     sizes = params.numels if len(members) == len(params) else [0] * len(params)
     if sizes is not params.numels:
         for i in members:
             sizes[i] = params.numels[i]
     begins = [*accumulate(sizes, initial=0)]
-    return _Cuts(begins, row_cuts(begins, world_size, loads))
+    return _CutRow(begins, row_cuts(begins, world_size, loads))
 
 
 def _row_bucket(
-    params: ParamTable, run: Sequence[int], kind: Kind, row: _Cuts
+    params: ParamTable, run: Sequence[int], kind: Kind, row: _CutRow
 ) -> Bucket:  # `run` rises
     """Lay parameters out as in the row, and cut the bucket where the row is cut."""
-    slots, starts = _row(params, run), [row.begins[i] for i in run]
+    slots = _end_to_end(params, run)
+    starts = [row.begins[i] for i in run]
 
     def place(cut: int) -> int:  # in the bucket
         at = bisect_right(starts, cut) - 1
         return min(slots.offsets[at] + cut - starts[at], slots.offsets[at + 1])
 
-    total, end = slots.offsets[-1], starts[-1] + slots[-1].stop
-    low, high = bisect_left(row.cuts, starts[0]), bisect_left(row.cuts, end)
+    total = slots.offsets[-1]
+    low = bisect_left(row.cuts, starts[0])
+    high = bisect_left(row.cuts, starts[-1] + slots[-1].stop)
     bounds = (*[0] * low, *map(place, row.cuts[low:high]), *[total] * (len(row.cuts) - high))
     return Bucket(kind.dtype, kind.device, kind.group, slots, bounds)
 
@@ -687,7 +698,7 @@ def _owners(
     kinds: Sequence[Kind],  # of each parameter
     in_row: bool,  # whether what `runs` decides may be laid out as it lies in the row
 ) -> tuple[
-    dict[int, int | Owners], _Cuts | None
+    dict[int, int | Owners], _CutRow | None
 ]:  # of the parameters that are not cut evenly; the row that `runs` cuts, in the place of their owners
     """Ask each policy once; one that balances the same cost as an earlier one is told what each rank got."""
     asked: dict[Any, tuple[Policy, list[int]]] = {}
@@ -705,12 +716,12 @@ def _owners(
             asked.setdefault(identity(kind.policy), (kind.policy, []))[1].extend(mine)
     owners: dict[int, int | Owners] = {}
     loads: dict[Any, list[float]] = {}
-    row: _Cuts | None = None
+    row: _CutRow | None = None
     for policy, mine in asked.values():
         so_far = loads.setdefault(cost := balances(policy), [0] * world_size)
         mine.sort()
         if in_row and policy is runs:
-            row = _cuts(params, mine, world_size, so_far)
+            row = _cut_row(params, mine, world_size, so_far)
             loads[cost] = [
                 load + stop - start
                 for load, (start, stop) in zip(so_far, pairwise(row.cuts), strict=True)
@@ -810,7 +821,8 @@ def adopt(
 ) -> BucketPlan:
     """Take the buckets that somebody else filled, and decide who owns which part."""
     params = ParamTable.of(unique(specs))
-    trainable, numels = params.each(lambda form: form.trainable), params.numels
+    trainable = params.each(lambda form: form.trainable)
+    numels = params.numels
     if wrong := [i for run in buckets for i in run if not 0 <= i < len(params) or not trainable[i]]:
         raise ValueError(
             f"buckets must hold indices of trainable parameters, below {len(params)}, got"

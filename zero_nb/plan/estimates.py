@@ -831,7 +831,7 @@ def _fill_in(
     gradients, alive = _gradient_bytes(found, plan, setup, full)
     stepped = 2 * (state + master) + 3 * mine
     seconds, collectives = _time_and_collectives(plan, found.method, setup, stepped)
-    ours = found.method not in ("ddp", "torch")
+    padding = sum(b.padding * ITEMSIZE[b.dtype] for b in plan.buckets)
     return replace(
         found,
         parameters=sum(p.nbytes for p in specs),
@@ -839,7 +839,7 @@ def _fill_in(
         state=state,
         master=master,
         buckets=_scratch_bytes(found, plan, setup, alive),
-        padding=sum(b.padding * ITEMSIZE[b.dtype] for b in plan.buckets) if ours else 0,
+        padding=0 if found.method in ("ddp", "torch") else padding,
         wire=_wire_bytes(found, plan, setup, full, mine),
         collectives=collectives,
         seconds=seconds,

@@ -110,7 +110,8 @@ class Span(NamedTuple):
 
 
 def _canonical(shard: Iterable[Span]) -> tuple[Span, ...]:  # sorted, and no two of them touch
-    spans, out = sorted(shard), list[Span]()
+    spans = sorted(shard)
+    out: list[Span] = []
     if len({param for param, _, _ in spans}) == len(spans):
         return tuple(spans)  # one span of each parameter: nothing to join
     for s in spans:
@@ -129,7 +130,8 @@ def _cover(
     shards: Sequence[Sequence[Span]],  # shards[group_rank]
 ) -> tuple[int | Owners, ...]:  # of each parameter: the rank that owns all of it, else its owners
     """Find the owners of every parameter, or raise `ValueError` at the first element that has not exactly one."""
-    count, wanted = len(params), [p.numel if p.trainable else 0 for p in params]
+    count = len(params)
+    wanted = [p.numel if p.trainable else 0 for p in params]
     owners: list[Any] = [None] * count
     parts: dict[int, list[tuple[int, Span]]] = {}
     for group_rank, shard in enumerate(shards):
@@ -212,7 +214,7 @@ class Written:
     @classmethod
     def from_json(cls: type[T], text: str) -> T:
         """Read what `to_json` wrote; `ValueError` for anything else."""
-        return cls.from_fields(_lines(text, cls.__name__))
+        return cls.from_fields(_json_lines(text, cls.__name__))
 
     def to_text(self) -> str:
         """Write the plan for people."""
@@ -232,7 +234,7 @@ class Written:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 # %% ../../nbs/plan/01_sharder.ipynb #747d3c89
-def _lines(text: str, name: str) -> dict[str, list[str]]:
+def _json_lines(text: str, name: str) -> dict[str, list[str]]:
     try:
         fields = json.loads(text)
     except ValueError as e:
@@ -463,7 +465,7 @@ class ShardPlan(Written):
         return f"ShardPlan({_summary(self)}, digest {self.digest})"
 
     def _repr_html_(self) -> str:
-        return _table(self)
+        return _shards_html(self)
 
 # %% ../../nbs/plan/01_sharder.ipynb #6929db03
 def _price(cost: Callable[[ParamSpec], float], spec: ParamSpec, s: Span) -> float:
@@ -503,23 +505,22 @@ def _summary(plan: "ShardPlan") -> str:
     )
 
 
-def _table(plan: "ShardPlan") -> str:
-    loads, most = plan.loads, max(plan.loads) or 1
-    shown = [
-        *range(min(plan.world_size, 8)),
-        *([plan.world_size - 1] if plan.world_size > 8 else []),
-    ]
+def _shards_html(plan: "ShardPlan") -> str:
+    """Show the loads of the first eight ranks and of the last."""
+    loads = plan.loads
+    most = max(loads) or 1
+    shown = [*range(min(plan.world_size, 8))]
+    if plan.world_size > 8:
+        shown.append(plan.world_size - 1)
     rows = "".join(
         f"<tr><td>{r}</td><td>{loads[r]:,}</td><td>{len(plan.shards[r])}</td>"
         f"<td><meter max='{most}' value='{loads[r]}'></meter></td></tr>"
         for r in shown
     )
-    rest = (
-        f"<br>{plan.world_size - len(shown)} more ranks lie between the last two lines."
-        if plan.world_size > 9
-        else ""
-    )
-    return f"<p>{escape(_summary(plan))}{rest}</p><table><tr><th>rank<th>elements<th>spans<th>load</tr>{rows}</table>"
+    hidden = plan.world_size - len(shown)
+    note = f"<br>{hidden} more ranks lie between the last two lines." if hidden else ""
+    head = "<tr><th>rank<th>elements<th>spans<th>load</tr>"
+    return f"<p>{escape(_summary(plan))}{note}</p><table>{head}{rows}</table>"
 
 # %% ../../nbs/plan/01_sharder.ipynb #45b00285
 Cost = Callable[[ParamSpec], float]
@@ -539,7 +540,7 @@ class Policy(Protocol):
         """Make a plan."""
 
 
-def _start(world_size: int, loads: Sequence[float] | None) -> list[float]:
+def _loads_before(world_size: int, loads: Sequence[float] | None) -> list[float]:
     if loads is None:
         return [0] * world(world_size)
     if len(loads) != world(world_size) or (
@@ -574,7 +575,7 @@ def _deal(items: Iterable[Priced], loads: list[float]) -> list[list[Priced]]:  #
     return held
 
 
-def _whole(specs: Sequence[ParamSpec], held: Iterable[Iterable[Priced]]) -> ShardPlan:
+def _whole_parameters(specs: Sequence[ParamSpec], held: Iterable[Iterable[Priced]]) -> ShardPlan:
     return ShardPlan(
         tuple(specs), tuple(tuple([Span(i, 0, specs[i].numel) for _, i in items]) for items in held)
     )
@@ -591,10 +592,10 @@ def greedy(
     Source: the rule of torch.distributed.optim.ZeroRedundancyOptimizer."""
     sizes = [(specs[i].numel, i) for i in movable(specs)]
     largest_first = sorted(sizes, key=lambda item: (specs[item[1]].group, -item[0]))
-    return _whole(specs, _deal(largest_first, _start(world_size, loads)))
+    return _whole_parameters(specs, _deal(largest_first, _loads_before(world_size, loads)))
 
 # %% ../../nbs/plan/01_sharder.ipynb #354190a3
-def _row(
+def _trained_row(
     specs: Sequence[ParamSpec],
 ) -> tuple[
     list[Span], list[int]
@@ -611,7 +612,8 @@ def _between(
     """Give each rank what lies between two cuts of the row."""
     shards = []
     for start, stop in pairwise(cuts):
-        first, last = bisect_right(begins, start) - 1, bisect_left(begins, stop)
+        first = bisect_right(begins, start) - 1
+        last = bisect_left(begins, stop)
         if mine := spans[first:last] if start < stop else []:
             mine[0] = Span(mine[0].param, start - begins[first], mine[0].stop)
             mine[-1] = Span(mine[-1].param, mine[-1].start, stop - begins[last - 1])
@@ -619,11 +621,11 @@ def _between(
     return ShardPlan(tuple(specs), tuple(shards))
 
 # %% ../../nbs/plan/01_sharder.ipynb #2522278f
-def _cuts(
+def _level_cuts(
     total: int, align: int, loads: Sequence[float]
 ) -> list[int]:  # one more than there are ranks
     """Cut a row so that all ranks end at one level, in multiples of `align`."""
-    below, level = 0, 0
+    below = level = 0
     for ranks, load in enumerate(sorted(loads), 1):
         if ranks > 1 and load >= level:
             break
@@ -648,8 +650,10 @@ def even(
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5."""
     if type(align) is not int or align < 1:
         raise ValueError(f"align must be an integer >= 1 (elements), got {align!r}")
-    spans, begins = _row(specs)
-    return _between(specs, spans, begins, _cuts(begins[-1], align, _start(world_size, loads)))
+    spans, begins = _trained_row(specs)
+    return _between(
+        specs, spans, begins, _level_cuts(begins[-1], align, _loads_before(world_size, loads))
+    )
 
 # %% ../../nbs/plan/01_sharder.ipynb #a00ea60c
 def row_cuts(
@@ -658,7 +662,7 @@ def row_cuts(
     loads: Sequence[float] | None = None,  # elements each rank holds already
 ) -> list[int]:  # one more than there are ranks
     """Cut a row of parameters into equal runs, each cut at a multiple of 16 elements of its parameter."""
-    cuts = _cuts(begins[-1], 1, _start(world_size, loads))
+    cuts = _level_cuts(begins[-1], 1, _loads_before(world_size, loads))
     for group_rank, cut in enumerate(cuts):
         if cut == begins[-1]:
             break
@@ -675,7 +679,7 @@ def runs(
     | None = None,  # elements each rank holds already; the new ones fill up to one level
 ) -> ShardPlan:  # as `even`, but for 8 elements at each cut
     """Cut the row of all parameters into equal runs, and each bucket where the owner changes."""
-    spans, begins = _row(specs)
+    spans, begins = _trained_row(specs)
     return _between(specs, spans, begins, row_cuts(begins, world_size, loads))
 
 # %% ../../nbs/plan/01_sharder.ipynb #72ee3406
@@ -692,23 +696,26 @@ def newton_schulz(
     """Count the multiplications of one Newton-Schulz product, the cost of a Muon step."""
     if len(spec.shape) < 2:
         return spec.numel
-    rows, columns = spec.shape[0], math.prod(spec.shape[1:])
+    rows = spec.shape[0]
+    columns = math.prod(spec.shape[1:])
     return max(rows, columns) * min(rows, columns) ** 2
 
 # %% ../../nbs/plan/01_sharder.ipynb #e753a6d2
-def _exchange(
+def _best_exchange(
     heavy: Sequence[Priced], light: Sequence[Priced], gap: float
 ) -> tuple[Priced, Priced | None] | None:  # what goes, and what comes back
     """Find the move or swap that brings two ranks closest together; both lists are sorted, `gap` is
     how much more the heavy one holds."""
-    best, found = gap, None
+    best = gap
+    found = None
     for _, equal in groupby(heavy, key=itemgetter(0)):
         gives = next(equal)  # any of equal cost would do
         at = bisect_left(light, (gives[0] - gap / 2, -1))
         for takes in (None, *light[max(0, at - 1) : at + 1]):
             left = abs(gap - 2 * (gives[0] - (takes[0] if takes else 0)))
             if left < best:
-                best, found = left, (gives, takes)
+                best = left
+                found = gives, takes
     return found
 
 
@@ -720,7 +727,7 @@ def _refine(held: list[list[Priced]], loads: list[float], rounds: int) -> None:
             return
         heavy = sorted(held[top])
         for _, low in heapq.nsmallest(8, zip(loads, range(len(loads)), strict=True)):
-            if found := _exchange(heavy, sorted(held[low]), loads[top] - loads[low]):
+            if found := _best_exchange(heavy, sorted(held[low]), loads[top] - loads[low]):
                 break
         else:
             return
@@ -744,7 +751,7 @@ def balanced(
 
     Source: Graham 1969, bounds on multiprocessing timing anomalies (longest processing time first).
     """
-    total = _start(world_size, loads)
+    total = _loads_before(world_size, loads)
     prices = [(cost(specs[i]), i) for i in movable(specs)]
     if wrong := [(price, i) for price, i in prices if not 0 <= price < math.inf]:
         raise ValueError(
@@ -755,7 +762,7 @@ def balanced(
         sorted(prices, key=itemgetter(0), reverse=True), total
     )  # of equal cost, the first registered first
     _refine(held, total, rounds)
-    return _whole(specs, held)
+    return _whole_parameters(specs, held)
 
 # %% ../../nbs/plan/01_sharder.ipynb #08d66ef3
 Choice = Callable[[ParamSpec], Policy]
@@ -782,7 +789,7 @@ def mixed(
     loads: Sequence[float] | None = None,  # elements each rank holds already
 ) -> ShardPlan:
     """Let each parameter choose its policy; those that are cut evenly go last and fill up what the others left."""
-    total = _start(world_size, loads)
+    total = _loads_before(world_size, loads)
     shards: list[list[Span]] = [[] for _ in total]
     chosen: dict[Any, tuple[Policy, list[int]]] = {}
     for i in movable(specs):
@@ -954,7 +961,8 @@ class GridPlan(Written):
         )
 
     def _repr_html_(self) -> str:
-        return f"<p>{self.grid.replicate} rows of {self.grid.shard} ranks, each row as follows</p>{_table(self.plan)}"
+        rows = f"{self.grid.replicate} rows of {self.grid.shard} ranks, each row as follows"
+        return f"<p>{rows}</p>{_shards_html(self.plan)}"
 
 # %% ../../nbs/plan/01_sharder.ipynb #d6afb4e2
 @dataclass(frozen=True, order=True)
@@ -971,7 +979,9 @@ class _Senders:
     """The ranks that hold one old shard: who has it already, and who should send it."""
 
     def __init__(self, column: Sequence[int], per_node: int) -> None:
-        self.has, self.per_node, self.sent = frozenset(column), per_node, dict.fromkeys(column, 0)
+        self.has = frozenset(column)
+        self.per_node = per_node
+        self.sent = dict.fromkeys(column, 0)
         self.all = [(0, rank) for rank in column]
         self.near: dict[int, list[tuple[int, int]]] = {}
         for rank in column:
@@ -989,6 +999,13 @@ class _Senders:
 AnyPlan = ShardPlan | GridPlan
 
 
+def _row_and_grid(plan: AnyPlan) -> tuple[ShardPlan, Grid]:
+    """Take a plan for the plan of a grid, of one row if it is none."""
+    if isinstance(plan, GridPlan):
+        return plan.plan, plan.grid
+    return plan, Grid(plan.world_size)
+
+
 def moves(
     old: AnyPlan,
     new: AnyPlan,  # of any world size and rows; parameters are matched by name
@@ -1004,13 +1021,13 @@ def moves(
     one that has sent least.
     Parameters that only one of the plans trains do not appear: their state starts fresh or is dropped.
     Raises `ValueError` if a parameter changed its shape."""
-    (before, a), (after, b) = (
-        (p.plan, p.grid) if isinstance(p, GridPlan) else (p, Grid(p.world_size)) for p in (old, new)
-    )
+    before, a = _row_and_grid(old)
+    after, b = _row_and_grid(new)
     if per_node is not None and (type(per_node) is not int or per_node < 1):
         raise ValueError(f"per_node must be an integer >= 1 (ranks), got {per_node!r}")
     senders = [_Senders(column, per_node or min(a.shard, b.shard)) for column in a.columns]
-    at, columns = {spec.name: i for i, spec in enumerate(before.params)}, b.columns
+    at = {spec.name: i for i, spec in enumerate(before.params)}
+    columns = b.columns
     out = []
     for i, spec in enumerate(after.params):
         if (j := at.get(spec.name)) is None:
@@ -1021,7 +1038,8 @@ def moves(
                 f" {spec.shape} in the new; shapes must agree"
             )
         for sender, receiver, start, stop in _overlaps(before.owners(j), after.owners(i)):
-            of, span = senders[sender], Span(i, start, stop)
+            of = senders[sender]
+            span = Span(i, start, stop)
             out += [
                 Move(of.send(rank, stop - start), rank, span)
                 for rank in columns[receiver]
@@ -1033,8 +1051,11 @@ def moves(
 def _overlaps(old: Owners, new: Owners) -> Iterator[tuple[int, int, int, int]]:
     a = b = 0
     while a < len(old) and b < len(new):
-        (source, s), (destination, t) = old[a], new[b]
-        start, stop = max(s.start, t.start), min(s.stop, t.stop)
+        source, s = old[a]
+        destination, t = new[b]
+        start = max(s.start, t.start)
+        stop = min(s.stop, t.stop)
         if start < stop:
             yield source, destination, start, stop
-        a, b = a + (s.stop == stop), b + (t.stop == stop)
+        a += s.stop == stop
+        b += t.stop == stop
