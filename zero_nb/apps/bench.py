@@ -1398,8 +1398,14 @@ def draw(
         for j, model in enumerate(shown):
             _draw_panel(axes[i][j], report, what, model, names)
     handles, labels = axes[0][0].get_legend_handles_labels()
-    place = {"loc": "outside upper right", "ncols": len(labels)}
-    figure.legend(handles, labels, frameon=False, fontsize=8, **place)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper right",
+        ncols=len(labels),
+        frameon=False,
+        fontsize=8,
+    )
     figure.savefig(file, format=form)
 
 # %% ../../nbs/apps/03_bench.ipynb #dbce0544

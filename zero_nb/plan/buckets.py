@@ -322,7 +322,10 @@ def _check_bucket(number: int, bucket: Bucket, params: ParamTable, world_size: i
         wrong = next(s for s in bucket.slots if not 0 <= s.param < len(params))
         raise ValueError(f"bucket {number}: {wrong} needs a parameter from 0 to {len(params) - 1}")
     _check_kind(number, bucket, params, indices)
-    ends = [*map(add, offsets, map(sub, stops, starts))]
+    if isinstance(bucket.slots, WholeSlots):
+        ends = bucket.slots.offsets[1:]
+    else:
+        ends = [*map(add, offsets, map(sub, stops, starts))]
     if offsets[0] >= 0 and ends[-1] <= bucket.numel and all(map(le, ends, offsets[1:])):
         return
     after = 0
@@ -352,22 +355,25 @@ def _check_runs(spec: ParamSpec, runs: Sequence[tuple[int, int]]) -> None:
 
 def _check_places(params: ParamTable, world_size: int, buckets: Sequence[Bucket]) -> None:
     """Raise `ValueError` unless each trainable element has one place, in a bucket of its own kind."""
-    placed: list[tuple[int, int, int]] = []  # parameter, start, stop
+    indices: list[int] = []
+    starts: list[int] = []
+    stops: list[int] = []
     for number, bucket in enumerate(buckets):
         _check_bucket(number, bucket, params, world_size)
-        indices, starts, stops, _ = _columns(bucket.slots)
-        placed += zip(indices, starts, stops, strict=True)
+        columns = _columns(bucket.slots)
+        indices += columns[0]
+        starts += columns[1]
+        stops += columns[2]
     wanted = params.each(lambda form: form.numel if form.trainable else 0)
-    whole = [(i, 0, elements) for i, elements in enumerate(wanted) if elements]
-    placed.sort()
-    if placed == whole:
+    once = len(set(indices)) == len(indices) == len(wanted) - wanted.count(0)
+    if once and not any(starts) and [*map(wanted.__getitem__, indices)] == stops:
         return
     parts: dict[int, list[tuple[int, int]]] = {}
-    for param, start, stop in placed:
+    for param, start, stop in zip(indices, starts, stops, strict=True):
         parts.setdefault(param, []).append((start, stop))
     for i, elements in enumerate(wanted):
         if elements or i in parts:
-            _check_runs(params[i], parts.get(i, []))
+            _check_runs(params[i], sorted(parts.get(i, [])))
 
 # %% ../../nbs/plan/02_buckets.ipynb #db3717f6
 def _bucket_text(params: Sequence[ParamSpec], bucket: Bucket) -> str:
