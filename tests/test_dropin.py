@@ -695,6 +695,7 @@ def test_hooks_cannot_reach_into_the_consolidated_state():
     assert run(2, written) == [(3, 1e-3, 1e-3)] * 2
 
 
+@pytest.mark.usefixtures("compiler")
 def test_a_compiled_model_trains_the_same():
     def compiled():
         plain, sharded = DDP(network()), network()
@@ -707,6 +708,7 @@ def test_a_compiled_model_trains_the_same():
     assert max(run(2, compiled)) < 1e-6
 
 
+@pytest.mark.usefixtures("compiler")
 def test_a_compiled_training_step_may_hold_the_optimizers():
     def compiled():
         plain, sharded, out = DDP(network()), DDP(network()), []

@@ -881,6 +881,7 @@ def compiled_again(mode, backend):
     return worst
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("mode", ["overlap", "parallel"])
 def test_H4_a_compiled_model_goes_on(mode, backend):

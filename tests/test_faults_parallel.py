@@ -386,6 +386,7 @@ def used(**setup):
     ]
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["after", "interleaved-hidden"])
 def test_H2_models_are_used_in_the_middle_of_training_as_with_DDP(mode):

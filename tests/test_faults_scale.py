@@ -257,6 +257,7 @@ def compiled():
     return f(torch.ones(4)).tolist()
 
 
+@pytest.mark.usefixtures("compiler")
 def test_a_compiler_follows_equal_parts():
     assert run(2, compiled) == [[5.0] * 4] * 2
 

@@ -323,6 +323,7 @@ def clipped_by_inf():
     return float((norm - handle.grad_norm).abs()) + 0 * optim.defaults["lr"]
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
 def test_equals_ddp_for_whatever_is_trained(size, early):
@@ -361,6 +362,7 @@ def compiling_all():
     }
 
 
+@pytest.mark.usefixtures("compiler")
 def test_compiled_modules_train_alike():
     for rank in run(2, compiling_all):
         for name, worst in rank.items():
