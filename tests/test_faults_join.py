@@ -443,7 +443,7 @@ def in_a_tree(port, counts, fails):
                     model(torch.full((1, 2), 10.0**k)).sum().backward()
                     optimizer.step()
                     optimizer.zero_grad()
-            sources.append(type(block.log.feed.source).__name__)
+            sources.append(type(block.session.log.feed.source).__name__)
 
     error = caught_error(train)
     return error, sources, model.module.weight[0, 0].item()
@@ -685,7 +685,7 @@ def damages(key, wrong):
         with block:
             for k in range((1, 100_000)[rank]):
                 if rank == 1 and k == 3:
-                    block.log.store.put(key, wrong)
+                    block.session.log.store.put(key, wrong)
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
 

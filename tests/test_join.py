@@ -38,7 +38,8 @@ from zero_nb.join.event_log import (
     draw_attendance,
     explain_wait,
 )
-from zero_nb.join.join import Join, Joinable, JoinHook, shadowed_by
+from zero_nb.join.join import Join
+from zero_nb.join.participants import Joinable, JoinHook, shadowed_by
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -583,6 +584,8 @@ def together():
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
 
     class Silent(TorchJoinable):
+        announces_iterations = False
+
         def __init__(self):
             super().__init__()
 
@@ -625,6 +628,8 @@ def refusals():
             pass
 
     class Mute(TorchJoinable):
+        announces_iterations = False
+
         def __init__(self):
             super().__init__()
 

@@ -34,7 +34,8 @@ _MODULES = {
     "backward.ddp_overlap": ("hook_with_zero_step", "hook_with_zero_step_interleaved", "overlap"),
     "backward.data_parallel": ("data_parallel",),
     "join.event_log": ("Attendance",),
-    "join.join": ("Join", "JoinHook", "Joinable", "shadowed_by"),
+    "join.join": ("Join",),
+    "join.participants": ("JoinHook", "Joinable", "shadowed_by"),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from .plan.buckets import BucketPlan, pack
     from .plan.estimates import compare, estimate
     from .join.event_log import Attendance
-    from .join.join import Join, Joinable, JoinHook, shadowed_by
+    from .join.join import Join
+    from .join.participants import Joinable, JoinHook, shadowed_by
     from .comm.launch import run
     from .comm.objects import broadcast_object_list, gather_object, scatter_object_list
     from .optim.optimizer import ZeroRedundancyOptimizer

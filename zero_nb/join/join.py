@@ -6,22 +6,14 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from functools import partial, wraps
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from ..optim.flat import flatten
-from ..comm.objects import broadcast_object_list, dump
-from ..optim.optimizer import _Join
-from ..backward.ddp_overlap import Hook, found_tensors, unstepped_grad
-from ..backward.data_parallel import Parallel, copy_from
+from ..comm.objects import broadcast_object_list
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from zero_nb.join.event_log import (
@@ -35,1045 +27,234 @@ from zero_nb.join.event_log import (
     describe_killed_ranks,
     gather_numbers,
 )
+from zero_nb.join.participants import (
+    DataParallelParticipant,
+    DdpParticipant,
+    GradientCheck,
+    Joinable,
+    JoinHook,
+    JoinOptions,
+    ModuleParticipant,
+    OptimizerParticipant,
+    Participant,
+    SchedulerParticipant,
+    innermost_participant,
+    kind_of,
+    modules_with_collectives,
+)
+from ..optim.optimizer import _Join
 
 # %% auto #0
-__all__ = ['Joinable', 'JoinHook', 'Mark', 'find_overlap', 'reduce_nothing', 'GradientRecord', 'shadowed_by', 'Block', 'Calling',
-           'Counting', 'Shadowing', 'Ending', 'Declaring', 'Leaving', 'Entering', 'Join']
-
-# %% ../../nbs/join/03_join.ipynb #863c1833
-Joinable: Any = _Join.Joinable
-JoinHook: Any = _Join.JoinHook
-_Config: Any = getattr(_Join, "_JoinConfig", tuple)
-
-
-class _Asked(_Config):
-    """What a joinable asks before its collectives: whether it is the one that counts ranks. It
-    never is; its asking is what we listen for."""
-
-    heard: Callable[[], None]
-
-    @property
-    def is_first_joinable(self) -> bool:
-        self.heard()
-        return False
-
-    def __reduce__(self) -> Any:
-        return _silent, ()  # a copy of the joinable is not in the block
-
-
-def _silent() -> Any:
-    return _Config.construct_disabled_join_config()
-
-
-_LISTENING: dict[
-    int, Any
-] = {}  # by the id of a joinable, who hears it: its part in the innermost block
-
-
-def _asked(heard: Callable[[], None], throws: bool) -> Any:
-    config = _Asked(True, throws, False)
-    config.heard = heard
-    return config
-
-# %% ../../nbs/join/03_join.ipynb #85aede9a
-class _Part:
-    """A joinable in a block: how it is heard, and what a rank without data does in its place."""
-
-    def __init__(self, block: Any, index: int, joinable: Any, hook: Any):
-        self.block, self.index, self.joinable, self.hook = block, index, joinable, hook
-        self.handles: list[Any] = []
-
-    def attach(self) -> None:
-        """Begin to listen."""
-        self.outer, _LISTENING[id(self.joinable)] = _LISTENING.get(id(self.joinable)), self
-        self.config = getattr(self.joinable, "_join_config", None)
-        if self.config is not None:
-            self.joinable._join_config = _asked(self.heard, self.block.policy == "raise")
-
-    def detach(self) -> None:
-        """Stop listening; the joinable is silent from here on."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-        if self.config is not None:
-            self.joinable._join_config = _silent()
-
-    def restore(self) -> None:
-        """Leave the joinable as it was before the block."""
-        if self.config is not None:
-            self.joinable._join_config = self.config
-        if self.outer is None:
-            _LISTENING.pop(id(self.joinable), None)
-        else:
-            _LISTENING[id(self.joinable)] = self.outer
-            self.outer.resume()
-
-    def resume(self) -> None:
-        pass  # after a block inside this one
-
-    def begin(self) -> None:
-        """Begin an iteration, if it is this joinable's calls that are counted."""
-        if self.block.counter is self:
-            self.block.begin(self.block.call() if self.block.gated else None)
-
-    def heard(self) -> None:
-        """Announce that the joinable is about to do what its hook does."""
-        self.begin()
-        self.block.tell(self.index, "hook")
-
-    def check(self) -> None:
-        pass  # raises for what a rank without data cannot follow
-
-    def replay(self, event: JoinEvent) -> None:
-        self.hook.main_hook()
-
-    def described(self) -> str:
-        return ""  # what must be the same on all ranks
-
-    def keep(self) -> Any:
-        return None  # what others take over from the last joiner
-
-    def leave_loop(self) -> Any:
-        return None  # what others take over that is known when its loop is over
-
-    def finish(self, is_last_joiner: bool, kept: Any) -> None:
-        self.hook.post_hook(is_last_joiner)
-
-# %% ../../nbs/join/03_join.ipynb #325cebbc
-def _options(optimizer: Any) -> list[dict[str, Any]]:  # what a scheduler may change
-    plain = (bool, int, float, str, tuple, list, type(None), Tensor)
-    return [
-        {
-            k: v.tolist() if isinstance(v, Tensor) else v
-            for k, v in group.items()
-            if k not in ("params", "param_names") and isinstance(v, plain)
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _take_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
-    for group, given in zip(optimizer.param_groups, options, strict=True):
-        for key, value in given.items():
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-
-# %% ../../nbs/join/03_join.ipynb #b9402209
-_CHANGED = (
-    "gradients were changed between {}, by clipping or a GradScaler perhaps, which rank {} cannot"
-    " repeat without data; pass what changes them to Join as before_step, which is called on all"
-    " ranks, and a scaler to overlap or data_parallel"
-)
-
-
-class _Stepper(_Part):
-    """An optimizer in a block: a rank without data steps as well, with the options of those that have some."""
-
-    def attach(self) -> None:
-        super().attach()
-        self.said = _options(self.joinable)
-
-    def heard(self) -> None:
-        """Announce a step that begins; one that a backward has taken is announced there."""
-        if getattr(self.joinable, "driver", None) is not None:
-            return
-        self.begin()
-        self.announce(self.prepare())
-
-    def prepare(self) -> bool:  # whether gradients are not as they were reduced
-        touched = self.block.touched(self.joinable)
-        if self.block.before_step is not None:
-            self.block.before_step(self.joinable)
-            for each in self.block.records:
-                each.save(sizes=bool(each.sizes))
-        return touched
-
-    def announce(self, touched: bool) -> None:
-        now = _options(self.joinable)
-        self.block.tell(
-            self.index,
-            "step",
-            **({"touched": True} if touched else {}),
-            **({"groups": now} if now != self.said else {}),
-        )
-        self.said = now
-
-    def replay(self, event: JoinEvent) -> None:
-        if event.options.get("touched"):
-            raise RuntimeError(
-                _CHANGED.format(
-                    f"backward and step {event.iteration}", self.block.group.global_rank
-                )
-            )
-        if "groups" in event.options:
-            _take_options(self.joinable, event.options["groups"])
-        if self.block.before_step is not None:
-            self.block.before_step(self.joinable)
-        self.hook.main_hook()
-
-    def described(self) -> str:
-        return str(self.keep())
-
-    def keep(self) -> Any:
-        return _options(self.joinable)
-
-    def finish(self, is_last_joiner: bool, kept: Any) -> None:
-        _take_options(self.joinable, kept[0])
-        super().finish(is_last_joiner, kept)
-
-# %% ../../nbs/join/03_join.ipynb #fa0f895c
-def _settings(driver: Any) -> dict[str, Any]:  # what a step inside backward depends on
-    scaler = driver.way.scaler.state_dict() if driver.way.scales else None
-    return {"groups": _options(driver.zero), **({} if scaler is None else {"scaler": scaler})}
-
-
-def _take_settings(driver: Any, given: dict[str, Any]) -> None:
-    if "groups" in given:
-        _take_options(driver.zero, given["groups"])
-    if "scaler" in given:
-        driver.way.scaler.load_state_dict(given["scaler"])
-
-# %% ../../nbs/join/03_join.ipynb #1184529c
-class _Step(JoinHook):
-    def __init__(self, optimizer: Any):
-        self.optimizer = optimizer
-
-    def main_hook(self) -> None:
-        self.optimizer.step()
-
-
-class _Unsharded(_Stepper):
-    """A `torch.optim` optimizer in a block; its state stays the same on all ranks, since ranks
-    without data step it too."""
-
-    changed = False  # gradients, since they were reduced
-
-    def attach(self) -> None:
-        super().attach()
-        self.handles = [
-            self.joinable.register_step_pre_hook(self.before),
-            self.joinable.register_step_post_hook(self.after),
-        ]
-
-    def before(self, *_: Any) -> None:
-        if _LISTENING.get(id(self.joinable)) is not self:
-            return
-        self.begin()
-        self.changed = self.prepare()
-
-    def after(self, *_: Any) -> None:  # what a closure does comes first
-        if _LISTENING.get(id(self.joinable)) is self:
-            self.announce(self.changed)
-
-
-class _Follower(_Part):
-    """What has nothing but a state, as a learning rate scheduler: at the end all ranks take over the last joiner's."""
-
-    def check(self) -> None:
-        """Refuse a state that would have to be unpickled as code."""
-        name = f"joinable {self.index}, a {type(self.joinable).__name__},"
-        try:
-            dump(self.joinable.state_dict(), weights_only=True)
-        except TypeError as error:
-            raise TypeError(
-                f"the state of {name} is sent to all ranks at the end of the block: {error}"
-            ) from None
-
-    def keep(self) -> Any:
-        return self.joinable.state_dict()
-
-    def finish(self, is_last_joiner: bool, kept: Any) -> None:
-        if not is_last_joiner:
-            self.joinable.load_state_dict(kept[0])
-
-# %% ../../nbs/join/03_join.ipynb #6ee0ac27
-def _split(value: Any, params: Sequence[Tensor]) -> list[Tensor]:
-    """Give each parameter's part of a bucket, in its memory order; nothing if a hook has kept the
-    gradients to itself."""
-    value = value[0] if isinstance(value, (list, tuple)) else value
-    if not isinstance(value, Tensor):
-        return []
-    if value.is_sparse:
-        return [value]
-    if value.numel() != sum(p.numel() for p in params):
-        return []
-    parts = value.view(-1).split([p.numel() for p in params])
-    return [
-        (
-            part.as_strided(p.shape, p.stride(), part.storage_offset())
-            if _dense(p)
-            else part.view(p.shape)
-        )
-        for part, p in zip(parts, params, strict=True)
-    ]
-
-
-def _dense(param: Tensor) -> bool:
-    try:
-        return flatten(param.detach()) is not None
-    except ValueError:
-        return False
-
-
-def _set_grad(param: Tensor, grad: Tensor) -> None:
-    if param.grad is None or grad.is_sparse:
-        param.grad = grad.to(param.dtype)
-    else:
-        param.grad.copy_(grad)
-
-
-def _used(ddp: Any) -> set[int]:  # by id, the parameters that a backward has reached on some rank
-    params = ddp._build_params_for_reducer()[0]
-    if not ddp.find_unused_parameters or ddp.static_graph:
-        return set(map(id, params))
-    used = torch.zeros_like(ddp.reducer._get_local_used_map())
-    used.copy_(torch.tensor([int(p.grad is not None) for p in params]))
-    ddp.process_group.allreduce(
-        [used]
-    ).wait()  # the others' is the reducer's own, which is not compared
-    return {id(p) for p, n in zip(params, used.tolist(), strict=True) if n}
-
-# %% ../../nbs/join/03_join.ipynb #d4766698
-def find_overlap(ddp: Any) -> Any:
-    """Find what takes the optimizer's steps inside a model's backward, if anything does."""
-    return next(
-        (
-            switch.overlap
-            for hook, _ in ddp._comm_hooks
-            if (switch := getattr(hook, "switch", None)) is not None
-        ),
-        None,
-    )
-
-# %% ../../nbs/join/03_join.ipynb #62da2754
-@torch.no_grad()
-def reduce_nothing(
-    ddp: Any,  # DistributedDataParallel
-    group: Group,  # its ranks
-) -> None:
-    """Take part in the reduction of gradients without a backward: send what is in `.grad`, or
-    zeros, and keep the result as a backward would."""
-    if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
-        raise RuntimeError(
-            "static_graph=True learns the graph in the first backward, and rank"
-            f" {group.global_rank} had none; give every rank a first batch"
-        )
-    buckets, overlap = ddp.reducer._get_zeros_like_grad_buckets(), find_overlap(ddp)
-    if overlap is not None:
-        overlap.stepped_grads.remove()
-    hooked = (
-        ddp._comm_hooks or "comm_hook" in ddp.logger._get_ddp_logging_data().strs_map
-    )  # a hook divides by the world size itself
-    kept = any(param.grad is not None for bucket in buckets for param in bucket.parameters())
-    for bucket in buckets if kept else ():
-        for part, param in zip(
-            _split(bucket.buffer(), bucket.parameters()), bucket.parameters(), strict=True
-        ):
-            if param.grad is not None:
-                part.copy_(param.grad if hooked else param.grad / group.size)
-    with nullcontext() if overlap is None else overlap.following(kept):
-        works = [ddp.reducer._run_comm_hook(bucket) for bucket in buckets]
-        used = _used(ddp)
-    reduced = [
-        (bucket.parameters(), work.wait()) for bucket, work in zip(buckets, works, strict=True)
-    ]
-    for params, value in (
-        reduced if overlap is None or overlap.way.wire == "kept" else ()
-    ):  # else there are no averages
-        for param, grad in zip(params, _split(value, params), strict=False):
-            if id(param) in used:
-                _set_grad(param, grad)  # what no rank has used stays as it is, as in DDP
-    if ddp.find_unused_parameters and not ddp.static_graph:
-        ddp.reducer._reset_state()  # forget which parameters were used under `no_sync`
-    else:
-        ddp.reducer._push_all_rebuilt_params()
-
-# %% ../../nbs/join/03_join.ipynb #b2e1d4c3
-Mark = tuple[weakref.ref[Tensor], int]  # a gradient, and its version
-
-
-def _mark(grad: Tensor | None) -> Mark | None:
-    return None if grad is None else (weakref.ref(grad), grad._version)
-
-
-def _writes(
-    mark: Mark | None, grad: Tensor
-) -> int | None:  # since it was marked; None: it is another tensor
-    return grad._version - mark[1] if mark is not None and mark[0]() is grad else None
-
-
-def _is_zero(grad: Tensor) -> bool:
-    return not (grad._values() if grad.is_sparse else grad).any()
-
-
-def _size(
-    grad: Tensor | None,
-) -> float:  # of its values; a write through `.data` changes it, and no version
-    if grad is None:
-        return 0.0
-    values = grad._values() if grad.is_sparse else grad
-    return float(
-        torch.linalg.vector_norm(
-            torch.view_as_real(values) if values.is_complex() else values, dtype=torch.float64
-        )
-    )
-
-
-class GradientRecord:
-    """Which gradients of a model a loop keeps from one backward to the next."""
-
-    def __init__(
-        self,
-        params: Sequence[Tensor],  # the same on all ranks, in the same order
-        find_grad: Callable[[int], Tensor | None] | None = None,  # by index; None: `.grad`
-    ):
-        self.params, self.find_grad = params, find_grad or (lambda i: unstepped_grad(params[i]))
-        self.backwards = 0  # that this rank has begun, or followed
-        self.emptied: list[int] = [0] * len(
-            params
-        )  # the last backward that found each gradient empty when it began
-        self.zeroed: set[int] = set()  # parameters whose gradient was zero then, and not None
-        self.changed = False  # a gradient was written between backwards, by clipping for example
-        self.save()
-
-    def save(self, sizes: bool = False) -> None:
-        """Remember the gradients as they are, when a backward is over; `sizes`: their values as
-        well, which takes a pass over them."""
-        self.marks = [_mark(self.find_grad(i)) for i in range(len(self.params))]
-        self.sizes = (
-            [str(_size(self.find_grad(i))) for i in range(len(self.params))] if sizes else []
-        )
-
-    def rewritten(self, i: int, grad: Tensor) -> bool:
-        """Tell if a gradient has other values than when they were remembered."""
-        return bool(self.sizes) and self.sizes[i] != str(_size(grad))  # as text, for nan is nan
-
-    def begin(self, arrived: bool = False) -> None:
-        """Begin a backward; `arrived`: its first gradients have been added to what was there."""
-        self.backwards += 1
-        self.look(self.backwards, arrived)
-
-    def look(self, number: int, arrived: bool = False) -> None:
-        """Find out which gradients are empty when backward `number` begins."""
-        self.changed = False
-        for i, mark in enumerate(self.marks):
-            grad = self.find_grad(i)
-            written = None if grad is None else _writes(mark, grad)
-            if (written == 0 and grad is not None and not self.rewritten(i, grad)) or (
-                arrived and written == 1
-            ):
-                continue
-            if grad is None or arrived or (written != 0 and _is_zero(grad)):
-                self.emptied[i] = number
-                (self.zeroed.discard if grad is None or arrived else self.zeroed.add)(i)
-            else:
-                self.changed = True
-
-    def missing(self) -> list[int]:
-        """Tell which parameters have no gradient."""
-        return [i for i in range(len(self.params)) if self.find_grad(i) is None]
-
-    def describe(self, number: int) -> dict[str, Any]:  # for JSON
-        """Describe what `look` has found, briefly where nothing was kept."""
-        kept = {} if min(self.emptied, default=number) == number else {"emptied": [*self.emptied]}
-        zeroed = {"zeroed": sorted(self.zeroed)} if self.zeroed else {}
-        return {"backward": number, **kept, **zeroed, **({"changed": True} if self.changed else {})}
-
-    def follow(self, news: dict[str, Any]) -> None:
-        """Clear what ranks with data have cleared since this rank's gradients were last written."""
-        number, zeroed = news["backward"], set(news.get("zeroed", ()))
-        for i, (param, emptied) in enumerate(
-            zip(self.params, news.get("emptied", [number] * len(self.params)), strict=True)
-        ):
-            if emptied <= self.backwards:
-                continue
-            param.grad = torch.zeros_like(param) if i in zeroed else None
-        self.backwards = number
-
-    def fill(self, missing: Sequence[int]) -> None:
-        """Have a gradient where others have one that waits for its reduction: this rank's part of the sum is zero."""
-        for i in set(range(len(self.params))) - set(missing):
-            if self.params[i].grad is None:
-                self.params[i].grad = torch.zeros_like(self.params[i])
-
-# %% ../../nbs/join/03_join.ipynb #a565c2d1
-def _check_followed(
-    model: nn.Module, what: dict[str, Any]
-) -> None:  # what: things that send, if they are there
-    """Refuse what a rank without data cannot follow."""
-    layers = [
-        f"the SyncBatchNorm {name!r}"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.SyncBatchNorm)
-    ]
-    for wrong in [*layers, *(name for name, there in what.items() if there)]:
-        raise ValueError(
-            f"{wrong} sends what a rank without data cannot follow; do without it, or use"
-            " policy='stop', where all ranks end together"
-        )
-
-# %% ../../nbs/join/03_join.ipynb #84d26674
-class _Network(_Part, ABC):
-    """A model in a block: its forward is heard, and its gradients are weighted."""
-
-    module: Any  # whose forward is called
-    record: GradientRecord
-    driver: Any  # takes steps inside backward; None: nothing does
-    buffers = False  # are sent before forward
-    rebuilding = False  # its buckets, in the forward in progress
-    weigh: Callable[[Tensor], Tensor] | None = None  # a gradient of the output of the last forward
-
-    def attach(self) -> None:
-        super().attach()
-        self.joinable._join_config = _silent()
-        hear = partial(self.module.register_forward_pre_hook, prepend=True, with_kwargs=True)
-        self.handles, self.said = (
-            [hear(Hook(self.before)), self.module.register_forward_hook(Hook(self.after))],
-            _settings(self.driver) if self.driver else {},
-        )
-
-    listens = property(
-        lambda self: _LISTENING.get(id(self.joinable)) is self,
-        doc="Whether this is the innermost block.",
-    )
-
-    @torch._disable_dynamo
-    def before(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Announce what forward is about to send, and count who is there where that matters."""
-        if not self.listens:
-            return
-        block, learns, counts = self.block, torch.is_grad_enabled(), self.block.counter is self
-        weighted = learns and block.divide_by != "world_size"
-        samples = block.samples_of(args, kwargs) if weighted and block.divide_by == "samples" else 0
-        buffers, rebuild = self.sends(learns), self.rebuilds(learns)
-        if rebuild:
-            self.record.look(
-                self.record.backwards + 1
-            )  # before DDP copies gradients to new buckets
-        present = (
-            (block.declared_present(samples) or block.call(samples))
-            if weighted or buffers or (block.gated and counts)
-            else None
-        )
-        if counts:
-            block.begin(present)
-        ranks = present.ranks if present and buffers else ()
-        if buffers or rebuild:
-            block.tell(self.index, "forward", ranks=ranks, rebuild=rebuild)
-        if ranks:
-            self.send_buffers(ranks)
-        self.rebuilding = rebuild
-        self.weigh = (
-            partial(present.weigh, divide_by=block.divide_by, samples=samples)
-            if weighted and present
-            else None
-        )
-
-    def rebuilds(self, learns: bool) -> bool:
-        return False  # buckets
-
-    @abstractmethod
-    def sends(self, learns: bool) -> bool: ...  # buffers, in the forward that begins
-    @abstractmethod
-    def send_buffers(self, ranks: Sequence[int]) -> None: ...  # of ranks with data
-    @abstractmethod
-    def after(self, module: Any, args: Any, output: Any) -> None: ...
-
-# %% ../../nbs/join/03_join.ipynb #4c0b010a
-class _Output(_Network):
-    """The part of a model that follows its output to backward."""
-
-    inside = False  # a backward
-
-    def attach(self) -> None:
-        super().attach()
-        self.inside, self.weigh, self.record = False, None, self.make_record()
-
-    def make_record(self) -> GradientRecord:
-        return GradientRecord([p for p in self.joinable.parameters() if p.requires_grad])
-
-    def resume(self) -> None:
-        self.record.backwards += 1
-        self.record.save()
-
-    @torch._disable_dynamo
-    def after(self, module: Any, args: Any, output: Any) -> None:
-        """Wait for the backward that comes through the output."""
-        if not (self.listens and torch.is_grad_enabled()):
-            return
-        outputs = [t for t in found_tensors(output) if t.requires_grad]
-        self.leaves(bool(outputs))
-        for tensor in outputs:
-            tensor.register_hook(partial(self.backward, self.weigh))
-        if not outputs and self.weigh is not None:
-            raise ValueError(
-                f"divide_by={self.block.divide_by!r} needs the tensors of the model's output, got"
-                f" {type(output).__name__}; return tensors, or tuples, lists, dicts or dataclasses"
-                " of them"
-            )
-
-    def leaves(self, traced: bool) -> None:  # forward; traced: its backward will be heard
-        self.inside = False
-        if self.rebuilding:
-            self.record.save()
-
-    def backward(self, weigh: Callable[[Tensor], Tensor] | None, grad: Tensor) -> Tensor | None:
-        """Note that a backward begins, and weight a gradient."""
-        if not self.listens:
-            return None
-        if not self.inside:
-            self.enter()
-        return weigh(grad) if weigh is not None else None
-
-    def enter(self, arrived: bool = False) -> None:
-        """Note that a backward begins."""
-        self.inside = True
-        self.record.begin(arrived)
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(self.over))  # after what DDP does at the end of a backward
-
-    def over(self) -> None:
-        """Remember the gradients that a backward has left."""
-        self.inside = False
-        self.record.save(sizes=self.block.compares_values())
-
-    def tell_backward(self) -> None:
-        """Announce the reduction of a backward, and the step if it is part of that."""
-        if not self.inside:
-            self.record.begin(
-                arrived=True
-            )  # a backward that comes through no output, or a step without any
-        now = _settings(self.driver) if self.driver else {}
-        self.block.tell(
-            self.index,
-            "backward",
-            **(now if now != self.said else {}),
-            gradients=self.record.describe(self.record.backwards),
-        )
-        self.said = now
-
-    def follow_gradients(self, gradients: dict[str, Any]) -> None:
-        """Do to this rank's gradients what the loops of ranks with data did to theirs."""
-        if gradients.get("changed"):
-            raise RuntimeError(_CHANGED.format("two backwards", self.block.group.global_rank))
-        self.record.follow(gradients)
-
-    def described(self) -> str:
-        return str(self.keep() or "")
-
-    def keep(self) -> Any:
-        return _settings(self.driver) if self.driver else None
-
-    def leave_loop(self) -> Any:  # what others do to their gradients
-        """Look at the gradients once more when this rank's loop is over."""
-        number = self.record.backwards + 1
-        self.record.look(number)
-        return self.record.describe(number), self.record.missing()
-
-    def finish(self, is_last_joiner: bool, kept: Any) -> None:
-        if self.driver:
-            _take_settings(self.driver, kept[0])
-        if not is_last_joiner:
-            gradients, missing = kept[1]
-            self.record.follow(gradients)
-            self.record.fill(missing)
-        super().finish(is_last_joiner, kept)
-
-# %% ../../nbs/join/03_join.ipynb #a00faf85
-class _Buffers(_Output):
-    """The part of DistributedDataParallel in a block that sends buffers."""
-
-    module = property(lambda self: self.joinable)
-    driver = property(lambda self: find_overlap(self.joinable))
-
-    def check(self) -> None:
-        ddp = self.joinable
-        if self.block.policy == "shadow":
-            _check_followed(
-                ddp.module,
-                {
-                    "a buffer hook": hasattr(ddp, "buffer_hook"),
-                    "torch.compile's Python reducer": getattr(ddp, "_use_python_reducer", False),
-                    "delay_all_reduce_named_params": getattr(ddp, "_delay_all_reduce_params", ()),
-                    "skip_all_reduce_unused_params": getattr(
-                        ddp, "skip_all_reduce_unused_params", False
-                    ),
-                },
-            )
-
-    def attach(self) -> None:
-        super().attach()
-        ddp = self.joinable
-        self.name = (
-            "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"
-        )  # older torch
-        self.kept, self.buffers = (
-            getattr(ddp, self.name),
-            bool(getattr(ddp, self.name) and ddp.modules_buffers),
-        )
-        setattr(ddp, self.name, False)
-
-    def detach(self) -> None:
-        super().detach()
-        setattr(self.joinable, self.name, self.kept)
-
-    def restore(self) -> None:
-        super().restore()
-        self.joinable.require_forward_param_sync = True  # on all ranks, whatever was last on each
-
-    def sends(self, learns: bool) -> bool:
-        return bool(self.buffers and self.joinable.require_forward_param_sync)
-
-    def rebuilds(self, learns: bool) -> bool:
-        return learns and not (
-            self.joinable._has_rebuilt_buckets or self.joinable.find_unused_parameters
-        )
-
-    def send_buffers(self, ranks: Sequence[int]) -> None:
-        ddp = self.joinable
-        ddp._assign_modules_buffers()
-        with (
-            torch.no_grad(),
-            torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)),
-        ):
-            ddp._sync_module_buffers(ranks[-1])
-
-# %% ../../nbs/join/03_join.ipynb #f85d21ac
-class _Backward(_Buffers):
-    """The part of DistributedDataParallel in a block that announces reductions."""
-
-    told = False  # of the reduction of a backward
-    expects = False  # a reduction in the next backward, as DDP does
-    hears_params = False  # notes when a gradient arrives at a parameter
-
-    def attach(self) -> None:
-        super().attach()
-        self.told = self.expects = self.hears_params = False
-        if self.block.several:
-            self.hear_params()
-
-    def hear_params(self) -> None:
-        """Note when gradients arrive at parameters: the output does not tell of the backward, or
-        not in which order several models come."""
-        if not self.hears_params:
-            self.handles += [
-                p.register_post_accumulate_grad_hook(self.reached) for p in self.record.params
-            ]
-        self.hears_params = True
-
-    def leaves(self, traced: bool) -> None:
-        super().leaves(traced)
-        self.told = False
-        self.expects = self.expects or self.joinable.require_backward_grad_sync
-        if not traced:
-            self.hear_params()
-
-    def reached(self, param: Tensor) -> None:
-        """Announce the reduction when a backward comes to this model."""
-        if not self.listens:
-            return
-        if not self.inside:
-            self.enter(arrived=True)
-        if not self.told:
-            self.announce()
-
-    def announce(self) -> None:
-        """Announce the reduction of a backward, if there is one."""
-        self.told = True
-        if self.expects:
-            self.tell_backward()
-        self.expects = False
-
-    def enter(self, arrived: bool = False) -> None:
-        super().enter(arrived)
-        if not self.block.several:
-            self.announce()
-
-# %% ../../nbs/join/03_join.ipynb #e03cb94e
-class _Model(_Backward):
-    """DistributedDataParallel in a block."""
-
-    def over(self) -> None:
-        self.told = False
-        super().over()
-
-    def replay(self, event: JoinEvent) -> None:
-        """Send what a rank with data sends, but nothing of this rank's own."""
-        ddp, options = self.joinable, event.options
-        if event.what == "backward":
-            if self.driver:
-                _take_settings(self.driver, options)
-            self.follow_gradients(options["gradients"])
-            reduce_nothing(ddp, self.block.group)
-            self.expects = False
-            return
-        if options["ranks"]:
-            self.send_buffers(options["ranks"])
-        if self.driver:
-            self.driver.stepped_grads.remove()  # DDP copies what is in .grad into new buckets
-        if options["rebuild"] and ddp.reducer._rebuild_buckets():
-            ddp._has_rebuilt_buckets = True
-
-# %% ../../nbs/join/03_join.ipynb #71ce946c
-class _Handle(_Output):
-    """What `data_parallel` gives, in a block."""
-
-    attached = False  # this rank's loop runs
-
-    module = property(lambda self: self.joinable.module)
-    driver = property(lambda self: self.joinable)
-
-    def make_record(self) -> GradientRecord:
-        params, aside = self.joinable.params, lambda i: self.joinable.aside.get(i)
-        return GradientRecord(
-            params, lambda i: aside(i) if (grad := unstepped_grad(params[i])) is None else grad
-        )
-
-    def check(self) -> None:
-        if self.block.policy == "shadow":
-            _check_followed(self.module, {})
-
-    def attach(self) -> None:
-        super().attach()
-        self.buffers = self.joinable.has_buffers
-        self.attached = True
-        self.joinable.add_observer(self)
-
-    def before_reduction(self) -> None:
-        """Announce the reduction that begins, while this rank's loop runs."""
-        if self.attached:
-            self.tell_backward()
-
-    def detach(self) -> None:
-        super().detach()
-        self.attached = False
-
-    def restore(self) -> None:
-        super().restore()
-        self.joinable.remove_observer(self)
-
-    def sends(self, learns: bool) -> bool:
-        return self.buffers and self.joinable.buffers_due
-
-    def send_buffers(self, ranks: Sequence[int]) -> None:
-        self.joinable.send_buffers(ranks)
-
-    def replay(self, event: JoinEvent) -> None:
-        """Take part in what a rank with data does."""
-        if event.what == "forward":
-            return self.send_buffers(event.options["ranks"])
-        _take_settings(self.driver, event.options)
-        self.follow_gradients(event.options["gradients"])
-        self.joinable.follow()
-
-    def finish(self, is_last_joiner: bool, kept: Any) -> None:
-        super().finish(is_last_joiner, kept)
-        self.joinable.wait()
-        copy_from(self.module, self.joinable.zero, self.block.root)
-
-# %% ../../nbs/join/03_join.ipynb #cff7361e
-def shadowed_by(
-    shadow: Callable[
-        [Any], None
-    ],  # called with the module on ranks without data; runs the same collectives and contributes nothing
-) -> Callable[
-    [Callable[..., Any]], Callable[..., Any]
-]:  # decorates `forward`, whose collectives then may be in a Join block
-    """Declare the collectives of a module's forward."""
-
-    def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(forward)
-        def announced(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if (part := _LISTENING.get(id(self))) is not None:
-                part.heard()
-            return forward(self, *args, **kwargs)
-
-        announced.shadow = shadow  # type: ignore[attr-defined]
-        return announced
-
-    return decorate
-
-
-class _Shadow(JoinHook):
-    def __init__(self, module: nn.Module):
-        self.module = module
-
-    def main_hook(self) -> None:
-        type(self.module).forward.shadow(self.module)  # type: ignore[attr-defined]
-
-
-def _declared(block: Any, parts: list[_Part]) -> list[_Part]:  # modules that declare collectives
-    models = [part.module for part in parts if isinstance(part, _Network)]
-    modules = dict.fromkeys(
-        module
-        for model in models
-        for module in model.modules()
-        if hasattr(type(module).forward, "shadow")
-    )
-    return [
-        _Part(block, len(parts) + i, module, _Shadow(module)) for i, module in enumerate(modules)
-    ]
+__all__ = ['MODEL_KINDS', 'StopLoop', 'lengths_of', 'DeclaredBatches', 'with_bar', 'check_drivers', 'ShadowLoop', 'report_error',
+           'JoinSession', 'JoinEntry', 'check_kwargs', 'make_entries', 'silent_after', 'make_options', 'find_group',
+           'find_counter', 'Join']
 
 # %% ../../nbs/join/03_join.ipynb #6bc5fff6
-class _Stopped(BaseException):
-    """Ends the loop of a rank that has data, because another has none; no `except Exception` catches it."""
+class StopLoop(BaseException):
+    """Ends the loop of a rank that has data, because another has none."""
 
+# %% ../../nbs/join/03_join.ipynb #437c640c
+def lengths_of(
+    batches: Any,
+) -> tuple[
+    int | None, tuple[int, int] | None
+]:  # batches; and samples in each, and in the last; None: not known
+    """Find out how long a loader is, without loading anything."""
+    try:
+        count = len(batches)
+    except TypeError:
+        return None, None
+    try:
+        size = batches.batch_size
+        drops_last = batches.drop_last
+        samples = len(batches.sampler)
+    except (AttributeError, TypeError):
+        return count, None
+    if size is None:
+        return count, None
+    return count, (size, size if drops_last or not count else samples - size * (count - 1))
 
-class Block:
-    """What the parts of a block share while it runs."""
+# %% ../../nbs/join/03_join.ipynb #a8b438da
+class DeclaredBatches:
+    """The batches of this rank's loop, and those of all ranks where they are known beforehand."""
 
-    group: Group
-    parts: list[_Part]
-    counter: _Part  # whose calls are the iterations
-    several: bool  # models, whose backwards may be one
-    divide_by: str
-    policy: str
-    enable: bool
-    samples: Callable[..., int] | None
-    before_step: Callable[[Any], Any] | None
-    log: EventLog
-    device: torch.device  # where a few numbers travel, if no backend serves the CPU
-    attendance: Attendance | None = None  # who had data when, once the block has ended
-    declared: Attendance | None = None  # who will have data when, where all ranks know before
-    turn = taken = 0  # iterations so far, and batches of the loader
-    fault: Exception | None = None  # raised on all ranks because one has no data
+    def __init__(self, session: JoinSession):
+        self.session = session
+        self.attendance: Attendance | None = None  # None: some rank does not know its own
+        self.used = 0  # by this rank
+        self.is_looped = False
+        self.bar: Any = None  # shows iterations
 
-    @property
-    def gated(self) -> bool:
-        """Whether an iteration begins only if all ranks have data, which they have to be asked."""
-        return self.policy != "shadow" and self.declared is None and self.log.size > 1
+    def iterate(self, batches: Iterable[Any], progress: Callable[..., Any] | None) -> Iterator[Any]:
+        """Give this rank's batches, after all ranks have said how many they have."""
+        limit = self.declare(batches)
+        if progress is not None:
+            longest = max(self.attendance.batches) if self.attendance else None
+            self.bar = progress(total=limit or longest)
+        for batch in islice(batches, limit):
+            self.used += 1
+            yield batch
+            self.advance(1)
 
-    @property
-    def records(self) -> list[GradientRecord]:
-        """What the loop does to the gradients of each model."""
-        return [part.record for part in self.parts if isinstance(part, _Output)]
-
-    def tell(self, part: int, what: str, **options: Any) -> None:
-        """Announce something to ranks without data."""
-        self.log.append(part, what, self.turn, options)
-
-# %% ../../nbs/join/03_join.ipynb #1a6af8e8
-class Calling(Block):
-    """The part of a block that counts ranks, and begins an iteration if it may."""
-
-    headcount: Headcount
-
-    def call(self, samples: int = 0) -> ActiveRanks:
-        """Say that this rank has data, and let others be counted; all ranks that have some call this."""
-        if self.log.size == 1:
-            return ActiveRanks(self.group.size, lambda: (samples, (0,)))
-        self.tell(-1, "count")
-        return self.headcount.start(samples)
-
-    def begin(self, present: ActiveRanks | None) -> None:
-        """Begin an iteration, if it may."""
-        if self.gated and present is not None and len(there := present.ranks) < self.group.size:
-            if self.policy == "stop":
-                raise _Stopped
-            gone = [rank for r, rank in enumerate(self.group.ranks) if r not in there]
-            self.fault = RuntimeError(
-                "Detected at least one rank that exhausted inputs. Throwing across all ranks."
-                f" Ranks {gone} had {self.turn} iterations"
+    def declare(self, batches: Any) -> int | None:  # how many batches may be taken
+        """Exchange how many batches each rank has."""
+        if self.is_looped:
+            raise RuntimeError(
+                "a Join block has one loop over join.loader(); use another block for the next epoch"
             )
-            self.fault.on_all_ranks = True  # type: ignore[attr-defined]
-            raise self.fault
-        self.turn += 1
-
-# %% ../../nbs/join/03_join.ipynb #52583553
-class Counting(Calling):
-    """The part of a block that knows how many samples there are, and what became of gradients."""
-
-    warned = False  # that gradients change
-    announced = 0  # backwards that this rank was asked to announce
-
-    def samples_of(self, args: Any, kwargs: Any) -> int:
-        """Count the samples that forward is called with."""
-        if self.samples is not None:
-            return int(self.samples(*args, **kwargs))
-        for t in found_tensors([*args, *kwargs.values()]):
-            if t.dim():
-                return len(t)
-        raise ValueError(
-            "divide_by='samples' found no tensor among the inputs of forward; pass samples= to"
-            " Join, which counts what forward is called with"
-        )
-
-    def declared_present(self, samples: int) -> ActiveRanks | None:
-        """Give who has data in this iteration, if that is known without asking."""
-        if self.declared is None or (
-            self.divide_by == "samples"
-            and (self.samples is not None or None in self.declared.sizes)
-        ):
+        self.is_looped = True
+        session = self.session
+        count, sizes = lengths_of(batches)
+        session.append(-1, "declare")
+        rows = session.gather(-1 if count is None else count, *(sizes or (-1, -1)))
+        counts = tuple(row[0] for row in rows)
+        if min(counts) < 0:
             return None
-        at, me = self.taken - 1, self.group.group_rank
-        counts = self.declared.samples(at) if self.divide_by == "samples" else (0,)
-        if self.divide_by == "samples" and torch.is_grad_enabled() and samples != counts[me]:
+        known = tuple(None if size < 0 else (size, last) for _, size, last in rows)
+        self.attendance = Attendance(counts, sizes=known)
+        session.log.election.prefer(counts.index(max(counts)))
+        if session.options.policy == "raise" and len(set(counts)) > 1:
+            session.fail_everywhere(
+                f"ranks have different numbers of batches: {', '.join(map(str, counts))}"
+            )
+        return min(counts) if session.options.policy == "stop" else None
+
+    def active_ranks(self, samples: int) -> ActiveRanks | None:
+        """Give who has data in this iteration, if that is known without asking."""
+        known = self.attendance
+        group = self.session.group
+        options = self.session.options
+        if known is None:
+            return None
+        at = self.used - 1
+        active = known.active(at)
+        if options.divide_by != "samples":
+            return ActiveRanks(group.size, lambda: (0, active))
+        if options.samples is not None or None in known.sizes:
+            return None
+        counts = known.samples(at)
+        declared = counts[group.group_rank]
+        if torch.is_grad_enabled() and samples != declared:
             raise ValueError(
-                f"batch {at} of rank {self.group.global_rank} has {counts[me]} samples, and forward"
+                f"batch {at} of rank {group.global_rank} has {declared} samples, and forward"
                 f" was called with {samples}; pass whole batches to the model, or samples= to Join"
             )
-        there = self.declared.active(at)
-        return ActiveRanks(self.group.size, lambda: (sum(counts), there))
-
-    def compares_values(self) -> bool:
-        """Tell whether to compare values of gradients too: on the rank that announces, in its first
-        eight backwards, and then ever more rarely."""
-        if self.log.announced_from is None or self.log.size == 1:
-            return False
-        self.announced += 1
-        return self.announced <= 8 or self.announced & (self.announced - 1) == 0
-
-    def touched(self, optimizer: Any) -> bool:
-        """Tell if gradients have changed since they were reduced."""
-        if self.policy != "shadow":
-            return False
-        params = {
-            id(p): p.grad
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        }
-        marked = [
-            (each, i, params[id(p)])
-            for each in self.records
-            for i, p in enumerate(each.params)
-            if each.marks[i] is not None and id(p) in params
-        ]
-        touched = any(
-            _writes(each.marks[i], grad) != 0 or each.rewritten(i, grad) for each, i, grad in marked
-        )
-        touched = (
-            touched or getattr(optimizer, "found_inf", None) is not None
-        )  # a fused class divides by a scale itself
-        if touched and not self.warned:
-            warnings.warn(
-                "gradients change between backward and step, which ranks without data cannot"
-                " repeat; pass what changes them, clipping for example, to Join as before_step",
-                stacklevel=2,
-            )
-        self.warned = self.warned or touched
-        return touched
-
-# %% ../../nbs/join/03_join.ipynb #249dbd36
-_SKEW = 1000  # iterations
-
-
-class Shadowing(Counting):
-    """The part of a block that a rank without data runs."""
-
-    riders: dict[int, list[_Part]]  # parts that announce nothing, by the part they go with
-    bar: Any = None  # shows iterations
+        return ActiveRanks(group.size, lambda: (sum(counts), active))
 
     def advance(self, iterations: int) -> None:
         """Show progress, if a bar is wanted."""
         if self.bar is not None and iterations:
             self.bar.update(iterations)
 
-    def follow(self, event: JoinEvent) -> None:
+    def check(self, used: Sequence[int]) -> None:
+        """Raise if a rank left its loop while others went on as if it had data."""
+        session = self.session
+        sends_buffers = any(participant.has_buffers for participant in session.participants)
+        if self.attendance is None or (
+            session.options.divide_by == "world_size" and not sends_buffers
+        ):
+            return
+        for rank, mine, count in zip(
+            session.group.ranks, used, self.attendance.batches, strict=False
+        ):
+            if mine < min(count, max(used)):
+                raise RuntimeError(
+                    f"rank {rank} left its loop after {mine} of {count} batches while others counted"
+                    " on it; leave it on all ranks together"
+                )
+
+    def used_and_dropped(self, stopped: bool) -> tuple[int, int]:
+        """Give the batches of this rank; `stopped`: its last one began no iteration."""
+        used = self.used - (stopped and self.used > 0)
+        if self.attendance is None or self.session.options.policy != "stop":
+            return used, int(stopped)
+        return used, self.attendance.batches[self.session.log.group_rank] - used
+
+    def close(self) -> None:
+        """Close the progress bar."""
+        if self.bar is not None:
+            self.bar.close()
+
+# %% ../../nbs/join/03_join.ipynb #100e0004
+def with_bar(batches: Iterable[Any], progress: Callable[..., Any]) -> Iterator[Any]:
+    """Give batches where there is no block, and show progress."""
+    bar = progress(total=None)
+    for batch in batches:
+        yield batch
+        bar.update(1)
+
+# %% ../../nbs/join/03_join.ipynb #4022e567
+MODEL_KINDS = (DdpParticipant, DataParallelParticipant)
+
+
+def check_drivers(participants: Sequence[Participant], before_step: Any) -> None:
+    """Refuse what does not go together with steps that are taken inside backward."""
+    models = [participant for participant in participants if isinstance(participant, MODEL_KINDS)]
+    drivers = [model.driver for model in models if model.driver is not None]
+    for participant in participants:
+        if not isinstance(participant, OptimizerParticipant):
+            continue
+        driver = getattr(participant.joinable, "driver", None)
+        if driver is not None and all(driver is not known for known in drivers):
+            raise ValueError(
+                f"joinable {participant.index} steps inside the backward of its model, which is not"
+                " among the joinables; add the model, or what data_parallel gave"
+            )
+    if drivers and before_step is not None:
+        raise ValueError(
+            "before_step comes too late for a step that is taken inside backward; to clip, pass"
+            " max_grad_norm to overlap or data_parallel"
+        )
+    if drivers and len(models) > 1:
+        raise ValueError(
+            "a block with a step that is taken inside backward has one model, for the"
+            " collectives of several may be mixed; use a block for each, or detach the overlap"
+        )
+
+# %% ../../nbs/join/03_join.ipynb #249dbd36
+_SKEW = 1000  # iterations
+_SKEWED = (
+    f"Detected uneven input skew of greater than {_SKEW}. This means that rank {{}} has at least"
+    f" {_SKEW} fewer inputs than other currently-active ranks. This level of skew could lead to"
+    " performance degradation during training."
+)
+
+
+class ShadowLoop:
+    """What a rank without data does: what the others announce."""
+
+    def __init__(self, session: JoinSession):
+        self.session = session
+        self.participants = session.participants
+
+    def run(self) -> None:
+        """Do what ranks with data announce, until none has any."""
+        session = self.session
+        own = session.iteration
+        warned = False
+        while event := session.log.next():
+            known = event.participant < len(self.participants)
+            session.log.store.check(f"event/{event.number}", str(event), known)
+            session.advance_to(event.iteration)
+            self.replay(event)
+            if session.iteration - own > _SKEW and not warned:
+                warned = True
+                warnings.warn(_SKEWED.format(session.group.global_rank), stacklevel=6)
+
+    def replay(self, event: JoinEvent) -> None:
+        """Do what one event says."""
+        if event.participant < 0:
+            self.follow_block(event)
+        else:
+            self.participants[event.participant].replay(event)
+        if event.what != "forward":
+            for silent in self.session.silent_participants.get(event.participant, ()):
+                self.participants[silent].replay(event)
+
+    def follow_block(self, event: JoinEvent) -> None:
         """Take part in what the block itself does."""
-        rank = self.group.global_rank
+        session = self.session
+        rank = session.group.global_rank
         if event.what == "enter":
             raise RuntimeError(
                 "a rank with data entered a Join block inside this one, where ranks without data"
@@ -1084,183 +265,196 @@ class Shadowing(Counting):
                 f"rank {rank} left the Join block without calling join.loader(); call it on all"
                 " ranks"
             )
-        there = self.headcount.start(None).ranks
-        if self.policy != "raise" or not there:
-            return
-        self.fault = RuntimeError(
-            f"Rank {rank} exhausted all inputs. Ranks {[self.group.ranks[r] for r in there]} had"
-            f" more than {self.turn}"
-        )
-        raise self.fault
-
-    def shadow(self) -> None:
-        """Do what ranks with data announce, until none has any."""
-        own, warned = self.turn, False
-        while event := self.log.next():
-            self.log.store.check(
-                f"event/{event.number}", str(event), event.participant < len(self.parts)
+        active = session.headcount.start(None).ranks
+        if session.options.policy == "raise" and active:
+            ranks = [session.group.ranks[r] for r in active]
+            session.fail_everywhere(
+                f"Rank {rank} exhausted all inputs. Ranks {ranks} had more than {session.iteration}"
             )
-            self.advance(event.iteration - self.turn)
-            self.turn = event.iteration
-            if event.participant < 0:
-                self.follow(event)
-            else:
-                self.parts[event.participant].replay(event)
-            for rider in self.riders.get(event.participant, ()) if event.what != "forward" else ():
-                rider.hook.main_hook()
-            if self.turn - own > _SKEW and not warned:
-                warned = True
-                warnings.warn(
-                    f"Detected uneven input skew of greater than {_SKEW}. This means that rank"
-                    f" {self.group.global_rank} has at least {_SKEW} fewer inputs than other"
-                    " currently-active ranks. This level of skew could lead to performance"
-                    " degradation during training.",
-                    stacklevel=4,
-                )
+
+# %% ../../nbs/join/03_join.ipynb #100e0006
+def report_error(log: EventLog, error: BaseException, iteration: int, seconds: float) -> None:
+    """Let the other ranks know of an error; raise theirs if it came first. `seconds`: how long to
+    wait for a sign of life of each."""
+    rank = log.store.group.global_rank
+    said = ""
+    if isinstance(error, RuntimeError):
+        said = log.failure()
+        if not said and (said := describe_killed_ranks(log, seconds)):
+            log.fail(said)
+    if said and said not in str(error):
+        raise RuntimeError(f"{said}; rank {rank} cannot go on without it") from error
+    log.fail(
+        f"rank {rank} left the Join block after {iteration} iterations:"
+        f" {type(error).__name__}: {error}"
+    )
 
 # %% ../../nbs/join/03_join.ipynb #c8b62db6
-class Ending(Shadowing):
-    """The part of a block that waits for all ranks."""
+class JoinSession:
+    """One run of a block: what it counts, hears and announces."""
 
-    root = 0  # group rank of the last joiner whose state counts
+    def __init__(self, join: Join):
+        self.options = join.options
+        self.group = join.group
+        self.counter = join.counter
+        self.silent_participants = join.silent_participants
+        self.several_models = join.several_models
+        with agreeing(self.group, "entering Join", self.description):
+            self.participants = join.make_participants(self)
+            check_drivers(self.participants, self.options.before_step)
+            for participant in self.participants:
+                participant.check()
+        self.log = EventLog(EventStore(self.group, "join"))
+        self.headcount = Headcount(self.group, join.device)
+        self.gradients = GradientCheck(self.log, follows=self.options.policy == "shadow")
+        self.batches = DeclaredBatches(self)
+        self.iteration = 0  # iterations that have begun
+        self.fault: Exception | None = None  # raised on all ranks because one has no data
+        self.attendance: Attendance | None = None  # once the block has ended
+        self.last_joiner = 0  # group rank whose state all ranks take over
+        self.is_running = True
+        for participant in self.participants:
+            participant.attach()
+        self.thread = EventLogThread(self.log)
 
-    def check_loops(self, taken: list[int]) -> None:
-        """Raise if a rank did not do what it declared."""
+    def description(self) -> list[str]:
+        """Describe what must be the same on all ranks."""
+        lines = [f"policy {self.options.policy}, divide_by {self.options.divide_by}"]
+        for participant in self.participants:
+            name = type(participant.joinable).__name__
+            lines.append(f"joinable {participant.index}: {name} {participant.description()}")
+        return lines
+
+    @property
+    def asks_every_iteration(self) -> bool:
+        """Whether an iteration begins only if all ranks have data, which they have to be asked."""
+        return (
+            self.options.policy != "shadow"
+            and self.batches.attendance is None
+            and self.log.size > 1
+        )
+
+    def append(self, participant: int, what: str, **options: Any) -> None:
+        """Announce something to ranks without data."""
+        self.log.append(participant, what, self.iteration, options)
+
+    def is_counter(self, participant: int) -> bool:
+        """Tell whether the iterations of the block are the calls of this participant."""
+        return self.counter == participant
+
+    def active_ranks(self, samples: int = 0) -> ActiveRanks:
+        """Give the ranks that have data in this iteration; all of those call this."""
+        if (known := self.batches.active_ranks(samples)) is not None:
+            return known
+        if self.log.size == 1:
+            return ActiveRanks(self.group.size, lambda: (samples, (0,)))
+        self.append(-1, "count")
+        return self.headcount.start(samples)
+
+    def begin_iteration(self, active: ActiveRanks | None) -> None:
+        """Begin an iteration, if it may."""
+        if self.asks_every_iteration and active is not None:
+            there = active.ranks
+            if len(there) < self.group.size and self.options.policy == "stop":
+                raise StopLoop
+            if len(there) < self.group.size:
+                gone = [rank for r, rank in enumerate(self.group.ranks) if r not in there]
+                self.fail_everywhere(
+                    "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+                    f" Ranks {gone} had {self.iteration} iterations"
+                )
+        self.iteration += 1
+
+    def fail_everywhere(self, said: str) -> None:
+        """Raise an error that all ranks raise at the same time."""
+        error: Any = RuntimeError(said)
+        error.on_all_ranks = True
+        self.fault = error
+        raise error
 
     def gather(self, *numbers: int) -> list[list[int]]:  # of every rank
         """Exchange a few numbers; all ranks call this."""
-        return (
-            [list(numbers)]
-            if self.log.size == 1
-            else gather_numbers(self.group, numbers, self.device)()
-        )
+        if self.log.size == 1:
+            return [list(numbers)]
+        return gather_numbers(self.group, numbers, self.headcount.device)()
 
-    def end(self, stopped: bool) -> None:
-        """Wait until no rank has data, and let the joinables finish."""
-        me, used = self.log.group_rank, self.taken - (stopped and self.taken > 0)
-        dropped = (
-            self.declared.batches[me] - used
-            if self.declared and self.policy == "stop"
-            else int(stopped)
-        )
-        reached, batches, gradients = (
-            (self.log.number, self.turn),
-            used or self.turn,
-            [part.leave_loop() for part in self.parts],
-        )
+    def advance_to(self, iteration: int) -> None:
+        """Count the iterations of others."""
+        self.batches.advance(iteration - self.iteration)
+        self.iteration = iteration
+
+    def exchange(self, stopped: bool) -> None:
+        """Wait until no rank has data, and take over what the last joiner has."""
+        used, dropped = self.batches.used_and_dropped(stopped)
+        reached = [self.log.number, self.iteration]
+        iterations = used or self.iteration
+        gradients = [participant.gradients_left() for participant in self.participants]
         self.log.depart()
-        self.shadow()
+        ShadowLoop(self).run()
         self.headcount.finish()
-        rows = self.gather(*reached, self.taken, batches, dropped)
+        rows = self.gather(*reached, self.batches.used, iterations, dropped)
         self.attendance = Attendance(tuple(row[3] for row in rows), tuple(row[4] for row in rows))
         with agreeing(self.group, "leaving Join"):
-            self.root = max(range(len(rows)), key=lambda rank: (rows[rank][:2], rank))
-            self.check_loops([row[2] for row in rows])
-            kept = [[(part.keep(), left) for part, left in zip(self.parts, gradients, strict=True)]]
+            self.last_joiner = max(range(len(rows)), key=lambda rank: (rows[rank][:2], rank))
+            self.batches.check([row[2] for row in rows])
+            states = [participant.final_state() for participant in self.participants]
+            kept = [[*zip(states, gradients, strict=True)]]
             if self.log.size > 1:
                 broadcast_object_list(
-                    kept, group=self.group, group_src=self.root, weights_only=True
+                    kept, group=self.group, group_src=self.last_joiner, weights_only=True
                 )
-            for part, theirs in zip(self.parts, kept[0], strict=True):
-                part.finish(list(reached) == rows[self.root][:2], theirs)
+            is_last_joiner = reached == rows[self.last_joiner][:2]
+            for participant, (state, left) in zip(self.participants, kept[0], strict=True):
+                participant.finish(is_last_joiner, state, left)
         self.log.clear()
 
-# %% ../../nbs/join/03_join.ipynb #437c640c
-def _lengths(
-    batches: Any,
-) -> dict[str, Any]:  # how many batches there are, and how many samples are in each and in the last
-    try:
-        n = len(batches)
-    except TypeError:
-        return {"batches": None, "sizes": None}
-    try:
-        size, drops, samples = batches.batch_size, batches.drop_last, len(batches.sampler)
-    except (AttributeError, TypeError):
-        return {"batches": n, "sizes": None}
-    return {
-        "batches": n,
-        "sizes": None
-        if size is None
-        else [size, size if drops or not n else samples - size * (n - 1)],
-    }
+    def end(self, stopped: bool) -> None:
+        """Leave the block together with the others."""
+        try:
+            self.exchange(stopped)
+        except Exception as failure:
+            self.fail(failure)
+            raise
 
-# %% ../../nbs/join/03_join.ipynb #a8b438da
-class Declaring(Ending):
-    """The part of a block that knows beforehand who has data when."""
+    def fail(self, error: BaseException) -> None:
+        """Let the others know of an error; raise theirs if it came first."""
+        if error is not self.fault:
+            report_error(self.log, error, self.iteration, 3 * self.thread.pause)
 
-    looped = False  # over the loader
+    def close(self, error: BaseException | None) -> bool:  # whether the error ends here
+        """Leave the block: with the others, or with an error."""
+        stopped = isinstance(error, StopLoop)
+        try:
+            for participant in self.participants:
+                participant.detach()
+            if error is not None and not stopped:
+                self.fail(error)
+            else:
+                self.end(stopped)
+        finally:
+            self.thread.stop()
+            self.batches.close()
+            for participant in reversed(self.participants):
+                participant.restore()
+            self.is_running = False
+        return stopped
 
-    def loader(
-        self,
-        batches: Iterable[
-            Any
-        ],  # this rank's, for example a `DataLoader`; all ranks call this, also those without any
-        progress: (
-            Callable[..., Any]
-            # makes a bar of as many iterations as any rank has, with `update` and `close`: tqdm, for
-            # example
-            | None
-        ) = None,
-    ) -> Iterator[Any]:  # the same batches; with policy="stop" as many as the rank with fewest has
-        """Iterate over this rank's batches once, and let all ranks know how many there are."""
-        limit = self.declare(batches) if self.enable else None
-        if progress is not None:
-            self.bar = progress(
-                total=limit or (max(self.declared.batches) if self.declared else None)
-            )
-        for batch in islice(batches, limit):
-            self.taken += 1
-            yield batch
-            self.advance(1)
+# %% ../../nbs/join/03_join.ipynb #3a2afecd
+@dataclass(frozen=True, eq=False)
+class JoinEntry:
+    """A joinable in the list of a block."""
 
-    def check_loops(self, taken: list[int]) -> None:
-        """Raise if a rank left its loop while others went on as if it had data."""
-        used_it = self.divide_by != "world_size" or any(
-            part.buffers for part in self.parts if isinstance(part, _Network)
-        )
-        if self.declared is None or not used_it:
-            return
-        for rank, used, n in zip(self.group.ranks, taken, self.declared.batches, strict=False):
-            if used < min(n, max(taken)):
-                raise RuntimeError(
-                    f"rank {rank} left its loop after {used} of {n} batches while others counted on"
-                    " it; leave it on all ranks together"
-                )
+    kind: type[Participant]
+    joinable: Any
+    hook: Any
 
-    def declare(self, batches: Any) -> int | None:  # how many batches may be taken
-        """Exchange how many batches each rank has."""
-        if self.looped:
-            raise RuntimeError(
-                "a Join block has one loop over join.loader(); use another block for the next epoch"
-            )
-        self.looped = True
-        mine = _lengths(batches)
-        self.tell(-1, "declare")
-        rows = self.gather(
-            -1 if mine["batches"] is None else mine["batches"], *(mine["sizes"] or (-1, -1))
-        )
-        if min(counts := tuple(row[0] for row in rows)) < 0:
-            return None
-        self.declared = Attendance(
-            counts, sizes=tuple(None if size < 0 else (size, last) for _, size, last in rows)
-        )
-        self.log.election.prefer(counts.index(max(counts)))
-        if self.policy == "raise" and len(set(counts)) > 1:
-            self.fault = RuntimeError(
-                f"ranks have different numbers of batches: {', '.join(map(str, counts))}"
-            )  # on all ranks
-            raise self.fault
-        return min(counts) if self.policy == "stop" else None
 
-# %% ../../nbs/join/03_join.ipynb #b86469c6
-def _check_kwargs(joinables: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def check_kwargs(joinables: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Refuse what no join hook takes, where there is none but torch's and ours."""
-    known = {
-        type(joinable).join_hook.__module__.partition(".")[0]
-        for joinable in joinables
-        if isinstance(joinable, Joinable)
-    } <= {"torch", "zero_nb"}
-    if known and (strange := set(kwargs) - {"divide_by_initial_world_size"}):
+    hooks = [type(each).join_hook for each in joinables if isinstance(each, Joinable)]
+    known = {hook.__module__.partition(".")[0] for hook in hooks} <= {"torch", "zero_nb"}
+    strange = set(kwargs) - {"divide_by_initial_world_size"}
+    if known and strange:
         raise TypeError(
             f"Join got an unexpected keyword argument {min(strange)!r}; it takes divide_by, policy,"
             " samples and before_step, and hooks of torch's and ours take"
@@ -1268,200 +462,79 @@ def _check_kwargs(joinables: Sequence[Any], kwargs: dict[str, Any]) -> None:
         )
 
 
-def _parts(block: Any, joinables: Sequence[Any], kwargs: dict[str, Any]) -> list[_Part]:
-    """Choose how each joinable takes part."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    _check_kwargs(joinables, kwargs)
-    out = list[_Part]()
+def make_entries(joinables: Sequence[Any], kwargs: dict[str, Any]) -> list[JoinEntry]:
+    """Choose how each joinable takes part, and make the hooks."""
+    check_kwargs(joinables, kwargs)
+    entries = []
     for i, joinable in enumerate(joinables):
-        kind, hook = _Part, None
-        if isinstance(joinable, Parallel):
-            kind = _Handle
-        elif isinstance(joinable, Joinable):
-            if not hasattr(joinable, "_join_config"):
-                raise AssertionError(
-                    f"Check that the {type(joinable)} constructor calls the ``Joinable``"
-                    " constructor"
-                )
-            if isinstance(joinable, torch.optim.Optimizer):
-                kind = _Stepper
-            if (
-                isinstance(joinable, DistributedDataParallel)
-                and type(joinable).join_hook is DistributedDataParallel.join_hook
-            ):
-                kind = _Model
-            hook = joinable.join_hook(**kwargs)
-        elif isinstance(joinable, torch.optim.Optimizer):
-            kind, hook = _Unsharded, _Step(joinable)
-        elif hasattr(joinable, "load_state_dict") and not isinstance(joinable, nn.Module):
-            kind = _Follower
-        else:
-            raise TypeError(
-                f"joinable {i} is a {type(joinable).__name__}; Join takes DistributedDataParallel,"
-                " optimizers, schedulers, and classes derived from Joinable"
-            )
-        out.append(kind(block, i, joinable, hook or JoinHook()))
-    return out
+        kind = kind_of(joinable, i)
+        takes_hook = isinstance(joinable, Joinable) and kind is not DataParallelParticipant
+        hook = joinable.join_hook(**kwargs) if takes_hook else JoinHook()
+        entries.append(JoinEntry(kind, joinable, hook))
+    return entries
 
 
-def _speaks(part: _Part) -> bool:  # whether it announces its iterations
-    def names(code: Any) -> set[str]:
-        return {
-            *code.co_names,
-            *(n for c in code.co_consts if hasattr(c, "co_names") for n in names(c)),
-        }
+def silent_after(entries: Sequence[JoinEntry]) -> dict[int, list[int]]:
+    """List the joinables that announce nothing, by the one before them that does."""
+    announcing = [i for i, entry in enumerate(entries) if entry.kind.announces]
+    found: dict[int, list[int]] = {}
+    last = announcing[0] if announcing else -1
+    for i, entry in enumerate(entries):
+        if entry.kind.announces:
+            last = i
+        elif entry.kind is not SchedulerParticipant:
+            found.setdefault(last, []).append(i)
+    return found
 
-    methods = [
-        getattr(m, "fget", m) for kind in type(part.joinable).__mro__ for m in vars(kind).values()
-    ]
-    return isinstance(part, (_Network, _Stepper)) or any(
-        "notify_join_context" in names(m.__code__) for m in methods if hasattr(m, "__code__")
-    )
+# %% ../../nbs/join/03_join.ipynb #3a2afece
+def make_options(
+    policy: str,
+    divide_by: str,
+    samples: Callable[..., int] | None,
+    before_step: Callable[[Any], Any] | None,
+) -> JoinOptions:
+    """Check the options of a block."""
+    choices = {
+        "policy": (policy, ("shadow", "stop", "raise")),
+        "divide_by": (divide_by, ("world_size", "active", "samples")),
+    }
+    for name, (given, known) in choices.items():
+        if given not in known:
+            words = ", ".join(map(repr, known))
+            raise ValueError(f"{name} must be one of {words}, got {given!r}")
+    checked: Any = {"policy": policy, "divide_by": divide_by}
+    return JoinOptions(**checked, samples=samples, before_step=before_step)
 
 
-def _ride(
-    parts: list[_Part],
-) -> dict[int, list[_Part]]:  # those that do not speak, by the one before them that does
-    out, last = dict[int, list[_Part]](), next((part.index for part in parts if _speaks(part)), -1)
-    for part in parts:
-        if _speaks(part):
-            last = part.index
-        elif not isinstance(part, _Follower):
-            out.setdefault(last, []).append(part)
-    return out
-
-# %% ../../nbs/join/03_join.ipynb #3a2afecd
-def _choose(name: str, given: Any, choices: Sequence[str]) -> str:
-    if given in choices:
-        return str(given)
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {given!r}")
-
-
-def _group_of(joinables: Sequence[Any]) -> Any:
-    groups = [
-        joinable.join_process_group for joinable in joinables if isinstance(joinable, Joinable)
-    ]
+def find_group(joinables: Sequence[Any]) -> Group:
+    """Give the one process group of all joinables."""
+    groups = [each.join_process_group for each in joinables if isinstance(each, Joinable)]
     if any(group != groups[0] for group in groups):
         raise ValueError(
             "Using join context manager with multiple process groups; its joinables must share one"
         )
-    return groups[0] if groups else None
+    return Group(groups[0] if groups else None)
 
-# %% ../../nbs/join/03_join.ipynb #4022e567
-class Leaving(Declaring):
-    """The part of a block that tells others of errors."""
 
-    watch: EventLogThread
-
-    def check_drivers(self) -> None:
-        """Refuse what does not go together with steps that are taken inside backward."""
-        networks = [part for part in self.parts if isinstance(part, _Network)]
-        drivers = [part.driver for part in networks if part.driver]
-        for part in self.parts:
-            taken = getattr(part.joinable, "driver", None)
-            if (
-                isinstance(part, _Stepper)
-                and taken is not None
-                and all(taken is not driver for driver in drivers)
-            ):
-                raise ValueError(
-                    f"joinable {part.index} steps inside the backward of its model, which is not"
-                    " among the joinables; add the model, or what data_parallel gave"
-                )
-        if drivers and self.before_step is not None:
-            raise ValueError(
-                "before_step comes too late for a step that is taken inside backward; to clip, pass"
-                " max_grad_norm to overlap or data_parallel"
-            )
-        if drivers and len(networks) > 1:
-            raise ValueError(
-                "a block with a step that is taken inside backward has one model, for the"
-                " collectives of several may be mixed; use a block for each, or detach the overlap"
-            )
-
-    def lines(self) -> list[str]:
-        """Describe what must be the same on all ranks."""
-        parts = [
-            f"joinable {part.index}: {type(part.joinable).__name__} {part.described()}"
-            for part in self.parts
-        ]
-        return [f"policy {self.policy}, divide_by {self.divide_by}", *parts]
-
-    def leave(self, error: BaseException) -> None:
-        """Let the others know of an error; raise theirs if it came first."""
-        if error is self.fault:
-            return
-        here, said = self.group.global_rank, ""
-        if isinstance(error, RuntimeError):
-            said = self.log.failure()
-            if not said and (said := describe_killed_ranks(self.log, 3 * self.watch.pause)):
-                self.log.fail(said)
-        if said and said not in str(error):
-            raise RuntimeError(f"{said}; rank {here} cannot go on without it") from error
-        self.log.fail(
-            f"rank {here} left the Join block after {self.turn} iterations: {type(error).__name__}:"
-            f" {error}"
+def find_counter(entries: Sequence[JoinEntry], divide_by: str) -> int:
+    """Choose the joinable whose calls are the iterations: the first model, or else the first that
+    announces itself."""
+    announcing = [i for i, entry in enumerate(entries) if entry.kind.announces]
+    if not announcing:
+        raise ValueError(
+            "no joinable announces its iterations; call Join.notify_join_context(self) in one,"
+            " before its collectives"
         )
-
-# %% ../../nbs/join/03_join.ipynb #821368bd
-class Entering(Leaving):
-    """The part of a block that enters and leaves."""
-
-    def __enter__(self) -> Any:
-        if not self.enable:
-            return self
-        if any(_LISTENING.get(id(part.joinable)) is part for part in self.parts):
-            raise RuntimeError("this Join block is running; make another one to nest")
-        for outer in {
-            id(part.block): part.block
-            for mine in self.parts
-            if (part := _LISTENING.get(id(mine.joinable)))
-        }.values():
-            outer.tell(-1, "enter")
-        with agreeing(self.group, "entering Join", self.lines):
-            self.check_drivers()
-            for part in self.parts:
-                part.check()
-        self.log, self.attendance, self.declared, self.looped, self.warned = (
-            EventLog(EventStore(self.group, "join")),
-            None,
-            None,
-            False,
-            False,
+    models = [i for i in announcing if issubclass(entries[i].kind, MODEL_KINDS)]
+    if divide_by != "world_size" and not models:
+        raise ValueError(
+            f"divide_by={divide_by!r} weights gradients of a DistributedDataParallel or"
+            " data_parallel, and none is among the joinables"
         )
-        self.headcount = Headcount(self.group, self.device)
-        self.turn, self.taken, self.fault, self.bar, self.announced = 0, 0, None, None, 0
-        for part in self.parts:
-            part.attach()
-        self.watch = EventLogThread(self.log)
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not self.enable:
-            return False
-        stopped = isinstance(error, _Stopped)
-        try:
-            for part in self.parts:
-                part.detach()
-            if error is not None and not stopped:
-                self.leave(error)
-            else:
-                try:
-                    self.end(stopped)
-                except Exception as failure:
-                    self.leave(failure)
-                    raise
-        finally:
-            self.watch.stop()
-            if self.bar is not None:
-                self.bar.close()
-            for part in reversed(self.parts):
-                part.restore()
-        return stopped
+    return models[0] if models else announcing[0]
 
 # %% ../../nbs/join/03_join.ipynb #24f0b2f5
-class Join(Entering):
+class Join:
     """A block in which ranks may have different amounts of data.
 
     A rank that leaves its loop takes part in what the others send until no rank has data. In the
@@ -1472,30 +545,21 @@ class Join(Entering):
 
     def __init__(
         self,
-        joinables: Sequence[
-            Any
-        ],  # DistributedDataParallel, optimizers, schedulers, and classes derived from `Joinable`; in any order
+        # DistributedDataParallel, optimizers, schedulers, and classes derived from `Joinable`; in any order
+        joinables: Sequence[Any],
         enable: bool = True,  # False: a block that does nothing
         throw_on_early_termination: bool = False,  # torch's name for policy="raise"
         *,
-        divide_by: (
-            str
-            # gradients, by the "world_size", the "active" ranks, or the "samples" of an iteration;
-            # None: as DDP is told
-            | None
-        ) = None,
-        policy: (
-            str
-            # what a rank without data does: "shadow" the others, "stop" them, "raise" on all ranks;
-            # None: shadow
-            | None
-        ) = None,
-        samples: (
-            Callable[..., int] | None
-        ) = None,  # counts what forward is called with; None: the length of the first tensor
-        before_step: (
-            Callable[[Any], Any] | None
-        ) = None,  # called with an optimizer before each of its steps, on all ranks: clipping belongs here
+        # gradients, by the "world_size", the "active" ranks, or the "samples" of an iteration;
+        # None: as DDP is told
+        divide_by: str | None = None,
+        # what a rank without data does: "shadow" the others, "stop" them, "raise" on all ranks;
+        # None: shadow
+        policy: str | None = None,
+        # counts what forward is called with; None: the length of the first tensor
+        samples: Callable[..., int] | None = None,
+        # called with an optimizer before each of its steps, on all ranks: clipping belongs here
+        before_step: Callable[[Any], Any] | None = None,
         **kwargs: Any,  # for the join hooks; DDP's takes divide_by_initial_world_size
     ):
         joinables = list(joinables)
@@ -1503,33 +567,81 @@ class Join(Entering):
             raise ValueError("The join context manager requires at least one joinable")
         if len(set(map(id, joinables))) < len(joinables):
             raise ValueError("a joinable may appear once in the list")
-        self.policy = _choose(
-            "policy",
-            policy or ("raise" if throw_on_early_termination else "shadow"),
-            ["shadow", "stop", "raise"],
+        policy = policy or ("raise" if throw_on_early_termination else "shadow")
+        by_world_size = kwargs.get("divide_by_initial_world_size", True)
+        divide_by = divide_by or ("world_size" if by_world_size else "active")
+        self.options = make_options(policy, divide_by, samples, before_step)
+        self.enable = enable
+        self.entries = make_entries(joinables, kwargs)
+        self.group = find_group(joinables)
+        self.counter = find_counter(self.entries, divide_by)
+        self.session: JoinSession | None = None  # the last run of this block
+
+    @property
+    def silent_participants(self) -> dict[int, list[int]]:
+        """Joinables that announce nothing, by the one that they go with."""
+        return silent_after(self.entries)
+
+    @property
+    def several_models(self) -> bool:
+        """Whether there are several models, whose backwards may be one."""
+        return sum(entry.kind is DdpParticipant for entry in self.entries) > 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where a few numbers travel, if no backend serves the CPU."""
+        joinables = [entry.joinable for entry in self.entries]
+        devices = (each.join_device for each in joinables if isinstance(each, Joinable))
+        return next(devices, torch.device("cpu"))
+
+    @property
+    def attendance(self) -> Attendance | None:
+        """Who had data when, once the block has ended."""
+        return None if self.session is None else self.session.attendance
+
+    def make_participants(self, session: JoinSession) -> list[Participant]:
+        """Make a participant of each joinable, and of each module that declares collectives."""
+        found: list[Participant] = []
+        for i, entry in enumerate(self.entries):
+            found.append(entry.kind(session, i, entry.joinable, entry.hook))
+        models = [participant for participant in found if isinstance(participant, MODEL_KINDS)]
+        modules = dict.fromkeys(
+            m for model in models for m in modules_with_collectives(model.module)
         )
-        by = "world_size" if kwargs.get("divide_by_initial_world_size", True) else "active"
-        self.divide_by = _choose("divide_by", divide_by or by, ["world_size", "active", "samples"])
-        self.enable, self.samples, self.before_step = enable, samples, before_step
-        parts, self.group = _parts(self, joinables, kwargs), Group(_group_of(joinables))
-        self.device = next(
-            (joinable.join_device for joinable in joinables if isinstance(joinable, Joinable)),
-            torch.device("cpu"),
-        )
-        self.riders, speak = _ride(parts), [part for part in parts if _speaks(part)]
-        self.parts = [*parts, *_declared(self, parts)]
-        if not speak:
-            raise ValueError(
-                "no joinable announces its iterations; call Join.notify_join_context(self) in one,"
-                " before its collectives"
-            )
-        self.counter = next((part for part in speak if isinstance(part, _Network)), speak[0])
-        self.several = sum(isinstance(part, _Model) for part in speak) > 1
-        if self.divide_by != "world_size" and not isinstance(self.counter, _Network):
-            raise ValueError(
-                f"divide_by={self.divide_by!r} weights gradients of a DistributedDataParallel or"
-                " data_parallel, and none is among the joinables"
-            )
+        for module in modules:
+            found.append(ModuleParticipant(session, len(found), module, JoinHook()))
+        return found
+
+    def loader(
+        self,
+        batches: Iterable[Any],  # this rank's, for example a `DataLoader`; all ranks call this
+        # makes a bar of as many iterations as any rank has, with `update` and `close`: tqdm, for
+        # example
+        progress: Callable[..., Any] | None = None,
+    ) -> Iterator[Any]:  # the same batches; with policy="stop" as many as the rank with fewest has
+        """Iterate over this rank's batches once, and let all ranks know how many there are."""
+        if not self.enable:
+            return iter(batches) if progress is None else with_bar(batches, progress)
+        if self.session is None or not self.session.is_running:
+            raise RuntimeError("join.loader() is called inside the Join block, once in each")
+        return self.session.batches.iterate(batches, progress)
+
+    def __enter__(self) -> Join:
+        if not self.enable:
+            return self
+        if self.session is not None and self.session.is_running:
+            raise RuntimeError("this Join block is running; make another one to nest")
+        around = [innermost_participant(entry.joinable) for entry in self.entries]
+        outer = {id(each.session): each.session for each in around if each is not None}
+        for session in outer.values():
+            session.append(-1, "enter")
+        self.session = JoinSession(self)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not self.enable or self.session is None:
+            return False
+        return self.session.close(error)
 
     @staticmethod
     def notify_join_context(joinable: Any) -> Any:
