@@ -67,7 +67,7 @@ def test_trains_and_resumes(tmp_path):
     out = tmp_path / "new" / "folder"
     process = called("train", "--nproc=2", *TINY, f"--out={out}")
     assert process.returncode == 0 and process.stderr == "", process.stderr
-    assert "MB on each rank" in process.stdout and str(out) in process.stdout
+    assert "MiB on each rank" in process.stdout and str(out) in process.stdout
     process = called(
         "train", "--nproc=1", "--resume", "--no-compare", f"--out={out}"
     )  # complete, so as far again

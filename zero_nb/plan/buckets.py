@@ -510,7 +510,7 @@ class Kind:
 
 def _bytes(name: str, mb: float) -> float:
     if not (isinstance(mb, (int, float)) and mb > 0):
-        raise ValueError(f"{name} must be above 0 (MB of 2**20 bytes), got {mb!r}")
+        raise ValueError(f"{name} must be above 0 (MiB), got {mb!r}")
     return mb * MIB
 
 
@@ -783,15 +783,15 @@ def pack(
     world_size: int,  # ranks in the group, >= 1
     *,
     policy: str | Policy = even,  # decides who owns what
-    bucket_cap_mb: float = 25.0,  # MB (2**20 bytes) of a bucket
-    first_bucket_mb: float = 1.0,  # MB of the first bucket, so that communication starts early
+    bucket_cap_mb: float = 25.0,  # MiB of a bucket
+    first_bucket_mb: float = 1.0,  # MiB of the first bucket, so that communication starts early
     order: (
         Sequence[int] | None
     ) = None,  # in which gradients arrive; None for the reverse of registration
     by_group: bool = False,  # whether each param group has buckets of its own
     align: int = 1,  # every part is a multiple of this many elements
     cut: bool = True,  # whether an evenly cut parameter larger than `cut_mb` gets several buckets, else one
-    cut_mb: float | None = None,  # MB of such a bucket; None: as `bucket_cap_mb`
+    cut_mb: float | None = None,  # MiB of such a bucket; None: as `bucket_cap_mb`
     equal: bool = False,  # whether parts of whole parameters are padded to equal size
     pad: bool = True,  # whether the last parts of evenly cut buckets are filled up to the size of the others
 ) -> BucketPlan:
@@ -851,9 +851,9 @@ def adopt(
 # %% ../../nbs/plan/02_buckets.ipynb #5713a806
 def ddp_buckets(
     specs: Sequence[ParamSpec],  # in registration order
-    bucket_cap_mb: float = 25.0,  # MB (2**20 bytes), DDP's bucket_cap_mb
+    bucket_cap_mb: float = 25.0,  # MiB, DDP's bucket_cap_mb
     first_bucket_mb: float
-    # MB of the first bucket of each dtype; None: 1 with the default capacity, else as the others,
+    # MiB of the first bucket of each dtype; None: 1 with the default capacity, else as the others,
     # as DDP does it
     | None = None,
     order: Sequence[int]

@@ -106,12 +106,12 @@ def colour(index: int, count: int) -> str:
     return few[index] if count <= len(few) else f"hsl({300 * index // max(count - 1, 1)},55%,52%)"
 
 
-def short(n: float, unit: str = "") -> str:  # three digits and a power of 1,000
-    """Write a number for a label."""
+def short(n: float) -> str:  # three digits and a power of 1,000
+    """Write a number of elements for a label."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if n >= size:
-            return f"{n / size:.3g} {letter}{unit}"
-    return f"{n:.3g}{' ' + unit if unit else ''}"
+            return f"{n / size:.3g} {letter}"
+    return f"{n:.3g}"
 
 # %% ../../nbs/plan/05_draw.ipynb #135411cb
 def _ink(
@@ -229,7 +229,7 @@ def draw_buckets(
     shown = plan.buckets[:most]
     largest = max((b.nbytes for b in shown), default=1)
     said = (
-        f"{len(plan.buckets)} buckets, {short(sum(b.nbytes for b in plan.buckets), 'B')},"
+        f"{len(plan.buckets)} buckets, {amount(sum(b.nbytes for b in plan.buckets))},"
         f" {plan.world_size} ranks, padding {plan.padding:,} elements"
     )
     body = [_text(70, 12, said)]
@@ -255,7 +255,7 @@ def draw_buckets(
             )
         body += _parts(bucket, y + 12, scale, 256 // len(shown))
         body.append(
-            _text(width, y + 14, f"{bucket.dtype} {short(bucket.nbytes, 'B')}", "end", font_size=9)
+            _text(width, y + 14, f"{bucket.dtype} {amount(bucket.nbytes)}", "end", font_size=9)
         )
     rest = len(plan.buckets) - len(shown)
     if rest:
@@ -483,6 +483,9 @@ KINDS = {
 }
 
 
+_LABELS = 140  # pixels for the name of a method at the left
+
+
 def draw_estimates(
     estimates: Sequence[Estimate],
     memory: str | float | None = None,  # of a rank, drawn as a line
@@ -490,13 +493,14 @@ def draw_estimates(
 ) -> Svg:
     """Draw what a rank needs, by category, a bar for each estimate."""
     memory = parse_memory(memory) if memory else None
-    scale = (width - 170) / max([e.total for e in estimates] + [memory or 1])
+    scale = (width - _LABELS - 100) / max([e.total for e in estimates] + [memory or 1])
     body = _legend(KINDS.items())
     for i, e in enumerate(estimates):
-        x, y = 70.0, 24 + 24 * i
+        x = float(_LABELS)
+        y = 24 + 24 * i
         body.append(
             _text(
-                64,
+                _LABELS - 6,
                 y + 13,
                 e.method
                 if len({e.world_size for e in estimates}) == 1
@@ -521,17 +525,20 @@ def draw_estimates(
         )
     height = 24 + 24 * len(estimates)
     if memory:
-        at = 70 + memory * scale
+        at = _LABELS + memory * scale
         body.append(
             f'<path d="M{at:.5g} 20V{height}" stroke="currentColor" stroke-dasharray="4 3"/>'
             + _text(at, height + 12, amount(memory), "middle")
         )
     said = f"{estimates[0].model} with {estimates[0].optimizer}" if estimates else "no estimates"
+    body.append(_text(width, height + 12, "memory of the fullest rank", "end", font_size=9))
     return Svg(width, height + 16, "".join(body), f"bytes by category, {said}")
 
 # %% ../../nbs/plan/05_draw.ipynb #2f26b289
-def _decades(low: float, high: float) -> list[float]:
-    return [10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+def _powers(base: int, low: float, high: float) -> list[float]:
+    """List the powers of a base from `low` to `high`."""
+    first = math.ceil(math.log(low, base))
+    return [float(base) ** k for k in range(first, math.floor(math.log(high, base)) + 1)]
 
 
 def draw_ranks(
@@ -548,7 +555,7 @@ def draw_ranks(
     (x0, x1), (y0, y1) = (min(xs), max(xs)), (min(ys) / 1.2, max(ys) * 1.2)
 
     def at(n: float, y: float) -> tuple[float, float]:
-        return 70 + (width - 190) * math.log(n / x0) / (
+        return 70 + (width - 250) * math.log(n / x0) / (
             math.log(x1 / x0) or 1
         ), 190 - 170 * math.log(y / y0) / math.log(y1 / y0)
 
@@ -567,16 +574,18 @@ def draw_ranks(
             f'<polyline points="{path}" fill="none" stroke="{colour(i, len(curves))}"'
             f' stroke-width="2"><title>{_clean(name)}</title></polyline>'
         )
-        body.append(_text(width - 114, places[name] + 4, f"{name} {write(curve[-1][1])}"))
+        body.append(_text(width - 174, places[name] + 4, f"{name} {write(curve[-1][1])}"))
     body += [_text(at(n, y0)[0], 206, f"{n}", "middle", font_size=9) for n in sorted(set(xs))]
-    for y in [*_decades(y0, y1), *([memory] if memory else [])]:
+    ticks = _powers(4 if write is amount else 10, y0, y1)
+    for y in [*ticks, *([memory] if memory else [])]:
         dash = "4 3" if y == memory else "1 4"
         body.append(
-            f'<path d="M70 {at(x0, y)[1]:.5g}H{width - 120}" stroke="currentColor"'
+            f'<path d="M70 {at(x0, y)[1]:.5g}H{width - 180}" stroke="currentColor"'
             f' stroke-dasharray="{dash}"/>'
         )
         body.append(_text(64, at(x0, y)[1] + 4, write(y), "end"))
-    return Svg(width, 214, "".join(body), f"cost against ranks: {', '.join(curves)}")
+    body.append(_text(70 + (width - 250) / 2, 222, "ranks", "middle", font_size=9))
+    return Svg(width, 228, "".join(body), f"cost against ranks: {', '.join(curves)}")
 
 # %% ../../nbs/plan/05_draw.ipynb #01e2cea1
 def draw_moves(
@@ -630,7 +639,7 @@ def draw_moves(
 
 # %% ../../nbs/plan/05_draw.ipynb #d4a937f7
 RANKS = tuple(2**k for k in range(11))  # what the slider offers
-BUCKETS = (("default", 0), ("25", 25), ("50", 50), ("100", 100), ("200", 200), ("400", 400))  # MB
+BUCKETS = (("default", 0), ("25", 25), ("50", 50), ("100", 100), ("200", 200), ("400", 400))  # MiB
 
 
 def explore(
@@ -638,7 +647,7 @@ def explore(
     optimizer: str = "adamw",  # a name in `OPTIMIZERS`
     method: str = "zero1",  # a key of `PLANNED`
     ranks: int = 8,
-    bucket_cap_mb: float = 0,  # MB of a bucket; 0 for the default of the method
+    bucket_cap_mb: float = 0,  # MiB of a bucket; 0 for the default of the method
     memory: str = "24GB",  # of a rank
     dtype: str = "float32",  # of parameters and gradients; float32 master copies for smaller ones
 ) -> Svg:  # what a rank needs, beside plain DDP, and whether it fits
