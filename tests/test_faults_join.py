@@ -242,7 +242,7 @@ def sends_statistics(counts):
                 net(torch.randn(3, 2)).sum().backward()
     for _ in range(2):
         net(torch.randn(3, 2)).sum().backward()
-    return handle.buffers_due
+    return handle.buffers.due
 
 
 @pytest.mark.parametrize("counts", [(1, 4), (3, 2)], ids=str)

@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import StepLR
 
 from zero_nb.apps.train import TrainConfig, save_checkpoint
-from zero_nb.backward.data_parallel import Parallel, data_parallel
+from zero_nb.backward.data_parallel import DataParallel, data_parallel
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.groups import Group, two_level
 from zero_nb.comm.launch import run
@@ -198,7 +198,7 @@ def stepped_here(zero, *_):
 
 
 def frozen(zero, module, handle, *_):  # which DDP does not take
-    if isinstance(handle, Parallel):
+    if isinstance(handle, DataParallel):
         next(iter(module.parameters())).requires_grad_(False)
 
 

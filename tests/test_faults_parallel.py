@@ -650,9 +650,9 @@ def in_child(f):
 
 def forked():
     model, handle = hidden_model()
-    assert not handle.pending.done, "some parameters are on their way"
+    assert not handle.arriving.done, "some parameters are on their way"
     seen = in_child(lambda: float(flatten(model.parameters()).sum()))
-    return seen == str(float(flatten(model.parameters()).sum())), handle.pending.done
+    return seen == str(float(flatten(model.parameters()).sum())), handle.arriving.done
 
 
 def test_M3_a_process_waits_for_its_parameters_before_it_forks():
@@ -661,12 +661,12 @@ def test_M3_a_process_waits_for_its_parameters_before_it_forks():
 
 def forked_all_the_same():
     model, handle = hidden_model()
-    pending = handle.pending
-    handle.pending = None  # as if a fork had come between
+    pending = handle.arriving
+    handle.arriving = None  # as if a fork had come between
     before = in_child(
-        lambda: setattr(handle, "pending", pending) or caught(lambda: model[0].weight)
+        lambda: setattr(handle, "arriving", pending) or caught(lambda: model[0].weight)
     )
-    handle.pending = pending
+    handle.arriving = pending
     return before, replicas(model)
 
 
@@ -714,7 +714,7 @@ def threads_once(early):
         len(seen) == 4
         and all(torch.equal(a, seen[0]) for a in seen)
         and replicas(model)
-        and handle.pending.done
+        and handle.arriving.done
     )
 
 
@@ -732,8 +732,8 @@ def interrupted():
         def wait(self):
             raise KeyboardInterrupt
 
-    works = handle.pending.works
-    handle.pending.works = [works[0], Broken(), *works[2:]]
+    works = handle.arriving.works
+    handle.arriving.works = [works[0], Broken(), *works[2:]]
     try:
         list(model.parameters())
     except KeyboardInterrupt:

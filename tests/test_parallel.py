@@ -900,13 +900,13 @@ def listened_to():
         if i == 3:
             for model in (one, other):
                 model.layers[0].requires_grad_(True)
-        seen.append(len(handle.hooks))
+        seen.append(len(handle.reducer.listeners))
         for model in (one, other):
             model(batch(i)).square().mean().backward()
-        seen += [len(handle.hooks), len(handle.runner.shard.plan.buckets)]
+        seen += [len(handle.reducer.listeners), len(handle.runner.shard.plan.buckets)]
     worst = float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
     handle.detach()
-    return seen, worst, len(handle.hooks)
+    return seen, worst, len(handle.reducer.listeners)
 
 
 def test_one_parameter_of_each_bucket_is_listened_to():
@@ -957,7 +957,7 @@ def waited_for():
         model(batch(i)).square().mean().backward()
 
     def came():
-        return sum(work.done for work in handle.running.gathers.values())
+        return sum(work.done for work in handle.arriving.works)
 
     def guarded():
         return [type(layer._parameters) is not dict for layer in model]
@@ -966,7 +966,7 @@ def waited_for():
     assert model[0].bias is None
     seen.append(came())
     assert model[0].weight is not None
-    return [*seen, came()], guarded(), len(handle.running.gathers)
+    return [*seen, came()], guarded(), len(handle.arriving.works)
 
 
 def test_a_read_waits_for_no_more_than_its_own_parameter():

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..backward.data_parallel import Parallel, copy_from
+from ..backward.data_parallel import DataParallel, broadcast_from
 from ..backward.ddp_overlap import Hook, found_tensors, unstepped_grad
 from ..comm.objects import dump
 from ..comm.groups import Group
@@ -1124,7 +1124,7 @@ class DataParallelParticipant(Participant):
     def find_grad(self, i: int) -> Tensor | None:
         """Give a gradient that waits for its reduction, in `.grad` or set aside."""
         grad = unstepped_grad(self.joinable.params[i])
-        return self.joinable.aside.get(i) if grad is None else grad
+        return self.joinable.reducer.accumulated_grad(i) if grad is None else grad
 
     def attach(self) -> None:
         """Listen to forward and backward, and send buffers in the handle's place."""
@@ -1132,7 +1132,7 @@ class DataParallelParticipant(Participant):
         self.forward = ForwardListener(self, self.module)
         record = GradientRecord(self.joinable.params, self.find_grad)
         self.backward = BackwardListener(self, record)
-        self.has_buffers = self.joinable.has_buffers
+        self.has_buffers = self.joinable.buffers.needed
         self.joinable.add_observer(self)
 
     def detach(self) -> None:
@@ -1151,7 +1151,7 @@ class DataParallelParticipant(Participant):
 
     def sends_buffers(self) -> bool:
         """Tell whether the forward that begins sends buffers."""
-        return self.has_buffers and self.joinable.buffers_due
+        return self.has_buffers and self.joinable.buffers.due
 
     def rebuilds_buckets(self) -> bool:
         """Tell whether buckets come into another order: never in forward."""
@@ -1159,7 +1159,7 @@ class DataParallelParticipant(Participant):
 
     def send_buffers(self, ranks: Sequence[int]) -> None:
         """Send the buffers of ranks with data."""
-        self.joinable.send_buffers(ranks)
+        self.joinable.buffers.sync(ranks)
 
     def before_reduction(self) -> None:
         """Announce the reduction that begins, while this rank's loop runs."""
@@ -1195,7 +1195,7 @@ class DataParallelParticipant(Participant):
         self.backward.finish(is_last_joiner, state, gradients)
         super().finish(is_last_joiner, state, gradients)
         self.joinable.wait()
-        copy_from(self.module, self.joinable.zero, self.session.last_joiner)
+        broadcast_from(self.module, self.joinable.zero, self.session.last_joiner)
 
 # %% ../../nbs/join/02_participants.ipynb #b86469c6
 def kind_of(joinable: Any, index: int) -> type[Participant]:
@@ -1204,7 +1204,7 @@ def kind_of(joinable: Any, index: int) -> type[Participant]:
     Raises `TypeError` for what cannot, `AssertionError` for a joinable that was not constructed."""
     from torch.nn.parallel import DistributedDataParallel
 
-    if isinstance(joinable, Parallel):
+    if isinstance(joinable, DataParallel):
         return DataParallelParticipant
     if isinstance(joinable, Joinable):
         kind = type(joinable)
