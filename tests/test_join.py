@@ -619,6 +619,33 @@ def test_joinables_that_say_nothing_follow_those_that_do():
     )  # the gradients are there when the one after the model is called
 
 
+def undeclared():
+    """Join one that announces nothing and does not say so."""
+    model = DDP(network())
+
+    class Undeclared(TorchJoinable):
+        def __init__(self):
+            super().__init__()
+
+        def join_hook(self, **kwargs):
+            return JoinHook()
+
+        join_device, join_process_group = Ours.join_device, Ours.join_process_group
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with Join([model, Undeclared()]):
+            for x in batches(dist.get_rank()):
+                model(x).sum().backward()
+    return [str(w.message) for w in warned if "announces_iterations" in str(w.message)]
+
+
+def test_a_joinable_that_says_nothing_is_named_where_it_had_data():
+    without_data, (message,) = run(2, undeclared)
+    assert without_data == []
+    assert "joinable 1, a Undeclared, announced nothing in 1 iterations" in message
+
+
 def refusals():
     model, counter = DDP(network()), Counter()
     zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)

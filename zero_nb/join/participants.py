@@ -50,6 +50,7 @@ class Session(Protocol):
     options: JoinOptions
     group: Group
     gradients: GradientCheck
+    iteration: int  # iterations that have begun
     several_models: bool  # whose backwards may be one
     last_joiner: int  # group rank whose state all ranks take over
 
@@ -217,6 +218,25 @@ class Participant:
 # %% ../../nbs/join/02_participants.ipynb #f100000f
 class JoinableParticipant(Participant):
     """An object of a class derived from torch's `Joinable`, which announces itself."""
+
+    was_heard = False  # in this block
+
+    def on_notify(self) -> None:
+        """Announce that the joinable is about to do what its hook does."""
+        self.was_heard = True
+        super().on_notify()
+
+    def gradients_left(self) -> Any:
+        """Warn of a joinable that was not heard in this rank's loop."""
+        if self.session.iteration and not self.was_heard:
+            name = type(self.joinable).__name__
+            warnings.warn(
+                f"joinable {self.index}, a {name}, announced nothing in {self.session.iteration}"
+                " iterations, so ranks without data do not call its join hook; call"
+                " Join.notify_join_context(self) before its collectives, or set"
+                f" announces_iterations = False on {name}, and its hook is called in each iteration",
+                stacklevel=7,
+            )
 
 
 class SilentParticipant(Participant):
