@@ -50,7 +50,8 @@ class _Notes:
     is one request, and none waits."""
 
     def __init__(self, group: Ranks, life: str = ""):
-        self._group, self._store = group, _store(group)
+        self._group = group
+        self._store = _store(group)
         self._prefix = f"z{life}/"  # short, for it travels with every request
 
     def _ask(self, request: Callable[..., Any], key: str, *values: Any) -> Any:
@@ -126,26 +127,28 @@ def _arrive(
     digest: int,  # of this rank; 0: it does not agree
 ) -> bool | None:  # whether all digests are equal; None: ranks are missing
     """Add this rank to the tree. Raises `_OldLife` if it is there already."""
-    index, level = group_rank, 0
+    index = group_rank
+    level = 0
     while True:
         block, place = divmod(index, _FAN)
         members = min(_FAN, size - block * _FAN)
-        key, mine = f"{turn}/{level}.{block}", (digest << 2 * _FAN) + (1 << 2 * place)
+        key = f"{turn}/{level}.{block}"
+        mine = (digest << 2 * _FAN) + (1 << 2 * place)
         total, here = divmod(notes.add(key, mine), 1 << 2 * _FAN)
         if here >> 2 * place & 3 != 1:
             notes.add(key, -mine)
             raise _OldLife
         if here != _HERE & (1 << 2 * members) - 1:
             return None
-        if turn > 1:
-            notes.remove(
-                f"{turn - 1}/{level}.{block}"
-            )  # all of the block have read the answer; the first turn stays, to know an old life by
+        if turn > 1:  # all of the block have read the answer
+            notes.remove(f"{turn - 1}/{level}.{block}")  # the first turn tells an old life
         if total != members * digest:
             digest = 0
         if size <= _FAN:
             return digest > 0
-        index, size, level = block, -(-size // _FAN), level + 1
+        index = block
+        size = -(-size // _FAN)
+        level += 1
 
 
 class _OldLife(Exception):
@@ -170,7 +173,9 @@ def _missing(notes: _Notes, turn: int, size: int) -> Iterator[int]:
 
 def _pauses(group: Ranks) -> Iterator[float]:
     """Give the seconds to sleep between looks, until the group's time limit; the more ranks look, the longer."""
-    begin, limit, waited = time.monotonic(), _timeout(group).total_seconds(), 0.0
+    begin = time.monotonic()
+    limit = _timeout(group).total_seconds()
+    waited = 0.0
     while waited <= limit:
         yield min(max(waited / 10, 1e-4, group.size * 3e-5), max(0.1, group.size * 1.2e-4))
         waited = time.monotonic() - begin
@@ -195,7 +200,8 @@ def _excerpt(text: str, other: str, longest: int = 300) -> str:
         (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b),
         min(len(text), len(other)),
     )
-    first, last = max(0, at - longest // 2), min(len(text), at + longest // 2)
+    first = max(0, at - longest // 2)
+    last = min(len(text), at + longest // 2)
     return f"{'...' if first else ''}{text[first:last]}{'...' if last < len(text) else ''}"
 
 
@@ -317,10 +323,16 @@ class _Agreement:
     """One agreement, as one rank takes part in it."""
 
     def __init__(self, group: Ranks, what: str, lines: Sequence[str], error: Exception | None):
-        self.group, self.state, self.what, self.error = group, group._wire, what, error
-        self.turn, self.state.turn = self.state.turn, self.state.turn + 1
-        self.lines, self.digest = [what, *lines], _digest([what, *lines])
-        self.first, self.noted = group.group_rank == 0, False
+        self.group = group
+        self.state = group._wire
+        self.what = what
+        self.lines = [what, *lines]
+        self.error = error
+        self.turn = self.state.next_agreement()
+        self.digest = _digest(self.lines)
+        self.first = group.group_rank == 0
+        self.noted = False  # where this rank waits
+        self.notes = _Notes(group)  # of this life, once its name is known
 
     def run(self) -> Steps:
         """Take part, and give the outcome: "ok", "differ", "failed", or "left" and who did not come."""
@@ -330,36 +342,16 @@ class _Agreement:
                 f" agree on {_plain(self.what)!r}; make a new group"
             )
         while True:
-            yield from self._enter()
+            yield from _learn_life(self)
+            self.notes = _Notes(self.group, self.state.life)
             try:
                 return (yield from self._take_part())
             except _OldLife:
-                self.state.old.add(self.state.life)
-                self.state.life = ""
-
-    def _enter(self) -> Steps:
-        """Learn the name of this life of the group."""
-        notes = _Notes(self.group)
-        if self.first and not self.state.life:
-            old = notes.peek("life")
-            while self.state.life in ("", old):
-                self.state.life = secrets.token_urlsafe(3)
-            notes.set("life", self.state.life)
-        for pause in _pauses(self.group):
-            if not self.state.life and (life := notes.peek("life")) not in self.state.old:
-                self.state.life = life
-            if self.state.life:
-                break
-            self._check_ended()
-            yield pause
-        else:
-            raise RuntimeError(self._late([0]))
-        self.notes = _Notes(self.group, self.state.life)
-        return self.state.life
+                self.state.leave_life()
 
     def _take_part(self) -> Steps:
         mine = 0 if self.error is not None else int(self.digest, 16) % _DIGESTS + 1
-        if self.error is not None and self._add("failed") == 1:
+        if self.error is not None and self.add("failed") == 1:
             self._set("error", json.dumps(_report(self.group, self.what, self.error)))
         if not mine and self.turn:
             self._decide("failed")  # nobody need wait for the others
@@ -388,11 +380,11 @@ class _Agreement:
                 return "ok"
             if not looks and not self.first:
                 continue
-            if found := self._peek("no"):
+            if found := self.peek("no"):
                 return found
-            if self.first and (found := self._peek("complete")):
+            if self.first and (found := self.peek("complete")):
                 return self._decide(found)
-            self._check_ended()
+            self.check_ended()
             self._look_around(time.monotonic() - begin)
         return self._leave()
 
@@ -404,8 +396,8 @@ class _Agreement:
     def _leave(self) -> str:
         """Give up, unless all is decided just now."""
         late = list(itertools.islice(_missing(self.notes, self.turn, self.group.size), 9)) or [0]
-        words = self._late(late) + (
-            f"; {_read(said, str, str)[1]}" if (said := self._peek("error")) else ""
+        words = self.missing_words(late) + (
+            f"; {_read(said, str, str)[1]}" if (said := self.peek("error")) else ""
         )
         outcome = self.notes.set_first(f"{self.turn}/decided", f"left {words}")
         if not outcome.startswith("left"):
@@ -415,8 +407,8 @@ class _Agreement:
         raise RuntimeError(words)
 
     def _look_around(self, waited: float) -> None:
-        if self.turn and (said := self._peek("failed", of_group=True)):
-            raise RuntimeError(f"{said}, while {self._here()}")
+        if self.turn and (said := self.peek("failed", of_group=True)):
+            raise RuntimeError(f"{said}, while {self.place()}")
         if not self.turn and _Notes(self.group).peek("life") != self.state.life:
             raise _OldLife
         if self.noted or waited < min(
@@ -425,17 +417,17 @@ class _Agreement:
             return
         self.noted = True  # for `_elsewhere`
         self._set(f"at/{self.group.group_rank}", self.what[:300])
-        if self._add("waiting") == 1:
+        if self.add("waiting") == 1:
             self._set("who", str(self.group.group_rank))
 
-    def _check_ended(self) -> None:
+    def check_ended(self) -> None:
         if self.group._state.ended:
-            raise RuntimeError(f"the group was {self.group._state.ended} while {self._here()}")
+            raise RuntimeError(f"the group was {self.group._state.ended} while {self.place()}")
 
-    def _here(self) -> str:
+    def place(self) -> str:
         return f"rank {self.group.global_rank} waited at {_shortened(_plain(self.what), 600)!r}"
 
-    def _late(self, group_ranks: Sequence[int]) -> str:
+    def missing_words(self, group_ranks: Sequence[int]) -> str:
         late = [self.group.ranks[rank] for rank in group_ranks]
         names = (
             f"rank {late[0]}"
@@ -448,57 +440,81 @@ class _Agreement:
         )
         return (
             f"{names} did not arrive within {_timeout(self.group).total_seconds():g} s, while"
-            f" {self._here()}; look at the output of {names}: died, or took another path"
+            f" {self.place()}; look at the output of {names}: died, or took another path"
         )
 
     def _set(self, key: str, text: str) -> None:
         self.notes.set(f"{self.turn}/{key}", text)
 
-    def _add(self, key: str) -> int:
+    def add(self, key: str) -> int:
         return self.notes.add(f"{self.turn}/{key}")
 
-    def _peek(self, key: str, of_group: bool = False) -> str:
+    def peek(self, key: str, of_group: bool = False) -> str:
         return self.notes.peek(key if of_group else f"{self.turn}/{key}")
 
-    def finish(self, outcome: str) -> Steps:
-        """Return if all is well. Raises the same on all ranks if it is not."""
-        self.state.met = True  # the life is this one
-        if self.noted:
-            self.notes.remove(f"{self.turn}/at/{self.group.group_rank}")
-        if outcome == "ok":
-            return outcome
-        if outcome not in ("differ", "failed"):
-            raise RuntimeError(outcome.removeprefix("left "))
-        if outcome == "differ":
-            error: Exception = yield from _tell_difference(self)
-        else:
-            error = self.error or _reported(*_read((yield from self.find("error")), str, str))
-        yield from self.let_read()
-        raise error
+# %% ../../nbs/comm/02_agreement.ipynb #ac86af96
+def _learn_life(agreement: _Agreement) -> Steps:
+    """Learn the name of this life of the group, or give it one."""
+    state = agreement.state
+    notes = _Notes(agreement.group)
+    if agreement.first and not state.life:
+        old = notes.peek("life")
+        while state.life in ("", old):
+            state.enter_life(secrets.token_urlsafe(3))
+        notes.set("life", state.life)
+    for pause in _pauses(agreement.group):
+        if not state.life and (life := notes.peek("life")) not in state.old:
+            state.enter_life(life)
+        if state.life:
+            return state.life
+        agreement.check_ended()
+        yield pause
+    raise RuntimeError(agreement.missing_words([0]))
 
-    def find(self, key: str) -> Steps:
-        """Wait for a text of this turn."""
-        for pause in _pauses(self.group):
-            if text := self._peek(key):
-                return text
-            self._check_ended()
-            yield pause
-        raise RuntimeError(
-            f"no rank said within {_timeout(self.group).total_seconds():g} s what is wrong, while"
-            f" {self._here()}; one has died since"
+
+def _find(agreement: _Agreement, key: str) -> Steps:
+    """Wait for a text of this turn."""
+    for pause in _pauses(agreement.group):
+        if text := agreement.peek(key):
+            return text
+        agreement.check_ended()
+        yield pause
+    raise RuntimeError(
+        f"no rank said within {_timeout(agreement.group).total_seconds():g} s what is wrong, while"
+        f" {agreement.place()}; one has died since"
+    )
+
+
+def _let_read(agreement: _Agreement) -> Steps:
+    """Let the last to read leave nothing behind; the first rank, whose process may host the
+    store, stays a while so that all can read."""
+    if agreement.add("readers") == agreement.group.size:
+        agreement.notes.remove(*(f"{agreement.turn}/{key}" for key in _TROUBLE))
+    end = time.monotonic() + _LINGER
+    for pause in _pauses(agreement.group) if agreement.first else ():
+        if not agreement.peek("readers") or time.monotonic() > end:
+            break
+        yield pause
+    return ""
+
+
+def _finish(agreement: _Agreement, outcome: str) -> Steps:
+    """Return if all is well. Raises the same on all ranks if it is not."""
+    agreement.state.note_met()  # the life is this one
+    if agreement.noted:
+        agreement.notes.remove(f"{agreement.turn}/at/{agreement.group.group_rank}")
+    if outcome == "ok":
+        return outcome
+    if outcome not in ("differ", "failed"):
+        raise RuntimeError(outcome.removeprefix("left "))
+    if outcome == "differ":
+        error: Exception = yield from _tell_difference(agreement)
+    else:
+        error = agreement.error or _reported(
+            *_read((yield from _find(agreement, "error")), str, str)
         )
-
-    def let_read(self) -> Steps:
-        """Let the last to read leave nothing behind; the first rank, whose process may host the
-        store, stays a while so that all can read."""
-        if self._add("readers") == self.group.size:
-            self.notes.remove(*(f"{self.turn}/{key}" for key in _TROUBLE))
-        end = time.monotonic() + _LINGER
-        for pause in _pauses(self.group) if self.first else ():
-            if not self._peek("readers") or time.monotonic() > end:
-                break
-            yield pause
-        return ""
+    yield from _let_read(agreement)
+    raise error
 
 
 _TROUBLE = ("no", "failed", "error", "digest", "text", "odd", "verdict", "readers")
@@ -507,11 +523,13 @@ _LINGER = 5.0  # seconds
 # %% ../../nbs/comm/02_agreement.ipynb #d9b4f8fe
 def _tell_difference(agreement: _Agreement) -> Generator[float, None, Exception]:
     """Bring the text of the first rank to one that differs from it, and its findings to all."""
-    notes, turn, group = agreement.notes, agreement.turn, agreement.group
+    notes = agreement.notes
+    turn = agreement.turn
+    group = agreement.group
     if agreement.first:
         notes.set(f"{turn}/text", zlib.compress(json.dumps(agreement.lines).encode()).hex())
         notes.set(f"{turn}/digest", agreement.digest)
-    elif (yield from agreement.find("digest")) != agreement.digest and notes.add(
+    elif (yield from _find(agreement, "digest")) != agreement.digest and notes.add(
         f"{turn}/odd"
     ) == 1:
         try:
@@ -524,7 +542,9 @@ def _tell_difference(agreement: _Agreement) -> Generator[float, None, Exception]
             f"{turn}/verdict",
             json.dumps([group.group_rank, *_first_difference(lines, agreement.lines)]),
         )
-    rank, here, there, is_first = _read((yield from agreement.find("verdict")), int, str, str, bool)
+    rank, here, there, is_first = _read(
+        (yield from _find(agreement, "verdict")), int, str, str, bool
+    )
     topic = "what comes next" if is_first else _shortened(_plain(agreement.what), 300)
     return _reported(
         "ValueError",
@@ -558,7 +578,7 @@ def agree(
 
 
 def _steps_of(agreement: _Agreement) -> Steps:
-    return (yield from agreement.finish((yield from agreement.run())))
+    return (yield from _finish(agreement, (yield from agreement.run())))
 
 # %% ../../nbs/comm/02_agreement.ipynb #34831fed
 def _alone(
@@ -620,7 +640,8 @@ def _site() -> str:
 def _compare(group: Ranks, like: object, what: object, *parts: object) -> None:
     """Make sure that all ranks are about to run the same collective, if none of its like has run
     before or the debug level is DETAIL."""
-    state, text = group._wire, str(what)
+    state = group._wire
+    text = str(what)
     if (
         like in state.known or state.compared >= _COMPARED
     ) and torch.distributed.get_debug_level().value < 2:
@@ -630,8 +651,7 @@ def _compare(group: Ranks, like: object, what: object, *parts: object) -> None:
         f"{text}{',' if _NOTE in text else _NOTE.rstrip()} at {_site()}",
         [str(part) for part in parts],
     )
-    state.compared += like not in state.known
-    state.known.add(like)
+    state.note_compared(like)
 
 
 def log_once(
@@ -661,7 +681,8 @@ def _elsewhere(group: Ranks, who: Sequence[int] = ()) -> str:  # some group rank
     with suppress(Exception):  # the store may be gone as well
         if (said := _last_words(group)) or not group._wire.met:
             return said
-        notes, turn = _Notes(group, group._wire.life), group._wire.turn
+        notes = _Notes(group, group._wire.life)
+        turn = group._wire.turn
         if not int(notes.peek(f"{turn}/waiting") or 0) >= max(1, len(who)):
             return ""
         ranks = who or [int(notes.peek(f"{turn}/who"))]
@@ -682,7 +703,8 @@ class Board:
         group: Ranks,
         name: str,  # the same on all ranks; they make the board between the same two agreements
     ):
-        self.group, self.alone = group, _alone(group)
+        self.group = group
+        self.alone = _alone(group)
         self._own: dict[str, str] = {}  # in the place of a store, where nobody else looks
         if self.alone:
             return
@@ -690,10 +712,8 @@ class Board:
             agree(
                 group, f"making the board {name}"
             )  # the keys begin with the name that the first agreement gives
-        self._notes, self._prefix = (
-            _Notes(group, group._wire.life),
-            f"board/{name}/{group._wire.turn}/",
-        )
+        self._notes = _Notes(group, group._wire.life)
+        self._prefix = f"board/{name}/{group._wire.turn}/"
 
     def put(self, key: str, note: str) -> None:
         """Leave a note, in the place of an older one."""

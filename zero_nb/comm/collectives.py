@@ -42,7 +42,7 @@ from .transport import Transport
 from .transport import connect as connect_transport
 
 # %% auto #0
-__all__ = ['CHUNK', 'Work', 'Parts', 'Call', 'mark_agreed', 'Collectives']
+__all__ = ['CHUNK', 'Work', 'Parts', 'Call', 'mark_agreed']
 
 # %% ../../nbs/comm/04_collectives.ipynb #1729e9cd
 def _failed(
@@ -76,7 +76,9 @@ class Work:
         what: object = None,
         group: Ranks | None = None,  # is told if the work is deleted before it was waited for
     ):
-        self._steps, self._what, self._group = steps, what, group
+        self._steps = steps
+        self._what = what
+        self._group = group
         self._error: RuntimeError | None = None
         self.done = False
         self._advance(to_end=False)
@@ -296,6 +298,37 @@ CHUNK = 1 << 20  # bytes that travel as one message
 _WINDOW = 4
 
 # %% ../../nbs/comm/04_collectives.ipynb #c046baf6
+class _RingRoute(NamedTuple):
+    """The chunks of a ring reduce-scatter that one rank sends and receives, in order, with their tags."""
+
+    leaving: list[tuple[int, Tensor]]  # chunks that set out here
+    arriving: list[tuple[int, Tensor]]  # what is received is added to these
+    hop: int  # a chunk that is passed on has a tag higher by this
+    last: int  # chunks with a tag from here on are home
+    scratch: list[Tensor]  # chunks are received into these in turn
+
+
+def _ring_route(group: Ranks, parts: Sequence[Tensor]) -> _RingRoute:
+    """Cut parts into chunks: at hop k a rank adds to the part k + 2 places behind its own."""
+    size = group.size
+    origin = group.group_rank - 1
+    nbytes, window = (3 * CHUNK, 2) if size == 2 else (CHUNK, _WINDOW)
+    length = max(1, nbytes // parts[0].element_size())
+    chunks = [[c for c in part.split(length) if c.numel()] for part in parts]
+    widest = max(map(len, chunks))
+    shape = f"{parts[0].dtype} {[len(part) for part in parts]}"
+    first = group._wire.tags((size - 1) * widest, shape)
+    leaving = [(first + i * _MARKS, chunk) for i, chunk in enumerate(chunks[origin])]
+    arriving = [
+        (first + (hop * widest + i) * _MARKS, chunk)
+        for hop in range(size - 1)
+        for i, chunk in enumerate(chunks[(origin - 1 - hop) % size])
+    ]
+    scratch = [parts[0].new_empty(min(length, max(map(len, parts)))) for _ in range(window)]
+    last = first + (size - 2) * widest * _MARKS
+    return _RingRoute(leaving, arriving, widest * _MARKS, last, scratch)
+
+
 def _ring(
     group: Ranks,
     parts: Sequence[Tensor],  # one for each rank, perhaps of unequal sizes
@@ -303,44 +336,28 @@ def _ring(
     """Add parts up around the ring: at hop k this rank sends the part k + 1 places behind its own,
     and adds what it receives to the one before that."""
     dist: Any = torch.distributed
-    size, pg, origin = group.size, group.process_group, group.group_rank - 1
-    behind, ahead = group.ranks[group.group_rank - 1], group.ranks[(group.group_rank + 1) % size]
-    nbytes, window = (3 * CHUNK, 2) if size == 2 else (CHUNK, _WINDOW)
-    length = max(1, nbytes // parts[0].element_size())
-    chunks = [[c for c in part.split(length) if c.numel()] for part in parts]
-    widest = max(map(len, chunks))
-    first = group._wire.tags(
-        (size - 1) * widest, f"{parts[0].dtype} {[len(part) for part in parts]}"
-    )
-    route = [
-        (first + (hop * widest + i) * _MARKS, chunk)
-        for hop in range(size - 1)
-        for i, chunk in enumerate(chunks[(origin - 1 - hop) % size])
-    ]
-    last = first + (size - 2) * widest * _MARKS
-    scratch = [parts[0].new_empty(min(length, max(map(len, parts)))) for _ in range(window)]
+    pg = group.process_group
+    behind = group.ranks[group.group_rank - 1]
+    ahead = group.ranks[(group.group_rank + 1) % group.size]
+    route = _ring_route(group, parts)
+    window = len(route.scratch)
 
     def place(i: int) -> Tensor:
-        return scratch[i % window][: route[i][1].numel()]
+        return route.scratch[i % window][: route.arriving[i][1].numel()]
 
     def receive(i: int) -> Any:
-        return dist.irecv(place(i), behind, pg, route[i][0])
+        return dist.irecv(place(i), behind, pg, route.arriving[i][0])
 
     def steps() -> Iterator[None]:
-        arriving = deque(receive(i) for i in range(min(window, len(route))))
-        leaving = [
-            dist.isend(chunk, ahead, pg, first + i * _MARKS)
-            for i, chunk in enumerate(chunks[origin])
-        ]
+        arriving = deque(receive(i) for i in range(min(window, len(route.arriving))))
+        leaving = [dist.isend(chunk, ahead, pg, tag) for tag, chunk in route.leaving]
         yield
-        for i, (tag, chunk) in enumerate(route):
+        for i, (tag, chunk) in enumerate(route.arriving):
             _settled(arriving.popleft(), "nothing came from rank", behind)
             chunk += place(i)
-            if tag < last:
-                leaving.append(
-                    dist.isend(chunk, ahead, pg, tag + widest * _MARKS)
-                )  # unless it is home
-            if i + window < len(route):
+            if tag < route.last:
+                leaving.append(dist.isend(chunk, ahead, pg, tag + route.hop))
+            if i + window < len(route.arriving):
                 arriving.append(receive(i + window))
         for work in leaving:
             _settled(work, "nothing went to rank", ahead)
@@ -351,11 +368,9 @@ def _ring(
 def _spread(group: Ranks, parts: Sequence[Tensor]) -> Iterator[None]:
     """Send this rank's part to every other one. No rank passes anything on, so none waits for another to wait."""
     dist: Any = torch.distributed
-    mine, pg, tag = (
-        group.group_rank,
-        group.process_group,
-        group._wire.tags(1, f"{parts[0].dtype} {[len(part) for part in parts]}"),
-    )
+    mine = group.group_rank
+    pg = group.process_group
+    tag = group._wire.tags(1, f"{parts[0].dtype} {[len(part) for part in parts]}")
     others = [(mine + hop) % group.size for hop in range(1, group.size)]
 
     def steps() -> Iterator[None]:
@@ -399,28 +414,25 @@ def _tag(tensor: Tensor) -> int:
 
 
 def _exchange(
-    group: Collectives,
+    group: Ranks,
     sends: Sequence[tuple[Tensor, int]],  # what, and the group rank it goes to
     receives: Sequence[tuple[Tensor, int]],  # where to, and the group rank it comes from
 ) -> Iterator[None]:
     """Send and receive at once."""
     dist: Any = torch.distributed
-    pg, ranks = group.process_group, group.ranks
-    sends, receives = (
-        [(t, ranks[peer]) for t, peer in pairs if t.numel()] for pairs in (sends, receives)
-    )
-    tensors = [t for t, _ in (*sends, *receives)]
-    if not tensors:
+    pg = group.process_group
+    sends = [(t, group.ranks[peer]) for t, peer in sends if t.numel()]
+    receives = [(t, group.ranks[peer]) for t, peer in receives if t.numel()]
+    if not sends and not receives:
         return
-    if group.backend(tensors[0].device) == "gloo":
-        works = [dist.irecv(t, peer, pg, _tag(t)) for t, peer in receives] + [
-            dist.isend(t, peer, pg, _tag(t)) for t, peer in sends
-        ]
+    device = (sends or receives)[0][0].device
+    if group.backend(device) == "gloo":
+        works = [dist.irecv(t, peer, pg, _tag(t)) for t, peer in receives]
+        works += [dist.isend(t, peer, pg, _tag(t)) for t, peer in sends]
     else:
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.irecv, _to_move(t), peer, pg) for t, peer in receives]
-            + [dist.P2POp(dist.isend, _to_move(t), peer, pg) for t, peer in sends]
-        )
+        messages = [dist.P2POp(dist.irecv, _to_move(t), peer, pg) for t, peer in receives]
+        messages += [dist.P2POp(dist.isend, _to_move(t), peer, pg) for t, peer in sends]
+        works = dist.batch_isend_irecv(messages)
     yield
     for work in works:
         work.wait()
@@ -429,14 +441,14 @@ def _exchange(
 _LATE = frozenset({"nccl", "xccl"})  # backends that connect all ranks in the first call on a group
 
 
-def _connected(group: Collectives, device: torch.device) -> bool:
-    backend, pg = group.backend(device), group.process_group
-    return (
-        backend not in _LATE or backend in group._wire.connected or pg.bound_device_id is not None
-    )  # which connects when the group is made
+def _connected(group: Ranks, device: torch.device) -> bool:
+    backend = group.backend(device)
+    if backend not in _LATE or backend in group._wire.connected:
+        return True
+    return group.process_group.bound_device_id is not None  # connects when the group is made
 
 
-def _among_all(group: Collectives, call: Call, steps: Iterator[None]) -> Iterator[None]:
+def _among_all(group: Ranks, call: Call, steps: Iterator[None]) -> Iterator[None]:
     """Connect all ranks before messages of a call that all of them make."""
     if not _connected(group, call.tensor.device):
         for _ in _started(_native_all_reduce(group, torch.zeros(1, device=call.tensor.device))):
@@ -445,7 +457,7 @@ def _among_all(group: Collectives, call: Call, steps: Iterator[None]) -> Iterato
     return steps
 
 
-def _refuse_first(group: Collectives, tensor: Tensor) -> None:
+def _refuse_first(group: Ranks, tensor: Tensor) -> None:
     if _connected(group, tensor.device):
         return
     raise RuntimeError(
@@ -455,46 +467,32 @@ def _refuse_first(group: Collectives, tensor: Tensor) -> None:
     )
 
 # %% ../../nbs/comm/04_collectives.ipynb #5c2a1018
-def _from_root(group: Collectives, call: Call) -> Iterator[None]:
-    mine, root = group.group_rank, call.root
-    if mine == root:
-        return _among_all(
-            group,
-            call,
-            _exchange(
-                group, [(part, peer) for peer, part in enumerate(call.split()) if peer != mine], []
-            ),
-        )
-    return _among_all(group, call, _exchange(group, [], [(call.part(mine), root)]))
+def _from_root(group: Ranks, call: Call) -> Iterator[None]:
+    mine = group.group_rank
+    if mine != call.root:
+        return _among_all(group, call, _exchange(group, [], [(call.part(mine), call.root)]))
+    sends = [(part, peer) for peer, part in enumerate(call.split()) if peer != mine]
+    return _among_all(group, call, _exchange(group, sends, []))
 
 
-def _to_root(group: Collectives, call: Call) -> Iterator[None]:
-    mine, root = group.group_rank, call.root
-    if mine == root:
-        return _among_all(
-            group,
-            call,
-            _exchange(
-                group, [], [(part, peer) for peer, part in enumerate(call.split()) if peer != mine]
-            ),
-        )
-    return _among_all(group, call, _exchange(group, [(call.part(mine), root)], []))
+def _to_root(group: Ranks, call: Call) -> Iterator[None]:
+    mine = group.group_rank
+    if mine != call.root:
+        return _among_all(group, call, _exchange(group, [(call.part(mine), call.root)], []))
+    receives = [(part, peer) for peer, part in enumerate(call.split()) if peer != mine]
+    return _among_all(group, call, _exchange(group, [], receives))
 
 
-def _all_to_all(group: Collectives, call: Call) -> Iterator[None]:
+def _all_to_all(group: Ranks, call: Call) -> Iterator[None]:
     assert call.source is not None, "all_to_all has a source"
-    mine, arriving, leaving = group.group_rank, call.split(), call.source.split(list(call.sent))
+    mine = group.group_rank
+    arriving = call.split()
+    leaving = call.source.split(list(call.sent))
     arriving[mine].copy_(leaving[mine])
     peers = [peer for peer in range(group.size) if peer != mine]
-    return _among_all(
-        group,
-        call,
-        _exchange(
-            group,
-            [(leaving[peer], peer) for peer in peers],
-            [(arriving[peer], peer) for peer in peers],
-        ),
-    )
+    sends = [(leaving[peer], peer) for peer in peers]
+    receives = [(arriving[peer], peer) for peer in peers]
+    return _among_all(group, call, _exchange(group, sends, receives))
 
 # %% ../../nbs/comm/04_collectives.ipynb #c5132704
 def _named(module: Any, new: str, old: str) -> Callable[..., Any]:
@@ -507,11 +505,11 @@ _COMPLETE = frozenset(
 )  # backends that have every collective
 
 
-def _lacks(
-    group: Collectives, call: Call, native: Callable[[Collectives, Call], Sequence[_Native]]
-) -> bool:
+def _lacks(group: Ranks, call: Call, native: Callable[[Ranks, Call], Sequence[_Native]]) -> bool:
     """Tell if the backend has not got a collective, on any rank."""
-    backend, n, lacks = group.backend(call.tensor.device), group.size, group._state.lacks
+    backend = group.backend(call.tensor.device)
+    n = group.size
+    lacks = group._state.lacks
     key = backend, call.kind
     if backend not in _COMPLETE and key not in lacks:
         trial = Call(call.kind, call.tensor.new_zeros(n), Parts(n, n, 1))
@@ -540,12 +538,12 @@ class _Meeting:
     rank, and nothing stays there."""
 
     def __init__(self, group: Ranks):
-        self.rank, self.ranks, self.limit = (
-            group.group_rank,
-            group.ranks,
-            _timeout(group).total_seconds(),
-        )
-        self._group, self._notes, self._turn = group, _Notes(group, group._wire.life), 0
+        self.rank = group.group_rank
+        self.ranks = group.ranks
+        self.limit = _timeout(group).total_seconds()
+        self._group = group
+        self._notes = _Notes(group, group._wire.life)
+        self._turn = 0
 
     def propose(self, text: str) -> str:
         """Give the text of the rank that came first."""
@@ -553,14 +551,10 @@ class _Meeting:
 
     def agree(self, refusal: str) -> str:
         """Wait for all ranks, and give what one of them refuses with."""
-        notes, size, keys = (
-            self._notes,
-            self._group.size,
-            [
-                f"transport/{self._turn}/{name}"
-                for name in ("refused", "verdict", "arrived", "readers")
-            ],
-        )
+        notes = self._notes
+        size = self._group.size
+        names = ("refused", "verdict", "arrived", "readers")
+        keys = [f"transport/{self._turn}/{name}" for name in names]
         refused, verdict, arrived, readers = keys
         self._turn += 1
         if refusal:
@@ -588,7 +582,7 @@ class _Meeting:
         )
 
 
-def _transport(group: Collectives, tensor: Tensor) -> Transport | None:
+def _transport(group: Ranks, tensor: Tensor) -> Transport | None:
     """Give what moves the group's reduce-scatters and all-gathers in the place of messages, if
     there is such a thing; tried with the first tensor."""
     found = group._wire.transports
@@ -626,7 +620,8 @@ def _pairs(
 ) -> Iterator[
     tuple[Tensor, Tensor]
 ]:  # of what ranks own: where it is in the call's tensor, and in `flat`, of equal parts
-    parts, size = call.parts, len(flat) // call.parts.ranks
+    parts = call.parts
+    size = len(flat) // parts.ranks
     if parts.each:
         yield call.tensor[: parts.numel], flat[: parts.numel]
     else:
@@ -636,13 +631,11 @@ def _pairs(
         )
 
 
-def _native_all_gather(group: Collectives, call: Call) -> list[_Native]:
+def _native_all_gather(group: Ranks, call: Call) -> list[_Native]:
     """Gather equal parts as they are, others filled up to one size, or from each of a few owners."""
-    parts, mine, options = (
-        call.parts,
-        group.group_rank,
-        {"group": group.process_group, "async_op": True},
-    )
+    parts = call.parts
+    mine = group.group_rank
+    options = {"group": group.process_group, "async_op": True}
     gather = _named(torch.distributed, "all_gather_single", "all_gather_into_tensor")
     if not _fills(parts):
         return [
@@ -653,7 +646,8 @@ def _native_all_gather(group: Collectives, call: Call) -> list[_Native]:
     here = call.tensor[mine * size : (mine + 1) * size]
     if len(call.tensor) == parts.padded:
         return [_Native(lambda: gather(_to_move(call.tensor), _to_move(here), **options))]
-    own, flat = call.part(mine), call.tensor.new_empty(parts.padded)
+    own = call.part(mine)
+    flat = call.tensor.new_empty(parts.padded)
     if len(own) < size:
         own = torch.cat([own, own.new_zeros(size - len(own))])
 
@@ -665,13 +659,11 @@ def _native_all_gather(group: Collectives, call: Call) -> list[_Native]:
     return [_Native(lambda: gather(_to_move(flat), _to_move(own), **options), finish)]
 
 
-def _native_reduce_scatter(group: Collectives, call: Call) -> list[_Native]:
+def _native_reduce_scatter(group: Ranks, call: Call) -> list[_Native]:
     """Reduce equal parts as they are, others filled up to one size, or to each of a few owners."""
-    parts, mine, options = (
-        call.parts,
-        group.group_rank,
-        {"group": group.process_group, "async_op": True},
-    )
+    parts = call.parts
+    mine = group.group_rank
+    options = {"group": group.process_group, "async_op": True}
     reduce = _named(torch.distributed, "reduce_scatter_single", "reduce_scatter_tensor")
     if not _fills(parts):
         return [
@@ -689,7 +681,8 @@ def _native_reduce_scatter(group: Collectives, call: Call) -> list[_Native]:
                 )
             )
         ]
-    flat, own = call.tensor.new_zeros(parts.padded), call.part(mine)
+    flat = call.tensor.new_zeros(parts.padded)
+    own = call.part(mine)
     for part, place in _pairs(call, flat):
         place.copy_(part)
     out = own if len(own) == size else own.new_empty(size)
@@ -702,8 +695,9 @@ def _native_reduce_scatter(group: Collectives, call: Call) -> list[_Native]:
     return [_Native(lambda: reduce(_to_add(out), _to_add(flat), **options), finish)]
 
 
-def _all_gather(group: Collectives, call: Call) -> Iterator[None]:
-    parts, gloo = call.parts, group.backend(call.tensor.device) == "gloo"
+def _all_gather(group: Ranks, call: Call) -> Iterator[None]:
+    parts = call.parts
+    gloo = group.backend(call.tensor.device) == "gloo"
     if gloo and (near := _transport(group, call.tensor)):
         return near.all_gather(call.split())
     if parts.largest == parts.numel:
@@ -722,7 +716,7 @@ def _all_gather(group: Collectives, call: Call) -> Iterator[None]:
     )
 
 
-def _reduce_scatter(group: Collectives, call: Call) -> Iterator[None]:
+def _reduce_scatter(group: Ranks, call: Call) -> Iterator[None]:
     if group.backend(call.tensor.device) == "gloo":
         return (
             near.reduce_scatter(call.split())
@@ -767,7 +761,7 @@ def _to_add(tensor: Tensor) -> Tensor:  # the same memory, complex numbers as tw
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def _native_broadcast(group: Collectives, tensor: Tensor, root: int) -> _Native:
+def _native_broadcast(group: Ranks, tensor: Tensor, root: int) -> _Native:
     return _Native(
         lambda: group.process_group.broadcast(
             [_to_move(tensor)], _options("BroadcastOptions", rootRank=root)
@@ -776,7 +770,7 @@ def _native_broadcast(group: Collectives, tensor: Tensor, root: int) -> _Native:
 
 
 def _native_reduce(
-    group: Collectives, tensor: Tensor, root: int
+    group: Ranks, tensor: Tensor, root: int
 ) -> _Native:  # elsewhere the tensor is scratch afterwards
     return _Native(
         lambda: group.process_group.reduce(
@@ -785,7 +779,7 @@ def _native_reduce(
     )
 
 
-def _native_all_reduce(group: Collectives, tensor: Tensor) -> _Native:
+def _native_all_reduce(group: Ranks, tensor: Tensor) -> _Native:
     if tensor.dtype in _KNOWN:
         return _Native(
             lambda: group.process_group.allreduce([tensor], _options("AllreduceOptions"))
@@ -795,11 +789,11 @@ def _native_all_reduce(group: Collectives, tensor: Tensor) -> _Native:
     )
 
 
-def _broadcast(group: Collectives, call: Call) -> Iterator[None]:
+def _broadcast(group: Ranks, call: Call) -> Iterator[None]:
     return _started(_native_broadcast(group, call.tensor, call.root))
 
 
-def _all_reduce(group: Collectives, call: Call) -> Iterator[None]:
+def _all_reduce(group: Ranks, call: Call) -> Iterator[None]:
     if call.tensor.dtype in _KNOWN or group.backend(call.tensor.device) != "gloo":
         return _started(_native_all_reduce(group, call.tensor))
     flat = call.tensor.view(-1)
@@ -810,7 +804,7 @@ def _all_reduce(group: Collectives, call: Call) -> Iterator[None]:
     return itertools.chain(*[_STEPS[half.kind](group, half) for half in halves])
 
 
-_STEPS: dict[str, Callable[[Collectives, Call], Iterator[None]]] = {
+_STEPS: dict[str, Callable[[Ranks, Call], Iterator[None]]] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "reduce_scatter": _reduce_scatter,
@@ -823,62 +817,14 @@ _STEPS: dict[str, Callable[[Collectives, Call], Iterator[None]]] = {
 # %% ../../nbs/comm/04_collectives.ipynb #c8bb7da4
 _COLLECTING: ContextVar[Any] = ContextVar("the coalescing block this thread is in", default=None)
 
-
-class Collectives(Ranks):
-    """The collectives that data parallelism is made of."""
-
-    def __init__(
-        self,
-        process_group: Any = None,  # as for `Ranks`
-    ):
-        super().__init__(process_group)
-        config = (
-            ""
-            if self.process_group is None
-            else str(torch.distributed.get_backend_config(self.process_group))
-        )
-        self.backends: dict[str, str] = dict(
-            pair.split(":") for pair in config.split(",") if pair
-        )  # by type of device, for example {"cpu": "gloo"}
-
-    def backend(self, device: torch.device) -> str:
-        """Backend that serves tensors of `device`, for example "gloo" or "nccl"; "none" in a group of one."""
-        return self.backends.get(device.type, "none")
-
-    def all_reduce(self, tensor: Tensor, *, async_op: bool = False) -> Work:
-        """Sum `tensor` over all ranks, on all ranks."""
-        return _start(self, Call("all_reduce", tensor), async_op)
-
-    def broadcast(self, tensor: Tensor, group_rank: int, *, async_op: bool = False) -> Work:
-        """Copy `tensor` of `group_rank` to all ranks."""
-        return _start(self, Call("broadcast", tensor, root=group_rank), async_op)
-
-    def reduce_scatter(
-        self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
-    ) -> Work:
-        """Sum the parts of a 1-D tensor over all ranks; each rank keeps the sum of its own part,
-        the others are scratch afterwards.
-
-        `sizes`: elements of each rank's part, by group rank, or `Parts`; None: equal parts. With
-        `Parts` the tensor may have `sizes.padded` elements,
-        of which those beyond `sizes.numel` are scratch: room in which a backend that wants equal parts needs no copy.
-        """
-        return _start(self, Call("reduce_scatter", flat, _parts(self, flat, sizes)), async_op)
-
-    def all_gather(
-        self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
-    ) -> Work:
-        """Send this rank's part of a 1-D tensor to all ranks, so that each holds all parts. `sizes`
-        as for `reduce_scatter`."""
-        return _start(self, Call("all_gather", flat, _parts(self, flat, sizes)), async_op)
-
 # %% ../../nbs/comm/04_collectives.ipynb #0f868d42
 def _parts(
     group: Ranks,
     flat: Tensor,  # cut into one part for each rank
     sizes: Sequence[int] | None,  # elements of each; None: equal
 ) -> Parts:
-    n, shape = group.size, tuple(flat.shape)
+    n = group.size
+    shape = tuple(flat.shape)
     if flat.dim() != 1:
         raise ValueError(f"expected a 1-D tensor of {n} parts, got shape {shape}; flatten it")
     if sizes is None:
@@ -904,7 +850,7 @@ def _parts(
     )
 
 
-def _check_state(group: Collectives) -> None:
+def _check_state(group: Ranks) -> None:
     """Refuse to start a collective in a group that cannot carry it."""
     state = group._state
     if state.ended:
@@ -921,7 +867,7 @@ def _check_state(group: Collectives) -> None:
         )
 
 
-def _check(group: Collectives, tensor: Tensor, peer: int | None = None) -> None:
+def _check(group: Ranks, tensor: Tensor, peer: int | None = None) -> None:
     _check_state(group)
     if peer is not None and peer not in range(group.size):
         raise ValueError(
@@ -944,7 +890,8 @@ def _traced(group: Ranks, call: Call) -> None:
     """Run a call by torch's functional collectives, which compilers and fake tensors can follow."""
     from torch.distributed import _functional_collectives as functional
 
-    pg, mine = group.process_group, call.part(group.group_rank) if call.parts else call.tensor
+    pg = group.process_group
+    mine = call.part(group.group_rank) if call.parts else call.tensor
     if call.kind == "all_reduce":
         result = functional.all_reduce(call.tensor, "sum", pg)
     elif call.kind == "broadcast":
@@ -974,7 +921,7 @@ def _block(group: Ranks) -> Any:
 
 
 def _sent(
-    group: Collectives, call: Call
+    group: Ranks, call: Call
 ) -> (
     int | None
 ):  # bytes this rank sends, or that the others read from it; None: by the formula of the kind
@@ -986,12 +933,10 @@ def _sent(
     )
 
 
-def _steps(group: Collectives, call: Call) -> Iterator[None]:
+def _steps(group: Ranks, call: Call) -> Iterator[None]:
     """Give the steps of a call; a group that records sees what it is made of as parts of it."""
-    steps, native = (
-        _STEPS[call.kind](group, call),
-        call.kind in ("all_reduce", "broadcast") and call.tensor.dtype in _KNOWN,
-    )
+    steps = _STEPS[call.kind](group, call)
+    native = call.kind in ("all_reduce", "broadcast") and call.tensor.dtype in _KNOWN
     if call.kind in _MERGED:
         group._wire.connected.add(group.backend(call.tensor.device))
     if (
@@ -1003,7 +948,7 @@ def _steps(group: Collectives, call: Call) -> Iterator[None]:
     return group.process_group.follow(call.kind, call.tensor, steps, _sent(group, call))
 
 
-def _by_copy(group: Collectives, call: Call) -> Iterator[None]:
+def _by_copy(group: Ranks, call: Call) -> Iterator[None]:
     """Give the steps of a call whose tensor has gaps."""
     copy = call.tensor.contiguous()
 
@@ -1039,7 +984,7 @@ def _is_known(group: Ranks, like: object) -> bool:
     return like in group._wire.known and torch.distributed.get_debug_level().value < 2
 
 
-def _launch(group: Collectives, what: object, async_op: bool, steps: Iterator[None]) -> Work:
+def _launch(group: Ranks, what: object, async_op: bool, steps: Iterator[None]) -> Work:
     """Start a collective, and finish it unless it is asynchronous."""
     if async_op:
         return Work(steps, what, group)
@@ -1090,7 +1035,7 @@ class _Exchange(NamedTuple):
         return " and ".join(moves) or "an exchange of nothing"
 
 # %% ../../nbs/comm/04_collectives.ipynb #17527048
-def _close_connections(group: Collectives) -> None:
+def _close_connections(group: Ranks) -> None:
     """End the connections of each backend, so that threads of this process that wait in one raise."""
     for backend, device in {
         name: device for device, name in reversed(group.backends.items())

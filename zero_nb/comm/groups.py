@@ -40,7 +40,6 @@ from zero_nb.comm.collectives import (
     _WHOLE,
     CHUNK,
     Call,
-    Collectives,
     Parts,
     Work,
     _check_state,
@@ -66,8 +65,76 @@ from .ranks import Ranks, _ranks_of, _ready, _state
 __all__ = ['Group', 'connect', 'Coalesced', 'coalescing_manager', 'split', 'clone', 'TwoLevel', 'two_level', 'abort', 'destroy',
            'fail', 'fails_everywhere']
 
+# %% ../../nbs/comm/06_groups.ipynb #a7c93475
+_TELLING = frozenset({"gloo", "mpi", "fake"})  # backends whose works raise when a peer is gone
+
+
+def _hears_nothing(
+    group: Ranks,
+) -> bool:  # a peer may be gone, and no collective of this rank raises
+    return not set(getattr(group, "backends", {}).values()) <= _TELLING
+
+
+class _Watcher(threading.Thread):
+    """Brings the last words of a rank that failed to this one, which may sit in a collective that
+    its backend does not end."""
+
+    def __init__(self, group: Ranks):
+        super().__init__(name="zero_nb watcher", daemon=True)
+        self.process_group = weakref.ref(group.process_group)
+        self.over = threading.Event()
+        self.seconds = max(1.0, group.size / 4096)
+        self.heard = ""
+
+    def run(self) -> None:
+        """Look until the group ends, its store does, or a rank has failed."""
+        with suppress(
+            RuntimeError, ValueError
+        ):  # the store is gone, or torch has destroyed the group
+            while not self.over.wait(self.seconds) and self._look():
+                pass
+
+    def _look(self) -> bool:  # whether to look again
+        process_group = self.process_group()
+        if process_group is None or not _ready():
+            return False
+        group = Group(process_group)
+        if group._state.ended:
+            return False
+        if not self.heard:
+            self.heard = _Notes(group, group._wire.life).peek("failed")
+            return True  # if there is something, this rank has until the next look to hear it by itself
+        group._state.note_failure(self.heard)
+        abort(group)
+        return False
+
+
+_WATCHERS: weakref.WeakSet[_Watcher] = weakref.WeakSet()
+
+
+def _watch(group: Ranks) -> None:
+    """Start the group's watcher, if it has none."""
+    if group._state.watcher:
+        return
+    watcher = _Watcher(group)
+    group._state.watch(watcher)
+    _WATCHERS.add(watcher)
+    watcher.start()
+
+
+@atexit.register
+def _end_watchers() -> (
+    None
+):  # before the interpreter ends, which a thread inside the store would not survive
+    watchers = list(_WATCHERS)
+    for watcher in watchers:
+        watcher.over.set()
+    for watcher in watchers:
+        if watcher.is_alive():
+            watcher.join(2.0)
+
 # %% ../../nbs/comm/06_groups.ipynb #d17a1215
-class Group(Collectives):
+class Group(Ranks):
     """A torch process group and its collectives; a group of one where there is none.
 
     Collectives are called by all ranks of the group in the same order, `send`, `recv` and
@@ -76,6 +143,33 @@ class Group(Collectives):
     sent if the call cannot be right, and `RuntimeError`
     naming the collective if a peer is gone or late.
     """
+
+    def all_reduce(self, tensor: Tensor, *, async_op: bool = False) -> Work:
+        """Sum `tensor` over all ranks, on all ranks."""
+        return _start(self, Call("all_reduce", tensor), async_op)
+
+    def broadcast(self, tensor: Tensor, group_rank: int, *, async_op: bool = False) -> Work:
+        """Copy `tensor` of `group_rank` to all ranks."""
+        return _start(self, Call("broadcast", tensor, root=group_rank), async_op)
+
+    def reduce_scatter(
+        self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
+    ) -> Work:
+        """Sum the parts of a 1-D tensor over all ranks; each rank keeps the sum of its own part,
+        the others are scratch afterwards.
+
+        `sizes`: elements of each rank's part, by group rank, or `Parts`; None: equal parts. With
+        `Parts` the tensor may have `sizes.padded` elements,
+        of which those beyond `sizes.numel` are scratch: room in which a backend that wants equal parts needs no copy.
+        """
+        return _start(self, Call("reduce_scatter", flat, _parts(self, flat, sizes)), async_op)
+
+    def all_gather(
+        self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
+    ) -> Work:
+        """Send this rank's part of a 1-D tensor to all ranks, so that each holds all parts. `sizes`
+        as for `reduce_scatter`."""
+        return _start(self, Call("all_gather", flat, _parts(self, flat, sizes)), async_op)
 
     def gather(
         self,
@@ -129,7 +223,8 @@ class Group(Collectives):
                     *kinds
                 )
             )
-        parts, sent = _parts(self, output, output_sizes), _parts(self, source, source_sizes)
+        parts = _parts(self, output, output_sizes)
+        sent = _parts(self, source, source_sizes)
         return _start(
             self, Call("all_to_all", output, parts, source=source, sent=sent, even=even), async_op
         )
@@ -188,6 +283,12 @@ class Coalesced:
             )
         self.work.wait()
 
+    def start(self, async_ops: bool) -> None:
+        """Run what was written down."""
+        alone = self.group.size == 1
+        steps = _coalesced(self.group, self.calls, self.sends, self.receives)
+        self.work = _launch(self.group, str(self), async_ops, iter(()) if alone else steps)
+
     def add(self, call: Call) -> Any:
         """Write down a collective."""
         if call.kind not in _MERGED:
@@ -244,7 +345,8 @@ def _packs(calls: Sequence[Call]) -> list[list[Call]]:
     """Sort calls of one kind into packs that travel as one tensor, each in the order of the block;
     a large tensor is a pack of its own."""
     filling: dict[Any, list[Call]] = {}
-    packs, held = [], Counter[Any]()
+    packs = []
+    held = Counter[Any]()
     for call in calls:
         nbytes = call.tensor.nbytes
         if not nbytes:
@@ -292,7 +394,8 @@ _NATIVE: dict[str, Callable[[Group, Call], list[_Native]]] = {
 
 def _natively(group: Any, calls: Sequence[Call]) -> Iterator[None]:
     """Let NCCL group the calls of one kind."""
-    pg, device = group.process_group, calls[0].tensor.device
+    pg = group.process_group
+    device = calls[0].tensor.device
     natives = [
         native
         for call in calls
@@ -367,12 +470,7 @@ def coalescing_manager(
             *block.calls,
         )
     _check_state(group)
-    steps = (
-        _coalesced(group, block.calls, block.sends, block.receives) if group.size > 1 else iter(())
-    )
-    block.work = _launch(
-        group, str(block), async_ops, steps
-    )  # the work must not keep the block alive
+    block.start(async_ops)
 
 # %% ../../nbs/comm/06_groups.ipynb #6776527a
 def _name_number(group: Ranks) -> int:
@@ -381,17 +479,15 @@ def _name_number(group: Ranks) -> int:
     world = _state(torch.distributed.group.WORLD)
     number = max(len(torch.distributed.distributed_c10d._world.pg_names), world.named + 1)
     if not _alone(group):
-        notes, key, readers = (
-            _Notes(group, group._wire.life),
-            f"named/{group._wire.turn}",
-            f"named/{group._wire.turn}/readers",
-        )
+        notes = _Notes(group, group._wire.life)
+        key = f"named/{group._wire.turn}"
+        readers = f"{key}/readers"
         notes.raise_to(key, number)
         agree(group, "the names of new groups")
         number = int(notes.peek(key))
         if notes.add(readers) == group.size:
             notes.remove(key, readers)
-    world.named = number
+    world.note_name(number)
     return number
 
 
@@ -518,7 +614,8 @@ def two_level(
             f"ranks per node must divide the {group.size} ranks of the group, got {nodes}"
         )
     rows = [range(first, first + nodes) for first in range(0, group.size, nodes)]
-    inside, across = split(group, rows), split(group, list(zip(*rows, strict=True)))
+    inside = split(group, rows)
+    across = split(group, list(zip(*rows, strict=True)))
     assert inside is not None and across is not None, "every rank is in a row and in a column"
     return TwoLevel(inside, across)
 
@@ -534,9 +631,7 @@ def abort(
     state = group._state
     if group.size == 1 or state.ended:
         return
-    state.ended = "aborted"
-    if state.watcher:
-        state.watcher.over.set()
+    state.end("aborted")
     for near in filter(None, group._wire.transports):
         near.close()
     _close_connections(group)
@@ -548,12 +643,11 @@ def destroy(
     """End a group and free its connections; all its ranks call this. Ending the job's own group ends all groups.
 
     Does nothing in a group of one, the second time, or after torch's `destroy_process_group`."""
-    state, pg = group._state, group.process_group
+    state = group._state
+    pg = group.process_group
     if pg is None or state.ended == "destroyed":
         return
-    state.ended = "destroyed"
-    if state.watcher:
-        state.watcher.over.set()
+    state.end("destroyed")
     for near in filter(None, state.transports):
         near.close()  # not for a group that records: the one it wraps lives on
     state.transports.clear()
@@ -586,72 +680,6 @@ def fail(
     for group in levels:
         abort(group)
 
-# %% ../../nbs/comm/06_groups.ipynb #a7c93475
-_TELLING = frozenset({"gloo", "mpi", "fake"})  # backends whose works raise when a peer is gone
-
-
-def _hears_nothing(
-    group: Ranks,
-) -> bool:  # a peer may be gone, and no collective of this rank raises
-    return not set(getattr(group, "backends", {}).values()) <= _TELLING
-
-
-class _Watcher(threading.Thread):
-    """Brings the last words of a rank that failed to this one, which may sit in a collective that
-    its backend does not end."""
-
-    def __init__(self, group: Ranks):
-        super().__init__(name="zero_nb watcher", daemon=True)
-        self.process_group, self.over = weakref.ref(group.process_group), threading.Event()
-        self.seconds = max(1.0, group.size / 4096)
-        self.heard = ""
-
-    def run(self) -> None:
-        """Look until the group ends, its store does, or a rank has failed."""
-        with suppress(
-            RuntimeError, ValueError
-        ):  # the store is gone, or torch has destroyed the group
-            while not self.over.wait(self.seconds) and self._look():
-                pass
-
-    def _look(self) -> bool:  # whether to look again
-        process_group = self.process_group()
-        if process_group is None or not _ready():
-            return False
-        group = Group(process_group)
-        if group._state.ended:
-            return False
-        if not self.heard:
-            self.heard = _Notes(group, group._wire.life).peek("failed")
-            return True  # if there is something, this rank has until the next look to hear it by itself
-        group._state.reason = self.heard
-        abort(group)
-        return False
-
-
-_WATCHERS: weakref.WeakSet[_Watcher] = weakref.WeakSet()
-
-
-def _watch(group: Ranks) -> None:
-    """Start the group's watcher, if it has none."""
-    if group._state.watcher:
-        return
-    group._state.watcher = _Watcher(group)
-    _WATCHERS.add(group._state.watcher)
-    group._state.watcher.start()
-
-
-@atexit.register
-def _end_watchers() -> (
-    None
-):  # before the interpreter ends, which a thread inside the store would not survive
-    watchers = list(_WATCHERS)
-    for watcher in watchers:
-        watcher.over.set()
-    for watcher in watchers:
-        if watcher.is_alive():
-            watcher.join(2.0)
-
 # %% ../../nbs/comm/06_groups.ipynb #b0c6062f
 _TOGETHER = 3.0  # seconds in which all ranks fail if they fail at the same place
 
@@ -659,19 +687,20 @@ _TOGETHER = 3.0  # seconds in which all ranks fail if they fail at the same plac
 def _all_fail(group: Ranks, seconds: float) -> bool:
     if _alone(group):
         return True
-    wire, end, pause = group._wire, time.monotonic() + seconds, 0.01
+    wire = group._wire
+    end = time.monotonic() + seconds
+    pause = 0.01
     if not wire.met:
         return False
     with suppress(Exception):  # the store may be gone
-        notes, key = (
-            _Notes(group, wire.life),
-            f"failing/{wire.turn}",
-        )  # agreements are the same on all ranks
+        notes = _Notes(group, wire.life)
+        key = f"failing/{wire.turn}"  # agreements are the same on all ranks
         count = notes.add(key)
         wanted = -(-count // group.size) * group.size  # all ranks may have failed here before
         while count < wanted and time.monotonic() < end and not notes.there("failed"):
             time.sleep(pause)
-            count, pause = notes.add(key, 0), min(2 * pause, 0.5)
+            count = notes.add(key, 0)
+            pause = min(2 * pause, 0.5)
         return count >= wanted
     return False
 

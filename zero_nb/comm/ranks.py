@@ -48,10 +48,9 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
         ) from None
 
 # %% ../../nbs/comm/01_ranks.ipynb #68f003ff
-_TAGS, _MARKS = (
-    range(64, 1 << 20),
-    1 << 10,
-)  # messages inside collectives are numbered, and marked by size and dtype
+# messages inside collectives are numbered, and marked by size and dtype
+_TAGS = range(64, 1 << 20)
+_MARKS = 1 << 10
 
 
 @dataclass(eq=False)
@@ -88,8 +87,50 @@ class _State:
 
     def tags(self, count: int, like: str) -> int:
         """Reserve `count` tags for messages of a kind, `_MARKS` apart, and give the first."""
-        first, self.tag = self.tag % (len(_TAGS) - count), self.tag + count
+        first = self.tag % (len(_TAGS) - count)
+        self.tag += count
         return _TAGS[first] * _MARKS + zlib.crc32(like.encode()) % _MARKS
+
+    def next_agreement(self) -> int:
+        """Count an agreement, and give how many there were before."""
+        self.turn += 1
+        return self.turn - 1
+
+    def enter_life(self, name: str) -> None:
+        """Note the name of this life of the group."""
+        self.life = name
+
+    def leave_life(self) -> None:
+        """Note that the name found in the store was that of an earlier life."""
+        self.old.add(self.life)
+        self.life = ""
+
+    def note_met(self) -> None:
+        """Note that all ranks are in this life."""
+        self.met = True
+
+    def note_compared(self, like: object) -> None:
+        """Note that ranks have compared a collective."""
+        self.compared += like not in self.known
+        self.known.add(like)
+
+    def note_name(self, number: int) -> None:
+        """Note the highest number in the name of a group that was split off."""
+        self.named = number
+
+    def note_failure(self, reason: str) -> None:
+        """Note what another rank said that failed."""
+        self.reason = reason
+
+    def watch(self, watcher: Any) -> None:
+        """Keep the thread that listens to other ranks."""
+        self.watcher = watcher
+
+    def end(self, how: str) -> None:
+        """End the group, and its watcher."""
+        self.ended = how
+        if self.watcher:
+            self.watcher.over.set()
 
 
 _STATES: WeakKeyDictionary[Any, _State] = WeakKeyDictionary()  # by process group
@@ -116,6 +157,13 @@ def _few(values: Sequence[object], most: int = 8) -> str:
     return f"{', '.join(map(str, values[:3]))}, ..., {values[-1]}: {len(values)} in all"
 
 
+def _backends_of(process_group: Any) -> dict[str, str]:
+    if process_group is None:
+        return {}
+    config = str(torch.distributed.get_backend_config(process_group))
+    return dict(pair.split(":") for pair in config.split(",") if pair)
+
+
 class Ranks:
     """Who is in a group, and which of them this process is."""
 
@@ -133,12 +181,18 @@ class Ranks:
         self.process_group: Any = process_group
         self.group_rank = 0 if process_group is None else torch.distributed.get_rank(process_group)
         self.size = len(self.ranks)
-        self._state, self._wire = _state(process_group), _state(_wire(process_group))
+        self.backends = _backends_of(process_group)  # by type of device: {"cpu": "gloo"}
+        self._state = _state(process_group)
+        self._wire = _state(_wire(process_group))
 
     @property
     def global_rank(self) -> int:
         """This process's rank in the job."""
         return self.ranks[self.group_rank]
+
+    def backend(self, device: torch.device) -> str:
+        """Backend that serves tensors of `device`, for example "gloo" or "nccl"; "none" in a group of one."""
+        return self.backends.get(device.type, "none")
 
     def _agreed(self) -> None:
         """Take note that all ranks have agreed on something; a `Group` then begins to watch the others."""
