@@ -303,8 +303,8 @@ class Training:
         shared: Any = self.groups["all"]
         if case.feature == "two levels":
             nodes = two_level(2)
-            self.groups["inside"] = record(nodes.inside.process_group)
-            self.groups["across"] = record(nodes.across.process_group)
+            self.groups["inside"] = record(nodes.shard.process_group)
+            self.groups["across"] = record(nodes.replicate.process_group)
             shared = type(nodes)(Group(self.groups["inside"]), Group(self.groups["across"]))
         self.make(shared)
         self.note("making")

@@ -501,7 +501,7 @@ def test_split_of_a_process_alone():
     assert (
         split(Group(), [[0]]).size == 1
         and clone(Group()).ranks == (0,)
-        and two_level(1).inside.size == 1
+        and two_level(1).shard.size == 1
     )
 
 

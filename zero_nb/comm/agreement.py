@@ -24,7 +24,7 @@ import torch
 from .ranks import Ranks, _few, _wire
 
 # %% auto #0
-__all__ = ['Steps', 'agree', 'agreeing', 'log_once', 'Board', 'patience', 'elsewhere']
+__all__ = ['Steps', 'agree', 'agreeing', 'log_once', 'GroupStore', 'timeout_seconds', 'waiting_elsewhere']
 
 # %% ../../nbs/comm/02_agreement.ipynb #7fc3cc66
 def _timeout(group: Ranks) -> timedelta:
@@ -694,14 +694,14 @@ def _elsewhere(group: Ranks, who: Sequence[int] = ()) -> str:  # some group rank
     return ""
 
 # %% ../../nbs/comm/02_agreement.ipynb #37bcf310
-class Board:
-    """Notes that the ranks of a group leave for each other in its store; none waits for another to
-    write, or to look."""
+class GroupStore:
+    """Keys and values that the ranks of a group share, in the store it was made with; no method waits
+    for another rank."""
 
     def __init__(
         self,
         group: Ranks,
-        name: str,  # the same on all ranks; they make the board between the same two agreements
+        name: str,  # the same on all ranks, which make it between the same two agreements
     ):
         self.group = group
         self.alone = _alone(group)
@@ -710,7 +710,7 @@ class Board:
             return
         if not group._wire.met:
             agree(
-                group, f"making the board {name}"
+                group, f"making the store {name}"
             )  # the keys begin with the name that the first agreement gives
         self._notes = _Notes(group, group._wire.life)
         self._prefix = f"board/{name}/{group._wire.turn}/"
@@ -741,14 +741,14 @@ class Board:
             self._own.pop(key, None) if self.alone else self._notes.remove(self._prefix + key)
 
 # %% ../../nbs/comm/02_agreement.ipynb #74428e7d
-def patience(
+def timeout_seconds(
     group: Ranks,  # of more than one rank
 ) -> float:  # seconds that ranks wait for each other: the time limit of the group's collectives
     """Tell how long to wait for another rank."""
     return _timeout(group).total_seconds()
 
 
-def elsewhere(
+def waiting_elsewhere(
     group: Ranks,
     who: Sequence[int] = (),  # group ranks without this one; none: any other
 ) -> str:  # "" if nobody waits, or not all of `who`

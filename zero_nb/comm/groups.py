@@ -588,8 +588,8 @@ def clone(
 class TwoLevel(NamedTuple):
     """Groups of a rank in a job of several nodes."""
 
-    inside: Group  # the ranks of this node: they share what is sharded
-    across: Group  # one rank of each node: they hold the same shard
+    shard: Group  # the ranks of this node: they share what is sharded
+    replicate: Group  # one rank of each node: they hold the same shard
 
 
 def two_level(
@@ -614,10 +614,10 @@ def two_level(
             f"ranks per node must divide the {group.size} ranks of the group, got {nodes}"
         )
     rows = [range(first, first + nodes) for first in range(0, group.size, nodes)]
-    inside = split(group, rows)
-    across = split(group, list(zip(*rows, strict=True)))
-    assert inside is not None and across is not None, "every rank is in a row and in a column"
-    return TwoLevel(inside, across)
+    shard = split(group, rows)
+    replicate = split(group, list(zip(*rows, strict=True)))
+    assert shard is not None and replicate is not None, "every rank is in a row and in a column"
+    return TwoLevel(shard, replicate)
 
 # %% ../../nbs/comm/06_groups.ipynb #480ad9a7
 def abort(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .agreement import Board, agreeing, patience
+from .agreement import GroupStore, agreeing, timeout_seconds
 from .groups import Group, connect
 from .ranks import get_group_rank
 
@@ -147,9 +147,9 @@ def _sizes(group: Group, size: int, device: torch.device) -> list[int]:
 _AHEAD = 1  # ranks that may send before they are asked
 
 
-def _await_turn(group: Group, board: Board, place: int, to: int) -> None:
+def _await_turn(group: Group, board: GroupStore, place: int, to: int) -> None:
     """Return when the receiver is about to ask for what this rank sends."""
-    said, begin, limit, pause = "", time.monotonic(), patience(group), 1e-3
+    said, begin, limit, pause = "", time.monotonic(), timeout_seconds(group), 1e-3
     while (note := board.see("turn") or "0") != "over":
         if int(note) >= place:
             return
@@ -174,7 +174,7 @@ def gather_bytes(
 ) -> Iterator[memoryview]:  # on `to`: each rank's bytes in rank order; elsewhere: nothing
     """Bring the bytes of every rank to one of them, one rank at a time."""
     device = device or byte_device(group)
-    board = Board(group, "gather_bytes")
+    board = GroupStore(group, "gather_bytes")
     if group.group_rank == to:
         board.remove("turn")  # of one that was not read to its end
     sizes = _sizes(group, len(payload), device)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.agreement import Board, _read, _store, elsewhere, patience
+from ..comm.agreement import GroupStore, _read, _store, timeout_seconds, waiting_elsewhere
 from ..comm.groups import Group, abort
 from ..comm.ranks import Ranks
 
@@ -159,7 +159,7 @@ class DamagedNote(RuntimeError):
     """A note in the store is not what a rank has written."""
 
 # %% ../../nbs/join/01_event_log.ipynb #e1000018
-class EventStore(Board):
+class EventStore(GroupStore):
     """A board whose readers can wait, and on which one of several writers is the first."""
 
     def __init__(self, group: Ranks, name: str):
@@ -573,12 +573,12 @@ def explain_wait(log: EventLog) -> str:  # "" as long as there may be an event
             f"{name} is more than {SLOTS} events ahead of rank {group.global_rank}, which has"
             " no data and follows it; use collectives that wait for all ranks"
         )
-    if rank >= 0 and (at := elsewhere(group, [rank])):
+    if rank >= 0 and (at := waiting_elsewhere(group, [rank])):
         return (
             f"{at.partition(';')[0]}, which ranks without data cannot do; do it before or after"
             " the Join block"
         )
-    if waited <= patience(group):
+    if waited <= timeout_seconds(group):
         return ""
     return (
         f"nothing heard for {waited:.0f} s, while rank {group.global_rank} waited for what"
