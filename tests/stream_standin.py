@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from zero_nb.backward.ddp_overlap import SideStream
-from zero_nb.comm import collectives, groups
+from zero_nb.comm import collectives
 
 
 class Event:
@@ -244,7 +244,7 @@ class World(TorchDispatchMode):
     def networked(self):
         """Run the collectives of the package on the network's stream."""
         kind, names = (
-            groups.Group,
+            collectives.Collectives,
             ("all_reduce", "broadcast", "reduce_scatter", "all_gather"),
         )
         originals = {name: getattr(kind, name) for name in names}

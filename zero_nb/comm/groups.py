@@ -40,6 +40,7 @@ from zero_nb.comm.collectives import (
     _WHOLE,
     CHUNK,
     Call,
+    Collectives,
     Parts,
     Work,
     _check_state,
@@ -134,7 +135,7 @@ def _end_watchers() -> (
             watcher.join(2.0)
 
 # %% ../../nbs/comm/06_groups.ipynb #d17a1215
-class Group(Ranks):
+class Group(Collectives):
     """A torch process group and its collectives; a group of one where there is none.
 
     Collectives are called by all ranks of the group in the same order, `send`, `recv` and
@@ -143,33 +144,6 @@ class Group(Ranks):
     sent if the call cannot be right, and `RuntimeError`
     naming the collective if a peer is gone or late.
     """
-
-    def all_reduce(self, tensor: Tensor, *, async_op: bool = False) -> Work:
-        """Sum `tensor` over all ranks, on all ranks."""
-        return _start(self, Call("all_reduce", tensor), async_op)
-
-    def broadcast(self, tensor: Tensor, group_rank: int, *, async_op: bool = False) -> Work:
-        """Copy `tensor` of `group_rank` to all ranks."""
-        return _start(self, Call("broadcast", tensor, root=group_rank), async_op)
-
-    def reduce_scatter(
-        self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
-    ) -> Work:
-        """Sum the parts of a 1-D tensor over all ranks; each rank keeps the sum of its own part,
-        the others are scratch afterwards.
-
-        `sizes`: elements of each rank's part, by group rank, or `Parts`; None: equal parts. With
-        `Parts` the tensor may have `sizes.padded` elements,
-        of which those beyond `sizes.numel` are scratch: room in which a backend that wants equal parts needs no copy.
-        """
-        return _start(self, Call("reduce_scatter", flat, _parts(self, flat, sizes)), async_op)
-
-    def all_gather(
-        self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
-    ) -> Work:
-        """Send this rank's part of a 1-D tensor to all ranks, so that each holds all parts. `sizes`
-        as for `reduce_scatter`."""
-        return _start(self, Call("all_gather", flat, _parts(self, flat, sizes)), async_op)
 
     def gather(
         self,

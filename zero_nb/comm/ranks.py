@@ -157,13 +157,6 @@ def _few(values: Sequence[object], most: int = 8) -> str:
     return f"{', '.join(map(str, values[:3]))}, ..., {values[-1]}: {len(values)} in all"
 
 
-def _backends_of(process_group: Any) -> dict[str, str]:
-    if process_group is None:
-        return {}
-    config = str(torch.distributed.get_backend_config(process_group))
-    return dict(pair.split(":") for pair in config.split(",") if pair)
-
-
 class Ranks:
     """Who is in a group, and which of them this process is."""
 
@@ -181,7 +174,6 @@ class Ranks:
         self.process_group: Any = process_group
         self.group_rank = 0 if process_group is None else torch.distributed.get_rank(process_group)
         self.size = len(self.ranks)
-        self.backends = _backends_of(process_group)  # by type of device: {"cpu": "gloo"}
         self._state = _state(process_group)
         self._wire = _state(_wire(process_group))
 
@@ -189,10 +181,6 @@ class Ranks:
     def global_rank(self) -> int:
         """This process's rank in the job."""
         return self.ranks[self.group_rank]
-
-    def backend(self, device: torch.device) -> str:
-        """Backend that serves tensors of `device`, for example "gloo" or "nccl"; "none" in a group of one."""
-        return self.backends.get(device.type, "none")
 
     def _agreed(self) -> None:
         """Take note that all ranks have agreed on something; a `Group` then begins to watch the others."""
