@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from zero_nb.backward.ddp_overlap import SideStream
 from zero_nb.comm import collectives
+from zero_nb.optim.driver import SideStream
 
 
 class Event:

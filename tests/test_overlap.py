@@ -24,16 +24,15 @@ from torch.utils.checkpoint import checkpoint
 from zero_nb.apps.bench import models, peak_bytes, trace_rank
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import (
-    clip_parts,
     cut_runs,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
-    norm_of,
     overlap,
 )
 from zero_nb.comm.groups import Group, two_level
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record, simulate
+from zero_nb.optim.driver import clip_parts, norm_of
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 CAP = 0.01  # MB, so that there are several buckets

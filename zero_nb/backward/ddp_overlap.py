@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from threading import Lock, Thread
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..plan.buckets import Bucket, BucketPlan, Slot, adopt
 from ..optim.flat import FlatBucket
+from ..optim.driver import Care, SideStream
 from ..optim.iteration import Iteration, Reduction, StepPlan, Transform, make_step_plan
 from ..optim.optimizer import IN_FLIGHT, ZeroRedundancyOptimizer
 from ..optim.pieces import Shard, close_pieces, look, open_bucket, settle, specs
@@ -38,11 +39,10 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['Finish', 'Copy', 'Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'Prepared', 'Runner', 'cut_in_place',
            'cut_runs', 'plan_buckets', 'Layout', 'find_layout', 'end_telling', 'AtEnd', 'at_end', 'found_tensors',
-           'failing', 'norm_of', 'clip_parts', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'Care', 'Way',
-           'check_complex', 'check_pair', 'options_of', 'SideStream', 'Driver', 'Hook', 'Listening', 'in_torchs_join',
-           'Joined', 'Attached', 'done', 'beside', 'DdpTraits', 'read_traits', 'Arrival', 'DdpBackward', 'Switch',
-           'find_switch', 'DdpPlanner', 'DdpOverlap', 'overlap', 'hook_with_zero_step',
-           'hook_with_zero_step_interleaved']
+           'failing', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'Way', 'check_complex', 'check_pair',
+           'options_of', 'DriverBase', 'Hook', 'Listening', 'in_torchs_join', 'Joined', 'Attached', 'done', 'beside',
+           'DdpTraits', 'read_traits', 'Arrival', 'DdpBackward', 'Switch', 'find_switch', 'DdpPlanner', 'DdpOverlap',
+           'overlap', 'hook_with_zero_step', 'hook_with_zero_step_interleaved']
 
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #bcb158cc
 Finish = Callable[
@@ -458,44 +458,6 @@ def failing(groups: Group | Sequence[Group]) -> Iterator[None]:
         fail(groups, error)
         raise
 
-# %% ../../nbs/backward/02_ddp_overlap.ipynb #6b6e6b77
-def norm_of(
-    group: Group,  # ranks that hold the other parts
-    parts: Sequence[Tensor],  # of the gradient, what this rank owns
-    norm_type: float = 2.0,  # the p of the norm; inf for the largest element
-) -> Tensor:  # of no dimension, the same on all ranks
-    """Compute the norm of a sharded gradient.
-
-    Source: `torch.nn.utils.get_total_norm`, over all ranks."""
-    dtype = reduce(
-        torch.promote_types, (part.dtype for part in parts), torch.float32
-    )  # also of a rank that owns nothing
-    every = torch.zeros(group.size, dtype=dtype, device=parts[0].device)
-    norms = [
-        torch.linalg.vector_norm(part, norm_type, dtype=dtype).to(every.device)
-        for part in parts
-        if part.numel()
-    ]
-    mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else 0.0
-    every[group.group_rank] = mine
-    group.all_gather(every)
-    return torch.linalg.vector_norm(every, norm_type)
-
-
-@torch.no_grad()
-def clip_parts(
-    group: Group, parts: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
-) -> Tensor:  # the norm before
-    """Scale a sharded gradient so that its norm is at most `max_norm`; as
-    `torch.nn.utils.clip_grad_norm_` on the whole one."""
-    norm = norm_of(group, parts, norm_type)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for part in parts:
-        part.mul_(
-            scale.to(part.device)
-        )  # a number in the norm's dtype: in half precision it could round to 0
-    return norm
-
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #0f2c1768
 _GONE = (
     "this gradient is gone: backward() has averaged it over all ranks, stepped and freed it, so {}"
@@ -701,79 +663,6 @@ class SteppedGradients:
                 p.grad = None
         self.placed = []
 
-# %% ../../nbs/backward/02_ddp_overlap.ipynb #343a3b6a
-@dataclass(frozen=True, kw_only=True)
-class Care:
-    """What is done with averages before a step is taken on them."""
-
-    interleaved: bool = False  # step each bucket during backward, else all after it
-    lag: int = 1  # buckets between a reduction and its step, if interleaved
-    max_grad_norm: float | None = None  # clip the gradient to this norm
-    norm_type: float = 2.0  # of that norm
-    reduce_dtype: torch.dtype | None = (
-        None  # in which gradients are sent and added; None: their own
-    )
-    scaler: Any = None  # a `torch.amp.GradScaler` whose scale the gradients carry
-
-    scales = property(
-        lambda self: self.scaler is not None and self.scaler.is_enabled(),
-        doc="Whether gradients carry a scale.",
-    )
-    judges = property(
-        lambda self: self.scales or self.max_grad_norm is not None,
-        doc="Whether all gradients are looked at before the first step.",
-    )
-    described = property(
-        lambda self: str(replace(self, scaler=self.scaler is not None)),
-        doc="What must be the same on all ranks.",
-    )
-
-    def judge(
-        self, group: Group, parts: Sequence[Tensor]
-    ) -> tuple[bool, Tensor | None]:  # whether to step; the norm before it was clipped
-        """Look at what this rank owns of all averages; all ranks call this."""
-        if self.scales:
-            scale = self.scaler.get_scale()  # once for all, since it waits for the device
-            for part in parts:
-                part.div_(scale)
-            if not torch.isfinite(norm_of(group, parts, float("inf"))):
-                return False, None
-        return True, (
-            None
-            if self.max_grad_norm is None
-            else clip_parts(group, parts, self.max_grad_norm, self.norm_type)
-        )
-
-    def check(self) -> None:
-        """Refuse what cannot work."""
-        if type(self.lag) is not int or self.lag < 0:
-            raise ValueError(f"lag must be a number of buckets, 0 or more, got {self.lag!r}")
-        if self.max_grad_norm is not None and not (
-            isinstance(self.max_grad_norm, (int, float)) and self.max_grad_norm > 0
-        ):
-            raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm!r}")
-        if self.reduce_dtype not in (
-            None,
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-        ):
-            raise TypeError(
-                "reduce_dtype must be torch.float32 or another floating-point dtype of 16 to 64"
-                f" bits, got {self.reduce_dtype!r}"
-            )
-        if self.scaler is not None and not hasattr(self.scaler, "get_scale"):
-            raise TypeError(
-                f"scaler must be a torch.amp.GradScaler, got {type(self.scaler).__name__}"
-            )
-        if self.interleaved and self.judges:
-            raise ValueError(
-                "interleaved=True steps before the last gradients are there, so their norm, and"
-                " whether they are finite, is not known; use interleaved=False with max_grad_norm"
-                " or scaler"
-            )
-
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #7e449832
 @dataclass(frozen=True)
 class Way(Care):
@@ -914,51 +803,8 @@ def options_of(optim: torch.optim.Optimizer) -> list[dict[str, Any]]:
         for group in optim.param_groups
     ]
 
-# %% ../../nbs/backward/02_ddp_overlap.ipynb #c256c058
-class SideStream:
-    """A stream beside that of forward and backward, for reductions and steps; all uses of streams
-    in this package go through it."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        # `torch.cuda`, or what has its `Stream`, `current_stream` and `stream`; None: the one of
-        # the device
-        runtime: Any = None,
-    ):
-        self.device, self.runtime = device, runtime or torch.get_device_module(device)
-        self.stream = self.runtime.Stream(device)
-
-    current = property(
-        lambda self: self.runtime.current_stream(self.device),
-        doc="The stream on which kernels of this thread run now.",
-    )
-
-    def running(self) -> Any:
-        """Give a context in which kernels run on this stream."""
-        return self.runtime.stream(self.stream)
-
-    def record(self) -> Any:  # an event
-        """Mark what has been put on this stream so far."""
-        return self.stream.record_event()
-
-    def wait(self, event: Any = None) -> None:
-        """Let the current stream go on after an event of this one, or after all that it has."""
-        if event is None:
-            self.current.wait_stream(self.stream)
-        else:
-            self.current.wait_event(event)
-
-    def keep(
-        self,
-        tensor: Tensor,  # allocated on another stream
-        stream: Any = None,  # that uses it; None: this one
-    ) -> None:
-        """Have the allocator keep memory, when it is let go, until a stream has passed what it has then."""
-        tensor.record_stream(stream or self.stream)
-
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #c1b6ddcb
-class Driver(ABC):
+class DriverBase(ABC):
     """Takes an optimizer's steps inside backward."""
 
     zero: ZeroRedundancyOptimizer
@@ -969,6 +815,7 @@ class Driver(ABC):
     grad_norm: Tensor | None = None  # before it was clipped, of the last step
     judged: Any = None  # event on the side stream, after the averages of the last step were judged
     stepped_grads: SteppedGradients
+    scales = False  # whether gradients carry the scale of a `GradScaler`
     stepped_with: list[dict[str, Any]] | None = (
         None  # the options of the step that was taken since `step` was called, if there was one
     )
@@ -1011,7 +858,7 @@ class Driver(ABC):
         used = [
             p for p, unused in zip(params, lacks, strict=True) if p.requires_grad and not unused
         ]
-        if self.way.scales:
+        if self.scales:
             self.stepped_grads.place(used or params, not stepped)
         else:
             self.stepped_grads.place(used)
@@ -1052,7 +899,7 @@ class Driver(ABC):
             self.runner = self.make_runner(running.shard)
             if self.way.interleaved:
                 warnings.warn(_COUNTS.format(type(self.zero.optim).__name__), stacklevel=2)
-        self.runner.lacks = running.lacks
+        self.runner.lacks[:] = running.lacks
         return stepped
 
 # %% ../../nbs/backward/02_ddp_overlap.ipynb #e55aa1c8
@@ -1079,7 +926,7 @@ class Hook:
         )
 
 
-class Listening(Driver):
+class Listening(DriverBase):
     """The part that hears of forward and backward."""
 
     under_way = False  # whether a backward has begun to fill buckets
@@ -1170,6 +1017,7 @@ class Attached(Joined):
         self.zero, self.way, device = zero, way, zero.join_device
         self.levels = zero.groups
         self.stepped_grads = SteppedGradients()
+        self.scales = way.scales
         self.stream = SideStream(device) if device.type == "cuda" else None
         self.handles = [
             module.register_forward_pre_hook(Hook(self._before)),
@@ -1327,7 +1175,7 @@ class DdpBackward:
         self.layout = layout
         self.unused = list(unused)
         self.buckets = plan.shard.buckets
-        self.iteration = Iteration(plan, self)
+        self.iteration = Iteration(plan, self, self.unused)
 
     def note(
         self,

@@ -22,8 +22,8 @@ from .pieces import Shard, close_pieces, open_bucket, settle
 from ..plan.schedule import Schedule, Step, make_schedule, order
 
 # %% auto #0
-__all__ = ['Reduction', 'MAX_IN_FLIGHT', 'Transform', 'Phase', 'BucketRun', 'InFlight', 'Steppable', 'GradientReducer',
-           'StepPlan', 'make_step_plan', 'Iteration']
+__all__ = ['Reduction', 'MAX_IN_FLIGHT', 'Transform', 'Phase', 'BucketRun', 'InFlight', 'ParameterGathers', 'Steppable',
+           'GradientReducer', 'StepPlan', 'make_step_plan', 'Iteration']
 
 # %% ../../nbs/optim/07_iteration.ipynb #e2278f1f
 Reduction = Callable[
@@ -42,6 +42,7 @@ class BucketRun:
     """One bucket in one iteration: how far it has come, and what is in flight for it."""
 
     bucket: FlatBucket
+    index: int  # of the bucket in the plan
     phase: Phase = Phase.EMPTY
     gradient: Tensor | None = None  # 1-D, all of the bucket, until it is reduced
     reduction: Reduction | None = None  # until it was waited for
@@ -123,6 +124,26 @@ class InFlight:
             self.finish(runs.popleft())
         runs.append(run)
 
+# %% ../../nbs/optim/07_iteration.ipynb #122fe1af
+class ParameterGathers:
+    """The gathers of an iteration, in the order in which they start."""
+
+    def __init__(self) -> None:
+        self.runs: list[BucketRun] = []
+        self._packed = InFlight(Phase.GATHERING, BucketRun.finish_gather)
+
+    def start(self, run: BucketRun) -> None:
+        """Start to gather a bucket that was stepped."""
+        if run.scratch is None and run.bucket.packed:
+            self._packed.add(run)
+        run.start_gather()
+        self.runs.append(run)
+
+    def wait(self) -> None:
+        """Return when all parameters are there."""
+        for run in self.runs:
+            run.finish_gather()
+
 # %% ../../nbs/optim/07_iteration.ipynb #0fda898f
 class Steppable(Protocol):
     """An optimizer, as far as an iteration needs it."""
@@ -140,11 +161,7 @@ class Steppable(Protocol):
 
 
 class GradientReducer(Protocol):
-    """Averages the buckets of one backward over all ranks."""
-
-    @property
-    def unused(self) -> Sequence[bool]:
-        """Of each parameter of the shard, whether no rank has a gradient; known when it is stepped."""
+    """Averages the gradients of buckets over all ranks."""
 
     def start(self, index: int, gradient: Tensor) -> Reduction:
         """Start to average a bucket; what the gradient held may be overwritten."""
@@ -198,17 +215,23 @@ def make_step_plan(
 class Iteration:
     """The buckets of a shard on their way through a schedule, for one backward."""
 
-    def __init__(self, plan: StepPlan, reducer: GradientReducer):
+    def __init__(
+        self,
+        plan: StepPlan,
+        reducer: GradientReducer,
+        # of each parameter of the shard, whether no rank has a gradient; the owner of the list may
+        # change it until the parameter is stepped
+        unused: Sequence[bool],
+    ):
         self.plan = plan
         self.reducer = reducer
-        self.runs = [BucketRun(bucket) for bucket in plan.shard.buckets]
+        self.unused = unused
+        self.runs = [BucketRun(bucket, i) for i, bucket in enumerate(plan.shard.buckets)]
         self.todo = deque(plan.during_backward)
-        self.gather_order: list[int] = []  # buckets, by index, whose gather has started
+        self.gathers = ParameterGathers()
         self._reducing = InFlight(Phase.REDUCING, BucketRun.wait_reduced)
-        self._gathering = InFlight(Phase.GATHERING, BucketRun.finish_gather)
-        plan.optimizer.local.pull_options(
-            plan.optimizer.param_groups
-        )  # a scheduler may have changed them
+        optimizer = plan.optimizer
+        optimizer.local.pull_options(optimizer.param_groups)  # a scheduler may have changed them
 
     def arrive(self, index: int, gradient: Tensor) -> None:
         """Take the gradient of a bucket, and do what the schedule has before the next one."""
@@ -244,7 +267,7 @@ class Iteration:
     def step(self, runs: Sequence[BucketRun], always: bool = False) -> None:
         """Step this rank's part of some buckets; `always`: also where it owns nothing of them."""
         optims = self.plan.optimizer.local.by_class.values()
-        unused = self.reducer.unused
+        unused = self.unused
         pieces = []
         for run in runs:
             pieces += open_bucket(optims, self.plan.shard, run.bucket, run.wait_reduced(), unused)
@@ -256,8 +279,7 @@ class Iteration:
 
     def wait(self) -> None:
         """Return when all parameters have arrived."""
-        for i in self.gather_order:
-            self.runs[i].finish_gather()
+        self.gathers.wait()
         self.record_versions()
 
     def record_versions(self) -> None:
@@ -273,7 +295,7 @@ class Iteration:
             case "FREE":
                 self.reducer.release(i)
             case "AG":
-                self._gather(self.runs[i], i)
+                self.gathers.start(self.runs[i])
             case "SYNC":
                 self.wait()
 
@@ -287,9 +309,3 @@ class Iteration:
             run.wait_reduced()  # before the ranks agree on their first step
         with self.plan.optimizer.checked_first_step():
             self.step(self.runs, always=True)
-
-    def _gather(self, run: BucketRun, i: int) -> None:
-        if run.scratch is None and run.bucket.packed:  # it needs memory of its own
-            self._gathering.add(run)
-        run.start_gather()
-        self.gather_order.append(i)
