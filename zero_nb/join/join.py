@@ -599,6 +599,11 @@ class Join:
         """Who had data when, once the block has ended."""
         return None if self.session is None else self.session.attendance
 
+    @property
+    def bar(self) -> Any:
+        """The progress bar of the loader; None: there is none."""
+        return None if self.session is None else self.session.batches.bar
+
     def make_participants(self, session: JoinSession) -> list[Participant]:
         """Make a participant of each joinable, and of each module that declares collectives."""
         found: list[Participant] = []
