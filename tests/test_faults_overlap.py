@@ -25,7 +25,7 @@ from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record, simulate
 from zero_nb.join.join import Join
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
-from zero_nb.optim.pieces import open_bucket
+from zero_nb.optim.pieces import lend_bucket
 
 HALVES = [torch.float16, torch.bfloat16]
 MODES = ["overlap", "interleaved", "parallel", "parallel interleaved"]
@@ -341,14 +341,14 @@ def test_reduce_dtype_sends_exactly_its_bytes(size, dtype, reduce_dtype):
 @pytest.mark.parametrize("mode", MODES)
 def test_reduce_dtype_lets_go_of_what_was_sent(mode, monkeypatch):
     """What waits for its step is this rank's part alone, in memory of its own size."""
-    held, real = [], open_bucket
+    held, real = [], lend_bucket
 
     def opened(optims, shard, bucket, part, lacks):
         held.append((part.dtype, part.numel() * 4, part.untyped_storage().nbytes()))
         return real(optims, shard, bucket, part, lacks)
 
     for module in ("optim.iteration", "backward.ddp_overlap"):
-        monkeypatch.setattr(import_module(f"zero_nb.{module}"), "open_bucket", opened)
+        monkeypatch.setattr(import_module(f"zero_nb.{module}"), "lend_bucket", opened)
     with simulate(4) as group:
         module = Sums(torch.bfloat16, (64, 640, 64))
         model, handle = attach(

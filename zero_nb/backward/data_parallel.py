@@ -47,7 +47,7 @@ from zero_nb.backward.gradients import (
     GradientMap,
     ParallelBackward,
 )
-from ..optim.pieces import Shard, look
+from ..optim.pieces import Shard, storage_snapshot
 from ..comm.agreement import agreeing
 from ..comm.collectives import Work
 from ..comm.groups import Group, coalescing_manager, fail
@@ -592,7 +592,7 @@ class BucketPlanner:
         """Let a backward fill buckets, if they fit the parameters."""
         runner = self.driver.runner
         assert runner is not None, "buckets are planned"
-        if runner.shard.seen != look(self.driver.params):
+        if runner.shard.snapshot != storage_snapshot(self.driver.params):
             backward.start_unplanned()
         elif self.map is None:
             self._start_trial(backward, runner)

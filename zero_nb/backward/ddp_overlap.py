@@ -26,7 +26,14 @@ from ..optim.flat import FlatBucket
 from ..optim.driver import Care, SideStream
 from ..optim.iteration import Iteration, Reduction, StepPlan, Transform, make_step_plan
 from ..optim.optimizer import IN_FLIGHT, ZeroRedundancyOptimizer
-from ..optim.pieces import Shard, close_pieces, look, open_bucket, settle, specs
+from zero_nb.optim.pieces import (
+    Shard,
+    reclaim_pieces,
+    storage_snapshot,
+    lend_bucket,
+    record_versions,
+    specs,
+)
 from ..comm.agreement import agreeing
 from ..comm.collectives import Work, mark_agreed
 from ..comm.groups import Group, fail
@@ -191,7 +198,7 @@ class Runner(Prepared):
 
     def settle(self) -> None:
         """Note that all parameters have arrived."""
-        settle(self.shard.pieces)
+        record_versions(self.shard.pieces)
 
     def _do(self, op: str, i: int) -> None:
         _OPS[op](self, i)
@@ -204,7 +211,7 @@ def _reduce(self: Runner, i: int) -> None:
 
 
 def _step(self: Runner, i: int) -> None:
-    pieces = open_bucket(
+    pieces = lend_bucket(
         self.zero.local.by_class.values(),
         self.shard,
         self.shard.buckets[i],
@@ -213,7 +220,7 @@ def _step(self: Runner, i: int) -> None:
     )
     for optim in self.zero.local.by_class.values() if pieces else ():
         optim.step()
-    close_pieces(pieces)
+    reclaim_pieces(pieces)
     del self.parts[i]
 
 
@@ -224,11 +231,11 @@ def _step_all(self: Runner) -> None:
         pieces = [
             p
             for bucket, part in zip(self.shard.buckets, parts, strict=True)
-            for p in open_bucket(optims, self.shard, bucket, part, self.lacks)
+            for p in lend_bucket(optims, self.shard, bucket, part, self.lacks)
         ]
         for optim in optims:
             optim.step()
-    close_pieces(pieces)
+    reclaim_pieces(pieces)
     self.parts.clear()
 
 
@@ -1327,7 +1334,7 @@ class DdpPlanner:
         if self.plan is None or self.iterations < self.traits.settled_after:
             return False
         shard = self.plan.shard
-        return shard.seen == look(shard.params)
+        return shard.snapshot == storage_snapshot(shard.params)
 
     def start(self, backward: DdpBackward) -> None:
         """Let the schedule run while buckets arrive, if it can."""
@@ -1379,7 +1386,7 @@ class DdpPlanner:
     def _shard_of(self, filled: tuple[tuple[int, ...], ...]) -> Shard:  # by bucket of DDP, indices
         if self.plan is not None and self.layout.runs == filled:
             shard = self.plan.shard
-            if shard.seen == look(shard.params):
+            if shard.snapshot == storage_snapshot(shard.params):
                 return shard
         zero = self.zero
         given = list(cut_runs(filled, self.traits.params, self.traits.cap_bytes))

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm.collectives import Work
 from .flat import FlatBucket
 from .local_optimizers import LocalOptimizers
-from .pieces import Shard, close_pieces, open_bucket, settle
+from .pieces import Shard, reclaim_pieces, lend_bucket, record_versions
 from ..plan.schedule import Schedule, Step, make_schedule, order
 
 # %% auto #0
@@ -270,10 +270,10 @@ class Iteration:
         unused = self.unused
         pieces = []
         for run in runs:
-            pieces += open_bucket(optims, self.plan.shard, run.bucket, run.wait_reduced(), unused)
+            pieces += lend_bucket(optims, self.plan.shard, run.bucket, run.wait_reduced(), unused)
         for optim in optims if pieces or always else ():
             optim.step()
-        close_pieces(pieces)
+        reclaim_pieces(pieces)
         for run in runs:
             run.mark_stepped()
 
@@ -284,7 +284,7 @@ class Iteration:
 
     def record_versions(self) -> None:
         """Note that the parameters of the model come from this step, now that all have arrived."""
-        settle(self.plan.shard.pieces)
+        record_versions(self.plan.shard.pieces)
 
     def _do(self, op: str, i: int) -> None:
         match op:

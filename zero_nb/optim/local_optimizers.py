@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..plan.buckets import BucketPlan, pack
 from ..comm.groups import Group
-from .pieces import Piece, Shard, rest, specs
+from .pieces import Piece, Shard, release_step_memory, specs
 from .rules import Rule, Settings, choose_fused, is_known
 from ..plan.sharder import ParamSpec, Policy, ParamTable, by_group, even, mixed, runs
 from .trial import find_trouble
@@ -296,6 +296,6 @@ def take_groups(
     local.add_groups(param_groups, shard)
     local.push_options(param_groups)
     if not shard.alone:
-        rest(shard)
+        release_step_memory(shard)
     shards.append(shard)
     _check_classes(local, param_groups, shards)

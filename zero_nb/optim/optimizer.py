@@ -23,7 +23,13 @@ from zero_nb.optim.local_optimizers import (
     take_groups,
 )
 from ..comm.objects import broadcast_object_list, byte_device
-from .pieces import Shard, close_pieces, open_pieces, rest, settle
+from zero_nb.optim.pieces import (
+    Shard,
+    reclaim_pieces,
+    lend_pieces,
+    release_step_memory,
+    record_versions,
+)
 from ..comm.agreement import agreeing, log_once
 from ..comm.collectives import Work
 from ..comm.groups import Group, TwoLevel, fails_everywhere, two_level
@@ -118,7 +124,7 @@ def step_after_backward(zero: ZeroRedundancyOptimizer, kwargs: dict[str, Any]) -
             if first:
                 _check_backends(zero.group, zero.params())
             for shard in shards:
-                open_pieces(local.by_class.values(), shard)
+                lend_pieces(local.by_class.values(), shard)
             local.pull_options(zero.param_groups)
             opened = True
             returned = local.step(**kwargs)
@@ -128,13 +134,13 @@ def step_after_backward(zero: ZeroRedundancyOptimizer, kwargs: dict[str, Any]) -
         raise
     try:
         for shard in shards:
-            close_pieces(shard.pieces)
+            reclaim_pieces(shard.pieces)
         _gather_parameters(shards)
     except Exception as error:
         end_groups(zero.groups, error)
         raise
     for shard in shards:
-        settle(shard.pieces)
+        record_versions(shard.pieces)
     return returned
 
 
@@ -147,7 +153,7 @@ def _end_failed_step(
     """Leave the same parameters on all ranks: what a local optimizer had stepped stays stepped,
     as in `torch.optim`. If not all fail, end the job."""
     for shard in shards:
-        close_pieces(shard.pieces) if opened else rest(shard)
+        reclaim_pieces(shard.pieces) if opened else release_step_memory(shard)
     if zero.replica_group is None and fails_everywhere(zero.groups):
         _gather_parameters(shards)
     elif (

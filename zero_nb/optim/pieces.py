@@ -24,8 +24,8 @@ from ..comm.groups import Group
 from ..plan.sharder import ParamSpec, ParamTable
 
 # %% auto #0
-__all__ = ['Run', 'SCALARS', 'specs', 'Piece', 'refreshed', 'look', 'Shard', 'per_element', 'split_piece', 'open_pieces',
-           'open_bucket', 'close_pieces', 'rest', 'settle']
+__all__ = ['Run', 'SCALARS', 'specs', 'Piece', 'refreshed', 'storage_snapshot', 'Shard', 'per_element', 'split_piece',
+           'lend_pieces', 'lend_bucket', 'reclaim_pieces', 'release_step_memory', 'record_versions']
 
 # %% ../../nbs/optim/02_pieces.ipynb #8c39e138
 def _names(group: dict[str, Any], index: int) -> list[str]:
@@ -205,7 +205,7 @@ def _in_turn(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:  # by the rank 
     ]
 
 
-def look(
+def storage_snapshot(
     params: Iterable[Tensor],
     grads: bool = False,  # a parameter that is frozen and has a gradient counts as trained, as for `torch.optim`
 ) -> list[Any]:
@@ -268,7 +268,7 @@ class Shard:
                 for bucket in self.plan.buckets
             ]
         )
-        self.seen = [] if self.alone else look(self.params, self.borrows)
+        self.snapshot = [] if self.alone else storage_snapshot(self.params, self.borrows)
         return made
 
     @cached_property
@@ -286,7 +286,7 @@ class Shard:
 
     def changed(self) -> bool:
         """Tell whether the user has frozen, unfrozen or moved parameters since the buckets were made."""
-        return not self.alone and self.seen != look(self.params, self.borrows)
+        return not self.alone and self.snapshot != storage_snapshot(self.params, self.borrows)
 
     def let_go(self) -> None:
         """Give up pieces and buckets; the parameters keep what is in them."""
@@ -437,7 +437,7 @@ _LAYOUT = attrgetter("layout")
 
 
 @torch.no_grad()
-def open_pieces(optims: Iterable[torch.optim.Optimizer], shard: Shard) -> None:
+def lend_pieces(optims: Iterable[torch.optim.Optimizer], shard: Shard) -> None:
     """Give all views their memory and their gradients."""
     grads = _gradients(shard)
     for piece in [piece for piece in shard.pieces if not piece.direct]:
@@ -461,7 +461,7 @@ def _open_empty(shard: Shard, lacks: Sequence[bool]) -> list[Piece]:
 
 
 @torch.no_grad()
-def open_bucket(
+def lend_bucket(
     optims: Iterable[torch.optim.Optimizer],  # which step the pieces
     shard: Shard,  # made with `borrows=False`
     bucket: FlatBucket,  # of the shard
@@ -484,7 +484,7 @@ def open_bucket(
 
 # %% ../../nbs/optim/02_pieces.ipynb #a123b687
 @torch.no_grad()
-def close_pieces(
+def reclaim_pieces(
     pieces: Iterable[Piece],  # all of some buckets
 ) -> None:
     """Round copies into the model; what was stepped in a bucket's memory waits there to be gathered."""
@@ -495,7 +495,7 @@ def close_pieces(
             piece.reclaim()
 
 
-def rest(shard: Shard) -> None:
+def release_step_memory(shard: Shard) -> None:
     """Let go of all memory that lasts for a step only, and of what is in it."""
     for piece in shard.pieces:
         if not piece.direct:
@@ -504,7 +504,7 @@ def rest(shard: Shard) -> None:
         bucket.release()
 
 
-def settle(pieces: Iterable[Piece]) -> None:
+def record_versions(pieces: Iterable[Piece]) -> None:
     """Note that what is in the parameters now has come from the copies."""
     for piece in pieces:
         if piece.master:

@@ -29,7 +29,7 @@ from zero_nb.optim.pieces import (
     Shard,
     per_element,
     refreshed,
-    rest,
+    release_step_memory,
     split_piece,
 )
 from ..comm.agreement import agreeing
@@ -442,7 +442,7 @@ def give_state(
     for piece, values in dealt:
         if piece.master:
             piece.write_master(values.pop(MASTER) if MASTER in values else piece.read())
-    rest(shard)
+    release_step_memory(shard)
     states = {id(piece.view): values for piece, values in dealt}
     for kind, optim in local.by_class.items():
         own = _own_common(optim) if common is None else _common_of(local, kind, common)
@@ -780,7 +780,7 @@ def _replace_shards(
         old.let_go()
     shards[first:stop] = [new]
     local.take_over(param_groups, new)
-    rest(new)
+    release_step_memory(new)
     mark_plans_agreed(new.group, [new])
     return before
 
