@@ -525,7 +525,7 @@ def _check_together(
 class BucketPlanner:
     """Plans the buckets of a module, and learns from a backward which gradients come, and in which order."""
 
-    def __init__(self, driver: DataParallel):
+    def __init__(self, driver: Any):
         self.driver = driver
         self.pool = BufferPool()
         self.order = ArrivalOrder(driver.module, driver.zero)
@@ -653,7 +653,7 @@ class StepObserver(Protocol):
 class ParallelReducer:
     """Follows each backward, sends gradients as they arrive, and has the driver step."""
 
-    def __init__(self, driver: DataParallel):
+    def __init__(self, driver: Any):
         self.driver = driver
         self.planner = BucketPlanner(driver)
         self.listeners = GradientListeners(driver.params, self.on_gradient)
@@ -780,7 +780,7 @@ class ParallelReducer:
 class TorchJoinHook(_JoinHook):
     """Takes part in torch's `Join`, which wants one backward for each forward."""
 
-    def __init__(self, parallel: DataParallel):
+    def __init__(self, parallel: Any):
         self.parallel = parallel
         self.awaits_backward = False  # after a forward
 
