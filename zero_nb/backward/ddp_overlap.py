@@ -1419,7 +1419,7 @@ class DdpOverlap(Attached):
     kept: Mapping[int, Any] = MappingProxyType({})
 
     def __init__(self, ddp: Any, zero: ZeroRedundancyOptimizer, way: Way, register: bool = True):
-        levels = getattr(zero, "levels", None) or Group()
+        levels = getattr(zero, "groups", None) or Group()
         with agreeing(levels, "overlapping the step", lambda: [way.described]):
             check_pair(way, ddp, zero)
             self.switch = find_switch(ddp) or Switch(ddp.process_group)
