@@ -1075,7 +1075,7 @@ def planned(features):
                 for bucket in handle.step_plan.shard.buckets
             ]
         )
-    return found, [sorted(run) for run in handle.layout.runs], model.bucket_bytes_cap
+    return found, [sorted(run) for run in handle.planner.layout.runs], model.bucket_bytes_cap
 
 
 @pytest.mark.parametrize(

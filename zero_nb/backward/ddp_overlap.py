@@ -1238,6 +1238,12 @@ class DdpBackward:
     def release(self, index: int) -> None:
         """Do nothing: gradients are DDP's."""
 
+    def end(self) -> None:
+        """Let go of the buckets. The iteration holds this object as its reducer, so that without a
+        word both would stay until the garbage collector comes, and DDP's old buckets with them."""
+        self.iteration = None
+        self.arrivals = []
+
     def _note_used(self, params: Sequence[int], used: Tensor) -> None:
         for param, count in zip(params, used.tolist(), strict=True):
             self.unused[param] = not count
@@ -1360,6 +1366,7 @@ class DdpPlanner:
         else:
             backward.exchange_used()
             stepped = backward.iteration.finish(self.steps_per_bucket)
+        backward.end()
         self.iterations += 1
         self.unused = backward.unused
         return stepped
