@@ -573,7 +573,8 @@ def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():
     size, store, told_of = 40, dist.HashStore(), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "_store", lambda group: group.process_group)
-        patch.setattr(agreement, "_timeout", lambda group: timedelta(seconds=30))
+        for module in (agreement, collectives):
+            patch.setattr(module, "_timeout", lambda group: timedelta(seconds=30))
         patch.setattr(
             shared_memory, "_place", lambda _: f"machine {threading.current_thread().name}"
         )
