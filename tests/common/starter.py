@@ -112,5 +112,5 @@ class Starter:
     def stop(self) -> None:
         """End the process that is forked."""
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(60)
         self.process.stdout.close()

@@ -78,7 +78,7 @@ def lengths_of(
 class DeclaredBatches:
     """The batches of this rank's loop, and those of all ranks where they are known beforehand."""
 
-    def __init__(self, session: JoinSession):
+    def __init__(self, session: Any):
         self.session = session
         self.attendance: Attendance | None = None  # None: some rank does not know its own
         self.used = 0  # by this rank
@@ -223,7 +223,7 @@ _SKEWED = (
 class ShadowLoop:
     """What a rank without data does: what the others announce."""
 
-    def __init__(self, session: JoinSession):
+    def __init__(self, session: Any):
         self.session = session
         self.participants = session.participants
 
@@ -293,7 +293,7 @@ def report_error(log: EventLog, error: BaseException, iteration: int, seconds: f
 class JoinSession:
     """One run of a block: what it counts, hears and announces."""
 
-    def __init__(self, join: Join):
+    def __init__(self, join: Any):
         self.options = join.options
         self.group = join.group
         self.counter = join.counter

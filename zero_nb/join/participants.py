@@ -25,12 +25,12 @@ from ..optim.flat import flatten
 from ..optim.optimizer import _Join
 
 # %% auto #0
-__all__ = ['Joinable', 'JoinHook', 'GradientVersion', 'JoinOptions', 'Session', 'ListeningConfig', 'ConfigGuard',
-           'innermost_participant', 'Participant', 'JoinableParticipant', 'SilentParticipant', 'SchedulerParticipant',
-           'shadowed_by', 'ModuleParticipant', 'modules_with_collectives', 'read_options', 'write_options',
-           'StepAnnouncer', 'OptimizerParticipant', 'LocalOptimizerParticipant', 'driver_settings',
-           'load_driver_settings', 'split_bucket', 'find_overlap', 'reduce_nothing', 'GradientRecord', 'GradientCheck',
-           'samples_in', 'ModelParticipant', 'ForwardListener', 'BackwardListener', 'check_followed', 'DdpParticipant',
+__all__ = ['Joinable', 'JoinHook', 'GradientVersion', 'JoinOptions', 'Session', 'ListeningConfig', 'Participant', 'ConfigGuard',
+           'innermost_participant', 'JoinableParticipant', 'SilentParticipant', 'SchedulerParticipant', 'shadowed_by',
+           'ModuleParticipant', 'modules_with_collectives', 'read_options', 'write_options', 'StepAnnouncer',
+           'OptimizerParticipant', 'LocalOptimizerParticipant', 'driver_settings', 'load_driver_settings',
+           'split_bucket', 'find_overlap', 'reduce_nothing', 'GradientRecord', 'GradientCheck', 'samples_in',
+           'ModelParticipant', 'ForwardListener', 'BackwardListener', 'check_followed', 'DdpParticipant',
            'DataParallelParticipant', 'kind_of']
 
 # %% ../../nbs/join/02_participants.ipynb #f100000b
@@ -99,56 +99,6 @@ class ListeningConfig(_Config):
     def __reduce__(self) -> Any:
         return _disabled_config, ()  # a copy of the joinable is not in the block
 
-# %% ../../nbs/join/02_participants.ipynb #f100000c
-_INNERMOST: dict[int, Participant] = {}  # by the id of a joinable, in the innermost block
-
-
-class ConfigGuard:
-    """Lets the innermost block hear of a joinable's calls, and leaves the joinable as it was."""
-
-    def __init__(self, participant: Participant, joinable: Any):
-        self.participant = participant
-        self.joinable = joinable
-        self.outer: Participant | None = None  # of the block around this one
-        self.config: Any = None  # of the joinable before the block; None: it has none
-        self.is_silent = True  # this rank's loop does not run
-
-    @property
-    def listens(self) -> bool:
-        """Whether this is the innermost block."""
-        return _INNERMOST.get(id(self.joinable)) is self.participant
-
-    def attach(self, heard: Callable[[], None] | None, throws: bool) -> None:
-        """Listen to the joinable; `heard` is called when it announces itself, if that is wanted."""
-        self.outer = _INNERMOST.get(id(self.joinable))
-        _INNERMOST[id(self.joinable)] = self.participant
-        self.config = getattr(self.joinable, "_join_config", None)
-        if self.config is not None:
-            config = _disabled_config() if heard is None else ListeningConfig(heard, throws)
-            self.joinable._join_config = config
-        self.is_silent = False
-
-    def silence(self) -> None:
-        """Stop listening; the joinable announces nothing from here on."""
-        self.is_silent = True
-        if self.config is not None:
-            self.joinable._join_config = _disabled_config()
-
-    def restore(self) -> None:
-        """Leave the joinable as it was before the block."""
-        if self.config is not None:
-            self.joinable._join_config = self.config
-        if self.outer is None:
-            _INNERMOST.pop(id(self.joinable), None)
-        else:
-            _INNERMOST[id(self.joinable)] = self.outer
-            self.outer.resume()
-
-
-def innermost_participant(joinable: Any) -> Participant | None:
-    """Give the participant that listens to a joinable, if one does."""
-    return _INNERMOST.get(id(joinable))
-
 # %% ../../nbs/join/02_participants.ipynb #85aede9a
 class Participant:
     """A joinable in a block: how it is heard, and what a rank without data does in its place."""
@@ -214,6 +164,56 @@ class Participant:
     def finish(self, is_last_joiner: bool, state: Any, gradients: Any) -> None:
         """Take over what the last joiner gave."""
         self.hook.post_hook(is_last_joiner)
+
+# %% ../../nbs/join/02_participants.ipynb #f100000c
+_INNERMOST: dict[int, Participant] = {}  # by the id of a joinable, in the innermost block
+
+
+class ConfigGuard:
+    """Lets the innermost block hear of a joinable's calls, and leaves the joinable as it was."""
+
+    def __init__(self, participant: Participant, joinable: Any):
+        self.participant = participant
+        self.joinable = joinable
+        self.outer: Participant | None = None  # of the block around this one
+        self.config: Any = None  # of the joinable before the block; None: it has none
+        self.is_silent = True  # this rank's loop does not run
+
+    @property
+    def listens(self) -> bool:
+        """Whether this is the innermost block."""
+        return _INNERMOST.get(id(self.joinable)) is self.participant
+
+    def attach(self, heard: Callable[[], None] | None, throws: bool) -> None:
+        """Listen to the joinable; `heard` is called when it announces itself, if that is wanted."""
+        self.outer = _INNERMOST.get(id(self.joinable))
+        _INNERMOST[id(self.joinable)] = self.participant
+        self.config = getattr(self.joinable, "_join_config", None)
+        if self.config is not None:
+            config = _disabled_config() if heard is None else ListeningConfig(heard, throws)
+            self.joinable._join_config = config
+        self.is_silent = False
+
+    def silence(self) -> None:
+        """Stop listening; the joinable announces nothing from here on."""
+        self.is_silent = True
+        if self.config is not None:
+            self.joinable._join_config = _disabled_config()
+
+    def restore(self) -> None:
+        """Leave the joinable as it was before the block."""
+        if self.config is not None:
+            self.joinable._join_config = self.config
+        if self.outer is None:
+            _INNERMOST.pop(id(self.joinable), None)
+        else:
+            _INNERMOST[id(self.joinable)] = self.outer
+            self.outer.resume()
+
+
+def innermost_participant(joinable: Any) -> Any:  # a `Participant`, or None
+    """Give the participant that listens to a joinable, if one does."""
+    return _INNERMOST.get(id(joinable))
 
 # %% ../../nbs/join/02_participants.ipynb #f100000f
 class JoinableParticipant(Participant):

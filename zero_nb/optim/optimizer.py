@@ -107,7 +107,7 @@ def _which_gradients(params: Sequence[Tensor]) -> list[str]:
     ]
 
 # %% ../../nbs/optim/09_optimizer.ipynb #7d21f2e0
-def step_after_backward(zero: ZeroRedundancyOptimizer, kwargs: dict[str, Any]) -> Any:
+def step_after_backward(zero: Any, kwargs: dict[str, Any]) -> Any:
     """Step this rank's pieces and gather the parameters; returns what the first local optimizer returns."""
     why = "for parameters that were frozen, unfrozen or moved"
     shards = [shard for shard in zero.shards if not shard.alone]
@@ -145,7 +145,7 @@ def step_after_backward(zero: ZeroRedundancyOptimizer, kwargs: dict[str, Any]) -
 
 
 def _end_failed_step(
-    zero: ZeroRedundancyOptimizer,
+    zero: Any,
     shards: list[Shard],
     opened: bool,
     error: Exception | None,  # None: all ranks know of it
