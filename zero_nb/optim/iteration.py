@@ -19,11 +19,11 @@ from ..comm.collectives import Work
 from .flat import FlatBucket
 from .local_optimizers import LocalOptimizers
 from .pieces import Shard, reclaim_pieces, lend_bucket, record_versions
-from ..plan.schedule import Schedule, Step, make_schedule, order
+from ..plan.schedule import MAX_IN_FLIGHT, Schedule, Step, make_schedule, order
 
 # %% auto #0
-__all__ = ['Reduction', 'MAX_IN_FLIGHT', 'Transform', 'Phase', 'BucketRun', 'InFlight', 'ParameterGathers', 'Steppable',
-           'GradientReducer', 'StepPlan', 'make_step_plan', 'Iteration']
+__all__ = ['Reduction', 'Transform', 'Phase', 'BucketRun', 'InFlight', 'ParameterGathers', 'Steppable', 'GradientReducer',
+           'StepPlan', 'make_step_plan', 'Iteration']
 
 # %% ../../nbs/optim/07_iteration.ipynb #e2278f1f
 Reduction = Callable[
@@ -98,11 +98,6 @@ class BucketRun:
         self.phase = Phase.GATHERED
 
 # %% ../../nbs/optim/07_iteration.ipynb #413f5669
-MAX_IN_FLIGHT = (
-    4  # buckets with a reduction, and buckets with a gather, that hold scratch memory at once
-)
-
-
 class InFlight:
     """Buckets with a collective in flight, oldest first: at most `MAX_IN_FLIGHT`."""
 
