@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['OPTIMIZERS', 'Shapes', 'MODELS', 'MACHINES', 'PLANNED', 'REDUCED', 'CATEGORIES', 'State', 'hidden_matrix', 'unknown',
            'state_rule', 'gpt2', 'llama', 'resnet50', 'vit', 'specs_of', 'read_shapes', 'find_model', 'Machine',
-           'Estimate', 'Setup', 'estimate_setup', 'estimate', 'amount', 'duration', 'estimates_text', 'estimates_html',
-           'Comparison', 'compare', 'parse_memory', 'fits', 'fewest_ranks', 'add_plan_arguments', 'print_plan']
+           'Estimate', 'Setup', 'setup_of', 'estimate_setup', 'estimate', 'amount', 'duration', 'estimates_text',
+           'estimates_html', 'Comparison', 'compare', 'parse_memory', 'fits', 'fewest_ranks', 'add_plan_arguments',
+           'print_plan']
 
 # %% ../../nbs/plan/04_estimates.ipynb #581ae44f
 import argparse
@@ -15,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from html import escape
@@ -627,6 +628,13 @@ class Setup:
             raise unknown("machine", self.machine, MACHINES)
         return MACHINES[self.machine]
 
+# %% ../../nbs/plan/04_estimates.ipynb #6f37191d
+def setup_of(
+    arguments: Mapping[str, Any],  # `locals()` at the start of a call; may hold others, too
+) -> Setup:
+    """Take the setup out of the arguments of a call: those that are called as the fields of `Setup`."""
+    return Setup(**{field.name: arguments[field.name] for field in fields(Setup)})
+
 # %% ../../nbs/plan/04_estimates.ipynb #54414a55
 def _collective_seconds(op: str, nbytes: float, plan: BucketPlan, setup: Setup) -> float:
     """Bound a collective of a bucket; gradients also travel between replicas."""
@@ -762,10 +770,7 @@ def estimate(
     """Predict what one rank needs and what a step costs.
 
     Raises `ValueError` for an unknown name, or a world size that `replicas` does not divide."""
-    packing = (policy, bucket_cap_mb, ddp_bucket_cap_mb, cut, align, replicas)
-    running = (gradient_as_bucket_view, lag, hidden, compute)
-    setup = Setup(optimizer, dtype, reduce_dtype, master_dtype, machine, *packing, *running)
-    return estimate_setup(model, world_size, method, setup, group_rank)
+    return estimate_setup(model, world_size, method, setup_of(locals()), group_rank)
 
 # %% ../../nbs/plan/04_estimates.ipynb #adeb07fb
 def _wire_bytes(found: Estimate, plan: BucketPlan, setup: Setup, full: int, mine: int) -> int:
@@ -934,9 +939,7 @@ def compare(
     compute: float = 0.0,
 ) -> Comparison:
     """Estimate several ways to train."""
-    packing = (policy, bucket_cap_mb, ddp_bucket_cap_mb, cut, align, replicas)
-    running = (gradient_as_bucket_view, lag, hidden, compute)
-    setup = Setup(optimizer, dtype, reduce_dtype, master_dtype, machine, *packing, *running)
+    setup = setup_of(locals())
     return Comparison(tuple(estimate_setup(model, world_size, m, setup) for m in methods))
 
 # %% ../../nbs/plan/04_estimates.ipynb #db40ea8b
@@ -1029,9 +1032,7 @@ def fewest_ranks(
     compute: float = 0.0,
 ) -> int | None:  # None: not even `most` ranks are enough
     """Find the smallest world size at which a rank has the memory."""
-    packing = (policy, bucket_cap_mb, ddp_bucket_cap_mb, cut, align, replicas)
-    running = (gradient_as_bucket_view, lag, hidden, compute)
-    setup = Setup(optimizer, dtype, reduce_dtype, master_dtype, machine, *packing, *running)
+    setup = setup_of(locals())
     return _fewest_ranks(model, parse_memory(memory), method, setup, activations, most)
 
 # %% ../../nbs/plan/04_estimates.ipynb #184e86f9
