@@ -57,12 +57,13 @@ def files():
 
 def idle(near):
     """Tell that a transport keeps nothing of collectives that are over."""
-    near.outbox.collect()
+    progress = near.progress
+    progress.outbox.collect()
     return (
-        not near.under_way
-        and not near.early
-        and not near.unpublished
-        and all(count <= near.outbox.count for count in near.outbox.released.values())
+        not progress.under_way
+        and not progress.early
+        and not progress.unpublished
+        and not progress.outbox.unread_by()
     )
 
 
@@ -89,7 +90,7 @@ class Meeting:
 
 
 def connected(limit=20.0):
-    return shared_memory.connect(Meeting(limit))
+    return shared_memory.connect_shared_memory(Meeting(limit))
 
 
 # ---- what it moves ----
@@ -161,7 +162,9 @@ def test_tensors_larger_than_the_pool_and_many_of_them_at_once(size, monkeypatch
         total = [
             sum(torch.arange(float(sum(sizes))) + r + i for r in range(size)) for i in range(8)
         ]
-        return [x.equal(t) for x, t in zip(flats, total, strict=True)], near.outbox.pool.size
+        return [
+            x.equal(t) for x, t in zip(flats, total, strict=True)
+        ], near.progress.outbox.pool.size
 
     assert run(size, large, timeout=60) == [([True] * 8, 1 << 20)] * size
 
@@ -383,7 +386,7 @@ def work():
     for x in [g.reduce_scatter(x, async_op=True) for x in xs]: x.wait()
     for x in [g.all_gather(x, async_op=True) for x in xs]: x.wait()
     near = g._wire.transports[0]
-    return all(x.eq(2).all().item() for x in xs), near and near.outbox.pool.size <= 4 << 20
+    return all(x.eq(2).all().item() for x in xs), near and near.progress.outbox.pool.size <= 4 << 20
 print(run(2, work))
 """
     for size, way in (
@@ -480,7 +483,7 @@ def test_ranks_that_cannot_share_send_messages(how):
                 shared_memory.os.posix_fallocate = refuse
             if how == "bad setting":
                 os.environ["ZERO_NB_MEMORY_MB"] = "many"
-        shared_memory._PATIENCE = 0.5
+        shared_memory._OPEN_TIMEOUT = 0.5
         g, x = Group(), torch.ones(12)
         g.reduce_scatter(x)
         return through(g), x[4 * g.group_rank].item(), files()
@@ -590,7 +593,7 @@ def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():
             group._state = group._wire = ranks._State()
             told_of.append(
                 (
-                    transport.connect(collectives._Meeting(group)),
+                    transport.find_transport(collectives._Meeting(group)),
                     group.process_group.requests,
                     group.process_group.bytes,
                 )

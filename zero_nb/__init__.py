@@ -81,7 +81,7 @@ def __dir__() -> list[str]:
 
 
 def _connect_shared_memory(meeting: Any) -> Any:
-    return import_module(f"{__name__}.comm.shared_memory").connect(meeting)
+    return import_module(f"{__name__}.comm.shared_memory").connect_shared_memory(meeting)
 
 
 import_module(f"{__name__}.comm.transport").register("shared memory", _connect_shared_memory)

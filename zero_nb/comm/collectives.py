@@ -38,8 +38,7 @@ from zero_nb.comm.agreement import (
     agree,
 )
 from .ranks import _MARKS, _TAGS, Ranks
-from .transport import Transport
-from .transport import connect as connect_transport
+from .transport import Transport, find_transport
 
 # %% auto #0
 __all__ = ['CHUNK', 'Work', 'Parts', 'Call', 'mark_agreed', 'Collectives']
@@ -593,7 +592,7 @@ def _transport(group: Collectives, tensor: Tensor) -> Transport | None:
     if not found and _alone(group):
         found.append(None)
     if not found:
-        made, said = connect_transport(_Meeting(group))
+        made, said = find_transport(_Meeting(group))
         found.append(made)
         if group.group_rank == 0:
             logging.getLogger("zero_nb").info("%s %s", group, said)

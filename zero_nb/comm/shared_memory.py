@@ -33,8 +33,9 @@ from torch import Tensor
 from .transport import Meeting, Unavailable
 
 # %% auto #0
-__all__ = ['FOLDER', 'BLOCK', 'refusal', 'available', 'remove_stale', 'open_together', 'Entry', 'Layout', 'Segment', 'Pool',
-           'Outbox', 'Inbox', 'Collective', 'AllGather', 'add_in_order', 'ReduceScatter', 'SharedMemory', 'connect']
+__all__ = ['FOLDER', 'BLOCK', 'refusal', 'available', 'remove_stale', 'open_together', 'Entry', 'SegmentLayout', 'Segment',
+           'Pool', 'Outbox', 'Inbox', 'Collective', 'AllGather', 'add_in_order', 'ReduceScatter', 'Progress',
+           'SharedMemory', 'connect_shared_memory']
 
 # %% ../../nbs/comm/05_shared_memory.ipynb #a9f20aba
 FOLDER = Path("/dev/shm")  # where files are memory
@@ -57,21 +58,18 @@ def available() -> bool:
     return not refusal()
 
 # %% ../../nbs/comm/05_shared_memory.ipynb #8f8f6dc3
-_PREFIX, _PATIENCE = (
-    "zero_nb-",
-    10.0,
-)  # seconds in which all ranks open the file, once they have agreed to
+_PREFIX = "zero_nb-"  # of the file's name
+_OPEN_TIMEOUT = 10.0  # seconds in which all ranks open the file, once they have agreed to
 _FLOCK = struct.Struct("@hhqqi")  # struct flock
 _NAMED: set[str] = set()  # files of this process that have a name at the moment
-_NAMING = (
-    threading.Lock()
-)  # held where `_NAMED` grows, and where files are closed that must not be in it
+# held where `_NAMED` grows, and where files are closed that must not be in it
+_NAMING = threading.Lock()
 
 
-def _locked(fd: int, start: int, length: int = 1) -> bool:  # by another process; 0: to the end
-    answer = fcntl.fcntl(
-        fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-    )
+def _locked(fd: int, start: int, length: int = 1) -> bool:
+    """Tell if another process has a lock on some bytes of a file; length 0: up to its end."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    answer = fcntl.fcntl(fd, fcntl.F_GETLK, asked)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
@@ -101,9 +99,8 @@ def remove_stale() -> list[str]:  # names
             try:
                 if os.fstat(fd).st_uid != os.geteuid():
                     continue
-                fcntl.lockf(
-                    fd, fcntl.LOCK_EX | fcntl.LOCK_NB
-                )  # all of it; raises if any process has a byte
+                # all of it; raises if any process has a byte
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
                 removed.append(path.name)
             finally:
@@ -120,30 +117,32 @@ def open_together(
 
     Raises `OSError` if not all ranks come to the same file."""
     digest = hashlib.sha256(token.encode()).digest()
-    path, locks = (
-        FOLDER / f"{_PREFIX}{digest[:16].hex()}",
-        int.from_bytes(digest[16:23], "big") << 6,
-    )
+    path = FOLDER / f"{_PREFIX}{digest[:16].hex()}"
+    locks = int.from_bytes(digest[16:23], "big") << 6
     with _NAMING:
         _NAMED.add(path.name)
     try:
-        fd, deadline = _open_locked(path, locks + len(ranks) + rank), time.monotonic() + _PATIENCE
-        fcntl.lockf(
-            fd, fcntl.LOCK_EX, 1, locks + rank
-        )  # only now, since the others take the name away when they find it
-        while missing := [
-            peer for peer in range(len(ranks)) if peer != rank and not _locked(fd, locks + peer)
-        ]:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"rank {ranks[missing[0]]} did not open {path} within {_PATIENCE:g} s"
-                )
-            time.sleep(0.0005)
+        fd = _open_locked(path, locks + len(ranks) + rank)
+        # only now, since the others take the name away when they find this lock
+        fcntl.lockf(fd, fcntl.LOCK_EX, 1, locks + rank)
+        _await_locks(path, fd, locks, rank, ranks)
     finally:
         with suppress(FileNotFoundError):
             path.unlink()
         _NAMED.discard(path.name)
     return fd, locks
+
+
+def _await_locks(path: Path, fd: int, locks: int, rank: int, ranks: Sequence[int]) -> None:
+    """Wait until every other rank has locked its byte."""
+    deadline = time.monotonic() + _OPEN_TIMEOUT
+    peers = [peer for peer in range(len(ranks)) if peer != rank]
+    while missing := [peer for peer in peers if not _locked(fd, locks + peer)]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"rank {ranks[missing[0]]} did not open {path} within {_OPEN_TIMEOUT:g} s"
+            )
+        time.sleep(0.0005)
 
 # %% ../../nbs/comm/05_shared_memory.ipynb #96cc8d57
 class _Timespec(ctypes.Structure):
@@ -153,36 +152,39 @@ class _Timespec(ctypes.Structure):
 
 
 @cache
-def _library() -> tuple[
-    Any, Any
-]:  # calls that return at once and keep the interpreter lock; calls that wait and give it away
-    quick, slow = ctypes.PyDLL(None), ctypes.CDLL(None)
+def _library() -> tuple[Any, Any]:
+    """Give the C library twice: calls of the first return at once and keep the interpreter lock,
+    calls of the second wait and release it."""
+    quick = ctypes.PyDLL(None)
     quick.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
-    quick.sem_post.argtypes = quick.sem_trywait.argtypes = [ctypes.c_void_p]
+    quick.sem_post.argtypes = [ctypes.c_void_p]
+    quick.sem_trywait.argtypes = [ctypes.c_void_p]
+    slow = ctypes.CDLL(None)
     slow.memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     slow.memmove.restype = ctypes.c_void_p
     return quick, slow
 
 
-def _wait(semaphore: int, seconds: float) -> bool:  # False: it was not posted, or a signal came
+def _wait_semaphore(address: int, seconds: float) -> bool:
+    """Wait for a semaphore and take one from it. False: it was not posted in time, or a signal came."""
     _, slow = _library()
-    clock = (
-        time.CLOCK_MONOTONIC if hasattr(slow, "sem_clockwait") else time.CLOCK_REALTIME
-    )  # glibc 2.30 has the first
+    monotonic = hasattr(slow, "sem_clockwait")  # glibc 2.30 and later
+    clock = time.CLOCK_MONOTONIC if monotonic else time.CLOCK_REALTIME
     until = time.clock_gettime(clock) + seconds
     limit = ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9)))
-    if clock == time.CLOCK_REALTIME:
-        return bool(slow.sem_timedwait(ctypes.c_void_p(semaphore), limit) == 0)
-    return bool(slow.sem_clockwait(ctypes.c_void_p(semaphore), clock, limit) == 0)
+    semaphore = ctypes.c_void_p(address)
+    if monotonic:
+        return bool(slow.sem_clockwait(semaphore, clock, limit) == 0)
+    return bool(slow.sem_timedwait(semaphore, limit) == 0)
 
 # %% ../../nbs/comm/05_shared_memory.ipynb #65de1a59
 BLOCK = 1 << 20  # bytes that a rank publishes at a time
-_AHEAD = 16  # blocks of one collective that a rank publishes before the others have read the first of them
-_BATCH = 4  # blocks after which peers are woken, and at the end: to be woken costs more than to read a block
-_SLOTS, _POOL = (
-    1024,
-    64,
-)  # blocks, and MB, that a rank has published and not all others have read, at most
+# blocks of one collective that a rank publishes before the others have read the first of them
+_MAX_UNREAD = 16
+# blocks after which peers are woken, and at the end: to be woken costs more than to read a block
+_BATCH = 4
+_SLOTS = 1024  # blocks that a rank has published and not all others have read, at most
+_POOL_MB = 64  # of which they take, at most
 _LINE = 64  # bytes of a cache line: what two ranks write does not share one
 
 
@@ -198,7 +200,7 @@ _ENTRY = struct.Struct("=QQQ")
 
 
 @dataclass(frozen=True)
-class Layout:
+class SegmentLayout:
     """Where things are in the segment, in bytes from its beginning."""
 
     size: int  # ranks
@@ -226,7 +228,8 @@ class Layout:
 
     def blocks(self, rank: int) -> int:
         """Where the blocks of a rank begin."""
-        return -(-self.released(self.size, 0) // mmap.PAGESIZE) * mmap.PAGESIZE + rank * self.pool
+        pages = -(-self.released(self.size, 0) // mmap.PAGESIZE)
+        return pages * mmap.PAGESIZE + rank * self.pool
 
 # %% ../../nbs/comm/05_shared_memory.ipynb #2131f5c5
 class Segment:
@@ -236,33 +239,34 @@ class Segment:
         self,
         fd: int,  # of the file, which is closed with the segment
         locks: int,  # byte r after this one of the file is locked by rank r, as long as it lives
-        layout: Layout,
+        layout: SegmentLayout,
         rank: int,  # of this process
     ):
-        self.fd, self.locks, self.layout, self.rank = fd, locks, layout, rank
+        self.fd = fd
+        self.locks = locks
+        self.layout = layout
+        self.rank = rank
         self.peers = [peer for peer in range(layout.size) if peer != rank]
-        self.unrung: set[int] = (
-            set()
-        )  # peers for which there is something new, of which their bell has not told them
+        self.unrung: set[int] = set()  # peers with something new, whose bell has not rung for it
         self.quick, slow = _library()
         self.copy: Callable[[int, int, int], Any] = slow.memmove  # to, from, bytes
 
     def allocate(self) -> None:
         """Take the memory, and prepare what this rank waits for. Raises `OSError` if there is too little."""
-        fd, layout, rank = self.fd, self.layout, self.rank
-        os.ftruncate(fd, layout.blocks(layout.size))
-        os.posix_fallocate(
-            fd, 0, layout.blocks(0)
-        )  # memory that is not there would be a SIGBUS later; like this it is an error now
-        self.map = mmap.mmap(fd, layout.blocks(layout.size))
+        layout = self.layout
+        end = layout.blocks(layout.size)
+        os.ftruncate(self.fd, end)
+        # memory that is not there would be a SIGBUS later; like this it is an error now
+        os.posix_fallocate(self.fd, 0, layout.blocks(0))
+        self.map = mmap.mmap(self.fd, end)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        mine = [
-            layout.bell(rank),
-            *(layout.published(peer, rank) for peer in self.peers),
-            *(layout.released(rank, peer) for peer in self.peers),
-        ]
-        for place in mine:
-            self.quick.sem_init(self.address + place, 1, 0)
+        self._make_semaphore(layout.bell(self.rank))
+        for peer in self.peers:
+            self._make_semaphore(layout.published(peer, self.rank))
+            self._make_semaphore(layout.released(self.rank, peer))
+
+    def _make_semaphore(self, place: int) -> None:
+        self.quick.sem_init(self.address + place, 1, 0)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         close(self.fd)  # `os` may be gone when the interpreter ends
@@ -281,9 +285,18 @@ class Segment:
             self.post(self.layout.bell(peer))
         self.unrung.clear()
 
+    def ring_own(self) -> None:
+        """Wake the thread of this process that sleeps."""
+        self.post(self.layout.bell(self.rank))
+
+    def silence(self) -> None:
+        """Take back what the bell of this rank has rung so far."""
+        while self.take(self.layout.bell(self.rank)):
+            pass
+
     def sleep(self, seconds: float) -> bool:  # False: it did not ring
         """Wait until the bell of this rank rings."""
-        return _wait(self.address + self.layout.bell(self.rank), seconds)
+        return _wait_semaphore(self.address + self.layout.bell(self.rank), seconds)
 
     def alive(self, rank: int) -> bool:
         """Tell if a peer has its file open. A process that was forked from it does not count."""
@@ -309,9 +322,17 @@ class Pool:
     """This rank's room for blocks. The lowest place is taken first: it is still in the processor's
     cache, if its block was read meanwhile."""
 
-    def __init__(self, fd: int, start: int, limit: int):  # of the file; first byte; bytes
-        self.fd, self.size, self.start, self.limit = fd, 0, start, limit
-        self.holes = [(start, start)]  # in the order of places: first byte and end of what is free
+    def __init__(
+        self,
+        fd: int,  # of the file
+        start: int,  # first byte of the pool in the file
+        limit: int,  # bytes that the pool may grow to
+    ):
+        self.fd = fd
+        self.start = start
+        self.limit = limit
+        self.size = 0  # bytes so far
+        self.holes = [(start, start)]  # first byte and end of what is free, in the order of places
         self._grow(min(2 * BLOCK, limit))
 
     def _grow(self, size: int) -> None:  # raises OSError if the memory is not there
@@ -320,20 +341,22 @@ class Pool:
         self.size = size
 
     def _extend(self) -> bool:  # False: it is as large as it can be
-        more, room = min(self.size, self.limit - self.size), os.statvfs(self.fd)
-        if room.f_blocks and 4 * more > room.f_bavail * room.f_frsize:
+        more = min(self.size, self.limit - self.size)
+        disk = os.statvfs(self.fd)
+        if disk.f_blocks and 4 * more > disk.f_bavail * disk.f_frsize:
             self.limit = self.size  # no more than a quarter of what others may need as well
+        if self.size == self.limit:
+            return False
         try:
-            if self.size < self.limit:
-                self._grow(self.size + more)
+            self._grow(self.size + more)
         except OSError:
             self.limit = self.size
-        return more > 0 and self.size < self.limit
+            return False
+        return True
 
-    def reserve(
-        self, nbytes: int
-    ) -> tuple[int, int] | None:  # None: there is no room before another block is freed
-        """Give the first byte and the end of a block, and take more memory if there is no room."""
+    def reserve(self, nbytes: int) -> tuple[int, int] | None:
+        """Give the first byte and the end of a block, and take more memory if there is no room.
+        None: there is no room before another block is freed."""
         nbytes = -(-nbytes // _LINE) * _LINE
         while True:
             for i, (first, end) in enumerate(self.holes):
@@ -350,7 +373,8 @@ class Pool:
         if i < len(self.holes) and self.holes[i][0] == end:
             end = self.holes.pop(i)[1]
         if i and self.holes[i - 1][1] == first:
-            first, i = self.holes.pop(i - 1)[0], i - 1
+            i -= 1
+            first = self.holes.pop(i)[0]
         if first < end:
             self.holes.insert(i, (first, end))
 
@@ -359,13 +383,13 @@ class Outbox:
     """The blocks that this rank publishes."""
 
     def __init__(self, segment: Segment):
-        layout, rank = segment.layout, segment.rank
-        self.segment, self.count = segment, 0  # blocks published so far
-        self.pool = Pool(segment.fd, layout.blocks(rank), layout.pool)
+        layout = segment.layout
+        self.segment = segment
+        self.count = 0  # blocks published so far
+        self.pool = Pool(segment.fd, layout.blocks(segment.rank), layout.pool)
         self.released = dict.fromkeys(segment.peers, 0)  # blocks that each peer wants no more
-        self.held: deque[tuple[int, int]] = (
-            deque()
-        )  # places of the blocks that a peer still wants, in their order
+        # places of the blocks that a peer still wants, in their order
+        self.held: deque[tuple[int, int]] = deque()
 
     def collect(self) -> None:
         """Free the blocks that no peer wants any more."""
@@ -380,27 +404,34 @@ class Outbox:
         self.collect()
         return min(count, len(self.held))
 
+    def unread_by(self) -> list[int]:
+        """List the peers that still want a block."""
+        return [peer for peer, count in self.released.items() if count < self.count]
+
     def publish(
-        self, spans: Sequence[tuple[int, int]], number: int, topic: int
+        self,
+        spans: Sequence[tuple[int, int]],  # address in this process and bytes of each piece
+        number: int,  # of the collective
+        topic: int,  # as in `Entry`
     ) -> bool:  # False: there is no room yet
-        """Copy what is in some places of this process, address and bytes of each, into one block,
-        and let all peers read it."""
-        place = (
-            self.pool.reserve(sum(size for _, size in spans)) if len(self.held) < _SLOTS else None
-        )
+        """Copy pieces of this process's memory into one block, and let all peers read it."""
+        if len(self.held) >= _SLOTS:
+            return False
+        place = self.pool.reserve(sum(size for _, size in spans))
         if place is None:
             return False
         self.held.append(place)
-        to = self.segment.address + place[0]
+        target = self.segment.address + place[0]
         for address, size in spans:
             if size:
-                self.segment.copy(to, address, size)
-            to += size
-        self._tell(Entry(number, topic, place[0]))
+                self.segment.copy(target, address, size)
+            target += size
+        self._announce(Entry(number, topic, place[0]))
         return True
 
-    def _tell(self, entry: Entry) -> None:
-        layout, rank = self.segment.layout, self.segment.rank
+    def _announce(self, entry: Entry) -> None:
+        layout = self.segment.layout
+        rank = self.segment.rank
         _ENTRY.pack_into(self.segment.map, layout.entry(rank, self.count), *entry)
         self.count += 1
         for peer in self.released:
@@ -412,7 +443,9 @@ class Inbox:
     """The blocks that a peer has published."""
 
     def __init__(self, segment: Segment, source: int):
-        self.segment, self.source, self.count = segment, source, 0  # blocks known so far
+        self.segment = segment
+        self.source = source
+        self.count = 0  # blocks known so far
         self.waiting: set[int] = set()  # blocks that are read, while one before them is not
         self.released = 0
 
@@ -426,7 +459,7 @@ class Inbox:
         return self.count - 1, entry
 
     def release(self, sequence: int) -> None:
-        """Let the peer write over a block. It hears of them in order."""
+        """Let the peer write over a block, once all blocks before it are released."""
         self.waiting.add(sequence)
         while self.released in self.waiting:
             self.waiting.discard(self.released)
@@ -447,18 +480,19 @@ class Collective:
         parts: Sequence[Tensor],  # of all ranks
         share: int,  # bytes of each part in a block
     ):
-        self.segment, self.number, self.parts, self.rank = segment, number, parts, segment.rank
-        self.item, self.sizes = parts[0].element_size(), [len(part) for part in parts]
+        self.segment = segment
+        self.number = number
+        self.parts = parts
+        self.rank = segment.rank
+        self.item = parts[0].element_size()
+        self.sizes = [len(part) for part in parts]
         self.length = max(1, share // self.item)  # elements of each part in a block
         self.blocks = -(-max(self.sizes) // self.length)
         self.topic = zlib.crc32(f"{self.kind} {parts[0].dtype} {self.sizes}".encode())
-        self.published, self.unknown = (
-            0,
-            self.blocks * len(segment.peers),
-        )  # blocks of this rank so far; blocks of peers that it has not heard of
-        self.arrived: dict[
-            int, deque[tuple[int, int]]
-        ] = {}  # number and place of blocks that can be read, by the peers this rank reads from
+        self.published = 0  # blocks of this rank so far
+        self.expected = self.blocks * len(segment.peers)  # blocks of peers that have not arrived
+        # number and place of blocks that can be read, by the peers this rank reads from
+        self.arrived: dict[int, deque[tuple[int, int]]] = {}
         self.unread: dict[int, int] = {}  # blocks that are still to be read, by peer
 
     def read_from(self, peers: Sequence[int]) -> None:
@@ -471,12 +505,37 @@ class Collective:
         """This rank has published and read all there is."""
         return self.published == self.blocks and not any(self.unread.values())
 
+    def publish(self, outbox: Outbox) -> bool:  # False: there is no room yet
+        """Publish this rank's next block."""
+        if outbox.unread(self.published) >= _MAX_UNREAD:
+            return False
+        if not outbox.publish(self.outgoing(self.published), self.number, self.topic):
+            return False
+        self.published += 1
+        return True
+
+    def arrive(
+        self,
+        peer: int,
+        sequence: int,  # of the block among the peer's blocks
+        offset: int,  # of the block in the segment
+    ) -> list[tuple[int, int]]:  # peer and number of each block that this rank wants no more
+        """Take note of a block of a peer, and read what can be read now."""
+        self.expected -= 1
+        if peer not in self.arrived:
+            return [(peer, sequence)]
+        self.arrived[peer].append((sequence, offset))
+        return self.read()
+
+    def awaits(self) -> list[int]:
+        """List the peers whose blocks this rank waits for."""
+        return [peer for peer, count in self.unread.items() if count and not self.arrived[peer]]
+
     def span(self, rank: int, block: int) -> tuple[int, int]:  # address in this process, bytes
         """Tell where a rank's part of a block is."""
         first = min(block * self.length, self.sizes[rank])
-        return self.parts[rank].data_ptr() + first * self.item, min(
-            self.length, self.sizes[rank] - first
-        ) * self.item
+        count = min(self.length, self.sizes[rank] - first)
+        return self.parts[rank].data_ptr() + first * self.item, count * self.item
 
     def outgoing(self, block: int) -> list[tuple[int, int]]:  # address, bytes
         """Tell what this rank publishes in a block."""
@@ -530,9 +589,8 @@ def add_in_order(
     for pieces in zip(*(term.split(length) for term in terms), strict=True):
         total = pieces[0]
         for i, piece in enumerate(pieces[1:], 1):
-            total = torch.add(
-                total, piece, out=pieces[rank] if i >= rank else scratch[: len(piece)]
-            )
+            place = pieces[rank] if i >= rank else scratch[: len(piece)]
+            total = torch.add(total, piece, out=place)
 
 
 class ReduceScatter(Collective):
@@ -553,32 +611,126 @@ class ReduceScatter(Collective):
         found = []
         while self.arrived and all(self.arrived.values()):
             block = self.blocks - self.unread[self.segment.peers[0]]
-            places = {peer: arrived.popleft() for peer, arrived in self.arrived.items()}
-            self._add(block, {peer: offset for peer, (_, offset) in places.items()})
-            for peer, (sequence, _) in places.items():
+            offsets = {}
+            for peer, arrived in self.arrived.items():
+                sequence, offsets[peer] = arrived.popleft()
                 self.unread[peer] -= 1
                 found.append((peer, sequence))
+            self._add(block, offsets)
         return found
 
     def _add(
-        self, block: int, places: dict[int, int]
-    ) -> None:  # where the peers' blocks are in the segment
-        mine = self.parts[self.rank][block * self.length : (block + 1) * self.length]
+        self,
+        block: int,
+        offsets: dict[int, int],  # of the peers' blocks in the segment
+    ) -> None:
+        """Add up one block of this rank's part."""
+        first = block * self.length
+        mine = self.parts[self.rank][first : first + self.length]
         if not len(mine):
             return
-        before = [
-            0,
-            *itertools.accumulate(self.span(rank, block)[1] for rank in range(self.rank)),
-        ]  # bytes of lower ranks' parts
+        lower = [self.span(rank, block)[1] for rank in range(self.rank)]  # bytes of lower ranks
         terms = []
-        for peer in range(len(self.parts)):
-            start = before[self.rank] - (
-                self.span(peer, block)[1] if peer < self.rank else 0
-            )  # a rank does not publish its own part
-            terms.append(
-                mine if peer == self.rank else self.segment.view(places[peer] + start, mine)
-            )
+        for rank in range(len(self.parts)):
+            if rank == self.rank:
+                terms.append(mine)
+                continue
+            # in a peer's block lie the parts of lower ranks first, without the peer's own
+            start = sum(lower) - lower[rank] if rank < self.rank else sum(lower)
+            terms.append(self.segment.view(offsets[rank] + start, mine))
         add_in_order(terms, self.rank)
+
+# %% ../../nbs/comm/05_shared_memory.ipynb #5ce8ad2d
+class Progress:
+    """The collectives under way, and what of them can be moved now."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        ranks: Sequence[int],  # global ranks, by group rank, for errors
+    ):
+        self.segment = segment
+        self.ranks = ranks
+        self.outbox = Outbox(segment)
+        self.inboxes = {peer: Inbox(segment, peer) for peer in segment.peers}
+        self.under_way: dict[int, Collective] = {}  # by number
+        self.unpublished: deque[Collective] = deque()  # in the order in which they were started
+        # peer, number and entry of blocks for collectives that this rank has not started
+        self.early: dict[int, list[tuple[int, int, Entry]]] = {}
+
+    def start(self, collective: Collective) -> None:
+        """Take a collective up, and read what has arrived for it."""
+        self.under_way[collective.number] = collective
+        self.unpublished.append(collective)
+        for arrived in self.early.pop(collective.number, ()):
+            self._deliver(*arrived)
+
+    def advance(self) -> bool:  # False: nothing has changed
+        """Publish and read what can be, of all collectives."""
+        advanced = False
+        while self._publish() | self._receive():
+            advanced = True
+            if self.outbox.count % _BATCH == 0:
+                self.segment.ring()
+        self.segment.ring()
+        return advanced
+
+    def absent(self, collective: Collective) -> list[int]:
+        """List the peers that a collective waits for: for a block of theirs, or to read one of ours."""
+        peers = collective.awaits()
+        if collective.published < collective.blocks:
+            peers += self.outbox.unread_by()
+        return peers
+
+    def gone(self, peers: Sequence[int]) -> list[int]:
+        """List those of some peers that have died, or left, and from which no block is to come."""
+        found = []
+        for peer in peers:
+            end = self.segment.end(peer)
+            left = end is not None and end <= self.inboxes[peer].count
+            if left or not self.segment.alive(peer):
+                found.append(peer)
+        return found
+
+    def _publish(self) -> bool:
+        """Publish one block. False: there is none, or no room for it."""
+        if not self.unpublished:
+            return False
+        collective = self.unpublished[0]
+        if collective.published < collective.blocks and not collective.publish(self.outbox):
+            return False
+        if collective.published == collective.blocks:
+            self._forget(self.unpublished.popleft())
+        return True
+
+    def _receive(self) -> bool:
+        """Take all blocks that have arrived. False: there was none."""
+        received = False
+        for peer, inbox in self.inboxes.items():
+            while block := inbox.take():
+                self._deliver(peer, *block)
+                received = True
+        return received
+
+    def _deliver(self, peer: int, sequence: int, entry: Entry) -> None:
+        """Read a block that has arrived, or keep it until it can be read."""
+        collective = self.under_way.get(entry.number)
+        if collective is None:
+            self.early.setdefault(entry.number, []).append((peer, sequence, entry))
+            return
+        if entry.topic != collective.topic:
+            raise RuntimeError(
+                f"rank {self.ranks[peer]} is at another collective, or at one of another size or"
+                " dtype"
+            )
+        for source, number in collective.arrive(peer, sequence, entry.offset):
+            self.inboxes[source].release(number)
+        self._forget(collective)
+
+    def _forget(self, collective: Collective) -> None:
+        """Drop a collective that is over, unless a block of it is still to come."""
+        if collective.done and not collective.expected:
+            self.under_way.pop(collective.number, None)
 
 # %% ../../nbs/comm/05_shared_memory.ipynb #aa0d4f9f
 _NAP = 0.02  # seconds after which a rank that sleeps looks if its peers are alive
@@ -593,22 +745,15 @@ class SharedMemory:
         ranks: Sequence[int],  # global ranks, by group rank, for errors
         limit: float,  # seconds that a peer may take
     ):
-        self.segment, self.ranks, self.limit, self.pid = segment, ranks, limit, os.getpid()
-        self.outbox, self.inboxes = (
-            Outbox(segment),
-            {peer: Inbox(segment, peer) for peer in segment.peers},
-        )
+        self.segment = segment
+        self.ranks = ranks
+        self.limit = limit
+        self.pid = os.getpid()
+        self.progress = Progress(segment, ranks)
         self.numbers = itertools.count()
-        self.under_way: dict[int, Collective] = {}  # by number
-        self.early: dict[
-            int, list[tuple[int, int, Entry]]
-        ] = {}  # blocks of collectives that this rank has not started
-        self.unpublished: deque[Collective] = deque()  # in the order in which they were started
-        self.turned, self.sleeping, self.error = (
-            threading.Condition(),
-            False,
-            "",
-        )  # error: why nothing moves any more
+        self.woken = threading.Condition()  # held while anything here changes
+        self.sleeping = False  # a thread sleeps on the bell
+        self.error = ""  # why nothing moves any more
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Iterator[None]:
         """Add each rank's part up, in the order of the ranks."""
@@ -624,47 +769,40 @@ class SharedMemory:
         if self.pid != os.getpid() or self.error:
             return
         self.error = "it was ended on this rank"
-        self.segment.leave(self.outbox.count)
+        self.segment.leave(self.progress.outbox.count)
 
-    def __del__(
-        self, ends: Callable[[], bool] = sys.is_finalizing
-    ) -> None:  # `sys` may be gone when the interpreter ends
+    # `sys` may be gone when the interpreter ends
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ends():
             self.close()
 
     def _steps(self, collective: Collective) -> Iterator[None]:
-        with self.turned:
+        with self.woken:
             self._check()
-            self.under_way[collective.number] = collective
-            self.unpublished.append(collective)
-            for arrived in self.early.pop(collective.number, ()):
-                self._deliver(*arrived)
-            self._advance()
-            if self.sleeping:
-                self.segment.post(
-                    self.segment.layout.bell(self.segment.rank)
-                )  # there may be news for the thread that sleeps
+            self._advance(collective)
+            if self.sleeping:  # there may be news for the thread that sleeps
+                self.segment.ring_own()
         yield
         deadline = time.monotonic() + self.limit
         while True:
-            with self.turned:
+            with self.woken:
                 self._check()
                 if self._advance():
                     deadline = time.monotonic() + self.limit
                 if collective.done:
                     return
                 if self.sleeping:
-                    self.turned.wait(_NAP)
+                    self.woken.wait(_NAP)
                     continue
-                if self._lost(collective, deadline):
+                if self._look_for_lost(collective, deadline):
                     continue
                 self.sleeping = True
             try:
                 self.segment.sleep(_NAP)
             finally:
-                with self.turned:
+                with self.woken:
                     self.sleeping = False
-                    self.turned.notify_all()
+                    self.woken.notify_all()
 
     def _check(self) -> None:
         if self.pid != os.getpid():
@@ -675,91 +813,26 @@ class SharedMemory:
         if self.error:
             raise RuntimeError(self.error)
 
-    def _advance(self) -> bool:  # False: nothing has changed
-        """Publish and read what can be, of all collectives. An exception in between ends the
-        transport: what has moved is not known then."""
-        advanced = False
+    def _advance(self, new: Collective | None = None) -> bool:  # False: nothing has changed
+        """Start a collective, if there is a new one, and move what can be moved. An exception in
+        between ends the transport: what has moved is not known then."""
         try:
             if not self.sleeping:
-                while self.segment.take(self.segment.layout.bell(self.segment.rank)):
-                    pass
-            while self._publish() | self._receive():
-                advanced = True
-                if self.outbox.count % _BATCH == 0:
-                    self.segment.ring()
-            self.segment.ring()
+                self.segment.silence()
+            if new is not None:
+                self.progress.start(new)
+            return self.progress.advance()
         except BaseException as error:
             self.close()
             self.error = str(error) or type(error).__name__
             raise
-        return advanced
 
-    def _publish(self) -> bool:  # one block
-        if not self.unpublished:
-            return False
-        collective = self.unpublished[0]
-        if collective.published < collective.blocks:
-            if self.outbox.unread(collective.published) >= _AHEAD:
-                return False
-            if not self.outbox.publish(
-                collective.outgoing(collective.published), collective.number, collective.topic
-            ):
-                return False
-            collective.published += 1
-        if collective.published == collective.blocks:
-            self._forget(self.unpublished.popleft())
-        return True
-
-    def _receive(self) -> bool:
-        count = sum(inbox.count for inbox in self.inboxes.values())
-        for peer, inbox in self.inboxes.items():
-            while block := inbox.take():
-                self._deliver(peer, *block)
-        return count < sum(inbox.count for inbox in self.inboxes.values())
-
-    def _deliver(self, peer: int, sequence: int, entry: Entry) -> None:
-        """Read a block that has arrived, or keep it until it can be read."""
-        collective = self.under_way.get(entry.number)
-        if collective is None:
-            self.early.setdefault(entry.number, []).append((peer, sequence, entry))
-            return
-        if entry.topic != collective.topic:
-            raise RuntimeError(
-                f"rank {self.ranks[peer]} is at another collective, or at one of another size or"
-                " dtype"
-            )
-        collective.unknown -= 1
-        if peer not in collective.arrived:
-            self.inboxes[peer].release(sequence)
-        else:
-            collective.arrived[peer].append((sequence, entry.offset))
-            for source, number in collective.read():
-                self.inboxes[source].release(number)
-        self._forget(collective)
-
-    def _forget(self, collective: Collective) -> None:  # unless something of it is still to come
-        if collective.done and not collective.unknown:
-            self.under_way.pop(collective.number, None)
-
-    def _lost(self, collective: Collective, deadline: float) -> bool:  # True: look again
-        """Raise if what a collective waits for will not come."""
-        absent = [
-            peer
-            for peer, count in collective.unread.items()
-            if count and not collective.arrived[peer]
-        ]
-        if collective.published < collective.blocks:
-            absent += [
-                peer for peer, count in self.outbox.released.items() if count < self.outbox.count
-            ]
-        ends = {peer: self.segment.end(peer) for peer in absent}
-        gone = [
-            peer
-            for peer, end in ends.items()
-            if not self.segment.alive(peer) or (end is not None and end <= self.inboxes[peer].count)
-        ]
+    def _look_for_lost(self, collective: Collective, deadline: float) -> bool:
+        """Raise if what a collective waits for will not come. True: look again at what has come."""
+        absent = self.progress.absent(collective)
+        gone = self.progress.gone(absent)
         if gone and self._advance():
-            return True  # its last words
+            return True  # it had published something before it died
         if gone:
             self._fail(
                 f"nothing came from rank {self.ranks[gone[0]]}, which has left the group or died"
@@ -774,11 +847,11 @@ class SharedMemory:
         raise RuntimeError(error)
 
 # %% ../../nbs/comm/05_shared_memory.ipynb #7963c5ed
-_RANKS = 256  # at most: each pair of ranks has two semaphores
+_MAX_RANKS = 256  # each pair of ranks has two semaphores
 
 
-def _pool() -> int:  # bytes
-    text = os.environ.get("ZERO_NB_MEMORY_MB", str(_POOL))
+def _pool_size() -> int:  # bytes
+    text = os.environ.get("ZERO_NB_MEMORY_MB", str(_POOL_MB))
     if not text.isdecimal() or not int(text):
         raise OSError(f"ZERO_NB_MEMORY_MB must be a number of MB, 1 or more, got {text!r}")
     return int(text) << 20
@@ -786,9 +859,9 @@ def _pool() -> int:  # bytes
 
 def _place(pool: int) -> str:  # bytes for the blocks of each rank
     """Name this machine's shared memory, as this user and this process see it. The same name is no proof yet."""
-    boot, folder = Path("/proc/sys/kernel/random/boot_id").read_text(), FOLDER.stat()
+    folder = FOLDER.stat()
     what = (
-        boot,
+        Path("/proc/sys/kernel/random/boot_id").read_text(),
         folder.st_dev,
         folder.st_ino,
         os.geteuid(),
@@ -800,7 +873,39 @@ def _place(pool: int) -> str:  # bytes for the blocks of each rank
     return hashlib.sha256(repr(what).encode()).hexdigest()
 
 
-def connect(
+def _agree_to_share(meeting: Meeting, problem: str) -> None:
+    """Raise `Unavailable` on all ranks if one of them has a problem."""
+    refusal = f"rank {meeting.ranks[meeting.rank]}: {problem}" if problem else ""
+    if found := meeting.agree(refusal):
+        raise Unavailable(found)
+
+
+def _agree_on_token(meeting: Meeting) -> tuple[int, str]:  # bytes for the blocks of each rank
+    """Make sure that all ranks see the same shared memory and may use it, and give them a secret."""
+    pool = 0
+    place = ""
+    token = ""
+    problem = refusal()
+    if not problem and len(meeting.ranks) > _MAX_RANKS:
+        problem = f"{len(meeting.ranks)} ranks are more than {_MAX_RANKS}"
+    try:
+        pool = _pool_size()
+        place = "" if problem else _place(pool)
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    if not problem:
+        proposal = meeting.propose(f"{place}/{secrets.token_hex(16)}/{meeting.rank}")
+        first, token, who = proposal.split("/")
+        if place != first:
+            problem = (
+                f"it does not see the {FOLDER} that rank {meeting.ranks[int(who)]} sees, or differs"
+                " in its user, C library or ZERO_NB_MEMORY_MB"
+            )
+    _agree_to_share(meeting, problem)
+    return pool, token
+
+
+def connect_shared_memory(
     meeting: Meeting,  # of all ranks
 ) -> SharedMemory:
     """Connect ranks that can share memory.
@@ -808,42 +913,21 @@ def connect(
     Raises `Unavailable` on all of them if one cannot: it is forbidden, ranks are on several
     machines, or there is too little memory.
     """
-    rank, ranks, problem, place, pool = meeting.rank, meeting.ranks, refusal(), "", 0
-    if len(ranks) > _RANKS:
-        problem = problem or f"{len(ranks)} ranks are more than {_RANKS}"
-    try:
-        pool = _pool()
-        place = "" if problem else _place(pool)
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    first, token, who = (
-        (place, "", "")
-        if problem
-        else meeting.propose(f"{place}/{secrets.token_hex(16)}/{rank}").split("/")
-    )
-    if place != first:
-        problem = (
-            f"it does not see the {FOLDER} that rank {ranks[int(who)]} sees, or differs in its"
-            " user, C library or ZERO_NB_MEMORY_MB"
-        )
-    _agree(meeting, problem)
+    rank = meeting.rank
+    ranks = meeting.ranks
+    pool, token = _agree_on_token(meeting)
     if rank == 0:
         remove_stale()
+    problem = ""
     transport = None
     try:
-        segment = Segment(*open_together(token, rank, ranks), Layout(len(ranks), pool), rank)
+        fd, locks = open_together(token, rank, ranks)
+        segment = Segment(fd, locks, SegmentLayout(len(ranks), pool), rank)
         segment.allocate()
         transport = SharedMemory(segment, ranks, meeting.limit)
     except OSError as error:
         problem = str(error)
-    _agree(
-        meeting, problem
-    )  # until then a rank that failed keeps its lock, for which others may still look
+    # until then a rank that failed keeps its lock, for which others may still look
+    _agree_to_share(meeting, problem)
     assert transport is not None, "no rank has a problem"
     return transport
-
-
-def _agree(meeting: Meeting, problem: str) -> None:
-    said = meeting.agree(f"rank {meeting.ranks[meeting.rank]}: {problem}" if problem else "")
-    if said:
-        raise Unavailable(said)

@@ -12,28 +12,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # %% auto #0
-__all__ = ['Connect', 'Transport', 'Meeting', 'Unavailable', 'register', 'connect']
+__all__ = ['Connect', 'Transport', 'Meeting', 'Unavailable', 'register', 'find_transport']
 
 # %% ../../nbs/comm/03_transport.ipynb #abecefb0
 class Transport(Protocol):
     """Moves the two collectives that sharding is made of between the ranks of one group."""
 
-    def reduce_scatter(
-        self,
-        parts: Sequence[
-            Tensor
-        ],  # 1-D and contiguous, on the CPU; one for each rank, perhaps of unequal sizes
-    ) -> Iterator[
-        None
-    ]:  # starts before its first `yield`; at the end this rank's part is the sum, and the others are as they were
-        """Add each rank's part up. All ranks call it in the same order; calls may be under way together."""
+    # `parts`: 1-D and contiguous, on the CPU; one for each rank, perhaps of unequal sizes
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Iterator[None]:
+        """Add each rank's part up. All ranks call it in the same order; calls may be under way together.
+
+        Starts before its first `yield`; at the end this rank's part is the sum, and the others are
+        as they were."""
         ...
 
-    def all_gather(
-        self,
-        parts: Sequence[Tensor],  # as for `reduce_scatter`
-    ) -> Iterator[None]:  # starts before its first `yield`; at the end each rank has all parts
-        """Bring this rank's part to all ranks."""
+    def all_gather(self, parts: Sequence[Tensor]) -> Iterator[None]:
+        """Bring this rank's part to all ranks.
+
+        Starts before its first `yield`; at the end each rank has all parts."""
         ...
 
     def close(self) -> None:
@@ -63,9 +60,8 @@ class Unavailable(Exception):
     """A transport cannot serve a group; raised on all its ranks, with the reason."""
 
 # %% ../../nbs/comm/03_transport.ipynb #d1b9a803
-Connect = Callable[
-    [Meeting], Transport
-]  # raises `Unavailable` on all ranks if it cannot serve them
+# raises `Unavailable` on all ranks if it cannot serve them
+Connect = Callable[[Meeting], Transport]
 
 _REGISTERED: dict[str, Connect] = {}
 
@@ -78,16 +74,14 @@ def register(
     _REGISTERED[name] = connect
 
 
-def connect(
+def find_transport(
     meeting: Meeting,  # all ranks of a group are in it, with the same transports registered
-) -> tuple[
-    Transport | None, str
-]:  # the first that serves the group; what is to be said about it in the log
-    """Find a transport for a group."""
+) -> tuple[Transport | None, str]:
+    """Find a transport for a group; give the first that can serve it, and a line for the log."""
     refusals = []
-    for name, attempt in _REGISTERED.items():
+    for name, connect in _REGISTERED.items():
         try:
-            return attempt(meeting), f"moves tensors by {name}"
+            return connect(meeting), f"moves tensors by {name}"
         except Unavailable as error:  # noqa: PERF203
             refusals.append(f"{name} cannot be used: {error}")
     return None, "; ".join(["sends messages", *refusals])
