@@ -24,7 +24,8 @@ __all__ = ['Reaper', 'NamelessFiles']
 
 # %% ../../nbs/comm/09_reaper.ipynb #8b850775
 _PR_SET_CHILD_SUBREAPER = 36
-_PATIENCE = 10.0  # seconds for killed processes to be gone; only one that hangs inside the kernel takes longer
+# seconds for killed processes to be gone; only one that hangs inside the kernel takes longer
+_KILL_TIMEOUT = 10.0
 
 
 def _adopt_orphans() -> None:
@@ -45,7 +46,7 @@ def _children(started: Sequence[int]) -> list[int]:
 
 def _kill_all(started: list[int]) -> None:
     """Kill children until there are none; the orphans that this makes are children next time."""
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _KILL_TIMEOUT
     while time.monotonic() < deadline:
         for pid in _children(started):
             with suppress(OSError):
@@ -78,15 +79,16 @@ def _serve(
             conn.send(f"{type(error).__name__}: {error}")
         else:
             conn.send("")
-        _watch(conn, caller, started)
+        _send_exit_codes(conn, caller, started)
     finally:
         with suppress(BaseException):
             _kill_all(started)
         os._exit(0)
 
 
-def _watch(conn: Connection, caller: int, started: list[int]) -> None:
-    """Tell the caller how processes end, until it says a word or is gone."""
+def _send_exit_codes(conn: Connection, caller: int, started: list[int]) -> None:
+    """Send the caller the number and exit code of each process that ends, until it sends an order
+    or is gone."""
     numbers = {pid: number for number, pid in enumerate(started)}
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -96,9 +98,10 @@ def _watch(conn: Connection, caller: int, started: list[int]) -> None:
     while os.getppid() == caller:
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] in numbers:
-                    conn.send((numbers[ended[0]], os.waitstatus_to_exitcode(ended[1])))
-                    started.remove(ended[0])
+                pid, status = ended
+                if pid in numbers:
+                    conn.send((numbers[pid], os.waitstatus_to_exitcode(status)))
+                    started.remove(pid)
         ready = wait([conn, awake], 1.0)
         if conn in ready:
             return
@@ -127,8 +130,9 @@ class Reaper:
         conn: Connection,  # to the reaper
         pid: int,  # of the reaper
     ):
-        self.conn, self.pid = conn, pid
-        self.codes: dict[int, int] = {}
+        self.conn = conn
+        self.pid = pid
+        self.codes: dict[int, int] = {}  # exit codes so far, by the number of the process
         try:
             error = conn.recv()
         except (EOFError, OSError):
@@ -141,9 +145,9 @@ class Reaper:
     @classmethod
     def fork(
         cls,
-        start: Callable[
-            [], list[int]
-        ],  # starts processes from a copy of this one, and gives their ids; it must not flush the caller's streams
+        # starts processes from a copy of this one, and gives their ids; it must not flush the
+        # caller's streams
+        start: Callable[[], list[int]],
     ) -> Reaper:
         """Make a reaper that is a copy of this process."""
         ours, theirs = Pipe()
@@ -167,25 +171,16 @@ class Reaper:
         spec = importlib.util.find_spec("zero_nb.comm.reaper")
         assert spec is not None and spec.origin is not None, "this module is a file"
         # without the package, which imports torch
-        code = (
-            f"import sys; sys.path.append({os.path.dirname(spec.origin)!r}); import reaper;"
-            " reaper._main()"
-        )
-        own = [
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            code,
-            str(theirs.fileno()),
-            str(os.getpid()),
-            output,
-            *command,
-        ]
+        folder = os.path.dirname(spec.origin)
+        code = f"import sys; sys.path.append({folder!r}); import reaper; reaper._main()"
+        arguments = [str(theirs.fileno()), str(os.getpid()), output, *command]
         process = subprocess.Popen(
-            own, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            [sys.executable, "-I", "-S", "-c", code, *arguments],
+            env=env,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
         )
-        process.returncode = 0  # so that nobody but `end` waits for it
+        process.returncode = 0  # so that only `end` waits for it
         theirs.close()
         return cls(ours, process.pid)
 
@@ -197,9 +192,9 @@ class Reaper:
         """Tell how a process ended."""
         deadline = time.monotonic() + seconds
         with suppress(EOFError, OSError):
-            while number not in self.codes and self.conn.poll(
-                max(0.0, deadline - time.monotonic())
-            ):
+            while number not in self.codes:
+                if not self.conn.poll(max(0.0, deadline - time.monotonic())):
+                    break
                 self.codes.update([self.conn.recv()])
         return self.codes.get(number)
 
@@ -220,15 +215,10 @@ def _main() -> None:
 
     def start() -> list[int]:
         with open(output, "ab") as log:
-            return [
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                ).pid
-            ]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        return [process.pid]
 
     _serve(Connection(int(fd)), int(caller), start)
 
@@ -245,14 +235,12 @@ class NamelessFiles:
         if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
             self._fds = [os.memfd_create("zero_nb") for _ in range(n)]
             self.paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds]
-            self.inherited = [
-                f"/proc/self/fd/{fd}" for fd in self._fds
-            ]  # paths for processes forked from this one: they need no permission
+            # paths for processes forked from this one: they need no permission
+            self.inherited = [f"/proc/self/fd/{fd}" for fd in self._fds]
         else:  # systems other than Linux
             self._folder = tempfile.TemporaryDirectory(prefix="zero_nb_")
-            self.paths = self.inherited = [
-                os.path.join(self._folder.name, str(i)) for i in range(n)
-            ]
+            self.paths = [os.path.join(self._folder.name, str(i)) for i in range(n)]
+            self.inherited = self.paths
 
     def close(self) -> None:
         """Free the files."""
