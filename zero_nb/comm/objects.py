@@ -40,7 +40,8 @@ class _Reader(RawIOBase):
     """A file over bytes that are somewhere already."""
 
     def __init__(self, data: memoryview):
-        self.data, self.at = data, 0
+        self.data = data
+        self.at = 0  # byte that is read next
 
     def readable(self) -> bool:
         return True
@@ -82,20 +83,23 @@ def byte_device(
         return cpu
     if near is not None and group.backend(near) != "none":
         return near
-    bound, kind = group.process_group.bound_device_id, next(iter(group.backends))
-    return bound or torch.device(kind, torch.get_device_module(kind).current_device())
+    bound = group.process_group.bound_device_id
+    if bound is not None:
+        return bound
+    kind = next(iter(group.backends))
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _pretends(group: Group, device: torch.device) -> bool:
     return group.backend(device) == "fake"  # nothing comes from other ranks
 
 
+def _empty_bytes(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
 def _as_tensor(data: Any) -> Tensor:  # on the CPU
-    return (
-        torch.frombuffer(data, dtype=torch.uint8)
-        if len(data)
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else _empty_bytes(0)
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:
@@ -108,31 +112,29 @@ def _send(group: Group, payload: bytearray | memoryview, to: int, device: torch.
 
 
 def _receive(group: Group, size: int, source: int, device: torch.device) -> memoryview:
-    whole = torch.empty(size, dtype=torch.uint8, device="cpu")
+    whole = _empty_bytes(size)
     for piece in whole.split(PIECE) if size else ():
-        group.recv(
-            place := piece if device.type == "cpu" else torch.empty_like(piece, device=device),
-            source,
-        )
-        if place is not piece:
-            piece.copy_(place)
+        if device.type == "cpu":
+            group.recv(piece, source)
+            continue
+        arrived = torch.empty_like(piece, device=device)
+        group.recv(arrived, source)
+        piece.copy_(arrived)
     return _as_bytes(whole)
 
 
-def _broadcast(
+def _broadcast_bytes(
     group: Group, payload: memoryview, source: int, device: torch.device
 ) -> memoryview:  # the source's
     size = torch.tensor([len(payload)], device=device)
     group.broadcast(size, source)
-    whole = (
-        _as_tensor(payload)
-        if group.group_rank == source
-        else torch.empty(int(size), dtype=torch.uint8, device="cpu")
-    )
+    sends = group.group_rank == source
+    whole = _as_tensor(payload) if sends else _empty_bytes(int(size))
     for piece in whole.split(PIECE) if len(whole) else ():
-        group.broadcast(place := piece.to(device), source)
-        if place is not piece and group.group_rank != source:
-            piece.copy_(place)
+        moved = piece.to(device)
+        group.broadcast(moved, source)
+        if moved is not piece and not sends:
+            piece.copy_(moved)
     return _as_bytes(whole)
 
 
@@ -144,22 +146,28 @@ def _sizes(group: Group, size: int, device: torch.device) -> list[int]:
     return sizes.tolist()
 
 # %% ../../nbs/comm/07_objects.ipynb #e5461264
-_AHEAD = 1  # ranks that may send before they are asked
+_SENDERS_AHEAD = 1  # ranks that may send before they are asked
 
 
 def _await_turn(group: Group, board: GroupStore, place: int, to: int) -> None:
     """Return when the receiver is about to ask for what this rank sends."""
-    said, begin, limit, pause = "", time.monotonic(), timeout_seconds(group), 1e-3
-    while (note := board.see("turn") or "0") != "over":
-        if int(note) >= place:
+    if place <= _SENDERS_AHEAD:
+        return
+    limit = timeout_seconds(group)
+    last = ""  # the turn that was there at the last look
+    changed = time.monotonic()  # when it was another one
+    pause = 1e-3
+    while (turn := board.see("turn") or "0") != "over":
+        if int(turn) >= place:
             return
-        if note != said:
-            said, begin = note, time.monotonic()
-        elif time.monotonic() - begin > limit:
+        if turn != last:
+            last = turn
+            changed = time.monotonic()
+        elif time.monotonic() - changed > limit:
             break
         time.sleep(pause)
         pause = min(1.2 * pause, 0.1)
-    why = "has stopped to read" if note == "over" else f"asked no rank for bytes within {limit:g} s"
+    why = "has stopped to read" if turn == "over" else f"asked no rank for bytes within {limit:g} s"
     raise RuntimeError(
         f"rank {group.ranks[to]} {why}, while rank {group.global_rank} waited to send; look at the"
         f" output of rank {group.ranks[to]}"
@@ -182,8 +190,8 @@ def gather_bytes(
     if group.group_rank != to:
         if not len(payload):
             return
-        if not board.alone and (place := senders.index(group.group_rank)) > _AHEAD:
-            _await_turn(group, board, place, to)
+        if not board.alone:
+            _await_turn(group, board, senders.index(group.group_rank), to)
         return _send(group, payload, to, device)
     read = 0  # senders whose bytes are here
     try:
@@ -193,13 +201,16 @@ def gather_bytes(
             elif not size:
                 yield memoryview(b"")
             else:
-                if 0 < read < len(senders) - _AHEAD:
-                    board.put("turn", str(read + _AHEAD))
-                part, read = _receive(group, size, source, device), read + 1
+                if 0 < read < len(senders) - _SENDERS_AHEAD:
+                    board.put("turn", str(read + _SENDERS_AHEAD))
+                part = _receive(group, size, source, device)
+                read += 1
                 yield part
     except BaseException as error:
-        if isinstance(error, GeneratorExit):  # nobody reads on, but these may have begun to send
-            for rank in senders[read : max(read, 1) + _AHEAD]:
+        if isinstance(
+            error, GeneratorExit
+        ):  # the caller reads no more, but these may have begun to send
+            for rank in senders[read : max(read, 1) + _SENDERS_AHEAD]:
                 _receive(group, sizes[rank], rank, device)
         board.put("turn", "over")
         raise
@@ -208,18 +219,16 @@ def gather_bytes(
 # %% ../../nbs/comm/07_objects.ipynb #ecb37059
 def exchange_bytes(
     group: Group,  # all its ranks call this
-    payloads: Mapping[
-        int, bytearray | memoryview
-    ],  # by the group rank they go to; lengths may differ, and be 0
-    sources: Iterable[
-        int
-    ],  # group ranks that have a payload for this one: both ranks of a pair name each other, or none does
+    # by the group rank they go to; lengths may differ, and be 0
+    payloads: Mapping[int, bytearray | memoryview],
+    # group ranks that have a payload for this one: both ranks of a pair name each other, or none does
+    sources: Iterable[int],
     device: torch.device | None = None,  # where the bytes travel; None: as `byte_device` says
-) -> dict[
-    int, memoryview
-]:  # what came, by the group rank it came from; nothing, from one that is not there
-    """Send bytes to some ranks, and receive what others send here."""
-    device, me = device or byte_device(group), group.group_rank
+) -> dict[int, memoryview]:
+    """Send bytes to some ranks, and receive what others send here; give it by the group rank it
+    came from, and nothing from a simulated rank."""
+    device = device or byte_device(group)
+    me = group.group_rank
     connect(group, device)
     sends = [
         (peer, _as_tensor(payload).to(device))
@@ -259,14 +268,14 @@ def _root(group: Group, global_rank: int | None, group_rank: int | None) -> int:
 
 
 def broadcast_object_list(
-    object_list: list[
-        Any
-    ],  # objects on the source; on the other ranks a list of the same length, which is filled
+    # objects on the source; on the other ranks a list of the same length, which is filled
+    object_list: list[Any],
     src: int | None = None,  # GLOBAL rank of the source; default 0
     group: Any = None,  # a process group or a `Group`; None: all ranks of the job
     device: torch.device | None = None,  # where the bytes travel; None: as `byte_device` says
     group_src: int | None = None,  # the source's rank in the group, instead of `src`
-    map_location: Any = None,  # where tensors in the objects arrive, as for `torch.load`; None: the device they were on
+    # where tensors in the objects arrive, as for `torch.load`; None: the device they were on
+    map_location: Any = None,
     weights_only: bool = False,  # refuse all but tensors and plain values
 ) -> None:
     """Send objects of one rank to all ranks; the source keeps its own.
@@ -275,7 +284,8 @@ def broadcast_object_list(
     job trust each other. `weights_only=True` does without.
     Raises on every rank: `ValueError` if list lengths differ, what pickling or unpickling raised on one rank.
     Source: `torch.distributed.broadcast_object_list`."""
-    g, payload = Group(group), memoryview(b"")
+    g = Group(group)
+    payload = memoryview(b"")
     with agreeing(
         g,
         "broadcast_object_list",
@@ -285,7 +295,7 @@ def broadcast_object_list(
         if g.group_rank == source:
             payload = dump(list(object_list), weights_only)
     device = device or byte_device(g)
-    data = _broadcast(g, payload, source, device)
+    data = _broadcast_bytes(g, payload, source, device)
     with agreeing(g, "reading what was broadcast"):
         if g.group_rank != source and not _pretends(g, device):
             object_list[:] = load(data, map_location, weights_only)
@@ -319,9 +329,8 @@ def _scatter_bytes(group: Group, payloads: Sequence[memoryview], source: int) ->
 # %% ../../nbs/comm/07_objects.ipynb #67a5c732
 def gather_object(
     obj: Any,  # this rank's object
-    object_gather_list: (
-        list[Any] | None
-    ) = None,  # on the destination: a list of one place for each rank, which is filled; elsewhere None
+    # on the destination: a list of one place for each rank, which is filled; elsewhere None
+    object_gather_list: list[Any] | None = None,
     dst: int | None = None,  # GLOBAL rank of the destination; default 0
     group: Any = None,  # a process group or a `Group`; None: all ranks of the job
     group_dst: int | None = None,  # the destination's rank in the group, instead of `dst`
@@ -347,8 +356,8 @@ def gather_object(
 # %% ../../nbs/comm/07_objects.ipynb #1b2af0d2
 def scatter_object_list(
     scatter_object_output_list: list[Any],  # its first place is filled with this rank's object
-    scatter_object_input_list: list[Any]
-    | None = None,  # on the source: one object for each rank, by group rank; elsewhere None
+    # on the source: one object for each rank, by group rank; elsewhere None
+    scatter_object_input_list: list[Any] | None = None,
     src: int | None = None,  # GLOBAL rank of the source; default 0
     group: Any = None,  # a process group or a `Group`; None: all ranks of the job
     group_src: int | None = None,  # the source's rank in the group, instead of `src`
@@ -359,7 +368,8 @@ def scatter_object_list(
 
     Each rank unpickles what the source sends, so it trusts it, as in `broadcast_object_list`.
     Raises as `gather_object` does. Source: `torch.distributed.scatter_object_list`."""
-    g, payloads = Group(group), list[memoryview]()
+    g = Group(group)
+    payloads: list[memoryview] = []
     with agreeing(g, "scatter_object_list", lambda: [f"from group rank {source}"]):
         source = _root(g, src, group_src)
         if g.group_rank == source or scatter_object_input_list is not None:
