@@ -174,29 +174,20 @@ def _await_turn(group: Group, board: GroupStore, place: int, to: int) -> None:
     )
 
 
-def gather_bytes(
-    group: Group,  # all its ranks call this
-    payload: bytearray | memoryview,  # this rank's bytes; lengths may differ between ranks
-    to: int,  # group rank that receives
-    device: torch.device | None = None,  # where the bytes travel; None: as `byte_device` says
-) -> Iterator[memoryview]:  # on `to`: each rank's bytes in rank order; elsewhere: nothing
-    """Bring the bytes of every rank to one of them, one rank at a time."""
-    device = device or byte_device(group)
-    board = GroupStore(group, "gather_bytes")
-    if group.group_rank == to:
-        board.remove("turn")  # of one that was not read to its end
-    sizes = _sizes(group, len(payload), device)
-    senders = [rank for rank, size in enumerate(sizes) if size and rank != to]
-    if group.group_rank != to:
-        if not len(payload):
-            return
-        if not board.alone:
-            _await_turn(group, board, senders.index(group.group_rank), to)
-        return _send(group, payload, to, device)
+def _receive_all(
+    group: Group,
+    payload: bytearray | memoryview,  # this rank's bytes
+    sizes: Sequence[int],  # of every rank's bytes, by group rank
+    device: torch.device,
+    board: GroupStore,  # where this rank writes down who may send
+) -> Iterator[memoryview]:
+    """Give each rank's bytes in rank order, and let the ranks send one after the other."""
+    me = group.group_rank
+    senders = [rank for rank, size in enumerate(sizes) if size and rank != me]
     read = 0  # senders whose bytes are here
     try:
         for source, size in enumerate(sizes):
-            if source == to or _pretends(group, device):
+            if source == me or _pretends(group, device):
                 yield memoryview(payload)  # as if all held what this rank holds
             elif not size:
                 yield memoryview(b"")
@@ -207,14 +198,35 @@ def gather_bytes(
                 read += 1
                 yield part
     except BaseException as error:
-        if isinstance(
-            error, GeneratorExit
-        ):  # the caller reads no more, but these may have begun to send
+        if isinstance(error, GeneratorExit):  # these may have begun to send
             for rank in senders[read : max(read, 1) + _SENDERS_AHEAD]:
                 _receive(group, sizes[rank], rank, device)
         board.put("turn", "over")
         raise
     board.remove("turn")
+
+
+def gather_bytes(
+    group: Group,  # all its ranks call this
+    payload: bytearray | memoryview,  # this rank's bytes; lengths may differ between ranks
+    to: int,  # group rank that receives
+    device: torch.device | None = None,  # where the bytes travel; None: as `byte_device` says
+) -> Iterator[memoryview]:  # on `to`: each rank's bytes in rank order; elsewhere: nothing
+    """Bring the bytes of every rank to one of them, one rank at a time."""
+    device = device or byte_device(group)
+    board = GroupStore(group, "gather_bytes")
+    if group.group_rank == to:
+        board.remove("turn")  # of a gather that was not read to its end
+    sizes = _sizes(group, len(payload), device)
+    if group.group_rank == to:
+        yield from _receive_all(group, payload, sizes, device, board)
+        return
+    if not len(payload):
+        return
+    if not board.alone:
+        before = sum(size > 0 for rank, size in enumerate(sizes[: group.group_rank]) if rank != to)
+        _await_turn(group, board, before, to)
+    _send(group, payload, to, device)
 
 # %% ../../nbs/comm/07_objects.ipynb #ecb37059
 def exchange_bytes(
