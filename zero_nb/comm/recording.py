@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['Event', 'Events', 'Log', 'Tape', 'RecordedWork', 'RecordingGroup', 'record', 'simulate']
+__all__ = ['CollectiveEvent', 'Events', 'Log', 'Tape', 'RecordedWork', 'RecordingGroup', 'record', 'simulate']
 
 # %% ../../nbs/comm/08_recording.ipynb #9bcd010e
 @dataclass(frozen=True)
-class Event:
+class CollectiveEvent:
     """One collective, as this rank saw it."""
 
     number: int  # counts up within the group
@@ -46,9 +46,13 @@ class Event:
 
     def __str__(self) -> str:
         what = f"{self.tensors} x {self.dtype}" if self.tensors > 1 else self.dtype
-        return f"{self.kind:<14} {self.bytes:>10,} B  wire {_figure(self.wire):>10}  {what}  {self.error}".rstrip()
+        wire = _figure(self.wire)
+        return (
+            f"{self.kind:<14} {self.bytes:>10,} B  wire {wire:>10}  {what}  {self.error}".rstrip()
+        )
 
 
+# of (N-1)/N n bytes
 _SHARES = {
     "all_reduce": 2,
     "reduce_scatter": 1,
@@ -56,15 +60,14 @@ _SHARES = {
     "broadcast": 1,
     "reduce": 1,
     "all_to_all": 1,
-}  # of (N-1)/N n bytes
+}
 
 
-def _wire(kind: str, nbytes: int, size: int) -> int | Fraction:
-    return (
-        nbytes
-        if kind == "send"
-        else _whole(Fraction(_SHARES.get(kind, 0) * (size - 1) * nbytes, size))
-    )
+def _sent_bytes(kind: str, nbytes: int, size: int) -> int | Fraction:
+    """Give the bytes that each of `size` ranks sends at best."""
+    if kind == "send":
+        return nbytes
+    return _whole(Fraction(_SHARES.get(kind, 0) * (size - 1) * nbytes, size))
 
 
 def _figure(number: int | Fraction) -> str:
@@ -80,15 +83,15 @@ class Events:
 
     def __init__(
         self,
-        events: Iterable[Event] = (),
-        settle: Callable[[], None] = lambda: (
-            None
-        ),  # called before events are read: ends those that are over
+        events: Iterable[CollectiveEvent] = (),
+        # called before events are read: ends those that are over
+        settle: Callable[[], None] = lambda: None,
     ):
-        self._events, self._settle = {e.number: e for e in events}, settle
+        self._events = {e.number: e for e in events}
+        self._settle = settle
 
     @property
-    def events(self) -> tuple[Event, ...]:
+    def events(self) -> tuple[CollectiveEvent, ...]:
         """All events, as of now."""
         self._settle()
         return tuple(self._events.copy().values())
@@ -99,7 +102,7 @@ class Events:
     def __len__(self) -> int:
         return len(self._events)
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[CollectiveEvent]:
         return iter(self.events)
 
     def __getitem__(self, index: Any) -> Any:
@@ -108,6 +111,19 @@ class Events:
     def clear(self) -> None:
         """Forget all events, those in flight included."""
         self._events.clear()
+
+    def note_start(self, event: CollectiveEvent) -> None:
+        """Add an event that begins."""
+        self._events[event.number] = event
+
+    def note_end(self, number: int, end: float, error: str) -> None:
+        """Note how an event ended, unless it is forgotten."""
+        if event := self._events.get(number):
+            self._events[number] = replace(event, end=end, error=error)
+
+    def forget(self, number: int) -> None:
+        """Forget one event."""
+        self._events.pop(number, None)
 
 # %% ../../nbs/comm/08_recording.ipynb #8817afeb
 class Log(Events):
@@ -134,16 +150,17 @@ class Log(Events):
         """Bytes this rank sends at best; a collective that was built from others counts as those."""
         events = self.events
         composite = {e.parent for e in events}
-        return _whole(
-            sum((Fraction(e.wire) for e in events if e.number not in composite), Fraction(0))
-        )
+        sent = [Fraction(e.wire) for e in events if e.number not in composite]
+        return _whole(sum(sent, Fraction(0)))
 
     def text(self, sites: bool = False) -> str:
         """Write one line for each event, without times; with `sites`, and the line of code it came from."""
-        events, depth = self.events, dict[int | None, int]({None: -1})
-        for e in events:
+        depth: dict[int | None, int] = {None: -1}
+        lines = []
+        for e in self.events:
             depth[e.number] = depth.get(e.parent, -1) + 1
-        return "\n".join("  " * depth[e.number] + str(e) + f"  {e.site}" * sites for e in events)
+            lines.append("  " * depth[e.number] + str(e) + f"  {e.site}" * sites)
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.text()
@@ -160,25 +177,26 @@ class Log(Events):
 
 # %% ../../nbs/comm/08_recording.ipynb #9324dc41
 def _table(log: Log) -> str:
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("", "kind", "bytes", "wire", "tensors", "dtype", "site", "error")
-    )
+    names = ("", "kind", "bytes", "wire", "tensors", "dtype", "site", "error")
+    head = "".join(f"<th>{name}</th>" for name in names)
     rows = []
     for e in log.events:
         kind = "&nbsp;" * 4 * (e.parent is not None) + escape(e.kind)
-        cells = (
-            e.number,
-            kind,
-            f"{e.bytes:,}",
-            _figure(e.wire),
-            e.tensors,
-            e.dtype,
-            escape(e.site),
-            e.error,
-        )
+        wire = _figure(e.wire)
+        cells = (e.number, kind, f"{e.bytes:,}", wire, e.tensors, e.dtype, escape(e.site), e.error)
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _lanes(events: Sequence[CollectiveEvent], stops: Sequence[float]) -> list[int]:
+    """Give each event the first line on which no other bar is in its way."""
+    free: list[float] = []  # when the last bar of each line ends
+    lanes = []
+    for event, stop in zip(events, stops, strict=True):
+        lane = next((i for i, end in enumerate(free) if end <= event.start), len(free))
+        free[lane : lane + 1] = [stop]
+        lanes.append(lane)
+    return lanes
 
 
 def _timeline(log: Log, width: int) -> Any:
@@ -187,39 +205,27 @@ def _timeline(log: Log, width: int) -> Any:
     events = log.events
     first = min((e.start for e in events), default=0.0)
     last = max((e.start if e.end is None else e.end for e in events), default=1.0)
-    last, scale = last + 0.02 * (last - first), (width - 20) / ((last - first) * 1.02 or 1)
-    kinds, lanes = list(dict.fromkeys(e.kind for e in events)), list[float]()
-    body = [
-        _rect(10 + 110 * i, 4, 9, 9, colour(i, len(kinds))) + _text(23 + 110 * i, 12, kind)
-        for i, kind in enumerate(kinds)
-    ]
-    for e in events:
-        stop = last if e.end is None else e.end
-        lane = next((i for i, busy in enumerate(lanes) if busy <= e.start), len(lanes))
-        lanes[lane : lane + 1] = [stop]
-        said = f"{e} {e.site} " + (
-            "in flight" if e.end is None else f"{1000 * (stop - e.start):.3g} ms"
-        )
-        open_ended = (
-            {}
-            if e.end is not None
-            else {"stroke": "currentColor", "stroke_dasharray": "3 3", "fill_opacity": 0.3}
-        )
-        x, fill = 10 + (e.start - first) * scale, colour(kinds.index(e.kind), len(kinds))
-        body.append(
-            _rect(x, 22 + 18 * lane, (stop - e.start) * scale, 15, fill, said, **open_ended)
-        )
-    y = 36 + 18 * len(lanes)
+    span = 1.02 * (last - first)
+    stops = [first + span if e.end is None else e.end for e in events]
+    lanes = _lanes(events, stops)
+    scale = (width - 20) / (span or 1)
+    kinds = list(dict.fromkeys(e.kind for e in events))
+    colours = {kind: colour(i, len(kinds)) for i, kind in enumerate(kinds)}
+    body = []
+    for i, kind in enumerate(kinds):
+        body.append(_rect(10 + 110 * i, 4, 9, 9, colours[kind]))
+        body.append(_text(23 + 110 * i, 12, kind))
+    for e, stop, lane in zip(events, stops, lanes, strict=True):
+        took = "in flight" if e.end is None else f"{1000 * (stop - e.start):.3g} ms"
+        dashes = {"stroke": "currentColor", "stroke_dasharray": "3 3", "fill_opacity": 0.3}
+        options: Any = dashes if e.end is None else {}
+        x = 10 + (e.start - first) * scale
+        bar = (x, 22 + 18 * lane, (stop - e.start) * scale, 15)
+        body.append(_rect(*bar, colours[e.kind], f"{e} {e.site} {took}", **options))
+    y = 36 + 18 * (max(lanes, default=-1) + 1)
     for k, anchor in enumerate(("start", "middle", "middle", "middle", "end")):
-        body.append(
-            _text(
-                10 + k * (width - 20) / 4,
-                y,
-                f"{k * (last - first) * 250:.3g} ms",
-                anchor,
-                font_size=9,
-            )
-        )
+        time_ms = f"{k * span * 250:.3g} ms"
+        body.append(_text(10 + k * (width - 20) / 4, y, time_ms, anchor, font_size=9))
     return Svg(width, y + 4, "".join(body), f"a timeline of {len(events)} collectives")
 
 # %% ../../nbs/comm/08_recording.ipynb #ad531e1f
@@ -227,54 +233,95 @@ class Tape:
     """Opens and closes events, from any thread."""
 
     def __init__(self) -> None:
-        self.lock, self.numbers, self.inside = (
-            threading.Lock(),
-            itertools.count(),
-            threading.local(),
-        )
-        self.flying: dict[
-            int, tuple[tuple[Log, ...], Any]
-        ] = {}  # by number: the logs it is in, and its future if it has one
+        self.lock = threading.Lock()
+        self.numbers = itertools.count()
+        # by thread: number of the collective whose steps it runs
+        self.parents: dict[int, int] = {}
+        # by number: the logs it is in, and its future if it has one
+        self.flying: dict[int, tuple[tuple[Log, ...], Any]] = {}
         self.log = Log(settle=self.settle)
         self.logs: list[Log] = [self.log]
 
     def open(self, kind: str, nbytes: int, wire: int | Fraction, tensors: Sequence[Tensor]) -> int:
         """Begin an event; returns its number."""
         dtype = "+".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+        parent = self.parents.get(threading.get_ident())
         with self.lock:
-            number, logs = next(self.numbers), tuple(self.logs)
-            parent = getattr(self.inside, "parent", None)
-            event = Event(
-                number,
-                kind,
-                nbytes,
-                wire,
-                dtype,
-                len(tensors),
-                _site(),
-                time.perf_counter(),
-                parent=parent,
+            number = next(self.numbers)
+            logs = tuple(self.logs)
+            start = time.perf_counter()
+            event = CollectiveEvent(
+                number, kind, nbytes, wire, dtype, len(tensors), _call_site(), start, parent=parent
             )
             self.flying[number] = logs, None
             for log in logs:
-                log._events[number] = event
+                log.note_start(event)
         return number
 
-    def close(self, number: int, error: str = "", forget: bool = False) -> None:
-        """End an event, unless it has ended before; or forget it, because it never began."""
+    def close(self, number: int, error: str = "") -> None:
+        """End an event, unless it has ended before."""
         end = time.perf_counter()
         with self.lock:
             logs, _ = self.flying.pop(number, ((), None))
             for log in logs:
-                event = log._events.pop(number, None) if forget else log._events.get(number)
-                if event and not forget:
-                    log._events[number] = replace(event, end=end, error=error)
+                log.note_end(number, end, error)
+
+    def forget(self, number: int) -> None:
+        """Forget an event that never began."""
+        with self.lock:
+            logs, _ = self.flying.pop(number, ((), None))
+            for log in logs:
+                log.forget(number)
+
+    def await_future(self, numbers: Sequence[int], future: Any) -> None:
+        """Note which future ends some events."""
+        with self.lock:
+            self.flying.update({n: (self.flying[n][0], future) for n in numbers})
 
     def settle(self) -> None:
-        """End what is over and has not said so yet."""
+        """End what is over and has not been closed yet."""
         for number, (_, future) in list(self.flying.items()):
             if future is not None and future.done():
                 self.close(number, _failure(future))
+
+    def add_log(self) -> Log:
+        """Give a log of what starts from now on."""
+        log = Log(settle=self.settle)
+        with self.lock:
+            self.logs.append(log)
+        return log
+
+    def remove_log(self, log: Log) -> None:
+        """Add nothing more to a log."""
+        with self.lock:
+            self.logs = [other for other in self.logs if other is not log]
+
+    def follow(
+        self, kind: str, wire: int | Fraction, tensor: Tensor, steps: Iterator[None]
+    ) -> Iterator[None]:
+        """Run the steps of one event, and note what they start as parts of it."""
+        number = self.open(kind, _nbytes(tensor), wire, [tensor])
+        error = ""
+        try:
+            while True:
+                thread = threading.get_ident()
+                outer = self.parents.get(thread)
+                self.parents[thread] = number
+                try:
+                    next(steps)
+                except StopIteration:
+                    return
+                finally:
+                    if outer is None:
+                        del self.parents[thread]
+                    else:
+                        self.parents[thread] = outer
+                yield
+        except Exception as e:
+            error = type(e).__name__
+            raise
+        finally:
+            self.close(number, error)
 
 
 def _failure(future: Any) -> str:
@@ -285,23 +332,19 @@ def _failure(future: Any) -> str:
     return ""
 
 # %% ../../nbs/comm/08_recording.ipynb #bebde350
-_PASSED = (
-    "torch",
-    "zero_nb",
-    "contextlib",
-    "functools",
-    "typing_extensions",
-)  # modules whose lines are nobody's call site
+# modules whose lines are not the user's
+_PASSED = ("torch", "zero_nb", "contextlib", "functools", "typing_extensions")
 
 
-def _site() -> str:
-    frame: Any = sys._getframe(3)  # the caller of whoever opened the event
+def _call_site() -> str:
+    frame: Any = sys._getframe(3)  # the caller of the method that opened the event
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED:
         frame = frame.f_back
     if frame is None:
         return "backward"
-    name = Path(frame.f_code.co_filename)
-    return f"{'cell' if name.suffix != '.py' or 'ipykernel' in name.parent.name else name.name}:{frame.f_lineno}"
+    path = Path(frame.f_code.co_filename)
+    in_cell = path.suffix != ".py" or "ipykernel" in path.parent.name
+    return f"{'cell' if in_cell else path.name}:{frame.f_lineno}"
 
 # %% ../../nbs/comm/08_recording.ipynb #1d1e663c
 _DIST: Any = torch.distributed if torch.distributed.is_available() else None
@@ -312,24 +355,30 @@ _GROUP: Any = _DIST.ProcessGroup if _DIST else object
 class RecordedWork(_WORK):
     """A work handle of the wrapped group whose end is written down."""
 
-    def __init__(self, work: Any, over: Callable[[str], None]):
+    def __init__(
+        self,
+        work: Any,  # of the wrapped group
+        close: Callable[[str], None],  # called with the type of an error, or ""
+    ):
         super().__init__()
-        self._work, self._over = work, over
+        self._work = work
+        self._close = close
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
         """Wait as the wrapped work does."""
         try:
             done = self._work.wait(*args, **kwargs)
         except BaseException as error:
-            self._over(type(error).__name__)
+            self._close(type(error).__name__)
             raise
-        self._over("")
+        self._close("")
         return done
 
     def is_completed(self) -> bool:
         """Ask the wrapped work."""
-        if done := self._work.is_completed():
-            self._over("")
+        done = self._work.is_completed()
+        if done:
+            self._close("")
         return done
 
 
@@ -412,7 +461,7 @@ def _measure(
     tensors = _tensors(second if kind in ("reduce_scatter", "all_to_all") else first)
     nbytes = _nbytes(tensors)
     if kind != "all_to_all":
-        return nbytes, _wire(kind, nbytes, size), tensors
+        return nbytes, _sent_bytes(kind, nbytes, size), tensors
     if isinstance(second, Tensor):  # cut along its first dimension, evenly if no sizes are given
         sizes = splits[1] if len(splits) > 1 and splits[1] else [len(second) // size] * size
         return nbytes, nbytes - sizes[group_rank] * (nbytes // max(len(second), 1)), tensors
@@ -430,7 +479,10 @@ class _PassingGroup(_GROUP):
         name: str,  # the same on all ranks, and no other group's
     ):
         super().__init__(wrapped.rank(), wrapped.size())
-        self.wrapped, self.closed, self.tape, self._name = wrapped, False, Tape(), name
+        self.wrapped = wrapped
+        self.closed = False
+        self.tape = Tape()
+        self._name = name
         self._together: list[int] | None = None  # events inside the backend's own coalescing block
         for device in wrapped._device_types:  # serve calls made in C++ that Python cannot override
             backend = wrapped._get_backend(device)
@@ -454,17 +506,17 @@ class _PassingGroup(_GROUP):
         return self.wrapped._get_backend(device)
 
     def shutdown(self) -> None:
-        self.closed = (
-            True  # torch calls this when a group is destroyed; the backends are not ours to stop
-        )
+        # torch calls this when a group is destroyed; the wrapped group's backends are not ours to stop
+        self.closed = True
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.wrapped._start_coalescing(device)
         self._together = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        numbers, self._together = self._together or [], None
-        return _watch(self.tape, self.wrapped._end_coalescing(device), numbers)
+        numbers = self._together or []
+        self._together = None
+        return _close_with(self.tape, self.wrapped._end_coalescing(device), numbers)
 
 # %% ../../nbs/comm/08_recording.ipynb #8fdce65b
 def _recorded(method: str, kind: str) -> Any:
@@ -478,17 +530,17 @@ def _recorded(method: str, kind: str) -> Any:
         try:
             work = getattr(self.wrapped, method)(*args, **kwargs)
         except BaseException:
-            self.tape.close(number, forget=True)
+            self.tape.forget(number)
             raise
         if self._together is None:
-            return _watch(self.tape, work, [number])
+            return _close_with(self.tape, work, [number])
         self._together.append(number)
         return work
 
     return call
 
 
-def _watch(tape: Tape, work: Any, numbers: Sequence[int]) -> Any:
+def _close_with(tape: Tape, work: Any, numbers: Sequence[int]) -> Any:
     """Close events when `work` is over; returns what to hand out in its place."""
     if work is None:  # it was over before it returned
         for number in numbers:
@@ -497,24 +549,23 @@ def _watch(tape: Tape, work: Any, numbers: Sequence[int]) -> Any:
     try:
         future = work.get_future()
     except RuntimeError:
-        future = None  # a send: only waiting tells
+        future = None  # a send, whose end only `wait` reports
 
-    def over(error: str) -> None:
+    def close(error: str) -> None:
         if error and future is not None and not future.done():
             return  # a wait that ran out of time, not the work
         for number in numbers:
             tape.close(number, error)
 
     def on_their_thread(done: Any) -> None:
-        over(_failure(done))
+        close(_failure(done))
         _AWAITED.discard(future)
 
     if future is not None:
-        with tape.lock:
-            tape.flying.update({n: (tape.flying[n][0], future) for n in numbers})
+        tape.await_future(numbers, future)
         _AWAITED.add(future)
         future.add_done_callback(on_their_thread)
-    return RecordedWork(work, over)
+    return RecordedWork(work, close)
 
 
 for _name, _kind in _METHODS.items():
@@ -523,43 +574,17 @@ for _name, _kind in _METHODS.items():
 
 # %% ../../nbs/comm/08_recording.ipynb #a1a4ac13
 _AWAITED: set[Any] = set()  # futures that have not called back
-_PATIENCE = 5.0  # seconds
+_CALLBACK_TIMEOUT = 5.0  # seconds in which they call back when the interpreter ends
 
 
 @atexit.register
-def _let_them_call_back() -> None:
-    late, deadline = bool(_AWAITED), time.monotonic() + _PATIENCE
+def _await_callbacks() -> None:
+    if not _AWAITED:
+        return
+    deadline = time.monotonic() + _CALLBACK_TIMEOUT
     while _AWAITED and time.monotonic() < deadline:
         time.sleep(0.001)
-    if late:
-        time.sleep(0.01)  # for what torch does after the call
-
-# %% ../../nbs/comm/08_recording.ipynb #2c17e2fb
-def _follow(
-    pg: RecordingGroup, kind: str, tensor: Tensor, steps: Iterator[None], wire: int | None
-) -> Iterator[None]:
-    nbytes, inside = _nbytes(tensor), pg.tape.inside
-    number, error = (
-        pg.tape.open(
-            kind, nbytes, _wire(kind, nbytes, pg.size()) if wire is None else wire, [tensor]
-        ),
-        "",
-    )
-    try:
-        while True:
-            outer, inside.parent = getattr(inside, "parent", None), number
-            try:
-                next(steps)
-            except StopIteration:
-                return
-            finally:
-                inside.parent = outer
-            yield
-    except Exception as e:
-        error = type(e).__name__
-        raise
-    finally:
-        pg.tape.close(number, error)
+    time.sleep(0.01)  # for what torch does after the call
 
 # %% ../../nbs/comm/08_recording.ipynb #b24421ca
 class RecordingGroup(_PassingGroup):
@@ -573,27 +598,24 @@ class RecordingGroup(_PassingGroup):
     @contextmanager
     def recording(self) -> Iterator[Log]:
         """Give a log of what starts in the block."""
-        with self.tape.lock:
-            self.tape.logs.append(log := Log(settle=self.tape.settle))
+        log = self.tape.add_log()
         try:
             yield log
         finally:
-            with self.tape.lock:
-                self.tape.logs = [other for other in self.tape.logs if other is not log]
+            self.tape.remove_log(log)
 
     def follow(
         self,
         kind: str,  # of the collective that the steps make together
         tensor: Tensor,  # the whole of it
-        steps: Iterator[
-            None
-        ],  # starts and finishes collectives of this group, or moves the tensor by other means
-        wire: (
-            int | None
-        ) = None,  # bytes that this rank sends, if it starts no collectives; None: by the formula of the kind
+        # starts and finishes collectives of this group, or moves the tensor by other means
+        steps: Iterator[None],
+        # bytes that this rank sends, if it starts no collectives; None: by the formula of the kind
+        wire: int | None = None,
     ) -> Iterator[None]:  # the same steps
         """Record what a generator starts as steps of one collective."""
-        return _follow(self, kind, tensor, steps, wire)
+        sent = _sent_bytes(kind, _nbytes(tensor), self.size()) if wire is None else wire
+        return self.tape.follow(kind, sent, tensor, steps)
 
     def close(self) -> None:
         """Take the group back from torch; its log stays readable and the wrapped group usable.
@@ -619,13 +641,14 @@ class RecordingGroup(_PassingGroup):
 def _register(
     pg: RecordingGroup, ranks: Sequence[int], backend: str, config: str, store: Any
 ) -> None:
-    name, world = pg._name, _DIST.distributed_c10d._world
-    world.pg_map[pg], world.pg_backend_config[pg] = (backend, store), config
-    world.pg_names[pg], world.pg_to_tag[pg], world.tags_to_pg[f"user:{name}"] = (
-        name,
-        f"user:{name}",
-        [pg],
-    )
+    name = pg._name
+    tag = f"user:{name}"
+    world = _DIST.distributed_c10d._world
+    world.pg_map[pg] = (backend, store)
+    world.pg_backend_config[pg] = config
+    world.pg_names[pg] = name
+    world.pg_to_tag[pg] = tag
+    world.tags_to_pg[tag] = [pg]
     world.pg_group_ranks[pg] = {
         global_rank: group_rank for group_rank, global_rank in enumerate(ranks)
     }
@@ -641,9 +664,8 @@ def _available() -> Any:
     return _DIST
 
 
-_NAMES: WeakKeyDictionary[Any, Iterator[int]] = (
-    WeakKeyDictionary()
-)  # by wrapped group, so that counting agrees across ranks
+# by wrapped group, so that counting agrees across ranks
+_NAMES: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 # %% ../../nbs/comm/08_recording.ipynb #eac73f3e
 def record(
@@ -689,7 +711,8 @@ class _Alone:
     _device_types: Sequence[torch.device] = ()
 
     def __init__(self, size: int, group_rank: int):
-        self._size, self._rank = size, group_rank
+        self._size = size
+        self._rank = group_rank
 
     def rank(self) -> int:
         return self._rank
@@ -704,9 +727,8 @@ class _Alone:
         pass
 
     def _get_backend(self, device: torch.device) -> Any:
-        return SimpleNamespace(
-            supports_coalescing=False
-        )  # newer torch asks before it groups messages
+        # newer torch asks before it groups messages
+        return SimpleNamespace(supports_coalescing=False)
 
     def _start_coalescing(self, device: torch.device) -> None:
         pass
@@ -715,35 +737,37 @@ class _Alone:
         pass
 
     def _finish(self, kind: str, args: Sequence[Any]) -> Any:
-        outs, ins = args[0] if args else [], args[1] if len(args) > 1 else []
+        outs = args[0] if args else []
+        ins = args[1] if len(args) > 1 else []
         if kind in ("all_gather", "gather") and _tensors(outs):
             self._gather(outs, ins)
         if kind in ("reduce_scatter", "scatter") and _tensors(ins):
             self._scatter(outs, ins)
         if kind == "all_to_all":
             for out, x in zip(_tensors(outs), _tensors(ins), strict=True):
-                out.copy_(x) if out.shape == x.shape else None
+                if out.shape == x.shape:
+                    out.copy_(x)
         return _Done(_tensors(outs))
 
     def _gather(self, outs: Any, ins: Any) -> None:
         if isinstance(ins, Tensor):
-            outs, ins = [outs], [ins]
+            outs = [outs]
+            ins = [ins]
         for out, x in zip(outs, ins, strict=True):
             if isinstance(out, Tensor):
                 out.view(self._size, -1).copy_(x.clone().view(1, -1))  # x may lie in `out`
-            for part in () if isinstance(out, Tensor) else out:
+                continue
+            for part in out:
                 if part.numel() == x.numel():
                     part.copy_(x.view_as(part))
 
     def _scatter(self, outs: Any, ins: Any) -> None:
         if isinstance(outs, Tensor):
-            outs, ins = [outs], [ins]
+            outs = [outs]
+            ins = [ins]
         for out, x in zip(outs, ins, strict=True):
-            out.copy_(
-                (x if isinstance(x, (list, tuple)) else x.view(self._size, -1))[self._rank].view_as(
-                    out
-                )
-            )
+            parts = x if isinstance(x, (list, tuple)) else x.view(self._size, -1)
+            out.copy_(parts[self._rank].view_as(out))
 
 
 def _pretended(kind: str) -> Any:
@@ -806,20 +830,15 @@ def simulate(
     dist = _available()
     pg = RecordingGroup(_Alone(size, group_rank), f"simulated{next(_SIMULATED)}")
     pg.simulated = True
-    ranks, me = list(range(size)), group_rank
-    if (
-        dist.is_initialized() and (me := dist.get_rank()) != group_rank
-    ):  # this process keeps its rank in the job, and trades with who has it here
+    ranks = list(range(size))
+    if dist.is_initialized():
+        # this process keeps its rank in the job, and the simulated rank of that number gets its own
+        me = dist.get_rank()
         if me < size:
             ranks[me] = group_rank
         ranks[group_rank] = me
-    _register(
-        pg,
-        ranks,
-        "fake",
-        ",".join(f"{device}:fake" for device in ("cpu", "cuda", "xpu", "meta")),
-        dist.HashStore(),
-    )
+    config = ",".join(f"{device}:fake" for device in ("cpu", "cuda", "xpu", "meta"))
+    _register(pg, ranks, "fake", config, dist.HashStore())
     if not dist.is_initialized():
         dist.distributed_c10d._update_default_pg(pg)
     return pg
