@@ -17,6 +17,7 @@ from zero_nb.plan.sharder import (
     ParamTable,
     ShardPlan,
     Span,
+    _canonical,
     balanced,
     by_group,
     even,
@@ -91,6 +92,35 @@ def test_every_element_has_one_place_and_parts_cover_buckets(specs, world_size, 
                 Span(s.param, s.start, s.stop) for s in bucket.slots_of(r)
             )
         assert bucket.equal or not chosen["equal"]
+
+
+@quick
+@given(param_lists(6), worlds, policies, options, st.data())
+def test_a_bucket_plan_finds_owners_as_its_shard_plan_does(specs, world_size, policy, chosen, data):
+    plan = pack(small(specs), world_size, policy=policy, **chosen)
+    listed, ranks = plan.shard_plan, {0, world_size // 2, world_size - 1}
+    for rank in ranks:
+        assert _canonical(plan.spans(rank)) == listed.spans(rank)
+    for i, spec in [(i, spec) for i, spec in enumerate(plan.params) if spec.numel]:
+        start = data.draw(st.integers(0, spec.numel - 1))
+        span = Span(i, start, data.draw(st.integers(start + 1, spec.numel)))
+        found, wanted = list(plan.owners_of(span)), list(listed.owners_of(span))
+        assert [s.start for _, s in found] == sorted(s.start for _, s in found), "in order"
+        assert all(s.numel > 0 for _, s in found)
+        assert joined(found) == joined(wanted)
+        assert sum(s.numel for _, s in found) == span.numel * spec.trainable
+        for place in plan.places_of(span):
+            bucket = plan.buckets[plan.bucket_of(i, max(start, place.slot.start))]
+            assert place.slot in bucket.slots and place.bounds == bucket.bounds
+            parts = list(place.owners_of(place.slot.span))
+            for rank in ranks:
+                assert place.spans(rank) == tuple(s for r, s in parts if r == rank)
+
+
+def joined(found):
+    """Join neighbouring parts of one owner."""
+    ranks = {rank for rank, _ in found}
+    return {rank: _canonical([s for owner, s in found if owner == rank]) for rank in ranks}
 
 
 @quick

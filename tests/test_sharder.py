@@ -31,6 +31,7 @@ from zero_nb.plan.sharder import (
     greedy,
     mixed,
     moves,
+    moves_of,
     newton_schulz,
     runs,
     spread,
@@ -281,6 +282,37 @@ def test_moves_turn_one_plan_into_the_other_and_move_nothing_twice(
         key: r for key, r in want.items() if key in owner
     }
     assert moves(new, new) == ()
+
+
+@quick
+@given(param_lists(), st.integers(1, 9), st.integers(1, 9), policies, policies)
+def test_a_rank_finds_its_own_moves(specs, before, after, first, second):
+    old, new = first(specs, before), second(specs, after)
+    found = moves(old, new)
+    for rank in range(max(before, after)):
+        mine = moves_of(rank, old, new)
+        sent = [move for moves in mine.sends.values() for move in moves]
+        received = [move for moves in mine.receives.values() for move in moves]
+        kept = [move for move in received if move.source == rank]
+        assert [m for m in sent if m.destination != rank] == [m for m in found if m.source == rank]
+        assert [m for m in received if m.source != rank] == [
+            m for m in found if m.destination == rank
+        ]
+        assert kept == [move for move in sent if move.destination == rank]
+        for span, moves_in in mine.receives.items():
+            assert sum(move.numel for move in moves_in) == span.numel, "all of it comes"
+
+
+def test_a_rank_of_many_finds_its_moves_without_the_list_of_all():
+    specs = [ParamSpec(f"p{i}", (64, 1 + i % 9)) for i in range(500)]
+    few, many = (
+        max(
+            calls(partial(moves_of, rank, even(specs, ranks), balanced(specs, ranks)))
+            for rank in (0, 1, ranks // 2, ranks - 1)
+        )
+        for ranks in (8, 1024)
+    )
+    assert many < few / 8, "a rank of 1,024 has about one span, a rank of 8 has sixty"
 
 
 @quick

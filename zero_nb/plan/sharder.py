@@ -8,7 +8,7 @@ __all__ = ['ITEMSIZE', 'Owners', 'T', 'DEVICE', 'Item', 'Cost', 'Priced', 'Choic
            'run_text', 'run_from', 'LazyTuple', 'ParamTable', 'ShardPlan', 'unique', 'world', 'spread', 'Policy',
            'movable', 'greedy', 'even', 'row_cuts', 'runs', 'numel', 'newton_schulz', 'balanced', 'matrices_whole',
            'by_group', 'mixed', 'setting', 'leaf', 'balances', 'identity', 'checked', 'find_policy', 'Grid', 'GridPlan',
-           'Move', 'moves']
+           'Move', 'moves', 'Placement', 'RankMoves', 'moves_of']
 
 # %% ../../nbs/plan/01_sharder.ipynb #b39e386e
 import hashlib
@@ -436,6 +436,19 @@ class ShardPlan(Written):
             if isinstance(owner := self.by_param[param], int)
             else owner
         )
+
+    def owners_of(self, span: Span) -> Iterator[tuple[int, Span]]:  # (group_rank, part), in order
+        """Tell who owns elements of one parameter, and which of them."""
+        param, start, stop = span
+        owners = self.by_param[param]
+        if isinstance(owners, int):
+            yield owners, span
+            return
+        at = max(0, bisect_right(owners, start, key=lambda owner: owner[1].start) - 1)
+        while at < len(owners) and owners[at][1].start < stop:
+            owner, held = owners[at]
+            yield owner, Span(param, max(start, held.start), min(stop, held.stop))
+            at += 1
 
     def fields(self) -> dict[str, list[str]]:
         """Give the plan as lines of text, by what they are about."""
@@ -965,14 +978,17 @@ class GridPlan(Written):
         return f"<p>{rows}</p>{_shards_html(self.plan)}"
 
 # %% ../../nbs/plan/01_sharder.ipynb #d6afb4e2
-@dataclass(frozen=True, order=True)
-class Move:
+class Move(NamedTuple):
     """A run of elements that one rank sends to another."""
 
     source: int  # rank in the old plan
     destination: int  # rank in the new plan
     span: Span  # by parameter index of the new plan
-    numel = property(lambda self: self.span.numel, doc="Number of elements.")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.span.numel
 
 
 class _Senders:
@@ -1059,3 +1075,42 @@ def _overlaps(old: Owners, new: Owners) -> Iterator[tuple[int, int, int, int]]:
             yield source, destination, start, stop
         a += s.stop == stop
         b += t.stop == stop
+
+# %% ../../nbs/plan/01_sharder.ipynb #00a85b46
+class Placement(Protocol):
+    """Tells which ranks hold which elements; all ranks have an equal one. Plans are placements."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+
+    def spans(self, group_rank: int) -> Iterable[Span]:
+        """Give what a rank holds."""
+
+    def owners_of(self, span: Span) -> Iterable[tuple[int, Span]]:  # (group_rank, part), in order
+        """Tell which ranks hold elements of one parameter, and which of them; none, where no rank does."""
+
+# %% ../../nbs/plan/01_sharder.ipynb #fb9ab081
+class RankMoves(NamedTuple):
+    """What one rank sends, receives and keeps when a placement changes; it keeps what it moves to itself."""
+
+    sends: dict[Span, list[Move]]  # by the span of the old placement that they are cut from
+    receives: dict[Span, list[Move]]  # by the span of the new placement that they make up
+
+
+def moves_of(
+    group_rank: int,
+    old: Placement,
+    new: Placement,  # of the same parameters, by the same numbers; of any world size
+) -> RankMoves:
+    """List the moves of one rank, in time that grows with what it holds and not with the ranks."""
+    held = old.spans(group_rank) if group_rank < old.world_size else ()
+    wanted = new.spans(group_rank) if group_rank < new.world_size else ()
+    sends = {
+        span: [Move(group_rank, to, part) for to, part in new.owners_of(span)] for span in held
+    }
+    receives = {
+        span: [Move(source, group_rank, part) for source, part in old.owners_of(span)]
+        for span in wanted
+    }
+    return RankMoves(sends, receives)
