@@ -87,9 +87,9 @@ def owned(zero):
     """Give what this rank owns: the index of each parameter, and whether it owns all of it."""
     pieces = [piece for shard in zero.shards for piece in shard.pieces]
     return [
-        (run[0], run[2] - run[1] == p.numel())
+        (span.param, span.numel == p.numel())
         for piece in pieces
-        for run, p in zip(piece.runs, piece.params, strict=True)
+        for span, p in zip(piece.spans, piece.params, strict=True)
     ]
 
 
@@ -1419,14 +1419,14 @@ def test_the_gradient_of_a_piece_that_is_cut_at_both_ends_is_the_same_the_quick_
     for p in params:
         p.grad = torch.rand(p.shape)
     params[3].grad = torch.rand(3, 3).t()  # its layout is not the parameter's
-    for runs, quick in (
-        ([(0, 2, 6), (1, 0, 4), (2, 0, 1), (3, 0, 5)], True),
-        ([(0, 0, 6), (1, 0, 3), (2, 0, 1), (3, 0, 9)], False),
+    for spans, quick in (
+        ([Span(0, 2, 6), Span(1, 0, 4), Span(2, 0, 1), Span(3, 0, 5)], True),
+        ([Span(0, 0, 6), Span(1, 0, 3), Span(2, 0, 1), Span(3, 0, 9)], False),
     ):
-        flat = torch.zeros(sum(stop - start for _, start, stop in runs))
-        piece = Piece(runs, params, flat, flat)
+        flat = torch.zeros(sum(stop - start for _, start, stop in spans))
+        piece = Piece(spans, params, flat, flat)
         assert piece._row_major is quick
         want = torch.cat(
-            [p.grad.reshape(-1)[a:b] for p, (_, a, b) in zip(params, runs, strict=True)]
+            [p.grad.reshape(-1)[a:b] for p, (_, a, b) in zip(params, spans, strict=True)]
         )
         assert piece.gradient([p.grad for p in params]).tolist() == want.tolist()

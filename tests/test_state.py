@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_nb.optim.state import find_owners, freeze_state, state_places
+from zero_nb.optim.state import StatePlan, freeze_state, stepped_by
 from zero_nb.plan.buckets import pack
-from zero_nb.plan.sharder import ParamSpec, balanced, even, moves, runs
+from zero_nb.plan.sharder import ParamSpec, Span, balanced, even, moves, moves_of, runs
 
 SIZES = st.lists(st.integers(0, 70), min_size=1, max_size=6)
 POLICIES = st.sampled_from([even, balanced, runs])
@@ -41,13 +41,26 @@ def shard_of(sizes, frozen, ranks, policy, bucket_cap_mb, group_rank=0):
     )
 
 
-def elements(triples):
-    """Give the single elements of (source, destination, span) that change their rank."""
-    found = defaultdict(set)
-    for source, destination, index, start, stop in triples:
-        if source != destination:
-            found[source, destination, index] |= set(range(start, stop))
-    return dict(found)
+def elements(found):
+    """Give the single elements of moves, by source, destination and parameter."""
+    out = defaultdict(set)
+    for move in found:
+        _, start, stop = move.span
+        assert not out[move.source, move.destination, move.span.param] & set(range(start, stop))
+        out[move.source, move.destination, move.span.param] |= set(range(start, stop))
+    return dict(out)
+
+
+def moved(old, new):
+    """Check that senders and receivers agree and that every span is moved whole; the moves of all ranks."""
+    mine = [moves_of(rank, old, new) for rank in range(old.world_size)]
+    sent = [move for found in mine for moves in found.sends.values() for move in moves]
+    received = [move for found in mine for moves in found.receives.values() for move in moves]
+    assert elements(sent) == elements(received)
+    for rank, found in enumerate(mine):
+        assert list(found.sends) == list(old.spans(rank))
+        assert list(found.receives) == list(new.spans(rank))
+    return sent
 
 
 @settings(max_examples=150, deadline=None)
@@ -55,19 +68,43 @@ def elements(triples):
 def test_state_goes_where_the_plans_say(data, sizes, ranks):
     caps = st.sampled_from([0.00005, 0.0002, 1.0])  # MB: 13, 52 elements, all
     old, new = (shard_of(sizes, (), ranks, data.draw(POLICIES), data.draw(caps)) for _ in range(2))
-    before, after = state_places(old), state_places(new)
-    routed = [
-        (source, destination, index, low, high)
-        for index, size in enumerate(sizes)
-        for source, start, stop, _ in find_owners(before[index], 0, size)
-        for destination, low, high, _ in find_owners(after[index], start, stop)
+    found = moved(StatePlan(ranks, [old], {}), StatePlan(ranks, [new], {}))
+    planned = moves(old.plan.shard_plan, new.plan.shard_plan)
+    travels = [move for move in found if move.source != move.destination]
+    assert elements(travels) == elements(planned)
+    assert sum(move.numel for move in found) == sum(sizes), "each element once"
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), sizes=SIZES, ranks=st.integers(1, 5))
+def test_state_is_kept_while_a_parameter_is_frozen_and_moves_when_it_thaws(data, sizes, ranks):
+    """Train all, freeze some, freeze others: the state of each element is in one place throughout."""
+    frozen = st.sets(st.integers(0, len(sizes) - 1))
+    shards = [
+        shard_of(sizes, stage, ranks, data.draw(POLICIES), data.draw(st.sampled_from([0.0001, 1])))
+        for stage in ((), data.draw(frozen), data.draw(frozen))
     ]
-    planned = [
-        (move.source, move.destination, move.span.param, move.span.start, move.span.stop)
-        for move in moves(old.plan.shard_plan, new.plan.shard_plan)
-    ]
-    assert elements(routed) == elements(planned)
-    assert sum(high - low for *_, low, high in routed) == sum(sizes), "each element once"
+    everything = {(i, e) for i, size in enumerate(sizes) for e in range(size)}
+    before = StatePlan(ranks, shards[:1], {})
+    for new in shards[1:]:
+        found = moved(before, StatePlan(ranks, [new], {}))
+        assert {move.span.param for move in found} == {i for i in stepped_by(new) if sizes[i]}
+        before = StatePlan(ranks, [new], before.places_without(stepped_by(new)))
+        held = [span for rank in range(ranks) for span in before.spans(rank)]
+        single = [(index, e) for index, start, stop in held for e in range(start, stop)]
+        assert len(single) == len(everything) and set(single) == everything
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), sizes=SIZES, ranks=st.integers(1, 5))
+def test_several_shards_become_one(data, sizes, ranks):
+    cut = data.draw(st.integers(0, len(sizes)))
+    policy = data.draw(POLICIES)
+    parts = [shard_of(part, (), ranks, policy, 0.0001) for part in (sizes[:cut], sizes[cut:])]
+    parts[1].first = cut
+    one = shard_of(sizes, (), ranks, data.draw(POLICIES), 1.0)
+    found = moved(StatePlan(ranks, parts, {}), StatePlan(ranks, [one], {}))
+    assert sum(move.numel for move in found) == sum(sizes), "each element once"
 
 
 @settings(max_examples=100, deadline=None)
@@ -87,7 +124,8 @@ def test_all_ranks_know_where_frozen_state_is(data, sizes, ranks):
         assert held == [
             (index, start, stop)
             for index in sorted(frozen)
-            for owner, start, stop, _ in find_owners(mine.places[index], 0, sizes[index])
+            for place in mine.places[index]
+            for owner, (_, start, stop) in place.owners_of(Span(index, 0, sizes[index]))
             if owner == rank
         ]
         for entry in mine.entries:

@@ -250,7 +250,7 @@ def _which_cut(
 ) -> list[bool]:
     """Tell of which param groups a rank may own parts of parameters."""
     parts = [piece for shard in shards for piece in shard.pieces if not piece.whole]
-    cut = {run[0] for piece in parts for run in piece.runs}
+    cut = {span.param for piece in parts for span in piece.spans}
     ends = [*accumulate(len(group["params"]) for group in param_groups)]
     by_policy = {bisect_right(ends, index) for index in cut}  # a policy of the user's may cut, too
     return [rule.policy is runs or i in by_policy for i, rule in enumerate(rules)]

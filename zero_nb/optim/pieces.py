@@ -21,11 +21,11 @@ from torch.nn import Parameter
 from ..plan.buckets import BucketPlan, Slot
 from .flat import FlatBucket, flatten, flatten_like
 from ..comm.groups import Group
-from ..plan.sharder import ParamSpec, ParamTable
+from ..plan.sharder import ParamSpec, ParamTable, Span
 
 # %% auto #0
-__all__ = ['Run', 'SCALARS', 'specs', 'Piece', 'refreshed', 'storage_snapshot', 'Shard', 'per_element', 'split_piece',
-           'lend_pieces', 'lend_bucket', 'reclaim_pieces', 'release_step_memory', 'record_versions']
+__all__ = ['SCALARS', 'specs', 'Piece', 'refreshed', 'storage_snapshot', 'Shard', 'per_element', 'split_piece', 'lend_pieces',
+           'lend_bucket', 'reclaim_pieces', 'release_step_memory', 'record_versions']
 
 # %% ../../nbs/optim/02_pieces.ipynb #8c39e138
 def _names(group: dict[str, Any], index: int) -> list[str]:
@@ -90,18 +90,14 @@ def specs(
     return ParamTable(names, tuple(forms), which)
 
 # %% ../../nbs/optim/02_pieces.ipynb #fd1ae5c5
-Run = tuple[
-    int, int, int
-]  # index of a parameter in the optimizer; first element, in the parameter's memory order; one past the last
-
-
 @dataclass(eq=False)
 class Piece:
-    """What a local optimizer steps as one tensor: a parameter, a run of one, or runs that lie side
+    """What a local optimizer steps as one tensor: a parameter, a span of one, or spans that lie side
     by side in a bucket."""
 
-    runs: list[Run]
-    params: list[Tensor]  # the user's, one for each run
+    # by the parameter's index in the optimizer; elements are counted in its memory order
+    spans: list[Span]
+    params: list[Tensor]  # the user's, one for each span
     view: Tensor  # what is stepped: the user's parameter, a view, or a copy in a wider dtype
     memory: Tensor  # the elements in the model; of no size while they do not lie side by side
     whole: bool = False  # all elements of one parameter, in its shape; else 1-D
@@ -119,7 +115,7 @@ class Piece:
     master = property(
         lambda self: self.view.dtype != self.params[0].dtype, doc="Whether the view is a copy."
     )
-    numel = cached_property(lambda self: sum([stop - start for _, start, stop in self.runs]))
+    numel = cached_property(lambda self: sum([stop - start for _, start, stop in self.spans]))
 
     def read(self) -> Tensor:
         """Give the elements as they are in the model, side by side."""
@@ -166,11 +162,11 @@ class Piece:
         if self.whole:
             return grads[0]
         if len(grads) > 1 and self._row_major:  # the quick way: one call for all
-            first = self.runs[0][1]
+            first = self.spans[0][1]
             return _flatten_dense_tensors(grads)[first : first + self.numel]
         parts = [
             flatten_like(g, p)[start:stop]
-            for g, p, (_, start, stop) in zip(grads, self.params, self.runs, strict=True)
+            for g, p, (_, start, stop) in zip(grads, self.params, self.spans, strict=True)
         ]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
@@ -178,10 +174,10 @@ class Piece:
     def _row_major(self) -> bool:  # and only the first and the last cut
         return (
             all(p.is_contiguous() for p in self.params)
-            and all(not a for _, a, _ in self.runs[1:])
+            and all(not a for _, a, _ in self.spans[1:])
             and all(
                 b == p.numel()
-                for p, (_, _, b) in zip(self.params[:-1], self.runs[:-1], strict=True)
+                for p, (_, _, b) in zip(self.params[:-1], self.spans[:-1], strict=True)
             )
         )
 
@@ -276,7 +272,7 @@ class Shard:
         """What this rank steps."""
         if self.alone:
             return [
-                Piece([(self.first + i, 0, p.numel())], [p], p, p.detach(), True)
+                Piece([Span(self.first + i, 0, p.numel())], [p], p, p.detach(), True)
                 for i, p in enumerate(self.params)
             ]
         return [
@@ -319,7 +315,7 @@ def _empty_pieces(
         if not p.numel() and shard.plan.params[i].trainable:
             memory = p.detach()
             yield Piece(
-                [(shard.first + i, 0, 0)],
+                [Span(shard.first + i, 0, 0)],
                 [p],
                 _view(shard, p, memory, True),
                 memory,
@@ -344,7 +340,7 @@ def _piece(
     else:
         memory = bucket.load()[at : at + last.offset + last.numel - first.offset]
     view = _view(shard, params[0], memory, whole)
-    owned = [(slot.param + shard.first, slot.start, slot.stop) for slot in slots]
+    owned = [Span(slot.param + shard.first, slot.start, slot.stop) for slot in slots]
     return Piece(
         owned, params, view, memory, whole, bucket, at, loaded, [p._version for p in params]
     )
@@ -365,36 +361,29 @@ def _parts(
 ) -> Iterator[tuple[Piece, slice]]:  # and where it was in the whole
     at = 0
     for _, group in groupby(range(len(marks)), key=marks.__getitem__):
-        members = slice((found := list(group))[0], found[-1] + 1)
-        where = slice(at, at := at + sum(stop - start for _, start, stop in piece.runs[members]))
-        memory, runs, params, versions = (
-            piece.memory[where],
-            piece.runs[members],
+        found = list(group)
+        members = slice(found[0], found[-1] + 1)
+        where = slice(at, at + sum(span.numel for span in piece.spans[members]))
+        at = where.stop
+        memory = piece.memory[where]
+        part = Piece(
+            piece.spans[members],
             piece.params[members],
-            piece.versions[members],
+            Parameter(piece.view.detach()[where] if piece.master else memory),
+            memory,
+            bucket=piece.bucket,
+            at=piece.at + where.start,
+            loaded=piece.loaded,
+            versions=piece.versions[members],
         )
-        view = Parameter(piece.view.detach()[where] if piece.master else memory)
-        yield (
-            Piece(
-                runs,
-                params,
-                view,
-                memory,
-                False,
-                piece.bucket,
-                piece.at + where.start,
-                piece.loaded,
-                versions,
-            ),
-            where,
-        )
+        yield part, where
 
 
 def split_piece(
     optims: Iterable[torch.optim.Optimizer],  # one of which steps the piece
     shard: Shard,  # in which the piece is
     piece: Piece,
-    marks: Sequence[Any],  # one for each run
+    marks: Sequence[Any],  # one for each span
 ) -> list[Piece]:  # the piece itself, or what it was split into
     """Step apart from now on what has different marks."""
     if marks.count(marks[0]) == len(marks):
@@ -441,9 +430,9 @@ def lend_pieces(optims: Iterable[torch.optim.Optimizer], shard: Shard) -> None:
     """Give all views their memory and their gradients."""
     grads = _gradients(shard)
     for piece in [piece for piece in shard.pieces if not piece.direct]:
-        mine = [grads[index - shard.first] for index, _, _ in piece.runs]
+        mine = [grads[index - shard.first] for index, _, _ in piece.spans]
         for part in split_piece(optims, shard, piece, [g is None for g in mine]):
-            its, mine = mine[: len(part.runs)], mine[len(part.runs) :]
+            its, mine = mine[: len(part.spans)], mine[len(part.spans) :]
             part.lend(None if its[0] is None else part.gradient([g for g in its if g is not None]))
 
 # %% ../../nbs/optim/02_pieces.ipynb #923e473e
@@ -455,7 +444,7 @@ def _slice(piece: Piece, part: Tensor) -> Tensor:  # a view, in the shape of the
 def _open_empty(shard: Shard, lacks: Sequence[bool]) -> list[Piece]:
     empty = [piece for piece in shard.pieces if piece.bucket is None]
     for piece in empty:
-        unused = lacks[piece.runs[0][0] - shard.first]
+        unused = lacks[piece.spans[0][0] - shard.first]
         piece.lend(None if unused else torch.zeros_like(piece.memory))
     return empty
 
@@ -476,9 +465,9 @@ def lend_bucket(
         opened += _open_empty(shard, lacks)
     for piece in [piece for piece in shard.pieces if piece.bucket is bucket]:
         for one in split_piece(
-            optims, shard, piece, [lacks[index - shard.first] for index, _, _ in piece.runs]
+            optims, shard, piece, [lacks[index - shard.first] for index, _, _ in piece.spans]
         ):
-            one.lend(None if lacks[one.runs[0][0] - shard.first] else _slice(one, part))
+            one.lend(None if lacks[one.spans[0][0] - shard.first] else _slice(one, part))
             opened.append(one)
     return opened
 

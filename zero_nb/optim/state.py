@@ -5,7 +5,6 @@
 # %% ../../nbs/optim/06_state.ipynb #9d8be940
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -13,18 +12,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..plan.buckets import BucketPlan, EvenCuts, Slot
+from ..plan.sharder import Move, ParamTable, Span, moves_of
+from ..plan.buckets import BucketPlan, EvenCuts, Place, Slot
 from .flat import flatten, flatten_like
 from .local_optimizers import LocalOptimizers, describe_plan, make_shard
 from ..comm.objects import byte_device, dump, exchange_bytes, gather_bytes, load
 from zero_nb.optim.pieces import (
     Piece,
-    Run,
     SCALARS,
     Shard,
     per_element,
@@ -37,12 +36,11 @@ from ..comm.collectives import mark_agreed
 from ..comm.groups import Group, fail
 
 # %% auto #0
-__all__ = ['MASTER', 'CommonState', 'StatePlaces', 'Routes', 'ROUND', 'is_row', 'StateEntry', 'read_entry', 'read_common',
-           'split_common', 'Place', 'FrozenState', 'read_entries', 'params_of', 'FullState', 'pack_entries',
+__all__ = ['MASTER', 'CommonState', 'Outgoing', 'ROUND', 'is_row', 'StateEntry', 'read_entry', 'read_common', 'split_common',
+           'FrozenState', 'stepped_by', 'StatePlan', 'read_entries', 'params_of', 'FullState', 'pack_entries',
            'unpack_entries', 'gather_state', 'cut_values', 'cut_for_pieces', 'deal_to_pieces', 'split_state_dict',
-           'give_state', 'snapshot', 'freeze_state', 'state_places', 'find_owners', 'route_state', 'assemble',
-           'exchange_state', 'count_state', 'check_complete', 'end_groups', 'mark_plans_agreed', 'ShardedState',
-           'StateLoad']
+           'give_state', 'snapshot', 'freeze_state', 'prepare_sends', 'assemble', 'exchange_state', 'count_state',
+           'check_complete', 'end_groups', 'mark_plans_agreed', 'ShardedState', 'StateLoad']
 
 # %% ../../nbs/optim/06_state.ipynb #1034d0e6
 MASTER = "master_param"  # key of the copy that is stepped, in the state of a parameter that has one
@@ -57,7 +55,7 @@ def is_row(value: Any) -> bool:
 class StateEntry:
     """The state of spans that are stepped as one tensor, or of no parameter."""
 
-    spans: Sequence[Run]  # side by side, in the order of the values; none: state of no parameter
+    spans: Sequence[Span]  # side by side, in the order of the values; none: state of no parameter
     whole: bool  # all elements of one parameter, whose values may have any shape
     values: dict[Any, Any]
 
@@ -69,7 +67,7 @@ class StateEntry:
     @property
     def empty(self) -> bool:
         """Whether it is of a parameter without elements, whose state all ranks hold."""
-        return all(start == stop for _, start, stop in self.spans)
+        return all(span.start == span.stop for span in self.spans)
 
     @property
     def steps(self) -> int:
@@ -82,13 +80,13 @@ class StateEntry:
     def split(self) -> Iterator[StateEntry]:
         """Give the state of each span, as views."""
         offset = 0
-        for index, start, stop in self.spans:
-            where = slice(offset, offset + stop - start)
+        for span in self.spans:
+            where = slice(offset, offset + span.stop - span.start)
             offset = where.stop
             values = self.values
             if not self.whole:
                 values = {k: v[where] if is_row(v) else deepcopy(v) for k, v in values.items()}
-            yield StateEntry([(index, start, stop)], self.whole, dict(values))
+            yield StateEntry([span], self.whole, dict(values))
 
 # %% ../../nbs/optim/06_state.ipynb #d021087c
 def _check_plain(what: str, value: Any) -> None:
@@ -119,7 +117,7 @@ def read_entry(local: LocalOptimizers, piece: Piece) -> StateEntry:
     if piece.master:
         values[MASTER] = piece.view.detach()
     for key, value in values.items():
-        what = f"state {key!r} of parameter {piece.runs[0][0]}"
+        what = f"state {key!r} of parameter {piece.spans[0].param}"
         if not isinstance(value, (Tensor, int, float, str, type(None))):
             _check_plain(what, value)
         if not piece.whole and _is_uncut(key, value, piece.numel):
@@ -130,7 +128,7 @@ def read_entry(local: LocalOptimizers, piece: Piece) -> StateEntry:
                 f"{what} has {form} for {piece.numel} elements, so its optimizer is not"
                 " element-wise and cannot be sharded with shard='even'; use shard='whole'"
             )
-    return StateEntry(piece.runs, piece.whole, values)
+    return StateEntry(piece.spans, piece.whole, values)
 
 # %% ../../nbs/optim/06_state.ipynb #467c1c7a
 CommonState = dict[
@@ -166,25 +164,79 @@ def split_common(state: CommonState) -> tuple[dict[str, Any], dict[str, Any]]:
     return inside, beside
 
 # %% ../../nbs/optim/06_state.ipynb #c5cf6b8d
-class Place(NamedTuple):
-    """Where a run of a parameter is held: a slot of a bucket, and where that bucket is cut."""
-
-    bucket: int  # its index
-    slot: Slot
-    bounds: Sequence[int]  # group_rank r holds elements [bounds[r], bounds[r+1]) of the bucket
-
-
-StatePlaces = Mapping[
-    int, Sequence[Place]
-]  # by index of a parameter in the optimizer; the same on all ranks
-
-
 @dataclass(frozen=True, eq=False)
 class FrozenState:
     """State of parameters that were stepped before they were frozen."""
 
-    entries: tuple[StateEntry, ...] = ()  # this rank's
-    places: StatePlaces = field(default_factory=dict)  # of all ranks'
+    entries: Sequence[StateEntry] = ()  # this rank's
+    # of all ranks', by index of a parameter in the optimizer; all ranks have equal ones
+    places: Mapping[int, Sequence[Place]] = field(default_factory=dict)
+
+
+def stepped_by(shard: Shard) -> set[int]:  # indices in the optimizer
+    """Tell which parameters of a shard any rank steps: those that are not frozen."""
+    if shard.alone:
+        return {shard.first + i for i in range(len(shard.params))}
+    trainable = ParamTable.of(shard.plan.params).each(lambda form: form.trainable)
+    return {shard.first + i for i, trains in enumerate(trainable) if trains}
+
+
+def _renumbered(span: Span, by: int) -> Span:  # between a shard and the optimizer
+    return Span(span.param + by, span.start, span.stop) if by else span
+
+
+def _spans_of(shard: Shard, group_rank: int) -> Sequence[Span]:  # by index in the shard
+    if not shard.alone:
+        return shard.plan.spans(group_rank)
+    numels = [p.numel() for p in shard.params]
+    return [Span(i, 0, numel) for i, numel in enumerate(numels) if numel]
+
+
+@dataclass(frozen=True, eq=False)
+class StatePlan:
+    """Which rank holds the state of which elements, by index of a parameter in the optimizer; a
+    `Placement`, equal on all ranks."""
+
+    world_size: int
+    shards: Sequence[Shard]  # which step parameters
+    frozen: Mapping[int, Sequence[Place]]  # of parameters that none of the shards steps
+
+    def spans(self, group_rank: int) -> Iterator[Span]:
+        """Give what a rank holds."""
+        for shard in self.shards:
+            for span in _spans_of(shard, group_rank):
+                yield _renumbered(span, shard.first)
+        for index, places in self.frozen.items():
+            for place in places:
+                yield from [span._replace(param=index) for span in place.spans(group_rank)]
+
+    def places_of(self, span: Span) -> Sequence[Place]:
+        """Tell where elements of one parameter lie, in order."""
+        for shard in self.shards:
+            index = span.param - shard.first
+            if not 0 <= index < len(shard.params):
+                continue
+            if shard.alone:
+                numel = shard.params[index].numel()
+                return [Place(Slot(index, 0, numel, 0), (0, numel))]
+            places = list(shard.plan.places_of(_renumbered(span, -shard.first)))
+            if places:
+                return places
+        return self.frozen.get(span.param, ())
+
+    def owners_of(self, span: Span) -> Iterator[tuple[int, Span]]:  # (group_rank, part), in order
+        """Tell which ranks hold elements of one parameter, and which of them."""
+        for place in self.places_of(span):
+            yield from place.owners_of(span)
+
+    def places_without(self, stepped: set[int]) -> dict[int, Sequence[Place]]:  # by index
+        """Tell where all state lies but that of some parameters."""
+        found = {i: places for i, places in self.frozen.items() if i not in stepped}
+        for shard in self.shards:
+            for index in stepped_by(shard) - stepped:
+                numel = shard.params[index - shard.first].numel()
+                found[index] = self.places_of(Span(index, 0, numel))
+        return found
 
 
 def read_entries(
@@ -283,13 +335,15 @@ class FullState:
 # %% ../../nbs/optim/06_state.ipynb #2a060d33
 def pack_entries(entries: Iterable[StateEntry]) -> memoryview:  # nothing for nothing
     """Make bytes of rows that hold something."""
-    known = [(entry.spans, entry.whole, entry.values) for entry in entries if entry.values]
-    return dump(known, weights_only=False) if known else memoryview(b"")
+    known = [(entry.whole, entry.values, entry.spans) for entry in entries if entry.values]
+    plain = [(whole, values, *map(tuple, spans)) for whole, values, spans in known]
+    return dump(plain, weights_only=False) if plain else memoryview(b"")
 
 
 def unpack_entries(data: memoryview) -> list[StateEntry]:  # in CPU memory
     """Read rows from bytes."""
-    return [StateEntry(*row) for row in load(data, "cpu", weights_only=True)] if len(data) else []
+    rows = load(data, "cpu", weights_only=True) if len(data) else []
+    return [StateEntry([*map(Span._make, spans)], whole, v) for whole, v, *spans in rows]
 
 
 def gather_state(
@@ -325,7 +379,7 @@ def gather_state(
 # %% ../../nbs/optim/06_state.ipynb #8abd191e
 def cut_values(
     values: dict[str, Any],  # of the whole parameter
-    span: Run,
+    span: Span,
     param: Tensor,
     whole: bool,  # the span is stepped as the whole parameter
     elementwise: bool,  # by a class whose state has one value for each element, or one for all
@@ -338,11 +392,11 @@ def cut_values(
         rows = isinstance(value, Tensor) and key not in SCALARS
         if rows and elementwise and value.dim() and value.shape != param.shape:
             raise ValueError(
-                f"state {key!r} of parameter {span[0]} has shape {tuple(value.shape)}, the parameter"
+                f"state {key!r} of parameter {span.param} has shape {tuple(value.shape)}, the parameter"
                 f" has {tuple(param.shape)}; load a state dict of the same model"
             )
         if rows and not whole and value.shape == param.shape:
-            out[key] = flatten_like(value, param)[span[1] : span[2]].clone()
+            out[key] = flatten_like(value, param)[span.start : span.stop].clone()
         else:
             out[key] = deepcopy(value)
     return out
@@ -355,9 +409,9 @@ def cut_for_pieces(
     """Take what this rank steps out of a full state dict."""
     for piece in shard.pieces:
         found = []
-        for span, param in zip(piece.runs, piece.params, strict=True):
-            values = by_param.get(span[0], {})
-            merges = shard.merges[span[0] - shard.first]
+        for span, param in zip(piece.spans, piece.params, strict=True):
+            values = by_param.get(span.param, {})
+            merges = shard.merges[span.param - shard.first]
             found.append(cut_values(values, span, param, piece.whole, merges))
         yield piece, found
 
@@ -381,7 +435,7 @@ def deal_to_pieces(
         marks = [_signature(part) for part in found] if len(found) > 1 else [None]
         left = iter(found)
         for new in split_piece(list(local.by_class.values()), shard, piece, marks):
-            mine = [next(left) for _ in new.runs]
+            mine = [next(left) for _ in new.spans]
             yield new, _join_neighbours(mine) if len(mine) > 1 else mine[0]
 
 
@@ -487,7 +541,7 @@ def _frozen_place(
     bounds: Sequence[int] = [0] * (keeper + 1) + [numel] * (size - keeper)
     if shard.merges[place]:
         bounds = EvenCuts(-(-numel // size), numel, size)
-    return [Place(0, Slot(place, 0, numel, 0), bounds)] if numel else []
+    return [Place(Slot(place, 0, numel, 0), bounds)] if numel else []
 
 
 def _as_loaded(
@@ -507,12 +561,12 @@ def _frozen_entry(
     place = index - shard.first
     param = shard.params[place]
     elementwise = shard.merges[place] and bool(places)
-    rank = shard.group.group_rank
-    span = (index, 0, 0)
-    for _, _, bounds in places:
-        span = (index, bounds[rank], bounds[rank + 1])
-    if places and span[1] == span[2]:
-        return None
+    span = Span(index, 0, 0)
+    for one in places:
+        held = one.spans(shard.group.group_rank)
+        if not held:
+            return None
+        span = held[0]._replace(param=index)
     part = cut_values(values, span, param, not elementwise, elementwise)
     return StateEntry([span], not elementwise, _as_loaded(part, param, shard))
 
@@ -533,62 +587,24 @@ def freeze_state(
             entries.append(_frozen_entry(shard, index, by_param[index], places[index]))
     return FrozenState(tuple(entry for entry in entries if entry is not None), places)
 
-# %% ../../nbs/optim/06_state.ipynb #da99a848
-def state_places(shard: Shard) -> StatePlaces:
-    """Tell which ranks hold the state of which elements."""
-    if shard.alone:
-        return {
-            shard.first + i: [Place(0, Slot(i, 0, p.numel(), 0), (0, p.numel()))]
-            for i, p in enumerate(shard.params)
-        }
-    found: dict[int, list[Place]] = {}
-    for number, bucket in enumerate(shard.plan.buckets):
-        for slot in bucket.slots:
-            place = Place(number, slot, bucket.bounds)
-            found.setdefault(shard.first + slot.param, []).append(place)
-    for i, p in enumerate(shard.params):
-        if not p.numel() and shard.plan.params[i].trainable:
-            found[shard.first + i] = []  # no element, and all ranks
-    return found
-
-
-def find_owners(
-    places: Iterable[Place], start: int, stop: int
-) -> Iterator[tuple[int, int, int, int]]:  # (group_rank, start, stop, bucket)
-    """Find the ranks that hold elements `[start, stop)` of a parameter."""
-    for number, slot, bounds in places:
-        low = max(start, slot.start)
-        high = min(stop, slot.stop)
-        shift = slot.offset - slot.start
-        rank = bisect_right(bounds, low + shift) - 1 if low < high else 0
-        while low < high:
-            end = min(high, bounds[rank + 1] - shift)
-            if low < end:
-                yield rank, low, end, number
-            low = max(low, end)
-            rank += 1
-
 # %% ../../nbs/optim/06_state.ipynb #bfd064dc
-Routes = dict[
+Outgoing = dict[
     int, list[tuple[int, Callable[[], StateEntry]]]
-]  # by bucket: to which rank, and what when its turn comes
+]  # by bucket of the new plan: to which rank, and what when its turn comes
 
 
-def _cut_entry(entry: StateEntry, new: Shard, start: int, stop: int) -> StateEntry:
+def _cut_entry(entry: StateEntry, new: Shard, part: Span) -> StateEntry:
     """Cut out of the state of a span what a rank owns by a new plan."""
-    [(index, first, last)] = entry.spans
-    place = index - new.first
-    if not new.merges[place] or first == last:
+    [span] = entry.spans
+    place = span.param - new.first
+    if not new.merges[place] or span.start == span.stop:
         return entry
-    span = (index, start, stop)
     if entry.whole:
-        values = cut_values(entry.values, span, new.params[place], False, True)
+        values = cut_values(entry.values, part, new.params[place], False, True)
     else:
-        values = {
-            k: v[start - first : stop - first].clone() if is_row(v) else v
-            for k, v in entry.values.items()
-        }
-    return StateEntry([span], False, values)
+        where = slice(part.start - span.start, part.stop - span.start)
+        values = {k: v[where].clone() if is_row(v) else v for k, v in entry.values.items()}
+    return StateEntry([part], False, values)
 
 
 def _own_copy(entry: StateEntry) -> StateEntry:  # in memory of its own
@@ -598,27 +614,29 @@ def _own_copy(entry: StateEntry) -> StateEntry:  # in memory of its own
     return StateEntry(entry.spans, entry.whole, values)
 
 
-def route_state(
+def prepare_sends(
     entries: Iterable[StateEntry],  # this rank's, by the old plan
     new: Shard,
-    before: StatePlaces,  # of all ranks' state
-) -> tuple[Routes, FrozenState]:  # and what no rank trains now
-    """Find out which rank is to have which state."""
-    owners = state_places(new)
-    routes = Routes()
+    sends: Mapping[Span, Sequence[Move]],  # of this rank; what it keeps it sends to itself
+) -> tuple[Outgoing, list[StateEntry]]:  # and what no rank steps now
+    """Cut rows into what goes to each rank."""
+    stepped = stepped_by(new)
+    outgoing = Outgoing()
     frozen = list[StateEntry]()
     for entry in (part for each in entries for part in each.split()):
-        [(index, start, stop)] = entry.spans
-        if index not in owners:
+        [span] = entry.spans
+        if span.param not in stepped:
             frozen.append(_own_copy(entry))
-        elif start == stop:  # this rank keeps it
-            cut = partial(_cut_entry, entry, new, 0, 0)
-            routes.setdefault(0, []).append((new.group.group_rank, cut))
-        for rank, low, high, bucket in find_owners(owners.get(index, ()), start, stop):
-            cut = partial(_cut_entry, entry, new, low, high)
-            routes.setdefault(bucket, []).append((rank, cut))
-    places = {index: found for index, found in before.items() if index not in owners}
-    return routes, FrozenState(tuple(frozen), places)
+            continue
+        if span.start == span.stop:  # all ranks have it, and each keeps its own
+            cut = partial(_cut_entry, entry, new, span)
+            outgoing.setdefault(0, []).append((new.group.group_rank, cut))
+            continue
+        for move in sends[span]:
+            cut = partial(_cut_entry, entry, new, move.span)
+            number = 0 if new.alone else new.plan.bucket_of(span.param - new.first, move.span.start)
+            outgoing.setdefault(number, []).append((move.destination, cut))
+    return outgoing, frozen
 
 # %% ../../nbs/optim/06_state.ipynb #c4419fdb
 ROUND = (
@@ -633,52 +651,43 @@ def _rounds(new: Shard) -> list[list[int]]:  # buckets by index; 0 if there are 
     return [[i for i, _ in together] for _, together in groupby(numbers, key=itemgetter(1))]
 
 
-def _sources(new: Shard, buckets: Sequence[int], before: StatePlaces) -> set[int]:  # group ranks
-    """Tell which ranks hold state of what this rank owns of some buckets; they know it too, and send."""
-    found = set[int]()
-    for i in buckets:
-        for slot in new.buckets[i].owned if i < len(new.buckets) else ():
-            places = before.get(new.first + slot.param, ())
-            found |= {rank for rank, *_ in find_owners(places, slot.start, slot.stop)}
-    return found
-
-
 def _exchange_entries(
     group: Group,
-    routes: list[tuple[int, Callable[[], StateEntry]]],  # is emptied
-    sources: set[int],
+    leaving: list[tuple[int, Callable[[], StateEntry]]],  # to which rank, and what; is emptied
+    sources: set[int],  # group ranks that send something here
     device: torch.device,
 ) -> dict[int, list[StateEntry]]:  # what came here, by parameter
     cuts = dict[int, list[Callable[[], StateEntry]]]()
-    while routes:
-        rank = routes[-1][0]
-        cuts.setdefault(rank, []).append(routes.pop()[1])
+    while leaving:
+        rank, cut = leaving.pop()
+        cuts.setdefault(rank, []).append(cut)
     packed = {rank: pack_entries([cut() for cut in cuts.pop(rank)]) for rank in list(cuts)}
     came = exchange_bytes(group, packed, sources, device)
     del packed
     found = dict[int, list[StateEntry]]()
     while came:
         for entry in unpack_entries(came.popitem()[1]):
-            found.setdefault(entry.spans[0][0], []).append(entry)
+            found.setdefault(entry.spans[0].param, []).append(entry)
     return found
 
 # %% ../../nbs/optim/06_state.ipynb #70f8aaf4
 def assemble(
     piece: Piece,
-    span: Run,
+    span: Span,
     param: Tensor,
     received: Sequence[StateEntry],  # of this parameter
 ) -> dict[str, Any]:
     """Put together the state of a span of a new piece."""
-    _, start, stop = span
-    if start == stop:
+    if span.start == span.stop:
         return received[0].values if received else {}
     entries = [
-        entry for entry in received if entry.spans[0][1] < stop and start < entry.spans[0][2]
+        entry
+        for entry in received
+        if entry.spans[0].start < span.stop and span.start < entry.spans[0].stop
     ]
-    entries.sort(key=lambda entry: tuple(entry.spans[0]))
-    covered = sum(last - first for entry in entries for _, first, last in entry.spans)
-    if covered < stop - start:
+    entries.sort(key=lambda entry: entry.spans[0])
+    covered = sum(part.stop - part.start for entry in entries for part in entry.spans)
+    if covered < span.stop - span.start:
         # never stepped; or the rest was to come from ranks that are only simulated, for
         # `check_complete` has looked before
         return {}
@@ -695,21 +704,23 @@ def assemble(
 
 
 def exchange_state(
-    routes: Routes,  # is emptied
+    outgoing: Outgoing,  # is emptied
     new: Shard,
-    before: StatePlaces,
+    receives: Mapping[Span, Sequence[Move]],  # of this rank
     device: torch.device,  # where bytes travel
 ) -> Iterator[tuple[Piece, list[dict[str, Any]]]]:  # of each piece, the state of its spans
     """Send state to its new owners, a round of buckets after the other."""
     numbers = {id(bucket): i for i, bucket in enumerate(new.buckets)}
     pieces = [(numbers.get(id(piece.bucket), 0), piece) for piece in new.pieces]
     for buckets in _rounds(new):
-        leaving = [route for i in buckets for route in routes.pop(i, ())]
-        sources = _sources(new, buckets, before)
+        leaving = [row for i in buckets for row in outgoing.pop(i, ())]
+        arriving = [piece for i, piece in pieces if i in buckets]
+        coming = [receives.get(span, ()) for piece in arriving for span in piece.spans]
+        sources = {move.source for moves in coming for move in moves}
         found = _exchange_entries(new.group, leaving, sources, device)
-        for piece in [piece for i, piece in pieces if i in buckets]:
-            spans = zip(piece.runs, piece.params, strict=True)
-            yield piece, [assemble(piece, s, p, found.get(s[0], ())) for s, p in spans]
+        for piece in arriving:
+            spans = zip(piece.spans, piece.params, strict=True)
+            yield piece, [assemble(piece, s, p, found.get(s.param, ())) for s, p in spans]
         found.clear()  # before the next round
 
 # %% ../../nbs/optim/06_state.ipynb #00f3b2ac
@@ -770,19 +781,16 @@ def _replace_shards(
     shards: list[Shard],  # of the optimizer
     olds: Sequence[Shard],  # neighbours among them
     new: Shard,
-) -> StatePlaces:  # of the state of the old ones
+) -> None:
     first = shards.index(olds[0])
     stop = first + len(olds)
-    before = dict[int, Sequence[Place]]()
     for old in olds:
-        before |= state_places(old)
         local.release(old)
         old.let_go()
     shards[first:stop] = [new]
     local.take_over(param_groups, new)
     release_step_memory(new)
     mark_plans_agreed(new.group, [new])
-    return before
 
 # %% ../../nbs/optim/06_state.ipynb #8f3f030e
 class ShardedState:
@@ -835,13 +843,14 @@ class ShardedState:
             if group.backend(device) != "fake":  # of simulated ranks nothing comes
                 check_complete(counts, params, entries)
         try:
-            before = {
-                **self.frozen.places,
-                **_replace_shards(local, param_groups, self.shards, olds, new),
-            }
-            routes, self.frozen = route_state(entries, new, before)
+            before = StatePlan(group.size, tuple(olds), self.frozen.places)
+            after = StatePlan(group.size, [new], {})
+            moves = moves_of(group.group_rank, before, after)
+            _replace_shards(local, param_groups, self.shards, olds, new)
+            outgoing, frozen = prepare_sends(entries, new, moves.sends)
+            self.frozen = FrozenState(frozen, before.places_without(stepped_by(new)))
             entries.clear()
-            moved = exchange_state(routes, new, before, device)
+            moved = exchange_state(outgoing, new, moves.receives, device)
             give_state(local, new, [*deal_to_pieces(local, new, moved)])
         except Exception as error:
             end_groups(self.groups, error)
