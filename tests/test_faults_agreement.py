@@ -365,9 +365,8 @@ def test_H5_a_group_has_one_watcher_where_it_needs_one_and_it_ends_with_the_grou
 
 
 def test_H5_a_destructor_hands_its_news_to_a_thread(monkeypatch):
-    overlap, groups = (
-        importlib.import_module(f"zero_nb.{name}")
-        for name in ("backward.ddp_overlap", "comm.groups")
+    watch, groups = (
+        importlib.import_module(f"zero_nb.{name}") for name in ("backward.watch", "comm.groups")
     )
     came, by = threading.Event(), []
 
@@ -375,9 +374,9 @@ def test_H5_a_destructor_hands_its_news_to_a_thread(monkeypatch):
         by.append((threading.current_thread() is threading.main_thread(), str(error)))
         came.set()
 
-    for module in (overlap, groups):
+    for module in (watch, groups):
         monkeypatch.setattr(module, "fail", noting)
-    end = overlap.AtEnd(lambda: None, Group())
+    end = watch.BackwardEnd(lambda: None, Group())
     del end
     assert came.wait(20) and by == [
         (False, "backward() did not come to its end; look at the output of this rank")

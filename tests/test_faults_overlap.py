@@ -347,8 +347,7 @@ def test_reduce_dtype_lets_go_of_what_was_sent(mode, monkeypatch):
         held.append((part.dtype, part.numel() * 4, part.untyped_storage().nbytes()))
         return real(optims, shard, bucket, part, lacks)
 
-    for module in ("optim.iteration", "backward.ddp_overlap"):
-        monkeypatch.setattr(import_module(f"zero_nb.{module}"), "lend_bucket", opened)
+    monkeypatch.setattr(import_module("zero_nb.optim.iteration"), "lend_bucket", opened)
     with simulate(4) as group:
         module = Sums(torch.bfloat16, (64, 640, 64))
         model, handle = attach(
@@ -1122,7 +1121,7 @@ def test_a_backward_that_fails_does_not_wait_in_a_destructor(mode, monkeypatch):
     """Ranks are told of it in a thread of its own, which the next forward waits for."""
     threads = []
     monkeypatch.setattr(
-        import_module("zero_nb.backward.ddp_overlap"),
+        import_module("zero_nb.backward.watch"),
         "fail",
         lambda groups, error: threads.append((threading.current_thread(), str(error))),
     )

@@ -1384,7 +1384,7 @@ def driven(
                     zero.step()
                 if "hook" in options:
                     zero.zero_grad()  # gradients that a hook of the user's has averaged stay
-    drivers = zero.driver is not None
+    drivers = zero.driver.steps_in_backward
     handle.detach()
     zero.consolidate_state_dict(to=None)
     state = zero.state_dict()["state"]

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,10 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from zero_nb.apps.bench import models, peak_bytes, trace_rank
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import (
-    cut_runs,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
     overlap,
+    split_like_ddp,
 )
 from zero_nb.comm.groups import Group, two_level
 from zero_nb.comm.launch import run
@@ -207,7 +208,7 @@ def beside(name, feature, interleaved, steps=6, **more):
             worst = max(worst, abs(norm.item() - handle.grad_norm.item()))
         differs = max(differs, apart(ours))
         assert all(p.grad is None for p in ours.parameters())
-        handle.taken = 0  # a test may call step() now and then
+        handle.engine.forget_steps()  # a test may call step() now and then
     assert handle.planner.fits and len(handle.schedule.collectives) > 4
     handle.detach()
     return worst, differs
@@ -318,7 +319,7 @@ def counted(where, interleaved):
             worst = max(worst, (flatten(plain) - flatten(ours)).abs().max().item())
     assert (
         handle.planner.fits
-        and not handle.planner.steps_per_bucket
+        and not handle.engine.steps_per_bucket
         and zero.param_groups[0]["count"] == optimizer.param_groups[0]["count"]
     )
     return worst + apart(ours), [
@@ -369,7 +370,7 @@ def by_hook(make, inner, state=None, name="adamw", tolerance=1e-9, steps=5, sche
         == optimizer.param_groups[0]["lr"]
         == zero.param_groups[0]["initial_lr"] / 8
     )
-    return zero.driver is None
+    return not zero.driver.steps_in_backward
 
 
 def power():
@@ -968,7 +969,7 @@ def refusals():
         return ZeroRedundancyOptimizer(given, SGD, lr=0.1, **more)
 
     taken, halves = zero(), (dist.new_group([0]), dist.new_group([1]))
-    taken.driver = object()
+    taken.attach(SimpleNamespace(steps_in_backward=True, wait=lambda param=None: None))
     hooked = DDP(network())
     hooked.register_comm_hook(None, default_hooks.allreduce_hook)
     ours, inner, mine = zero(), default_hooks.allreduce_hook, halves[dist.get_rank()]
@@ -993,7 +994,7 @@ def refusals():
     ]
     found = [caught_error(call) for call in calls]
     assert (
-        ours.driver is None and caught_error(lambda: overlap(model, ours)) is None
+        not ours.driver.steps_in_backward and caught_error(lambda: overlap(model, ours)) is None
     )  # nothing was left behind
     return found
 
@@ -1075,7 +1076,7 @@ def planned(features):
                 for bucket in handle.step_plan.shard.buckets
             ]
         )
-    return found, [sorted(run) for run in handle.planner.layout.runs], model.bucket_bytes_cap
+    return found, [sorted(run) for run in handle.planner.layout.filled], model.bucket_bytes_cap
 
 
 @pytest.mark.parametrize(
@@ -1113,8 +1114,8 @@ def test_a_run_that_goes_on_where_ddp_would_have_closed_its_bucket_is_cut_from_i
     given, most, wanted
 ):
     params = [torch.zeros(n) for n in (7, 3, 9, 1, 20, 4, 4)]
-    assert list(cut_runs([given], params, most)) == wanted and list(
-        cut_runs([given, given], params, most)
+    assert list(split_like_ddp([given], params, most)) == wanted and list(
+        split_like_ddp([given, given], params, most)
     ) == [*wanted, *wanted]
 
 
@@ -1208,7 +1209,7 @@ def unreadable(monkeypatch):
     )  # they all are at 0
     monkeypatch.setattr(distributed, "_verify_param_shape_across_processes", lambda *args: None)
     monkeypatch.setattr(
-        import_module("zero_nb.backward.ddp_overlap"), "done", done
+        import_module("zero_nb.backward.ddp_overlap"), "completed_future", done
     )  # torch's futures take numbered devices
     return monkeypatch
 

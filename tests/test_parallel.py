@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_nb.apps.bench import peak_bytes
 from zero_nb.backward.data_parallel import data_parallel
-from zero_nb.backward.ddp_overlap import SteppedGradient
+from zero_nb.backward.stepped_gradients import SteppedGradient
 from zero_nb.comm.groups import two_level
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
@@ -752,7 +752,7 @@ def untouched():
     summed = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     torch.autograd.grad(model(x).sum(), x)
     found = [torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), summed, strict=True)]
-    return found, torch.equal(before, flatten(model.parameters())), zero.driver is not None
+    return found, torch.equal(before, flatten(model.parameters())), zero.driver.steps_in_backward
 
 
 def test_autograd_grad_leaves_gradients_alone():
@@ -903,7 +903,7 @@ def listened_to():
         seen.append(len(handle.reducer.listeners))
         for model in (one, other):
             model(batch(i)).square().mean().backward()
-        seen += [len(handle.reducer.listeners), len(handle.runner.shard.plan.buckets)]
+        seen += [len(handle.reducer.listeners), len(handle.step_plan.shard.plan.buckets)]
     worst = float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
     handle.detach()
     return seen, worst, len(handle.reducer.listeners)
@@ -1115,7 +1115,9 @@ def detached(early):
 
     with data_parallel(other, zero, interleaved=early, hidden=early, **SMALL):
         go(range(3), other)
-    assert zero.driver is None and all(type(m._parameters) is dict for m in other.modules())
+    assert not zero.driver.steps_in_backward and all(
+        type(m._parameters) is dict for m in other.modules()
+    )
     go(range(3, 5), DDP(other))
     handle = data_parallel(other, zero, interleaved=early, hidden=early, **SMALL)
     go(range(5, 8), other)
@@ -1284,7 +1286,7 @@ def living(early, opposite):
     model = Opposite(*reversed(chain())) if opposite else chain()
     zero = sharded(one_adamw(model))
     handle = data_parallel(model, zero, interleaved=early, hidden=False, bucket_cap_mb=0.016, lag=1)
-    params, most, plans = list(model.parameters()), [0] * 5, [handle.runner.shard.plan]
+    params, most, plans = list(model.parameters()), [0] * 5, [handle.step_plan.shard.plan]
     step = 0
 
     def look(param):
@@ -1294,7 +1296,7 @@ def living(early, opposite):
         p.register_post_accumulate_grad_hook(look)
     for step in range(5):
         model(batch(step, width=64, dtype=torch.float32)).square().mean().backward()
-        plans.append(handle.runner.shard.plan)
+        plans.append(handle.step_plan.shard.plan)
     return most, len(params), [a is not b for a, b in itertools.pairwise(plans)]
 
 
@@ -1427,9 +1429,9 @@ def traffic(setup):
         wire = group.log.wire
         group.log.clear()
     sizes = (
-        [bucket.nbytes for bucket in handle.runner.shard.plan.buckets]
-        if hasattr(handle.runner.shard.plan.buckets[0], "nbytes")
-        else [bucket.numel * 4 for bucket in handle.runner.shard.plan.buckets]
+        [bucket.nbytes for bucket in handle.step_plan.shard.plan.buckets]
+        if hasattr(handle.step_plan.shard.plan.buckets[0], "nbytes")
+        else [bucket.numel * 4 for bucket in handle.step_plan.shard.plan.buckets]
     )
     assert len(set(sizes)) == len(sizes) > 2, "buckets are told apart by their size"
     seen = [
@@ -1658,7 +1660,7 @@ def left_after_an_error():
             if dist.get_rank() == 1:
                 raise KeyError("in the loop")
 
-    return caught(go), zero.driver is None, caught(lambda: [model(batch(9))])
+    return caught(go), not zero.driver.steps_in_backward, caught(lambda: [model(batch(9))])
 
 
 def test_the_block_ends_at_once_on_a_rank_that_raises_in_it():

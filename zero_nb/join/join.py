@@ -38,6 +38,7 @@ from zero_nb.join.participants import (
     OptimizerParticipant,
     Participant,
     SchedulerParticipant,
+    driver_of,
     innermost_participant,
     kind_of,
     modules_with_collectives,
@@ -194,7 +195,7 @@ def check_drivers(participants: Sequence[Participant], before_step: Any) -> None
     for participant in participants:
         if not isinstance(participant, OptimizerParticipant):
             continue
-        driver = getattr(participant.joinable, "driver", None)
+        driver = driver_of(participant.joinable)
         if driver is not None and all(driver is not known for known in drivers):
             raise ValueError(
                 f"joinable {participant.index} steps inside the backward of its model, which is not"

@@ -17,21 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from ..backward.data_parallel import DataParallel, broadcast_from
-from ..backward.ddp_overlap import Hook, found_tensors, unstepped_grad
+from ..backward.ddp_overlap import find_overlap
+from ..backward.stepped_gradients import unstepped_grad
+from ..backward.watch import TransientHook, found_tensors
 from ..comm.objects import dump
 from ..comm.groups import Group
 from .event_log import ActiveRanks, EventLog, JoinEvent
+from ..optim.driver import Driver, read_options, write_options
 from ..optim.flat import flatten
 from ..optim.optimizer import _Join
 
 # %% auto #0
 __all__ = ['Joinable', 'JoinHook', 'GradientVersion', 'JoinOptions', 'Session', 'ListeningConfig', 'Participant', 'ConfigGuard',
            'innermost_participant', 'JoinableParticipant', 'SilentParticipant', 'SchedulerParticipant', 'shadowed_by',
-           'ModuleParticipant', 'modules_with_collectives', 'read_options', 'write_options', 'StepAnnouncer',
-           'OptimizerParticipant', 'LocalOptimizerParticipant', 'driver_settings', 'load_driver_settings',
-           'split_bucket', 'find_overlap', 'reduce_nothing', 'GradientRecord', 'GradientCheck', 'samples_in',
-           'ModelParticipant', 'ForwardListener', 'BackwardListener', 'check_followed', 'DdpParticipant',
-           'DataParallelParticipant', 'kind_of']
+           'ModuleParticipant', 'modules_with_collectives', 'StepAnnouncer', 'driver_of', 'OptimizerParticipant',
+           'LocalOptimizerParticipant', 'driver_settings', 'split_bucket', 'reduce_nothing', 'GradientRecord',
+           'GradientCheck', 'samples_in', 'ModelParticipant', 'ForwardListener', 'BackwardListener', 'check_followed',
+           'DdpParticipant', 'DataParallelParticipant', 'kind_of']
 
 # %% ../../nbs/join/02_participants.ipynb #f100000b
 @dataclass(frozen=True)
@@ -308,29 +310,6 @@ def modules_with_collectives(model: nn.Module) -> list[nn.Module]:
     """List the modules that declare the collectives of their forward."""
     return [module for module in model.modules() if hasattr(type(module).forward, "shadow")]
 
-# %% ../../nbs/join/02_participants.ipynb #325cebbc
-_PLAIN = (bool, int, float, str, tuple, list, type(None), Tensor)
-
-
-def read_options(optimizer: Any) -> list[dict[str, Any]]:  # for JSON
-    """Give the options of each param group, which a scheduler may change."""
-    found = []
-    for group in optimizer.param_groups:
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        plain = {k: v for k, v in options.items() if isinstance(v, _PLAIN)}
-        found.append({k: v.tolist() if isinstance(v, Tensor) else v for k, v in plain.items()})
-    return found
-
-
-def write_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
-    """Take over the options of another rank."""
-    for group, given in zip(optimizer.param_groups, options, strict=True):
-        for key, value in given.items():
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-
 # %% ../../nbs/join/02_participants.ipynb #b9402209
 _CHANGED_GRADIENTS = (
     "gradients were changed between {}, by clipping or a GradScaler perhaps, which rank {} cannot"
@@ -376,6 +355,12 @@ class StepAnnouncer:
             self.session.options.before_step(self.optimizer)
 
 # %% ../../nbs/join/02_participants.ipynb #f1000011
+def driver_of(optimizer: Any) -> Driver | None:
+    """Give what takes an optimizer's steps inside backward; None: nothing does, as with torch's own."""
+    driver = getattr(optimizer, "driver", None)
+    return driver if driver is not None and driver.steps_in_backward else None
+
+
 class OptimizerParticipant(Participant):
     """A joinable optimizer: a rank without data steps as well, with the options of the others."""
 
@@ -388,7 +373,7 @@ class OptimizerParticipant(Participant):
 
     def on_notify(self) -> None:
         """Announce a step that begins; one that a backward has taken is announced there."""
-        if getattr(self.joinable, "driver", None) is None:
+        if driver_of(self.joinable) is None:
             self.begin_iteration()
             self.steps.announce(self.steps.prepare())
 
@@ -463,21 +448,8 @@ class LocalOptimizerParticipant(Participant):
 
 # %% ../../nbs/join/02_participants.ipynb #fa0f895c
 def driver_settings(driver: Any) -> dict[str, Any]:
-    """Give what a step inside backward depends on."""
-    if driver is None:
-        return {}
-    settings: dict[str, Any] = {"groups": read_options(driver.zero)}
-    if driver.way.scales:
-        settings["scaler"] = driver.way.scaler.state_dict()
-    return settings
-
-
-def load_driver_settings(driver: Any, settings: dict[str, Any]) -> None:
-    """Take over what a step inside backward depends on, as far as another rank has told of it."""
-    if "groups" in settings:
-        write_options(driver.zero, settings["groups"])
-    if "scaler" in settings:
-        driver.way.scaler.load_state_dict(settings["scaler"])
+    """Give what a step inside backward depends on; nothing where no driver takes steps there."""
+    return {} if driver is None else driver.settings()
 
 # %% ../../nbs/join/02_participants.ipynb #6ee0ac27
 def split_bucket(value: Any, params: Sequence[Tensor]) -> list[Tensor]:
@@ -525,14 +497,6 @@ def _params_used_somewhere(ddp: Any) -> set[int]:
     ddp.process_group.allreduce([used]).wait()
     return {id(p) for p, n in zip(params, used.tolist(), strict=True) if n}
 
-
-def find_overlap(ddp: Any) -> Any:
-    """Find what takes the optimizer's steps inside a model's backward, if anything does."""
-    for hook, _ in ddp._comm_hooks:
-        if (switch := getattr(hook, "switch", None)) is not None:
-            return switch.overlap
-    return None
-
 # %% ../../nbs/join/02_participants.ipynb #62da2754
 def _fill_buckets(buckets: Sequence[Any], group_size: int) -> bool:  # whether there was any
     """Write the gradients that are in `.grad` into DDP's buckets of zeros; they are divided by
@@ -562,7 +526,7 @@ def reduce_nothing(
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     overlap = find_overlap(ddp)
     if overlap is not None:
-        overlap.stepped_grads.remove()
+        overlap.remove_markers()
     # a hook divides by the world size itself
     hooked = ddp._comm_hooks or "comm_hook" in ddp.logger._get_ddp_logging_data().strs_map
     has_gradients = _fill_buckets(buckets, 1 if hooked else group.size)
@@ -570,7 +534,7 @@ def reduce_nothing(
         works = [ddp.reducer._run_comm_hook(bucket) for bucket in buckets]
         used = _params_used_somewhere(ddp)
     reduced = [work.wait() for work in works]
-    if overlap is None or overlap.way.wire == "kept":  # else there are no averages
+    if overlap is None or overlap.options.keeps_means:  # else there are no averages
         for bucket, value in zip(buckets, reduced, strict=True):
             params = bucket.parameters()
             for param, grad in zip(params, split_bucket(value, params), strict=False):
@@ -816,8 +780,8 @@ class ForwardListener:
         self.weigh: Callable[[Tensor], Tensor] | None = None  # gradients of the last forward
         hear = partial(module.register_forward_pre_hook, prepend=True, with_kwargs=True)
         self.handles = [
-            hear(Hook(self.before)),
-            module.register_forward_hook(Hook(self.after)),
+            hear(TransientHook(self.before)),
+            module.register_forward_hook(TransientHook(self.after)),
         ]
 
     def close(self) -> None:
@@ -923,7 +887,7 @@ class BackwardListener:
     def follow(self, event: JoinEvent) -> None:
         """Do to this rank's gradients and settings what ranks with data did to theirs."""
         if self.model.driver is not None:
-            load_driver_settings(self.model.driver, event.options)
+            self.model.driver.load_settings(event.options)
         gradients = event.options["gradients"]
         if gradients.get("changed"):
             rank = self.session.group.global_rank
@@ -942,7 +906,7 @@ class BackwardListener:
     def finish(self, is_last_joiner: bool, settings: Any, gradients: Any) -> None:
         """Take over the settings of the last joiner, and what its loop did to its gradients."""
         if self.model.driver is not None:
-            load_driver_settings(self.model.driver, settings)
+            self.model.driver.load_settings(settings)
         if not is_last_joiner:
             found, missing = gradients
             self.record.follow(found)
@@ -1098,7 +1062,7 @@ class DdpParticipant(Participant):
         if event.options["ranks"]:
             self.send_buffers(event.options["ranks"])
         if self.driver is not None:
-            self.driver.stepped_grads.remove()  # DDP copies what is in .grad into new buckets
+            self.driver.remove_markers()  # DDP copies what is in .grad into new buckets
         if event.options["rebuild"] and ddp.reducer._rebuild_buckets():
             ddp._has_rebuilt_buckets = True
 
@@ -1143,14 +1107,14 @@ class DataParallelParticipant(Participant):
 
     def find_grad(self, i: int) -> Tensor | None:
         """Give a gradient that waits for its reduction, in `.grad` or set aside."""
-        grad = unstepped_grad(self.joinable.params[i])
+        grad = unstepped_grad(self.joinable.engine.params[i])
         return self.joinable.reducer.accumulated_grad(i) if grad is None else grad
 
     def attach(self) -> None:
         """Listen to forward and backward, and send buffers in the handle's place."""
         self.guard.attach(None, throws=False)
         self.forward = ForwardListener(self, self.module)
-        record = GradientRecord(self.joinable.params, self.find_grad)
+        record = GradientRecord(self.joinable.engine.params, self.find_grad)
         self.backward = BackwardListener(self, record)
         self.has_buffers = self.joinable.buffers.needed
         self.joinable.add_observer(self)
@@ -1215,7 +1179,7 @@ class DataParallelParticipant(Participant):
         self.backward.finish(is_last_joiner, state, gradients)
         super().finish(is_last_joiner, state, gradients)
         self.joinable.wait()
-        broadcast_from(self.module, self.joinable.zero, self.session.last_joiner)
+        broadcast_from(self.module, self.joinable.optimizer, self.session.last_joiner)
 
 # %% ../../nbs/join/02_participants.ipynb #b86469c6
 def kind_of(joinable: Any, index: int) -> type[Participant]:

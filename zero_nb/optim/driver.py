@@ -5,22 +5,36 @@
 # %% ../../nbs/optim/08_driver.ipynb #a8eae166
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
+from operator import is_
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..comm.groups import Group
+from ..comm.groups import Group, fails_everywhere
+from .iteration import BucketRun, ParameterGathers, Phase, Steppable
+from zero_nb.optim.pieces import (
+    Shard,
+    lend_pieces,
+    reclaim_pieces,
+    record_versions,
+    release_step_memory,
+)
+from .state import end_groups
 
 # %% auto #0
-__all__ = ['Driver', 'norm_of', 'clip_parts', 'Care', 'SideStream']
+__all__ = ['Driver', 'ShardedOptimizer', 'check_backends', 'check_param_groups', 'gather_parameters', 'AfterBackward', 'norm_of',
+           'clip_parts', 'StepOptions', 'read_options', 'write_options', 'SideStream', 'on_stream']
 
 # %% ../../nbs/optim/08_driver.ipynb #0788cd90
 class Driver(Protocol):
     """Takes the steps of an optimizer."""
+
+    steps_in_backward: bool
 
     def step(self, kwargs: dict[str, Any]) -> Any:
         """Do what `optimizer.step(**kwargs)` does: take the step, or check the one that was taken."""
@@ -30,6 +44,147 @@ class Driver(Protocol):
 
     def detach(self) -> None:
         """Leave the optimizer as it is without this driver; all ranks call this."""
+
+# %% ../../nbs/optim/08_driver.ipynb #e7619f68
+class ShardedOptimizer(Steppable, Protocol):
+    """An optimizer, as far as a step after backward needs it."""
+
+    shards: list[Shard]
+    group: Group  # ranks that share the state
+    replica_group: Group | None  # ranks that hold the same part of it, if there are two levels
+    groups: Sequence[Group]  # both
+
+    @property
+    def is_first_step(self) -> bool:
+        """Whether some param group has not been stepped yet."""
+
+    def checked_first_step(
+        self, lines: Callable[[], list[str]] = lambda: []
+    ) -> AbstractContextManager[None]:
+        """Enclose the part of a first step that can fail on one rank alone, or whose `lines` differ."""
+
+    def params(self) -> list[Tensor]:
+        """Give all parameters, in the order in which they were registered."""
+
+    def reshard(self, olds: Sequence[Shard], why: str) -> Shard:
+        """Plan the parameters of some shards anew, and move their state to its new owners."""
+
+
+def check_backends(group: Group, params: Sequence[Tensor]) -> None:
+    """Refuse what could be stepped and not be sent; `ValueError`."""
+    if group.size == 1:
+        return
+    for device in {p.device for p in params}:
+        if group.backend(device) == "none":
+            raise ValueError(
+                f"no backend of {group} serves {device}, where a parameter is; initialize"
+                " the process group with one, for example backend='cpu:gloo,cuda:nccl'"
+            )
+
+
+def check_param_groups(optimizer: ShardedOptimizer) -> None:
+    """Refuse groups that the user has changed past `add_param_group`: parameters that no rank
+    would step, or that ranks would step without being asked."""
+    param_groups = optimizer.param_groups
+    rules = optimizer.local.rules
+    taken = optimizer.params()
+    given = [p for group in param_groups for p in group["params"]]
+    if len(param_groups) == len(rules) and len(given) == len(taken) and all(map(is_, given, taken)):
+        return
+    raise RuntimeError(
+        f"param_groups hold {len(given)} parameters in {len(param_groups)} groups that are"
+        f" not the {len(taken)} in {len(rules)} groups that were shared out; add"
+        " parameters by add_param_group(), and stop training some by requires_grad_(False)"
+    )
+
+
+def gather_parameters(shards: Sequence[Shard]) -> None:
+    """Bring every rank's part of every bucket to all ranks, in the order of the plan."""
+    gathers = ParameterGathers()
+    for shard in shards:
+        for i, bucket in enumerate(shard.turns):
+            gathers.start(BucketRun(bucket, i, Phase.STEPPED))
+    gathers.wait()
+
+# %% ../../nbs/optim/08_driver.ipynb #b428020a
+class AfterBackward:
+    """Takes a step when `optimizer.step` is called; the driver of an optimizer that has no other."""
+
+    steps_in_backward = False
+
+    def __init__(self, optimizer: ShardedOptimizer):
+        self.optimizer = optimizer
+
+    def wait(self, param: Tensor | None = None) -> None:
+        """Return: all parameters have arrived when `step` returns."""
+
+    def detach(self) -> None:
+        """Do nothing: this is how an optimizer is without another driver."""
+
+    def step(self, kwargs: dict[str, Any]) -> Any:
+        """Step this rank's pieces and gather the parameters; returns what the first local optimizer
+        returns."""
+        optimizer = self.optimizer
+        local = optimizer.local
+        why = "for parameters that were frozen, unfrozen or moved"
+        shards = [shard for shard in optimizer.shards if not shard.alone]
+        shards = [optimizer.reshard([s], why) if s.changed() else s for s in shards]
+        first = optimizer.is_first_step
+        stepping = False
+        try:
+            with self._agreed() if first else nullcontext():
+                check_param_groups(optimizer)
+                if first:
+                    check_backends(optimizer.group, optimizer.params())
+                for shard in shards:
+                    lend_pieces(local.by_class.values(), shard)
+                local.pull_options(optimizer.param_groups)
+                stepping = True
+                returned = local.step(**kwargs)
+                local.push_options(optimizer.param_groups)
+        except Exception as error:
+            self._end_failed_step(shards, stepping, None if first else error)
+            raise
+        try:
+            for shard in shards:
+                reclaim_pieces(shard.pieces)
+            gather_parameters(shards)
+        except Exception as error:
+            end_groups(optimizer.groups, error)
+            raise
+        for shard in shards:
+            record_versions(shard.pieces)
+        return returned
+
+    def _agreed(self) -> AbstractContextManager[None]:
+        """Have all ranks compare which parameters have a gradient, and learn of an error of any."""
+        optimizer = self.optimizer
+
+        def describe() -> list[str]:
+            has = [p.grad is not None for p in optimizer.params()]
+            return [f"parameter {i} with{'' if g else 'out'} a gradient" for i, g in enumerate(has)]
+
+        return optimizer.checked_first_step(describe)
+
+    def _end_failed_step(
+        self,
+        shards: Sequence[Shard],
+        stepping: bool,  # whether a local optimizer may have stepped
+        error: Exception | None,  # None: all ranks know of it
+    ) -> None:
+        """Leave the same parameters on all ranks: what a local optimizer had stepped stays stepped,
+        as in `torch.optim`. If not all fail, end the job."""
+        optimizer = self.optimizer
+        for shard in shards:
+            if stepping:
+                reclaim_pieces(shard.pieces)
+            else:
+                release_step_memory(shard)
+        if optimizer.replica_group is None and fails_everywhere(optimizer.groups):
+            gather_parameters(shards)
+        elif error is not None:
+            # else the others would wait for this rank; and what nodes hold of one part may differ
+            end_groups(optimizer.groups, error)
 
 # %% ../../nbs/optim/08_driver.ipynb #6b6e6b77
 def norm_of(
@@ -71,62 +226,55 @@ def clip_parts(
 
 # %% ../../nbs/optim/08_driver.ipynb #343a3b6a
 @dataclass(frozen=True, kw_only=True)
-class Care:
-    """What is done with averages before a step is taken on them."""
+class StepOptions:
+    """What the user chooses about a step inside backward; each kind of driver adds its own."""
 
     interleaved: bool = False  # step each bucket during backward, else all after it
     lag: int = 1  # buckets between a reduction and its step, if interleaved
     max_grad_norm: float | None = None  # clip the gradient to this norm
     norm_type: float = 2.0  # of that norm
-    reduce_dtype: torch.dtype | None = (
-        None  # in which gradients are sent and added; None: their own
-    )
+    # in which gradients are sent and added; None: their own
+    reduce_dtype: torch.dtype | None = None
     scaler: Any = None  # a `torch.amp.GradScaler` whose scale the gradients carry
 
-    scales = property(
-        lambda self: self.scaler is not None and self.scaler.is_enabled(),
-        doc="Whether gradients carry a scale.",
-    )
-    judges = property(
-        lambda self: self.scales or self.max_grad_norm is not None,
-        doc="Whether all gradients are looked at before the first step.",
-    )
-    described = property(
-        lambda self: str(replace(self, scaler=self.scaler is not None)),
-        doc="What must be the same on all ranks.",
-    )
+    @property
+    def scales(self) -> bool:
+        """Whether gradients carry a scale."""
+        return self.scaler is not None and self.scaler.is_enabled()
 
-    def judge(
-        self, group: Group, parts: Sequence[Tensor]
+    @property
+    def transforms(self) -> bool:
+        """Whether all averages are looked at before the first step."""
+        return self.scales or self.max_grad_norm is not None
+
+    @property
+    def described(self) -> str:
+        """What must be the same on all ranks."""
+        return str(replace(self, scaler=self.scaler is not None))
+
+    def transform(
+        self, group: Group, grad_shards: Sequence[Tensor]
     ) -> tuple[bool, Tensor | None]:  # whether to step; the norm before it was clipped
-        """Look at what this rank owns of all averages; all ranks call this."""
+        """Unscale and clip what this rank owns of all averages; all ranks call this."""
         if self.scales:
             scale = self.scaler.get_scale()  # once for all, since it waits for the device
-            for part in parts:
-                part.div_(scale)
-            if not torch.isfinite(norm_of(group, parts, float("inf"))):
+            for grad_shard in grad_shards:
+                grad_shard.div_(scale)
+            if not torch.isfinite(norm_of(group, grad_shards, float("inf"))):
                 return False, None
-        return True, (
-            None
-            if self.max_grad_norm is None
-            else clip_parts(group, parts, self.max_grad_norm, self.norm_type)
-        )
+        if self.max_grad_norm is None:
+            return True, None
+        return True, clip_parts(group, grad_shards, self.max_grad_norm, self.norm_type)
 
     def check(self) -> None:
         """Refuse what cannot work."""
         if type(self.lag) is not int or self.lag < 0:
             raise ValueError(f"lag must be a number of buckets, 0 or more, got {self.lag!r}")
-        if self.max_grad_norm is not None and not (
-            isinstance(self.max_grad_norm, (int, float)) and self.max_grad_norm > 0
-        ):
-            raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm!r}")
-        if self.reduce_dtype not in (
-            None,
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-        ):
+        norm = self.max_grad_norm
+        if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
+            raise ValueError(f"max_grad_norm must be above 0, got {norm!r}")
+        floating = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        if self.reduce_dtype not in (None, *floating):
             raise TypeError(
                 "reduce_dtype must be torch.float32 or another floating-point dtype of 16 to 64"
                 f" bits, got {self.reduce_dtype!r}"
@@ -135,12 +283,35 @@ class Care:
             raise TypeError(
                 f"scaler must be a torch.amp.GradScaler, got {type(self.scaler).__name__}"
             )
-        if self.interleaved and self.judges:
+        if self.interleaved and self.transforms:
             raise ValueError(
                 "interleaved=True steps before the last gradients are there, so their norm, and"
                 " whether they are finite, is not known; use interleaved=False with max_grad_norm"
                 " or scaler"
             )
+
+# %% ../../nbs/optim/08_driver.ipynb #5eb21535
+_PLAIN = (bool, int, float, str, tuple, list, type(None), Tensor)
+
+
+def read_options(optimizer: Any) -> list[dict[str, Any]]:  # for JSON
+    """Give the options of each param group, which a scheduler may change."""
+    found = []
+    for group in optimizer.param_groups:
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        plain = {k: v for k, v in options.items() if isinstance(v, _PLAIN)}
+        found.append({k: v.tolist() if isinstance(v, Tensor) else v for k, v in plain.items()})
+    return found
+
+
+def write_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
+    """Take over the options of another rank."""
+    for group, given in zip(optimizer.param_groups, options, strict=True):
+        for key, value in given.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 # %% ../../nbs/optim/08_driver.ipynb #c256c058
 class SideStream:
@@ -185,3 +356,17 @@ class SideStream:
     ) -> None:
         """Have the allocator keep memory, when it is let go, until a stream has passed what it has then."""
         tensor.record_stream(stream or self.stream)
+
+# %% ../../nbs/optim/08_driver.ipynb #dc2f7a77
+@contextmanager
+def _side_by_side(stream: SideStream) -> Iterator[None]:
+    stream.stream.wait_stream(stream.current)
+    with stream.running():
+        yield
+
+
+def on_stream(
+    stream: SideStream | None,  # None: where there are no streams
+) -> AbstractContextManager[None]:
+    """Run the kernels of a block on the side stream, after what the current stream has now."""
+    return nullcontext() if stream is None else _side_by_side(stream)

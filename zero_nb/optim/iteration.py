@@ -127,6 +127,16 @@ class ParameterGathers:
         self.runs: list[BucketRun] = []
         self._packed = InFlight(Phase.GATHERING, BucketRun.finish_gather)
 
+    @property
+    def works(self) -> list[Work]:
+        """What to wait for, in the order in which it started."""
+        return [run.gather for run in self.runs if run.gather is not None]
+
+    @property
+    def order(self) -> list[int]:
+        """The buckets, in that order."""
+        return [run.index for run in self.runs]
+
     def start(self, run: BucketRun) -> None:
         """Start to gather a bucket that was stepped."""
         if run.scratch is None and run.bucket.packed:

@@ -5,11 +5,8 @@
 # %% ../../nbs/optim/09_optimizer.ipynb #53022c62
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from operator import is_
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +20,11 @@ from zero_nb.optim.local_optimizers import (
     take_groups,
 )
 from ..comm.objects import broadcast_object_list, byte_device
-from zero_nb.optim.pieces import (
-    Shard,
-    reclaim_pieces,
-    lend_pieces,
-    release_step_memory,
-    record_versions,
-)
+from .driver import AfterBackward, Driver
+from .pieces import Shard
 from ..comm.agreement import agreeing, log_once
-from ..comm.collectives import Work
-from ..comm.groups import Group, TwoLevel, fails_everywhere, two_level
+from ..comm.groups import Group, TwoLevel, two_level
 from zero_nb.optim.rules import (
-    Rule,
     Settings,
     check_group,
     check_settings,
@@ -46,120 +36,12 @@ from zero_nb.optim.rules import (
 from zero_nb.optim.state import (
     ShardedState,
     StateLoad,
-    end_groups,
     mark_plans_agreed,
 )
 from ..plan.sharder import Policy
 
 # %% auto #0
-__all__ = ['IN_FLIGHT', 'step_after_backward', 'ZeroRedundancyOptimizer']
-
-# %% ../../nbs/optim/09_optimizer.ipynb #2618d435
-IN_FLIGHT = 4  # packed buckets whose gather has started and not ended; bounds scratch memory to so many buckets
-
-
-def _gather_parameters(shards: Iterable[Shard]) -> None:
-    """Bring every rank's part of every bucket to all ranks; collectives start in the order of the buckets."""
-    packed = deque[Work]()
-    in_place = list[Work]()
-    for bucket in (bucket for shard in shards for bucket in shard.turns):
-        if not bucket.packed:
-            in_place.append(Work(bucket.all_gather()))
-            continue
-        if len(packed) == IN_FLIGHT:
-            packed.popleft().wait()
-        packed.append(Work(bucket.all_gather()))
-    for work in [*packed, *in_place]:
-        work.wait()
-
-# %% ../../nbs/optim/09_optimizer.ipynb #7d21f2d9
-def _check_backends(group: Group, params: Sequence[Tensor]) -> None:
-    """Refuse what could be stepped and not be sent; `ValueError`."""
-    if group.size == 1:
-        return
-    for device in {p.device for p in params}:
-        if group.backend(device) == "none":
-            raise ValueError(
-                f"no backend of {group} serves {device}, where a parameter is; initialize"
-                " the process group with one, for example backend='cpu:gloo,cuda:nccl'"
-            )
-
-
-def _check_param_groups(
-    param_groups: list[dict[str, Any]], rules: list[Rule], shards: list[Shard]
-) -> None:
-    """Refuse groups that the user has changed past `add_param_group`: parameters that no rank
-    would step, or that ranks would step without being asked."""
-    taken = [shard.params[i] for shard in shards for i in range(len(shard.params))]
-    given = [p for group in param_groups for p in group["params"]]
-    if len(param_groups) == len(rules) and len(given) == len(taken) and all(map(is_, given, taken)):
-        return
-    raise RuntimeError(
-        f"param_groups hold {len(given)} parameters in {len(param_groups)} groups that are"
-        f" not the {len(taken)} in {len(rules)} groups that were shared out; add"
-        " parameters by add_param_group(), and stop training some by requires_grad_(False)"
-    )
-
-
-def _which_gradients(params: Sequence[Tensor]) -> list[str]:
-    return [
-        f"parameter {i} with{'out' * (p.grad is None)} a gradient" for i, p in enumerate(params)
-    ]
-
-# %% ../../nbs/optim/09_optimizer.ipynb #7d21f2e0
-def step_after_backward(zero: Any, kwargs: dict[str, Any]) -> Any:
-    """Step this rank's pieces and gather the parameters; returns what the first local optimizer returns."""
-    why = "for parameters that were frozen, unfrozen or moved"
-    shards = [shard for shard in zero.shards if not shard.alone]
-    shards = [zero.reshard([shard], why) if shard.changed() else shard for shard in shards]
-    first = len(zero.param_groups) != zero._stepped_groups
-    checked: Any = nullcontext()
-    if first:
-        checked = zero.checked_first_step(lambda: _which_gradients(zero.params()))
-    local = zero.local
-    opened = False
-    try:
-        with checked:
-            _check_param_groups(zero.param_groups, local.rules, zero.shards)
-            if first:
-                _check_backends(zero.group, zero.params())
-            for shard in shards:
-                lend_pieces(local.by_class.values(), shard)
-            local.pull_options(zero.param_groups)
-            opened = True
-            returned = local.step(**kwargs)
-            local.push_options(zero.param_groups)
-    except Exception as error:
-        _end_failed_step(zero, shards, opened, None if first else error)
-        raise
-    try:
-        for shard in shards:
-            reclaim_pieces(shard.pieces)
-        _gather_parameters(shards)
-    except Exception as error:
-        end_groups(zero.groups, error)
-        raise
-    for shard in shards:
-        record_versions(shard.pieces)
-    return returned
-
-
-def _end_failed_step(
-    zero: Any,
-    shards: list[Shard],
-    opened: bool,
-    error: Exception | None,  # None: all ranks know of it
-) -> None:
-    """Leave the same parameters on all ranks: what a local optimizer had stepped stays stepped,
-    as in `torch.optim`. If not all fail, end the job."""
-    for shard in shards:
-        reclaim_pieces(shard.pieces) if opened else release_step_memory(shard)
-    if zero.replica_group is None and fails_everywhere(zero.groups):
-        _gather_parameters(shards)
-    elif (
-        error is not None
-    ):  # or the others would wait for this rank; and what nodes hold of one part may differ now
-        end_groups(zero.groups, error)
+__all__ = ['ZeroRedundancyOptimizer']
 
 # %% ../../nbs/optim/09_optimizer.ipynb #2b8e32fb
 @contextmanager
@@ -222,8 +104,8 @@ def _find_groups(process_group: Any) -> Sequence[Group]:
     return process_group if isinstance(process_group, TwoLevel) else (Group(process_group),)
 
 # %% ../../nbs/optim/09_optimizer.ipynb #70b85bcd
-def _check_not_overlapped(driver: Any) -> None:
-    if driver:
+def _check_not_overlapped(driver: Driver) -> None:
+    if driver.steps_in_backward:
         raise RuntimeError(
             "parameters cannot be added while the step is overlapped, for DDP does not"
             " reduce their gradients; detach the overlap, and wrap the model again"
@@ -271,7 +153,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     """
 
     initialized = True  # for code that asks torch's class
-    driver: Any = None  # takes the steps, while one is attached: `step(kwargs)`, `wait()`
+    _driver: Driver | None = None  # that was attached
     _consolidated: dict[str, Any] | None = None  # without its groups, until the next step
     _stepped_groups = 0  # param groups that all ranks have stepped
     _opt_called = False  # a scheduler of torch looks for this
@@ -287,7 +169,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         process_group: Any = None,
         # parameters move into the buckets: no copies in `step`, but new memory addresses
         parameters_as_bucket_view: bool = False,
-        # for code written for torch's class; what overlaps is a hook on the model (backward/02_ddp_overlap)
+        # for code written for torch's class; what overlaps is a hook on the model (backward/04_ddp_overlap)
         overlap_with_ddp: bool = False,
         *,
         # "auto": even for known element-wise classes, else whole; "even", "whole", "greedy", or a policy
@@ -336,10 +218,25 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         """Give all parameters, in the order in which they were registered."""
         return [p for shard in self.shards for p in shard.params]
 
+    @property
+    def driver(self) -> Driver:
+        """Takes the steps: this optimizer's `step` after backward, or what was attached."""
+        return AfterBackward(self) if self._driver is None else self._driver
+
+    def attach(self, driver: Driver) -> None:
+        """Let a driver take the steps, until it is detached."""
+        if self._driver is not None:
+            raise RuntimeError("the optimizer's step is overlapped already; detach that first")
+        self._driver = driver
+
+    def detach(self, driver: Driver) -> None:
+        """Take the steps after backward again, if that driver has taken them."""
+        if self._driver is driver:
+            self._driver = None
+
     def wait_for_driver(self) -> None:
         """Return when the parameters and state of the last step are there, for the current stream."""
-        if self.driver is not None:
-            self.driver.wait()
+        self.driver.wait()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters while training, as `torch.optim.Optimizer.add_param_group`; all ranks call this."""
@@ -470,11 +367,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         self._consolidated = None
         self._opt_called = True
 
+    @property
+    def is_first_step(self) -> bool:
+        """Whether some param group has not been stepped yet."""
+        return len(self.param_groups) != self._stepped_groups
+
     @contextmanager
     def checked_first_step(self, lines: Callable[[], list[str]] = lambda: []) -> Iterator[None]:
         """Enclose the part of a step that can fail on one rank alone; what fails in the first step,
         or of `lines` differs, is an error on every rank."""
-        if len(self.param_groups) == self._stepped_groups:
+        if not self.is_first_step:
             yield
             return
         options = {"param_groups": self.param_groups}
@@ -497,7 +399,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         self.note_step()
         if self.process_group is not None or torch.distributed.is_available():
             _Join.Join.notify_join_context(self)  # ranks without data see that this one steps
-        returned = self.driver.step(kwargs) if self.driver else step_after_backward(self, kwargs)
+        returned = self.driver.step(kwargs)
         return returned if closure is None else loss
 
     def join_hook(self, **kwargs: Any) -> Any:
