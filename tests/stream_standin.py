@@ -9,7 +9,7 @@ that is let go while another stream may still use it: the allocator gives it to 
 the stream that allocated it.
 
     world = World()
-    handle.stream = WatchedStream(world)
+    handle.engine.stream = WatchedStream(world)
     with world: train()
     assert not world.faults
 """

@@ -1143,9 +1143,9 @@ def on_streams(
         handle = overlap(net, zero, scaler=scaler, **setup) if kind == "overlap" else None
     world = World()
     if handle:
-        handle.stream = WatchedStream(world)
+        handle.engine.stream = WatchedStream(world)
     if not keeps:
-        handle.stream.keep = lambda tensor, stream=None: None
+        handle.engine.stream.keep = lambda tensor, stream=None: None
     with world, world.networked():
         for i in range(5):
             for m in range(micro):

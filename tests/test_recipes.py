@@ -1,14 +1,20 @@
-"""The recipes of CONTRIBUTING.md, each done once: a policy, a transport, an optimizer family."""
+"""The recipes of CONTRIBUTING.md, each done once: a policy, a transport, an optimizer family, a driver."""
 
 import os
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zero_nb import Group, ParamSpec, ShardPlan, Span, ZeroRedundancyOptimizer, run
+from zero_nb.backward.ddp_overlap import plan_buckets
+from zero_nb.backward.engine import InBackward, StepEngine, start_mean
+from zero_nb.backward.watch import BackwardWatch, on_backward_end
 from zero_nb.comm import transport
+from zero_nb.optim.driver import AfterBackward, StepOptions
+from zero_nb.optim.iteration import Iteration, make_step_plan
 
 
 def gradients(model: nn.Module, step: int) -> None:
@@ -174,3 +180,115 @@ def test_a_family_is_tried_before_it_is_trusted():
     for trained in run(2, cut, SignMomentum, "even"):
         torch.testing.assert_close(trained, train(SignMomentum))
     assert all("RowNorm" in said for said in run(2, cut, RowNorm, "even"))
+
+
+# ---- a driver: what takes an optimizer's steps ----
+
+
+class SkipsNotFinite:
+    """Steps after backward, unless a gradient is infinite or NaN."""
+
+    steps_in_backward = False
+
+    def __init__(self, optimizer):
+        self.optimizer, self.inner = optimizer, AfterBackward(optimizer)
+        optimizer.attach(self)
+
+    def step(self, kwargs):
+        grads = [p.grad for p in self.optimizer.params()]  # averaged: the same on all ranks
+        return self.inner.step(kwargs) if all(g.isfinite().all() for g in grads) else None
+
+    def wait(self, param=None):
+        pass  # the inner one's parameters are there when `step` returns
+
+    def detach(self):
+        self.optimizer.detach(self)
+
+
+def test_a_driver_may_decide_whether_to_step():
+    def skipping():
+        weight = nn.Parameter(torch.zeros(6))
+        optimizer = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=1.0)
+        driver = SkipsNotFinite(optimizer)
+        seen = []
+        for value in (1.0, float("nan"), 2.0):
+            weight.grad = torch.full((6,), value)
+            optimizer.step()
+            seen.append(weight.tolist())
+        driver.detach()
+        weight.grad = torch.full((6,), 4.0)
+        optimizer.step()
+        return seen, weight.tolist()
+
+    for seen, last in run(2, skipping):
+        assert seen == [[-1.0] * 6, [-1.0] * 6, [-3.0] * 6] and last == [-7.0] * 6
+
+
+class WhenBackwardEnds(InBackward):
+    """Averages and steps the parameters of a plain module at the end of each backward: the parts
+    of `overlap` and `data_parallel`, without their buckets."""
+
+    def __init__(self, module, optimizer):
+        self.engine = StepEngine(optimizer, StepOptions())
+        self.groups = optimizer.groups
+        everything = [list(range(len(self.engine.params)))]
+        make = partial(plan_buckets, optimizer, everything)
+        shard = optimizer.reshard(optimizer.shards, "for one bucket", make)
+        self.plan = make_step_plan(optimizer, shard)
+        self.watch = BackwardWatch(module, self, self.groups)
+        optimizer.attach(self)
+
+    @property
+    def step_plan(self):
+        return self.plan
+
+    def before_forward(self, module):
+        self.remove_markers()
+
+    def backward_began(self):
+        on_backward_end(self.finish, self.groups)
+
+    @torch.no_grad()
+    def finish(self):
+        params = self.engine.params
+        unused = [False] * len(params)
+        iteration = Iteration(self.plan, self, unused)
+        for i, bucket in enumerate(self.plan.shard.buckets):
+            slots = bucket.bucket.slots
+            parts = [params[s.param].grad.flatten()[s.start : s.stop] for s in slots]
+            iteration.arrive(i, torch.cat(parts))
+        stepped = iteration.finish()
+        for p in params:
+            p.grad = None
+        self.engine.note_step()
+        self.engine.mark_gradients(unused, stepped)
+
+    def start(self, i, gradient):  # of the iteration's `GradientReducer`, as what follows
+        return start_mean(self.plan.shard.buckets[i], gradient)
+
+    def release(self, i):
+        pass
+
+    def step(self, kwargs):
+        self.engine.check_call(kwargs)
+
+
+def test_a_driver_may_step_inside_backward():
+    def compared(inside):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
+        trained = model if inside else nn.parallel.DistributedDataParallel(model)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+        driver = WhenBackwardEnds(model, optimizer) if inside else None
+        for step in range(4):
+            if inside and step == 3:
+                driver.detach()
+                trained = nn.parallel.DistributedDataParallel(model)
+            data = torch.full((2, 5), 1.0 + step + dist.get_rank())
+            trained(data).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for inside, beside in zip(run(2, compared, True), run(2, compared, False), strict=True):
+        torch.testing.assert_close(inside, beside)

@@ -41,7 +41,7 @@ from ..plan.buckets import Bucket, BucketPlan, Slot, adopt
 # %% auto #0
 __all__ = ['Copy', 'split_like_ddp', 'plan_buckets', 'DdpLayout', 'find_layout', 'OverlapOptions', 'check_pair',
            'completed_future', 'DdpTraits', 'read_traits', 'find_join_trouble', 'Arrival', 'DdpBackward',
-           'CommHookSwitch', 'find_switch', 'find_overlap', 'DdpPlanner', 'DdpOverlap', 'overlap',
+           'CommHookSwitch', 'find_switch', 'find_overlap', 'DdpPlanner', 'check_leftovers', 'DdpOverlap', 'overlap',
            'hook_with_zero_step', 'hook_with_zero_step_interleaved']
 
 # %% ../../nbs/backward/04_ddp_overlap.ipynb #c27e05e6
@@ -612,7 +612,7 @@ class DdpPlanner:
             reuses_gradients=not self.options.keeps_means,
         )
 
-# %% ../../nbs/backward/04_ddp_overlap.ipynb #db95b6d7
+# %% ../../nbs/backward/04_ddp_overlap.ipynb #91e16056
 _NOT_AVERAGED = (
     "step() found gradients that did not come through DDP's hook, so they are not averaged:"
     " register the hook, and run the last backward before step() through the wrapped model and"
@@ -620,6 +620,24 @@ _NOT_AVERAGED = (
 )
 
 
+def check_leftovers(
+    params: Sequence[Tensor],
+    # by id of a parameter: the average that a hook left, and its version; None: no step was taken
+    kept: Mapping[int, Any] | None,
+    options: OverlapOptions,
+) -> None:
+    """Refuse gradients that no step has seen, or not as they are now."""
+    for p in params:
+        grad = unstepped_grad(p)
+        if grad is None:
+            continue
+        if kept is None and not options.keeps_means:
+            raise RuntimeError(_NOT_AVERAGED)
+        known = kept.get(id(p)) if kept else None
+        if known is not None and (id(grad), grad._version) != known:
+            raise RuntimeError(GRADIENTS_CHANGED)
+
+# %% ../../nbs/backward/04_ddp_overlap.ipynb #db95b6d7
 class DdpOverlap(InBackward):
     """A model and an optimizer whose step runs inside backward; made by `overlap`."""
 
@@ -758,15 +776,7 @@ class DdpOverlap(InBackward):
         if self.backward is not None and not self.backward.in_autograd:
             self._finish()  # in the place of an iteration, after what DDP sends last
         taken = self.engine.check_count()
-        for p in self.traits.params:
-            grad = unstepped_grad(p)
-            if grad is None:
-                continue
-            if not taken and not self.options.keeps_means:
-                raise RuntimeError(_NOT_AVERAGED)
-            known = self.kept.get(id(p)) if taken else None
-            if known is not None and (id(grad), grad._version) != known:
-                raise RuntimeError(GRADIENTS_CHANGED)
+        check_leftovers(self.traits.params, self.kept if taken else None, self.options)
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
