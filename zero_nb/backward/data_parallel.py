@@ -696,7 +696,7 @@ class ParallelReducer:
         creates_graph = torch.is_grad_enabled()
         stream = self.engine.stream
         try:
-            with torch.no_grad(), on_stream(stream):
+            with torch.no_grad(), on_stream(stream) if stream else nullcontext():
                 if creates_graph:
                     raise RuntimeError(
                         "backward(create_graph=True) keeps a graph of gradients that are averaged"

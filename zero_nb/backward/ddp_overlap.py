@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -31,7 +31,7 @@ from .stepped_gradients import GRADIENTS_CHANGED, unstepped_grad
 from .watch import BackwardWatch, fail_peers_on_error, on_backward_end
 from ..comm.agreement import agreeing
 from ..comm.collectives import Work
-from ..comm.groups import Group
+from ..comm.groups import Group, fail
 from ..optim.driver import StepOptions, on_stream
 from ..optim.iteration import Iteration, Reduction, StepPlan, make_step_plan
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -677,19 +677,13 @@ class DdpOverlap(InBackward):
 
     def on_bucket(self, bucket: Any, state: Any) -> Any:  # a future, for DDP
         """Take a bucket that all of this rank's gradients are in."""
-        options = self.options
-        with fail_peers_on_error(self.groups), torch.no_grad():
-            backward = self.backward or self._begin()
-            if backward.iteration is None:
-                params = tuple(self.traits.index[id(p)] for p in bucket.parameters())
-            else:
-                params = self.planner.params_of(bucket)
-            keeps = options.keeps_means
-            future = options.hook(state, bucket) if keeps else completed_future(bucket.buffer())
-            backward.note(bucket, params, future)
-            if backward.iteration is not None:
-                with on_stream(self.engine.stream):
-                    backward.pass_on(bucket.index())
+        try:
+            with torch.no_grad():
+                backward = self.backward or self._begin()
+                future = self._note(backward, bucket, state)
+        except Exception as error:
+            fail(self.groups, error)
+            raise
         flags_follow = self.traits.finds_unused and self.traits.dynamic
         alone = not backward.in_autograd and backward.contribution == "own"
         if alone and bucket.is_last() and not flags_follow:
@@ -710,6 +704,21 @@ class DdpOverlap(InBackward):
             )
         self.planner.start(backward)
         return backward
+
+    def _note(self, backward: DdpBackward, bucket: Any, state: Any) -> Any:
+        options = self.options
+        if backward.iteration is None:
+            params = tuple(self.traits.index[id(p)] for p in bucket.parameters())
+        else:
+            params = self.planner.params_of(bucket)
+        keeps = options.keeps_means
+        future = options.hook(state, bucket) if keeps else completed_future(bucket.buffer())
+        backward.note(bucket, params, future)
+        if backward.iteration is not None:
+            stream = self.engine.stream
+            with on_stream(stream) if stream else nullcontext():
+                backward.pass_on(bucket.index())
+        return future
 
     def _finish(self) -> None:
         backward = self.backward
