@@ -22,7 +22,8 @@ from torch.optim import SGD, AdamW, Muon
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
-from zero_nb.backward.data_parallel import Search, data_parallel
+from zero_nb.backward.arriving import Search
+from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.groups import two_level
 from zero_nb.comm.launch import run

@@ -45,7 +45,7 @@ __all__ = ['ZeroRedundancyOptimizer']
 
 # %% ../../nbs/optim/09_optimizer.ipynb #2b8e32fb
 @contextmanager
-def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _without_state_dict_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Keep the state dict hooks of an optimizer from being called inside the block."""
     names = [
         name for name in vars(optimizer) if name.startswith("_optimizer_") and "state_dict" in name
@@ -320,7 +320,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         self.wait_for_driver()  # a hook may read anything
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        with _without_hooks(self):
+        with _without_state_dict_hooks(self):
             groups = super().state_dict()["param_groups"]
         full = _copy_state_dict(self._consolidated, groups, self.group)
         return _call_hooks(self, self._optimizer_state_dict_post_hooks, full)
@@ -338,7 +338,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         try:
             with agreeing(self.groups, "load_state_dict", lambda: _describe_keys(read)):
                 load = StateLoad(self.sharded_state, read)
-                with _without_hooks(self):
+                with _without_state_dict_hooks(self):
                     super().load_state_dict({**read, "state": {}})
                 self._consolidated = None
                 load.finish()
