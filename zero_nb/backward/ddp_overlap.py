@@ -446,8 +446,7 @@ class DdpBackward:
         Work(_wait_future(future), "the comm hook", self.traits.ranks).wait()
         result = future.value()
         whole = result[0] if isinstance(result, list) else result
-        part = self.buckets[i].bucket.part(self.optimizer.group.group_rank)
-        return self.layout.take(i, whole)[slice(*part)]
+        return self.layout.take(i, whole)[self.buckets[i].own_slice]
 
 # %% ../../nbs/backward/04_ddp_overlap.ipynb #c3d7f5ae
 class CommHookSwitch:

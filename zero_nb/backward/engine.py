@@ -52,7 +52,6 @@ def start_mean(
     size = group.size
     if replica_group:
         size *= replica_group.size
-    part = slice(*bucket.bucket.part(group.group_rank))
     sent = gradient if wire_dtype in (None, gradient.dtype) else gradient.to(wire_dtype)
     # 16 bits have little range: divided before they are added, as DDP divides
     divides_first = sent.dtype.itemsize < 4
@@ -62,7 +61,7 @@ def start_mean(
 
     def finish() -> Tensor:
         work.wait()
-        grad_shard = sent[part]
+        grad_shard = sent[bucket.own_slice]
         if replica_group:
             replica_group.all_reduce(grad_shard)
         mean = out
@@ -84,11 +83,11 @@ def mark_means(
 ) -> None:
     """Note that the collectives that average buckets need not be compared."""
     for bucket in buckets:
-        start, stop = bucket.bucket.part(bucket.group.group_rank)
+        owned = bucket.own_slice
         dtype = wire_dtype or bucket.dtype
         mark_agreed(bucket.group, "reduce_scatter", dtype, bucket.sizes)
         if replica_group:
-            mark_agreed(replica_group, "all_reduce", dtype, stop - start)
+            mark_agreed(replica_group, "all_reduce", dtype, owned.stop - owned.start)
 
 
 def cut_in_place(optimizer: ZeroRedundancyOptimizer) -> Policy:

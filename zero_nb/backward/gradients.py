@@ -398,7 +398,6 @@ class BucketReducer:
         self.pool = pool
         self.reduce_dtype = reduce_dtype
         self.replica_group = optimizer.replica_group
-        self.rank = optimizer.group.group_rank
         self.steps_in_backward = steps_in_backward
         self.means: dict[int, Tensor] = {}  # memory for this rank's part of each bucket's mean
         self.in_gradients: dict[int, Tensor] = {}  # gradients in which a mean lies
@@ -423,7 +422,7 @@ class BucketReducer:
 
     def add_mean(self, i: int, bucket: FlatBucket, gradient: Tensor) -> Tensor:
         """Allocate memory for a mean."""
-        part = gradient[slice(*bucket.bucket.part(self.rank))]
+        part = gradient[bucket.own_slice]
         self.means[i] = torch.empty_like(part, dtype=mean_dtype(part.dtype, self.reduce_dtype))
         return self.means[i]
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -166,13 +166,15 @@ class Parts(Sequence[int]):
             ),
         )
 
-    equal = property(
-        lambda self: self.each * self.ranks == self.numel, doc="Whether all parts have one size."
-    )
-    padded = property(
-        lambda self: (self.each or self.largest) * self.ranks,
-        doc="Elements, if all parts are filled up to the size of the first or largest.",
-    )
+    @cached_property
+    def equal(self) -> bool:
+        """Whether all parts have one size."""
+        return self.each * self.ranks == self.numel
+
+    @cached_property
+    def padded(self) -> int:
+        """Elements, if all parts are filled up to the size of the first or largest."""
+        return (self.each or self.largest) * self.ranks
 
     @property
     def largest(self) -> int:
@@ -986,14 +988,11 @@ def _sent(
 def _steps(group: Collectives, call: Call) -> Iterator[None]:
     """Give the steps of a call; a group that records sees what it is made of as parts of it."""
     steps = _STEPS[call.kind](group, call)
-    native = call.kind in ("all_reduce", "broadcast") and call.tensor.dtype in _KNOWN
+    backend = group.backend(call.tensor.device)
     if call.kind in _MERGED:
-        group._wire.connected.add(group.backend(call.tensor.device))
-    if (
-        native
-        or group.backend(call.tensor.device) != "gloo"
-        or not hasattr(group.process_group, "follow")
-    ):
+        group._wire.connected.add(backend)
+    native = call.kind in ("all_reduce", "broadcast") and call.tensor.dtype in _KNOWN
+    if native or backend != "gloo" or not hasattr(group.process_group, "follow"):
         return steps
     return group.process_group.follow(call.kind, call.tensor, steps, _sent(group, call))
 

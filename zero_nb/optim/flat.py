@@ -126,15 +126,16 @@ class FlatBucket:
         group: Group,  # whose ranks share the bucket
         as_views: bool = False,  # move the parameters into one flat tensor, and make them views of it
     ):
-        self.bucket, self.params, self.group, self.owned = (
-            bucket,
-            params,
-            group,
-            bucket.slots_of(group.group_rank),
-        )
+        self.bucket = bucket
+        self.params = params
+        self.group = group
+        self.owned = bucket.slots_of(group.group_rank)
+        self.own_slice = slice(*bucket.part(group.group_rank))  # of what this rank owns
         self.sizes = _parts(bucket)
         flat = _alone(bucket, params)
-        self.flat = flat = move_together(bucket, params) if flat is None and as_views else flat
+        if flat is None and as_views:
+            flat = move_together(bucket, params)
+        self.flat = flat
         self.mine = [
             _run(params[s.param], s) if flat is None else flat[s.offset : s.offset + s.numel]
             for s in self.owned
@@ -169,7 +170,7 @@ class FlatBucket:
     def load(self) -> Tensor:  # 1-D
         """Bring what this rank owns side by side, where it can be changed as one tensor until it is gathered."""
         if self.flat is not None:
-            return self.flat[slice(*self.bucket.part(self.group.group_rank))]
+            return self.flat[self.own_slice]
         if self.part is None:
             self.part = torch.cat(self.mine)
         return self.part
@@ -178,7 +179,7 @@ class FlatBucket:
         """Give up what `load` brought side by side, and what was changed in it."""
         self.part = None
 
-    @property
+    @cached_property
     def equal_only(self) -> bool:
         """Whether the backend gathers equal parts only, in memory that is as large."""
         return (
@@ -186,7 +187,7 @@ class FlatBucket:
             and self.group.backend(self.params[self.bucket.slots[0].param].device) != "gloo"
         )
 
-    @property
+    @cached_property
     def packed(self) -> bool:
         """Whether a gather needs memory as large as the bucket."""
         return self.flat is None or (self.equal_only and not self.sizes.equal)
