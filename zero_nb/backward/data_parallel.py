@@ -361,7 +361,7 @@ class StepObserver(Protocol):
 class ParallelReducer:
     """Follows each backward, sends gradients as they arrive, and steps when it is over."""
 
-    def __init__(self, handle: DataParallel, planner: BucketPlanner):
+    def __init__(self, handle: Any, planner: BucketPlanner):  # a `DataParallel`
         self.handle = handle
         self.planner = planner
         self.engine = planner.engine
@@ -491,7 +491,7 @@ class ParallelReducer:
 class TorchJoinHook(_JoinHook):
     """Takes part in torch's `Join`, which wants one backward for each forward."""
 
-    def __init__(self, handle: DataParallel):
+    def __init__(self, handle: Any):  # a `DataParallel`
         self.handle = handle
         self.awaits_backward = False  # after a forward
 
@@ -559,12 +559,7 @@ class DataParallel(InBackward, _Joinable):
     arriving: ArrivingParameters | None = None  # with `hidden`: after the last step
     stepped = False  # since the last call of `step`
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: ZeroRedundancyOptimizer,
-        options: DataParallelOptions,
-    ):
+    def __init__(self, module: nn.Module, optimizer: Any, options: DataParallelOptions):
         _check_on_all_ranks(module, optimizer, options)
         _Joinable.__init__(self)
         self.module = module

@@ -41,7 +41,7 @@ from ..plan.buckets import Bucket, BucketPlan, Slot, adopt
 # %% auto #0
 __all__ = ['Copy', 'split_like_ddp', 'plan_buckets', 'DdpLayout', 'find_layout', 'OverlapOptions', 'check_pair',
            'completed_future', 'DdpTraits', 'read_traits', 'find_join_trouble', 'Arrival', 'DdpBackward',
-           'CommHookSwitch', 'find_switch', 'find_overlap', 'DdpPlanner', 'check_leftovers', 'DdpOverlap', 'overlap',
+           'CommHookSwitch', 'find_switch', 'DdpPlanner', 'check_leftovers', 'DdpOverlap', 'find_overlap', 'overlap',
            'hook_with_zero_step', 'hook_with_zero_step_interleaved']
 
 # %% ../../nbs/backward/04_ddp_overlap.ipynb #c27e05e6
@@ -506,15 +506,6 @@ def find_switch(ddp: Any) -> CommHookSwitch | None:
         )
     return hooks[0].switch if hooks else None
 
-
-def find_overlap(ddp: Any) -> DdpOverlap | None:
-    """Find what takes an optimizer's steps inside a model's backward, if anything does."""
-    for hook, _ in ddp._comm_hooks:
-        switch = getattr(hook, "switch", None)
-        if switch is not None:
-            return switch.overlap
-    return None
-
 # %% ../../nbs/backward/04_ddp_overlap.ipynb #274c0af6
 class DdpPlanner:
     """Plans the buckets that DDP fills, and runs iterations on them."""
@@ -646,19 +637,13 @@ class DdpOverlap(InBackward):
     # by id of a parameter: the average that a hook of the user's left, and its version
     kept: Mapping[int, Any] = MappingProxyType({})
 
-    def __init__(
-        self,
-        ddp: Any,
-        optimizer: ZeroRedundancyOptimizer,
-        options: OverlapOptions,
-        register: bool = True,  # the comm hook; else the user does
-    ):
+    def __init__(self, ddp: Any, optimizer: Any, options: OverlapOptions, registers: bool = True):
         known = isinstance(optimizer, ZeroRedundancyOptimizer)
         groups = optimizer.groups if known else Group()
         with agreeing(groups, "overlapping the step", lambda: [options.described]):
             check_pair(options, ddp, optimizer)
             self.switch = find_switch(ddp) or CommHookSwitch(ddp.process_group)
-            if register and self.switch.hook is None:
+            if registers and self.switch.hook is None:
                 ddp.register_comm_hook(options.state, self.switch.make_hook())
         self.options = options
         self.traits = read_traits(ddp, optimizer.params())
@@ -792,6 +777,15 @@ class DdpOverlap(InBackward):
         self.switch.detach(self)
 
 # %% ../../nbs/backward/04_ddp_overlap.ipynb #0e9e1704
+def find_overlap(ddp: Any) -> DdpOverlap | None:
+    """Find what takes an optimizer's steps inside a model's backward, if anything does."""
+    for hook, _ in ddp._comm_hooks:
+        switch = getattr(hook, "switch", None)
+        if switch is not None:
+            return switch.overlap
+    return None
+
+
 def overlap(
     ddp: Any,  # DistributedDataParallel, without a comm hook
     zero: ZeroRedundancyOptimizer,  # of all its parameters
@@ -831,7 +825,7 @@ def overlap(
 
 # %% ../../nbs/backward/04_ddp_overlap.ipynb #3d531619
 def _make_hook(ddp: Any, zero: Any, options: OverlapOptions) -> Any:
-    return DdpOverlap(ddp, zero, options, register=False).switch.make_hook()
+    return DdpOverlap(ddp, zero, options, registers=False).switch.make_hook()
 
 
 def hook_with_zero_step(

@@ -19,7 +19,7 @@ from ..comm.groups import Group, fail
 
 # %% auto #0
 __all__ = ['wait_for_reports', 'BackwardEnd', 'on_backward_end', 'fail_peers_on_error', 'found_tensors', 'TransientHook',
-           'BackwardListener', 'BackwardWatch']
+           'WatchListener', 'BackwardWatch']
 
 # %% ../../nbs/backward/01_watch.ipynb #af8357e4
 _REPORTS: set[Thread] = set()  # that tell other ranks of a backward that failed here
@@ -134,7 +134,7 @@ def _nothing() -> None:
     pass
 
 
-class BackwardListener(Protocol):
+class WatchListener(Protocol):
     """What a watch reports to."""
 
     def before_forward(self, module: nn.Module) -> None:
@@ -151,7 +151,7 @@ class BackwardWatch:
     def __init__(
         self,
         module: nn.Module,
-        listener: BackwardListener,
+        listener: WatchListener,
         groups: Sequence[Group],  # in which others would wait for this rank if it failed
     ):
         self.listener = listener
