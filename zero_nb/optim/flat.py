@@ -79,7 +79,8 @@ def move_together(
     """Move a bucket's parameters into one flat tensor and make each a view of it; shapes and layouts stay."""
     flat = params[bucket.slots[0].param].detach().new_zeros(bucket.numel)
     for index, pieces in groupby(bucket.slots, key=lambda slot: slot.param):
-        param, slots = params[index], list(pieces)
+        param = params[index]
+        slots = list(pieces)
         if (
             any(slot.offset - slot.start != slots[0].offset for slot in slots)
             or sum(slot.numel for slot in slots) != param.numel()
@@ -94,7 +95,7 @@ def move_together(
     return flat
 
 
-def _alone(bucket: Bucket, params: Sequence[Tensor]) -> Tensor | None:
+def _single_run(bucket: Bucket, params: Sequence[Tensor]) -> Tensor | None:
     """Give the memory of a bucket that is nothing but a run of one parameter."""
     first = bucket.slots[0]
     if any(
@@ -106,7 +107,7 @@ def _alone(bucket: Bucket, params: Sequence[Tensor]) -> Tensor | None:
     return run if sum(slot.numel for slot in bucket.slots) == bucket.numel else None
 
 # %% ../../nbs/optim/01_flat.ipynb #afa82922
-def _parts(bucket: Bucket) -> Parts:
+def _part_sizes(bucket: Bucket) -> Parts:
     if isinstance(bucket.bounds, tuple):
         return Parts.of([stop - start for start, stop in pairwise(bucket.bounds)])
     return Parts(bucket.world_size, bucket.numel, bucket.bounds[1])
@@ -130,16 +131,15 @@ class FlatBucket:
         self.params = params
         self.group = group
         self.owned = bucket.slots_of(group.group_rank)
-        self.own_slice = slice(*bucket.part(group.group_rank))  # of what this rank owns
-        self.sizes = _parts(bucket)
-        flat = _alone(bucket, params)
+        self.sizes = _part_sizes(bucket)
+        flat = _single_run(bucket, params)
         if flat is None and as_views:
             flat = move_together(bucket, params)
         self.flat = flat
-        self.mine = [
-            _run(params[s.param], s) if flat is None else flat[s.offset : s.offset + s.numel]
-            for s in self.owned
-        ]
+        if flat is None:
+            self.mine = [_run(params[s.param], s) for s in self.owned]
+        else:
+            self.mine = [flat[s.offset : s.offset + s.numel] for s in self.owned]
 
     @cached_property
     def stretches(self) -> list[_Stretch]:
@@ -170,7 +170,7 @@ class FlatBucket:
     def load(self) -> Tensor:  # 1-D
         """Bring what this rank owns side by side, where it can be changed as one tensor until it is gathered."""
         if self.flat is not None:
-            return self.flat[self.own_slice]
+            return self.flat[slice(*self.bucket.part(self.group.group_rank))]
         if self.part is None:
             self.part = torch.cat(self.mine)
         return self.part
@@ -179,7 +179,7 @@ class FlatBucket:
         """Give up what `load` brought side by side, and what was changed in it."""
         self.part = None
 
-    @cached_property
+    @property
     def equal_only(self) -> bool:
         """Whether the backend gathers equal parts only, in memory that is as large."""
         return (
@@ -187,7 +187,7 @@ class FlatBucket:
             and self.group.backend(self.params[self.bucket.slots[0].param].device) != "gloo"
         )
 
-    @cached_property
+    @property
     def packed(self) -> bool:
         """Whether a gather needs memory as large as the bucket."""
         return self.flat is None or (self.equal_only and not self.sizes.equal)

@@ -68,22 +68,18 @@ def specs(
 
     Raises `ValueError` for a parameter that cannot be cut: sparse, or not dense in memory.
     """
-    names, forms, which, devices = (
-        list[str](),
-        list[ParamSpec](),
-        list[int](),
-        dict[str, dict[torch.device, str]](),
-    )
+    names = list[str]()
+    forms = list[ParamSpec]()
+    which = list[int]()
+    devices = dict[str, dict[torch.device, str]]()
     for index, group in enumerate(param_groups, first):
-        seen, params = dict[Any, int](), group["params"]
+        seen = dict[Any, int]()  # the form of parameters with these facts
         names += _names(group, index)
-        for p in params:
+        for p in group["params"]:
             trains = p.requires_grad or (grads and p.grad is not None)
-            if (
-                form := seen.get(
-                    key := (True if p.is_contiguous() else p.stride(), trains, _FACTS(p))
-                )
-            ) is None:
+            key = (True if p.is_contiguous() else p.stride(), trains, _FACTS(p))
+            form = seen.get(key)
+            if form is None:
                 form = seen[key] = len(forms)
                 forms.append(_spec(names[len(which)], p, trains, index, devices))
             which.append(form)
@@ -162,7 +158,7 @@ class Piece:
         if self.whole:
             return grads[0]
         if len(grads) > 1 and self._row_major:  # the quick way: one call for all
-            first = self.spans[0][1]
+            first = self.spans[0].start
             return _flatten_dense_tensors(grads)[first : first + self.numel]
         parts = [
             flatten_like(g, p)[start:stop]
@@ -172,14 +168,10 @@ class Piece:
 
     @cached_property
     def _row_major(self) -> bool:  # and only the first and the last cut
-        return (
-            all(p.is_contiguous() for p in self.params)
-            and all(not a for _, a, _ in self.spans[1:])
-            and all(
-                b == p.numel()
-                for p, (_, _, b) in zip(self.params[:-1], self.spans[:-1], strict=True)
-            )
-        )
+        ends = zip(self.params[:-1], self.spans[:-1], strict=True)
+        if any(span.start for span in self.spans[1:]) or any(p.numel() != s.stop for p, s in ends):
+            return False
+        return all(p.is_contiguous() for p in self.params)
 
 # %% ../../nbs/optim/02_pieces.ipynb #e1f4242e
 def refreshed(copy: Tensor, memory: Tensor) -> Tensor:  # both of one shape
@@ -231,24 +223,18 @@ class Shard:
         # user's gradient
         borrows: bool = True,
     ):
-        self.make_plan, self.params, self.group, self.first, self.master_dtype, self.groups = (
-            plan,
-            params,
-            group,
-            first,
-            master_dtype,
-            groups,
-        )
-        self.merges, self.borrows, self.as_views = (
-            merges or [False] * len(params),
-            borrows,
-            as_views,
-        )
+        self.make_plan = plan
+        self.params = params
+        self.group = group
+        self.as_views = as_views
+        self.first = first
+        self.master_dtype = master_dtype
+        self.merges = merges or [False] * len(params)
+        self.groups = groups
+        self.borrows = borrows
         self.alone = borrows and group.size == 1 and not as_views and master_dtype is None
-        if not self.alone:
-            self.plan = (
-                plan()
-            )  # now, so that a plan that cannot be made is an error before anything has moved
+        if not self.alone:  # a plan that cannot be made is an error before anything has moved
+            self.plan = plan()
 
     plan = cached_property(lambda self: self.make_plan())
     turns = cached_property(lambda self: _in_turn(self.buckets))
@@ -256,15 +242,14 @@ class Shard:
     @cached_property
     def buckets(self) -> list[FlatBucket]:
         """The memory of the plan's buckets. Views move there, one bucket after another, when it is first asked for."""
-        made = (
-            []
-            if self.alone
-            else [
-                FlatBucket(bucket, self.params, self.group, self.as_views)
-                for bucket in self.plan.buckets
-            ]
-        )
-        self.snapshot = [] if self.alone else storage_snapshot(self.params, self.borrows)
+        if self.alone:
+            self.snapshot = []
+            return []
+        made = [
+            FlatBucket(bucket, self.params, self.group, self.as_views)
+            for bucket in self.plan.buckets
+        ]
+        self.snapshot = storage_snapshot(self.params, self.borrows)
         return made
 
     @cached_property
@@ -327,11 +312,11 @@ def _empty_pieces(
 def _piece(
     shard: Shard, bucket: FlatBucket, slots: tuple[Slot, ...], runs: tuple[Tensor, ...]
 ) -> Piece:
-    params, first, last = [shard.params[slot.param] for slot in slots], slots[0], slots[-1]
-    loaded, at = (
-        bucket.flat is None and shard.merges[first.param],
-        first.offset - bucket.bucket.part(shard.group.group_rank)[0],
-    )
+    params = [shard.params[slot.param] for slot in slots]
+    first = slots[0]
+    last = slots[-1]
+    loaded = bucket.flat is None and shard.merges[first.param]
+    at = first.offset - bucket.bucket.part(shard.group.group_rank)[0]
     whole = len(slots) == 1 and first.numel == params[0].numel() and not loaded
     if whole:
         memory = params[0].detach()
@@ -356,7 +341,7 @@ def per_element(key: str, value: Any, numel: int) -> bool:
     return isinstance(value, Tensor) and key not in SCALARS and value.shape == (numel,)
 
 
-def _parts(
+def _split(
     piece: Piece, marks: Sequence[Any]
 ) -> Iterator[tuple[Piece, slice]]:  # and where it was in the whole
     at = 0
@@ -395,10 +380,12 @@ def split_piece(
         for i, view in enumerate(g["params"])
         if view is piece.view
     )
-    parts, state = list(_parts(piece, marks)), optim.state.pop(piece.view, {})
+    parts = list(_split(piece, marks))
+    state = optim.state.pop(piece.view, {})
     params[place : place + 1] = [part.view for part, _ in parts]
     place = next(i for i, other in enumerate(shard.pieces) if other is piece)
-    shard.pieces[place : place + 1] = pieces = [part for part, _ in parts]
+    pieces = [part for part, _ in parts]
+    shard.pieces[place : place + 1] = pieces
     for part, where in parts:
         if state:
             optim.state[part.view] = {

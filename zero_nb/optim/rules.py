@@ -107,14 +107,9 @@ def find_rule(
         return Rule(optimizer_class, _SHARDS[shard])
     if is_torchs(optimizer_class, ELEMENTWISE):
         return Rule(optimizer_class, runs)
-    return Rule(
-        optimizer_class,
-        (
-            partial(balanced, cost=newton_schulz)
-            if "muon" in optimizer_class.__name__.lower()
-            else balanced
-        ),
-    )
+    if "muon" in optimizer_class.__name__.lower():
+        return Rule(optimizer_class, partial(balanced, cost=newton_schulz))
+    return Rule(optimizer_class, balanced)
 
 # %% ../../nbs/optim/03_rules.ipynb #a499ad3a
 def choose_fused(optimizer_class: type, group: dict[str, Any]) -> bool | None:
@@ -137,12 +132,10 @@ def choose_fused(optimizer_class: type, group: dict[str, Any]) -> bool | None:
     params = group["params"]
     if not all(dtype.is_floating_point for dtype in set(map(attrgetter("dtype"), params))):
         return None
-    return (
-        True
-        if all(map(attrgetter("is_cpu"), params))
-        or all(device.type in devices for device in set(map(attrgetter("device"), params)))
-        else None
-    )
+    if all(map(attrgetter("is_cpu"), params)):
+        return True
+    known = all(device.type in devices for device in set(map(attrgetter("device"), params)))
+    return True if known else None
 
 # %% ../../nbs/optim/03_rules.ipynb #b0458812
 @dataclass(frozen=True)
@@ -191,11 +184,13 @@ def read_params(params: Any, what: str = "params") -> list[Any]:
         raise TypeError(
             f"{what} must hold Tensors or group dicts, got both; put the Tensors into a group dict"
         )
-    pairs = any(issubclass(kind, tuple) for kind in kinds)
-    pair = next((p for p in items if isinstance(p, tuple) and len(p) != 2), None) if pairs else None
-    if pair is not None:
-        raise TypeError(f"{what} must hold (name, Tensor) pairs, got a tuple of {len(pair)}")
-    ids = [id(p[1] if isinstance(p, tuple) else p) for p in items] if pairs else [*map(id, items)]
+    tensors = items
+    if any(issubclass(kind, tuple) for kind in kinds):
+        pair = next((p for p in items if isinstance(p, tuple) and len(p) != 2), None)
+        if pair is not None:
+            raise TypeError(f"{what} must hold (name, Tensor) pairs, got a tuple of {len(pair)}")
+        tensors = [p[1] if isinstance(p, tuple) else p for p in items]
+    ids = [*map(id, tensors)]
     if len(set(ids)) < len(ids):
         again = next(i for i, known in enumerate(ids) if known in ids[:i])
         raise ValueError(
@@ -277,12 +272,13 @@ def check_settings(
     """Refuse settings that cannot work.
 
     Raises `TypeError` or `ValueError`."""
-    wide, views, trusted = settings.master_dtype, settings.as_views, settings.trusted
-    for name, value in (
-        ("parameters_as_bucket_view", views),
-        ("overlap_with_ddp", overlap_with_ddp),
-        ("trust_optimizer_class", trusted),
-    ):
+    wide = settings.master_dtype
+    flags = {
+        "parameters_as_bucket_view": settings.as_views,
+        "overlap_with_ddp": overlap_with_ddp,
+        "trust_optimizer_class": settings.trusted,
+    }
+    for name, value in flags.items():
         if not isinstance(value, (bool, int)) or value not in (0, 1):
             raise TypeError(f"{name} must be True or False, got {value!r}; options go by keyword")
     if wide is not None and not (isinstance(wide, torch.dtype) and wide.is_floating_point):
@@ -295,9 +291,9 @@ def check_settings(
     find_rule(settings.optimizer_class, settings.shard)
     shard = settings.shard if isinstance(settings.shard, str) else "a policy"
     return [
-        f"shard={shard}, parameters_as_bucket_view={bool(views)},"
+        f"shard={shard}, parameters_as_bucket_view={bool(settings.as_views)},"
         f" bucket_cap_mb={settings.bucket_cap_mb}, master_dtype={wide},"
-        f" trust_optimizer_class={bool(trusted)}"
+        f" trust_optimizer_class={bool(settings.trusted)}"
     ]
 
 # %% ../../nbs/optim/03_rules.ipynb #eb32900b
@@ -317,21 +313,43 @@ ELEMENTS = {
 OPTIONAL = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}  # such a key that an option brings
 
 
+def _needed_keys(rule: Rule, group: dict[str, Any]) -> tuple[str, ...]:
+    """Name the values for each element that a class of torch keeps with the options of a group."""
+    if not is_torchs(rule.optimizer_class, ELEMENTWISE):
+        return ()
+    brought = [key for option, key in OPTIONAL.items() if group.get(option)]
+    return (*ELEMENTS[rule.optimizer_class.__name__], *brought)
+
+
+def _check_value(
+    where: str,  # names the value in an error
+    value: Any,
+    param: Tensor,
+    per_element: bool,  # whether there must be a number for each element
+) -> None:
+    if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_meta):
+        raise ValueError(f"{where} must be dense and in memory")
+    if isinstance(value, Tensor) and value.is_complex() and not param.is_complex():
+        raise ValueError(f"{where} must be real, got {value.dtype}")
+    if per_element and getattr(value, "shape", None) != param.shape:
+        got = type(value).__name__
+        if isinstance(value, Tensor):
+            got = f"shape {tuple(value.shape)}"
+        raise ValueError(
+            f"{where} has {got}, the parameter has {tuple(param.shape)}; load a state dict of"
+            " the same model"
+        )
+
+
 def _check_entry(what: str, entry: Any, param: Tensor, rule: Rule, group: dict[str, Any]) -> None:
     """Refuse the state of a parameter that a later step would die of."""
     if not isinstance(entry, dict):
         raise TypeError(f"the state of {what} must be a dict, got {type(entry).__name__}")
-    name, known = rule.optimizer_class.__name__, is_torchs(rule.optimizer_class, ELEMENTWISE)
-    elements = (
-        (*ELEMENTS[name], *(key for option, key in OPTIONAL.items() if group.get(option)))
-        if known
-        else ()
-    )
-    missing = [
-        key
-        for key in (*elements, *(["step"] if known and name != "SGD" else []))
-        if key not in entry
-    ]
+    name = rule.optimizer_class.__name__
+    known = is_torchs(rule.optimizer_class, ELEMENTWISE)
+    elements = _needed_keys(rule, group)
+    counted = ("step",) if known and name != "SGD" else ()
+    missing = [key for key in (*elements, *counted) if key not in entry]
     if missing:
         raise ValueError(
             f"the state of {what} must hold {missing[0]!r} for {name}, got {list(entry)}; load a"
@@ -339,26 +357,9 @@ def _check_entry(what: str, entry: Any, param: Tensor, rule: Rule, group: dict[s
         )
     for key, value in entry.items():
         where = f"state {key!r} of {what}"
-        if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_meta):
-            raise ValueError(f"{where} must be dense and in memory")
-        if isinstance(value, Tensor) and value.is_complex() and not param.is_complex():
-            raise ValueError(f"{where} must be real, got {value.dtype}")
-        if key in elements and getattr(value, "shape", None) != param.shape:
-            got = (
-                f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            )
-            raise ValueError(
-                f"{where} has {got}, the parameter has {tuple(param.shape)}; load a state dict of"
-                " the same model"
-            )
-        if (
-            known
-            and key == "step"
-            and not (
-                isinstance(value, (int, float))
-                or (isinstance(value, Tensor) and value.numel() == 1)
-            )
-        ):
+        _check_value(where, value, param, key in elements)
+        single = isinstance(value, Tensor) and value.numel() == 1
+        if known and key == "step" and not (single or isinstance(value, (int, float))):
             raise ValueError(f"{where} must be one number, got {value!r:.60}")
 
 # %% ../../nbs/optim/03_rules.ipynb #8932ce15
@@ -405,6 +406,40 @@ def _is_of_param(value: Any) -> bool:  # and not of an optimizer as a whole, suc
     )
 
 
+def _check_form(state_dict: Any) -> None:
+    if not isinstance(state_dict, dict):
+        raise TypeError(
+            "a state dict must be a dict with 'state' and 'param_groups', got"
+            f" {type(state_dict).__name__}"
+        )
+    if not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError(
+            f"a state dict must have 'state' and 'param_groups', got {list(state_dict)[:4]}"
+        )
+    state = state_dict["state"]
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"'state' of a state dict must be a dict by parameter, got {type(state).__name__}"
+        )
+
+
+def _split_state(
+    state: dict[Any, Any], known: set[Any]
+) -> tuple[dict[Any, Any], dict[str, Any]]:  # of the known parameters, and of no parameter
+    by_key = {key: value for key, value in state.items() if key in known}
+    common = dict[str, Any]()
+    for key, value in state.items():
+        if key in known:
+            continue
+        if not isinstance(key, str) or _is_of_param(value):
+            raise ValueError(
+                f"the state dict has state of {key!r}, which is in none of its groups; load a"
+                " state dict of the same model"
+            )
+        common[key] = value
+    return by_key, common
+
+
 def read_state(
     state_dict: Any,  # of an unsharded optimizer; left as it is
     ours: list[dict[str, Any]],  # the optimizer's param groups
@@ -415,46 +450,20 @@ def read_state(
     """Check a state dict against an optimizer.
 
     Raises `TypeError` or `ValueError` with the first thing that does not fit."""
-    if not isinstance(state_dict, dict):
-        raise TypeError(
-            "a state dict must be a dict with 'state' and 'param_groups', got"
-            f" {type(state_dict).__name__}"
-        )
-    if not {"state", "param_groups"} <= set(state_dict):
-        raise ValueError(
-            f"a state dict must have 'state' and 'param_groups', got {list(state_dict)[:4]}"
-        )
-    given, state = state_dict["param_groups"], state_dict["state"]
-    if not isinstance(state, dict):
-        raise TypeError(
-            f"'state' of a state dict must be a dict by parameter, got {type(state).__name__}"
-        )
+    _check_form(state_dict)
+    given = state_dict["param_groups"]
     _check_groups(given, ours, rules)
-    trios = zip(given, ours, rules, strict=True)
     places = [
         (key, p, rule, theirs)
-        for theirs, group, rule in trios
+        for theirs, group, rule in zip(given, ours, rules, strict=True)
         for key, p in zip(theirs["params"], group["params"], strict=True)
     ]
-    known = {key for key, *_ in places}
-    common = {
-        key: value
-        for key, value in state.items()
-        if key not in known and isinstance(key, str) and not _is_of_param(value)
-    }
-    strange = [key for key in state if key not in known and key not in common]
-    if strange:
-        raise ValueError(
-            f"the state dict has state of {strange[0]!r}, which is in none of its groups; load a"
-            " state dict of the same model"
-        )
+    by_key, common = _split_state(state_dict["state"], {key for key, *_ in places})
     for key, p, rule, theirs in places:
-        if key in state:
-            _check_entry(f"parameter {key!r}", state[key], p, rule, theirs)
-    return {
-        **state_dict,
-        "state": {i: state[key] for i, (key, *_) in enumerate(places) if key in state} | common,
-    }
+        if key in by_key:
+            _check_entry(f"parameter {key!r}", by_key[key], p, rule, theirs)
+    by_index = {i: by_key[key] for i, (key, *_) in enumerate(places) if key in by_key}
+    return {**state_dict, "state": by_index | common}
 
 # %% ../../nbs/optim/03_rules.ipynb #2f9785ee
 def describe_state(state_dict: dict[str, Any]) -> list[str]:

@@ -114,13 +114,9 @@ class Trial:
     ) -> list[list[Tensor]]:
         """Step tensors with one optimizer, and give what became of them."""
         params = [[Parameter(value.clone()) for value in of_group] for of_group in values]
-        optim = self.optimizer_class(
-            [
-                {**_fresh(group.options), "params": ps}
-                for group, ps in zip(groups, params, strict=True)
-            ],
-            **_fresh(self.defaults),
-        )
+        options = [_fresh(group.options) for group in groups]
+        param_groups = [{**own, "params": ps} for own, ps in zip(options, params, strict=True)]
+        optim = self.optimizer_class(param_groups, **_fresh(self.defaults))
         for given in gradients:
             for ps, grads in zip(params, given, strict=True):
                 for p, grad in zip(ps, grads, strict=True):
@@ -134,41 +130,25 @@ class Trial:
 
     def apart(self) -> list[list[Tensor]]:
         """Step each tensor with an optimizer of its own, as if each belonged to another rank."""
-        return [
-            [
-                self.train([group], [[value]], [[[step[g][i]]] for step in self.gradients])[0][0]
-                for i, value in enumerate(values)
-            ]
-            for g, (group, values) in enumerate(zip(self.groups, self.values, strict=True))
-        ]
+        sizes = [len(of_group) for of_group in self.values]
+        return [[self._alone(g, i) for i in range(size)] for g, size in enumerate(sizes)]
 
     def cut(self) -> list[list[Tensor]]:
         """Lay the tensors of each group side by side and cut them in two; step each part with an
         optimizer of its own, as with `shard="even"`."""
-        return [
-            [
-                torch.cat(
-                    [
-                        *map(
-                            self._part,
-                            (g, g),
-                            (
-                                slice(at := int(0.4 * sum(map(Tensor.numel, values)))),
-                                slice(at, None),
-                            ),
-                        )
-                    ]
-                )
-            ]
-            for g, values in enumerate(self.values)
-        ]
+        found = []
+        for g, values in enumerate(self.values):
+            at = int(0.4 * sum(map(Tensor.numel, values)))
+            found.append([torch.cat([self._part(g, slice(at)), self._part(g, slice(at, None))])])
+        return found
+
+    def _alone(self, g: int, i: int) -> Tensor:  # tensor i of group g
+        gradients = [[[step[g][i]]] for step in self.gradients]
+        return self.train([self.groups[g]], [[self.values[g][i]]], gradients)[0][0]
 
     def _part(self, g: int, where: slice) -> Tensor:
-        return self.train(
-            [self.groups[g]],
-            [[_row(self.values[g])[where]]],
-            [[[_row(step[g])[where]]] for step in self.gradients],
-        )[0][0]
+        gradients = [[[_row(step[g])[where]]] for step in self.gradients]
+        return self.train([self.groups[g]], [[_row(self.values[g])[where]]], gradients)[0][0]
 
 # %% ../../nbs/optim/04_trial.ipynb #b45be1b4
 def make_trial(
@@ -181,17 +161,11 @@ def make_trial(
     """Draw values and gradients, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     values = [group.tensors(dtype, device, generator) for group in groups]
-    sizes = [(1.0, 10.0, 0.1)[t % 3] for t in range(TRIAL_STEPS)]
-    gradients = [
-        [
-            [
-                grad * size * (1 + i)
-                for i, grad in enumerate(group.tensors(dtype, device, generator))
-            ]
-            for group in groups
-        ]
-        for size in sizes
-    ]
+    gradients = []
+    for t in range(TRIAL_STEPS):
+        size = (1.0, 10.0, 0.1)[t % 3]
+        drawn = [group.tensors(dtype, device, generator) for group in groups]
+        gradients.append([[g * size * (1 + i) for i, g in enumerate(gs)] for gs in drawn])
     return Trial(optimizer_class, defaults, groups, values, gradients)
 
 
@@ -201,11 +175,9 @@ def difference(
     """Compare what became of the tensors of each group; in relation to the largest change in the group."""
     worst = 0.0
     for before, a, b in zip(trial.values, map(_row, one), map(_row, other), strict=True):
-        change, apart, eps = (
-            (a - _row(before)).abs().max().item(),
-            (a - b).abs().max().item(),
-            torch.finfo(a.dtype).eps,
-        )
+        change = (a - _row(before)).abs().max().item()
+        apart = (a - b).abs().max().item()
+        eps = torch.finfo(a.dtype).eps
         if not apart <= max(1e-5, eps**0.5) * change + 16 * eps * a.abs().max().item():
             worst = max(worst, apart / change if change else float("inf"))
     return worst
@@ -214,22 +186,18 @@ def difference(
 def _random_states(
     device: torch.device,
 ) -> tuple[Any, ...]:  # of the generators that belong to nobody
+    found: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
+    if device.type != "cpu":
+        found.append(torch.get_device_module(device).get_rng_state(device).tolist())
     numpy = sys.modules.get("numpy")
-    on_device = (
-        torch.get_device_module(device).get_rng_state(device).tolist()
-        if device.type != "cpu"
-        else []
-    )
-    in_numpy = (
-        [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()]
-        if numpy
-        else []
-    )
-    return torch.get_rng_state().tolist(), on_device, random.getstate(), in_numpy
+    if numpy:
+        parts = numpy.random.get_state()
+        found += [part.tolist() if hasattr(part, "tolist") else part for part in parts]
+    return tuple(found)
 
 
 @contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
+def _without_global_hooks() -> Iterator[None]:
     """Take away the user's hooks for all optimizers."""
     hooks = [
         vars(sys.modules[torch.optim.Optimizer.__module__]).get(
@@ -251,13 +219,15 @@ def _without_hooks() -> Iterator[None]:
 def leaving_alone(device: torch.device) -> Iterator[None]:
     """Put random states back after the block, call no hooks of the user's in it, and let nobody see
     what is printed or warned of in it."""
-    numpy, devices = sys.modules.get("numpy"), [] if device.type == "cpu" else [device]
-    in_python, in_numpy = random.getstate(), numpy.random.get_state() if numpy else None
+    numpy = sys.modules.get("numpy")
+    devices = [] if device.type == "cpu" else [device]
+    in_python = random.getstate()
+    in_numpy = numpy.random.get_state() if numpy else None
     with (
         torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
         warnings.catch_warnings(),
         _disable_current_modes(),
-        _without_hooks(),
+        _without_global_hooks(),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
     ):
@@ -339,10 +309,8 @@ def find_trouble(
     first = next(p for group in param_groups for p in group["params"] if p.numel())
     device = torch.device("cpu") if first.is_meta or isinstance(first, FakeTensor) else first.device
     dtype = first.dtype.to_real() if first.is_complex() else first.dtype
-    known, key = (
-        _FOUND.setdefault(optimizer_class, {}),
-        f"{defaults} {groups} {cuts} {dtype} {device}",
-    )
+    known = _FOUND.setdefault(optimizer_class, {})
+    key = f"{defaults} {groups} {cuts} {dtype} {device}"
     if key not in known:
         if len(known) >= _MOST:
             known.pop(next(iter(known)))
