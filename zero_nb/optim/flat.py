@@ -131,6 +131,7 @@ class FlatBucket:
         self.params = params
         self.group = group
         self.owned = bucket.slots_of(group.group_rank)
+        self.own_slice = slice(*bucket.part(group.group_rank))  # of what this rank owns
         self.sizes = _part_sizes(bucket)
         flat = _single_run(bucket, params)
         if flat is None and as_views:
@@ -170,7 +171,7 @@ class FlatBucket:
     def load(self) -> Tensor:  # 1-D
         """Bring what this rank owns side by side, where it can be changed as one tensor until it is gathered."""
         if self.flat is not None:
-            return self.flat[slice(*self.bucket.part(self.group.group_rank))]
+            return self.flat[self.own_slice]
         if self.part is None:
             self.part = torch.cat(self.mine)
         return self.part
@@ -179,7 +180,7 @@ class FlatBucket:
         """Give up what `load` brought side by side, and what was changed in it."""
         self.part = None
 
-    @property
+    @cached_property
     def equal_only(self) -> bool:
         """Whether the backend gathers equal parts only, in memory that is as large."""
         return (
@@ -187,7 +188,7 @@ class FlatBucket:
             and self.group.backend(self.params[self.bucket.slots[0].param].device) != "gloo"
         )
 
-    @property
+    @cached_property
     def packed(self) -> bool:
         """Whether a gather needs memory as large as the bucket."""
         return self.flat is None or (self.equal_only and not self.sizes.equal)

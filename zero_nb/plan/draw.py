@@ -118,15 +118,17 @@ def _ink(
     runs: Iterable[tuple[int, int]], total: int, width: int
 ) -> list[float]:  # share of each pixel that is covered, 0 to 1
     """Rasterize runs of elements on a line of pixels, so that a picture stays small however many there are."""
-    ink, per = [0.0] * width, total / width
+    ink = [0.0] * width
+    per = total / width
     for start, stop in runs:
-        a, b = start / per, stop / per
+        a = start / per
+        b = stop / per
         for px in range(int(a), min(width, math.ceil(b))):
             ink[px] += max(0.0, min(b, px + 1) - max(a, px))
     return ink
 
 
-def _runs(values: Sequence[Any]) -> Iterable[tuple[int, int, Any]]:  # (start, stop, value)
+def _equal_runs(values: Sequence[Any]) -> Iterable[tuple[int, int, Any]]:  # (start, stop, value)
     """Join equal neighbours."""
     start = 0
     for i in range(1, len(values) + 1):
@@ -142,44 +144,61 @@ def draw_shards(
     """Draw who owns what: the model from left to right, a line for each rank, or one coloured line
     and the loads when there are many."""
     at = [0, *accumulate(p.numel for p in plan.params)]
-    many, inner = plan.world_size > 16, width - 150
     runs = [[(at[s.param] + s.start, at[s.param] + s.stop) for s in shard] for shard in plan.shards]
-    body = [
-        _text(
-            70,
-            12,
-            f"{len(plan.params)} parameters, {short(at[-1])} elements, {plan.world_size} ranks,"
-            f" max/mean {plan.imbalance:.3g}",
-        )
-    ]
-    top = max(plan.loads) or 1
-    if many:
+    said = (
+        f"{len(plan.params)} parameters, {short(at[-1])} elements, {plan.world_size} ranks,"
+        f" max/mean {plan.imbalance:.3g}"
+    )
+    body = [_text(70, 12, said)]
+    if plan.world_size > 16:
         return _draw_many(plan, runs, at[-1], width, body)
+    total = at[-1] or 1
+    inner = width - 150
     for group_rank, mine in enumerate(runs):
-        y, fill = 22 + 18 * group_rank, colour(group_rank, plan.world_size)
-        body += [
-            _text(64, y + 11, f"rank {group_rank}", "end"),
-            _rect(70, y, inner, 14, "currentColor", opacity=0.07),
-        ]
-        body += [
-            _rect(70 + a, y, b - a, 14, fill, fill_opacity=v)
-            for a, b, v in _runs([round(min(i, 1), 1) for i in _ink(mine, at[-1] or 1, inner)])
-            if v
-        ]
-        body += [
-            _rect(76 + inner, y + 4, 40 * plan.loads[group_rank] / top, 6, fill),
-            _text(width, y + 11, short(plan.loads[group_rank]), "end", font_size=9),
-        ]
+        body += _rank_line(plan, group_rank, _ink(mine, total, inner), width)
     height = 28 + 18 * plan.world_size
-    body += [
-        f'<path d="M{70 + inner * x / (at[-1] or 1):.5g} 18V{height - 8}" stroke="currentColor"'
-        ' stroke-opacity=".25" stroke-width=".5"/>'
-        for x in at
-        if len(at) < 60
-    ]
+    for x in at if len(at) < 60 else ():
+        body.append(
+            f'<path d="M{70 + inner * x / total:.5g} 18V{height - 8}" stroke="currentColor"'
+            ' stroke-opacity=".25" stroke-width=".5"/>'
+        )
     return Svg(width, height, "".join(body), repr(plan))
 
+
+def _rank_line(plan: ShardPlan, group_rank: int, shares: Sequence[float], width: int) -> list[str]:
+    """Draw what a rank owns, by the share of each pixel, and its load."""
+    inner = width - 150
+    y = 22 + 18 * group_rank
+    fill = colour(group_rank, plan.world_size)
+    load = plan.loads[group_rank]
+    out = [
+        _text(64, y + 11, f"rank {group_rank}", "end"),
+        _rect(70, y, inner, 14, "currentColor", opacity=0.07),
+    ]
+    for a, b, share in _equal_runs([round(min(share, 1), 1) for share in shares]):
+        if share:
+            out.append(_rect(70 + a, y, b - a, 14, fill, fill_opacity=share))
+    out += [
+        _rect(76 + inner, y + 4, 40 * load / (max(plan.loads) or 1), 6, fill),
+        _text(width, y + 11, short(load), "end", font_size=9),
+    ]
+    return out
+
 # %% ../../nbs/plan/05_draw.ipynb #be81ea5d
+def _first_owners(
+    runs: Sequence[Iterable[tuple[int, int]]],  # of each rank
+    total: int,  # elements
+    width: int,  # pixels
+) -> list[int]:  # the rank that owns the first element of each pixel; -1: none
+    owners = [-1] * width
+    for group_rank, mine in enumerate(runs):
+        for start, stop in mine:
+            a = math.ceil(start * width / total)
+            b = min(width, math.ceil(stop * width / total))
+            owners[a:b] = [group_rank] * (b - a)
+    return owners
+
+
 def _draw_many(
     plan: ShardPlan,
     runs: Sequence[Iterable[tuple[int, int]]],
@@ -187,20 +206,21 @@ def _draw_many(
     width: int,
     body: list[str],
 ) -> Svg:
-    inner, hues = width - 150, 64
-    first = [-1] * inner  # the hue of the rank that owns the first element of each pixel
-    for group_rank, mine in enumerate(runs):
-        for start, stop in mine:
-            a, b = math.ceil(start * inner / total), min(inner, math.ceil(stop * inner / total))
-            first[a:b] = [hues * group_rank // plan.world_size] * (b - a)
-    body += [_rect(70 + a, 22, b - a, 30, colour(r, hues)) for a, b, r in _runs(first) if r >= 0]
+    inner = width - 150
+    hues = 64
+    first = [
+        hues * r // plan.world_size if r >= 0 else r for r in _first_owners(runs, total, inner)
+    ]
+    body += [
+        _rect(70 + a, 22, b - a, 30, colour(r, hues)) for a, b, r in _equal_runs(first) if r >= 0
+    ]
     bars = min(inner, plan.world_size)
     edges = [plan.world_size * x // bars for x in range(bars + 1)]
-    top, mean = max(plan.loads) or 1, sum(plan.loads) / plan.world_size
-    line = "".join(
-        f"V{110 - 50 * max(plan.loads[a:b]) / top:.4g}h{inner / bars:.4g}"
-        for a, b in pairwise(edges)
-    )
+    loads = plan.loads
+    top = max(loads) or 1
+    mean = sum(loads) / plan.world_size
+    heights = [110 - 50 * max(loads[a:b]) / top for a, b in pairwise(edges)]
+    line = "".join(f"V{height:.4g}h{inner / bars:.4g}" for height in heights)
     level = 110 - 50 * mean / top
     body += [
         (
@@ -234,56 +254,45 @@ def draw_buckets(
     )
     body = [_text(70, 12, said)]
     for i, bucket in enumerate(shown):
-        y, scale = 22 + 30 * i, (width - 150) * bucket.nbytes / largest / bucket.numel
+        y = 22 + 30 * i
+        scale = (width - 150) * bucket.nbytes / largest / bucket.numel
+        size = f"{bucket.dtype} {amount(bucket.nbytes)}"
         body += [
             _text(64, y + 14, f"bucket {i}", "end"),
             _rect(70, y, bucket.numel * scale, 11, "currentColor", opacity=0.15),
+            *_largest_slots(plan, bucket, y, scale, 256 // len(shown)),
+            *_rank_parts(bucket, y + 12, scale, 256 // len(shown)),
+            _text(width, y + 14, size, "end", font_size=9),
         ]
-        for k, slot in heapq.nlargest(
-            256 // len(shown), enumerate(bucket.slots), key=lambda item: item[1].numel
-        ):
-            body.append(
-                _rect(
-                    70 + slot.offset * scale,
-                    y,
-                    slot.numel * scale,
-                    11,
-                    "currentColor",
-                    _tip(plan, slot),
-                    opacity=0.35 if k % 2 else 0.55,
-                )
-            )
-        body += _parts(bucket, y + 12, scale, 256 // len(shown))
-        body.append(
-            _text(width, y + 14, f"{bucket.dtype} {amount(bucket.nbytes)}", "end", font_size=9)
-        )
     rest = len(plan.buckets) - len(shown)
     if rest:
         body.append(_text(70, 36 + 30 * len(shown), f"and {rest} more"))
     return Svg(width, 30 + 30 * len(shown) + 14 * bool(rest), "".join(body), repr(plan))
 
 
-def _tip(plan: BucketPlan, slot: Any) -> str:
-    return f"{plan.params[slot.param].name} [{slot.start}:{slot.stop}]"
+def _largest_slots(
+    plan: BucketPlan, bucket: Bucket, y: float, scale: float, most: int
+) -> list[str]:
+    out = []
+    largest = heapq.nlargest(most, enumerate(bucket.slots), key=lambda item: item[1].numel)
+    for i, slot in largest:
+        x = 70 + slot.offset * scale
+        tip = f"{plan.params[slot.param].name} [{slot.start}:{slot.stop}]"
+        shade = 0.35 if i % 2 else 0.55
+        out.append(_rect(x, y, slot.numel * scale, 11, "currentColor", tip, opacity=shade))
+    return out
 
 
-def _parts(bucket: Bucket, y: float, scale: float, most: int) -> list[str]:
+def _rank_parts(bucket: Bucket, y: float, scale: float, most: int) -> list[str]:
     step = -(-bucket.world_size // most)  # many ranks are drawn in runs
     out = []
     for r in range(0, bucket.world_size, step):
-        start, stop = bucket.bounds[r], bucket.bounds[min(r + step, bucket.world_size)]
-        tip = f"rank {r}: {stop - start:,} elements"
-        if stop > start:
-            out.append(
-                _rect(
-                    70 + start * scale,
-                    y,
-                    (stop - start) * scale,
-                    8,
-                    colour(r, bucket.world_size),
-                    tip,
-                )
-            )
+        start = bucket.bounds[r]
+        numel = bucket.bounds[min(r + step, bucket.world_size)] - start
+        fill = colour(r, bucket.world_size)
+        if numel > 0:
+            tip = f"rank {r}: {numel:,} elements"
+            out.append(_rect(70 + start * scale, y, numel * scale, 8, fill, tip))
     return out
 
 # %% ../../nbs/plan/05_draw.ipynb #40d5dba7
@@ -302,58 +311,58 @@ def draw_timeline(
                 f" {bar.stop}"
             )
     end = max((bar.stop for bar in bars), default=1) or 1
-    count, scale = 1 + max((bar.event.bucket for bar in bars), default=0), (width - 80) / end
-    body, lines = (
-        [_text(64, 32, "compute", "end"), _text(64, 58, "network", "end")],
-        [0.0],
-    )  # when each line of the network is free
-    for bar in sorted(bars, key=lambda bar: bar.start):
-        x, w, y, op = 70 + bar.start * scale, (bar.stop - bar.start) * scale, 18, bar.event.op
-        if not w:
-            continue
-        if bar.event.network:
-            line = next((i for i, free in enumerate(lines) if free <= bar.start), len(lines))
-            lines[line : line + 1] = [bar.stop]
-            y = 44 + 22 * line
-        body.append(
-            _rect(
-                x,
-                y,
-                w,
-                20,
-                colour(bar.event.bucket, count),
-                f"{bar.event}: {bar.start:.4g} to {bar.stop:.4g} s",
-                fill_opacity=OPACITY[op],
-            )
-        )
-        if w > 40:
-            body.append(_text(x + w / 2, y + 14, str(bar.event), "middle", font_size=9))
-    foot = 60 + 22 * len(lines)
+    count = 1 + max((bar.event.bucket for bar in bars), default=0)
+    scale = (width - 80) / end
+    rows = _rows(bars)
+    body = [_text(64, 32, "compute", "end"), _text(64, 58, "network", "end")]
+    for bar, row in rows:
+        body += _timeline_bar(bar, 22 + 22 * row if row else 18, scale, count)
+    foot = 82 + 22 * max((row - 1 for _, row in rows if row), default=0)
     body += _ticks(end, scale, foot)
     shares = {
         op: sum(bar.stop - bar.start for bar in bars if bar.event.op == op) / end for op in OPACITY
     }
-    said = ", ".join(f"{op} {share:.0%}" for op, share in shares.items() if share)
-    return Svg(
-        width, foot + 6, _text(70, 12, said) + "".join(body), f"a timeline of {len(bars)} events"
-    )
+    said = _text(70, 12, ", ".join(f"{op} {share:.0%}" for op, share in shares.items() if share))
+    return Svg(width, foot + 6, said + "".join(body), f"a timeline of {len(bars)} events")
+
+
+def _rows(bars: Iterable[Any]) -> list[tuple[Any, int]]:  # row 0 computes
+    """Give each collective the first row of the network that is free when it starts."""
+    placed = []
+    free = [0.0]  # when each row of the network is
+    for bar in sorted(bars, key=lambda bar: bar.start):
+        row = 0
+        if bar.stop == bar.start:
+            continue
+        if bar.event.network:
+            at = next((i for i, until in enumerate(free) if until <= bar.start), len(free))
+            free[at : at + 1] = [bar.stop]
+            row = 1 + at
+        placed.append((bar, row))
+    return placed
+
+
+def _timeline_bar(bar: Any, y: float, scale: float, count: int) -> list[str]:
+    x = 70 + bar.start * scale
+    w = (bar.stop - bar.start) * scale
+    fill = colour(bar.event.bucket, count)
+    tip = f"{bar.event}: {bar.start:.4g} to {bar.stop:.4g} s"
+    out = [_rect(x, y, w, 20, fill, tip, fill_opacity=OPACITY[bar.event.op])]
+    if w > 40:
+        out.append(_text(x + w / 2, y + 14, str(bar.event), "middle", font_size=9))
+    return out
 
 
 def _ticks(
     end: float, scale: float, foot: float
 ) -> list[str]:  # end in seconds, scale in pixels a second
     unit, per = ("s", 1) if end >= 1 else ("ms", 1000) if end >= 1e-3 else ("us", 1e6)
-    ticks = [k * end / 4 for k in range(5)]
-    return [
-        _text(
-            70 + t * scale,
-            foot,
-            f"{t * per:.3g} {unit}",
-            "end" if t == end else "middle",
-            font_size=9,
-        )
-        for t in ticks
-    ]
+    out = []
+    for k in range(5):
+        t = k * end / 4
+        anchor = "end" if t == end else "middle"
+        out.append(_text(70 + t * scale, foot, f"{t * per:.3g} {unit}", anchor, font_size=9))
+    return out
 
 
 OPACITY = {"GRAD": 0.55, "FWD": 0.3, "STEP": 1, "AR": 0.8, "RS": 0.8, "AG": 0.45}
@@ -450,25 +459,21 @@ def draw_stretches(
     """Draw what ran when, a line for each stream or thread, coloured by what it was for; what is
     closer than half a pixel is drawn as one."""
     end = max((s.stop for s in stretches), default=1) or 1
-    lines, scale = list(dict.fromkeys(s.line for s in stretches)), (width - 80) / end
+    lines = list(dict.fromkeys(s.line for s in stretches))
+    scale = (width - 80) / end
     kinds = ["compute", *PURPOSES]
     body = _legend((kind, colour(i, len(kinds))) for i, kind in enumerate(kinds))
     body += [_text(64, 36 + 22 * i, line, "end") for i, line in enumerate(lines)]
     for run in _joined(stretches, 0.5 / scale):
-        start, stop, y = run[0].start, max(s.stop for s in run), 22 + 22 * lines.index(run[0].line)
-        tip = f"{start:.4g} to {stop:.4g} s: " + ", ".join(
-            f"{n} x {name:.60}" for name, n in Counter(s.name for s in run).most_common(3)
-        )
-        body.append(
-            _rect(
-                70 + start * scale,
-                y,
-                (stop - start) * scale,
-                20,
-                colour(kinds.index(run[0].kind), len(kinds)),
-                tip,
-            )
-        )
+        start = run[0].start
+        stop = max(s.stop for s in run)
+        names = Counter(s.name for s in run).most_common(3)
+        said = ", ".join(f"{n} x {name:.60}" for name, n in names)
+        x = 70 + start * scale
+        y = 22 + 22 * lines.index(run[0].line)
+        fill = colour(kinds.index(run[0].kind), len(kinds))
+        tip = f"{start:.4g} to {stop:.4g} s: {said}"
+        body.append(_rect(x, y, (stop - start) * scale, 20, fill, tip))
     foot = 36 + 22 * len(lines)
     body += _ticks(end, scale, foot)
     return Svg(width, foot + 6, "".join(body), f"a profile of {len(stretches)} events")
@@ -494,35 +499,11 @@ def draw_estimates(
     """Draw what a rank needs, by category, a bar for each estimate."""
     memory = parse_memory(memory) if memory else None
     scale = (width - _LABELS - 100) / max([e.total for e in estimates] + [memory or 1])
+    several = len({e.world_size for e in estimates}) > 1
     body = _legend(KINDS.items())
     for i, e in enumerate(estimates):
-        x = float(_LABELS)
-        y = 24 + 24 * i
-        body.append(
-            _text(
-                _LABELS - 6,
-                y + 13,
-                e.method
-                if len({e.world_size for e in estimates}) == 1
-                else f"{e.method} x{e.world_size}",
-                "end",
-            )
-        )
-        for kind, fill in KINDS.items():
-            nbytes = getattr(e, kind)
-            if nbytes:
-                body.append(
-                    _rect(x, y, nbytes * scale, 18, fill, f"{e.method}: {kind} {amount(nbytes)}")
-                )
-            x += nbytes * scale
-        body.append(
-            _text(
-                x + 5,
-                y + 13,
-                amount(e.total),
-                font_weight="bold" if memory and e.total > memory else "normal",
-            )
-        )
+        label = f"{e.method} x{e.world_size}" if several else e.method
+        body += _estimate_bar(e, 24 + 24 * i, scale, label, bool(memory and e.total > memory))
     height = 24 + 24 * len(estimates)
     if memory:
         at = _LABELS + memory * scale
@@ -533,6 +514,19 @@ def draw_estimates(
     said = f"{estimates[0].model} with {estimates[0].optimizer}" if estimates else "no estimates"
     body.append(_text(width, height + 12, "memory of the fullest rank", "end", font_size=9))
     return Svg(width, height + 16, "".join(body), f"bytes by category, {said}")
+
+
+def _estimate_bar(e: Estimate, y: float, scale: float, label: str, bold: bool) -> list[str]:
+    out = [_text(_LABELS - 6, y + 13, label, "end")]
+    x = float(_LABELS)
+    for kind, fill in KINDS.items():
+        nbytes = getattr(e, kind)
+        tip = f"{e.method}: {kind} {amount(nbytes)}"
+        if nbytes:
+            out.append(_rect(x, y, nbytes * scale, 18, fill, tip))
+        x += nbytes * scale
+    weight = "bold" if bold else "normal"
+    return [*out, _text(x + 5, y + 13, amount(e.total), font_weight=weight)]
 
 # %% ../../nbs/plan/05_draw.ipynb #2f26b289
 def _powers(base: int, low: float, high: float) -> list[float]:
@@ -551,41 +545,55 @@ def draw_ranks(
 ) -> Svg:
     """Draw a cost against the number of ranks, both on logarithmic scales."""
     xs = [n for curve in curves.values() for n, _ in curve]
-    ys = [y for curve in curves.values() for _, y in curve] + ([memory] if memory else [])
-    (x0, x1), (y0, y1) = (min(xs), max(xs)), (min(ys) / 1.2, max(ys) * 1.2)
-
-    def at(n: float, y: float) -> tuple[float, float]:
-        return 70 + (width - 250) * math.log(n / x0) / (
-            math.log(x1 / x0) or 1
-        ), 190 - 170 * math.log(y / y0) / math.log(y1 / y0)
-
-    ends = sorted((at(*curve[-1])[1], name) for name, curve in curves.items())
-    places = dict(
-        zip(
-            (name for _, name in ends),
-            accumulate((y for y, _ in ends), lambda above, y: max(above + 12, y)),
-            strict=True,
-        )
-    )
+    ys = [y for curve in curves.values() for _, y in curve]
+    ys += [memory] if memory else []
+    scales = _LogScales(min(xs), max(xs), min(ys) / 1.2, max(ys) * 1.2, width)
+    places = _apart({name: scales.y(curve[-1][1]) for name, curve in curves.items()})
     body = []
     for i, (name, curve) in enumerate(curves.items()):
-        path = " ".join(f"{x:.5g},{y:.5g}" for x, y in (at(*point) for point in curve))
+        points = [(scales.x(n), scales.y(y)) for n, y in curve]
+        path = " ".join(f"{x:.5g},{y:.5g}" for x, y in points)
         body.append(
             f'<polyline points="{path}" fill="none" stroke="{colour(i, len(curves))}"'
             f' stroke-width="2"><title>{_clean(name)}</title></polyline>'
         )
         body.append(_text(width - 174, places[name] + 4, f"{name} {write(curve[-1][1])}"))
-    body += [_text(at(n, y0)[0], 206, f"{n}", "middle", font_size=9) for n in sorted(set(xs))]
-    ticks = _powers(4 if write is amount else 10, y0, y1)
-    for y in [*ticks, *([memory] if memory else [])]:
+    body += [_text(scales.x(n), 206, f"{n}", "middle", font_size=9) for n in sorted(set(xs))]
+    ticks = _powers(4 if write is amount else 10, scales.low, scales.high)
+    for y in [*ticks, memory] if memory else ticks:
         dash = "4 3" if y == memory else "1 4"
         body.append(
-            f'<path d="M70 {at(x0, y)[1]:.5g}H{width - 180}" stroke="currentColor"'
+            f'<path d="M70 {scales.y(y):.5g}H{width - 180}" stroke="currentColor"'
             f' stroke-dasharray="{dash}"/>'
         )
-        body.append(_text(64, at(x0, y)[1] + 4, write(y), "end"))
+        body.append(_text(64, scales.y(y) + 4, write(y), "end"))
     body.append(_text(70 + (width - 250) / 2, 222, "ranks", "middle", font_size=9))
     return Svg(width, 228, "".join(body), f"cost against ranks: {', '.join(curves)}")
+
+
+@dataclass(frozen=True)
+class _LogScales:
+    """Where numbers of ranks and costs lie in a picture, both by their logarithms."""
+
+    fewest: int  # ranks
+    most: int
+    low: float  # cost
+    high: float
+    width: int  # pixels
+
+    def x(self, ranks: int) -> float:
+        inner = self.width - 250
+        return 70 + inner * math.log(ranks / self.fewest) / (math.log(self.most / self.fewest) or 1)
+
+    def y(self, cost: float) -> float:
+        return 190 - 170 * math.log(cost / self.low) / math.log(self.high / self.low)
+
+
+def _apart(places: Mapping[str, float]) -> dict[str, float]:
+    """Move labels down so that each is at least 12 pixels below the one above."""
+    names = sorted(places, key=lambda name: (places[name], name))
+    lines = accumulate((places[name] for name in names), lambda above, y: max(above + 12, y))
+    return dict(zip(names, lines, strict=True))
 
 # %% ../../nbs/plan/05_draw.ipynb #01e2cea1
 def draw_moves(
@@ -595,16 +603,17 @@ def draw_moves(
     width: int = 760,  # pixels
 ) -> Svg:
     """Draw how many elements go from which rank to which; more than 64 ranks are drawn in groups."""
-    rows, columns = min(old_size, 64), min(new_size, 64)
+    rows = min(old_size, 64)
+    columns = min(new_size, 64)
     heat: Counter[tuple[int, int]] = Counter()
     for m in moves:
         heat[m.source * rows // old_size, m.destination * columns // new_size] += m.numel
     cell = min(28.0, (width - 260) / columns, 300 / rows)
-    most, total = max(heat.values(), default=1), sum(heat.values())
+    most = max(heat.values(), default=1)
+    total = sum(heat.values())
+    frame: dict[str, Any] = {"stroke": "currentColor", "stroke_opacity": 0.4}
     body = [
-        _rect(
-            110, 30, cell * columns, cell * rows, "none", stroke="currentColor", stroke_opacity=0.4
-        ),
+        _rect(110, 30, cell * columns, cell * rows, "none", **frame),
         _text(110, 12, f"{short(total)} elements move between {len(heat)} pairs"),
         _text(110, 25, f"to ranks 0 to {new_size - 1}", font_size=9),
         _text(104, 40, "from rank 0", "end", font_size=9),
@@ -612,30 +621,15 @@ def draw_moves(
     ]
     for (a, b), n in sorted(heat.items()):
         tip = f"{a * old_size // rows} to {b * new_size // columns}: {n:,} elements"
-        body.append(
-            _rect(
-                110 + b * cell,
-                30 + a * cell,
-                cell - 1,
-                cell - 1,
-                "#4e79a7",
-                tip,
-                fill_opacity=f"{0.15 + 0.85 * n / most:.2f}",
-            )
-        )
+        body.append(_heat(110 + b * cell, 30 + a * cell, cell - 1, n / most, tip))
     for k in range(5):
-        body.append(
-            _rect(
-                140 + cell * columns,
-                34 + 16 * k,
-                12,
-                12,
-                "#4e79a7",
-                fill_opacity=f"{0.15 + 0.85 * k / 4:.2f}",
-            )
-        )
+        body.append(_heat(140 + cell * columns, 34 + 16 * k, 12, k / 4))
         body.append(_text(158 + cell * columns, 44 + 16 * k, short(most * k / 4), font_size=9))
     return Svg(width, int(max(cell * rows, 90)) + 40, "".join(body), f"{total} elements move")
+
+
+def _heat(x: float, y: float, size: float, share: float, tip: str = "") -> str:
+    return _rect(x, y, size, size, "#4e79a7", tip, fill_opacity=f"{0.15 + 0.85 * share:.2f}")
 
 # %% ../../nbs/plan/05_draw.ipynb #d4a937f7
 RANKS = tuple(2**k for k in range(11))  # what the slider offers
@@ -655,7 +649,8 @@ def explore(
     setup: dict[str, Any] = {"master_dtype": "float32", "bucket_cap_mb": bucket_cap_mb or None}
     specs = find_model(model, dtype)[1]
     found = [estimate(specs, optimizer, ranks, s, **setup) for s in dict.fromkeys(("ddp", method))]
-    limit, e = parse_memory(memory), found[-1]
+    limit = parse_memory(memory)
+    e = found[-1]
     picture = draw_estimates(found, memory=limit)
     said = (
         f"{model}, {optimizer}, {method}, {ranks} ranks: {amount(e.total)},"
