@@ -775,7 +775,9 @@ DISAGREEING = {
         for name in ("a policy that fails", "a policy that says nothing", "a policy that forgets")
     },
     "a bucket of nothing, on one rank": Case(
-        lambda: make([weight()], bucket_cap_mb=on_one(0, 1)), ValueError, "bucket_cap_mb=0"
+        lambda: make([weight()], bucket_cap_mb=on_one(0, 1)),
+        ValueError,
+        "bucket_cap_mb must be above 0",
     ),
     "another rate": Case(
         lambda: make([weight()], lr=on_one(0.1, 0.2)), ValueError, "disagree", "'lr': 0.2"

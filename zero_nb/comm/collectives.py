@@ -166,7 +166,7 @@ class Parts(Sequence[int]):
             ),
         )
 
-    @cached_property
+    @property  # not cached: on Python 3.11 a cached one takes a lock, which torch.compile cannot follow
     def equal(self) -> bool:
         """Whether all parts have one size."""
         return self.each * self.ranks == self.numel

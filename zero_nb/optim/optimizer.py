@@ -193,10 +193,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         self.local = LocalOptimizers(self.settings)
         self.shards: list[Shard] = []  # one for each time that groups were taken
         self.sharded_state = ShardedState(self.groups, self.local, self.shards)
-        with agreeing(self.groups, f"making {type(self).__name__}", lambda: shared):
+        with agreeing(
+            self.groups, f"making {type(self).__name__}", lambda: [*shared, *self._describe()]
+        ):
             params = read_params(params)
             shared = check_settings(params, self.settings, overlap_with_ddp)
-        with agreeing(self.groups, f"making {type(self).__name__}", self._describe):
             super().__init__([dict(p) if isinstance(p, dict) else p for p in params], {})
             self._take(range(len(self.param_groups)))
         mark_plans_agreed(self.group, self.shards)
@@ -329,14 +330,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         """Load the state dict of an unsharded optimizer, or of this one at any world size; all
         ranks call this with the same one."""
         self.wait_for_driver()
-        with agreeing(self.groups, "load_state_dict", lambda: describe_state(read)):
-            given = dict(state_dict) if isinstance(state_dict, dict) else state_dict
-            given = _call_hooks(self, self._optimizer_load_state_dict_pre_hooks, given)
-            read = read_state(given, self.param_groups, self.local.rules)
         load: StateLoad | None = None
         before = (self.param_groups, self._consolidated)
+
+        def describe() -> list[str]:
+            return [*describe_state(read), *_describe_keys(read)]
+
         try:
-            with agreeing(self.groups, "load_state_dict", lambda: _describe_keys(read)):
+            with agreeing(self.groups, "load_state_dict", describe):
+                given = dict(state_dict) if isinstance(state_dict, dict) else state_dict
+                given = _call_hooks(self, self._optimizer_load_state_dict_pre_hooks, given)
+                read = read_state(given, self.param_groups, self.local.rules)
                 load = StateLoad(self.sharded_state, read)
                 with _without_state_dict_hooks(self):
                     super().load_state_dict({**read, "state": {}})
