@@ -302,10 +302,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     ) -> None:
         """Bring the whole state to one rank's memory (CPU), for `state_dict`; all ranks call this."""
         self.wait_for_driver()
-        with agreeing(self.group, f"consolidate_state_dict(to={to})"):
-            if not isinstance(to, (int, type(None))):
-                raise TypeError(f"to must be a rank of the group, or None for all, got {to!r}")
-        full = self.sharded_state.gather(to or 0)
+        full = self.sharded_state.gather(0 if to is None else to)
         if to is None:
             every = [full]
             device = byte_device(self.group, self.params()[0].device)

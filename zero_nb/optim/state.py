@@ -355,12 +355,14 @@ def gather_state(
 ) -> dict[str, Any] | None:  # a state dict without its groups; None on other ranks
     """Bring the whole state to one rank's memory.
 
-    Raises on all ranks: `ValueError` if `to` is no rank of the group, `RuntimeError` if there are
+    Raises on all ranks: `TypeError` or `ValueError` if `to` is no rank of the group, `RuntimeError` if there are
     parts of a state only."""
     params = params_of(shards)
     device = byte_device(group, params[0].device)
     entries = list[StateEntry]()
     with agreeing(group, f"consolidate_state_dict(to={to})"):
+        if not isinstance(to, int):
+            raise TypeError(f"to must be a rank of the group, or None for all, got {to!r}")
         if not 0 <= to < group.size:
             raise ValueError(f"to must be a rank of the group, 0 to {group.size - 1}, got {to}")
         own = read_entries(local, shards, frozen)
