@@ -113,9 +113,9 @@ def deep_classes() -> Iterator[str]:
 
 
 def long_functions() -> Iterator[str]:
-    """A function has at most 40 lines."""
+    """A function has at most 40 lines, beside its documented parameters."""
     for module, name, node in definitions(FUNCTIONS):
-        if length(node) > 40:
+        if node.end_lineno - node.body[0].lineno + 1 > 40:
             yield f"{module}:{name}"
 
 
@@ -202,7 +202,8 @@ def swallowed_options() -> Iterator[str]:
     """A public function spells its keyword arguments out."""
     for module, name, node in definitions(FUNCTIONS):
         public = not any(part.startswith("_") for part in name.split("."))
-        if public and node.args.kwarg is not None and "." not in name:
+        passes_on = node.args.vararg is not None  # the arguments of a function that it calls
+        if public and node.args.kwarg is not None and not passes_on and "." not in name:
             yield f"{module}:{name} **{node.args.kwarg.arg}"
 
 

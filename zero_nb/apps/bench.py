@@ -254,7 +254,7 @@ def _torch(module: nn.Module, group: Any, lr: float, view: bool = False) -> Runn
     return _runner(ddp, zero, zero.optim)
 
 
-_OWN: tuple[tuple[str, str, Callable], ...] = (
+_OWN_VARIANTS: tuple[tuple[str, str, Callable], ...] = (
     (REFERENCE, "DDP + fused AdamW", _ddp),
     ("zero1", "zero_nb beside DDP", _zero1),
     ("torch", "torch's class", _torch),
@@ -268,7 +268,7 @@ _OWN: tuple[tuple[str, str, Callable], ...] = (
     ),
     ("control", "DDP + fused AdamW once more", _ddp),
 )
-for _name, _what, _make in _OWN:
+for _name, _what, _make in _OWN_VARIANTS:
     variant(_name, _what)(_make)
 
 # %% ../../nbs/apps/03_bench.ipynb #9f4cae0e
