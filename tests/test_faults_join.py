@@ -495,7 +495,7 @@ def many(monkeypatch, size, leave):
     Requests by what they are for, and bytes at the end."""
     for module in (agreement, event_log):
         monkeypatch.setattr(module, "_store", lambda group: group.store)
-    monkeypatch.setattr(agreement, "_alone", lambda group: False)
+    monkeypatch.setattr(agreement, "_has_no_peers", lambda group: False)
     store = dist.HashStore()
     ranks = [Participant(store, size, rank) for rank in range(size)]
     iterating, departing, following, heard = [], [], [], [0] * size
@@ -566,7 +566,7 @@ def test_ranks_that_leave_at_the_same_time_read_what_the_other_did(monkeypatch, 
     """The last events of a rank need not wait for others; another rank leaves with fewer at any moment between."""
     for module in (agreement, event_log):
         monkeypatch.setattr(module, "_store", lambda group: group.store)
-    monkeypatch.setattr(agreement, "_alone", lambda group: False)
+    monkeypatch.setattr(agreement, "_has_no_peers", lambda group: False)
     store = dist.HashStore()
     few, many = (Participant(store, 2, rank).log for rank in range(2))
     for log, count in ((few, 1), (many, 3)):
@@ -603,7 +603,7 @@ class Alone(Participant):
     def __init__(self, monkeypatch):
         for module in (agreement, event_log):
             monkeypatch.setattr(module, "_store", lambda group: group.store)
-        monkeypatch.setattr(agreement, "_alone", lambda group: False)
+        monkeypatch.setattr(agreement, "_has_no_peers", lambda group: False)
         super().__init__(dist.HashStore(), 4, 2)
 
 

@@ -77,7 +77,7 @@ def clock(monkeypatch):
     now = SimpleNamespace(seconds=0.0, limit=30.0)
     monkeypatch.setattr(agreement, "_store", lambda group: group.store)
     monkeypatch.setattr(agreement, "_timeout", lambda group: timedelta(seconds=now.limit))
-    monkeypatch.setattr(agreement, "_alone", lambda group: False)
+    monkeypatch.setattr(agreement, "_has_no_peers", lambda group: False)
     monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     return now
 
@@ -348,7 +348,7 @@ def again(store_of):
     for life in range(2):
         dist.init_process_group("fake", store=store, rank=rank, world_size=2)
         g = Group()
-        agreement._alone = lambda group: (
+        agreement._has_no_peers = lambda group: (
             group.size == 1
         )  # this backend sends nothing, so that it meets again on any store; agreement needs none
         try:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .ranks import Ranks, _few, _wire
+from .ranks import Ranks, _few, _sending_group
 
 # %% auto #0
 __all__ = ['Steps', 'agree', 'agreeing', 'log_once', 'GroupStore', 'timeout_seconds', 'waiting_elsewhere']
@@ -39,7 +39,7 @@ def _timeout(group: Ranks) -> timedelta:
 def _store(group: Ranks) -> Any:
     from torch.distributed.distributed_c10d import _get_process_group_store
 
-    return _get_process_group_store(_wire(group.process_group))
+    return _get_process_group_store(_sending_group(group.process_group))
 
 
 _NOTHING = "\0"  # no rank leaves this text
@@ -567,7 +567,7 @@ def agree(
     the type is not one of Python's own; `ValueError` with
     the first line that differs; `RuntimeError` naming the ranks that did not arrive within the group's timeout.
     """
-    if _alone(group):
+    if _has_no_peers(group):
         if error is not None:
             raise error
         return
@@ -581,7 +581,7 @@ def _steps_of(agreement: _Agreement) -> Steps:
     return (yield from _finish(agreement, (yield from agreement.run())))
 
 # %% ../../nbs/comm/02_agreement.ipynb #34831fed
-def _alone(
+def _has_no_peers(
     group: Ranks,
 ) -> bool:  # no other rank can answer: a group of one, a simulated one, or one without a store
     if group.size == 1 or getattr(group.process_group, "simulated", False):
@@ -620,7 +620,7 @@ def agreeing(
     agree(first, what, said, error)
 
 # %% ../../nbs/comm/02_agreement.ipynb #54ff4900
-_OWN = frozenset(
+_LIBRARY_MODULES = frozenset(
     {"zero_nb.comm.agreement", "zero_nb.comm.collectives", "zero_nb.comm.groups"}
 )  # modules whose lines are no user's
 _COMPARED = 1000  # comparisons of collectives in a group, at most
@@ -630,7 +630,7 @@ def _site() -> str:
     """File and line of the first caller outside these modules and the standard library's context managers."""
     frame: Any = sys._getframe(1)
     while frame.f_back and (
-        frame.f_globals.get("__name__") in _OWN
+        frame.f_globals.get("__name__") in _LIBRARY_MODULES
         or frame.f_code.co_filename.endswith("contextlib.py")
     ):
         frame = frame.f_back
@@ -704,7 +704,7 @@ class GroupStore:
         name: str,  # the same on all ranks, which make it between the same two agreements
     ):
         self.group = group
-        self.alone = _alone(group)
+        self.alone = _has_no_peers(group)
         self._own: dict[str, str] = {}  # in the place of a store, where nobody else looks
         if self.alone:
             return
@@ -753,4 +753,4 @@ def waiting_elsewhere(
     who: Sequence[int] = (),  # group ranks without this one; none: any other
 ) -> str:  # "" if nobody waits, or not all of `who`
     """Tell of a rank that waits for all others, to agree on something or to compare a collective."""
-    return "" if _alone(group) else _elsewhere(group, who)
+    return "" if _has_no_peers(group) else _elsewhere(group, who)

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_nb.comm.agreement import (
     _NOTE,
-    _alone,
+    _has_no_peers,
     _compare,
     _elsewhere,
     _last_words,
@@ -41,7 +41,8 @@ from .ranks import _MARKS, _TAGS, Ranks
 from .transport import Transport, find_transport
 
 # %% auto #0
-__all__ = ['CHUNK', 'Work', 'Parts', 'Call', 'mark_agreed', 'Collectives']
+__all__ = ['CHUNK', 'Work', 'Parts', 'Call', 'mark_agreed', 'backend_of', 'all_reduce', 'broadcast', 'reduce_scatter',
+           'all_gather']
 
 # %% ../../nbs/comm/04_collectives.ipynb #1729e9cd
 def _failed(
@@ -415,7 +416,7 @@ def _tag(tensor: Tensor) -> int:
 
 
 def _exchange(
-    group: Collectives,
+    group: Ranks,
     sends: Sequence[tuple[Tensor, int]],  # what, and the group rank it goes to
     receives: Sequence[tuple[Tensor, int]],  # where to, and the group rank it comes from
 ) -> Iterator[None]:
@@ -427,7 +428,7 @@ def _exchange(
     if not sends and not receives:
         return
     device = (sends or receives)[0][0].device
-    if group.backend(device) == "gloo":
+    if backend_of(group, device) == "gloo":
         works = [dist.irecv(t, peer, pg, _tag(t)) for t, peer in receives]
         works += [dist.isend(t, peer, pg, _tag(t)) for t, peer in sends]
     else:
@@ -442,33 +443,33 @@ def _exchange(
 _LATE = frozenset({"nccl", "xccl"})  # backends that connect all ranks in the first call on a group
 
 
-def _connected(group: Collectives, device: torch.device) -> bool:
-    backend = group.backend(device)
+def _connected(group: Ranks, device: torch.device) -> bool:
+    backend = backend_of(group, device)
     if backend not in _LATE or backend in group._wire.connected:
         return True
     return group.process_group.bound_device_id is not None  # connects when the group is made
 
 
-def _among_all(group: Collectives, call: Call, steps: Iterator[None]) -> Iterator[None]:
+def _among_all(group: Ranks, call: Call, steps: Iterator[None]) -> Iterator[None]:
     """Connect all ranks before messages of a call that all of them make."""
     if not _connected(group, call.tensor.device):
         for _ in _started(_native_all_reduce(group, torch.zeros(1, device=call.tensor.device))):
             pass
-        group._wire.connected.add(group.backend(call.tensor.device))
+        group._wire.connected.add(backend_of(group, call.tensor.device))
     return steps
 
 
-def _refuse_first(group: Collectives, tensor: Tensor) -> None:
+def _refuse_first(group: Ranks, tensor: Tensor) -> None:
     if _connected(group, tensor.device):
         return
     raise RuntimeError(
-        f"the first call on a group over {group.backend(tensor.device)} connects all its ranks, so"
+        f"the first call on a group over {backend_of(group, tensor.device)} connects all its ranks, so"
         " messages between some of them would wait for the others for ever; call connect(group,"
         f" {str(tensor.device)!r}), or any collective, on all {group.size} ranks first"
     )
 
 # %% ../../nbs/comm/04_collectives.ipynb #5c2a1018
-def _from_root(group: Collectives, call: Call) -> Iterator[None]:
+def _from_root(group: Ranks, call: Call) -> Iterator[None]:
     mine = group.group_rank
     if mine != call.root:
         return _among_all(group, call, _exchange(group, [], [(call.part(mine), call.root)]))
@@ -476,7 +477,7 @@ def _from_root(group: Collectives, call: Call) -> Iterator[None]:
     return _among_all(group, call, _exchange(group, sends, []))
 
 
-def _to_root(group: Collectives, call: Call) -> Iterator[None]:
+def _to_root(group: Ranks, call: Call) -> Iterator[None]:
     mine = group.group_rank
     if mine != call.root:
         return _among_all(group, call, _exchange(group, [(call.part(mine), call.root)], []))
@@ -484,7 +485,7 @@ def _to_root(group: Collectives, call: Call) -> Iterator[None]:
     return _among_all(group, call, _exchange(group, [], receives))
 
 
-def _all_to_all(group: Collectives, call: Call) -> Iterator[None]:
+def _all_to_all(group: Ranks, call: Call) -> Iterator[None]:
     assert call.source is not None, "all_to_all has a source"
     mine = group.group_rank
     arriving = call.split()
@@ -506,11 +507,9 @@ _COMPLETE = frozenset(
 )  # backends that have every collective
 
 
-def _lacks(
-    group: Collectives, call: Call, native: Callable[[Collectives, Call], Sequence[_Native]]
-) -> bool:
+def _lacks(group: Ranks, call: Call, native: Callable[[Ranks, Call], Sequence[_Native]]) -> bool:
     """Tell if the backend has not got a collective, on any rank."""
-    backend = group.backend(call.tensor.device)
+    backend = backend_of(group, call.tensor.device)
     n = group.size
     lacks = group._state.lacks
     key = backend, call.kind
@@ -585,13 +584,13 @@ class _Meeting:
         )
 
 
-def _transport(group: Collectives, tensor: Tensor) -> Transport | None:
+def _transport(group: Ranks, tensor: Tensor) -> Transport | None:
     """Give what moves the group's reduce-scatters and all-gathers in the place of messages, if
     there is such a thing; tried with the first tensor."""
     found = group._wire.transports
     if tensor.device.type != "cpu":
         return None
-    if not found and _alone(group):
+    if not found and _has_no_peers(group):
         found.append(None)
     if not found:
         made, said = find_transport(_Meeting(group))
@@ -634,7 +633,7 @@ def _pairs(
         )
 
 
-def _native_all_gather(group: Collectives, call: Call) -> list[_Native]:
+def _native_all_gather(group: Ranks, call: Call) -> list[_Native]:
     """Gather equal parts as they are, others filled up to one size, or from each of a few owners."""
     parts = call.parts
     mine = group.group_rank
@@ -662,7 +661,7 @@ def _native_all_gather(group: Collectives, call: Call) -> list[_Native]:
     return [_Native(lambda: gather(_to_move(flat), _to_move(own), **options), finish)]
 
 
-def _native_reduce_scatter(group: Collectives, call: Call) -> list[_Native]:
+def _native_reduce_scatter(group: Ranks, call: Call) -> list[_Native]:
     """Reduce equal parts as they are, others filled up to one size, or to each of a few owners."""
     parts = call.parts
     mine = group.group_rank
@@ -698,9 +697,9 @@ def _native_reduce_scatter(group: Collectives, call: Call) -> list[_Native]:
     return [_Native(lambda: reduce(_to_add(out), _to_add(flat), **options), finish)]
 
 
-def _all_gather(group: Collectives, call: Call) -> Iterator[None]:
+def _all_gather(group: Ranks, call: Call) -> Iterator[None]:
     parts = call.parts
-    gloo = group.backend(call.tensor.device) == "gloo"
+    gloo = backend_of(group, call.tensor.device) == "gloo"
     if gloo and (near := _transport(group, call.tensor)):
         return near.all_gather(call.split())
     if parts.largest == parts.numel:
@@ -719,8 +718,8 @@ def _all_gather(group: Collectives, call: Call) -> Iterator[None]:
     )
 
 
-def _reduce_scatter(group: Collectives, call: Call) -> Iterator[None]:
-    if group.backend(call.tensor.device) == "gloo":
+def _reduce_scatter(group: Ranks, call: Call) -> Iterator[None]:
+    if backend_of(group, call.tensor.device) == "gloo":
         return (
             near.reduce_scatter(call.split())
             if (near := _transport(group, call.tensor))
@@ -764,7 +763,7 @@ def _to_add(tensor: Tensor) -> Tensor:  # the same memory, complex numbers as tw
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def _native_broadcast(group: Collectives, tensor: Tensor, root: int) -> _Native:
+def _native_broadcast(group: Ranks, tensor: Tensor, root: int) -> _Native:
     return _Native(
         lambda: group.process_group.broadcast(
             [_to_move(tensor)], _options("BroadcastOptions", rootRank=root)
@@ -773,7 +772,7 @@ def _native_broadcast(group: Collectives, tensor: Tensor, root: int) -> _Native:
 
 
 def _native_reduce(
-    group: Collectives, tensor: Tensor, root: int
+    group: Ranks, tensor: Tensor, root: int
 ) -> _Native:  # elsewhere the tensor is scratch afterwards
     return _Native(
         lambda: group.process_group.reduce(
@@ -782,7 +781,7 @@ def _native_reduce(
     )
 
 
-def _native_all_reduce(group: Collectives, tensor: Tensor) -> _Native:
+def _native_all_reduce(group: Ranks, tensor: Tensor) -> _Native:
     if tensor.dtype in _KNOWN:
         return _Native(
             lambda: group.process_group.allreduce([tensor], _options("AllreduceOptions"))
@@ -792,12 +791,12 @@ def _native_all_reduce(group: Collectives, tensor: Tensor) -> _Native:
     )
 
 
-def _broadcast(group: Collectives, call: Call) -> Iterator[None]:
+def _broadcast(group: Ranks, call: Call) -> Iterator[None]:
     return _started(_native_broadcast(group, call.tensor, call.root))
 
 
-def _all_reduce(group: Collectives, call: Call) -> Iterator[None]:
-    if call.tensor.dtype in _KNOWN or group.backend(call.tensor.device) != "gloo":
+def _all_reduce(group: Ranks, call: Call) -> Iterator[None]:
+    if call.tensor.dtype in _KNOWN or backend_of(group, call.tensor.device) != "gloo":
         return _started(_native_all_reduce(group, call.tensor))
     flat = call.tensor.view(-1)
     halves = [
@@ -807,7 +806,7 @@ def _all_reduce(group: Collectives, call: Call) -> Iterator[None]:
     return itertools.chain(*[_STEPS[half.kind](group, half) for half in halves])
 
 
-_STEPS: dict[str, Callable[[Collectives, Call], Iterator[None]]] = {
+_STEPS: dict[str, Callable[[Ranks, Call], Iterator[None]]] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "reduce_scatter": _reduce_scatter,
@@ -821,56 +820,43 @@ _STEPS: dict[str, Callable[[Collectives, Call], Iterator[None]]] = {
 _COLLECTING: ContextVar[Any] = ContextVar("the coalescing block this thread is in", default=None)
 
 
-def _backends_of(process_group: Any) -> dict[str, str]:
-    if process_group is None:
-        return {}
-    config = str(torch.distributed.get_backend_config(process_group))
-    return dict(pair.split(":") for pair in config.split(",") if pair)
+def backend_of(group: Ranks, device: torch.device) -> str:
+    """Backend that serves tensors of `device`, for example "gloo" or "nccl"; "none" in a group of one."""
+    return group.backends.get(device.type, "none")
 
 
-class Collectives(Ranks):
-    """The collectives that data parallelism is made of."""
+def all_reduce(group: Ranks, tensor: Tensor, *, async_op: bool = False) -> Work:
+    """Sum `tensor` over all ranks, on all ranks."""
+    return _start(group, Call("all_reduce", tensor), async_op)
 
-    def __init__(
-        self,
-        process_group: Any = None,  # as for `Ranks`
-    ):
-        super().__init__(process_group)
-        self.backends = _backends_of(self.process_group)  # by type of device: {"cpu": "gloo"}
 
-    def backend(self, device: torch.device) -> str:
-        """Backend that serves tensors of `device`, for example "gloo" or "nccl"; "none" in a group of one."""
-        return self.backends.get(device.type, "none")
+def broadcast(group: Ranks, tensor: Tensor, group_rank: int, *, async_op: bool = False) -> Work:
+    """Copy `tensor` of `group_rank` to all ranks."""
+    return _start(group, Call("broadcast", tensor, root=group_rank), async_op)
 
-    def all_reduce(self, tensor: Tensor, *, async_op: bool = False) -> Work:
-        """Sum `tensor` over all ranks, on all ranks."""
-        return _start(self, Call("all_reduce", tensor), async_op)
 
-    def broadcast(self, tensor: Tensor, group_rank: int, *, async_op: bool = False) -> Work:
-        """Copy `tensor` of `group_rank` to all ranks."""
-        return _start(self, Call("broadcast", tensor, root=group_rank), async_op)
+def reduce_scatter(
+    group: Ranks, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
+) -> Work:
+    """Sum the parts of a 1-D tensor over all ranks; each rank keeps the sum of its own part,
+    the others are scratch afterwards.
 
-    def reduce_scatter(
-        self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
-    ) -> Work:
-        """Sum the parts of a 1-D tensor over all ranks; each rank keeps the sum of its own part,
-        the others are scratch afterwards.
+    `sizes`: elements of each rank's part, by group rank, or `Parts`; None: equal parts. With
+    `Parts` the tensor may have `sizes.padded` elements,
+    of which those beyond `sizes.numel` are scratch: room in which a backend that wants equal parts needs no copy.
+    """
+    return _start(group, Call("reduce_scatter", flat, _divide(group, flat, sizes)), async_op)
 
-        `sizes`: elements of each rank's part, by group rank, or `Parts`; None: equal parts. With
-        `Parts` the tensor may have `sizes.padded` elements,
-        of which those beyond `sizes.numel` are scratch: room in which a backend that wants equal parts needs no copy.
-        """
-        return _start(self, Call("reduce_scatter", flat, _parts(self, flat, sizes)), async_op)
 
-    def all_gather(
-        self, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
-    ) -> Work:
-        """Send this rank's part of a 1-D tensor to all ranks, so that each holds all parts. `sizes`
-        as for `reduce_scatter`."""
-        return _start(self, Call("all_gather", flat, _parts(self, flat, sizes)), async_op)
+def all_gather(
+    group: Ranks, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
+) -> Work:
+    """Send this rank's part of a 1-D tensor to all ranks, so that each holds all parts. `sizes`
+    as for `reduce_scatter`."""
+    return _start(group, Call("all_gather", flat, _divide(group, flat, sizes)), async_op)
 
 # %% ../../nbs/comm/04_collectives.ipynb #0f868d42
-def _parts(
+def _divide(
     group: Ranks,
     flat: Tensor,  # cut into one part for each rank
     sizes: Sequence[int] | None,  # elements of each; None: equal
@@ -902,7 +888,7 @@ def _parts(
     )
 
 
-def _check_state(group: Collectives) -> None:
+def _check_state(group: Ranks) -> None:
     """Refuse to start a collective in a group that cannot carry it."""
     state = group._state
     if state.ended:
@@ -919,7 +905,7 @@ def _check_state(group: Collectives) -> None:
         )
 
 
-def _check(group: Collectives, tensor: Tensor, peer: int | None = None) -> None:
+def _check(group: Ranks, tensor: Tensor, peer: int | None = None) -> None:
     _check_state(group)
     if peer is not None and peer not in range(group.size):
         raise ValueError(
@@ -931,7 +917,7 @@ def _check(group: Collectives, tensor: Tensor, peer: int | None = None) -> None:
             f"a collective moves dense tensors, got {tensor.layout}; send its indices and values"
             " apart"
         )
-    if group.size > 1 and group.backend(tensor.device) == "none":
+    if group.size > 1 and backend_of(group, tensor.device) == "none":
         raise ValueError(
             f"no backend of {group} serves {tensor.device}; initialize the process group with one,"
             " e.g. backend='cpu:gloo,cuda:nccl'"
@@ -973,7 +959,7 @@ def _block(group: Ranks) -> Any:
 
 
 def _sent(
-    group: Collectives, call: Call
+    group: Ranks, call: Call
 ) -> (
     int | None
 ):  # bytes this rank sends, or that the others read from it; None: by the formula of the kind
@@ -985,10 +971,10 @@ def _sent(
     )
 
 
-def _steps(group: Collectives, call: Call) -> Iterator[None]:
+def _steps(group: Ranks, call: Call) -> Iterator[None]:
     """Give the steps of a call; a group that records sees what it is made of as parts of it."""
     steps = _STEPS[call.kind](group, call)
-    backend = group.backend(call.tensor.device)
+    backend = backend_of(group, call.tensor.device)
     if call.kind in _MERGED:
         group._wire.connected.add(backend)
     native = call.kind in ("all_reduce", "broadcast") and call.tensor.dtype in _KNOWN
@@ -997,7 +983,7 @@ def _steps(group: Collectives, call: Call) -> Iterator[None]:
     return group.process_group.follow(call.kind, call.tensor, steps, _sent(group, call))
 
 
-def _by_copy(group: Collectives, call: Call) -> Iterator[None]:
+def _by_copy(group: Ranks, call: Call) -> Iterator[None]:
     """Give the steps of a call whose tensor has gaps."""
     copy = call.tensor.contiguous()
 
@@ -1033,7 +1019,7 @@ def _is_known(group: Ranks, like: object) -> bool:
     return like in group._wire.known and torch.distributed.get_debug_level().value < 2
 
 
-def _launch(group: Collectives, what: object, async_op: bool, steps: Iterator[None]) -> Work:
+def _launch(group: Ranks, what: object, async_op: bool, steps: Iterator[None]) -> Work:
     """Start a collective, and finish it unless it is asynchronous."""
     if async_op:
         return Work(steps, what, group)
@@ -1084,7 +1070,7 @@ class _Exchange(NamedTuple):
         return " and ".join(moves) or "an exchange of nothing"
 
 # %% ../../nbs/comm/04_collectives.ipynb #17527048
-def _close_connections(group: Collectives) -> None:
+def _close_connections(group: Ranks) -> None:
     """End the connections of each backend, so that threads of this process that wait in one raise."""
     for backend, device in {
         name: device for device, name in reversed(group.backends.items())

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import collectives
 from zero_nb.comm.agreement import (
-    _alone,
+    _has_no_peers,
     _compare,
     _described,
     _last_words,
@@ -40,7 +41,6 @@ from zero_nb.comm.collectives import (
     _WHOLE,
     CHUNK,
     Call,
-    Collectives,
     Parts,
     Work,
     _check_state,
@@ -54,7 +54,7 @@ from zero_nb.comm.collectives import (
     _native_all_reduce,
     _native_broadcast,
     _native_reduce_scatter,
-    _parts,
+    _divide,
     _start,
     _start_exchange,
     _steps,
@@ -67,13 +67,12 @@ __all__ = ['Group', 'connect', 'Coalesced', 'coalescing_manager', 'split', 'clon
            'fail', 'fails_everywhere']
 
 # %% ../../nbs/comm/06_groups.ipynb #a7c93475
-_TELLING = frozenset({"gloo", "mpi", "fake"})  # backends whose works raise when a peer is gone
+_RAISING_BACKENDS = frozenset({"gloo", "mpi", "fake"})  # whose works raise when a peer is gone
 
 
-def _hears_nothing(
-    group: Ranks,
-) -> bool:  # a peer may be gone, and no collective of this rank raises
-    return not set(getattr(group, "backends", {}).values()) <= _TELLING
+def _needs_watcher(group: Ranks) -> bool:
+    """Tell if a peer may be gone without an error in a collective of this rank."""
+    return not set(group.backends.values()) <= _RAISING_BACKENDS
 
 
 class _Watcher(threading.Thread):
@@ -89,9 +88,8 @@ class _Watcher(threading.Thread):
 
     def run(self) -> None:
         """Look until the group ends, its store does, or a rank has failed."""
-        with suppress(
-            RuntimeError, ValueError
-        ):  # the store is gone, or torch has destroyed the group
+        # the store is gone, or torch has destroyed the group
+        with suppress(RuntimeError, ValueError):
             while not self.over.wait(self.seconds) and self._look():
                 pass
 
@@ -113,7 +111,7 @@ class _Watcher(threading.Thread):
 _WATCHERS: weakref.WeakSet[_Watcher] = weakref.WeakSet()
 
 
-def _watch(group: Ranks) -> None:
+def _start_watcher(group: Ranks) -> None:
     """Start the group's watcher, if it has none."""
     if group._state.watcher:
         return
@@ -124,9 +122,8 @@ def _watch(group: Ranks) -> None:
 
 
 @atexit.register
-def _end_watchers() -> (
-    None
-):  # before the interpreter ends, which a thread inside the store would not survive
+def _end_watchers() -> None:
+    """End all watchers before the interpreter ends: a thread inside the store would crash then."""
     watchers = list(_WATCHERS)
     for watcher in watchers:
         watcher.over.set()
@@ -135,7 +132,7 @@ def _end_watchers() -> (
             watcher.join(2.0)
 
 # %% ../../nbs/comm/06_groups.ipynb #d17a1215
-class Group(Collectives):
+class Group(Ranks):
     """A torch process group and its collectives; a group of one where there is none.
 
     Collectives are called by all ranks of the group in the same order, `send`, `recv` and
@@ -144,6 +141,13 @@ class Group(Collectives):
     sent if the call cannot be right, and `RuntimeError`
     naming the collective if a peer is gone or late.
     """
+
+    # functions of comm/04_collectives, whose first argument is the group
+    backend = collectives.backend_of
+    all_reduce = collectives.all_reduce
+    broadcast = collectives.broadcast
+    reduce_scatter = collectives.reduce_scatter
+    all_gather = collectives.all_gather
 
     def gather(
         self,
@@ -155,7 +159,7 @@ class Group(Collectives):
     ) -> Work:
         """Send this rank's part of a 1-D tensor to one rank, which then holds all parts. `sizes` as
         for `reduce_scatter`."""
-        return _start(self, Call("gather", flat, _parts(self, flat, sizes), group_rank), async_op)
+        return _start(self, Call("gather", flat, _divide(self, flat, sizes), group_rank), async_op)
 
     def scatter(
         self,
@@ -166,7 +170,7 @@ class Group(Collectives):
         async_op: bool = False,
     ) -> Work:
         """Send each rank its part of a 1-D tensor that `group_rank` holds. `sizes` as for `reduce_scatter`."""
-        return _start(self, Call("scatter", flat, _parts(self, flat, sizes), group_rank), async_op)
+        return _start(self, Call("scatter", flat, _divide(self, flat, sizes), group_rank), async_op)
 
     def all_to_all(
         self,
@@ -184,21 +188,17 @@ class Group(Collectives):
         tensors are of one size.
         """
         even = output_sizes is None and source_sizes is None
-        if (output.dtype, output.device, even and output.numel()) != (
-            source.dtype,
-            source.device,
-            even and source.numel(),
-        ):
-            kinds = (
+        alike = output.dtype == source.dtype and output.device == source.device
+        if not alike or (even and output.numel() != source.numel()):
+            kinds = [
                 f"{_dtype(t)} of shape {tuple(t.shape)} on {t.device}" for t in (output, source)
-            )
+            ]
             raise ValueError(
-                "output is {}, source is {}; they must be alike, unless sizes are given".format(
-                    *kinds
-                )
+                f"output is {kinds[0]}, source is {kinds[1]}; they must be alike, unless sizes are"
+                " given"
             )
-        parts = _parts(self, output, output_sizes)
-        sent = _parts(self, source, source_sizes)
+        parts = _divide(self, output, output_sizes)
+        sent = _divide(self, source, source_sizes)
         return _start(
             self, Call("all_to_all", output, parts, source=source, sent=sent, even=even), async_op
         )
@@ -223,8 +223,8 @@ class Group(Collectives):
         return self.exchange([], [(tensor, group_rank)], async_op=async_op)
 
     def _agreed(self) -> None:
-        if _hears_nothing(self):
-            _watch(self)
+        if _needs_watcher(self):
+            _start_watcher(self)
 
 # %% ../../nbs/comm/06_groups.ipynb #5d0c1e06
 def connect(
@@ -287,16 +287,15 @@ class Coalesced:
         return self
 
     def __str__(self) -> str:
-        kinds = [f"{len(run)} x {run[0].kind}" for run in _runs(self.calls)] + [
-            f"{len(self.sends)} x send"
-        ] * bool(self.sends)
-        return (
-            f"the coalescing block at {self.site}"
-            f" ({', '.join(kinds + [f'{len(self.receives)} x recv'] * bool(self.receives))})"
-        )
+        kinds = [f"{len(run)} x {run[0].kind}" for run in _runs_of_one_kind(self.calls)]
+        if self.sends:
+            kinds.append(f"{len(self.sends)} x send")
+        if self.receives:
+            kinds.append(f"{len(self.receives)} x recv")
+        return f"the coalescing block at {self.site} ({', '.join(kinds)})"
 
 # %% ../../nbs/comm/06_groups.ipynb #b6ff8492
-def _runs(calls: Sequence[Call]) -> list[list[Call]]:
+def _runs_of_one_kind(calls: Sequence[Call]) -> list[list[Call]]:
     """Cut calls into runs of one kind."""
     return [list(run) for _, run in itertools.groupby(calls, key=lambda call: call.kind)]
 
@@ -399,7 +398,7 @@ def _coalesced(
     receives: list[tuple[Tensor, int]],
 ) -> Iterator[None]:
     """Run by run; the first starts at once, each other when the one before it has ended."""
-    for alike in _runs(calls):
+    for alike in _runs_of_one_kind(calls):
         native = (
             len({c.tensor.device for c in alike}) == 1
             and group.backend(alike[0].tensor.device) == "nccl"
@@ -434,7 +433,7 @@ def coalescing_manager(
         yield block
     finally:
         _COLLECTING.reset(token)
-    for calls in _runs(block.calls):
+    for calls in _runs_of_one_kind(block.calls):
         _check_apart(calls)
     if block.calls and group.size > 1:
         _compare(
@@ -452,7 +451,7 @@ def _name_number(group: Ranks) -> int:
     call this, after a first agreement."""
     world = _state(torch.distributed.group.WORLD)
     number = max(len(torch.distributed.distributed_c10d._world.pg_names), world.named + 1)
-    if not _alone(group):
+    if not _has_no_peers(group):
         notes = _Notes(group, group._wire.life)
         key = f"named/{group._wire.turn}"
         readers = f"{key}/readers"
@@ -659,7 +658,7 @@ _TOGETHER = 3.0  # seconds in which all ranks fail if they fail at the same plac
 
 
 def _all_fail(group: Ranks, seconds: float) -> bool:
-    if _alone(group):
+    if _has_no_peers(group):
         return True
     wire = group._wire
     end = time.monotonic() + seconds

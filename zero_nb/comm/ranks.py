@@ -143,7 +143,7 @@ def _state(process_group: Any) -> _State:
     return _STATES.setdefault(process_group, _State())
 
 
-def _wire(process_group: Any) -> Any:
+def _sending_group(process_group: Any) -> Any:
     """Give the group that really sends: one that records shares messages and agreements with the one it wraps."""
     while hasattr(getattr(process_group, "wrapped", None), "group_name"):
         process_group = process_group.wrapped
@@ -157,8 +157,15 @@ def _few(values: Sequence[object], most: int = 8) -> str:
     return f"{', '.join(map(str, values[:3]))}, ..., {values[-1]}: {len(values)} in all"
 
 
+def _backends_of(process_group: Any) -> dict[str, str]:
+    if process_group is None:
+        return {}
+    config = str(torch.distributed.get_backend_config(process_group))
+    return dict(pair.split(":") for pair in config.split(",") if pair)
+
+
 class Ranks:
-    """Who is in a group, and which of them this process is."""
+    """Who is in a group, which of them this process is, and which backends serve it."""
 
     def __init__(
         self,
@@ -174,8 +181,9 @@ class Ranks:
         self.process_group: Any = process_group
         self.group_rank = 0 if process_group is None else torch.distributed.get_rank(process_group)
         self.size = len(self.ranks)
+        self.backends = _backends_of(process_group)  # by type of device: {"cpu": "gloo"}
         self._state = _state(process_group)
-        self._wire = _state(_wire(process_group))
+        self._wire = _state(_sending_group(process_group))
 
     @property
     def global_rank(self) -> int:
