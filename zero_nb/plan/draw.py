@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPACITY', 'PURPOSES', 'KINDS', 'RANKS', 'BUCKETS', 'Svg', 'colour', 'short', 'draw_shards', 'draw_buckets',
            'draw_timeline', 'Stretch', 'read_trace', 'draw_stretches', 'draw_estimates', 'draw_ranks', 'draw_moves',
-           'explore', 'explorer']
+           'draw_boxes', 'explore', 'explorer']
 
 # %% ../../nbs/plan/05_draw.ipynb #eaeaf242
 import heapq
@@ -630,6 +630,78 @@ def draw_moves(
 
 def _heat(x: float, y: float, size: float, share: float, tip: str = "") -> str:
     return _rect(x, y, size, size, "#4e79a7", tip, fill_opacity=f"{0.15 + 0.85 * share:.2f}")
+
+# %% ../../nbs/plan/05_draw.ipynb #2e0bccd1
+_BOX_HEIGHT = 34  # pixels
+
+
+def _pitch(values: Iterable[float], pixels: float) -> float:
+    """Find a scale at which neighbours are at least so many pixels apart."""
+    places = sorted(set(values))
+    return pixels / min((b - a for a, b in pairwise(places)), default=1.0)
+
+
+def _place_boxes(
+    boxes: Mapping[str, tuple[float, float, str]], width: float
+) -> dict[str, tuple[float, float]]:  # by name: the upper left corner, pixels
+    """Spread boxes so that none touches another."""
+    columns = {x for x, _, _ in boxes.values()}
+    across = _pitch(columns, width + 56)
+    beside = [[y for x, y, _ in boxes.values() if x == column] for column in columns]
+    down = max(
+        _pitch(values, _BOX_HEIGHT + 12) for values in beside if len(values) > 1 or len(columns) > 1
+    )
+    left = min(columns)
+    top = max(y for _, y, _ in boxes.values())
+    return {
+        name: (4 + (x - left) * across, 4 + (top - y) * down) for name, (x, y, _) in boxes.items()
+    }
+
+
+def _arrow(x: float, y: float, u: float, v: float, word: str) -> str:
+    """Draw a line from (x, y) to (u, v), with a head and a word."""
+    length = math.hypot(u - x, v - y) or 1.0
+    dx = (u - x) / length
+    dy = (v - y) / length
+    one = f"{u - 7 * dx + 3 * dy:.4g},{v - 7 * dy - 3 * dx:.4g}"
+    other = f"{u - 7 * dx - 3 * dy:.4g},{v - 7 * dy + 3 * dx:.4g}"
+    line = f'<path d="M{x:.4g},{y:.4g}L{u:.4g},{v:.4g}" stroke="currentColor" opacity="0.6"/>'
+    head = f'<path d="M{u:.4g},{v:.4g}L{one}L{other}z" opacity="0.6"/>'
+    return line + head + _text((x + u) / 2, (y + v) / 2 - 4, word, "middle", font_size=9)
+
+
+def draw_boxes(
+    # by name: its place, to the right and upwards, in any unit, and a note or ""
+    boxes: Mapping[str, tuple[float, float, str]],
+    arrows: Iterable[tuple[str, str, str]],  # from which box to which, and a word or ""
+) -> Svg:
+    """Draw which objects hold which, or what becomes what."""
+    wanted = (max(6.8 * len(name), 5.2 * len(note)) for name, (_, _, note) in boxes.items())
+    width = 14 + max(wanted)
+    height = _BOX_HEIGHT
+    places = _place_boxes(boxes, width)
+    body = []
+    for start, end, word in arrows:
+        x, y = places[start]
+        u, v = places[end]
+        if abs(u - x) > width:
+            right = u > x
+            ends = (x + width * right, y + height / 2, u + width * (not right), v + height / 2)
+        else:
+            below = v > y
+            ends = (x + width / 2, y + height * below, u + width / 2, v + height * (not below))
+        body.append(_arrow(*ends, word))
+    blue = colour(0, 1)
+    for name, (x, y) in places.items():
+        note = boxes[name][2]
+        middle = x + width / 2
+        body.append(_rect(x, y, width, height, blue, fill_opacity=0.15, stroke=blue, rx=3))
+        body.append(_text(middle, y + (14 if note else 21), name, "middle", font_weight="bold"))
+        body.append(_text(middle, y + 27, note, "middle", font_size=9.5))
+    right_edge = max(x for x, _ in places.values()) + width + 4
+    lower_edge = max(y for _, y in places.values()) + height + 4
+    label = f"objects: {', '.join(boxes)}"
+    return Svg(round(right_edge), round(lower_edge), "".join(body), label)
 
 # %% ../../nbs/plan/05_draw.ipynb #d4a937f7
 RANKS = tuple(2**k for k in range(11))  # what the slider offers
