@@ -5,6 +5,7 @@ import io
 import pickle
 import random
 import threading
+import warnings
 from functools import partialmethod
 from importlib import import_module
 
@@ -1320,3 +1321,102 @@ def hooked(mode):
 def test_hooks_of_the_optimizers_step_run_after_it(mode):
     for counts, error in run(2, hooked, mode):
         assert counts == [0.875] and error and "max_grad_norm=" in error[1]
+
+
+# ---- what a first step shows ----
+
+
+class CountsCalls(torch.optim.SGD):
+    """Counts the calls of its step in its groups; `where_used`: only in groups that have gradients."""
+
+    where_used = False
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["calls"] = 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            used = any(p.grad is not None for p in group["params"])
+            group["calls"] += used or not self.where_used
+        return super().step(closure)
+
+
+class CountsWhereUsed(CountsCalls):
+    where_used = True
+
+
+def skipped_first(mode, infinite):
+    """Count the calls of a class whose first steps a scaler skips."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(), CountsCalls, lr=0.1, shard="whole", bucket_cap_mb=0.01
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    if mode == "overlap":
+        model = DDP(module, bucket_cap_mb=0.01)
+        overlap(model, zero, scaler=scaler)
+    else:
+        model = module
+        data_parallel(module, zero, scaler=scaler, bucket_cap_mb=0.01)
+    for step in range(6):
+        data = torch.ones(4, 64) * (float("inf") if step < infinite else 1.0)
+        scaler.scale(model(data).square().mean()).backward()
+        scaler.step(zero)
+        scaler.update()
+    return zero.local.by_class[CountsCalls].param_groups[0]["calls"]
+
+
+@pytest.mark.parametrize("infinite", [0, 1, 3])
+@pytest.mark.parametrize("mode", ["overlap", "data_parallel"])
+def test_a_class_that_counts_is_seen_after_steps_that_a_scaler_skipped(mode, infinite):
+    assert run(2, skipped_first, mode, infinite) == [6 - infinite] * 2
+
+
+def seen_by_one():
+    """Step a class of which only one of two ranks owns something."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
+    params = list(module.parameters())
+    groups = [{"params": params[:1], "optimizer_class": CountsWhereUsed}, {"params": params[1:]}]
+    zero = ZeroRedundancyOptimizer(groups, SGD, lr=0.1, bucket_cap_mb=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle = data_parallel(module, zero, interleaved=True, bucket_cap_mb=0.01)
+        for _ in range(4):
+            module(torch.ones(4, 64)).square().mean().backward()
+            zero.step()
+    return handle.engine.steps_per_bucket
+
+
+def test_all_ranks_step_at_once_if_a_class_counts_on_one():
+    assert run(2, seen_by_one) == [False] * 2
+
+
+# ---- whose hook it is ----
+
+
+def whose_hook():
+    model = DDP(nn.Linear(4, 4))
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    states = []
+
+    def hook(state, bucket):
+        states.append(state)
+        return default_hooks.allreduce_hook(None, bucket)
+
+    found = []
+    for state in ("first", None):
+        handle = overlap(model, zero, hook=hook, state=state)
+        (registered, _), *_ = model._comm_hooks
+        found.append(registered.overlap is handle)
+        model(torch.ones(1, 4)).sum().backward()
+        handle.detach()
+        found.append(registered.overlap is None)
+    return found, states
+
+
+def test_a_hook_knows_its_overlap_and_no_state_of_an_earlier_one():
+    assert run(2, whose_hook) == [([True] * 4, ["first", None])] * 2

@@ -6,9 +6,19 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from common import caught
 from torch import nn
 
-from zero_nb import Group, ParamSpec, ShardPlan, Span, ZeroRedundancyOptimizer, run
+from zero_nb import (
+    Group,
+    ParamSpec,
+    ShardPlan,
+    Span,
+    ZeroRedundancyOptimizer,
+    data_parallel,
+    overlap,
+    run,
+)
 from zero_nb.backward.ddp_overlap import plan_buckets
 from zero_nb.backward.engine import InBackward, StepEngine, start_mean
 from zero_nb.backward.watch import BackwardWatch, on_backward_end
@@ -203,6 +213,34 @@ class SkipsNotFinite:
 
     def detach(self):
         self.optimizer.detach(self)
+
+
+def test_an_optimizer_has_one_driver():
+    def refused(kind):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        ddp = nn.parallel.DistributedDataParallel(model)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+        attach = {"overlap": lambda: overlap(ddp, optimizer)}
+        attach["data_parallel"] = lambda: data_parallel(model, optimizer)
+        driver = SkipsNotFinite(optimizer)
+        shard = optimizer.shards[0]
+        calls = [
+            attach[kind],
+            lambda: SkipsNotFinite(optimizer),
+            lambda: optimizer.attach(object()),
+        ]
+        said = list(map(caught, calls))
+        hooks = [*model._forward_hooks, *ddp._forward_hooks, *ddp._comm_hooks]
+        untouched = not hooks and optimizer.shards[0] is shard
+        driver.detach()
+        attach[kind]().detach()
+        return said, untouched
+
+    for kind in ("overlap", "data_parallel"):
+        for (theirs, second, bare), untouched in run(2, refused, kind):
+            assert "a SkipsNotFinite takes the optimizer's steps; detach that first" in theirs
+            assert "the optimizer has a driver already" in second and untouched
+            assert "lacks steps_in_backward" in bare
 
 
 def test_a_driver_may_decide_whether_to_step():

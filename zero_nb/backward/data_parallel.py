@@ -320,16 +320,13 @@ class BucketPlanner:
         """Do what is left when backward is over and all buckets were sent."""
         iteration = backward.iteration
         assert iteration is not None, "buckets were sent"
-        before = self.interleaved
-        if backward.stage == "streaming":
-            if self.options.find_unused_parameters and not before:
-                backward.exchange_used()
-            stepped = iteration.finish(self.engine.steps_per_bucket)
-        else:
+        streaming = backward.stage == "streaming"
+        interleaved = self.interleaved
+        if not streaming or (self.options.find_unused_parameters and not interleaved):
             backward.exchange_used()
-            stepped = self.engine.finish_first(iteration)
-            if before and not self.interleaved:  # the optimizer was seen to count its steps
-                self._adopt(iteration.plan.shard)
+        stepped = self.engine.finish(iteration, late=not streaming)
+        if interleaved and not self.interleaved:  # the optimizer was seen to count its steps
+            self._adopt(iteration.plan.shard)
         self.unused = backward.unused
         return stepped
 
@@ -615,7 +612,7 @@ class DataParallel(InBackward, _Joinable):
         if self.options.hidden:
             gathers = iteration.gathers
             stream = self.engine.stream
-            self.arriving = ArrivingParameters(gathers.works, stream, iteration.record_versions)
+            self.arriving = ArrivingParameters(gathers.works, stream, iteration.wait)
 
     def after_backward(self, backward: ParallelBackward, stepped: bool) -> None:
         """Go back to the user's code: parameters are there, or modules wait for them."""

@@ -41,8 +41,8 @@ from ..plan.buckets import Bucket, BucketPlan, Slot, adopt
 # %% auto #0
 __all__ = ['Copy', 'split_like_ddp', 'plan_buckets', 'DdpLayout', 'find_layout', 'OverlapOptions', 'check_pair',
            'completed_future', 'DdpTraits', 'read_traits', 'find_join_trouble', 'Arrival', 'DdpBackward',
-           'CommHookSwitch', 'find_switch', 'DdpPlanner', 'check_leftovers', 'DdpOverlap', 'find_overlap', 'overlap',
-           'hook_with_zero_step', 'hook_with_zero_step_interleaved']
+           'SwitchedHook', 'CommHookSwitch', 'find_switch', 'DdpPlanner', 'check_leftovers', 'DdpOverlap',
+           'find_overlap', 'overlap', 'hook_with_zero_step', 'hook_with_zero_step_interleaved']
 
 # %% ../../nbs/backward/04_ddp_overlap.ipynb #c27e05e6
 def split_like_ddp(
@@ -449,6 +449,23 @@ class DdpBackward:
         return self.layout.take(i, whole)[self.buckets[i].own_slice]
 
 # %% ../../nbs/backward/04_ddp_overlap.ipynb #c3d7f5ae
+class SwitchedHook:
+    """What DDP gets as its comm hook; it looks at names, and at type hints, which may not be text."""
+
+    def __init__(self, switch: Any):
+        self.switch = switch
+        self.__name__ = self.__qualname__ = "SwitchedHook"
+
+    @property
+    def overlap(self) -> Any:
+        """What takes the buckets; None: nothing does."""
+        return self.switch.overlap
+
+    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]
+        """Pass a bucket on."""
+        return self.switch.take(state, bucket)
+
+
 class CommHookSwitch:
     """Stands behind the one comm hook that DDP can have, and passes buckets on."""
 
@@ -470,14 +487,9 @@ class CommHookSwitch:
             self.overlap = None
 
     def make_hook(self) -> Any:
-        """Give a hook for DDP, which looks at type hints and takes none that are text."""
-
-        def switched(state, bucket):  # type: ignore[no-untyped-def]
-            return self.take(state, bucket)
-
-        vars(switched).update(switch=self, overlap=self.overlap)
-        self.hook = switched
-        return switched
+        """Give a hook for DDP."""
+        self.hook = SwitchedHook(self)
+        return self.hook
 
     def take(self, state: Any, bucket: Any) -> Any:  # a future
         """Pass a bucket to the overlap, or else to the user's hook."""
@@ -555,7 +567,7 @@ class DdpPlanner:
             stepped = self._run_late(backward)
         else:
             backward.exchange_used()
-            stepped = backward.iteration.finish(self.engine.steps_per_bucket)
+            stepped = self.engine.finish(backward.iteration, late=False)
         backward.end()
         self.iterations += 1
         self.unused = backward.unused
@@ -572,7 +584,7 @@ class DdpPlanner:
         assert backward.iteration is not None, "it has begun"
         backward.exchange_used()
         before = self.interleaved
-        stepped = self.engine.finish_first(backward.iteration)
+        stepped = self.engine.finish(backward.iteration, late=True)
         if before and not self.interleaved:  # the optimizer was seen to count its steps
             self.plan = plan
         return stepped
@@ -644,7 +656,7 @@ class DdpOverlap(InBackward):
             check_pair(options, ddp, optimizer)
             self.switch = find_switch(ddp) or CommHookSwitch(ddp.process_group)
             if registers and self.switch.hook is None:
-                ddp.register_comm_hook(options.state, self.switch.make_hook())
+                ddp.register_comm_hook(None, self.switch.make_hook())  # the switch has the state
         self.options = options
         self.traits = read_traits(ddp, optimizer.params())
         self.groups = (*optimizer.groups, self.traits.ranks)  # who would wait if this rank failed

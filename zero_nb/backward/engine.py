@@ -18,7 +18,7 @@ from .stepped_gradients import SteppedGradients
 from .watch import BackwardWatch
 from ..comm.collectives import mark_agreed
 from ..comm.groups import Group
-from ..optim.driver import SideStream, StepOptions, read_options, write_options
+from ..optim.driver import AfterBackward, SideStream, StepOptions, read_options, write_options
 from ..optim.flat import FlatBucket
 from ..optim.iteration import Iteration, Reduction, StepPlan
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -121,9 +121,14 @@ def changed_options(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> 
 
 # %% ../../nbs/backward/03_engine.ipynb #756a8232
 def check_not_driven(optimizer: ZeroRedundancyOptimizer) -> None:
-    """Refuse an optimizer whose steps are taken inside a backward already."""
-    if optimizer.driver.steps_in_backward:
+    """Refuse an optimizer that has a driver already."""
+    driver = optimizer.driver
+    if driver.steps_in_backward:
         raise RuntimeError("the optimizer's step is overlapped already; detach that first")
+    if not isinstance(driver, AfterBackward):
+        raise RuntimeError(
+            f"a {type(driver).__name__} takes the optimizer's steps; detach that first"
+        )
 
 
 def check_complex(options: StepOptions, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -161,6 +166,7 @@ class StepEngine:
         self.markers = SteppedGradients()
         # whether the optimizer's classes may step bucket by bucket; False once one was seen to count
         self.steps_per_bucket = True
+        self.has_stepped = False  # so that this is known
         self.grad_norm: Tensor | None = None  # before it was clipped, of the last step
         self.transformed: Any = None  # event on the stream, after the last averages were clipped
         self.options_used: list[dict[str, Any]] | None = None  # by a step that was not checked yet
@@ -189,17 +195,31 @@ class StepEngine:
             if self.grad_norm is not None:
                 self.stream.keep(self.grad_norm, self.stream.current)
 
-    def finish_first(self, iteration: Iteration) -> bool:  # whether there was a step
-        """Step all buckets of an iteration in one call, and find out whether the optimizer may be
-        called for one at a time."""
+    def finish(self, iteration: Iteration, late: bool) -> bool:  # whether there was a step
+        """Do what is left of an iteration when backward is over.
+
+        Until there was a step, and where buckets came `late`, all are stepped in one call, which
+        shows whether the optimizer may be called for one bucket at a time."""
+        if self.has_stepped and not late:
+            return iteration.finish(self.steps_per_bucket)
         local = self.optimizer.local
         before = local.counters()
         stepped = iteration.finish(steps_per_bucket=False)
-        if stepped and self.steps_per_bucket and before != local.counters():
+        if stepped and self.steps_per_bucket and self._on_any_rank(before != local.counters()):
             self.steps_per_bucket = False
             if self.options.interleaved:
                 warnings.warn(_COUNTS.format(type(self.optimizer.optim).__name__), stacklevel=2)
+        self.has_stepped |= stepped
         return stepped
+
+    def _on_any_rank(self, counts: bool) -> bool:
+        """Find out whether a class counts on some rank, for one that owns nothing may not see it."""
+        if all(kind.__module__.startswith("torch.optim") for kind in self.optimizer.local.by_class):
+            return counts  # those are known, and no rank has to ask
+        flag = torch.tensor([float(counts)], device=self.optimizer.join_device)
+        for group in self.optimizer.groups:
+            group.all_reduce(flag)
+        return bool(flag.item())
 
     def mark_gradients(self, unused: Sequence[bool], stepped: bool) -> None:
         """Leave markers in the place of gradients that are gone, in which a scaler reads whether to

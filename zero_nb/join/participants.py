@@ -358,7 +358,7 @@ class StepAnnouncer:
 def driver_of(optimizer: Any) -> Driver | None:
     """Give what takes an optimizer's steps inside backward; None: nothing does, as with torch's own."""
     driver = getattr(optimizer, "driver", None)
-    return driver if driver is not None and driver.steps_in_backward else None
+    return driver if getattr(driver, "steps_in_backward", False) else None
 
 
 class OptimizerParticipant(Participant):

@@ -79,8 +79,7 @@ class BucketRun:
 
     def mark_stepped(self) -> None:
         """Note that this rank's parameters are new, and let go of the average."""
-        reduced = self.phase is Phase.REDUCED or self.phase is Phase.EMPTY
-        assert reduced, f"a bucket that is {self.phase.name} cannot be stepped"
+        assert self.phase is Phase.REDUCED, f"a bucket that is {self.phase.name} cannot be stepped"
         self.grad_shard = None
         self.phase = Phase.STEPPED
 

@@ -226,8 +226,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
 
     def attach(self, driver: Driver) -> None:
         """Let a driver take the steps, until it is detached."""
+        needed = ("steps_in_backward", "step", "wait", "detach")
+        missing = [name for name in needed if not hasattr(driver, name)]
+        if missing:
+            raise TypeError(f"a driver has {', '.join(needed)}; {driver!r} lacks {missing[0]}")
         if self._driver is not None:
-            raise RuntimeError("the optimizer's step is overlapped already; detach that first")
+            raise RuntimeError("the optimizer has a driver already; detach that first")
         self._driver = driver
 
     def detach(self, driver: Driver) -> None:
