@@ -471,7 +471,7 @@ Stage = Literal["watched", "unplanned", "trial", "streaming"]
 
 
 class ParallelBackward:
-    """One backward on this rank, from the gradient of the loss until the step; then it is dropped."""
+    """One backward on this rank, from the gradient of the module's output until the step; then it is dropped."""
 
     def __init__(
         self,

@@ -107,8 +107,8 @@ def _find_groups(process_group: Any) -> Sequence[Group]:
 def _check_not_overlapped(driver: Driver) -> None:
     if driver.steps_in_backward:
         raise RuntimeError(
-            "parameters cannot be added while the step is overlapped, for DDP does not"
-            " reduce their gradients; detach the overlap, and wrap the model again"
+            "parameters cannot be added while the step is overlapped, for nothing reduces"
+            " their gradients; detach the overlap, and attach it to the model as it is then"
         )
 
 
