@@ -969,7 +969,8 @@ def refusals():
         return ZeroRedundancyOptimizer(given, SGD, lr=0.1, **more)
 
     taken, halves = zero(), (dist.new_group([0]), dist.new_group([1]))
-    taken.attach(SimpleNamespace(steps_in_backward=True, wait=lambda param=None: None))
+    idle = dict.fromkeys(("step", "wait", "detach"), lambda *_: None)
+    taken.attach(SimpleNamespace(steps_in_backward=True, **idle))
     hooked = DDP(network())
     hooked.register_comm_hook(None, default_hooks.allreduce_hook)
     ours, inner, mine = zero(), default_hooks.allreduce_hook, halves[dist.get_rank()]
