@@ -14,7 +14,7 @@ import torch.distributed as dist
 from common import caught_error, free_port
 
 from zero_nb import Group, agree, agreeing, get_global_rank, get_group_rank, two_level
-from zero_nb.comm.agreement import _read, _reported
+from zero_nb.comm.agreement import _Notes, _read, _reported
 from zero_nb.comm.groups import abort, clone, destroy, fail, split
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list, gather_object
@@ -381,3 +381,38 @@ def test_H5_a_destructor_hands_its_news_to_a_thread(monkeypatch):
     assert came.wait(20) and by == [
         (False, "backward() did not come to its end; look at the output of this rank")
     ]
+
+
+# ---- a rank that fails later ----
+
+
+def fails_after_agreeing():
+    """Let rank 1 leave an agreement and fail while rank 0, slow, is between two looks at the store."""
+    g = clone(Group())  # ranks wait for each other in the job's own group
+    agree(g, "the first agreement")
+    if g.group_rank == 1:
+        dist.barrier()
+        said = caught_error(lambda: agree(g, "more"))
+        fail(g, KeyError("later"))
+        dist.barrier()
+        return said
+    real, looks = _Notes.there, []
+
+    def slow(notes, key):
+        found = real(notes, key)
+        if key.endswith("/ok") and not looks:
+            looks.append(key)
+            dist.barrier()
+            dist.barrier()
+        return found
+
+    _Notes.there = slow
+    said = caught_error(lambda: agree(g, "more"))
+    assert looks
+    return said, caught_error(lambda: agree(g, "even more"))
+
+
+def test_a_rank_that_fails_after_an_agreement_does_not_undo_it():
+    (during, after), other = run(2, fails_after_agreeing, timeout=30)
+    assert during is other is None
+    assert after[0] == "RuntimeError" and "rank 1 failed with KeyError" in after[1]

@@ -385,8 +385,15 @@ class _Agreement:
             if self.first and (found := self.peek("complete")):
                 return self._decide(found)
             self.check_ended()
+            if self.turn and (said := self.peek("failed", of_group=True)):
+                if outcome := self._outcome():
+                    return outcome  # the rank that failed has left this agreement before
+                raise RuntimeError(f"{said}, while {self.place()}")
             self._look_around(time.monotonic() - begin)
         return self._leave()
+
+    def _outcome(self) -> str:  # "" if it is not decided
+        return "ok" if self.notes.there(f"{self.turn}/ok") else self.peek("no")
 
     def _decide(self, outcome: str) -> str:  # the outcome, if no other rank has decided before
         outcome = self.notes.set_first(f"{self.turn}/decided", outcome)
@@ -407,8 +414,6 @@ class _Agreement:
         raise RuntimeError(words)
 
     def _look_around(self, waited: float) -> None:
-        if self.turn and (said := self.peek("failed", of_group=True)):
-            raise RuntimeError(f"{said}, while {self.place()}")
         if not self.turn and _Notes(self.group).peek("life") != self.state.life:
             raise _OldLife
         if self.noted or waited < min(
