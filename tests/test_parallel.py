@@ -1,5 +1,6 @@
-"""Training without DDP: the same numbers as DDP and a plain optimizer, in every mode; what may go
-wrong goes wrong on every rank."""
+"""Training without DDP: what is sent, held and read; what may go wrong goes wrong on every rank.
+
+`test_modes.py` compares the numbers with those of DDP."""
 
 import contextlib
 import copy
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught, flatten
+from common.modes import MODES, SMALL
 from test_optimizer import measures_memory, run_afresh
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -26,18 +28,7 @@ from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
-SMALL = {
-    "bucket_cap_mb": 0.002,
-    "cut_mb": 0.004,
-}  # buckets of 2 kB, and larger parameters in pieces of 4 kB: several of each in small models
-MODES = {
-    f"{'interleaved' if early else 'after'}{'-hidden' if hidden else ''}": {
-        "interleaved": early,
-        "hidden": hidden,
-    }
-    for early in (False, True)
-    for hidden in (False, True)
-}
+PARALLEL = {name: mode.options for name, mode in MODES.items() if not mode.wraps}
 
 
 def network():
@@ -81,139 +72,13 @@ def one_adamw(model):
     return [adamw(list(model.parameters()))]
 
 
-def one_sgd(model):
-    return [momentum(list(model.parameters()))]
-
-
-def two_rates(model):
-    found = list(model.parameters())
-    return [adamw(found[:2]), {**adamw(found[2:]), "lr": 3e-3}]
-
-
 def muon_adamw(model):
     found = list(model.parameters())
     return [muon([p for p in found if p.dim() == 2]), adamw([p for p in found if p.dim() != 2])]
 
 
-def plainly(groups):
-    """Unsharded optimizers, one for each group."""
-
-    def one(group):
-        options = {k: v for k, v in group.items() if k not in ("params", "optimizer_class")}
-        return group.get("optimizer_class", AdamW)(group["params"], **options)
-
-    return [one(group) for group in groups]
-
-
 def sharded(groups, process_group=None, **options):
     return ZeroRedundancyOptimizer(groups, AdamW, process_group, lr=1e-2, **options)
-
-
-def rates(optimizers):
-    return [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.3) for o in optimizers]
-
-
-def compare(
-    groups=one_adamw,
-    make=network,
-    steps=6,
-    micro=1,
-    clip=None,
-    scheduled=False,
-    options=None,
-    ddp=None,
-    forwards=1,
-    data=batch,
-    **setup,
-):
-    """Train a model both ways; the largest difference of a parameter or buffer, seen after some
-    steps: others leave parameters on their way."""
-    one, other = make(), make()
-    wrapped, optims = DDP(one, **(ddp or {})), plainly(groups(one))
-    zero = sharded(groups(other), **(options or {}))
-    handle = data_parallel(other, zero, **{**SMALL, "hidden": True, "max_grad_norm": clip, **setup})
-    schedulers, worst = rates([*optims, zero]) if scheduled else [], 0.0
-    for i in range(steps):
-        for m in range(micro):
-            for model, context in ((wrapped, wrapped.no_sync), (other, handle.no_sync)):
-                with context() if m < micro - 1 else contextlib.nullcontext():
-                    sum(
-                        model(data(10 * i + m + 100 * k)).square().mean() for k in range(forwards)
-                    ).backward()
-        if clip is not None:
-            norm = nn.utils.clip_grad_norm_(one.parameters(), clip)
-            assert norm > clip, "something is clipped"
-            assert torch.allclose(norm, handle.grad_norm, rtol=1e-9), (norm, handle.grad_norm)
-        for o in [*optims, zero]:
-            o.step()
-        for s in schedulers:
-            s.step()
-        for o in [*optims, zero]:
-            o.zero_grad()
-        if i in (2, steps - 2):
-            continue
-        pairs = zip(
-            [*one.parameters(), *one.buffers()],
-            [*other.parameters(), *other.buffers()],
-            strict=True,
-        )
-        worst = max(
-            worst,
-            *(float((a.detach().double() - b.detach().double()).abs().max()) for a, b in pairs),
-        )
-        assert all(p.grad is None for p in other.parameters()), f"step {i}: a gradient is left"
-        assert replicas(other), f"step {i}: replicas differ"
-    before = network() if make is network else make()
-    assert any(
-        not torch.equal(a, b) for a, b in zip(before.parameters(), other.parameters(), strict=True)
-    ), "something was learnt"
-    return worst
-
-
-KINDS = {"AdamW": one_adamw, "SGD": one_sgd, "Muon+AdamW": muon_adamw}
-
-
-def everything():
-    return {
-        (mode, kind): compare(groups, steps=4, **setup)
-        for mode, setup in MODES.items()
-        for kind, groups in KINDS.items()
-    }
-
-
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_equals_ddp_in_every_mode(size):
-    for rank in run(size, everything):
-        for name, worst in rank.items():
-            assert worst < 1e-9, name
-
-
-class Sized(nn.Module):
-    """One parameter of more than two megabytes' worth of pieces."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.last = nn.Linear(12, 333).double(), nn.Linear(333, 7).double()
-
-    def forward(self, x):
-        return self.last(self.first(x).tanh())
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(2)
-        self.a, self.b, self.mid = (
-            nn.Linear(12, 20).double(),
-            nn.Linear(12, 20).double(),
-            nn.Linear(20, 12).double(),
-        )
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(self.mid(self.a(x).tanh()).tanh())
 
 
 class Recomputed(nn.Module):
@@ -232,104 +97,11 @@ class Recomputed(nn.Module):
         return x
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(4)
-        self.gru, self.out = nn.GRU(12, 9, 2).double(), nn.Linear(9, 3).double()
-
-    def forward(self, x):
-        return self.out(self.gru(x[None])[0])
-
-
-class Attending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.layer = nn.TransformerEncoderLayer(12, 3, 24, dropout=0.0, batch_first=True).double()
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(12).double()) for _ in range(2)])
-
-    def forward(self, x):
-        return self.layer(x[None] * self.scales[0]) * self.scales[1]
-
-
-class Never(nn.Module):
-    """Has parameters that no forward reads."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(6)
-        self.read, self.unread = nn.Linear(12, 20).double(), nn.Linear(20, 12).double()
-
-    def forward(self, x):
-        return self.read(x)
-
-
 def normed():
     torch.manual_seed(7)
     return nn.Sequential(
         nn.Linear(12, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 4)
     ).double()
-
-
-def compiled(backend):
-    return lambda: torch.compile(network(), backend=backend)
-
-
-def cases(early):
-    setup = {"interleaved": early}
-    out = {
-        "groups": compare(two_rates, **setup),
-        "scheduler": compare(two_rates, scheduled=True, **setup),
-        "accumulation": compare(micro=3, **setup),
-        "views": compare(options={"parameters_as_bucket_view": True}, **setup),
-        "cut": compare(make=Sized, **setup),
-        "tiny": compare(**{**setup, "bucket_cap_mb": 1e-6, "cut_mb": 1e-4}),
-        "one bucket": compare(bucket_cap_mb=1.0, **setup),
-        "lag 0": compare(lag=0, **setup),
-        "lag 3": compare(lag=3, **setup),
-        "lag 99": compare(lag=99, **setup),
-        "tied": compare(make=Tied, ddp={"find_unused_parameters": False}, **setup),
-        "forwards": compare(forwards=3, **setup),
-        "reentrant": compare(make=lambda: Recomputed(True), micro=2, **setup),
-        "recomputed": compare(make=lambda: Recomputed(False), **setup),
-        "GRU": compare(make=Recurrent, hidden=False, **setup),
-        "attention": compare(make=Attending, **setup),
-        "never read": compare(make=Never, ddp={"find_unused_parameters": True}, **setup),
-        "never, looked for": compare(
-            make=Never, ddp={"find_unused_parameters": True}, find_unused_parameters=True, **setup
-        ),
-        "BatchNorm": compare(make=normed, **setup),
-        "SGD groups": compare(
-            lambda m: [momentum(p) for p in ([*m.parameters()][:3], [*m.parameters()][3:])], **setup
-        ),
-    }
-    if not early:
-        out |= {
-            "clipped": compare(clip=0.05, steps=4),
-            "clipped two": compare(two_rates, clip=0.05, micro=2),
-            "clipped by inf": clipped_by_inf(),
-        }
-    return out
-
-
-def clipped_by_inf():
-    one, other = network(), network()
-    wrapped, optim, zero = DDP(one), AdamW(one.parameters(), lr=1e-2), sharded(one_adamw(other))
-    handle = data_parallel(other, zero, max_grad_norm=0.01, norm_type=float("inf"), **SMALL)
-    wrapped(batch(0)).square().mean().backward()
-    other(batch(0)).square().mean().backward()
-    norm = nn.utils.clip_grad_norm_(one.parameters(), 0.01, norm_type=float("inf"))
-    return float((norm - handle.grad_norm).abs()) + 0 * optim.defaults["lr"]
-
-
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-def test_equals_ddp_for_whatever_is_trained(size, early):
-    for rank in run(size, cases, early):
-        for name, worst in rank.items():
-            assert worst < 1e-9, name
 
 
 def compiling(before, backend):
@@ -367,39 +139,6 @@ def test_compiled_modules_train_alike():
     for rank in run(2, compiling_all):
         for name, worst in rank.items():
             assert worst < 1e-9, name
-
-
-def halves(early):
-    """bfloat16 parameters with float32 masters, beside DDP with the same sharded optimizer:
-    gradients are rounded alike, but added in another order."""
-    one, other = network().bfloat16(), network().bfloat16()
-    wrapped, ref = DDP(one), sharded(one_adamw(one), master_dtype=torch.float32)
-    zero = sharded(one_adamw(other), master_dtype=torch.float32)
-    data_parallel(other, zero, interleaved=early, hidden=early, **SMALL)
-    for i in range(5):
-        for model in (wrapped, other):
-            model(batch(i, dtype=torch.bfloat16)).float().square().mean().backward()
-        ref.step()
-        ref.zero_grad()
-        zero.step()
-    masters = [piece.view for shard in zero.shards for piece in shard.pieces]
-    assert all(view.dtype == torch.float32 for view in masters) and replicas(other)
-    return max(
-        float((a - b).detach().abs().max())
-        for a, b in zip(one.parameters(), other.parameters(), strict=True)
-    )
-
-
-def halves_both():
-    return halves(False), halves(True)
-
-
-def test_float32_masters_of_bfloat16_parameters():
-    for size in (1, 3):
-        for worst in run(size, halves_both):
-            assert max(worst) <= (
-                0.0 if size == 1 else 0.02
-            )  # the last bit of bfloat16, at this size of parameter
 
 
 def moved(early):
@@ -533,45 +272,6 @@ class Choosing(nn.Module):
         return self.out(x)
 
 
-CHOICES = [
-    lambda rank: [0, 1, 2],
-    lambda rank: [rank % 3],
-    lambda rank: [],
-    lambda rank: [0],
-    lambda rank: [2, 1] if rank else [],
-    lambda rank: [0, 1, 2],
-]
-
-
-def choosing(early, first=0):
-    one, other = Choosing(), Choosing()
-    wrapped, optim = DDP(one, find_unused_parameters=True), AdamW(one.parameters(), lr=1e-2)
-    zero = sharded([{**adamw(list(other.parameters())), "weight_decay": 0.01}])
-    data_parallel(
-        other, zero, interleaved=early, hidden=early, find_unused_parameters=True, **SMALL
-    )
-    for i in range(first, len(CHOICES)):
-        for model in (wrapped, other):
-            model(batch(i), CHOICES[i](dist.get_rank())).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
-        zero.step()
-        zero.zero_grad()
-    assert replicas(other)
-    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
-
-
-def choosing_all():
-    return {(early, first): choosing(early, first) for early in (False, True) for first in (0, 1)}
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_parameters_without_a_gradient_may_change(size):
-    for rank in run(size, choosing_all):
-        for name, worst in rank.items():
-            assert worst < 1e-9, name
-
-
 def surprised(lack, early):
     model = Choosing()
     data_parallel(model, sharded(one_adamw(model)), interleaved=early, hidden=early, **SMALL)
@@ -626,46 +326,6 @@ def idle_both():
 
 def test_a_rank_without_any_gradient_takes_part_in_step():
     for worst in run(3, idle_both):
-        assert max(worst) < 1e-9
-
-
-def freezing(early):
-    one, other = network(), network()
-    optim, zero = AdamW(one.parameters(), lr=1e-2, weight_decay=0.1), sharded(one_adamw(other))
-    for model in (one, other):
-        model[0].requires_grad_(False)
-    handle, unthawed = (
-        data_parallel(other, zero, interleaved=early, hidden=early, **SMALL),
-        other[0].weight.detach().clone(),
-    )
-    for i in range(8):
-        if i in (3, 6):
-            for model in (one, other):
-                model[3 if i == 3 else 4].requires_grad_(False)
-        if i == 5:
-            for model in (one, other):
-                model[3].requires_grad_(True)
-        other(batch(i)).square().mean().backward()
-        one(batch(i)).square().mean().backward()
-        for p in one.parameters():
-            if p.grad is not None:
-                dist.all_reduce(p.grad)
-            if p.grad is not None:
-                p.grad /= dist.get_world_size()
-        optim.step()
-        optim.zero_grad()
-    assert torch.equal(other[0].weight, unthawed) and handle.schedule
-    assert replicas(other)
-    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
-
-
-def freezing_both():
-    return freezing(False), freezing(True)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_parameters_may_be_frozen_and_unfrozen_between_steps(size):
-    for worst in run(size, freezing_both):
         assert max(worst) < 1e-9
 
 
@@ -814,29 +474,6 @@ def test_gradients_that_have_added_up_are_told_from_those_that_come(size):
             assert worst < 1e-9, name
 
 
-def written(early):
-    """Write gradients before backward; they count, as they do for an optimizer."""
-    one, other = network(), network()
-    data_parallel(other, sharded(one_adamw(other)), interleaved=early, hidden=early, **SMALL)
-    for i in by_hand(one, 5):
-        if i == 3:
-            for model in (one, other):
-                for p in model.parameters():
-                    p.grad = torch.ones_like(p)
-        for model in (one, other):
-            model(batch(i)).square().mean().backward()
-    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
-
-
-def written_both():
-    return written(False), written(True)
-
-
-def test_a_gradient_written_before_backward_is_part_of_the_sum():
-    for worst in run(2, written_both):
-        assert max(worst) < 1e-9
-
-
 class Turning(nn.Module):
     """Layers whose order changes."""
 
@@ -849,45 +486,6 @@ class Turning(nn.Module):
         for k in range(5):
             x = self.layers[(first + k) % 5](x).tanh()
         return x
-
-
-def turning(early):
-    one, other = Turning(), Turning()
-    data_parallel(other, sharded(one_adamw(other)), interleaved=early, hidden=early, **SMALL)
-    for i in by_hand(one, 8):
-        first = (
-            i if i < 5 else i * (1 + dist.get_rank())
-        )  # from then on, another order on each rank
-        for model in (one, other):
-            model(batch(i), first).square().mean().backward()
-    assert replicas(other)
-    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
-
-
-def turning_both():
-    return turning(False), turning(True)
-
-
-def test_gradients_may_come_in_another_order_than_at_first():
-    for worst in run(3, turning_both):
-        assert max(worst) < 1e-9
-
-
-def disordered(early, nodes):
-    one, other = Turning(), Turning()
-    zero = sharded(one_adamw(other), two_level(2) if nodes else None)
-    data_parallel(other, zero, interleaved=early, hidden=early, **SMALL)
-    for i in by_hand(one, 5):
-        for model in (one, other):
-            model(batch(i), dist.get_rank()).square().mean().backward()
-    assert replicas(other)
-    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
-
-
-@pytest.mark.parametrize("nodes", [False, True])
-def test_each_rank_may_have_an_order_of_its_own_from_the_first_iteration_on(nodes):
-    for early in (False, True):
-        assert max(run(4, disordered, early, nodes)) < 1e-9
 
 
 def listened_to():
@@ -978,121 +576,6 @@ def test_a_read_waits_for_no_more_than_its_own_parameter():
             count,
         )
         assert guarded == [False] + [True] * 5
-
-
-def some_ranks():
-    """Ranks 1 and 2 of three train."""
-    group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return None
-    one, other = network(), network()
-    wrapped, optim, zero = (
-        DDP(one, process_group=group),
-        AdamW(one.parameters(), lr=1e-2, weight_decay=0.1),
-        sharded(one_adamw(other), group),
-    )
-    handle = data_parallel(other, zero, **SMALL)
-    for i in range(4):
-        for model in (wrapped, other):
-            model(batch(i)).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
-    assert replicas(other, group) and handle.schedule
-    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
-
-
-def test_some_ranks_may_train_alone():
-    result = run(3, some_ranks)
-    assert result[0] is None and max(result[1:]) < 1e-9
-
-
-def levels():
-    return {
-        early: compare(options={"process_group": two_level(2)}, interleaved=early, make=normed)
-        for early in (False, True)
-    }
-
-
-def levels_unused(early):
-    one, other = Choosing(), Choosing()
-    wrapped, optim = (
-        DDP(one, find_unused_parameters=True),
-        AdamW(one.parameters(), lr=1e-2, weight_decay=0.1),
-    )
-    zero = sharded(one_adamw(other), two_level(2))
-    handle = data_parallel(
-        other,
-        zero,
-        interleaved=early,
-        find_unused_parameters=True,
-        max_grad_norm=None if early else 0.05,
-        **SMALL,
-    )
-    for i, choice in enumerate(CHOICES):
-        for model in (wrapped, other):
-            model(batch(i), choice(dist.get_rank())).square().mean().backward()
-        if not early:
-            norm = nn.utils.clip_grad_norm_(one.parameters(), 0.05)
-            assert torch.allclose(norm, handle.grad_norm)
-        optim.step()
-        optim.zero_grad()
-    assert replicas(other)
-    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
-
-
-def test_two_levels():
-    for rank in run(4, levels):
-        assert max(rank.values()) < 1e-9
-    for early in (False, True):
-        assert max(run(4, levels_unused, early)) < 1e-9
-
-
-def scaled():
-    """Scale a loss so that it overflows now and then, on one rank."""
-    one, other = network(), network()
-    scalers = [
-        torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2, backoff_factor=0.5)
-        for _ in range(2)
-    ]
-    wrapped, optim, zero = (
-        DDP(one),
-        AdamW(one.parameters(), lr=1e-2, weight_decay=0.1),
-        sharded(one_adamw(other)),
-    )
-    handle = data_parallel(other, zero, scaler=scalers[1], max_grad_norm=0.1, **SMALL)
-    scales, stood = [], []
-    for i in range(8):
-        before = flatten(other.parameters())
-        for model, scaler in ((wrapped, scalers[0]), (other, scalers[1])):
-            loss = scaler.scale(model(batch(i)).square().mean())
-            if i in (0, 4) and dist.get_rank() == 1:
-                loss = loss * float("inf")
-            loss.backward()
-        scalers[0].unscale_(optim)
-        norm = nn.utils.clip_grad_norm_(one.parameters(), 0.1)
-        scalers[0].step(optim)
-        optim.zero_grad()
-        scalers[1].step(zero)
-        zero.zero_grad()
-        for scaler in scalers:
-            scaler.update()
-        if i not in (0, 4):
-            assert torch.allclose(norm, handle.grad_norm)
-        scales.append([scaler.get_scale() for scaler in scalers])
-        stood.append(torch.equal(before, flatten(other.parameters())))
-        assert replicas(other)
-    return (
-        scales,
-        stood,
-        float((flatten(one.parameters()) - flatten(other.parameters())).abs().max()),
-    )
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_scaler_skips_on_every_rank(size):
-    for scales, stood, worst in run(size, scaled):
-        assert all(mine == ours for mine, ours in scales) and len({mine for mine, _ in scales}) > 1
-        assert stood == [i in (0, 4) for i in range(8)] and worst < 1e-9
 
 
 def detached(early):
@@ -1317,46 +800,6 @@ def test_gradients_live_for_a_bucket(early, opposite):
         ], "plans are made anew for them alone"
 
 
-def turned():
-    def make():
-        torch.manual_seed(5)
-        return Opposite(*(nn.Linear(12, 12) for _ in range(5))).double()
-
-    return [
-        compare(make=make, groups=groups, options=options, **mode)
-        for groups in KINDS.values()
-        for mode in MODES.values()
-        for options in ({}, {"parameters_as_bucket_view": True})
-    ]
-
-
-@pytest.mark.usefixtures("way")
-def test_modules_may_run_in_another_order_than_they_are_registered_in():
-    for worst in run(3, turned):
-        assert max(worst) < 1e-9
-
-
-def frozen_first(early):
-    one, other = network(), network()
-    data_parallel(
-        other, zero := sharded(one_adamw(other)), interleaved=early, hidden=early, **SMALL
-    )
-    for i in by_hand(one, 5):
-        for model in (one, other):
-            model[0].requires_grad_(i > 1)
-        for model in (one, other):
-            model(batch(i)).square().mean().backward()
-        zero.step()
-    assert replicas(other)
-    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
-
-
-def test_parameters_may_be_frozen_before_the_first_backward():
-    for early in (False, True):
-        for worst in run(2, frozen_first, early):
-            assert worst < 1e-9
-
-
 def first_peak(early):
     def train():
         model = nn.Sequential(*(nn.Linear(1400, 1400) for _ in range(20)))
@@ -1442,20 +885,15 @@ def traffic(setup):
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PARALLEL)
 def test_traffic_is_that_of_ddp_in_the_order_of_the_schedule(mode):
     size = 3
-    ranks = run(size, traffic, MODES[mode])
+    ranks = run(size, traffic, PARALLEL[mode])
     for seen, planned, *_ in ranks:
         assert all(order == planned == ranks[0][1] for order in seen)
     assert (
         sum(wire for _, _, wire, _ in ranks) == 2 * (size - 1) * ranks[0][3]
     )  # parts are rounded to 16 elements, so ranks differ a little
-
-
-def refused(f):
-    """Give what each rank raises; it can go on afterwards."""
-    return run(2, f, timeout=60)
 
 
 def bad():
@@ -1573,10 +1011,10 @@ def trapped(where, setup, at, nodes=False):
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("mode", ["after", "interleaved-hidden"])
+@pytest.mark.parametrize("mode", ["zero2", "zero2-hidden-interleaved"])
 def test_a_rank_that_raises_is_named_by_the_others(mode, where, at):
     for size, nodes in ((3, False), (4, True)):
-        messages = run(size, trapped, where, MODES[mode], at, nodes, timeout=30)
+        messages = run(size, trapped, where, PARALLEL[mode], at, nodes, timeout=30)
         assert messages.pop(1) == f"ValueError: caught in {where}"
         for message in messages:
             assert "rank 1 failed with" in message, message  # and it ends soon
