@@ -2,6 +2,7 @@
 
 import ast
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ UNTESTED: dict[
 ] = {}  # entry: notebook, a sentence of it that says why no test is possible
 
 
+@cache
 def tests() -> set[str]:
     """Give the names of all test functions."""
     trees = [

@@ -1,7 +1,8 @@
 """What several files of tests use, inside and outside the ranks of `run`."""
 
+from .cases import run_each
 from .errors import caught, caught_error
 from .models import flatten, largest_gap
 from .ports import free_port
 
-__all__ = ["caught", "caught_error", "flatten", "free_port", "largest_gap"]
+__all__ = ["caught", "caught_error", "flatten", "free_port", "largest_gap", "run_each"]

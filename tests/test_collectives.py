@@ -1,36 +1,25 @@
-"""Collectives against arithmetic on every size of group, and agreement against every way to disagree."""
+"""Collectives against arithmetic on every size of group, in blocks, on backends that lack something,
+and compared before they are sent."""
 
-import inspect
 import itertools
-import multiprocessing
-import os
 import random
-import signal
 import threading
-import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught_error, free_port
+from common import caught_error
 
-from zero_nb.comm.agreement import agree, agreeing
+from zero_nb.comm.agreement import agree
 from zero_nb.comm.collectives import CHUNK, _named
 from zero_nb.comm.groups import (
     Group,
-    abort,
     clone,
     coalescing_manager,
-    destroy,
-    fail,
-    split,
-    two_level,
 )
 from zero_nb.comm.launch import run
-from zero_nb.comm.objects import broadcast_object_list, gather_bytes
-from zero_nb.comm.ranks import get_global_rank, get_group_rank, get_process_group_ranks
+from zero_nb.comm.objects import gather_bytes
 from zero_nb.comm.recording import record
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
@@ -189,103 +178,6 @@ def test_a_stranger_to_the_group_is_told_so():
     )
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("who", [0, 1])
-def test_one_ranks_error_is_everybodys(size, who):
-    def fails():
-        g = Group()
-
-        def work():
-            with agreeing(g, "the work"):
-                if g.group_rank == who:
-                    raise KeyError("lost")
-
-        return caught_error(work), caught_error(
-            lambda: agree(g, "more work", ["the same"])
-        )  # and the group is usable afterwards
-
-    for rank, (error, after) in enumerate(run(size, fails)):
-        assert error[0] == "KeyError" and "lost" in error[1] and after is None
-        assert rank == who or f"rank {who} failed at the work" in error[1]
-
-
-def test_an_error_that_has_no_builtin_name_is_a_runtime_error_elsewhere():
-    class Odd(Exception):
-        pass
-
-    def fails():
-        g = Group()
-        return caught_error(
-            lambda: agree(g, "the work", [], Odd("odd") if g.group_rank == 0 else None)
-        )
-
-    assert [kind for kind, _ in run(2, fails)] == ["Odd", "RuntimeError"]
-
-
-def test_the_first_line_that_differs_is_named():
-    def differs():
-        g = Group()
-        lines = [f"layer {i}" for i in range(2000)]
-        if g.group_rank == 2:
-            lines[1500] = "layer of another kind"
-        return caught_error(lambda: agree(g, "the model", lines))
-
-    for kind, message in run(3, differs):
-        assert (
-            kind == "ValueError"
-            and "rank 0 has 'layer 1500', rank 2 has 'layer of another kind'" in message
-        )
-
-
-@pytest.mark.parametrize("gone", [0, 1])
-def test_a_rank_that_does_not_come_is_named(gone):
-    def waits():
-        dist.barrier()
-        g = Group(dist.new_group(timeout=timedelta(seconds=3)))
-        dist.barrier()  # all are here, so that only the one that leaves can be late
-        if g.group_rank == gone:
-            return None
-        return caught_error(lambda: agree(g, "the work", []))
-
-    for rank, error in enumerate(run(3, waits)):
-        assert (
-            error is None
-            if rank == gone
-            else error[0] == "RuntimeError" and f"rank {gone} did not arrive within 3 s" in error[1]
-        )
-
-
-def test_a_group_of_one_needs_nothing():
-    assert not dist.is_initialized() and "RANK" not in os.environ
-    g, x = Group(), torch.arange(3.0)
-    for call in (g.all_reduce, g.all_gather, g.reduce_scatter):
-        call(x, async_op=True).wait()
-    assert (g.ranks, g.size, g.group_rank, g.global_rank, x.tolist()) == ((0,), 1, 0, 0, [0, 1, 2])
-    assert [bytes(b) for b in gather_bytes(g, bytearray(b"abc"), 0)] == [b"abc"]
-    with pytest.raises(ZeroDivisionError), agreeing(g, "a division"):
-        1 / 0
-
-
-def test_the_store_does_not_grow_with_agreements():
-    def keys():
-        g = Group()
-        store = dist.distributed_c10d._get_process_group_store(g.process_group)
-        for i in range(3):
-            agree(g, "the work", [str(i)])
-        dist.barrier()
-        before = store.num_keys()
-        dist.barrier()
-        for i in range(10):
-            agree(g, "the work", [str(i)])
-        assert caught_error(lambda: agree(g, "the work", [str(g.group_rank)]))[0] == "ValueError"
-        for i in range(2):
-            agree(g, "the work", [str(i)])
-        dist.barrier()
-        return store.num_keys() - before
-
-    assert run(3, keys) == [0, 0, 0]
-
-
 MOVED = [
     torch.bool,
     torch.uint16,
@@ -385,124 +277,6 @@ def test_messages_of_a_pair_keep_their_order():
 
     (_, first), (received, second) = run(2, order)
     assert received == [float(i) for i in range(20)] and first == second == [0.0, 0.0, 1.0, 1.0]
-
-
-# ---- which rank ----
-
-
-def test_translation_is_torchs_and_checks_more():
-    def translate():
-        said, groups = (
-            [],
-            [None, dist.new_group([2, 3]), dist.new_group([0, 3]), dist.new_group([1])],
-        )
-        for group in groups:
-            if group is dist.GroupMember.NON_GROUP_MEMBER:
-                said.append(caught_error(lambda group=group: get_process_group_ranks(group)))
-                continue
-            for given in (group, Group(group)):
-                ranks = get_process_group_ranks(given)
-                assert ranks == dist.get_process_group_ranks(group) and type(ranks) is list
-                assert [get_group_rank(given, r) for r in ranks] == list(range(len(ranks)))
-                assert [get_global_rank(given, r) for r in range(len(ranks))] == ranks
-                assert (
-                    caught_error(
-                        lambda given=given, ranks=ranks: get_global_rank(given, len(ranks))
-                    )[0]
-                    == "ValueError"
-                )
-                assert (
-                    caught_error(lambda given=given: get_global_rank(given, -1))[0] == "ValueError"
-                )
-                assert (
-                    caught_error(lambda given=given: get_group_rank(given, 17))[0] == "ValueError"
-                )
-        return said
-
-    for rank, said in enumerate(run(4, translate)):
-        assert len(said) == 3 - [[2, 3], [0, 3], [1]].__str__().count(str(rank))
-        assert all(
-            kind == "ValueError" and f"global rank {rank} is not a member" in message
-            for kind, message in said
-        )
-
-
-def test_translation_without_a_job():
-    assert (get_process_group_ranks(), get_global_rank(None, 0), get_group_rank(None, 0)) == (
-        [0],
-        0,
-        0,
-    )
-    with pytest.raises(ValueError, match="not initialized"):
-        get_process_group_ranks(object())
-
-
-def test_nested_groups():
-    def nested():
-        outer = split(Group(), [[3, 1, 2]])
-        if outer is None:
-            return None
-        inner = split(outer, [[2], [1, 0]])
-        x = torch.tensor([float(inner.global_rank)])
-        inner.all_reduce(x)
-        return outer.ranks, inner.ranks, inner.group_rank, x.item()
-
-    first, *others = run(4, nested)
-    assert first is None
-    ordered = "sort_ranks" in inspect.signature(dist.new_group).parameters  # older torch sorts
-    assert {outer for outer, *_ in others} == {(3, 1, 2) if ordered else (1, 2, 3)}
-    assert others[0][1:] == (((1, 3), 0, 4.0) if ordered else ((1, 2), 0, 3.0)) and all(
-        o[3] == sum(o[1]) for o in others
-    )
-
-
-def test_a_clone_is_apart():
-    def cloned():
-        g = Group()
-        twin = clone(g, timeout=timedelta(seconds=7))
-        a, b = torch.ones(4), torch.ones(4)
-        works = [g.reduce_scatter(a, async_op=True), twin.reduce_scatter(b, async_op=True)]
-        for work in works:
-            work.wait()
-        destroy(twin)
-        g.all_reduce(a)
-        return (
-            twin.ranks == g.ranks,
-            twin.process_group is not g.process_group,
-            caught_error(lambda: twin.all_reduce(b))[1],
-        )
-
-    assert run(2, cloned) == [(True, True, "this process group was destroyed; make a new one")] * 2
-
-
-def test_splits_that_cannot_be():
-    def bad():
-        g = Group()
-        return [
-            caught_error(call)
-            for call in (
-                lambda: split(g, [[0, 1], [1]]),
-                lambda: split(g, [[0, 5]]),
-                lambda: split(g, [[g.group_rank]]),
-                lambda: two_level(2),
-                lambda: two_level(0),
-                lambda: g.all_reduce(torch.ones(1)),
-            )
-        ]
-
-    for errors in run(3, bad):
-        assert [e and e[0] for e in errors] == ["ValueError"] * 5 + [None]
-        said = ["one part only", "[5] are not in", "disagree", "divide the 3", "divide the 3"]
-        for (_, message), words in zip(errors[:5], said, strict=True):
-            assert words in message
-
-
-def test_split_of_a_process_alone():
-    assert (
-        split(Group(), [[0]]).size == 1
-        and clone(Group()).ranks == (0,)
-        and two_level(1).shard.size == 1
-    )
 
 
 # ---- coalescing ----
@@ -661,7 +435,7 @@ def test_a_collective_nobody_waited_for(coalesce):
     for kind, message in run(2, forgets):
         assert kind == "RuntimeError" and "never waited for" in message
         assert ("1 x all_reduce" if coalesce else "reduce_scatter of 4 float32") in message and (
-            "test_process_group.py:" in message
+            "test_collectives.py:" in message
         ) == coalesce
 
 
@@ -704,6 +478,22 @@ def test_fake_tensors():
 # ---- checking ----
 
 
+def start(g: Group, kind: str, x: torch.Tensor) -> None:
+    """Run one collective of a kind."""
+    n = g.size
+    if kind in ("broadcast", "gather", "scatter"):
+        getattr(g, kind)(x, 0)
+    elif kind == "all_to_all":
+        g.all_to_all(x.clone(), x)
+    elif kind == "exchange":
+        g.exchange([(x, (g.group_rank + 1) % n)], [(x.clone(), (g.group_rank - 1) % n)])
+    elif kind == "coalescing":
+        with coalescing_manager(g):
+            [g.all_reduce(t) for t in x.chunk(4)]
+    else:
+        getattr(g, kind)(x)
+
+
 def unlike(size: int, kind: str, fault: str):
     """Run a collective in which the last rank's tensor differs; then one in which it does not."""
     g, n = Group(dist.new_group()), dist.get_world_size()
@@ -718,6 +508,8 @@ def unlike(size: int, kind: str, fault: str):
 
 
 FAULTS = ["longer", "shorter", "longer type", "type"]
+
+
 UNLIKE = [
     "all_reduce",
     "broadcast",
@@ -742,7 +534,7 @@ def test_tensors_that_differ_between_ranks_are_found_before_they_are_sent(size):
         (message,) = {error[1] for error, _, _ in got}
         assert "rank 0 has" in message and f"rank {size - 1} has" in message
         assert f"{6 if kind == 'coalescing' else 24} float32" in message
-        assert message.count("test_process_group.py:") == (1 if kind == "coalescing" else 2)
+        assert message.count("test_collectives.py:") == (1 if kind == "coalescing" else 2)
 
 
 def test_an_empty_tensor_on_one_rank_is_found():
@@ -829,7 +621,7 @@ def test_a_rank_that_goes_astray_is_told_of(known, other):
         first[0] == second[0] == "RuntimeError" and f"{known}" in first[1] and "failed" in first[1]
     )
     assert (
-        f"rank 1 was at '{other} of 12 float32 at test_process_group.py:" in first[1]
+        f"rank 1 was at '{other} of 12 float32 at test_collectives.py:" in first[1]
         and f"waited at '{other} of 12 float32 at" in second[1]
     )
 
@@ -869,47 +661,6 @@ def test_unequal_sends_do_not_mix(other):
         and f"receiving {len(other)} {str(other.dtype)[6:]} from group rank 0 failed" in received[1]
     )
     assert other.sum() == 0
-
-
-def test_threads_agree_at_the_same_time(tmp_path):
-    """Two threads of a rank wait for each other's peers; the store, which they share, serves both."""
-
-    def meet(rank, port):
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=2,
-            timeout=timedelta(seconds=20),
-        )
-        groups = [Group(dist.new_group()) for _ in range(2)]
-        dist.barrier()
-
-        def work(i):
-            if i != rank:
-                time.sleep(0.5)
-            groups[i].all_reduce(torch.ones(3))
-
-        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        os._exit(any(thread.is_alive() for thread in threads))
-
-    port = free_port()
-    ranks = [
-        multiprocessing.get_context("fork").Process(target=meet, args=(rank, port))
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(30)
-    codes = [rank.exitcode for rank in ranks]
-    for rank in ranks:
-        rank.kill()
-    assert codes == [0, 0]
 
 
 def test_one_rank_may_record_what_all_compare():
@@ -952,16 +703,7 @@ def test_detail_checks_every_collective():
     assert a[1] == b[1] == [3.0] * 4
     for (kind, message), (other, same) in zip(a[0], b[0], strict=True):
         assert kind == other == "ValueError" and message == same and "ranks disagree" in message
-    assert all("test_process_group.py:" in message for _, message in a[0][:5])
-
-
-def test_ranks_that_agree_on_different_things_are_told_so():
-    def differ():
-        g = Group()
-        return caught_error(lambda: agree(g, "loading" if g.group_rank else "saving", []))
-
-    for kind, message in run(2, differ):
-        assert kind == "ValueError" and "'saving'" in message and "'loading'" in message
+    assert all("test_collectives.py:" in message for _, message in a[0][:5])
 
 
 # ---- other backends ----
@@ -1094,263 +836,3 @@ def test_both_spellings_of_torch_are_found():
         "old",
         "new",
     ]
-
-
-def eager(nccl):
-    """Make groups of some ranks where the default group is bound to a device; `nccl`: and would connect over NCCL."""
-    whole = Group()
-    if nccl:
-        whole.backends = {"cpu": "gloo", "cuda": "nccl"}
-    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-    if nccl:
-        return [
-            caught_error(lambda: split(whole, [[0, 1]])),
-            caught_error(lambda: split(whole, [[0], [1]])),
-        ]
-    if (part := split(whole, [[2, 0]])) is None:
-        return None
-    part.all_reduce(x := torch.ones(3))
-    return x.tolist()
-
-
-def test_groups_that_would_wait_for_others_to_connect_are_refused():
-    for found in run(3, eager, True, timeout=30):
-        assert all("all 3 ranks together, and these have 2" in str(said) for said in found), found
-    assert run(3, eager, False, timeout=30) == [[2.0] * 3, None, [2.0] * 3]
-
-
-# ---- ending ----
-
-COLLECTIVES = [
-    "all_reduce",
-    "broadcast",
-    "reduce_scatter",
-    "all_gather",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "exchange",
-    "coalescing",
-]
-
-
-def start(g: Group, kind: str, x: torch.Tensor) -> None:
-    """Run one collective of a kind."""
-    n = g.size
-    if kind in ("broadcast", "gather", "scatter"):
-        getattr(g, kind)(x, 0)
-    elif kind == "all_to_all":
-        g.all_to_all(x.clone(), x)
-    elif kind == "exchange":
-        g.exchange([(x, (g.group_rank + 1) % n)], [(x.clone(), (g.group_rank - 1) % n)])
-    elif kind == "coalescing":
-        with coalescing_manager(g):
-            [g.all_reduce(t) for t in x.chunk(4)]
-    else:
-        getattr(g, kind)(x)
-
-
-def bereaved(rank: int, store: str, kind: str, after: float) -> str:
-    """Run a collective over and over; rank 2 of 3 is killed meanwhile. Returns what the others are told."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=3)
-    )
-    g, x, said = Group(), torch.zeros(3 << 18), ""
-    start(g, kind, x)
-    if rank == 2:
-        threading.Timer(after, os.kill, [os.getpid(), signal.SIGKILL]).start()
-    try:
-        while True:
-            start(g, kind, x)
-    except RuntimeError as error:
-        said = str(error)
-    destroy(g)
-    destroy(g)
-    return said
-
-
-def names(kind: str, said: str) -> bool:
-    what = {
-        "exchange": f"sending {3 << 18} float32 to group rank",
-        "coalescing": "the coalescing block at test_process_group.py",
-    }.get(kind, kind)
-    return what in said and "failed:" in said
-
-
-@pytest.mark.parametrize("kind", COLLECTIVES)
-def test_a_peer_killed_during_a_collective(kind, tmp_path):
-    """Every other rank says what was running, in time: six jobs for each of nine kinds."""
-    fork = multiprocessing.get_context("fork")
-    heard = {(job, rank): fork.SimpleQueue() for job in range(6) for rank in range(3)}
-
-    def live(job, rank):
-        torch.set_num_threads(1)  # threads of the parent's pool are not here
-        heard[job, rank].put(bereaved(rank, str(tmp_path / str(job)), kind, 0.1 * (1 + job)))
-        os._exit(0)
-
-    ranks = {key: fork.Process(target=live, args=key) for key in heard}
-    for process in ranks.values():
-        process.start()
-    for process in ranks.values():
-        process.join(60)
-    codes = {key: process.exitcode for key, process in ranks.items()}
-    for process in ranks.values():
-        process.kill()
-    assert codes == {(job, rank): -signal.SIGKILL if rank == 2 else 0 for job, rank in ranks}
-    assert all(names(kind, heard[job, rank].get()) for job, rank in heard if rank < 2)
-
-
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
-def test_a_process_whose_peer_was_killed_exits_normally(starter, kind, tmp_path):
-    code = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from test_process_group import bereaved
-print(bereaved(rank, *sys.argv[2:], 0.3))
-"""
-    arguments = (str(Path(__file__).parent), str(tmp_path / "store"), kind)
-    ranks = starter.run(code, tmp_path, size=3, arguments=arguments)
-    assert [rank.code for rank in ranks] == [0, 0, -signal.SIGKILL]
-    assert all(names(kind, rank.stdout) for rank in ranks[:2])
-
-
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("known", [True, False])
-def test_abort_frees_a_stuck_rank(known):
-    """Stuck in a collective that is known, or where a new one is compared."""
-
-    def stuck(kind):
-        g, x = clone(Group(), timeout=timedelta(seconds=60)), torch.zeros(3 << 18)
-        if known:
-            start(g, kind, x)
-        dist.barrier()
-        if g.group_rank == 0:
-            dist.barrier()  # stays away from the collective until the others are free
-            return None, None
-        timer = threading.Timer(0.3, abort, [g])
-        timer.start()
-        begin = time.monotonic()
-        said = caught_error(lambda: start(g, kind, x))
-        dist.barrier()
-        timer.join()
-        return said, time.monotonic() - begin < 30
-
-    ranks = run(3, lambda: {kind: stuck(kind) for kind in COLLECTIVES})
-    at_comparison = "failed" if known else "the group was aborted while rank"
-    for kind in COLLECTIVES:
-        first, *others = [found[kind] for found in ranks]
-        assert first == (None, None)
-        assert any(said for said, _ in others), kind
-        for said, early in others:
-            if kind in ("gather", "scatter", "broadcast", "exchange") and said is None:
-                continue  # nothing of it was stuck on this rank
-            assert early and said[0] == "RuntimeError", (kind, said)
-            assert "failed" in said[1] or at_comparison in said[1], (kind, said)
-
-
-def test_ended_groups_say_so():
-    def ended():
-        g, x = Group(), torch.ones(2)
-        one, two = clone(g), clone(g)
-        abort(one)
-        abort(one)
-        destroy(two)
-        destroy(two)
-        dist.barrier()
-        dist.destroy_process_group()
-        destroy(g)
-        abort(Group())  # alone again, where both do nothing
-        destroy(Group())
-        return caught_error(lambda: one.all_reduce(x)), caught_error(lambda: two.all_reduce(x))
-
-    for aborted, destroyed in run(2, ended):
-        assert aborted == ("RuntimeError", "this process group was aborted; make a new one")
-        assert destroyed == ("RuntimeError", "this process group was destroyed; make a new one")
-
-
-def test_destroy_at_interpreter_exit_with_a_live_ddp(starter, tmp_path):
-    code = """
-import atexit, sys
-from torch.nn.parallel import DistributedDataParallel
-from zero_nb.comm.groups import Group, destroy
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
-atexit.register(destroy, Group())
-ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
-ddp(torch.ones(2, 4)).sum().backward()
-"""
-    for job in range(3):
-        ranks = starter.run(code, tmp_path, arguments=(str(tmp_path / str(job)),))
-        assert [rank.code for rank in ranks] == [0, 0], ranks
-
-
-def test_the_device_of_a_tensor_chooses_the_backend():
-    def several():
-        import torch.testing._internal.distributed.fake_pg
-
-        g = Group(dist.new_group(backend="cpu:gloo,cuda:fake"))
-        x, objects = torch.full((4,), float(g.group_rank)), [g.group_rank]
-        g.all_gather(x)  # by gloo
-        broadcast_object_list(objects, group=g)  # bytes travel on the CPU
-        return (
-            g.backends,
-            g.backend(torch.device("cuda", 1)),
-            x.tolist(),
-            objects,
-            clone(g).backends == g.backends,
-        )
-
-    assert (
-        run(2, several)
-        == [({"cpu": "gloo", "cuda": "fake"}, "fake", [0.0, 0.0, 1.0, 1.0], [0], True)] * 2
-    )
-
-
-def abort_after_another():
-    """Be stuck with rank 2 when rank 0, the peer before this one, has closed its connections already."""
-    group, rank, said = Group(dist.new_group()), dist.get_rank(), []
-    group.all_reduce(torch.ones(1))  # connections are there
-    dist.barrier()
-    if rank == 0:
-        abort(group)
-    dist.barrier()
-    if rank == 1:
-        stuck = threading.Thread(
-            target=lambda: said.append(caught_error(lambda: group.recv(torch.ones(1), 2)))
-        )
-        stuck.start()
-        time.sleep(0.5)
-        abort(group)
-        stuck.join(30)
-    dist.barrier()
-    return said
-
-
-def test_abort_frees_a_rank_whatever_another_has_aborted():
-    assert len(run(3, abort_after_another, timeout=60)[1]) == 1
-
-
-def fails_as_messages_leave(count, numel):
-    g, pids = clone(Group(), timeout=timedelta(seconds=10)), [None] * 2
-    dist.all_gather_object(pids, os.getpid())
-    tensors = [(torch.zeros(numel), 1 - g.group_rank) for _ in range(count)]
-    dist.barrier()
-    if g.group_rank == 0:
-        work = g.exchange(tensors, [], async_op=True)
-        dist.barrier()
-        start = time.monotonic()
-        return caught_error(work.wait), time.monotonic() - start
-    dist.barrier()
-    time.sleep(0.1)  # rank 0 waits
-    os.kill(pids[0], signal.SIGSTOP)  # it learns that rank 1 is ready only when rank 1 has gone on
-    work = g.exchange([], tensors, async_op=True)
-    threading.Timer(0.1, os.kill, (pids[0], signal.SIGCONT)).start()
-    fail(g, ArithmeticError("the loss is not a number"))
-    return caught_error(work.wait)
-
-
-@pytest.mark.parametrize("count, numel", [(3, 10), (2, 1 << 22)])
-def test_no_message_is_lost_on_its_way_to_a_rank_that_fails(count, numel):
-    (error, seconds), _ = run(2, fails_as_messages_leave, count, numel, timeout=60)
-    assert seconds < 5, (error, seconds)  # sent, or an error
-    assert error is None or "the loss is not a number" in error[1]
