@@ -676,8 +676,9 @@ def whole_beside_ddp(as_views):
     return out
 
 
-@pytest.mark.parametrize("as_views", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "size, as_views", [(1, True), (2, False), (2, True), (3, True), (4, False)]
+)
 def test_whole_parameters_equal_the_unsharded_optimizer(size, as_views):
     ranks = run(size, whole_beside_ddp, as_views)
     for name in WHOLE:
