@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught
+from common.modes import MODES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
@@ -19,23 +20,9 @@ from torch.optim.lr_scheduler import StepLR
 
 from zero_nb.apps.train import TrainConfig, save_checkpoint
 from zero_nb.backward.data_parallel import DataParallel, data_parallel
-from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.groups import Group, two_level
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
-
-SMALL = {
-    "bucket_cap_mb": 0.002,
-    "cut_mb": 0.004,
-}  # buckets of 2 kB, larger parameters in pieces of 4 kB: several of each in small models
-MODES = {  # how the optimizer's steps are taken
-    "step": None,
-    "overlap": (overlap, {}),
-    "interleaved": (overlap, {"interleaved": True}),
-    "data_parallel": (data_parallel, {"hidden": False, **SMALL}),
-    "hidden": (data_parallel, {"hidden": True, **SMALL}),
-    "hidden interleaved": (data_parallel, {"hidden": True, "interleaved": True, **SMALL}),
-}
 
 
 def network(dtype=torch.float32) -> nn.Module:
@@ -52,12 +39,8 @@ def network(dtype=torch.float32) -> nn.Module:
 
 def attach(mode, model, make):
     """Give the model to call, the optimizer, and what takes its steps, if anything does."""
-    if MODES[mode] is None or MODES[mode][0] is overlap:
-        wrapped = DDP(model, gradient_as_bucket_view=True, bucket_cap_mb=0.004)
-        zero = make(model)
-        return wrapped, zero, overlap(wrapped, zero, **MODES[mode][1]) if MODES[mode] else None
-    zero = make(model)
-    return model, zero, data_parallel(model, zero, **MODES[mode][1])
+    made = MODES[mode].attach(model, make, ddp={"gradient_as_bucket_view": True})
+    return made.call, made.optimizer, made.handle
 
 
 def batch(step, dtype=torch.float32):
@@ -132,7 +115,7 @@ def test_L4_a_graph_kept_over_a_step_is_an_error_on_every_rank(mode):
 
 
 def test_L4_as_with_the_unsharded_optimizer():
-    assert run(2, kept_graphs, "step", True) == [{name: ([], []) for name in PLACEMENTS}] * 2
+    assert run(2, kept_graphs, "zero1", True) == [{name: ([], []) for name in PLACEMENTS}] * 2
 
 
 def masters(model, nodes=None):
@@ -358,7 +341,7 @@ def resumed(mode, setup, attached, folder):
 @pytest.mark.parametrize("mode", MODES)
 def test_H1_a_job_that_saved_right_after_a_step_resumes_bit_for_bit(mode, setup, tmp_path):
     for attached in (
-        (True,) if (mode, setup) == ("step", "two levels") else (False, True)
+        (True,) if (mode, setup) == ("zero1", "two levels") else (False, True)
     ):  # DDP itself adds up in another order in its first iteration
         for (first, again), _ in run(
             4 if SETUPS[setup][2] else 2, resumed, mode, setup, attached, str(tmp_path)

@@ -7,19 +7,10 @@ import gc
 
 import pytest
 import torch
+from common.modes import MODES
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from zero_nb import ZeroRedundancyOptimizer, data_parallel, overlap, run
-
-MODES = {
-    "step": None,
-    "overlap": lambda model, zero: overlap(model, zero),
-    "interleaved": lambda model, zero: overlap(model, zero, interleaved=True),
-    "data_parallel": lambda model, zero: data_parallel(model, zero, bucket_cap_mb=0.01),
-    "hidden": lambda model, zero: data_parallel(model, zero, bucket_cap_mb=0.01, hidden=True),
-    "freed": lambda model, zero: data_parallel(model, zero, bucket_cap_mb=0.01, interleaved=True),
-}
+from zero_nb import ZeroRedundancyOptimizer, run
 
 
 def found_by_collector():
@@ -39,10 +30,13 @@ def found_by_collector():
 def train(mode):
     """Give what the collector found after each of the first iterations."""
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(6)))
-    if mode in ("step", "overlap", "interleaved"):
-        model = DDP(model, bucket_cap_mb=0.01)
-    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, bucket_cap_mb=0.01)
-    handle = MODES[mode](model, zero) if MODES[mode] else None
+
+    def make(model):
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, bucket_cap_mb=0.01)
+
+    sizes = {"bucket_cap_mb": 0.01}
+    made = MODES[mode].attach(model, make, ddp=sizes, parallel=sizes)
+    model, zero, handle = made.call, made.optimizer, made.handle
     found = []
     for _ in range(4):  # a trial, buckets made anew, and two that know their buckets
         gc.collect()
