@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import flatten
+from common import flatten, network
 from common.modes import MODES, VARIANTS, Mode
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -24,18 +24,6 @@ from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 # ---- models ----
-
-
-def network():
-    """Small and large parameters, of one and of two dimensions."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(12, 40),
-        nn.Tanh(),
-        nn.Linear(40, 25, bias=False),
-        nn.LayerNorm(25),
-        nn.Linear(25, 5),
-    ).double()
 
 
 class Choosing(nn.Module):

@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught, flatten
+from common import caught, flatten, network
 from common.modes import MODES, SMALL
 from test_optimizer import measures_memory, run_afresh
 from torch import nn
@@ -29,17 +29,6 @@ from zero_nb.comm.recording import record
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 PARALLEL = {name: mode.options for name, mode in MODES.items() if not mode.wraps}
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(12, 40),
-        nn.Tanh(),
-        nn.Linear(40, 25, bias=False),
-        nn.LayerNorm(25),
-        nn.Linear(25, 5),
-    ).double()
 
 
 def batch(step, rank=None, rows=6, width=12, dtype=torch.float64):

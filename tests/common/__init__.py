@@ -2,7 +2,7 @@
 
 from .cases import run_each
 from .errors import caught, caught_error
-from .models import flatten, largest_gap
+from .models import flatten, largest_gap, network
 from .ports import free_port
 
-__all__ = ["caught", "caught_error", "flatten", "free_port", "largest_gap", "run_each"]
+__all__ = ["caught", "caught_error", "flatten", "free_port", "largest_gap", "network", "run_each"]

@@ -1,9 +1,21 @@
-"""Parameters as one tensor, and how far two of them are apart."""
+"""A network, parameters as one tensor, and how far two of them are apart."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+
+
+def network() -> nn.Module:
+    """Give a network of small and large parameters, of one and of two dimensions, in float64."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(12, 40),
+        nn.Tanh(),
+        nn.Linear(40, 25, bias=False),
+        nn.LayerNorm(25),
+        nn.Linear(25, 5),
+    ).double()
 
 
 def flatten(
