@@ -853,7 +853,7 @@ _MAX_RANKS = 256  # each pair of ranks has two semaphores
 def _pool_size() -> int:  # bytes
     text = os.environ.get("ZERO_NB_MEMORY_MB", str(_POOL_MB))
     if not text.isdecimal() or not int(text):
-        raise OSError(f"ZERO_NB_MEMORY_MB must be a number of MB, 1 or more, got {text!r}")
+        raise OSError(f"ZERO_NB_MEMORY_MB must be a number of MiB, 1 or more, got {text!r}")
     return int(text) << 20
 
 

@@ -178,7 +178,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         master_dtype: torch.dtype | None = None,
         # do not try a class that is not torch's, before it is sharded, on small tensors
         trust_optimizer_class: bool = False,
-        # parameters up to this size (MB of 2**20 bytes) travel together, larger ones alone, uncopied
+        # parameters up to this size (MiB) travel together, larger ones alone, uncopied
         bucket_cap_mb: float = 1.0,
         **defaults: Any,  # options of `optimizer_class`, for example lr
     ):

@@ -146,7 +146,7 @@ class Settings:
     defaults: dict[str, Any]  # options of that class
     shard: Any  # "auto", "even", "whole", "greedy" or a policy, for groups that name none
     as_views: bool  # parameters become views of their bucket
-    bucket_cap_mb: float  # capacity of a bucket, MB of 2**20 bytes
+    bucket_cap_mb: float  # capacity of a bucket, MiB
     master_dtype: torch.dtype | None  # of the copies that are stepped
     trusted: bool = False  # classes that are not known are not tried
 
