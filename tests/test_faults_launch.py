@@ -5,6 +5,7 @@ import contextlib
 import copy
 import getpass
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_nb import Join, ZeroRedundancyOptimizer
 from zero_nb.apps.train import TrainConfig, configured, train_rank
+from zero_nb.comm import reaper
 from zero_nb.comm.launch import World, run
 
 ROOT = Path(__file__).parent.parent
@@ -515,3 +517,35 @@ def test_quiet_end_of_a_program_that_destroys_no_group(way, tmp_path):
         for line in lines
         if line.strip() and "destroy_process_group() was not called" not in line
     ] == [], process.stderr  # that is torch's
+
+
+SLOW = """
+import subprocess, sys, time
+sys.path.append(sys.argv.pop(1))
+import reaper
+
+class Slow(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        time.sleep(0.5)
+
+reaper.subprocess.Popen = Slow
+reaper._main()
+"""
+
+
+def test_the_exit_code_of_a_program_that_ends_at_once_arrives(tmp_path):
+    """The program ends before the reaper goes on."""
+    ours, theirs = multiprocessing.Pipe()
+    folder = str(Path(reaper.__file__).parent)
+    arguments = [folder, str(theirs.fileno()), str(os.getpid()), str(tmp_path / "output")]
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", SLOW, *arguments, "false"], pass_fds=[theirs.fileno()]
+    )
+    theirs.close()
+    found = reaper.Reaper(ours, process.pid)
+    try:
+        assert found.code(0, seconds=10) == 1
+    finally:
+        found.end()
+        process.returncode = 0

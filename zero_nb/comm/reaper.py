@@ -218,6 +218,7 @@ def _main() -> None:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
+        process.returncode = 0  # so that only the reaper waits for it, also if it has ended already
         return [process.pid]
 
     _serve(Connection(int(fd)), int(caller), start)
