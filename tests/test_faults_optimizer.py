@@ -288,12 +288,10 @@ def too_early(mode, setup, readers):
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("mode", MODES)
 def test_H1_who_reads_right_after_a_step_reads_what_comes_after_a_wait(mode, setup):
-    readers = [consolidated, loaded, detached]
-    if "hidden" not in mode:
-        readers.append(seen)
-    elif setup != "Muon and AdamW on two levels":  # which takes four ranks
-        readers = READERS
-    size = 4 if SETUPS[setup][2] else 2
+    size, readers = (
+        4 if SETUPS[setup][2] else 2,
+        READERS if "hidden" in mode else [consolidated, seen, loaded, detached],
+    )
     assert run(size, too_early, mode, setup, readers) == [[]] * size
 
 

@@ -308,7 +308,7 @@ def histories(seeds, befores=None):
 def test_any_history_ends_where_the_unsharded_optimizer_ends_also_at_another_world_size(
     first, second
 ):
-    seeds = range(100 * first, 100 * first + 30)
+    seeds = range(100 * first, 100 * first + 40)
     before = run(first, histories, seeds, timeout=300)
     after = run(second, histories, seeds, [saved for *_, saved in before[0]], timeout=300)
     for ranks in (before, after):

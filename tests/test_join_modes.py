@@ -140,8 +140,7 @@ def in_modes(size, f, *args, modes=FEW, **kwargs):
 )
 def test_steps_inside_backward_are_those_of_one_process(counts, by):
     wanted, state = reference(counts, by)
-    modes = EVERY if len(counts) < 4 else FEW
-    for ranks in in_modes(len(counts), driven, counts, by, modes=modes).values():
+    for ranks in in_modes(len(counts), driven, counts, by, modes=EVERY).values():
         same(ranks, wanted, state=state)
 
 

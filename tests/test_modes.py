@@ -524,7 +524,10 @@ class Training:
         for scheduler in self.schedulers:
             scheduler.step()
         # a gradient that is zero is stepped, and one that is None is not
-        self.optimizer.zero_grad(set_to_none=self.leaves_gradients or step % 2 == 0)
+        to_none = self.leaves_gradients or step % 2 == 0
+        self.optimizer.zero_grad(set_to_none=to_none)
+        if to_none:
+            assert all(p.grad is None for p in self.module.parameters()), "a gradient is left"
         if feature.reloads and step == 3:
             self.reload()
 
@@ -540,6 +543,7 @@ class Training:
                 self.scaler.unscale_(optim)
         most, kind = self.feature.clip
         self.norm = nn.utils.clip_grad_norm_(self.module.parameters(), most, kind)
+        assert not self.norm.isfinite() or self.norm > most, "something is clipped"
 
     def step(self) -> None:
         if not self.feature.scaled:
@@ -582,6 +586,7 @@ class Training:
                 found[step] = self.seen()
         if self.handle is not None:
             assert self.optimizer.driver.steps_in_backward
+            assert getattr(self.handle.planner, "fits", True), "DDP's buckets have no plan"
             assert len(self.handle.schedule.collectives) > 1
         return found, self.states()
 
@@ -624,7 +629,7 @@ def beside_ddp(name: str, modes: Mapping[str, Mode]) -> dict[str, tuple[float, f
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("launch", launches(), ids=str)
+@pytest.mark.parametrize("launch", list(launches()), ids=str)
 def test_every_mode_trains_as_ddp(launch, monkeypatch):
     monkeypatch.setenv("ZERO_NB_MEMORY", str(int(launch.way == "memory")))
     limit = FEATURES[launch.feature].tolerance

@@ -829,10 +829,9 @@ def vocabulary(pieces, early):
 
 
 @measures_memory
-@pytest.mark.usefixtures("small_pool")
+@pytest.mark.usefixtures("small_pool", "way")
 @pytest.mark.parametrize("early,least", [(False, 3.5), (True, 3.0)])
-def test_a_gradient_that_is_cut_in_a_few_pieces_is_reduced_where_it_lies(early, least, monkeypatch):
-    monkeypatch.setenv("ZERO_NB_MEMORY", str(int(early)))
+def test_a_gradient_that_is_cut_in_a_few_pieces_is_reduced_where_it_lies(early, least):
     for peak in run_afresh(2, "test_parallel.vocabulary", 4, early):
         # a parameter, its gradient, half of two moments, and, if steps come at the end, of an average
         assert least <= peak < least + 0.7, (
