@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from common import caught_error
 
+from zero_nb.comm import collectives
 from zero_nb.comm.agreement import agree
-from zero_nb.comm.collectives import CHUNK, _named
+from zero_nb.comm.collectives import CHUNK, Parts, _named
 from zero_nb.comm.groups import (
     Group,
     clone,
@@ -240,6 +241,115 @@ def test_unequal_parts_of_any_dtype(size):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_parts_of_many_chunks(size):
     assert run(size, everything, 3 * CHUNK // 8 + 5, torch.float64, True) == [[]] * size
+
+
+@pytest.fixture
+def two_hosts(monkeypatch):
+    """Let ranks believe that every two of them live on a machine of their own."""
+    monkeypatch.setenv("ZERO_NB_MEMORY", "0")
+    monkeypatch.setattr(collectives, "_host", lambda: f"{dist.get_rank() // 2:08x}")
+
+
+def receivers(group):
+    """Tell to which ranks a reduce-scatter sends."""
+    isend, found = dist.isend, set()
+
+    def spy(tensor, dst, *args):
+        found.add(dst)
+        return isend(tensor, dst, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", spy)
+        group.reduce_scatter(torch.ones(1000 * group.size))
+    return found
+
+
+@pytest.mark.usefixtures("two_hosts")
+@pytest.mark.parametrize("size", [3, 4])
+def test_ranks_on_several_hosts_pass_parts_on(size):
+    def between_hosts():
+        wrong = [everything(n, torch.float64, True) for n in (7, 3 * CHUNK // 8 + 5)]
+        return receivers(Group()), wrong
+
+    assert run(size, between_hosts) == [({(r + 1) % size}, [[], []]) for r in range(size)]
+
+
+def test_ranks_that_share_a_host_or_have_one_each_send_parts_straight(monkeypatch):
+    monkeypatch.setenv("ZERO_NB_MEMORY", "0")
+    others = [{1, 2}, {0, 2}, {0, 1}]
+    for host in (lambda: "00000000", lambda: f"{dist.get_rank():08x}"):
+        monkeypatch.setattr(collectives, "_host", host)
+        assert run(3, lambda: receivers(Group())) == others
+
+
+def sums(sizes, dtype):
+    """Reduce tensors of random numbers, whose sum depends on the order of the additions."""
+    g = Group(dist.new_group())
+    found = []
+    for n in sizes:
+        x = torch.randn(n, generator=torch.Generator().manual_seed(g.group_rank)).to(dtype)
+        parts = Parts(g.size, n, -(-n // g.size))
+        g.reduce_scatter(x, parts)
+        found.append(x[slice(*parts.part(g.group_rank))])
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_messages_add_up_to_the_bits_of_shared_memory(size, dtype, monkeypatch):
+    sizes = (5, 1000, 100_003)
+    monkeypatch.setenv("ZERO_NB_MEMORY", "1")
+    shared = run(size, sums, sizes, dtype)
+    monkeypatch.setenv("ZERO_NB_MEMORY", "0")
+    monkeypatch.setattr(collectives, "_AHEAD", 1 << 16)  # so that the last one takes turns
+    for ours, theirs in zip(run(size, sums, sizes, dtype), shared, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
+def test_a_rank_that_does_not_wait_holds_nobody_up(kind, monkeypatch):
+    """What has started goes on: rank 1 waits when all others have their result."""
+    monkeypatch.setenv("ZERO_NB_MEMORY", "0")
+
+    def late():
+        g = clone(Group(), timeout=timedelta(seconds=20))
+        x = torch.full((3_000_000,), g.group_rank + 1.0)
+        work = getattr(g, kind)(x, async_op=True)
+        if g.group_rank != 1:
+            work.wait()
+            dist.barrier()
+        else:
+            dist.barrier()
+            work.wait()
+        wanted = 6.0 if kind == "reduce_scatter" else g.group_rank + 1.0
+        return x.chunk(g.size)[g.group_rank].eq(wanted).all().item()
+
+    assert run(3, late) == [True] * 3
+
+
+def test_scratch_memory_is_used_again_and_bounded(monkeypatch):
+    monkeypatch.setenv("ZERO_NB_MEMORY", "0")
+    monkeypatch.setattr(collectives, "_AHEAD", 1 << 20)
+
+    def held():
+        g = Group(dist.new_group())
+        free = g._wire.scratch
+        flats = [torch.ones(n) for n in (1_000, 300_000, 2_000_000, 5_000, 3_000_000)]
+        found = []
+        for _ in range(2):
+            for flat in flats:
+                g.reduce_scatter(flat)
+                found.append(sorted(map(len, free)))
+        works = [g.reduce_scatter(flat, async_op=True) for flat in flats[:2]]
+        under_way = len(free)
+        for work in works:
+            work.wait()
+        return found, under_way, len(free)
+
+    for found, under_way, after in run(2, held):
+        assert max(map(len, found)) == 2 and max(itertools.chain(*found)) <= 1 << 20
+        assert found[4:] == [found[4]] * 6  # the second time nothing is allocated
+        assert (under_way, after) == (0, 2)
 
 
 @pytest.mark.usefixtures("way")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import platform
 import sys
 import time
 import zlib
@@ -18,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +40,7 @@ from zero_nb.comm.agreement import (
     _timeout,
     agree,
 )
-from .ranks import _MARKS, _TAGS, Ranks
+from .ranks import _MARKS, _TAGS, Ranks, _sending_group
 from .transport import Transport, find_transport
 
 # %% auto #0
@@ -294,10 +297,108 @@ def mark_agreed(
     group._wire.known.add((kind, -1, dtype, size))
 
 # %% ../../nbs/comm/04_collectives.ipynb #8df122e0
-CHUNK = 1 << 20  # bytes that travel as one message
-# chunks that a reduce-scatter receives ahead of its additions: its scratch memory; two of three
-# times the size between two ranks
-_WINDOW = 4
+CHUNK = 1 << 20  # bytes that travel as one message around a ring
+_WINDOW = 4  # chunks that a rank of a ring receives ahead of its additions
+_AHEAD = 32 << 20  # bytes that a reduce-scatter receives before it is waited for, at most
+
+# %% ../../nbs/comm/04_collectives.ipynb #8df122e2
+def _take_scratch(group: Ranks, nbytes: int, device: torch.device) -> Tensor:  # uint8
+    """Give memory that no other collective of the group uses: what there is, if it is large enough."""
+    free = group._wire.scratch
+    free.sort(key=len)
+    for i, buffer in enumerate(free):
+        if buffer.device == device and len(buffer) >= nbytes:
+            return free.pop(i)
+    if free:
+        free.pop()  # in its place there is a larger one from now on
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _rounds(part: Tensor, size: int) -> Sequence[Tensor]:
+    """Cut a part into what its owner receives from all others at a time; two of these are under way."""
+    if not part.numel():
+        return ()
+    room = _AHEAD // ((size - 1) * part.element_size())
+    return part.split(part.numel() if part.numel() <= room else max(1, room // 2))
+
+
+def _reduce_straight(
+    group: Ranks,
+    parts: Sequence[Tensor],  # one for each rank, perhaps of unequal sizes
+) -> Iterator[None]:
+    """Send every other rank its part, and add what comes to this rank's, in the order of the ranks."""
+    dist: Any = torch.distributed
+    pg = group.process_group
+    mine = group.group_rank
+    others = [(mine + hop) % group.size for hop in range(1, group.size)]
+    rounds = _rounds(parts[mine], group.size)
+    tag = group._wire.tags(1, f"{parts[0].dtype} {[len(part) for part in parts]}")
+
+    def receive(chunk: Tensor, scratch: Tensor) -> list[tuple[int, Tensor, Any]]:
+        nbytes = len(others) * chunk.nbytes
+        rows = scratch[:nbytes].view(chunk.dtype).view(len(others), -1)
+        places = zip(sorted(others), rows, strict=True)
+        return [(peer, row, dist.irecv(row, group.ranks[peer], pg, tag)) for peer, row in places]
+
+    def steps() -> Iterator[None]:
+        nbytes = len(others) * rounds[0].nbytes if rounds else 0
+        scratch = [_take_scratch(group, nbytes, parts[mine].device) for _ in rounds[:2]]
+        arriving = deque(map(receive, rounds, scratch))
+        leaving = [
+            (peer, dist.isend(chunk, group.ranks[peer], pg, tag))
+            for peer in others
+            for chunk in _rounds(parts[peer], group.size)
+        ]
+        yield
+        for i, chunk in enumerate(rounds):
+            _add_up(group, chunk, arriving.popleft())
+            if i + 2 < len(rounds):
+                arriving.append(receive(rounds[i + 2], scratch[i % 2]))
+        group._wire.scratch.extend(scratch)
+        for peer, work in leaving:
+            _settled(work, "nothing went to rank", group.ranks[peer])
+
+    return steps()
+
+
+def _add_up(group: Ranks, chunk: Tensor, arriving: list[tuple[int, Tensor, Any]]) -> None:
+    """Add what comes from each rank to this rank's, from the first rank to the last."""
+    mine = group.group_rank
+    first = arriving[0][1]
+    for peer, row, work in arriving:
+        _settled(work, "nothing came from rank", group.ranks[peer])
+        if peer > mine:
+            chunk += row
+        elif peer:
+            first += row
+        if peer == mine - 1:
+            chunk += first
+
+# %% ../../nbs/comm/04_collectives.ipynb #8df122e4
+@cache
+def _host() -> str:
+    """Name the machine and the network that this process is in, in 8 characters."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return f"{zlib.crc32((boot + os.readlink('/proc/self/ns/net')).encode()):08x}"
+    return f"{zlib.crc32(platform.node().encode()):08x}"
+
+
+def _hosts(group: Ranks) -> list[str]:
+    """Give the host of each rank, by group rank. The first call is a collective of all ranks."""
+    found = group._wire.hosts
+    if not found:
+        dist: Any = torch.distributed
+        name = torch.tensor([*_host().encode()], dtype=torch.uint8)
+        names = [torch.empty_like(name) for _ in group.ranks]
+        dist.all_gather(names, name, _sending_group(group.process_group))
+        found.extend(bytes(name.tolist()).decode() for name in names)
+    return found
+
+
+def _passes_on(hosts: Sequence[str]) -> bool:
+    """Tell whether parts are passed on by ranks, so that less goes from one host to another."""
+    return 1 < len(set(hosts)) < len(hosts)
 
 # %% ../../nbs/comm/04_collectives.ipynb #c046baf6
 class _RingRoute(NamedTuple):
@@ -314,8 +415,7 @@ def _ring_route(group: Ranks, parts: Sequence[Tensor]) -> _RingRoute:
     """Cut parts into chunks: at hop k a rank adds to the part k + 2 places behind its own."""
     size = group.size
     origin = group.group_rank - 1
-    nbytes, window = (3 * CHUNK, 2) if size == 2 else (CHUNK, _WINDOW)
-    length = max(1, nbytes // parts[0].element_size())
+    length = max(1, CHUNK // parts[0].element_size())
     chunks = [[c for c in part.split(length) if c.numel()] for part in parts]
     widest = max(map(len, chunks))
     shape = f"{parts[0].dtype} {[len(part) for part in parts]}"
@@ -326,7 +426,7 @@ def _ring_route(group: Ranks, parts: Sequence[Tensor]) -> _RingRoute:
         for hop in range(size - 1)
         for i, chunk in enumerate(chunks[(origin - 1 - hop) % size])
     ]
-    scratch = [parts[0].new_empty(min(length, max(map(len, parts)))) for _ in range(window)]
+    scratch = [parts[0].new_empty(min(length, max(map(len, parts)))) for _ in range(_WINDOW)]
     last = first + (size - 2) * widest * _MARKS
     return _RingRoute(leaving, arriving, widest * _MARKS, last, scratch)
 
@@ -342,16 +442,15 @@ def _ring(
     behind = group.ranks[group.group_rank - 1]
     ahead = group.ranks[(group.group_rank + 1) % group.size]
     route = _ring_route(group, parts)
-    window = len(route.scratch)
 
     def place(i: int) -> Tensor:
-        return route.scratch[i % window][: route.arriving[i][1].numel()]
+        return route.scratch[i % _WINDOW][: route.arriving[i][1].numel()]
 
     def receive(i: int) -> Any:
         return dist.irecv(place(i), behind, pg, route.arriving[i][0])
 
     def steps() -> Iterator[None]:
-        arriving = deque(receive(i) for i in range(min(window, len(route.arriving))))
+        arriving = deque(receive(i) for i in range(min(_WINDOW, len(route.arriving))))
         leaving = [dist.isend(chunk, ahead, pg, tag) for tag, chunk in route.leaving]
         yield
         for i, (tag, chunk) in enumerate(route.arriving):
@@ -359,8 +458,8 @@ def _ring(
             chunk += place(i)
             if tag < route.last:
                 leaving.append(dist.isend(chunk, ahead, pg, tag + route.hop))
-            if i + window < len(route.arriving):
-                arriving.append(receive(i + window))
+            if i + _WINDOW < len(route.arriving):
+                arriving.append(receive(i + _WINDOW))
         for work in leaving:
             _settled(work, "nothing went to rank", ahead)
 
@@ -720,16 +819,13 @@ def _all_gather(group: Ranks, call: Call) -> Iterator[None]:
 
 def _reduce_scatter(group: Ranks, call: Call) -> Iterator[None]:
     if backend_of(group, call.tensor.device) == "gloo":
-        return (
-            near.reduce_scatter(call.split())
-            if (near := _transport(group, call.tensor))
-            else _ring(group, call.split())
-        )
-    return (
-        _all_reduce(group, call)
-        if _lacks(group, call, _native_reduce_scatter)
-        else _started(*_native_reduce_scatter(group, call))
-    )
+        if near := _transport(group, call.tensor):
+            return near.reduce_scatter(call.split())
+        by_messages = _ring if _passes_on(_hosts(group)) else _reduce_straight
+        return by_messages(group, call.split())
+    if _lacks(group, call, _native_reduce_scatter):
+        return _all_reduce(group, call)
+    return _started(*_native_reduce_scatter(group, call))
 
 # %% ../../nbs/comm/04_collectives.ipynb #91e4a689
 _KNOWN = frozenset(

@@ -66,6 +66,8 @@ class _State:
     transports: list[Any] = field(
         default_factory=list
     )  # one, or None if the group sends messages; empty before it is tried
+    hosts: list[str] = field(default_factory=list)  # of each rank; empty before it was asked
+    scratch: list[Any] = field(default_factory=list)  # memory that no collective uses now
     lacks: dict[Any, bool] = field(
         default_factory=dict
     )  # collectives that were tried on a backend we do not know; True if it has none
