@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from common import take_way
 from common.starter import Starter
 
 
 @pytest.fixture(params=["memory", "messages"])
 def way(request, monkeypatch):
     """Run a test in both ways to move a reduce-scatter or an all-gather: as on one machine, and as between machines."""
-    monkeypatch.setenv("ZERO_NB_MEMORY", str(int(request.param == "memory")))
+    take_way(monkeypatch, request.param)
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught_error
+from common import caught_error, take_way
 
 from zero_nb.comm import collectives
 from zero_nb.comm.agreement import agree
-from zero_nb.comm.collectives import CHUNK, Parts, _named
+from zero_nb.comm.collectives import Parts, _named
 from zero_nb.comm.groups import (
+    _PACK,
     Group,
     clone,
     coalescing_manager,
@@ -240,43 +241,131 @@ def test_unequal_parts_of_any_dtype(size):
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_parts_of_many_chunks(size):
-    assert run(size, everything, 3 * CHUNK // 8 + 5, torch.float64, True) == [[]] * size
+    assert run(size, everything, 400_000, torch.float64, True) == [[]] * size
 
 
 @pytest.fixture
 def two_hosts(monkeypatch):
     """Let ranks believe that every two of them live on a machine of their own."""
-    monkeypatch.setenv("ZERO_NB_MEMORY", "0")
-    monkeypatch.setattr(collectives, "_host", lambda: f"{dist.get_rank() // 2:08x}")
+    take_way(monkeypatch, "hosts")
 
 
-def receivers(group):
-    """Tell to which ranks a reduce-scatter sends."""
-    isend, found = dist.isend, set()
+def receivers(group, kind="reduce_scatter", **options):
+    """Tell to which ranks this rank sends a part, once for each part."""
+    isend, found = dist.isend, []
 
     def spy(tensor, dst, *args):
-        found.add(dst)
+        found.append(dst)
         return isend(tensor, dst, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", spy)
-        group.reduce_scatter(torch.ones(1000 * group.size))
-    return found
+        getattr(group, kind)(torch.ones(1000 * group.size), **options)
+    return sorted(found)
+
+
+def passed(size):
+    """Reduce and gather by relay, several in flight at once; give what went wrong."""
+    g = Group()
+    wrong = []
+    for dtype, n in itertools.product([*DTYPES, torch.complex64], (7, 1000)):
+        sizes = [n * (r + 1) % 1001 for r in range(size)]
+        own = slice(sum(sizes[: g.group_rank]), sum(sizes[: g.group_rank + 1]))
+        everyone = [(torch.arange(sum(sizes)) % 5 + r).to(dtype) for r in range(size)]
+        total = torch.stack(everyone).sum(0).to(dtype)
+        tensors = [everyone[g.group_rank].clone() for _ in range(3)]
+        options = {"sizes": sizes, "async_op": True, "relay": True}
+        works = [g.reduce_scatter(x, **options) for x in tensors]
+        for work in works:
+            work.wait()
+        if not all(x[own].equal(total[own]) for x in tensors):
+            wrong.append(("reduce_scatter", dtype, n))
+        works = [g.all_gather(x, **options) for x in tensors]
+        for work in works:
+            work.wait()
+        if not all(x.equal(total) for x in tensors):
+            wrong.append(("all_gather", dtype, n))
+    return wrong
 
 
 @pytest.mark.usefixtures("two_hosts")
 @pytest.mark.parametrize("size", [3, 4])
-def test_ranks_on_several_hosts_pass_parts_on(size):
-    def between_hosts():
-        wrong = [everything(n, torch.float64, True) for n in (7, 3 * CHUNK // 8 + 5)]
-        return receivers(Group()), wrong
+@pytest.mark.parametrize("ahead", [32 << 20, 4096], ids=["whole", "in turns"])
+def test_ranks_on_several_hosts_pass_parts_on(size, ahead, monkeypatch):
+    monkeypatch.setattr(collectives, "_AHEAD", ahead)
+    assert run(size, passed, size) == [[]] * size
 
-    assert run(size, between_hosts) == [({(r + 1) % size}, [[], []]) for r in range(size)]
+
+@pytest.mark.usefixtures("two_hosts")
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
+def test_a_part_crosses_once_between_hosts(kind):
+    """Ranks 0 and 1 live apart from 2, 3 and 4, which share a host for once."""
+
+    def crossings():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, "_host", lambda: "ab"[dist.get_rank() > 1] * 8)
+            g = Group()
+            sent = receivers(g, kind, relay=True)
+            straight = receivers(g, kind)
+        hosts = [rank > 1 for rank in range(5)]
+        away = lambda found: sum(hosts[dst] != hosts[g.group_rank] for dst in found)
+        return away(sent), away(straight)
+
+    found = run(5, crossings)
+    # three parts leave the first host, two the second one (gathered: two and three)
+    here, there = (3, 2) if kind == "reduce_scatter" else (2, 3)
+    assert [sum(n for n, _ in ranks) for ranks in (found[:2], found[2:])] == [here, there]
+    assert [sum(n for _, n in ranks) for ranks in (found[:2], found[2:])] == [6, 6]
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_what_is_passed_on_leaves_when_the_next_collective_starts():
+    """Rank 0 waits for a part that rank 1 has to pass on; rank 1 is in another collective by then."""
+
+    def goes_on():
+        g = clone(Group(), timeout=timedelta(seconds=20))
+        first, second = torch.ones(4 * 1000), torch.ones(4)
+        g.all_reduce(torch.ones(3))  # known, so it is not compared
+        work = g.reduce_scatter(first, async_op=True, relay=True)
+        other = g.all_reduce(torch.ones(3), async_op=True)
+        if g.group_rank == 0:
+            work.wait()
+            dist.barrier()
+        else:
+            dist.barrier()
+            work.wait()
+        other.wait()
+        g.reduce_scatter(second)
+        return first.chunk(4)[g.group_rank].eq(4).all().item()
+
+    assert run(4, goes_on) == [True] * 4
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_a_relay_that_fails_says_so_when_it_is_waited_for():
+    """Rank 3 never comes; the others go on to the next collective first."""
+
+    def fails():
+        g = clone(Group(), timeout=timedelta(seconds=3))
+        x = torch.ones(4000)
+        g.reduce_scatter(torch.ones(4000), relay=True)
+        g.all_reduce(torch.ones(3))
+        if g.group_rank == 3:
+            dist.barrier()
+            return None
+        work = g.reduce_scatter(x, async_op=True, relay=True)
+        said = [caught_error(lambda: g.all_reduce(torch.ones(3))), caught_error(work.wait)]
+        dist.barrier()
+        return said
+
+    for said in run(4, fails)[:3]:
+        assert [kind for kind, _ in said] == ["RuntimeError"] * 2
+        assert "reduce_scatter of 4000 float32 failed" in said[1][1]
 
 
 def test_ranks_that_share_a_host_or_have_one_each_send_parts_straight(monkeypatch):
     monkeypatch.setenv("ZERO_NB_MEMORY", "0")
-    others = [{1, 2}, {0, 2}, {0, 1}]
+    others = [[1, 2], [0, 2], [0, 1]]
     for host in (lambda: "00000000", lambda: f"{dist.get_rank():08x}"):
         monkeypatch.setattr(collectives, "_host", host)
         assert run(3, lambda: receivers(Group())) == others
@@ -325,6 +414,27 @@ def test_a_rank_that_does_not_wait_holds_nobody_up(kind, monkeypatch):
         return x.chunk(g.size)[g.group_rank].eq(wanted).all().item()
 
     assert run(3, late) == [True] * 3
+
+
+@pytest.mark.usefixtures("way")
+def test_what_is_not_passed_on_is_not_waited_for_by_the_next_collective():
+    """Ranks of one host may relay, and need not: rank 0 starts two before rank 1 starts the first."""
+
+    def ahead():
+        g = clone(Group(), timeout=timedelta(seconds=20))
+        for relay in (True, False):
+            g.reduce_scatter(torch.ones(20), relay=relay)  # known, so they are not compared
+        x, y = torch.ones(20), torch.ones(20)
+        if g.group_rank == 1:
+            dist.barrier()
+        works = [g.reduce_scatter(t, async_op=True, relay=True) for t in (x, y)]
+        if g.group_rank == 0:
+            dist.barrier()
+        for work in works:
+            work.wait()
+        return [t.chunk(2)[g.group_rank].eq(2).all().item() for t in (x, y)]
+
+    assert run(2, ahead) == [[True, True]] * 2
 
 
 def test_scratch_memory_is_used_again_and_bounded(monkeypatch):
@@ -404,7 +514,7 @@ def coalesced(seed: int, async_ops: bool) -> list[bool]:
         sizes = (
             [dice.choice([0, 1, 5, 300]) for _ in range(g.size)]
             if dice.random() < 0.9
-            else [CHUNK // 4] * g.size
+            else [_PACK // 4] * g.size
         )
         plan.append((kind, dtype, sizes, dice.randrange(g.size)))
     inputs = [

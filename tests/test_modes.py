@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import flatten, network
+from common import flatten, network, take_way
 from common.modes import MODES, VARIANTS, Mode
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -339,7 +339,7 @@ class Launch:
 
     feature: str
     size: int
-    way: str  # in which a reduce-scatter and a gather are sent, as the fixture of that name
+    way: str  # in which a reduce-scatter and a gather are sent, for `take_way`
     modes: Mapping[str, Mode]
 
     def __str__(self) -> str:
@@ -354,6 +354,9 @@ FEW = {
 }
 
 
+BETWEEN_HOSTS = ("Muon and AdamW", "scaled", "many pieces", "unused")
+
+
 def launches() -> Iterator[Launch]:
     """Give every feature a launch in all modes, and every other one another on more or fewer ranks
     in a few modes, by turns in both ways to send; the first feature goes everywhere."""
@@ -363,6 +366,7 @@ def launches() -> Iterator[Launch]:
         if i == 0:
             for size, way in ((1, "memory"), *itertools.product((2, 3, 4), ("memory", "messages"))):
                 yield Launch(name, size, way, EVERY)
+            yield Launch(name, 3, "hosts", EVERY)
         elif feature.where == "nodes":
             yield Launch(name, 4, ("memory", "messages")[i % 2], EVERY)
         elif feature.where == "some":
@@ -371,6 +375,8 @@ def launches() -> Iterator[Launch]:
             yield Launch(name, *next(most), EVERY)
             if i % 2:
                 yield Launch(name, *next(rest), FEW)
+            if name in BETWEEN_HOSTS:
+                yield Launch(name, 4, "hosts", EVERY)
 
 
 LOOKS_FOR_UNUSED = {
@@ -631,7 +637,7 @@ def beside_ddp(name: str, modes: Mapping[str, Mode]) -> dict[str, tuple[float, f
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("launch", list(launches()), ids=str)
 def test_every_mode_trains_as_ddp(launch, monkeypatch):
-    monkeypatch.setenv("ZERO_NB_MEMORY", str(int(launch.way == "memory")))
+    take_way(monkeypatch, launch.way)
     limit = FEATURES[launch.feature].tolerance
     ranks = [rank for rank in run(launch.size, beside_ddp, launch.feature, launch.modes) if rank]
     for mode, (_, _, last) in ranks[0].items():

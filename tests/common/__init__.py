@@ -4,5 +4,15 @@ from .cases import run_each
 from .errors import caught, caught_error
 from .models import flatten, largest_gap, network
 from .ports import free_port
+from .ways import take_way
 
-__all__ = ["caught", "caught_error", "flatten", "free_port", "largest_gap", "network", "run_each"]
+__all__ = [
+    "caught",
+    "caught_error",
+    "flatten",
+    "free_port",
+    "largest_gap",
+    "network",
+    "run_each",
+    "take_way",
+]

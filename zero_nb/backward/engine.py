@@ -57,7 +57,7 @@ def start_mean(
     divides_first = sent.dtype.itemsize < 4
     if divides_first and size > 1:
         sent.mul_(1 / size)
-    work = group.reduce_scatter(sent, bucket.sizes, async_op=True)
+    work = group.reduce_scatter(sent, bucket.sizes, async_op=True, relay=True)
 
     def finish() -> Tensor:
         work.wait()

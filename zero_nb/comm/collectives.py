@@ -11,9 +11,9 @@ import os
 import platform
 import sys
 import time
+import weakref
 import zlib
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -44,8 +44,7 @@ from .ranks import _MARKS, _TAGS, Ranks, _sending_group
 from .transport import Transport, find_transport
 
 # %% auto #0
-__all__ = ['CHUNK', 'Work', 'Parts', 'Call', 'mark_agreed', 'backend_of', 'all_reduce', 'broadcast', 'reduce_scatter',
-           'all_gather']
+__all__ = ['Work', 'Parts', 'Call', 'mark_agreed', 'backend_of', 'all_reduce', 'broadcast', 'reduce_scatter', 'all_gather']
 
 # %% ../../nbs/comm/04_collectives.ipynb #1729e9cd
 def _failed(
@@ -83,6 +82,7 @@ class Work:
         self._what = what
         self._group = group
         self._error: RuntimeError | None = None
+        self._passed_on = False
         self.done = False
         self._advance(to_end=False)
 
@@ -102,6 +102,14 @@ class Work:
                 raise
             raise self._error from error
         self.done = True
+
+    def pass_on(self) -> None:
+        """Go on to the next `yield`, if the work has not: send what others wait for. An error is
+        raised by `wait`."""
+        if not self.done and not self._passed_on:
+            self._passed_on = True
+            with suppress(RuntimeError):
+                self._advance(to_end=False)
 
     def wait(self) -> None:
         """Return when the result is there.
@@ -240,6 +248,12 @@ class Call:
     source: Tensor | None = None  # all_to_all only: what is sent
     sent: Parts = _WHOLE  # all_to_all only: what goes to each rank
     even: bool = True  # all_to_all only: all ranks send as much to all
+    relay: bool = False  # whether ranks may pass parts on; then all ranks must wait for it
+    passes_on: bool = False  # whether they do; known when it has started
+
+    def note_relay(self, relayed: bool) -> None:
+        """Note whether ranks pass its parts on."""
+        self.passes_on = relayed
 
     def part(self, group_rank: int) -> Tensor:
         """Give a rank's part of the flat tensor, as a view."""
@@ -297,11 +311,6 @@ def mark_agreed(
     group._wire.known.add((kind, -1, dtype, size))
 
 # %% ../../nbs/comm/04_collectives.ipynb #8df122e0
-CHUNK = 1 << 20  # bytes that travel as one message around a ring
-_WINDOW = 4  # chunks that a rank of a ring receives ahead of its additions
-_AHEAD = 32 << 20  # bytes that a reduce-scatter receives before it is waited for, at most
-
-# %% ../../nbs/comm/04_collectives.ipynb #8df122e2
 def _take_scratch(group: Ranks, nbytes: int, device: torch.device) -> Tensor:  # uint8
     """Give memory that no other collective of the group uses: what there is, if it is large enough."""
     free = group._wire.scratch
@@ -314,65 +323,122 @@ def _take_scratch(group: Ranks, nbytes: int, device: torch.device) -> Tensor:  #
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def _rounds(part: Tensor, size: int) -> Sequence[Tensor]:
-    """Cut a part into what its owner receives from all others at a time; two of these are under way."""
-    if not part.numel():
-        return ()
-    room = _AHEAD // ((size - 1) * part.element_size())
-    return part.split(part.numel() if part.numel() <= room else max(1, room // 2))
+@dataclass(frozen=True)
+class _Arrival:
+    """A message that is on its way to this rank."""
+
+    peer: int  # group rank
+    place: Tensor  # where it will lie
+    work: Any  # torch's handle
+
+    def wait(self, group: Ranks) -> None:
+        """Return when it is there."""
+        _settled(self.work, "nothing came from rank", group.ranks[self.peer])
 
 
-def _reduce_straight(
-    group: Ranks,
-    parts: Sequence[Tensor],  # one for each rank, perhaps of unequal sizes
-) -> Iterator[None]:
-    """Send every other rank its part, and add what comes to this rank's, in the order of the ranks."""
-    dist: Any = torch.distributed
-    pg = group.process_group
+class _Messages:
+    """The messages of one collective."""
+
+    def __init__(self, group: Ranks, parts: Sequence[Tensor], tag: int):
+        self.group = group
+        self.parts = parts
+        self.tag = tag
+        self.leaving: list[tuple[int, Any]] = []  # group rank, and torch's handle
+        self._scratch: Tensor | None = None
+        self._used = 0  # bytes of it
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Start to send to a group rank; an empty tensor is not sent."""
+        if tensor.numel():
+            dist: Any = torch.distributed
+            group = self.group
+            work = dist.isend(tensor, group.ranks[peer], group.process_group, self.tag)
+            self.leaving.append((peer, work))
+
+    def receive(
+        self, place: Tensor, peer: int
+    ) -> list[_Arrival]:  # one, or none of an empty tensor
+        """Start to receive from a group rank."""
+        if not place.numel():
+            return []
+        dist: Any = torch.distributed
+        group = self.group
+        work = dist.irecv(place, group.ranks[peer], group.process_group, self.tag)
+        return [_Arrival(peer, place, work)]
+
+    def reserve(self, nbytes: int) -> None:
+        """Take scratch memory for what is received and not yet added."""
+        self._scratch = _take_scratch(self.group, nbytes, self.parts[0].device)
+
+    def receive_aside(self, like: Tensor, peer: int) -> list[_Arrival]:
+        """Start to receive from a group rank into scratch memory."""
+        assert self._scratch is not None, "it was reserved"
+        start = self._used
+        self._used += like.nbytes
+        return self.receive(self._scratch[start : self._used].view(like.dtype), peer)
+
+    def add_up(self, part: Tensor, arrivals: Sequence[_Arrival]) -> None:
+        """Add what arrives to this rank's, from the first rank to the last."""
+        before: Tensor | None = None  # what ranks before this one have sent
+        for arrival in arrivals:
+            arrival.wait(self.group)
+            if before is not None and arrival.peer < self.group.group_rank:
+                before += arrival.place
+            elif arrival.peer < self.group.group_rank:
+                before = arrival.place
+            else:
+                if before is not None:
+                    part += before
+                    before = None
+                part += arrival.place
+        if before is not None:
+            part += before
+
+    def finish(self) -> None:
+        """Return when everything has left, and let go of the scratch memory."""
+        if self._scratch is not None:
+            self.group._wire.scratch.append(self._scratch)
+        for peer, work in self.leaving:
+            _settled(work, "nothing went to rank", self.group.ranks[peer])
+
+
+def _settled(
+    work: Any, trouble: str, global_rank: int
+) -> None:  # wait, and name who did not play its part
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(f"{trouble} {global_rank}: {error}") from error
+
+# %% ../../nbs/comm/04_collectives.ipynb #8df122e2
+def _reduce_straight(messages: _Messages) -> Iterator[None]:
+    """Send every other rank its part, and add what comes to this rank's."""
+    group = messages.group
+    parts = messages.parts
     mine = group.group_rank
     others = [(mine + hop) % group.size for hop in range(1, group.size)]
-    rounds = _rounds(parts[mine], group.size)
-    tag = group._wire.tags(1, f"{parts[0].dtype} {[len(part) for part in parts]}")
-
-    def receive(chunk: Tensor, scratch: Tensor) -> list[tuple[int, Tensor, Any]]:
-        nbytes = len(others) * chunk.nbytes
-        rows = scratch[:nbytes].view(chunk.dtype).view(len(others), -1)
-        places = zip(sorted(others), rows, strict=True)
-        return [(peer, row, dist.irecv(row, group.ranks[peer], pg, tag)) for peer, row in places]
-
-    def steps() -> Iterator[None]:
-        nbytes = len(others) * rounds[0].nbytes if rounds else 0
-        scratch = [_take_scratch(group, nbytes, parts[mine].device) for _ in rounds[:2]]
-        arriving = deque(map(receive, rounds, scratch))
-        leaving = [
-            (peer, dist.isend(chunk, group.ranks[peer], pg, tag))
-            for peer in others
-            for chunk in _rounds(parts[peer], group.size)
-        ]
-        yield
-        for i, chunk in enumerate(rounds):
-            _add_up(group, chunk, arriving.popleft())
-            if i + 2 < len(rounds):
-                arriving.append(receive(rounds[i + 2], scratch[i % 2]))
-        group._wire.scratch.extend(scratch)
-        for peer, work in leaving:
-            _settled(work, "nothing went to rank", group.ranks[peer])
-
-    return steps()
+    messages.reserve(len(others) * parts[mine].nbytes)
+    arriving = [a for peer in sorted(others) for a in messages.receive_aside(parts[mine], peer)]
+    for peer in others:
+        messages.send(parts[peer], peer)
+    yield
+    messages.add_up(parts[mine], arriving)
+    messages.finish()
 
 
-def _add_up(group: Ranks, chunk: Tensor, arriving: list[tuple[int, Tensor, Any]]) -> None:
-    """Add what comes from each rank to this rank's, from the first rank to the last."""
+def _gather_straight(messages: _Messages) -> Iterator[None]:
+    """Send this rank's part to every other one."""
+    group = messages.group
+    parts = messages.parts
     mine = group.group_rank
-    first = arriving[0][1]
-    for peer, row, work in arriving:
-        _settled(work, "nothing came from rank", group.ranks[peer])
-        if peer > mine:
-            chunk += row
-        elif peer:
-            first += row
-        if peer == mine - 1:
-            chunk += first
+    others = [(mine + hop) % group.size for hop in range(1, group.size)]
+    arriving = [a for peer in reversed(others) for a in messages.receive(parts[peer], peer)]
+    for peer in others:
+        messages.send(parts[mine], peer)
+    yield
+    for arrival in arriving:
+        arrival.wait(group)
+    messages.finish()
 
 # %% ../../nbs/comm/04_collectives.ipynb #8df122e4
 @cache
@@ -384,7 +450,7 @@ def _host() -> str:
     return f"{zlib.crc32(platform.node().encode()):08x}"
 
 
-def _hosts(group: Ranks) -> list[str]:
+def _hosts(group: Ranks) -> tuple[str, ...]:
     """Give the host of each rank, by group rank. The first call is a collective of all ranks."""
     found = group._wire.hosts
     if not found:
@@ -392,115 +458,130 @@ def _hosts(group: Ranks) -> list[str]:
         name = torch.tensor([*_host().encode()], dtype=torch.uint8)
         names = [torch.empty_like(name) for _ in group.ranks]
         dist.all_gather(names, name, _sending_group(group.process_group))
-        found.extend(bytes(name.tolist()).decode() for name in names)
-    return found
+        found.append(tuple(bytes(name.tolist()).decode() for name in names))
+    return found[0]
 
 
-def _passes_on(hosts: Sequence[str]) -> bool:
-    """Tell whether parts are passed on by ranks, so that less goes from one host to another."""
+@cache
+def _relays(hosts: tuple[str, ...]) -> bool:
+    """Tell whether several ranks live on several hosts."""
     return 1 < len(set(hosts)) < len(hosts)
 
-# %% ../../nbs/comm/04_collectives.ipynb #c046baf6
-class _RingRoute(NamedTuple):
-    """The chunks of a ring reduce-scatter that one rank sends and receives, in order, with their tags."""
 
-    leaving: list[tuple[int, Tensor]]  # chunks that set out here
-    arriving: list[tuple[int, Tensor]]  # what is received is added to these
-    hop: int  # a chunk that is passed on has a tag higher by this
-    last: int  # chunks with a tag from here on are home
-    scratch: list[Tensor]  # chunks are received into these in turn
+class _Relay(NamedTuple):
+    """Whom one rank deals with where several ranks live on several hosts; group ranks."""
+
+    mates: tuple[int, ...]  # the other ranks of its host
+    answers_for: tuple[int, ...]  # ranks of other hosts, on its own host
+    agents: tuple[int, ...]  # the rank of each other host that answers for this one there
 
 
-def _ring_route(group: Ranks, parts: Sequence[Tensor]) -> _RingRoute:
-    """Cut parts into chunks: at hop k a rank adds to the part k + 2 places behind its own."""
-    size = group.size
-    origin = group.group_rank - 1
-    length = max(1, CHUNK // parts[0].element_size())
-    chunks = [[c for c in part.split(length) if c.numel()] for part in parts]
-    widest = max(map(len, chunks))
-    shape = f"{parts[0].dtype} {[len(part) for part in parts]}"
-    first = group._wire.tags((size - 1) * widest, shape)
-    leaving = [(first + i * _MARKS, chunk) for i, chunk in enumerate(chunks[origin])]
-    arriving = [
-        (first + (hop * widest + i) * _MARKS, chunk)
-        for hop in range(size - 1)
-        for i, chunk in enumerate(chunks[(origin - 1 - hop) % size])
-    ]
-    scratch = [parts[0].new_empty(min(length, max(map(len, parts)))) for _ in range(_WINDOW)]
-    last = first + (size - 2) * widest * _MARKS
-    return _RingRoute(leaving, arriving, widest * _MARKS, last, scratch)
+@cache
+def _relay(hosts: tuple[str, ...], mine: int) -> _Relay:
+    members: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        members.setdefault(host, []).append(rank)
+
+    def agent(host: str, rank: int) -> int:
+        own = members[host]
+        return own[members[hosts[rank]].index(rank) % len(own)]
+
+    here = hosts[mine]
+    away = [rank for rank, host in enumerate(hosts) if host != here]
+    mates = [rank for rank in members[here] if rank != mine]
+    answers_for = [rank for rank in away if agent(here, rank) == mine]
+    agents = sorted(agent(host, mine) for host in members if host != here)
+    return _Relay(tuple(mates), tuple(answers_for), tuple(agents))
+
+# %% ../../nbs/comm/04_collectives.ipynb #8df122ea
+def _reduce_by_relay(messages: _Messages) -> Iterator[None]:
+    """Add up parts on each host, and then the sums of the hosts."""
+    group = messages.group
+    parts = messages.parts
+    mine = group.group_rank
+    hosts = _hosts(group)
+    route = _relay(hosts, mine)
+    summed = (mine, *route.answers_for)
+    near = len(route.mates) * sum(parts[rank].nbytes for rank in summed)
+    messages.reserve(near + len(route.agents) * parts[mine].nbytes)
+    arriving: dict[int, list[_Arrival]] = {rank: [] for rank in summed}
+    for peer in route.mates:
+        for rank in summed:
+            arriving[rank] += messages.receive_aside(parts[rank], peer)
+    sums = [a for peer in route.agents for a in messages.receive_aside(parts[mine], peer)]
+    for peer in route.mates:
+        for rank in (peer, *_relay(hosts, peer).answers_for):
+            messages.send(parts[rank], peer)
+    yield
+    for rank in summed:
+        messages.add_up(parts[rank], arriving[rank])
+        if rank != mine:
+            messages.send(parts[rank], rank)
+    yield
+    messages.add_up(parts[mine], sums)
+    messages.finish()
 
 
-def _ring(
-    group: Ranks,
-    parts: Sequence[Tensor],  # one for each rank, perhaps of unequal sizes
-) -> Iterator[None]:
-    """Add parts up around the ring: at hop k this rank sends the part k + 1 places behind its own,
-    and adds what it receives to the one before that."""
-    dist: Any = torch.distributed
-    pg = group.process_group
-    behind = group.ranks[group.group_rank - 1]
-    ahead = group.ranks[(group.group_rank + 1) % group.size]
-    route = _ring_route(group, parts)
-
-    def place(i: int) -> Tensor:
-        return route.scratch[i % _WINDOW][: route.arriving[i][1].numel()]
-
-    def receive(i: int) -> Any:
-        return dist.irecv(place(i), behind, pg, route.arriving[i][0])
-
-    def steps() -> Iterator[None]:
-        arriving = deque(receive(i) for i in range(min(_WINDOW, len(route.arriving))))
-        leaving = [dist.isend(chunk, ahead, pg, tag) for tag, chunk in route.leaving]
-        yield
-        for i, (tag, chunk) in enumerate(route.arriving):
-            _settled(arriving.popleft(), "nothing came from rank", behind)
-            chunk += place(i)
-            if tag < route.last:
-                leaving.append(dist.isend(chunk, ahead, pg, tag + route.hop))
-            if i + _WINDOW < len(route.arriving):
-                arriving.append(receive(i + _WINDOW))
-        for work in leaving:
-            _settled(work, "nothing went to rank", ahead)
-
-    return steps()
+def _gather_by_relay(messages: _Messages) -> Iterator[None]:
+    """Send this rank's part to one rank of each other host, which passes it on."""
+    group = messages.group
+    parts = messages.parts
+    mine = group.group_rank
+    hosts = _hosts(group)
+    route = _relay(hosts, mine)
+    far = [a for rank in route.answers_for for a in messages.receive(parts[rank], rank)]
+    near = []
+    for peer in route.mates:
+        for rank in (peer, *_relay(hosts, peer).answers_for):
+            near += messages.receive(parts[rank], peer)
+    for peer in (*route.agents, *route.mates):
+        messages.send(parts[mine], peer)
+    yield
+    for arrival in far:
+        arrival.wait(group)
+        for peer in route.mates:
+            messages.send(arrival.place, peer)
+    yield
+    for arrival in near:
+        arrival.wait(group)
+    messages.finish()
 
 # %% ../../nbs/comm/04_collectives.ipynb #28b1bfc8
-def _spread(group: Ranks, parts: Sequence[Tensor]) -> Iterator[None]:
-    """Send this rank's part to every other one. No rank passes anything on, so none waits for another to wait."""
-    dist: Any = torch.distributed
-    mine = group.group_rank
-    pg = group.process_group
-    tag = group._wire.tags(1, f"{parts[0].dtype} {[len(part) for part in parts]}")
-    others = [(mine + hop) % group.size for hop in range(1, group.size)]
+_AHEAD = 32 << 20  # bytes that a reduce-scatter receives before they are added, at most
 
-    def steps() -> Iterator[None]:
-        arriving = [
-            (group.ranks[i], dist.irecv(parts[i], group.ranks[i], pg, tag))
-            for i in reversed(others)
-            if parts[i].numel()
-        ]
-        leaving = [
-            (group.ranks[i], dist.isend(parts[mine], group.ranks[i], pg, tag))
-            for i in others
-            if parts[mine].numel()
-        ]
-        yield
-        for rank, work in arriving:
-            _settled(work, "nothing came from rank", rank)
-        for rank, work in leaving:
-            _settled(work, "nothing went to rank", rank)
-
-    return steps()
+_MADE_OF_MESSAGES = {
+    ("reduce_scatter", False): _reduce_straight,
+    ("reduce_scatter", True): _reduce_by_relay,
+    ("all_gather", False): _gather_straight,
+    ("all_gather", True): _gather_by_relay,
+}
 
 
-def _settled(
-    work: Any, trouble: str, global_rank: int
-) -> None:  # wait, and name who did not play its part
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise RuntimeError(f"{trouble} {global_rank}: {error}") from error
+def _by_messages(group: Ranks, call: Call) -> Iterator[None]:
+    """Make a reduce-scatter or an all-gather of messages, if need be in turns."""
+    call.note_relay(call.relay and _relays(_hosts(group)))
+    make = _MADE_OF_MESSAGES[call.kind, call.passes_on]
+    parts = call.split()
+    tag = group._wire.next_tag(f"{parts[0].dtype} {[len(part) for part in parts]}")
+    longest = call.parts.largest
+    room = _AHEAD // ((group.size - 1) * parts[0].element_size())
+    if call.kind == "all_gather" or longest <= room:
+        return make(_Messages(group, parts, tag))
+    length = max(1, room // 2)
+    starts = range(0, longest, length)
+    turns = ([part[start : start + length] for part in parts] for start in starts)
+    return _in_turns([make(_Messages(group, turn, tag)) for turn in turns])
+
+
+def _in_turns(turns: Sequence[Iterator[None]]) -> Iterator[None]:
+    """Run collectives one after the other, the next one always started."""
+    for turn in turns[:2]:
+        next(turn)
+    yield
+    for i, turn in enumerate(turns):
+        yield from turn
+        if i + 2 < len(turns):
+            next(turns[i + 2])
 
 # %% ../../nbs/comm/04_collectives.ipynb #9750a73a
 _TOP = (1 << 31) - 1  # the highest tag there is
@@ -806,7 +887,7 @@ def _all_gather(group: Ranks, call: Call) -> Iterator[None]:
             group, Call("broadcast", call.tensor[: parts.numel], root=parts.owners()[0][0])
         )  # one has all
     if gloo:
-        return _spread(group, call.split())
+        return _by_messages(group, call)
     if not _lacks(group, call, _native_all_gather):
         return _started(*_native_all_gather(group, call))
     return _started(
@@ -821,8 +902,7 @@ def _reduce_scatter(group: Ranks, call: Call) -> Iterator[None]:
     if backend_of(group, call.tensor.device) == "gloo":
         if near := _transport(group, call.tensor):
             return near.reduce_scatter(call.split())
-        by_messages = _ring if _passes_on(_hosts(group)) else _reduce_straight
-        return by_messages(group, call.split())
+        return _by_messages(group, call)
     if _lacks(group, call, _native_reduce_scatter):
         return _all_reduce(group, call)
     return _started(*_native_reduce_scatter(group, call))
@@ -932,7 +1012,12 @@ def broadcast(group: Ranks, tensor: Tensor, group_rank: int, *, async_op: bool =
 
 
 def reduce_scatter(
-    group: Ranks, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
+    group: Ranks,
+    flat: Tensor,
+    sizes: Sequence[int] | None = None,
+    *,
+    async_op: bool = False,
+    relay: bool = False,
 ) -> Work:
     """Sum the parts of a 1-D tensor over all ranks; each rank keeps the sum of its own part,
     the others are scratch afterwards.
@@ -940,16 +1025,26 @@ def reduce_scatter(
     `sizes`: elements of each rank's part, by group rank, or `Parts`; None: equal parts. With
     `Parts` the tensor may have `sizes.padded` elements,
     of which those beyond `sizes.numel` are scratch: room in which a backend that wants equal parts needs no copy.
+
+    `relay`: ranks may pass parts on, so that messages cross less often from one host to another.
+    The same on all ranks, which wait for the result before they do anything else that needs another rank.
     """
-    return _start(group, Call("reduce_scatter", flat, _divide(group, flat, sizes)), async_op)
+    call = Call("reduce_scatter", flat, _divide(group, flat, sizes), relay=relay)
+    return _start(group, call, async_op)
 
 
 def all_gather(
-    group: Ranks, flat: Tensor, sizes: Sequence[int] | None = None, *, async_op: bool = False
+    group: Ranks,
+    flat: Tensor,
+    sizes: Sequence[int] | None = None,
+    *,
+    async_op: bool = False,
+    relay: bool = False,
 ) -> Work:
     """Send this rank's part of a 1-D tensor to all ranks, so that each holds all parts. `sizes`
-    as for `reduce_scatter`."""
-    return _start(group, Call("all_gather", flat, _divide(group, flat, sizes)), async_op)
+    and `relay` as for `reduce_scatter`."""
+    call = Call("all_gather", flat, _divide(group, flat, sizes), relay=relay)
+    return _start(group, call, async_op)
 
 # %% ../../nbs/comm/04_collectives.ipynb #0f868d42
 def _divide(
@@ -1100,6 +1195,8 @@ def _start(group: Any, call: Call, async_op: bool) -> Work:
     if block is not None:
         return block.add(call)
     if group.size > 1 and not _is_known(group, call.like):
+        if group._wire.relayed:
+            _pass_on(group)
         _compare(group, call.like, call)
     if call.source is None and (group.size == 1 or not call.tensor.numel()):
         return _FINISHED  # nothing to move, on any rank
@@ -1117,8 +1214,13 @@ def _is_known(group: Ranks, like: object) -> bool:
 
 def _launch(group: Ranks, what: object, async_op: bool, steps: Iterator[None]) -> Work:
     """Start a collective, and finish it unless it is asynchronous."""
+    if group._wire.relayed:
+        _pass_on(group)
     if async_op:
-        return Work(steps, what, group)
+        work = Work(steps, what, group)
+        if isinstance(what, Call) and what.passes_on:
+            group._wire.relayed.append(weakref.ref(work))
+        return work
     try:
         for _ in steps:
             pass
@@ -1126,6 +1228,15 @@ def _launch(group: Ranks, what: object, async_op: bool, steps: Iterator[None]) -
     except RuntimeError as error:
         raise _failed(group, what, error) from error
     return _FINISHED
+
+
+def _pass_on(group: Ranks) -> None:
+    """Let collectives in flight send what other ranks wait for, before this rank waits for others."""
+    relayed = group._wire.relayed
+    while relayed:
+        work = relayed.pop(0)()
+        if work is not None:
+            work.pass_on()
 
 
 _ROOTED, _FINISHED = ("broadcast", "gather", "scatter"), Work(iter(()))

@@ -39,7 +39,6 @@ from zero_nb.comm.collectives import (
     _COLLECTING,
     _MERGED,
     _WHOLE,
-    CHUNK,
     Call,
     Parts,
     Work,
@@ -314,6 +313,9 @@ def _check_apart(calls: Sequence[Call]) -> None:
         )
 
 
+_PACK = 1 << 20  # bytes of a pack, at most
+
+
 def _packs(calls: Sequence[Call]) -> list[list[Call]]:
     """Sort calls of one kind into packs that travel as one tensor, each in the order of the block;
     a large tensor is a pack of its own."""
@@ -324,8 +326,8 @@ def _packs(calls: Sequence[Call]) -> list[list[Call]]:
         nbytes = call.tensor.nbytes
         if not nbytes:
             continue
-        key = call.key if nbytes < CHUNK else call
-        if held[key] + nbytes > CHUNK:
+        key = call.key if nbytes < _PACK else call
+        if held[key] + nbytes > _PACK:
             packs.append(filling.pop(key, []))
             held[key] = 0
         filling.setdefault(key, []).append(call)

@@ -66,8 +66,13 @@ class _State:
     transports: list[Any] = field(
         default_factory=list
     )  # one, or None if the group sends messages; empty before it is tried
-    hosts: list[str] = field(default_factory=list)  # of each rank; empty before it was asked
+    hosts: list[Any] = field(
+        default_factory=list
+    )  # one: the host of each rank; empty before it was asked
     scratch: list[Any] = field(default_factory=list)  # memory that no collective uses now
+    relayed: list[Any] = field(
+        default_factory=list
+    )  # works, if alive, that may have something to pass on
     lacks: dict[Any, bool] = field(
         default_factory=dict
     )  # collectives that were tried on a backend we do not know; True if it has none
@@ -87,11 +92,11 @@ class _State:
         default_factory=set
     )  # names of earlier lives that were found in the store
 
-    def tags(self, count: int, like: str) -> int:
-        """Reserve `count` tags for messages of a kind, `_MARKS` apart, and give the first."""
-        first = self.tag % (len(_TAGS) - count)
-        self.tag += count
-        return _TAGS[first] * _MARKS + zlib.crc32(like.encode()) % _MARKS
+    def next_tag(self, like: str) -> int:
+        """Reserve a tag for the messages of a collective of a kind."""
+        number = self.tag % len(_TAGS)
+        self.tag += 1
+        return _TAGS[number] * _MARKS + zlib.crc32(like.encode()) % _MARKS
 
     def next_agreement(self) -> int:
         """Count an agreement, and give how many there were before."""

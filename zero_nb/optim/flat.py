@@ -203,8 +203,10 @@ class FlatBucket:
         return flat
 
     def all_gather(
-        self, room: Tensor | None = None
-    ) -> Iterator[None]:  # in memory as large as the bucket; None: in new memory
+        self,
+        room: Tensor | None = None,  # memory as large as the bucket to gather in; None: new memory
+        relay: bool = False,  # as for `Group.all_gather`
+    ) -> Iterator[None]:
         """Bring every rank's part of the parameters to all ranks: starts before the `yield`, finishes after it."""
         flat = self._room(room) if self.flat is None else self.flat
         if self.flat is None and self.owned:
@@ -213,7 +215,7 @@ class FlatBucket:
         torch.autograd.graph.increment_version(
             self.members
         )  # before they are written: autograd refuses graphs that have saved them, on every rank
-        work = self.group.all_gather(flat, self.sizes, async_op=True)
+        work = self.group.all_gather(flat, self.sizes, async_op=True, relay=relay)
         yield
         work.wait()
         with torch.no_grad():

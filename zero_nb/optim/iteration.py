@@ -83,10 +83,13 @@ class BucketRun:
         self.grad_shard = None
         self.phase = Phase.STEPPED
 
-    def start_gather(self) -> None:
+    def start_gather(
+        self,
+        relay: bool = True,  # whether all ranks wait for it before they go on; see `Group.all_gather`
+    ) -> None:
         """Start to send the parameters of each rank to all ranks."""
         assert self.phase is Phase.STEPPED, f"a bucket that is {self.phase.name} is not gathered"
-        self.gather = Work(self.bucket.all_gather(self.scratch))
+        self.gather = Work(self.bucket.all_gather(self.scratch, relay))
         self.phase = Phase.GATHERING
 
     def finish_gather(self) -> None:
@@ -122,7 +125,8 @@ class InFlight:
 class ParameterGathers:
     """The gathers of an iteration, in the order in which they start."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: bool = False):  # whether ranks go on before all have arrived
+        self.hidden = hidden
         self.runs: list[BucketRun] = []
         self._packed = InFlight(Phase.GATHERING, BucketRun.finish_gather)
 
@@ -140,7 +144,7 @@ class ParameterGathers:
         """Start to gather a bucket that was stepped."""
         if run.scratch is None and run.bucket.packed:
             self._packed.add(run)
-        run.start_gather()
+        run.start_gather(relay=not self.hidden)
         self.runs.append(run)
 
     def wait(self) -> None:
@@ -232,7 +236,7 @@ class Iteration:
         self.unused = unused
         self.runs = [BucketRun(bucket, i) for i, bucket in enumerate(plan.shard.buckets)]
         self.todo = deque(plan.during_backward)
-        self.gathers = ParameterGathers()
+        self.gathers = ParameterGathers(hidden=("SYNC", -1) not in plan.after_backward)
         self._reducing = InFlight(Phase.REDUCING, BucketRun.wait_reduced)
         optimizer = plan.optimizer
         optimizer.local.pull_options(optimizer.param_groups)  # a scheduler may have changed them

@@ -1,0 +1,95 @@
+"""Two network namespaces joined by a link: two machines, as far as a network can tell."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from .ports import free_port
+
+SIDES = ("a", "b")
+
+
+def _ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True, timeout=20)
+
+
+def missing() -> str:  # "" if they can be made
+    """Say why this machine has no namespaces for us."""
+    if not shutil.which("ip"):
+        return "there is no `ip` (Debian's package iproute2)"
+    name = f"zero-nb-{os.getpid()}-try"
+    try:
+        _ip("netns", "add", name)
+        _ip("netns", "del", name)
+    except subprocess.SubprocessError as error:
+        return f"network namespaces cannot be made here: {error}"
+    return ""
+
+
+@contextmanager
+def two_machines() -> Iterator[list[str]]:  # names of the namespaces
+    """Make two namespaces whose only link is one between them, and remove them at the end."""
+    names = [f"zero-nb-{os.getpid()}-{side}" for side in SIDES]
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        peer = ["type", "veth", "peer", "name", "link-b", "netns", names[1]]
+        _ip("link", "add", "link-a", "netns", names[0], *peer)
+        for i, (name, side) in enumerate(zip(names, SIDES, strict=True)):
+            _ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"link-{side}")
+            _ip("-n", name, "link", "set", f"link-{side}", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+def run_on_two_machines(
+    program: Sequence[str],  # arguments of Python
+    per_side: int,  # ranks on each machine
+    timeout: float,  # seconds
+    **env: str,
+) -> list[str]:  # what each rank printed
+    """Run a program as one job on both machines; raises `AssertionError` if a rank fails."""
+    with two_machines() as names:
+        shared = {
+            "MASTER_ADDR": "10.77.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(2 * per_side),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        ranks = []
+        for rank in range(2 * per_side):
+            side = rank // per_side
+            own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": f"link-{SIDES[side]}"}
+            command = ["ip", "netns", "exec", names[side], sys.executable, *program]
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, **shared, **own, **env},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        try:
+            said = [rank.communicate(timeout=timeout) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    for rank, (_, errors) in zip(ranks, said, strict=True):
+        assert rank.returncode == 0, errors
+    return [out for out, _ in said]
+
+
+def sent_bytes() -> int:
+    """Count what this side has sent over the link."""
+    link = os.environ["GLOO_SOCKET_IFNAME"]
+    return int(Path(f"/sys/class/net/{link}/statistics/tx_bytes").read_text())

@@ -1,0 +1,100 @@
+"""What goes over the link between two machines, counted by the link itself."""
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from common.modes import MODES
+from common.two_machines import missing, run_on_two_machines, sent_bytes
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import AdamW
+
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+
+WIDTH = 600
+NUMEL = 4 * WIDTH * (WIDTH + 1)
+# float32; headers, acknowledgements and gloo's own small messages are less than this part of it
+PARAMETER_BYTES, OVERHEAD = 4 * NUMEL, 0.02
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+def plain():
+    ddp = DDP(model())
+    return ddp, AdamW(ddp.parameters(), lr=1e-3)
+
+
+def in_mode(name):
+    buckets = {"bucket_cap_mb": 1.0}
+    made = MODES[name].attach(
+        model(),
+        lambda m: ZeroRedundancyOptimizer(m.parameters(), AdamW, lr=1e-3),
+        ddp=buckets,
+        parallel={**buckets, "cut_mb": 25.0},
+    )
+    return made.call, made.optimizer
+
+
+def trained(call, optimizer):
+    """Train, and give the bytes that left this side in an iteration, and the sum of the parameters."""
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    counts = []
+    for _ in range(5):
+        dist.barrier()
+        time.sleep(0.05)  # the last acknowledgements
+        before = sent_bytes()
+        dist.barrier()
+        call(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        time.sleep(0.05)
+        counts.append(sent_bytes() - before)
+    total = sum(p.detach().double().sum().item() for p in call.parameters())
+    return sorted(counts)[2], total
+
+
+def main():
+    """Be a rank: print what each mode sends, in units of the parameters."""
+    dist.init_process_group("gloo")
+    found = {}
+    for name in sys.argv[1:]:
+        sent, total = trained(*(plain() if name == "ddp" else in_mode(name)))
+        found[name] = sent / PARAMETER_BYTES, total
+    print(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+why = missing()
+IN_BACKWARD = [name for name, mode in MODES.items() if mode.attaches]
+
+
+@pytest.mark.skipif(bool(why), reason=why)
+@pytest.mark.parametrize("per_side", [1, 2])
+def test_bytes_between_two_machines(per_side):
+    """A ring of DDP's sends 2(N-1)/N times the parameters; relayed, each part crosses once on either way."""
+    names = ["ddp", "zero1", *IN_BACKWARD]
+    said = run_on_two_machines([__file__, *names], per_side, 120.0, ZERO_NB_MEMORY="0")
+    found = [json.loads(line) for line in said]
+    wanted = dict.fromkeys(names, 1.0)
+    wanted["ddp"] = 2 * (2 * per_side - 1) / (2 * per_side)
+    wanted["zero1"] = wanted["ddp"] + 0.5
+    for name in names:
+        if "hidden" in name:  # parameters go straight to every rank
+            wanted[name] = 0.5 + per_side / 2
+        for rank in found:
+            sent, total = rank[name]
+            assert wanted[name] <= sent <= wanted[name] + OVERHEAD, (name, sent)
+            assert total == pytest.approx(found[0]["ddp"][1], abs=1e-3)
+
+
+if __name__ == "__main__":
+    main()
