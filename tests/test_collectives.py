@@ -443,23 +443,40 @@ def test_scratch_memory_is_used_again_and_bounded(monkeypatch):
 
     def held():
         g = Group(dist.new_group())
-        free = g._wire.scratch
+        lengths = lambda: sorted(map(len, g._wire.scratch[0].free))
         flats = [torch.ones(n) for n in (1_000, 300_000, 2_000_000, 5_000, 3_000_000)]
         found = []
         for _ in range(2):
             for flat in flats:
                 g.reduce_scatter(flat)
-                found.append(sorted(map(len, free)))
+                found.append(lengths())
         works = [g.reduce_scatter(flat, async_op=True) for flat in flats[:2]]
-        under_way = len(free)
+        under_way = lengths()
         for work in works:
             work.wait()
-        return found, under_way, len(free)
+        return found, under_way, lengths()
 
     for found, under_way, after in run(2, held):
         assert max(map(len, found)) == 2 and max(itertools.chain(*found)) <= 1 << 20
         assert found[4:] == [found[4]] * 6  # the second time nothing is allocated
-        assert (under_way, after) == (0, 2)
+        assert (under_way, len(after)) == ([], 2)
+
+
+def test_little_scratch_memory_is_kept_when_nothing_is_received(monkeypatch):
+    monkeypatch.setenv("ZERO_NB_MEMORY", "0")
+    monkeypatch.setattr(collectives, "_KEPT", 1 << 20)
+
+    def held():
+        g = Group(dist.new_group())
+        lengths = lambda: sorted(map(len, g._wire.scratch[0].free))
+        works = [g.reduce_scatter(torch.ones(n), async_op=True) for n in (200_000, 400_000, 10)]
+        works[1].wait()
+        works[0].wait()
+        before = lengths()
+        works[2].wait()
+        return before, lengths()
+
+    assert run(2, held) == [([400_000, 800_000], [20, 400_000])] * 2
 
 
 @pytest.mark.usefixtures("way")

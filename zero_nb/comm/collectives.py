@@ -311,16 +311,44 @@ def mark_agreed(
     group._wire.known.add((kind, -1, dtype, size))
 
 # %% ../../nbs/comm/04_collectives.ipynb #8df122e0
-def _take_scratch(group: Ranks, nbytes: int, device: torch.device) -> Tensor:  # uint8
-    """Give memory that no other collective of the group uses: what there is, if it is large enough."""
-    free = group._wire.scratch
-    free.sort(key=len)
-    for i, buffer in enumerate(free):
-        if buffer.device == device and len(buffer) >= nbytes:
-            return free.pop(i)
-    if free:
-        free.pop()  # in its place there is a larger one from now on
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+_KEPT = 8 << 20  # bytes that a group keeps while it receives nothing
+
+
+class _Scratch:
+    """Memory that collectives of a group receive into. What one lets go of serves the next one; when
+    none is under way, only a little is kept."""
+
+    def __init__(self) -> None:
+        self.free: list[Tensor] = []  # uint8
+        self._lent = 0  # collectives that use some
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """Give memory that no other collective uses: what there is, if it is large enough."""
+        self._lent += 1
+        free = self.free
+        free.sort(key=len)
+        for i, buffer in enumerate(free):
+            if buffer.device == device and len(buffer) >= nbytes:
+                return free.pop(i)
+        if free:
+            free.pop()  # in its place there is a larger one from now on
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let other collectives use it, if there are some."""
+        self._lent -= 1
+        self.free.append(buffer)
+        if not self._lent:
+            self.free.sort(key=len)
+            while sum(map(len, self.free)) > _KEPT:
+                self.free.pop()
+
+
+def _scratch(group: Ranks) -> _Scratch:
+    found = group._wire.scratch
+    if not found:
+        found.append(_Scratch())
+    return found[0]
 
 
 @dataclass(frozen=True)
@@ -368,7 +396,7 @@ class _Messages:
 
     def reserve(self, nbytes: int) -> None:
         """Take scratch memory for what is received and not yet added."""
-        self._scratch = _take_scratch(self.group, nbytes, self.parts[0].device)
+        self._scratch = _scratch(self.group).take(nbytes, self.parts[0].device)
 
     def receive_aside(self, like: Tensor, peer: int) -> list[_Arrival]:
         """Start to receive from a group rank into scratch memory."""
@@ -397,7 +425,7 @@ class _Messages:
     def finish(self) -> None:
         """Return when everything has left, and let go of the scratch memory."""
         if self._scratch is not None:
-            self.group._wire.scratch.append(self._scratch)
+            _scratch(self.group).give_back(self._scratch)
         for peer, work in self.leaving:
             _settled(work, "nothing went to rank", self.group.ranks[peer])
 

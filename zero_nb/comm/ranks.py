@@ -69,7 +69,9 @@ class _State:
     hosts: list[Any] = field(
         default_factory=list
     )  # one: the host of each rank; empty before it was asked
-    scratch: list[Any] = field(default_factory=list)  # memory that no collective uses now
+    scratch: list[Any] = field(
+        default_factory=list
+    )  # one: memory that messages are received into; empty before it is needed
     relayed: list[Any] = field(
         default_factory=list
     )  # works, if alive, that may have something to pass on
