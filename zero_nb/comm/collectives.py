@@ -344,7 +344,7 @@ class _Scratch:
                 self.free.pop()
 
 
-def _scratch(group: Ranks) -> _Scratch:
+def _group_scratch(group: Ranks) -> _Scratch:
     found = group._wire.scratch
     if not found:
         found.append(_Scratch())
@@ -396,7 +396,7 @@ class _Messages:
 
     def reserve(self, nbytes: int) -> None:
         """Take scratch memory for what is received and not yet added."""
-        self._scratch = _scratch(self.group).take(nbytes, self.parts[0].device)
+        self._scratch = _group_scratch(self.group).take(nbytes, self.parts[0].device)
 
     def receive_aside(self, like: Tensor, peer: int) -> list[_Arrival]:
         """Start to receive from a group rank into scratch memory."""
@@ -425,7 +425,7 @@ class _Messages:
     def finish(self) -> None:
         """Return when everything has left, and let go of the scratch memory."""
         if self._scratch is not None:
-            _scratch(self.group).give_back(self._scratch)
+            _group_scratch(self.group).give_back(self._scratch)
         for peer, work in self.leaving:
             _settled(work, "nothing went to rank", self.group.ranks[peer])
 
