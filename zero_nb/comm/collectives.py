@@ -478,12 +478,15 @@ def _host() -> str:
     return f"{zlib.crc32(platform.node().encode()):08x}"
 
 
-def _hosts(group: Ranks) -> tuple[str, ...]:
+def _hosts(
+    group: Ranks,
+    device: torch.device,  # that the group sends messages from
+) -> tuple[str, ...]:
     """Give the host of each rank, by group rank. The first call is a collective of all ranks."""
     found = group._wire.hosts
     if not found:
         dist: Any = torch.distributed
-        name = torch.tensor([*_host().encode()], dtype=torch.uint8)
+        name = torch.tensor([*_host().encode()], dtype=torch.uint8, device=device)
         names = [torch.empty_like(name) for _ in group.ranks]
         dist.all_gather(names, name, _sending_group(group.process_group))
         found.append(tuple(bytes(name.tolist()).decode() for name in names))
@@ -527,7 +530,7 @@ def _reduce_by_relay(messages: _Messages) -> Iterator[None]:
     group = messages.group
     parts = messages.parts
     mine = group.group_rank
-    hosts = _hosts(group)
+    hosts = _hosts(group, parts[mine].device)
     route = _relay(hosts, mine)
     summed = (mine, *route.answers_for)
     near = len(route.mates) * sum(parts[rank].nbytes for rank in summed)
@@ -555,7 +558,7 @@ def _gather_by_relay(messages: _Messages) -> Iterator[None]:
     group = messages.group
     parts = messages.parts
     mine = group.group_rank
-    hosts = _hosts(group)
+    hosts = _hosts(group, parts[mine].device)
     route = _relay(hosts, mine)
     far = [a for rank in route.answers_for for a in messages.receive(parts[rank], rank)]
     near = []
@@ -587,7 +590,7 @@ _MADE_OF_MESSAGES = {
 
 def _by_messages(group: Ranks, call: Call) -> Iterator[None]:
     """Make a reduce-scatter or an all-gather of messages, if need be in turns."""
-    call.note_relay(call.relay and _relays(_hosts(group)))
+    call.note_relay(call.relay and _relays(_hosts(group, call.tensor.device)))
     make = _MADE_OF_MESSAGES[call.kind, call.passes_on]
     parts = call.split()
     tag = group._wire.next_tag(f"{parts[0].dtype} {[len(part) for part in parts]}")
