@@ -229,6 +229,24 @@ def power():
     )
 
 
+@pytest.mark.parametrize("way", ["overlap", "hook"])
+def test_the_user_is_told_what_gradients_as_views_would_save(way):
+    def told(width, view):
+        ddp = DDP(nn.Linear(width, 1024, bias=False), gradient_as_bucket_view=view)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, lr=0.1)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            if way == "overlap":
+                overlap(ddp, zero)
+            else:
+                hook_with_zero_step(default_hooks.allreduce_hook, ddp, zero)
+        return [(str(w.message).split(" would ")[1], w.filename) for w in found]
+
+    every = run(2, lambda: [told(6144, False), told(6144, True), told(1024, False)])
+    # on one rank, at the user's line
+    assert every == [[[("save 24 MiB on each rank", __file__)], [], []], [[], [], []]]
+
+
 def test_hooks_of_torchs_names_keep_or_replace_the_users_hook_and_leave_it_when_detached():
     """Without a call of step() while it is overlapped, and with a scheduler, which says nothing."""
 

@@ -5,6 +5,7 @@
 # %% ../../nbs/backward/04_ddp_overlap.ipynb #98bf5ea1
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -798,6 +799,20 @@ def find_overlap(ddp: Any) -> DdpOverlap | None:
     return None
 
 
+_WORTH_SAYING = 16 << 20  # bytes
+_TWICE = (
+    "DDP keeps each gradient twice, in .grad and in a bucket; DistributedDataParallel(...,"
+    " gradient_as_bucket_view=True) would save {:,.0f} MiB on each rank"
+)
+
+
+def _advise_views(ddp: Any, zero: ZeroRedundancyOptimizer, stacklevel: int) -> None:
+    """Tell the user what DDP's own option would save."""
+    nbytes = sum(p.nbytes for p in zero.params() if p.requires_grad)
+    if not ddp.gradient_as_bucket_view and nbytes >= _WORTH_SAYING and not zero.group.group_rank:
+        warnings.warn(_TWICE.format(nbytes / 2**20), stacklevel=stacklevel)
+
+
 def overlap(
     ddp: Any,  # DistributedDataParallel, without a comm hook
     zero: ZeroRedundancyOptimizer,  # of all its parameters
@@ -821,6 +836,7 @@ def overlap(
     compressing `hook` becomes a reduce-scatter; the average of any other can still be read.
     An exception in forward or backward on one rank ends the job's groups on all of them, so a batch
     that fails, for lack of memory for example, cannot be caught and skipped.
+    Warns where DDP holds 16 MiB of gradients twice, which its `gradient_as_bucket_view=True` saves.
     Raises `TypeError`, `ValueError` or `RuntimeError` on every rank for what does not go together.
     """
     options = OverlapOptions(
@@ -833,11 +849,15 @@ def overlap(
         reduce_dtype=reduce_dtype,
         scaler=scaler,
     )
-    return DdpOverlap(ddp, zero, options)
+    handle = DdpOverlap(ddp, zero, options)
+    _advise_views(ddp, zero, stacklevel=3)
+    return handle
 
 # %% ../../nbs/backward/04_ddp_overlap.ipynb #3d531619
 def _make_hook(ddp: Any, zero: Any, options: OverlapOptions) -> Any:
-    return DdpOverlap(ddp, zero, options, registers=False).switch.make_hook()
+    handle = DdpOverlap(ddp, zero, options, registers=False)
+    _advise_views(ddp, zero, stacklevel=4)
+    return handle.switch.make_hook()
 
 
 def hook_with_zero_step(
