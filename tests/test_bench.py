@@ -24,6 +24,7 @@ from zero_nb.apps.bench import (
     Makings,
     Options,
     Target,
+    Turn,
     Variant,
     count_rank,
     counts,
@@ -31,14 +32,17 @@ from zero_nb.apps.bench import (
     models,
     paired,
     rows,
-    together,
+    time_rank,
     verdicts,
     write_report,
 )
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
+from zero_nb.comm.shared_memory import available
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 EARLY = ("zero1-overlap", "zero2", "zero2-interleaved")  # step inside backward
+REFERENCES = ("ddp", "ddp-gradview")
 OURS = [name for name, v in bench.VARIANTS.items() if not v.package]
 TIMES = {"ddp": (1.0, 2.0, 4.0), "torch": (2.0, 4.0, 4.0), "zero1": (0.5, 1.0, 2.0)}
 LAUNCH = Launch(
@@ -47,6 +51,8 @@ LAUNCH = Launch(
     TIMES,
     {name: tuple(t / 10 for t in times) for name, times in TIMES.items()},
     dict.fromkeys(TIMES, 2.5),
+    {"ddp": (3.0,), "zero1": (2.0, 1.0, 4.0)},
+    {"ddp": 400, "zero1": 100},
 )
 COUNTS = (
     Counts("gpt", "ddp", 4, 4_000_000, 100, 300, 0, 3, 0),
@@ -112,7 +118,8 @@ def test_state_is_what_the_plan_says(world):
             assert state <= found[name, "ddp"].state / n * 1.001 + 65_536
             assert found[name, variant].step_collectives == (buckets if n > 1 else 0)
         assert found[name, "fsdp2"].state >= 8 * elements / n
-        assert found[name, "floor"].state <= 8 * (elements / n + count) + 4 * count
+        dealt = max(size for size in model.sizes if size < bench._LARGE)  # a rank has it whole
+        assert found[name, "floor"].state <= 8 * (elements / n + count + dealt) + 4 * count
 
 
 def test_wire_is_known_in_advance(world):
@@ -158,35 +165,66 @@ def test_full_size_models_are_those_of_the_issue():
 @pytest.mark.parametrize("name", models())
 def test_every_variant_trains_the_same_model(name):
     variants = tuple(v for v in OURS if v != "floor")
+    model = models(quick=True)[name]
 
     def train():
-        return bench.time_rank(models(quick=True)[name], variants, 2, torch.device("cpu"))
+        return {v: time_rank(v, model, torch.device("cpu")) for v in variants}
 
     ranks = run(2, train)
     for rank in ranks:
         for variant in variants:
-            assert rank[variant][2] == pytest.approx(rank["ddp"][2], rel=1e-5), variant
-            assert [len(times) for times in rank[variant][:2]] == [2, 0 if variant in EARLY else 2]
-    launch = Launch.of(name, ranks)
-    assert launch.iteration["zero1"] == bench._rounded(
-        max(a, b) for a, b in zip(ranks[0]["zero1"][0], ranks[1]["zero1"][0], strict=True)
-    )
+            turn = rank[variant]
+            assert turn.loss == pytest.approx(rank["ddp"].loss, rel=1e-5), variant
+            inside = variant.removesuffix("-messages") in EARLY
+            assert len(turn.iteration) == 4 and len(turn.step) == (0 if inside else 2)
+            assert turn.first > 0 and (turn.resident is None or turn.resident > 0)
+    launch = Launch.of(name, {v: [[rank[v] for rank in ranks]] for v in variants})
+    first, second = (rank["zero1"].iteration for rank in ranks)
+    slowest = statistics.median(max(pair) for pair in zip(first, second, strict=True))
+    assert launch.iteration["zero1"] == bench._rounded([slowest])
     assert bench.strays(BenchmarkReport({}, True, (launch,))) == {}
 
 
-def test_turns_rotate(monkeypatch):
+def test_a_variant_by_messages_leaves_the_way_of_the_others_alone(monkeypatch):
+    """As under torchrun, where all variants are in the same processes."""
+    for before in (None, "1"):
+        if before:
+            monkeypatch.setenv("ZERO_NB_MEMORY", before)
+
+        def ways():
+            found = []
+            for name in ("zero2", "zero2-messages", "zero2"):
+                groups = []
+                make = bench.VARIANTS[name].make
+
+                def noted(module, group, lr, make=make, groups=groups):
+                    groups.append(Group(group))
+                    return make(module, group, lr)
+
+                with pytest.MonkeyPatch.context() as patch:
+                    variant = replace(bench.VARIANTS[name], make=noted)
+                    patch.setitem(bench.VARIANTS, name, variant)
+                    time_rank(name, models(True)["linear"], torch.device("cpu"))
+                found.append(groups[0]._wire.transports[0] is not None)
+            return found, os.environ.get("ZERO_NB_MEMORY")
+
+        if available():
+            assert run(2, ways) == [([True, False, True], before)] * 2
+
+
+def test_turns_rotate():
     order = []
 
-    def fake(name, model, device):
-        runner = bench.Runner(lambda x: None, lambda: None, list, lambda: None)
-        job = bench.Job(model, runner, (torch.zeros(1), torch.zeros(1)))
-        object.__setattr__(job, "iterate", lambda: order.append(name) or torch.zeros(()))
-        object.__setattr__(job, "backward", lambda: torch.zeros(()))
-        return job
+    def ranks(n, f, name, model, device):
+        order.append(name)
+        return [Turn(1.0, (2.0,), (), 3.0, None)] * n
 
-    monkeypatch.setattr(bench, "make_job", fake)
-    bench.time_rank(models(True)["small"], ["a", "b", "c"], 4, torch.device("cpu"))
-    assert "".join(order[3 * bench.WARM_UP :]) == "abcbcacababc"
+    options = Options(rounds=4, quick=True)
+    model = models(True)["small"]
+    found = bench._time_variants(options, ranks, model, 2, ["ddp", "b", "c"], lambda line: None)
+    assert [name[0] for name in order] == [*"dbcbcdcdbdbc"]
+    assert found.world_size == 2 and found.iteration["b"] == (2.0,) * 4 and not found.step
+    assert found.resident == {"ddp": None, "b": None, "c": None}
 
 
 def test_ratios():
@@ -237,6 +275,22 @@ def test_ratios_of_a_report_are_within_one_launch():
     assert again.ratio("iteration", "gpt", 4, "zero1").median == 2  # of 1, 2 and 3, in two launches
 
 
+def test_the_reference_is_ddp_at_its_best():
+    times = {"ddp": (4.0, 4.0), "ddp-gradview": (2.0, 3.0), "zero1": (2.0, 3.0)}
+    memory = {"ddp": 200, "ddp-gradview": 300, "zero1": 100}
+    both = replace(LAUNCH, iteration=times, step=times, resident=memory)
+    report = replace(REPORT, launches=(both,))
+    assert both.best == "ddp-gradview" and LAUNCH.best == "ddp"
+    assert both.ratio("iteration", "zero1").median == 1
+    assert report.ratio("step", "gpt", 4, "ddp").median == pytest.approx((2 + 4 / 3) / 2)
+    assert report.ratio("iteration", "gpt", 4, "zero1", "ddp").median == 0.625
+    assert report.lowest("resident", "gpt", 4) == 200
+    found = {row["variant"]: row for row in rows(report)}
+    assert found["zero1"]["resident / better ddp"] == 0.5
+    assert bench.cells(found["ddp-gradview"])[3:5] == ["1", "1"]
+    assert bench.cells(found["ddp"])[3] == "1.67 (1.40 to 1.93)"
+
+
 def test_json_is_exact():
     again = BenchmarkReport.from_json(REPORT.to_json())
     assert (
@@ -261,7 +315,7 @@ def test_other_reports_are_refused(text):
 def test_targets():
     met = {words: (value, answer) for words, _, value, answer in verdicts(REPORT)}
     answers = [answer for _, answer in met.values()]
-    assert (answers.count("yes"), answers.count("not measured")) == (4, 22)
+    assert (answers.count("yes"), answers.count("not measured")) == (4, len(answers) - 4)
     assert met["step, zero1 / torch: gpt, 4 ranks"] == ("0.25", "yes")
     assert met["constructor, zero1 / AdamW: 10,000 parameters"] == ("2", "yes")
     assert met["constructor, zero1 / torch: 10,000 parameters, 1,024 ranks"] == (
@@ -282,8 +336,21 @@ def test_targets():
     )
     peaks = replace(REPORT, counts=tuple(replace(c, model="linear") for c in COUNTS))
     assert {words: (value, answer) for words, _, value, answer in verdicts(peaks)}[
-        "peak memory, zero1 / ddp: linear, 4 ranks"
+        "peak, zero1 / ddp: linear, 4 ranks"
     ] == ("0.6", "yes")
+    iteration = {"ddp": (1.0,), "zero2": (0.7,), "zero2-messages": (0.96,)}
+    quicker = replace(LAUNCH, iteration=iteration, first={"zero2": (1.4,)}, resident={})
+    found = {words: rest for words, _, *rest in verdicts(replace(REPORT, launches=(quicker,)))}
+    assert found["iteration, zero2: gpt, 4 ranks"] == ["0.7", "yes"]
+    assert found["iteration, zero2-messages: gpt, 4 ranks"] == ["0.96", "no"]
+    assert found["first iteration / later ones, zero2: worst of all models and ranks"] == [
+        "2",
+        "no",
+    ]
+    memory = {"ddp": 400, "ddp-gradview": 300, "zero2": 150}
+    lighter = replace(REPORT, launches=(replace(LAUNCH, model="linear", resident=memory),))
+    found = {words: rest for words, _, *rest in verdicts(lighter)}
+    assert found["resident, zero2: linear, 4 ranks"] == ["0.5", "yes"]
 
 
 def test_rows_and_files(tmp_path):
@@ -291,18 +358,22 @@ def test_rows_and_files(tmp_path):
     assert list(lines) == ["ddp", "zero1", "torch", "deepspeed"]
     assert (
         lines["zero1"]["state / fair share"] == 1
-        and lines["zero1"]["peak / ddp"] == 0.6
+        and lines["zero1"]["peak / better ddp"] == 0.6
+        and lines["zero1"]["resident / better ddp"] == 0.25
+        and lines["zero1"]["first / later"] == 2
         and lines["torch"]["state"] is None
     )
     assert (
         lines["zero1"]["wire / ddp"] == pytest.approx(400 / 900)
         and lines["deepspeed"]["wire / ddp"] is None
     )
-    assert bench.cells(lines["zero1"])[3:6] == [
+    assert bench.cells(lines["zero1"])[3:7] == [
         "0.50 (0.50 to 0.50)",
         "0.50 (0.50 to 0.50)",
         "0.25 (0.25 to 0.45)",
+        "2.00",
     ]
+    assert all(len(bench.cells(row)) == len(bench.HEADS) for row in lines.values())
     assert bench.cells(lines["ddp"])[3] == bench.cells(lines["torch"])[5] == "1"
     folder = tmp_path / "a" / "b"
     names = write_report(REPORT, folder)
@@ -340,10 +411,7 @@ def test_reports_are_added(tmp_path, capsys):
     bench.run_benchmark([*flags, "--model", "linear", "--add"])
     found = BenchmarkReport.from_json((tmp_path / "report.json").read_text())
     assert [(c.model, c.variant) for c in found.counts] == [
-        ("small", "ddp"),
-        ("small", "zero1"),
-        ("linear", "ddp"),
-        ("linear", "zero1"),
+        (model, name) for model in ("small", "linear") for name in (*REFERENCES, "zero1")
     ]
     bench.run_benchmark([*flags, "--model", "gpt"])
     assert {
@@ -444,30 +512,6 @@ def test_strays():
     assert list(bench.strays(replace(REPORT, launches=(off,)))) == ["zero1", "torch"]
 
 
-def test_together():
-    names = ["a", "b", "c", "d", "e"]
-    for memory in (0, 10**9, 5 * 10**9, 10**12):
-        launches = together(names, 30_000_000, 2, memory)
-        assert [name for launch in launches for name in launch[1:]] == names and {
-            launch[0] for launch in launches
-        } == {"ddp"}
-    assert (
-        len(together(names, 30_000_000, 2, 10**12)) == 1
-        and len(together(names, 30_000_000, 2, 0)) == 5
-    )
-    assert together([], 1, 1, 0) == [("ddp",)]
-    names = ["zero1", "torch", "zero2", "fsdp2", "fairscale"]
-    for memory, expected in (
-        (10**12, [names]),
-        (
-            3 * 10**9,
-            [["zero1", "torch"], ["zero2"], ["zero2", "fsdp2"], ["zero2", "fairscale"]],
-        ),
-        (0, [[name] for name in names]),
-    ):
-        assert together(names, 20_000_000, 2, memory) == [("ddp", *launch) for launch in expected]
-
-
 def test_measure_leaves_out_peers_that_do_not_work_and_no_others(monkeypatch):
     def broken(module, group, lr):
         raise OSError("no such library\nlibpeer.so")
@@ -485,10 +529,10 @@ def test_measure_leaves_out_peers_that_do_not_work_and_no_others(monkeypatch):
         "absent": "no_such_peer is not installed: pip install no_such_peer",
         "broken": "OSError: libpeer.so",
     }
-    assert [c.variant for c in found.counts] == ["ddp"] and [
+    assert [c.variant for c in found.counts] == list(REFERENCES) and [
         list(launch.step) for launch in found.launches
-    ] == [["ddp"]]
-    assert len(said) == 3 and found.makings is None
+    ] == [list(REFERENCES)]
+    assert len(said) == 4 and found.makings is None
     monkeypatch.setitem(bench.VARIANTS, "broken", Variant("broken", "", broken))
     with pytest.raises(OSError, match=r"libpeer\.so"):
         measure(options)
@@ -628,7 +672,9 @@ def test_command_runs_under_torchrun(tmp_path):
     assert "Exception ignored" not in done.stderr and "Traceback" not in done.stderr
     assert done.stdout.count("the optimizers") == 1
     found = BenchmarkReport.from_json((tmp_path / "out" / "report.json").read_text())
-    assert [(c.variant, c.world_size) for c in found.counts] == [("ddp", 2), ("zero1", 2)]
+    assert [(c.variant, c.world_size) for c in found.counts] == [
+        (name, 2) for name in (*REFERENCES, "zero1")
+    ]
     assert (
         found.counts[0].wire == 4 * sum(models(True)["small"].sizes)
         and len(found.launches[0].step["zero1"]) == 2

@@ -17,8 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -44,12 +44,12 @@ from ..comm.recording import record, simulate
 from .train import GPT, synchronized_time
 
 # %% auto #0
-__all__ = ['VARIANTS', 'REFERENCE', 'LR', 'WARM_UP', 'AFTER_DDP', 'TARGETS', 'PEERS', 'PARTS', 'Launcher', 'HEADS', 'Model',
-           'TiedGPT', 'Chain', 'models', 'Runner', 'Variant', 'variant', 'Job', 'make_job', 'time_rank', 'Spread',
-           'paired', 'Launch', 'Counts', 'state_bytes', 'peak_bytes', 'count_rank', 'counts', 'Makings', 'make_rank',
-           'trace_rank', 'BenchmarkReport', 'check_same', 'merged', 'Target', 'verdicts', 'together', 'Options',
-           'forked', 'under_torchrun', 'measure', 'profiles', 'machine', 'strays', 'rows', 'cells', 'markdown', 'draw',
-           'save', 'write_report', 'show', 'run_benchmark']
+__all__ = ['VARIANTS', 'REFERENCES', 'LR', 'WARM_UP', 'BEST', 'AFTER_DDP', 'TARGETS', 'PARTS', 'Launcher', 'HEADS', 'TIMES',
+           'BYTES', 'Model', 'TiedGPT', 'Chain', 'models', 'Runner', 'Variant', 'variant', 'Job', 'make_job', 'Turn',
+           'time_rank', 'Spread', 'paired', 'Launch', 'Counts', 'state_bytes', 'peak_bytes', 'count_rank', 'counts',
+           'Makings', 'make_rank', 'trace_rank', 'BenchmarkReport', 'check_same', 'merged', 'Target', 'verdicts',
+           'Options', 'forked', 'under_torchrun', 'measure', 'profiles', 'machine', 'strays', 'rows', 'cells',
+           'markdown', 'summary', 'draw', 'save', 'write_report', 'show', 'run_benchmark']
 
 # %% ../../nbs/apps/03_bench.ipynb #22443b74
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Model:
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Sequence[Tensor]]  # an input and a target
     loss: Callable[[Tensor, Tensor], Tensor]  # of an output and a target
+    turn: int  # iterations that are timed before another variant has its turn
 
     def made(self, device: torch.device) -> nn.Module:
         """Build it with the same weights every time."""
@@ -132,6 +133,7 @@ def models(
             lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(n))),
             _vectors(20, width),
             _mse,
+            4,
         ),
         Model(
             "gpt",
@@ -139,6 +141,7 @@ def models(
             lambda: TiedGPT(layers, channels, heads, vocabulary),
             _words(length, vocabulary),
             _next_word,
+            4 if quick else 6,
         ),
         Model(
             "small",
@@ -146,6 +149,7 @@ def models(
             lambda: Chain(links, link),
             _vectors(8, link),
             _mse,
+            4 if quick else 20,
         ),
     ]
     return {model.name: model for model in found}
@@ -190,18 +194,19 @@ class Variant:
         True  # talks through the process group it is given, so that a recording group sees all
     )
     same: bool = True  # does the reference's arithmetic
+    messages: bool = False  # does without shared memory, as between machines
 
     @property
     def missing(self) -> str:  # "" if it can run
         """Say why it cannot run here."""
-        return (
-            ""
-            if not self.package or importlib.util.find_spec(self.package)
-            else f"{self.package} is not installed: pip install {self.package}"
-        )
+        if self.messages and not available():
+            return "there is no shared memory here, so all variants send messages"
+        if self.package and importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed: pip install {self.package}"
+        return ""
 
 
-VARIANTS: dict[str, Variant] = {}  # by name, the reference first
+VARIANTS: dict[str, Variant] = {}  # by name, the two references first
 
 
 def variant(
@@ -211,11 +216,12 @@ def variant(
     package: str = "",  # as the fields of `Variant`
     counted: bool = True,
     same: bool = True,
+    messages: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Enter the decorated function in `VARIANTS`."""
 
     def add(make: Callable[[nn.Module, Any, float], Runner]) -> Callable:
-        VARIANTS[name] = Variant(name, words, make, package, counted, same)
+        VARIANTS[name] = Variant(name, words, make, package, counted, same, messages)
         return make
 
     return add
@@ -228,7 +234,7 @@ def _ddp(module: nn.Module, group: Any, lr: float, **options: Any) -> Runner:
     )
 
 
-REFERENCE = "ddp"
+REFERENCES = ("ddp", "ddp-gradview")
 
 
 def _zero1(module: nn.Module, group: Any, lr: float, view: bool = False, **options: Any) -> Runner:
@@ -254,25 +260,21 @@ def _torch(module: nn.Module, group: Any, lr: float, view: bool = False) -> Runn
     return _runner(ddp, zero, zero.optim)
 
 
-_OWN_VARIANTS: tuple[tuple[str, str, Callable], ...] = (
-    (REFERENCE, "DDP + fused AdamW", _ddp),
-    ("zero1", "zero_nb beside DDP", _zero1),
-    ("torch", "torch's class", _torch),
-    ("zero1-view", "zero_nb beside DDP, bucket view", partial(_zero1, view=True)),
-    ("torch-view", "torch's class, bucket view", partial(_torch, view=True)),
-    ("ddp-gradview", "DDP, gradients in its buckets", partial(_ddp, gradient_as_bucket_view=True)),
-    (
-        "zero1-gradview",
-        "zero_nb, gradients in DDP's buckets",
-        partial(_zero1, gradient_as_bucket_view=True),
-    ),
-    ("control", "DDP + fused AdamW once more", _ddp),
+_gradview = partial(_zero1, gradient_as_bucket_view=True)
+
+variant("ddp", "DDP + fused AdamW")(_ddp)
+variant("ddp-gradview", "DDP, gradients in its buckets")(
+    partial(_ddp, gradient_as_bucket_view=True)
 )
-for _name, _what, _make in _OWN_VARIANTS:
-    variant(_name, _what)(_make)
+variant("control", "DDP + fused AdamW once more")(_ddp)
+variant("zero1", "zero_nb beside DDP")(_zero1)
+variant("zero1-view", "zero_nb beside DDP, bucket view")(partial(_zero1, view=True))
+variant("zero1-gradview", "zero_nb, gradients in DDP's buckets")(_gradview)
+variant("zero1-gradview-messages", "the same by messages", messages=True)(_gradview)
+variant("torch", "torch's class")(_torch)
+variant("torch-view", "torch's class, bucket view")(partial(_torch, view=True))
 
 # %% ../../nbs/apps/03_bench.ipynb #9f4cae0e
-@variant("zero1-overlap", "zero_nb in DDP's hook")
 def _overlap(module: nn.Module, group: Any, lr: float) -> Runner:
     ddp = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
     zero = ZeroRedundancyOptimizer(
@@ -290,10 +292,13 @@ def _parallel(module: nn.Module, group: Any, lr: float, interleaved: bool = Fals
     return _runner(module, zero, zero.optim, settle=handle.wait, early=True)
 
 
+variant("zero1-overlap", "zero_nb in DDP's hook")(_overlap)
+variant("zero1-overlap-messages", "the same by messages", messages=True)(_overlap)
 variant("zero2", "zero_nb without DDP")(_parallel)
-variant("zero2-interleaved", "zero_nb without DDP, interleaved")(
-    partial(_parallel, interleaved=True)
-)
+variant("zero2-messages", "the same by messages", messages=True)(_parallel)
+_interleaved = partial(_parallel, interleaved=True)
+variant("zero2-interleaved", "zero_nb without DDP, interleaved")(_interleaved)
+variant("zero2-interleaved-messages", "the same by messages", messages=True)(_interleaved)
 
 # %% ../../nbs/apps/03_bench.ipynb #f547e1f0
 @variant("fsdp2", "FSDP2, no reshard")
@@ -317,23 +322,36 @@ def _fsdp2(module: nn.Module, group: Any, lr: float) -> Runner:
     return _runner(module, AdamW(module.parameters(), lr=lr, fused=True))
 
 
+_LARGE = 1 << 18  # elements from which a parameter is not worth merging with others
+
+
 @variant("floor", "no communication", same=False)
 def _floor(module: nn.Module, group: Any, lr: float) -> Runner:
-    params = list(module.parameters())
     ranks = Group(group)
+    params = list(module.parameters())
+    large = [p for p in params if p.numel() >= _LARGE]
+    dealt = sorted((p for p in params if p.numel() < _LARGE), key=Tensor.numel)
+    small = dealt[ranks.group_rank :: ranks.size]  # this rank's; the others' are stepped there
 
     def mine(tensor: Tensor) -> Tensor:
         return tensor.view(-1).tensor_split(ranks.size)[ranks.group_rank]
 
-    spans = [nn.Parameter(mine(p.detach())) for p in params]
-    optimizer = AdamW(spans, lr=lr, fused=True)
+    spans = [nn.Parameter(mine(p.detach())) for p in large]
+    merged = nn.Parameter(torch.cat([p.detach().view(-1) for p in small])) if small else None
+    optimizer = AdamW([*spans, *([] if merged is None else [merged])], lr=lr, fused=True)
 
     def step() -> None:
-        for p, span in zip(params, spans, strict=True):
+        for p, span in zip(large, spans, strict=True):
             span.grad = None if p.grad is None else mine(p.grad)
+        if merged is not None:
+            merged.grad = torch.cat([p.grad.view(-1) for p in small if p.grad is not None])
         optimizer.step()
 
-    return Runner(module, step, optimizer.state.values, module.zero_grad)
+    def zero_grad() -> None:
+        module.zero_grad()
+        optimizer.zero_grad()  # its gradients are views of the module's
+
+    return Runner(module, step, optimizer.state.values, zero_grad)
 
 # %% ../../nbs/apps/03_bench.ipynb #15d66916
 @variant("deepspeed", "DeepSpeed ZeRO-1", package="deepspeed", counted=False)
@@ -391,11 +409,27 @@ class Job:
 LR = 1e-4
 
 
+@contextmanager
+def _way(name: str) -> Iterator[None]:
+    """Move tensors as a variant asks for."""
+    before = os.environ.get("ZERO_NB_MEMORY")
+    if VARIANTS[name].messages:
+        os.environ["ZERO_NB_MEMORY"] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("ZERO_NB_MEMORY", None)
+        else:
+            os.environ["ZERO_NB_MEMORY"] = before
+
+
 def make_job(
     name: str, model: Model, device: torch.device, group: Any = None
 ) -> Job:  # on this rank; `group` is all ranks if not given
     """Make a variant of the model ready."""
-    group = dist.group.WORLD if group is None else group
+    if group is None:  # one that knows its way of moving tensors already is not used for another
+        group = dist.new_group() if VARIANTS[name].messages else dist.group.WORLD
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     batch = model.batch(generator)
     return Job(
@@ -405,24 +439,32 @@ def make_job(
     )
 
 # %% ../../nbs/apps/03_bench.ipynb #ae8b0ced
-# iterations before anything is measured: DDP rearranges its buckets after the first, optimizers
-# make their state in it
-WARM_UP = 3
+WARM_UP = 3  # iterations before anything is measured
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a variant did in one turn, on one rank; times are in seconds."""
+
+    first: float  # the first iteration of all
+    iteration: tuple[float, ...]
+    step: tuple[float, ...]  # after backward, until all ranks have the new parameters
+    loss: float  # the last
+    resident: int | None  # bytes: as `Launch.resident`
 
 
 def time_rank(
+    name: str,  # of the variant
     model: Model,
-    names: Sequence[str],  # of variants
-    rounds: int,
     device: torch.device,  # of this rank
-) -> dict[
-    str, tuple[list[float], list[float], float]
-]:  # by variant: seconds of each iteration, seconds of each step, last loss
-    """Let the variants take turns on this rank; all ranks call this."""
-    jobs = {name: make_job(name, model, device) for name in names}
+) -> Turn:
+    """Time a variant on this rank; all ranks call this."""
+    with _way(name):
+        return _time_rank(name, model, device)
+
+
+def _time_rank(name: str, model: Model, device: torch.device) -> Turn:
     ranks = Group()
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
-    losses = {name: [job.iterate() for _ in range(WARM_UP)][-1] for name, job in jobs.items()}
 
     def timed(work: Callable[[], Any]) -> tuple[float, Any]:
         ranks.all_reduce(torch.zeros(1, device=device))  # all ranks are here
@@ -430,17 +472,23 @@ def time_rank(
         result = work()
         return synchronized_time(device) - start, result
 
-    for i in range(rounds):
-        for name in [*names[i % len(names) :], *names[: i % len(names)]]:
-            seconds, losses[name] = timed(jobs[name].iterate)
-            times[name][0].append(seconds)
-            if jobs[name].runner.early:
-                jobs[name].iterate()  # so that all train equally long
-                continue
-            jobs[name].backward()
-            times[name][1].append(timed(jobs[name].runner.step)[0])
-            jobs[name].runner.zero_grad()
-    return {name: (*times[name], float(losses[name])) for name in names}
+    ranks.all_reduce(torch.zeros(1, device=device))  # the first one connects the ranks
+    risen = _mark_memory(device)
+    job = make_job(name, model, device)
+    first = timed(job.iterate)[0]
+    for _ in range(WARM_UP - 1):
+        job.iterate()
+    found = [timed(job.iterate) for _ in range(model.turn)]
+    steps = []
+    for _ in range(model.turn // 2):
+        if job.runner.early:
+            job.iterate()  # so that all train equally long
+            continue
+        job.backward()
+        steps.append(timed(job.runner.step)[0])
+        job.runner.zero_grad()
+    iterations = tuple(seconds for seconds, _ in found)
+    return Turn(first, iterations, tuple(steps), float(found[-1][1]), risen())
 
 # %% ../../nbs/apps/03_bench.ipynb #0f974881
 @dataclass(frozen=True)
@@ -469,18 +517,22 @@ def paired(
     return Spread(statistics.median(pairs), tenths[0], tenths[-1])
 
 # %% ../../nbs/apps/03_bench.ipynb #75eac9b9
+BEST = (
+    "better ddp"  # stands for the faster one of the references, or the one that needs less memory
+)
+
+
 def _rounded(times: Iterable[float]) -> tuple[float, ...]:
     return tuple(float(f"{t:.5g}") for t in times)
 
 
 def _slowest(
-    ranks: Sequence[dict[str, tuple[list[float], list[float], float]]],
-    name: str,
-    which: int,  # 0: iterations, 1: steps
+    turns: Sequence[Sequence[Turn]],  # of each round, of each rank
+    which: str,  # "iteration" or "step"
 ) -> tuple[float, ...]:
-    """Find the slowest rank's time of each round."""
-    rounds = zip(*(rank[name][which] for rank in ranks), strict=True)
-    return _rounded(map(max, rounds))
+    """Find the slowest rank's time of each iteration or step, and the median of each turn's."""
+    every = ([getattr(turn, which) for turn in ranks] for ranks in turns)
+    return _rounded(statistics.median(map(max, zip(*times, strict=True))) for times in every)
 
 
 @dataclass(frozen=True)
@@ -490,26 +542,43 @@ class Launch:
     model: str
     world_size: int
     iteration: dict[str, tuple[float, ...]]  # by variant
-    step: dict[
-        str, tuple[float, ...]
-    ]  # by variant: after backward, until all ranks have the new parameters
+    step: dict[str, tuple[float, ...]]  # by variant: after backward, where there is a step then
     losses: dict[str, float]  # by variant: the last, on rank 0
+    first: dict[str, tuple[float, ...]]  # by variant: the first iteration of each turn
+    # by variant: bytes by which the memory that a process holds rose at most, on any rank, in a
+    # process as users start it; None: this system does not say
+    resident: dict[str, int | None]
 
     @classmethod
-    def of(
-        cls, model: str, ranks: Sequence[dict[str, tuple[list[float], list[float], float]]]
-    ) -> Launch:
-        """Bring together what `time_rank` returned."""
-        iteration = {name: _slowest(ranks, name, 0) for name in ranks[0]}
-        step = {name: _slowest(ranks, name, 1) for name in ranks[0] if ranks[0][name][1]}
-        losses = {name: found[2] for name, found in ranks[0].items()}
-        return cls(model, len(ranks), iteration, step, losses)
+    def of(cls, model: str, turns: dict[str, list[list[Turn]]]) -> Launch:
+        """Bring together the turns of each variant, by round and rank."""
+        every = {name: [turn for ranks in found for turn in ranks] for name, found in turns.items()}
+        known = {name: [t.resident for t in found if t.resident] for name, found in every.items()}
+        return cls(
+            model,
+            len(next(iter(turns.values()))[0]),
+            {name: _slowest(found, "iteration") for name, found in turns.items()},
+            {name: _slowest(found, "step") for name, found in turns.items() if every[name][0].step},
+            {name: found[-1][0].loss for name, found in turns.items()},
+            {
+                name: _rounded(max(turn.first for turn in ranks) for ranks in found)
+                for name, found in turns.items()
+            },
+            {name: max(found, default=None) for name, found in known.items()},
+        )
+
+    @property
+    def best(self) -> str:
+        """The faster one of the references."""
+        there = [name for name in REFERENCES if name in self.iteration]
+        return min(there, key=lambda name: statistics.median(self.iteration[name]))
 
     def ratio(
-        self, what: str, ours: str, theirs: str = REFERENCE
+        self, what: str, ours: str, theirs: str = BEST
     ) -> Spread | None:  # None: not both are in this launch
         """Compare two variants; `what` is "iteration" or "step"."""
         times = getattr(self, what)
+        theirs = self.best if theirs == BEST else theirs
         return paired(times[ours], times[theirs]) if ours in times and theirs in times else None
 
 # %% ../../nbs/apps/03_bench.ipynb #f1e396bd
@@ -551,30 +620,36 @@ def _less_files(
     return 1024 * (int(status[key].split()[0]) - int(status["RssFile"].split()[0]))
 
 
+def _mark_memory(device: torch.device) -> Callable[[], int | None]:
+    """Note what is held now. The result tells by how many bytes memory has risen since, at most;
+    None: this system does not say."""
+    gc.collect()
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)  # what is free is not handed out again unseen
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        return lambda: torch.cuda.max_memory_allocated(device) - held
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is held now
+    except OSError:
+        return lambda: None
+    start = _less_files("VmRSS")
+    return lambda: _less_files("VmHWM") - start
+
+
 def peak_bytes(
     device: torch.device,  # whose memory
     work: Callable[[], Any],
 ) -> int | None:  # None: this system does not say
     """Measure how far memory rises while `work` runs. From then on the process gives large tensors
     back to the system as soon as they are free."""
-    gc.collect()
     with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)  # what is free is not handed out again unseen
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 18)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        start = torch.cuda.memory_allocated(device)
-        work()
-        return torch.cuda.max_memory_allocated(device) - start
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is held now
-    except OSError:
-        work()
-        return None
-    start = _less_files("VmRSS")
+    risen = _mark_memory(device)
     work()
-    return _less_files("VmHWM") - start
+    return risen()
 
 # %% ../../nbs/apps/03_bench.ipynb #f28675a4
 def count_rank(
@@ -583,6 +658,11 @@ def count_rank(
     device: torch.device,  # of this rank
 ) -> dict[str, Any]:  # the fields of `Counts` that are numbers
     """Count what a variant costs this rank; all ranks call this, in fresh processes."""
+    with _way(name):
+        return _count_rank(name, model, device)
+
+
+def _count_rank(name: str, model: Model, device: torch.device) -> dict[str, Any]:
     make_job(
         name, models(quick=True)["linear"], device
     ).iterate()  # what torch loads at first use is not the model's
@@ -698,22 +778,22 @@ class BenchmarkReport:
     left_out: dict[str, str] = field(default_factory=dict)  # by variant: why
 
     def ratio(
-        self, what: str, model: str, world_size: int, ours: str, theirs: str = REFERENCE
+        self, what: str, model: str, world_size: int, ours: str, theirs: str = BEST
     ) -> Spread | None:  # None: not measured together
-        """Compare the times of two variants, round by round, in all launches that have both; `what`
-        is "iteration" or "step"."""
+        """Compare the times of two variants, round by round; `what` is "iteration" or "step"."""
         first: list[float] = []
         second: list[float] = []
         for launch in self.launches:
             times = getattr(launch, what)
             same = (launch.model, launch.world_size) == (model, world_size)
-            if same and ours in times and theirs in times:
+            other = launch.best if theirs == BEST else theirs
+            if same and ours in times and other in times:
                 first += times[ours]
-                second += times[theirs]
+                second += times[other]
         return paired(first, second) if first else None
 
     def count(
-        self, model: str, world_size: int, name: str = REFERENCE
+        self, model: str, world_size: int, name: str = REFERENCES[0]
     ) -> Counts | None:  # None: not counted
         """Find the counts of a variant."""
         return next(
@@ -724,6 +804,28 @@ class BenchmarkReport:
             ),
             None,
         )
+
+    def launch(self, model: str, world_size: int) -> Launch | None:  # None: nothing was timed
+        """Find the times of a model."""
+        same = (x for x in self.launches if (x.model, x.world_size) == (model, world_size))
+        return next(same, None)
+
+    def lowest(
+        self, what: str, model: str, world_size: int
+    ) -> int | None:  # bytes; None: not measured
+        """Tell how much memory the reference that needs less takes; `what` is "peak" or "resident"."""
+        found = [self.memory(what, model, world_size, name) for name in REFERENCES]
+        return min((nbytes for nbytes in found if nbytes), default=None)
+
+    def memory(
+        self, what: str, model: str, world_size: int, name: str
+    ) -> int | None:  # bytes; None: not measured
+        """Tell how much memory a variant takes; `what` is "peak" or "resident"."""
+        launch = self.launch(model, world_size)
+        counted = self.count(model, world_size, name)
+        if what == "peak":
+            return counted.peak if counted else None
+        return launch.resident.get(name) if launch else None
 
     def to_json(self) -> str:
         """Write all of it."""
@@ -749,7 +851,7 @@ def _tuples(values: dict[str, Any]) -> dict[str, Any]:
 def _read_report(data: dict[str, Any]) -> BenchmarkReport:
     try:
         launches = tuple(
-            Launch(**launch | {k: _tuples(launch[k]) for k in ("iteration", "step")})
+            Launch(**launch | {k: _tuples(launch[k]) for k in ("iteration", "step", "first")})
             for launch in data["launches"]
         )
         makings = data["makings"] and Makings(**_tuples(data["makings"]))
@@ -842,25 +944,34 @@ def _state_ratio(report: BenchmarkReport) -> float | None:
     )
 
 
-def _peak(
-    model: str, name: str, against: str = REFERENCE
+def _memory_ratio(
+    what: str, model: str, ours: str, theirs: str = BEST
 ) -> Callable[[BenchmarkReport], float | None]:
     def measured(report: BenchmarkReport) -> float | None:
-        ours = report.count(model, 4, name)
-        theirs = report.count(model, 4, against)
-        if not (ours and theirs and ours.peak and theirs.peak):
-            return None
-        return ours.peak / theirs.peak
+        found = report.memory(what, model, 4, ours)
+        least = report.lowest(what, model, 4)
+        other = least if theirs == BEST else report.memory(what, model, 4, theirs)
+        return found / other if found and other else None
 
     return measured
 
 
-def _peer(name: str) -> Callable[[BenchmarkReport], float | None]:  # one rank has nothing to share
+def _first_ratio(name: str) -> Callable[[BenchmarkReport], float | None]:
+    return lambda report: _worst(
+        statistics.median(launch.first[name]) / statistics.median(launch.iteration[name])
+        for launch in report.launches
+        if name in launch.first
+    )
+
+
+def _peer(
+    ours: str, theirs: str
+) -> Callable[[BenchmarkReport], float | None]:  # one rank has nothing to share
     return lambda report: _worst(
         found.median
         for model in models()
         for n in (2, 4)
-        if (found := report.ratio("iteration", model, n, "zero2", name))
+        if (found := report.ratio("iteration", model, n, ours, theirs))
     )
 
 
@@ -911,7 +1022,7 @@ TARGETS = (
         Target(
             f"step, zero1 / ddp: {model}, 1 rank",
             1.02,
-            _time("step", model, [1], "zero1", REFERENCE),
+            _time("step", model, [1], "zero1", "ddp"),
         )
         for model in ("linear", "gpt", "small")
     ),
@@ -921,33 +1032,55 @@ TARGETS = (
         0.1,
         _making("zero1_many", "torch_many"),
     ),
-    Target("peak memory, zero1 / ddp: linear, 4 ranks", 0.70, _peak("linear", "zero1")),
-    Target(
-        "peak memory, zero1-gradview / ddp-gradview: linear, 4 ranks",
-        0.70,
-        _peak("linear", "zero1-gradview", "ddp-gradview"),
-    ),
-    Target(
-        "peak memory, zero1-overlap / ddp: linear, 4 ranks", 0.70, _peak("linear", "zero1-overlap")
-    ),
     *(
         Target(
-            f"iteration, {name} / ddp: {model}, {' and '.join(map(str, n))} ranks",
+            f"iteration, {name}: {model}, {' and '.join(map(str, n))} ranks",
             limit,
-            _time("iteration", model, n, name, REFERENCE),
+            _time("iteration", model, n, name, BEST),
         )
-        for name, limits in (("zero1-overlap", (0.90, 0.95, 0.90)), ("zero2", (0.80, 0.90, 1.05)))
+        for name, limits in (
+            ("zero1-overlap", (0.75, 0.85, 0.80)),
+            ("zero1-overlap-messages", (0.98, 0.95, 0.90)),
+            ("zero2", (0.75, 0.85, 0.85)),
+            ("zero2-messages", (0.95, 0.95, 0.97)),
+            ("zero1-gradview", (1.00, 1.02, 1.00)),
+            ("zero1-gradview-messages", (1.10, 1.05, 1.00)),
+        )
         for model, n, limit in zip(
             ("linear", "gpt", "small"), ([2, 4], [4], [2, 4]), limits, strict=True
         )
     ),
     *(
         Target(
-            f"iteration, zero2 / {name}: worst of all models, 2 and 4 ranks",
+            f"iteration, {ours} / {theirs}: worst of all models, 2 and 4 ranks",
             limit,
-            _peer(name),
+            _peer(ours, theirs),
         )
-        for name, limit in (("deepspeed", 0.65), ("fsdp2", 0.65), ("fairscale", 0.95))
+        for ours, theirs, limit in (
+            ("zero1", "torch", 1.0),
+            ("zero1-overlap", "fsdp2", 1.0),
+            ("zero1-overlap", "deepspeed", 1.0),
+            ("zero1-overlap", "fairscale", 1.0),
+            ("zero2", "fsdp2", 0.65),
+            ("zero2", "deepspeed", 0.65),
+            ("zero2", "fairscale", 0.95),
+        )
+    ),
+    *(
+        Target(
+            f"iteration, {name} / floor: small, 2 and 4 ranks",
+            1.05,
+            _time("iteration", "small", [2, 4], name, "floor"),
+        )
+        for name in ("zero1-overlap", "zero2")
+    ),
+    *(
+        Target(
+            f"first iteration / later ones, {name}: worst of all models and ranks",
+            1.5,
+            _first_ratio(name),
+        )
+        for name in ("zero1-gradview", "zero1-overlap", "zero2", "zero2-interleaved")
     ),
     *(
         Target(
@@ -959,11 +1092,28 @@ TARGETS = (
     ),
     *(
         Target(
-            f"peak memory, zero2 / ddp: {model}, 4 ranks",
-            limit,
-            _peak(model, "zero2"),
+            f"resident, {name}: linear, 4 ranks", limit, _memory_ratio("resident", "linear", name)
         )
-        for model, limit in (("linear", 0.50), ("gpt", 0.85))
+        for names, limit in (
+            (("zero1-overlap", "zero1-overlap-messages"), 0.75),
+            (("zero2", "zero2-messages"), 0.55),
+            (("zero2-interleaved", "zero2-interleaved-messages"), 0.50),
+        )
+        for name in names
+    ),
+    *(
+        Target(
+            f"peak, {ours} / {theirs}: {model}, 4 ranks",
+            limit,
+            _memory_ratio("peak", model, ours, theirs),
+        )
+        for model, ours, theirs, limit in (
+            ("linear", "zero1", "ddp", 0.70),
+            ("linear", "zero1-gradview", "ddp-gradview", 0.70),
+            ("linear", "zero1-overlap", "ddp", 0.70),
+            ("linear", "zero2", "ddp", 0.50),
+            ("gpt", "zero2", "ddp", 0.85),
+        )
     ),
 )
 
@@ -974,41 +1124,6 @@ def verdicts(
     """Hold a report against the targets."""
     value = lambda target: "" if (found := target.measured(report)) is None else f"{found:.3g}"
     return [(t.words, f"{t.limit:g}", value(t), t.met(report)) for t in TARGETS]
-
-# %% ../../nbs/apps/03_bench.ipynb #ae5e1bdd
-PEERS = ("fsdp2", "deepspeed", "fairscale")  # rivals of `zero2`
-
-
-def _memory() -> int:  # bytes that are free on this machine
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(
-            1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
-        )
-    return 8 << 30
-
-
-def together(
-    names: Sequence[str],  # of variants, without the reference
-    elements: int,  # of the model
-    world_size: int,
-    memory: int,  # bytes for all ranks
-) -> list[tuple[str, ...]]:  # launches; each begins with the reference
-    """Put as many variants in a launch as fit, at least one; where peers have launches of their
-    own, ours is there too."""
-    reference = 22 * elements * world_size  # DDP: parameter, gradient, bucket, state
-    other = elements * (14 * world_size + 8)
-    fit = max(1, (memory - reference) // max(1, other))
-    if fit >= len(names):
-        return [(REFERENCE, *names)]
-    ours = ("zero2",) if "zero2" in names and fit > 1 else ()
-    own = [name for name in names if name not in PEERS]
-    peers = [name for name in names if name in PEERS]
-    room = fit - len(ours)
-    return [
-        *((REFERENCE, *own[i : i + fit]) for i in range(0, len(own), fit)),
-        *((REFERENCE, *ours, *peers[i : i + room]) for i in range(0, len(peers), room)),
-    ]
 
 # %% ../../nbs/apps/03_bench.ipynb #c3d41df7
 PARTS = ("times", "counts", "constructors", "profiles")
@@ -1031,8 +1146,8 @@ class Options:
 
     models: tuple[str, ...] = ("linear", "gpt", "small")
     ranks: tuple[int, ...] = (1, 2, 4)  # world sizes
-    variants: tuple[str, ...] = tuple(VARIANTS)  # the reference is always there
-    rounds: int = 20
+    variants: tuple[str, ...] = tuple(VARIANTS)  # the references are always there
+    rounds: int = 5  # turns of each variant
     quick: bool = False  # shrunk models
     device: str = "cpu"  # or "cuda"
     parts: tuple[str, ...] = PARTS[:3]
@@ -1085,8 +1200,8 @@ def _count(name: str, model: Model, kind: str) -> dict[str, Any]:
     return count_rank(name, model, _device(kind))
 
 
-def _times(model: Model, names: Sequence[str], rounds: int, kind: str) -> dict[str, Any]:
-    return time_rank(model, names, rounds, _device(kind))
+def _time_turn(name: str, model: Model, kind: str) -> Turn:
+    return time_rank(name, model, _device(kind))
 
 
 def _trace(name: str, model: Model, kind: str) -> list[Stretch]:
@@ -1095,14 +1210,15 @@ def _trace(name: str, model: Model, kind: str) -> list[Stretch]:
 # %% ../../nbs/apps/03_bench.ipynb #3842383c
 def _time_variants(
     options: Options, ranks: Launcher, model: Model, n: int, names: Sequence[str], say: Callable
-) -> list[Launch]:
-    """Time the variants beside the reference, in as few launches as memory allows."""
-    launches = []
-    for several in together(names, sum(model.sizes), n, _memory() * 4 // 5):
-        say(f"timing: {model.words}, {n} ranks, {', '.join(several)}")
-        found = ranks(n, _times, model, several, options.rounds, options.device)
-        launches.append(Launch.of(model.name, found))
-    return launches
+) -> Launch:
+    """Let the variants take turns."""
+    turns: dict[str, list[list[Turn]]] = {name: [] for name in names}
+    for i in range(options.rounds):
+        say(f"timing: {model.words}, {n} ranks, round {i + 1} of {options.rounds}")
+        first = i % len(names)  # who goes first changes from round to round
+        for name in (*names[first:], *names[:first]):
+            turns[name].append(ranks(n, _time_turn, name, model, options.device))
+    return Launch.of(model.name, turns)
 
 
 def _count_variants(
@@ -1135,18 +1251,22 @@ def measure(
     ranks = ranks or forked(options.device)
     here = machine(options)
     left_out = {name: VARIANTS[name].missing for name in options.variants if VARIANTS[name].missing}
+    if options.device == "cuda":
+        none = "only CPUs have shared memory, which it does without"
+        left_out |= {name: none for name in options.variants if VARIANTS[name].messages}
     found: list[Counts] = []
     launches: list[Launch] = []
     for model in (models(options.quick)[name] for name in options.models):
         for n in options.ranks:
-            names = [name for name in options.variants if name not in (REFERENCE, *left_out)]
+            names = [name for name in VARIANTS if name in (*REFERENCES, *options.variants)]
+            names = [name for name in names if name not in left_out]
             if "counts" in options.parts:
-                more, broken = _count_variants(options, ranks, model, n, (REFERENCE, *names), say)
+                more, broken = _count_variants(options, ranks, model, n, names, say)
                 found += more
                 left_out |= broken
                 names = [name for name in names if name not in left_out]
             if "times" in options.parts:
-                launches += _time_variants(options, ranks, model, n, names, say)
+                launches.append(_time_variants(options, ranks, model, n, names, say))
             if found or launches:
                 so_far = tuple(launches), tuple(found)
                 keep(BenchmarkReport(here, options.quick, *so_far, None, left_out))
@@ -1213,15 +1333,15 @@ def strays(report: BenchmarkReport) -> dict[str, str]:  # by variant: what was s
     found = {}
     for launch in report.launches:
         for name, loss in launch.losses.items():
-            want = launch.losses[REFERENCE]
+            want = launch.losses[REFERENCES[0]]
             if (
                 name in VARIANTS
                 and VARIANTS[name].same
                 and not abs(loss - want) <= 5e-4 * abs(want)
             ):
-                found[name] = (
-                    f"last loss {loss:.4f} where {REFERENCE} had {want:.4f} ({launch.model}, {launch.world_size} ranks)"
-                )
+                where = f"{launch.model}, {launch.world_size} ranks"
+                had = f"{REFERENCES[0]} had {want:.4f} ({where})"
+                found[name] = f"last loss {loss:.4f} where {had}"
     return found
 
 # %% ../../nbs/apps/03_bench.ipynb #de16eef8
@@ -1251,58 +1371,61 @@ def _over(ours: Any, theirs: Any) -> float | None:
 def _report_row(report: BenchmarkReport, model: str, n: int, name: str) -> dict[str, Any]:
     ours = report.count(model, n, name)
     full = report.count(model, n)
+    launch = report.launch(model, n)
     row: dict[str, Any] = {"model": model, "ranks": n, "variant": name}
-    for what, theirs in (("iteration", REFERENCE), ("step", REFERENCE), ("step", "torch")):
+    row["best"] = launch is not None and name == launch.best
+    for what, theirs in (("iteration", BEST), ("step", BEST), ("step", "torch")):
         found = report.ratio(what, model, n, name, theirs)
         row |= {
             f"{what} / {theirs}": found and found.median,
             f"{what} / {theirs}, low": found and found.low,
             f"{what} / {theirs}, high": found and found.high,
         }
+    if launch is not None and name in launch.first:
+        later = statistics.median(launch.iteration[name])
+        row["first / later"] = statistics.median(launch.first[name]) / later
+    else:
+        row["first / later"] = None
     numbers = {
         key: getattr(ours, key, None)
-        for key in ("state", "wire", "step_wire", "collectives", "step_collectives", "peak")
+        for key in ("state", "wire", "step_wire", "collectives", "step_collectives")
     }
-    share = _over(full.state, n) if full else None
-    return (
-        row
-        | numbers
-        | {
-            "state / fair share": _over(numbers["state"], share),
-            **{
-                f"{key} / {REFERENCE}": _over(numbers[key], full and getattr(full, key))
-                for key in ("wire", "peak")
-            },
-        }
-    )
+    row |= numbers
+    row["state / fair share"] = _over(numbers["state"], _over(full.state, n) if full else None)
+    row["wire / ddp"] = _over(numbers["wire"], full and full.wire)
+    for what in ("peak", "resident"):
+        row[what] = report.memory(what, model, n, name)
+        row[f"{what} / {BEST}"] = _over(row[what], report.lowest(what, model, n))
+    return row
 
 # %% ../../nbs/apps/03_bench.ipynb #88b55fb3
 HEADS = (
     "model",
     "ranks",
     "variant",
-    "iteration / ddp",
-    "step / ddp",
+    f"iteration / {BEST}",
+    f"step / {BEST}",
     "step / torch",
+    "first / later",
+    "resident MiB",
+    f"/ {BEST}",
+    "peak MiB",
+    f"/ {BEST} ",
     "state MiB",
     "/ fair",
     "wire MiB",
     "/ ddp",
     "collectives",
     "in step",
-    "peak MiB",
-    "/ ddp ",
 )
+TIMES, BYTES = 7, slice(7, len(HEADS))  # which of them are of times (the first ones), of bytes
 
 
 def _ratio(row: dict[str, Any], key: str) -> str:
     if row[key] is None:
         return "-"
-    return (
-        "1"
-        if key.endswith(row["variant"]) and row[key] == 1
-        else str(Spread(row[key], row[f"{key}, low"], row[f"{key}, high"]))
-    )
+    itself = row["best"] if key.endswith(BEST) else key.endswith(row["variant"])
+    return "1" if itself else str(Spread(row[key], row[f"{key}, low"], row[f"{key}, high"]))
 
 
 def _number(value: Any, form: str = ".2f", scale: float = 1.0) -> str:
@@ -1311,18 +1434,21 @@ def _number(value: Any, form: str = ".2f", scale: float = 1.0) -> str:
 
 def cells(row: dict[str, Any]) -> list[str]:  # one for each of `HEADS`
     """Write a row for people."""
-    ratios = [
-        _ratio(row, key)
-        for key in (f"iteration / {REFERENCE}", f"step / {REFERENCE}", "step / torch")
+    ratios = [_ratio(row, key) for key in (f"iteration / {BEST}", f"step / {BEST}", "step / torch")]
+    memory = [
+        text
+        for what in ("resident", "peak")
+        for text in (_number(row[what], ".0f", 2**-20), _number(row[f"{what} / {BEST}"]))
     ]
-    state = [_number(row["state"], ".2f", 2**-20), _number(row["state / fair share"])]
-    wire = [
+    counted = [
+        _number(row["state"], ".2f", 2**-20),
+        _number(row["state / fair share"]),
         _number(row["wire"], ".2f", 2**-20),
-        _number(row[f"wire / {REFERENCE}"]),
+        _number(row["wire / ddp"]),
         *(_number(row[key], ".0f") for key in ("collectives", "step_collectives")),
     ]
-    peak = [_number(row["peak"], ".0f", 2**-20), _number(row[f"peak / {REFERENCE}"])]
-    return [row["model"], str(row["ranks"]), row["variant"], *ratios, *state, *wire, *peak]
+    first = _number(row["first / later"])
+    return [row["model"], str(row["ranks"]), row["variant"], *ratios, first, *memory, *counted]
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -1331,6 +1457,33 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
         "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines))
         + "\n"
     )
+
+# %% ../../nbs/apps/03_bench.ipynb #88b55fb5
+def summary(
+    report: BenchmarkReport,
+    world_size: int = 4,
+    leave_out: Sequence[str] = ("control", "zero1", "zero1-view", "torch-view"),
+) -> str:  # Markdown
+    """Set out what a way to train costs over the better DDP: time, resident memory, bytes sent."""
+    found = {
+        (row["model"], row["variant"]): row
+        for row in rows(report)
+        if row["ranks"] == world_size and row["variant"] not in leave_out
+    }
+    shown = [name for name in models() if any(model == name for model, _ in found)]
+    heads = ["", *(f"{model}: {what}" for model in shown for what in ("time", "memory", "bytes"))]
+    keys = (f"iteration / {BEST}", f"resident / {BEST}", "wire / ddp")
+    lines = [
+        [f"{v.words} (`{v.name}`)"]
+        + [
+            _number(found[model, v.name][key]) if (model, v.name) in found else "-"
+            for model in shown
+            for key in keys
+        ]
+        for v in VARIANTS.values()
+        if any((model, v.name) in found for model in shown)
+    ]
+    return markdown(heads, lines)
 
 # %% ../../nbs/apps/03_bench.ipynb #d837de59
 _TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 5, 10, 20, 50)
@@ -1362,7 +1515,7 @@ def _draw_panel(
     ax.axvline(1, color="gray", linewidth=0.8, zorder=0)
     ax.set(
         xscale="log",
-        xlabel=f"{what} time / {REFERENCE}",
+        xlabel=f"{what} time / {BEST}",
         yticks=range(len(names)),
         yticklabels=names,
         ylim=(len(names) - 0.4, -0.6),
@@ -1380,15 +1533,15 @@ def draw(
     file: Any,  # path or binary stream
     form: str = "png",  # or "svg"
 ) -> None:
-    """Draw the ratios to the reference: a column for each model, iterations above and steps below."""
+    """Draw the ratios to the better reference: a column for each model, iterations above and steps below."""
     from matplotlib.figure import Figure
 
     shown = [name for name in models() if any(x.model == name for x in report.launches)]
-    timed = {name for launch in report.launches for name in launch.iteration} - {REFERENCE}
+    timed = {name for launch in report.launches for name in launch.iteration}
     names = [name for name in VARIANTS if name in timed]
     if not shown or not names:
         raise ValueError(
-            "a figure shows times of variants beside the reference, and this report has none;"
+            "a figure shows times of variants beside the references, and this report has none;"
             " measure part 'times'"
         )
     size = (3 + 2.6 * len(shown), 2 + 0.5 * len(names))
@@ -1495,7 +1648,7 @@ def _flags() -> dict[str, dict[str, Any]]:
             "type": int,
             "default": default.rounds,
             "metavar": "INT",
-            "help": "turns of every variant (default: 20)",
+            "help": f"turns of every variant (default: {default.rounds})",
         },
         "--quick": {
             "action": "store_true",
