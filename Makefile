@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: help train bench test quick notebooks pytest browser lint export lab clean
+.PHONY: help train bench link test quick notebooks pytest browser lint export lab clean
 
 help: ## what the targets do
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,6 +15,9 @@ train: $(VENV)/.ready ## train a small GPT on two local ranks beside plain DDP; 
 
 bench: $(VENV)/.ready ## compare with plain DDP and other optimizers at full size (up to an hour, 16 GB); what apps/03_bench shows is in nbs/benchmark
 	$(BIN)/python -m zero_nb.apps.bench --out nbs/benchmark $(ARGS)
+
+link: $(VENV)/.ready ## the benchmark between two network namespaces joined by 1 Gbit/s (20 minutes, root), as nbs/benchmark/two_machines.sh runs it between two machines
+	$(BIN)/python tests/link.py $(ARGS)
 
 test: lint notebooks pytest ## everything CI checks
 

@@ -224,7 +224,18 @@ def test_turns_rotate():
     found = bench._time_variants(options, ranks, model, 2, ["ddp", "b", "c"], lambda line: None)
     assert [name[0] for name in order] == [*"dbcbcdcdbdbc"]
     assert found.world_size == 2 and found.iteration["b"] == (2.0,) * 4 and not found.step
-    assert found.resident == {"ddp": None, "b": None, "c": None}
+    assert found.resident == {"ddp": None, "b": None, "c": None} and not found.link
+
+
+def test_what_an_interface_sends_is_counted(monkeypatch):
+    """The loopback here; between machines the one that joins them."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    model = models(True)["linear"]
+    turns = run(2, time_rank, "zero2-messages", model, torch.device("cpu"))
+    found = Launch.of("linear", {"zero2": [turns]}).link["zero2"]
+    assert found >= 2 * 4 * sum(model.sizes)  # both ranks send all of it once
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    assert bench._sent() is None
 
 
 def test_ratios():
@@ -315,7 +326,7 @@ def test_other_reports_are_refused(text):
 def test_targets():
     met = {words: (value, answer) for words, _, value, answer in verdicts(REPORT)}
     answers = [answer for _, answer in met.values()]
-    assert (answers.count("yes"), answers.count("not measured")) == (4, len(answers) - 4)
+    assert (answers.count("yes"), answers.count("not measured")) == (5, len(answers) - 5)
     assert met["step, zero1 / torch: gpt, 4 ranks"] == ("0.25", "yes")
     assert met["constructor, zero1 / AdamW: 10,000 parameters"] == ("2", "yes")
     assert met["constructor, zero1 / torch: 10,000 parameters, 1,024 ranks"] == (

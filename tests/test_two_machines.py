@@ -1,6 +1,7 @@
 """What goes over the link between two machines, counted by the link itself."""
 
 import json
+import subprocess
 import sys
 import time
 
@@ -8,11 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from common.modes import MODES
-from common.two_machines import missing, run_on_two_machines, sent_bytes
+from common.two_machines import (
+    SCRIPT,
+    benchmark_on_two_machines,
+    missing,
+    run_on_two_machines,
+    sent_bytes,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
+from zero_nb.apps.bench import BenchmarkReport, models
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 WIDTH = 600
@@ -94,6 +102,27 @@ def test_bytes_between_two_machines(per_side):
             sent, total = rank[name]
             assert wanted[name] <= sent <= wanted[name] + OVERHEAD, (name, sent)
             assert total == pytest.approx(found[0]["ddp"][1], abs=1e-3)
+
+
+@pytest.mark.skipif(bool(why), reason=why)
+def test_the_benchmark_between_two_machines(tmp_path):
+    """As its script runs it: the first machine has the report, with what the link counted."""
+    flags = ["--quick", "--model", "linear", "--variants", "zero2", "--rounds", "1", "--network"]
+    said = benchmark_on_two_machines(1, [*flags, "a wire", "--out", str(tmp_path)], 120.0)
+    assert said.count("the optimizers") == 1
+    report = BenchmarkReport.from_json((tmp_path / "report.json").read_text())
+    assert (report.machine["machines"], report.machine["network"]) == ("2", "a wire")
+    assert report.machine["zero_nb moves tensors by"] == "messages"
+    (launch,) = report.launches
+    assert launch.world_size == 2
+    for name in ("ddp", "zero2"):  # small messages have headers and acknowledgements
+        assert 1 <= launch.link[name] / (4 * sum(models(True)["linear"].sizes)) <= 1.1
+
+
+def test_the_script_for_two_machines_tells_how_to_use_it():
+    done = subprocess.run([str(SCRIPT), "10.0.0.1"], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 2 and not done.stdout
+    assert "two_machines.sh ADDRESS NODE INTERFACE" in done.stderr
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from pathlib import Path
 from .ports import free_port
 
 SIDES = ("a", "b")
+FIRST = "10.77.0.1"  # address of the first one
+SCRIPT = Path(__file__).parents[2] / "nbs" / "benchmark" / "two_machines.sh"
 
 
 def _ip(*args: str) -> None:
@@ -31,7 +33,9 @@ def missing() -> str:  # "" if they can be made
 
 
 @contextmanager
-def two_machines() -> Iterator[list[str]]:  # names of the namespaces
+def two_machines(
+    rate: str = "",  # of the link, as tc writes it ("1gbit"); "": as fast as it goes
+) -> Iterator[list[str]]:  # names of the namespaces
     """Make two namespaces whose only link is one between them, and remove them at the end."""
     names = [f"zero-nb-{os.getpid()}-{side}" for side in SIDES]
     try:
@@ -43,6 +47,11 @@ def two_machines() -> Iterator[list[str]]:  # names of the namespaces
         for i, (name, side) in enumerate(zip(names, SIDES, strict=True)):
             _ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"link-{side}")
             _ip("-n", name, "link", "set", f"link-{side}", "up")
+            if rate:
+                shape = (
+                    f"tc qdisc add dev link-{side} root tbf rate {rate} burst 256kb latency 50ms"
+                )
+                _ip("netns", "exec", name, *shape.split())
         yield names
     finally:
         for name in names:
@@ -58,7 +67,7 @@ def run_on_two_machines(
     """Run a program as one job on both machines; raises `AssertionError` if a rank fails."""
     with two_machines() as names:
         shared = {
-            "MASTER_ADDR": "10.77.0.1",
+            "MASTER_ADDR": FIRST,
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(2 * per_side),
             "OMP_NUM_THREADS": "1",
@@ -69,23 +78,46 @@ def run_on_two_machines(
             side = rank // per_side
             own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": f"link-{SIDES[side]}"}
             command = ["ip", "netns", "exec", names[side], sys.executable, *program]
-            ranks.append(
-                subprocess.Popen(
-                    command,
-                    env={**os.environ, **shared, **own, **env},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        try:
-            said = [rank.communicate(timeout=timeout) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    for rank, (_, errors) in zip(ranks, said, strict=True):
-        assert rank.returncode == 0, errors
+            ranks.append(_started(command, {**shared, **own, **env}))
+        return _said(ranks, timeout)
+
+
+def benchmark_on_two_machines(
+    per_side: int,  # ranks on each machine
+    flags: Sequence[str],  # of zero_nb.apps.bench
+    timeout: float,  # seconds
+    rate: str = "",  # as for `two_machines`
+) -> str:  # what the first machine printed
+    """Run the benchmark as its script runs it on two machines."""
+    with two_machines(rate) as names:
+        env = {
+            "PYTHON": sys.executable,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "MASTER_PORT": str(free_port()),
+            "ZERO_NB_MEMORY": "0",  # they share one memory, which machines do not
+        }
+        machines = []
+        for node, name in enumerate(names):
+            script = [str(SCRIPT), FIRST, str(node), f"link-{SIDES[node]}", str(per_side)]
+            machines.append(_started(["ip", "netns", "exec", name, *script, *flags], env))
+        return _said(machines, timeout)[0]
+
+
+def _started(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env={**os.environ, **env}, text=True, **pipes)
+
+
+def _said(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[str]:
+    """Wait for processes, and give what they printed; raises `AssertionError` if one fails."""
+    try:
+        said = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()  # torchrun ends its ranks
+            process.wait()
+    for process, (_, errors) in zip(processes, said, strict=True):
+        assert process.returncode == 0, errors
     return [out for out, _ in said]
 
 

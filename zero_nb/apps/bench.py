@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -451,6 +451,15 @@ class Turn:
     step: tuple[float, ...]  # after backward, until all ranks have the new parameters
     loss: float  # the last
     resident: int | None  # bytes: as `Launch.resident`
+    link: float | None = None  # bytes: as `Launch.link`
+
+
+def _sent() -> int | None:  # None: nobody said which interface it is
+    """Count the bytes that this machine has sent by the interfaces that gloo was told to use."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    counters = [Path("/sys/class/net", name, "statistics/tx_bytes") for name in names if name]
+    found = [int(counter.read_text()) for counter in counters if counter.exists()]
+    return sum(found) if found else None
 
 
 def time_rank(
@@ -466,19 +475,27 @@ def time_rank(
 def _time_rank(name: str, model: Model, device: torch.device) -> Turn:
     ranks = Group()
 
+    def meet() -> None:
+        ranks.all_reduce(torch.zeros(1, device=device))
+
     def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-        ranks.all_reduce(torch.zeros(1, device=device))  # all ranks are here
+        meet()
         start = synchronized_time(device)
         result = work()
         return synchronized_time(device) - start, result
 
-    ranks.all_reduce(torch.zeros(1, device=device))  # the first one connects the ranks
+    meet()  # the first one connects the ranks
     risen = _mark_memory(device)
     job = make_job(name, model, device)
     first = timed(job.iterate)[0]
     for _ in range(WARM_UP - 1):
         job.iterate()
+    meet()
+    before = _sent()
     found = [timed(job.iterate) for _ in range(model.turn)]
+    meet()
+    after = _sent()
+    link = None if before is None or after is None else (after - before) / model.turn
     steps = []
     for _ in range(model.turn // 2):
         if job.runner.early:
@@ -488,7 +505,7 @@ def _time_rank(name: str, model: Model, device: torch.device) -> Turn:
         steps.append(timed(job.runner.step)[0])
         job.runner.zero_grad()
     iterations = tuple(seconds for seconds, _ in found)
-    return Turn(first, iterations, tuple(steps), float(found[-1][1]), risen())
+    return Turn(first, iterations, tuple(steps), float(found[-1][1]), risen(), link)
 
 # %% ../../nbs/apps/03_bench.ipynb #0f974881
 @dataclass(frozen=True)
@@ -548,12 +565,16 @@ class Launch:
     # by variant: bytes by which the memory that a process holds rose at most, on any rank, in a
     # process as users start it; None: this system does not say
     resident: dict[str, int | None]
+    # by variant: bytes that a machine sends to others in an iteration, at most; none where no
+    # interface was counted
+    link: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: str, turns: dict[str, list[list[Turn]]]) -> Launch:
         """Bring together the turns of each variant, by round and rank."""
         every = {name: [turn for ranks in found for turn in ranks] for name, found in turns.items()}
         known = {name: [t.resident for t in found if t.resident] for name, found in every.items()}
+        sent = {name: [turn.link for turn in found if turn.link] for name, found in every.items()}
         return cls(
             model,
             len(next(iter(turns.values()))[0]),
@@ -565,6 +586,7 @@ class Launch:
                 for name, found in turns.items()
             },
             {name: max(found, default=None) for name, found in known.items()},
+            {name: round(max(found)) for name, found in sent.items() if found},
         )
 
     @property
@@ -1151,6 +1173,7 @@ class Options:
     quick: bool = False  # shrunk models
     device: str = "cpu"  # or "cuda"
     parts: tuple[str, ...] = PARTS[:3]
+    network: str = ""  # what joins the machines, for people
 
     def __post_init__(self) -> None:
         _known("model", self.models, list(models()))
@@ -1320,12 +1343,12 @@ def machine(options: Options) -> dict[str, str]:
         threads = str(torch.get_num_threads())
         gpu = torch.cuda.get_device_name()
         return found | {"gpu": gpu, "threads of a rank": threads, "backend": "nccl"}
-    way = "shared memory" if available() else "messages"
-    return found | {
-        "threads of a rank": "1",
-        "backend": "gloo",
-        "zero_nb moves tensors by": way,
-    }
+    machines = os.environ.get("GROUP_WORLD_SIZE", "1")  # torchrun's
+    way = "shared memory" if available() and machines == "1" else "messages"
+    found |= {"threads of a rank": "1", "backend": "gloo", "zero_nb moves tensors by": way}
+    if machines != "1":
+        found["machines"] = machines
+    return found | ({"network": options.network} if options.network else {})
 
 # %% ../../nbs/apps/03_bench.ipynb #49fcbfa1
 def strays(report: BenchmarkReport) -> dict[str, str]:  # by variant: what was seen
@@ -1654,6 +1677,11 @@ def _flags() -> dict[str, dict[str, Any]]:
             "action": "store_true",
             "help": "shrink the models: a look, not a measurement",
         },
+        "--network": {
+            "default": default.network,
+            "metavar": "WORDS",
+            "help": "what joins the machines, for the report, as '10 Gbit/s'",
+        },
         "--device": {
             "choices": ("cpu", "cuda"),
             "default": default.device,
@@ -1706,7 +1734,9 @@ def _checked_options(given: Any) -> Options:  # of the parsed command line
     once = [
         tuple(dict.fromkeys(names)) for names in (given.model, ranks, given.variants, given.parts)
     ]
-    return Options(once[0], once[1], once[2], given.rounds, given.quick, given.device, once[3])
+    names, ranks, variants, parts = once
+    options = Options(names, ranks, variants, given.rounds, given.quick, given.device, parts)
+    return replace(options, network=given.network)
 
 # %% ../../nbs/apps/03_bench.ipynb #e6e1ff13
 def _before(given: Any, options: Options) -> BenchmarkReport | None:  # what to add to
