@@ -16,7 +16,7 @@ train: $(VENV)/.ready ## train a small GPT on two local ranks beside plain DDP; 
 bench: $(VENV)/.ready ## compare with plain DDP and other optimizers at full size (up to an hour, 16 GB); what apps/03_bench shows is in nbs/benchmark
 	$(BIN)/python -m zero_nb.apps.bench --out nbs/benchmark $(ARGS)
 
-link: $(VENV)/.ready ## the benchmark between two network namespaces joined by 1 Gbit/s (20 minutes, root), as nbs/benchmark/two_machines.sh runs it between two machines
+link: $(VENV)/.ready ## the same between two network namespaces joined by 1 Gbit/s (root, 20 minutes); nbs/benchmark/two_machines.sh does it between two machines
 	$(BIN)/python tests/link.py $(ARGS)
 
 test: lint notebooks pytest ## everything CI checks

@@ -14,6 +14,9 @@ def readme() -> dict[str, str]:
     code hosts show no inline SVG."""
     notebook = nbformat.read(ROOT / "nbs" / "index.ipynb", as_version=4)
     notebook.metadata["language_info"] = {"name": "python"}  # a cleaned notebook does not say so
+    for cell in notebook.cells:
+        if cell.source.startswith("#| echo: false"):
+            cell.metadata["transient"] = {"remove_source": True}
     text, _ = MarkdownExporter().from_notebook_node(notebook)
     files = {}
 

@@ -126,6 +126,7 @@ def models(
         (2, 32, 2, 1000, 16) if quick else (6, 384, 6, 50_304, 64)
     )
     links, link = (50, 8) if quick else (500, 32)
+    turns = (4, 4, 4) if quick else (4, 6, 20)
     found = [
         Model(
             "linear",
@@ -133,7 +134,7 @@ def models(
             lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(n))),
             _vectors(20, width),
             _mse,
-            4,
+            turns[0],
         ),
         Model(
             "gpt",
@@ -141,7 +142,7 @@ def models(
             lambda: TiedGPT(layers, channels, heads, vocabulary),
             _words(length, vocabulary),
             _next_word,
-            4 if quick else 6,
+            turns[1],
         ),
         Model(
             "small",
@@ -149,7 +150,7 @@ def models(
             lambda: Chain(links, link),
             _vectors(8, link),
             _mse,
-            4 if quick else 20,
+            turns[2],
         ),
     ]
     return {model.name: model for model in found}
@@ -451,10 +452,10 @@ class Turn:
     step: tuple[float, ...]  # after backward, until all ranks have the new parameters
     loss: float  # the last
     resident: int | None  # bytes: as `Launch.resident`
-    link: float | None = None  # bytes: as `Launch.link`
+    link: int | None = None  # bytes: as `Launch.link`
 
 
-def _sent() -> int | None:  # None: nobody said which interface it is
+def _link_bytes() -> int | None:  # None: nobody said which interface it is
     """Count the bytes that this machine has sent by the interfaces that gloo was told to use."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     counters = [Path("/sys/class/net", name, "statistics/tx_bytes") for name in names if name]
@@ -491,11 +492,11 @@ def _time_rank(name: str, model: Model, device: torch.device) -> Turn:
     for _ in range(WARM_UP - 1):
         job.iterate()
     meet()
-    before = _sent()
+    before = _link_bytes()
     found = [timed(job.iterate) for _ in range(model.turn)]
     meet()
-    after = _sent()
-    link = None if before is None or after is None else (after - before) / model.turn
+    after = _link_bytes()
+    link = None if before is None or after is None else (after - before) // model.turn
     steps = []
     for _ in range(model.turn // 2):
         if job.runner.early:
@@ -552,6 +553,15 @@ def _slowest(
     return _rounded(statistics.median(map(max, zip(*times, strict=True))) for times in every)
 
 
+def _most(
+    turns: Sequence[Sequence[Turn]],  # of each round, of each rank
+    which: str,  # "resident" or "link"
+) -> int | None:
+    """Find the most that a rank had in any turn."""
+    found = [getattr(turn, which) for ranks in turns for turn in ranks]
+    return max((value for value in found if value), default=None)
+
+
 @dataclass(frozen=True)
 class Launch:
     """Variants that took turns; times are in seconds, of the slowest rank, one for each round."""
@@ -565,28 +575,28 @@ class Launch:
     # by variant: bytes by which the memory that a process holds rose at most, on any rank, in a
     # process as users start it; None: this system does not say
     resident: dict[str, int | None]
-    # by variant: bytes that a machine sends to others in an iteration, at most; none where no
-    # interface was counted
-    link: dict[str, int] = field(default_factory=dict)
+    # by variant: bytes that a machine sends to others in an iteration, at most; None: nobody said by
+    # which interface
+    link: dict[str, int | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: str, turns: dict[str, list[list[Turn]]]) -> Launch:
         """Bring together the turns of each variant, by round and rank."""
-        every = {name: [turn for ranks in found for turn in ranks] for name, found in turns.items()}
-        known = {name: [t.resident for t in found if t.resident] for name, found in every.items()}
-        sent = {name: [turn.link for turn in found if turn.link] for name, found in every.items()}
+
+        def each(value: Callable[[list[list[Turn]]], Any]) -> dict[str, Any]:
+            return {name: value(found) for name, found in turns.items()}
+
+        steps = each(lambda found: found[0][0].step and _slowest(found, "step"))
+        firsts = each(lambda found: _rounded(max(t.first for t in ranks) for ranks in found))
         return cls(
             model,
             len(next(iter(turns.values()))[0]),
-            {name: _slowest(found, "iteration") for name, found in turns.items()},
-            {name: _slowest(found, "step") for name, found in turns.items() if every[name][0].step},
-            {name: found[-1][0].loss for name, found in turns.items()},
-            {
-                name: _rounded(max(turn.first for turn in ranks) for ranks in found)
-                for name, found in turns.items()
-            },
-            {name: max(found, default=None) for name, found in known.items()},
-            {name: round(max(found)) for name, found in sent.items() if found},
+            each(lambda found: _slowest(found, "iteration")),
+            {name: times for name, times in steps.items() if times},
+            each(lambda found: found[-1][0].loss),
+            firsts,
+            each(lambda found: _most(found, "resident")),
+            each(lambda found: _most(found, "link")),
         )
 
     @property
@@ -635,11 +645,15 @@ def state_bytes(states: Iterable[dict[str, Any]]) -> int:  # bytes on this rank
 _MMAP_THRESHOLD = -3  # glibc's number for the size from which an allocation has pages of its own
 
 
-def _less_files(
-    key: str,
-) -> int:  # bytes of this process, VmRSS or VmHWM (its peak), less the pages that mirror files
+def _held(
+    total: str,  # "VmRSS" or "VmHWM" (its peak)
+    ranks: int,  # that share memory
+) -> int:
+    """Count the bytes of this process. Pages that mirror files are left out; of those that ranks
+    share it has its part."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * (int(status[key].split()[0]) - int(status["RssFile"].split()[0]))
+    kib = {key: int(status[key].split()[0]) for key in (total, "RssFile", "RssShmem")}
+    return 1024 * (kib[total] - kib["RssFile"] - kib["RssShmem"] + kib["RssShmem"] // ranks)
 
 
 def _mark_memory(device: torch.device) -> Callable[[], int | None]:
@@ -657,8 +671,9 @@ def _mark_memory(device: torch.device) -> Callable[[], int | None]:
         Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is held now
     except OSError:
         return lambda: None
-    start = _less_files("VmRSS")
-    return lambda: _less_files("VmHWM") - start
+    ranks = Group().size
+    start = _held("VmRSS", ranks)
+    return lambda: _held("VmHWM", ranks) - start
 
 
 def peak_bytes(
@@ -1494,19 +1509,20 @@ def summary(
         if row["ranks"] == world_size and row["variant"] not in leave_out
     }
     shown = [name for name in models() if any(model == name for model, _ in found)]
-    heads = ["", *(f"{model}: {what}" for model in shown for what in ("time", "memory", "bytes"))]
-    keys = (f"iteration / {BEST}", f"resident / {BEST}", "wire / ddp")
-    lines = [
-        [f"{v.words} (`{v.name}`)"]
-        + [
-            _number(found[model, v.name][key]) if (model, v.name) in found else "-"
-            for model in shown
-            for key in keys
-        ]
-        for v in VARIANTS.values()
-        if any((model, v.name) in found for model in shown)
-    ]
-    return markdown(heads, lines)
+    names = [name for name in VARIANTS if any(name == variant for _, variant in found)]
+    keys = {
+        "time": f"iteration / {BEST}",
+        "memory": f"resident / {BEST}",
+        "bytes": "wire / ddp",
+    }
+
+    def line(name: str) -> list[str]:
+        own = [found.get((model, name), {}) for model in shown]
+        ratios = [_number(row.get(key)) for row in own for key in keys.values()]
+        return [f"{VARIANTS[name].words} (`{name}`)", *ratios]
+
+    heads = ["", *(f"{model}: {what}" for model in shown for what in keys)]
+    return markdown(heads, map(line, names))
 
 # %% ../../nbs/apps/03_bench.ipynb #d837de59
 _TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 5, 10, 20, 50)
@@ -1677,11 +1693,6 @@ def _flags() -> dict[str, dict[str, Any]]:
             "action": "store_true",
             "help": "shrink the models: a look, not a measurement",
         },
-        "--network": {
-            "default": default.network,
-            "metavar": "WORDS",
-            "help": "what joins the machines, for the report, as '10 Gbit/s'",
-        },
         "--device": {
             "choices": ("cpu", "cuda"),
             "default": default.device,
@@ -1701,6 +1712,12 @@ def _parser() -> Parser:
         default=PARTS[:3],
         metavar="PART",
         help=f"of {', '.join(PARTS)} (default: all but profiles)",
+    )
+    parser.add_argument(
+        "--network",
+        default="",
+        metavar="WORDS",
+        help="what joins the machines, for the report, as '10 Gbit/s'",
     )
     parser.add_argument(
         "--add",
