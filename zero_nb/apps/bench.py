@@ -49,7 +49,7 @@ __all__ = ['VARIANTS', 'REFERENCES', 'LR', 'WARM_UP', 'BEST', 'AFTER_DDP', 'TARG
            'time_rank', 'Spread', 'paired', 'Launch', 'Counts', 'state_bytes', 'peak_bytes', 'count_rank', 'counts',
            'Makings', 'make_rank', 'trace_rank', 'BenchmarkReport', 'check_same', 'merged', 'Target', 'verdicts',
            'Options', 'forked', 'under_torchrun', 'measure', 'profiles', 'machine', 'strays', 'rows', 'cells',
-           'markdown', 'summary', 'draw', 'save', 'write_report', 'show', 'run_benchmark']
+           'markdown', 'summary', 'link_summary', 'draw', 'save', 'write_report', 'show', 'run_benchmark']
 
 # %% ../../nbs/apps/03_bench.ipynb #22443b74
 @dataclass(frozen=True)
@@ -1497,16 +1497,15 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     )
 
 # %% ../../nbs/apps/03_bench.ipynb #88b55fb5
-def summary(
-    report: BenchmarkReport,
-    world_size: int = 4,
-    leave_out: Sequence[str] = ("control", "zero1", "zero1-view", "torch-view"),
-) -> str:  # Markdown
+_NOT_SUMMED = ("control", "zero1", "zero1-view", "torch-view")  # variants that a summary leaves out
+
+
+def summary(report: BenchmarkReport, world_size: int = 4) -> str:  # Markdown
     """Set out what a way to train costs over the better DDP: time, resident memory, bytes sent."""
     found = {
         (row["model"], row["variant"]): row
         for row in rows(report)
-        if row["ranks"] == world_size and row["variant"] not in leave_out
+        if row["ranks"] == world_size and row["variant"] not in _NOT_SUMMED
     }
     shown = [name for name in models() if any(model == name for model, _ in found)]
     names = [name for name in VARIANTS if any(name == variant for _, variant in found)]
@@ -1524,8 +1523,31 @@ def summary(
     heads = ["", *(f"{model}: {what}" for model in shown for what in keys)]
     return markdown(heads, map(line, names))
 
+
+def link_summary(report: BenchmarkReport) -> str:  # Markdown
+    """Set out an iteration's time between machines over the better DDP's, and the bytes that one
+    machine sends in it over those of the parameters."""
+    launches = [launch for launch in report.launches if any(launch.link.values())]
+    sizes = models(report.quick)
+
+    def line(name: str) -> list[str]:
+        found = [f"{VARIANTS[name].words} (`{name}`)"]
+        for launch in launches:
+            time = launch.ratio("iteration", name)
+            sent = _over(launch.link.get(name), 4 * sum(sizes[launch.model].sizes))
+            found += [_number(time and time.median), _number(sent)]
+        return found
+
+    heads = [""]
+    for launch in launches:
+        where = f"{launch.model}, {launch.world_size} ranks"
+        heads += [f"{where}: time", "bytes over the link / parameters"]
+    timed = {name for launch in launches for name in launch.iteration}
+    return markdown(heads, [line(name) for name in VARIANTS if name in timed - {*_NOT_SUMMED}])
+
 # %% ../../nbs/apps/03_bench.ipynb #d837de59
 _TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 5, 10, 20, 50)
+_FINE = (0.7, 1.5)  # ticks for which a wide axis has no room
 _COLORS = ("#f4b183", "#2e75b6", "#1f3864", "#70ad47", "#7f7f7f")  # by world size
 
 
@@ -1561,7 +1583,9 @@ def _draw_panel(
         title=model,
     )
     low, high = ax.get_xlim()
-    ticks = [tick for tick in _TICKS if low <= tick <= high]
+    ticks = [
+        tick for tick in _TICKS if low <= tick <= high and (high < 8 * low or tick not in _FINE)
+    ]
     ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.set_xticks([], minor=True)
     ax.spines[["top", "right"]].set_visible(False)
@@ -1577,18 +1601,20 @@ def draw(
 
     shown = [name for name in models() if any(x.model == name for x in report.launches)]
     timed = {name for launch in report.launches for name in launch.iteration}
-    names = [name for name in VARIANTS if name in timed]
-    if not shown or not names:
+    stepped = {name for launch in report.launches for name in launch.step}
+    if not shown or not timed:
         raise ValueError(
             "a figure shows times of variants beside the references, and this report has none;"
             " measure part 'times'"
         )
-    size = (3 + 2.6 * len(shown), 2 + 0.5 * len(names))
+    names = [[name for name in VARIANTS if name in there] for there in (timed, stepped)]
+    heights = [1 + 0.25 * len(lines) for lines in names]
+    size = (3 + 2.6 * len(shown), sum(heights))
     figure = Figure(figsize=size, dpi=72, layout="constrained")
-    axes = figure.subplots(2, len(shown), sharey=True, squeeze=False)
-    for i, what in enumerate(("iteration", "step")):
-        for j, model in enumerate(shown):
-            _draw_panel(axes[i][j], report, what, model, names)
+    axes = figure.subplots(2, len(shown), sharey="row", squeeze=False, height_ratios=heights)
+    for what, row, lines in zip(("iteration", "step"), axes, names, strict=True):
+        for panel, model in zip(row, shown, strict=True):
+            _draw_panel(panel, report, what, model, lines)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(
         handles,
