@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_nb.optim.state import StatePlan, freeze_state, stepped_by
+from zero_nb.optim.state import (
+    StateEntry,
+    StatePlan,
+    freeze_state,
+    pack_entries,
+    stepped_by,
+    unpack_entries,
+)
 from zero_nb.plan.buckets import pack
 from zero_nb.plan.sharder import ParamSpec, Span, balanced, even, moves, moves_of, runs
 
@@ -133,3 +140,90 @@ def test_all_ranks_know_where_frozen_state_is(data, sizes, ranks):
             values = entry.values["exp_avg"]
             whole = state[index]["exp_avg"]
             assert torch.equal(values, whole if entry.whole else whole[start:stop])
+
+
+DTYPES = st.sampled_from(
+    (
+        torch.float32,
+        torch.bfloat16,
+        torch.float64,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+    )
+)
+
+
+@st.composite
+def numbers(draw, shape):
+    """Make a tensor of any dtype."""
+    size = torch.Size(shape).numel()
+    raw = draw(st.lists(st.integers(0, 100), min_size=size, max_size=size))
+    return torch.tensor(raw, dtype=torch.float32).to(draw(DTYPES)).view(shape)
+
+
+@st.composite
+def rows(draw):
+    """Make a row of the table, of spans or of a whole parameter, or of none."""
+    kind = draw(st.sampled_from(["part", "whole", "common"]))
+    values, spans = {}, []
+    if kind == "part":
+        lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
+        spans = [Span(i, 3, 3 + length) for i, length in enumerate(lengths)]
+        keys = draw(st.sets(st.sampled_from(["exp_avg", "exp_avg_sq", 7])))
+        values = {key: draw(numbers((sum(lengths),))) for key in keys}
+    if kind == "whole":
+        spans = [Span(5, 0, 6)]
+        values = {"momentum": draw(numbers((2, 3))), "row": draw(numbers((3,)))}
+        values["turned"] = draw(numbers((3, 2))).t()
+        values["nested"] = {"parts": [draw(numbers((2,)))]}
+    values |= draw(
+        st.fixed_dictionaries(
+            {}, optional={"step": numbers(()), "name": st.text(), "none": st.none()}
+        )
+    )
+    return StateEntry(spans, kind != "part", values)
+
+
+def told(value):
+    """Give a value in a form that can be compared."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride(), [str(v) for v in value.flatten().tolist()]
+    if isinstance(value, dict):
+        return [(key, told(v)) for key, v in value.items()]
+    return [told(v) for v in value] if isinstance(value, list) else value
+
+
+@given(entries=st.lists(rows(), max_size=6))
+def test_rows_travel_without_loss(entries):
+    message = pack_entries(entries)
+    want = [entry for entry in entries if entry.values]
+    assert bool(len(message)) == bool(want)
+    got = [*unpack_entries(message)]
+    assert [(e.spans, e.whole, told(e.values)) for e in got] == [
+        (e.spans, e.whole, told(e.values)) for e in want
+    ]
+
+
+def test_what_is_no_view_of_the_message_has_memory_of_its_own():
+    """A checkpoint of a view would hold the whole message."""
+    entry = StateEntry(
+        [Span(0, 0, 4)], True, {"momentum": torch.ones(2, 2), "step": torch.ones(())}
+    )
+    message = pack_entries([entry, StateEntry([Span(1, 0, 999)], False, {"m": torch.ones(999)})])
+    values = next(unpack_entries(message)).values
+    assert {k: v.untyped_storage().nbytes() for k, v in values.items()} == {
+        "momentum": 16,
+        "step": 4,
+    }
+
+
+def test_a_message_is_hardly_larger_than_its_elements():
+    """However many parameters there are: each costs a few numbers."""
+    entries = [
+        StateEntry([Span(i, 0, 64)], False, {"m": torch.ones(64), "step": torch.tensor(1.0)})
+        for i in range(1000)
+    ]
+    assert len(pack_entries(entries)) < 1000 * (65 * 4 + 5 * 8) + 4096

@@ -248,15 +248,18 @@ class GradientCollector:
         self.used: list[
             list[bool]
         ] = []  # of each bucket that was taken: which slots had a gradient
+        self.came = 0  # gradients at the head of those that the next bucket expects
 
     def full_bucket(self) -> BucketGradients | None:
         """Give the bucket that is taken next, if all gradients that it expects have come."""
         if len(self.used) == len(self.map.buckets):
             return None
         bucket = self.map.buckets[len(self.used)]
-        for p in bucket.expected:
-            if p.grad is None:
+        expected = bucket.expected
+        while self.came < len(expected):  # is asked with each gradient, so it goes on where it was
+            if expected[self.came].grad is None:
                 return None
+            self.came += 1
         return bucket
 
     def missing(self) -> list[int]:  # parameters
@@ -269,6 +272,7 @@ class GradientCollector:
         """Lay out the gradient of the next bucket, and drop the gradients that no later bucket needs."""
         bucket = self.map.buckets[len(self.used)]
         self.used.append([p.grad is not None for p in bucket.params])
+        self.came = 0
         gradient = flatten_gradients(bucket, self.pool)
         for p in bucket.completed:
             p.grad = None

@@ -5,12 +5,14 @@
 # %% ../../nbs/optim/06_state.ipynb #9d8be940
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby, islice
 from operator import itemgetter
 from typing import Any
 
@@ -51,6 +53,10 @@ def is_row(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
+def _own_value(value: Any) -> Any:
+    return value.clone() if type(value) is Tensor else deepcopy(value)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class StateEntry:
     """The state of spans that are stepped as one tensor, or of no parameter."""
@@ -85,8 +91,15 @@ class StateEntry:
             offset = where.stop
             values = self.values
             if not self.whole:
-                values = {k: v[where] if is_row(v) else deepcopy(v) for k, v in values.items()}
+                values = {k: v[where] if is_row(v) else _own_value(v) for k, v in values.items()}
             yield StateEntry([span], self.whole, dict(values))
+
+    def own_copy(self) -> StateEntry:
+        """Give a part in memory of its own; what is whole has that already."""
+        if self.whole:
+            return self
+        values = {k: v.clone() if is_row(v) else v for k, v in self.values.items()}
+        return StateEntry(self.spans, False, values)
 
 # %% ../../nbs/optim/06_state.ipynb #d021087c
 def _check_plain(what: str, value: Any) -> None:
@@ -333,19 +346,127 @@ class FullState:
         return {"state": {**dict(sorted(self.by_param.items())), **inside}, **beside}
 
 # %% ../../nbs/optim/06_state.ipynb #2a060d33
+_ALIGNED = 64  # bytes; where in a message the elements of a dtype may begin
+_Form = tuple[Any, ...]  # whether a row is whole; then of each value its key, segment and shape
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether dtype, shape and elements say all of a tensor."""
+    plain = type(value) is Tensor and value.layout == torch.strided and not value.is_quantized
+    return plain and value.is_contiguous()
+
+
+class _Segments:
+    """Tensors of a message, by dtype: those of one lie side by side."""
+
+    def __init__(self) -> None:
+        self.numbers = dict[tuple[torch.dtype, torch.device], int]()
+        self.tensors = list[list[Tensor]]()  # of each segment
+
+    def add(self, value: Tensor) -> int:
+        """Put a tensor into its segment, and give the segment's number."""
+        number = self.numbers.setdefault((value.dtype, value.device), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append([])
+        self.tensors[number].append(value.detach().reshape(-1))
+        return number
+
+    def sizes(self) -> list[tuple[torch.dtype, int]]:
+        """Give dtype and number of elements of each segment."""
+        counts = [sum(map(Tensor.numel, tensors)) for tensors in self.tensors]
+        return [(dtype, n) for (dtype, _), n in zip(self.numbers, counts, strict=True)]
+
+    def write(self, places: Iterable[Tensor]) -> None:
+        """Copy each segment to its place."""
+        for place, tensors in zip(places, self.tensors, strict=True):
+            if tensors[0].device == place.device:
+                torch.cat(tensors, out=place)
+                continue
+            offset = 0
+            for tensor in tensors:  # together they might not fit twice on their device
+                place[offset : offset + len(tensor)] = tensor
+                offset += len(tensor)
+
+
+def _segment_views(
+    whole: Tensor,  # bytes
+    start: int,  # where the first one begins
+    sizes: Iterable[tuple[torch.dtype, int]],
+) -> Iterator[Tensor]:
+    """Give the segments of a message as tensors."""
+    for dtype, count in sizes:
+        start = _aligned(start)
+        stop = start + count * dtype.itemsize
+        yield whole[start:stop].view(dtype)
+        start = stop
+
+
 def pack_entries(entries: Iterable[StateEntry]) -> memoryview:  # nothing for nothing
-    """Make bytes of rows that hold something."""
-    known = [(entry.whole, entry.values, entry.spans) for entry in entries if entry.values]
-    plain = [(whole, values, *map(tuple, spans)) for whole, values, spans in known]
-    return dump(plain, weights_only=False) if plain else memoryview(b"")
+    """Make bytes of rows that hold something: a header, and the elements of all tensors."""
+    segments = _Segments()
+    forms = dict[_Form, int]()  # by form: its number
+    rows = list[tuple[int, int]]()  # form and number of spans
+    spans = list[Span]()
+    others = list[Any]()  # values that are no plain tensors
+    for entry in (entry for entry in entries if entry.values):
+        form: _Form = (entry.whole,)
+        row = (sum(span.stop - span.start for span in entry.spans),)
+        for key, value in entry.values.items():
+            if not _is_plain(value):
+                others.append(value)
+                form += ((key, None, None),)
+                continue
+            shape = tuple(value.shape)
+            alike = shape == row and not entry.whole  # as the spans say
+            form += ((key, segments.add(value), None if alike else shape),)
+        rows.append((forms.setdefault(form, len(forms)), len(entry.spans)))
+        spans += entry.spans
+    if not rows:
+        return memoryview(b"")
+    sizes = segments.sizes()
+    tables = [torch.tensor(table, dtype=torch.int64, device="cpu") for table in (rows, spans)]
+    header = dump((*tables, [*forms], sizes, others), weights_only=False)
+    start = 8 + len(header)
+    stop = start
+    for dtype, count in sizes:
+        stop = _aligned(stop) + count * dtype.itemsize
+    message = torch.empty(stop, dtype=torch.uint8, device="cpu")
+    message[:8].view(torch.int64).fill_(len(header))
+    message[8:start] = torch.frombuffer(header, dtype=torch.uint8)
+    segments.write(_segment_views(message, start, sizes))
+    return memoryview(message.numpy().data)
 
 
-def unpack_entries(data: memoryview) -> list[StateEntry]:  # in CPU memory
-    """Read rows from bytes."""
-    rows = load(data, "cpu", weights_only=True) if len(data) else []
-    return [StateEntry([*map(Span._make, spans)], whole, v) for whole, v, *spans in rows]
+def unpack_entries(data: memoryview) -> Iterator[StateEntry]:  # in CPU memory
+    """Read rows from bytes. What has a number for each element is a view of them."""
+    if not len(data):
+        return
+    start = 8 + int.from_bytes(data[:8], sys.byteorder)
+    rows, spans, forms, sizes, others = load(data[8:start], "cpu", weights_only=True)
+    segments = [*_segment_views(torch.frombuffer(data, dtype=torch.uint8), start, sizes)]
+    offsets = [0] * len(segments)
+    left = map(Span._make, spans.tolist())
+    rest = iter(others)
+    for number, count in rows.tolist():
+        whole, *members = forms[number]
+        own = [*islice(left, count)]
+        elements = sum(span.stop - span.start for span in own)
+        values = {}
+        for key, segment, shape in members:
+            if segment is None:
+                values[key] = next(rest)
+                continue
+            begin = offsets[segment]
+            offsets[segment] += elements if shape is None else math.prod(shape)
+            value = segments[segment][begin : offsets[segment]]
+            values[key] = value if shape is None else value.clone().view(shape)
+        yield StateEntry(own, whole, values)
 
-
+# %% ../../nbs/optim/06_state.ipynb #2a060d35
 def gather_state(
     group: Group,  # whose ranks share the state
     local: LocalOptimizers,
@@ -386,7 +507,8 @@ def cut_values(
     whole: bool,  # the span is stepped as the whole parameter
     elementwise: bool,  # by a class whose state has one value for each element, or one for all
 ) -> dict[str, Any]:
-    """Take the state of a span out of the whole parameter's, as copies.
+    """Take the state of a span out of the whole parameter's: what there is of each element as views,
+    all else as copies.
 
     Raises `ValueError` if a value has another shape than the parameter."""
     out = {}
@@ -398,7 +520,7 @@ def cut_values(
                 f" has {tuple(param.shape)}; load a state dict of the same model"
             )
         if rows and not whole and value.shape == param.shape:
-            out[key] = flatten_like(value, param)[span.start : span.stop].clone()
+            out[key] = flatten_like(value, param)[span.start : span.stop]
         else:
             out[key] = deepcopy(value)
     return out
@@ -430,7 +552,8 @@ def _signature(values: dict[str, Any]) -> list[Any]:  # equal for spans that may
 def deal_to_pieces(
     local: LocalOptimizers,
     shard: Shard,
-    parts: Iterable[tuple[Piece, list[dict[str, Any]]]],  # of each piece, the state of its spans
+    # of each piece, the state of its spans; of a whole parameter, in memory of its own
+    parts: Iterable[tuple[Piece, list[dict[str, Any]]]],
 ) -> Iterator[tuple[Piece, dict[str, Any]]]:  # which may be more pieces
     """Bring the states of a piece's spans together, in as many pieces as needed."""
     for piece, found in parts:
@@ -438,12 +561,12 @@ def deal_to_pieces(
         left = iter(found)
         for new in split_piece(list(local.by_class.values()), shard, piece, marks):
             mine = [next(left) for _ in new.spans]
-            yield new, _join_neighbours(mine) if len(mine) > 1 else mine[0]
+            yield new, mine[0] if piece.whole else _join_neighbours(mine)
 
 
 def _join_neighbours(
-    parts: Sequence[dict[str, Any]],
-) -> dict[str, Any]:  # of neighbours with one signature
+    parts: Sequence[dict[str, Any]],  # of neighbours with one signature
+) -> dict[str, Any]:  # in memory of its own
     values = dict(parts[0])
     for key in [key for key, value in values.items() if is_row(value)]:
         values[key] = torch.cat([part[key] for part in parts])
@@ -570,7 +693,7 @@ def _frozen_entry(
             return None
         span = held[0]._replace(param=index)
     part = cut_values(values, span, param, not elementwise, elementwise)
-    return StateEntry([span], not elementwise, _as_loaded(part, param, shard))
+    return StateEntry([span], not elementwise, _as_loaded(part, param, shard)).own_copy()
 
 
 def freeze_state(
@@ -605,14 +728,12 @@ def _cut_entry(entry: StateEntry, new: Shard, part: Span) -> StateEntry:
         values = cut_values(entry.values, part, new.params[place], False, True)
     else:
         where = slice(part.start - span.start, part.stop - span.start)
-        values = {k: v[where].clone() if is_row(v) else v for k, v in entry.values.items()}
+        values = {k: v[where] if is_row(v) else v for k, v in entry.values.items()}
     return StateEntry([part], False, values)
 
 
-def _own_copy(entry: StateEntry) -> StateEntry:  # in memory of its own
-    if entry.whole:
-        return entry
-    values = {k: v.clone() if is_row(v) else v for k, v in entry.values.items()}
+def _in_cpu_memory(entry: StateEntry) -> StateEntry:
+    values = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entry.values.items()}
     return StateEntry(entry.spans, entry.whole, values)
 
 
@@ -628,7 +749,7 @@ def prepare_sends(
     for entry in (part for each in entries for part in each.split()):
         [span] = entry.spans
         if span.param not in stepped:
-            frozen.append(_own_copy(entry))
+            frozen.append(entry.own_copy())
             continue
         if span.start == span.stop:  # all ranks have it, and each keeps its own
             cut = partial(_cut_entry, entry, new, span)
@@ -663,13 +784,13 @@ def _exchange_entries(
     while leaving:
         rank, cut = leaving.pop()
         cuts.setdefault(rank, []).append(cut)
+    kept = [_in_cpu_memory(cut()) for cut in cuts.pop(group.group_rank, ())]
     packed = {rank: pack_entries([cut() for cut in cuts.pop(rank)]) for rank in list(cuts)}
-    came = exchange_bytes(group, packed, sources, device)
+    came = exchange_bytes(group, packed, sources - {group.group_rank}, device)
     del packed
     found = dict[int, list[StateEntry]]()
-    while came:
-        for entry in unpack_entries(came.popitem()[1]):
-            found.setdefault(entry.spans[0].param, []).append(entry)
+    for entry in chain(kept, *map(unpack_entries, came.values())):
+        found.setdefault(entry.spans[0].param, []).append(entry)
     return found
 
 # %% ../../nbs/optim/06_state.ipynb #70f8aaf4
@@ -679,7 +800,7 @@ def assemble(
     param: Tensor,
     received: Sequence[StateEntry],  # of this parameter
 ) -> dict[str, Any]:
-    """Put together the state of a span of a new piece."""
+    """Put together the state of a span of a new piece; a part that came alone is given as a view."""
     if span.start == span.stop:
         return received[0].values if received else {}
     entries = [
@@ -698,9 +819,10 @@ def assemble(
     values = dict[str, Any]()
     for key, value in entries[0].values.items():
         if not is_row(value):
-            values[key] = deepcopy(value)  # spans do not share a step count
+            values[key] = _own_value(value)  # spans do not share a step count
             continue
-        row = torch.cat([entry.values[key] for entry in entries])
+        rows = [entry.values[key] for entry in entries]
+        row = rows[0] if len(rows) == 1 and not piece.whole else torch.cat(rows)
         values[key] = row.as_strided(param.shape, param.stride()) if piece.whole else row
     return values
 
