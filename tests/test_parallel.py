@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught, flatten, network
+from common import caught, flatten, largest_gap, network
 from common.modes import MODES, SMALL
 from test_optimizer import measures_memory, run_afresh
 from torch import nn
@@ -1132,3 +1132,20 @@ def long():
 @pytest.mark.usefixtures("way")
 def test_hundreds_of_iterations_without_a_hang():
     assert all(run(3, long, timeout=90))
+
+
+def set_by_hand():
+    """A first step with gradients that were set by hand, and one after backward."""
+    torch.manual_seed(0)
+    model, plain = network(), network()
+    data_parallel(model, zero := sharded(model.parameters()))
+    optimizer = AdamW(plain.parameters(), lr=1e-2)
+    for p in (*model.parameters(), *plain.parameters()):
+        p.grad = torch.ones_like(p)
+    zero.step()
+    optimizer.step()
+    return largest_gap(flatten(model), flatten(plain))
+
+
+def test_gradients_that_were_set_by_hand_are_stepped_before_any_backward():
+    assert max(run(2, set_by_hand)) < 1e-12

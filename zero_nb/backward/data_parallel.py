@@ -87,6 +87,21 @@ class DataParallelOptions(StepOptions):
             )
 
 # %% ../../nbs/backward/07_data_parallel.ipynb #1a34d94d
+def _run_on_each(
+    group: Group,
+    tensors: Sequence[Tensor],
+    collective: Callable[[Tensor], Any],  # writes into a tensor
+) -> None:
+    """Run a collective on each tensor, all in one go. Ranks may lay them out in different ways."""
+    pairs = [(t, t.contiguous()) for t in tensors]
+    with coalescing_manager(group):
+        for _, dense in pairs:
+            collective(dense)
+    for t, dense in pairs:
+        if dense is not t:
+            t.copy_(dense)
+
+
 def broadcast_from(
     module: nn.Module, optimizer: ZeroRedundancyOptimizer, group_rank: int = 0
 ) -> None:
@@ -97,9 +112,7 @@ def broadcast_from(
         # has saved them
         torch.autograd.graph.increment_version(tensors)
         for group in reversed(optimizer.groups):
-            with coalescing_manager(group):
-                for t in tensors:
-                    group.broadcast(t, group_rank)
+            _run_on_each(group, tensors, partial(group.broadcast, group_rank=group_rank))
 
 
 @torch.no_grad()
@@ -117,6 +130,7 @@ def sync_buffers(
     buffers = [b.detach() for b in module.buffers() if b.numel()]
     means = [b for b in buffers if how == "average" and b.is_floating_point()]
     averaged = set(map(id, means))
+    others = [b for b in buffers if id(b) not in averaged]
     # a backward to come may have saved them, and takes them as DDP's does
     with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
         for b in means:
@@ -124,12 +138,8 @@ def sync_buffers(
                 b.zero_()
             b.div_(count if b.itemsize < 4 else 1)  # of little range, as gradients
         for group in reversed(optimizer.groups):
-            with coalescing_manager(group):
-                for b in buffers:
-                    if id(b) in averaged:
-                        group.all_reduce(b)
-                    else:
-                        group.broadcast(b, root)
+            _run_on_each(group, means, group.all_reduce)
+            _run_on_each(group, others, partial(group.broadcast, group_rank=root))
         for b in means:
             b.div_(count if b.itemsize >= 4 else 1)
 
@@ -458,10 +468,11 @@ class ParallelReducer:
 
     def has_unheard_gradients(self) -> bool:
         """Whether gradients have come that no hook has reported."""
-        gradient_map = self.planner.map
-        if self.may_have_leftovers or gradient_map is None or self.engine.options.scales:
+        if self.may_have_leftovers or self.engine.options.scales:
             return False
-        return bool(gradient_map.with_gradient())
+        if self.planner.map is None:  # there was no backward yet
+            return any(p.grad is not None for p in self.engine.params if p.requires_grad)
+        return bool(self.planner.map.with_gradient())
 
     def drop(self) -> None:
         """Forget a backward that sent nothing, or failed."""
