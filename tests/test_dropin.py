@@ -202,6 +202,11 @@ def sparse():
     return nn.Parameter(torch.zeros(3, 3).to_sparse())
 
 
+def stepped_once(optimizer):
+    optimizer.step()
+    return optimizer
+
+
 SITUATIONS = {
     "one tensor": lambda kind: kind(torch.zeros(3), AdamW),
     "not iterable": lambda kind: kind(3, AdamW),
@@ -214,7 +219,7 @@ SITUATIONS = {
         network().parameters(),
         __import__("torch.distributed.optim").distributed.optim._FunctionalAdam,
     ),
-    "not consolidated": lambda kind: kind(network().parameters(), AdamW).state_dict(),
+    "not consolidated": lambda kind: stepped_once(kind(network().parameters(), AdamW)).state_dict(),
     "option": lambda kind: kind(network().parameters(), AdamW, momentun=1),
     "rate": lambda kind: kind(network().parameters(), AdamW, lr=-1.0),
     "twice": lambda kind: kind(

@@ -210,6 +210,13 @@ def test_equals_one_process_on_the_whole_batch_in_float32(name):
 
 
 WEIGHT = nn.Parameter(torch.zeros(4, 4))
+
+
+def stepped_once(optimizer):
+    optimizer.step()
+    return optimizer
+
+
 BAD = {
     "no parameters": (
         lambda: ZeroRedundancyOptimizer([], torch.optim.AdamW),
@@ -293,7 +300,7 @@ BAD = {
         "must be a rank of the group",
     ),
     "no state": (
-        lambda: ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW).state_dict(),
+        lambda: stepped_once(ZeroRedundancyOptimizer([WEIGHT], torch.optim.AdamW)).state_dict(),
         "RuntimeError",
         "consolidate_state_dict",
     ),

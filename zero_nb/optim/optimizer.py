@@ -41,7 +41,7 @@ from zero_nb.optim.state import (
 from ..plan.sharder import Policy
 
 # %% auto #0
-__all__ = ['ZeroRedundancyOptimizer']
+__all__ = ['STATE_DICT_TYPES', 'ZeroRedundancyOptimizer']
 
 # %% ../../nbs/optim/10_optimizer.ipynb #2b8e32fb
 @contextmanager
@@ -104,6 +104,9 @@ def _find_groups(process_group: Any) -> Sequence[Group]:
     return process_group if isinstance(process_group, TwoLevel) else (Group(process_group),)
 
 # %% ../../nbs/optim/10_optimizer.ipynb #70b85bcd
+STATE_DICT_TYPES = ("consolidated", "full", "sharded")
+
+
 def _check_not_overlapped(driver: Driver) -> None:
     if driver.steps_in_backward:
         raise RuntimeError(
@@ -157,6 +160,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     _consolidated: dict[str, Any] | None = None  # without its groups, until the next step
     _stepped_groups = 0  # param groups that all ranks have stepped
     _opt_called = False  # a scheduler of torch looks for this
+    _has_state = False  # something was stepped or loaded
+    _state_dict_type = STATE_DICT_TYPES[0]
 
     def __init__(
         self,
@@ -180,6 +185,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         trust_optimizer_class: bool = False,
         # parameters up to this size (MiB) travel together, larger ones alone, uncopied
         bucket_cap_mb: float = 1.0,
+        # what `state_dict` gives: "consolidated", "full" or "sharded"
+        state_dict_type: str = "consolidated",
         **defaults: Any,  # options of `optimizer_class`, for example lr
     ):
         views = parameters_as_bucket_view
@@ -194,8 +201,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         self.shards: list[Shard] = []  # one for each time that groups were taken
         self.sharded_state = ShardedState(self.groups, self.local, self.shards)
         with agreeing(
-            self.groups, f"making {type(self).__name__}", lambda: [*shared, *self._describe()]
+            self.groups,
+            f"making {type(self).__name__}",
+            lambda: [*shared, f"state_dict_type={state_dict_type}", *self._describe()],
         ):
+            self.state_dict_type = state_dict_type
             params = read_params(params)
             shared = check_settings(params, self.settings, overlap_with_ddp)
             super().__init__([dict(p) if isinstance(p, dict) else p for p in params], {})
@@ -287,9 +297,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
 
     @property
     def state(self) -> Any:
-        """This rank's part of the state, by class; whole it is in `state_dict`."""
+        """This rank's part of the state, by class; whole it is in `state_dict`. Before the first
+        step it is empty on every rank, but for `state_dict_type="sharded"`, which knows the state
+        that is to come."""
         self.wait_for_driver()
-        by_class = vars(self)["local"].by_class if "local" in vars(self) else {}
+        known = self._has_state or self._state_dict_type == "sharded"
+        by_class = vars(self)["local"].by_class if known and "local" in vars(self) else {}
         return MappingProxyType({kind.__name__: optim.state for kind, optim in by_class.items()})
 
     @state.setter
@@ -315,16 +328,40 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         if full is not None:
             self._consolidated = full
 
-    def state_dict(self) -> dict[str, Any]:
-        """Give the state dict of the unsharded optimizer, after `consolidate_state_dict` and before the next step.
+    @property
+    def state_dict_type(self) -> str:
+        """What `state_dict` gives: `"consolidated"`, the whole state where `consolidate_state_dict`
+        brought it, as torch's class; `"full"`, the whole state on all ranks, which all call it;
+        `"sharded"`, a `TensorShard` of each value on all ranks, which all call it, for
+        `torch.distributed.checkpoint`."""
+        return self._state_dict_type
 
-        Raises `RuntimeError` on ranks that hold none, as torch's class does."""
+    @state_dict_type.setter
+    def state_dict_type(self, value: str) -> None:
+        if value not in STATE_DICT_TYPES:
+            known = ", ".join(map(repr, STATE_DICT_TYPES))
+            raise ValueError(f"state_dict_type must be one of {known}, got {value!r}")
+        self._state_dict_type = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the state dict of the unsharded optimizer, after `consolidate_state_dict` and before
+        the next step; with another `state_dict_type` at any time, on all ranks.
+
+        Raises `RuntimeError` on ranks that hold none, as torch's class does; but before the first
+        step all ranks know it."""
         self.wait_for_driver()  # a hook may read anything
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         with _without_state_dict_hooks(self):
             groups = super().state_dict()["param_groups"]
-        full = _copy_state_dict(self._consolidated, groups, self.group)
+        if self.state_dict_type == "full" and self._has_state:
+            self.consolidate_state_dict(to=None)
+        found = self._consolidated
+        if self.state_dict_type == "sharded":
+            found = self.sharded_state.parts(not self._has_state)
+        elif not self._has_state:
+            found = self.sharded_state.without_steps()
+        full = _copy_state_dict(found, groups, self.group)
         return _call_hooks(self, self._optimizer_state_dict_post_hooks, full)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -332,7 +369,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         ranks call this with the same one."""
         self.wait_for_driver()
         load: StateLoad | None = None
-        before = (self.param_groups, self._consolidated)
+        before = (self.param_groups, self._consolidated, self._has_state)
 
         def describe() -> list[str]:
             return [*describe_state(read), *_describe_keys(read)]
@@ -347,10 +384,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
                     super().load_state_dict({**read, "state": {}})
                 self._consolidated = None
                 load.finish()
+                self._has_state = bool(read["state"])
         except Exception:  # on any rank
             if load is not None:
                 load.undo()
-                self.param_groups, self._consolidated = before
+                self.param_groups, self._consolidated, self._has_state = before
             raise
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -371,6 +409,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         also where a driver has taken it."""
         self._consolidated = None
         self._opt_called = True
+        self._has_state = True
 
     @property
     def is_first_step(self) -> bool:

@@ -478,7 +478,7 @@ def describe_state(state_dict: dict[str, Any]) -> list[str]:
             )
         return (
             f"{value.dtype} {value.item()}"
-            if value.numel() == 1 and value.device.type == "cpu"
+            if value.numel() == 1 and value.device.type == "cpu" and type(value) is Tensor
             else f"{value.dtype} {tuple(value.shape)}"
         )
 

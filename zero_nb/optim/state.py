@@ -23,7 +23,16 @@ from ..plan.sharder import Move, ParamTable, Span, moves_of
 from ..plan.buckets import BucketPlan, EvenCuts, Place, Slot
 from .flat import flatten, flatten_like
 from .local_optimizers import LocalOptimizers, describe_plan, make_shard
-from ..comm.objects import byte_device, dump, exchange_bytes, gather_bytes, load
+from .tensor_shard import TensorShard
+from zero_nb.comm.objects import (
+    broadcast_object_list,
+    byte_device,
+    dump,
+    exchange_bytes,
+    gather_bytes,
+    gather_object,
+    load,
+)
 from zero_nb.optim.pieces import (
     Piece,
     SCALARS,
@@ -40,9 +49,10 @@ from ..comm.groups import Group, fail
 # %% auto #0
 __all__ = ['MASTER', 'CommonState', 'Outgoing', 'ROUND', 'is_row', 'StateEntry', 'read_entry', 'read_common', 'split_common',
            'FrozenState', 'stepped_by', 'StatePlan', 'read_entries', 'params_of', 'FullState', 'pack_entries',
-           'unpack_entries', 'gather_state', 'cut_values', 'cut_for_pieces', 'deal_to_pieces', 'split_state_dict',
-           'give_state', 'snapshot', 'freeze_state', 'prepare_sends', 'assemble', 'exchange_state', 'count_state',
-           'check_complete', 'end_groups', 'mark_plans_agreed', 'ShardedState', 'StateLoad']
+           'unpack_entries', 'gather_state', 'state_to_come', 'shard_state', 'cut_values', 'cut_for_pieces',
+           'deal_to_pieces', 'split_state_dict', 'give_state', 'snapshot', 'freeze_state', 'prepare_sends', 'assemble',
+           'exchange_state', 'count_state', 'check_complete', 'end_groups', 'mark_plans_agreed', 'ShardedState',
+           'StateLoad']
 
 # %% ../../nbs/optim/07_state.ipynb #1034d0e6
 MASTER = "master_param"  # key of the copy that is stepped, in the state of a parameter that has one
@@ -499,6 +509,125 @@ def gather_state(
     full.reconcile_masters()
     return full.to_state_dict() if group.group_rank == to else None
 
+# %% ../../nbs/optim/07_state.ipynb #7c60d18b
+_ValueForm = tuple[Any, torch.dtype | None, tuple[int, ...] | None, Any]
+# key; dtype, None for what is no tensor; shape, None for that of the parameter; what is no tensor
+
+
+def _form_of(index: int, key: Any, value: Any, whole: bool) -> _ValueForm:
+    if isinstance(value, Tensor):
+        alike = is_row(value) and not whole
+        return key, value.dtype, None if alike else tuple(value.shape), None
+    if not isinstance(value, (int, float, str, type(None))):
+        raise TypeError(
+            f"state {key!r} of parameter {index} is a {type(value).__name__}, and only tensors and"
+            " single values can be sharded; use state_dict_type='consolidated' or 'full'"
+        )
+    return key, None, None, value
+
+
+def _shard_value(
+    group: Group, param: Tensor, form: _ValueForm, own: Sequence[StateEntry]
+) -> TensorShard | Any:
+    """Make the part of one value that this rank holds."""
+    key, dtype, shape, plain = form
+    if dtype is None:
+        return plain
+    writes = param.numel() > 0 or group.group_rank == 0  # without elements all ranks have it
+    starts = [entry.spans[0].start for entry in own]
+    if shape is None:
+        return TensorShard(param, [entry.values[key] for entry in own], starts, writes, dtype)
+    if own:  # of several ranks that have it, one writes
+        return TensorShard.of(own[0].values[key], writes and starts[0] == 0)
+    device = param.device if shape else torch.device("cpu")
+    return TensorShard(torch.empty(shape, device="meta"), (), (), False, dtype, device)
+
+
+def _merged_forms(
+    group: Group, entries: Mapping[int, Sequence[StateEntry]], device: torch.device
+) -> dict[int, list[_ValueForm]]:
+    """Learn what the state of every parameter looks like."""
+    told = dict[int, list[_ValueForm]]()
+    with agreeing(group, "state_dict() of type 'sharded'"):
+        for index, own in entries.items():
+            [span] = own[0].spans
+            if span.start == 0 and own[0].values:
+                values = own[0].values.items()
+                told[index] = [_form_of(index, k, v, own[0].whole) for k, v in values]
+    every: list[Any] | None = [None] * group.size if group.group_rank == 0 else None
+    gather_object(told, every, group=group, group_dst=0)
+    together = [{index: form for one in every or () for index, form in (one or told).items()}]
+    broadcast_object_list(together, None, group, device, group_src=0)
+    return dict(sorted(together[0].items()))
+
+
+def _stand_in(piece: Piece) -> Tensor:
+    """Make a parameter like a piece, with a gradient of zeros."""
+    made = torch.zeros(piece.numel, dtype=piece.view.dtype, device=piece.params[0].device)
+    if piece.whole:
+        made = made.as_strided(piece.params[0].shape, piece.params[0].stride())
+    made.grad = torch.zeros_like(made)
+    return made
+
+
+def state_to_come(local: LocalOptimizers, shards: Iterable[Shard]) -> list[StateEntry]:
+    """Give the rows that the first step would make, in memory of their own: optimizers of the same
+    classes step stand-ins of this rank's pieces."""
+    pieces = {id(piece.view): piece for shard in shards for piece in shard.pieces}
+    entries = list[StateEntry]()
+    for kind, optim in local.by_class.items():
+        stand_ins = {id(view): _stand_in(pieces[id(view)]) for view in _views_of(optim)}
+        groups = [
+            {**group, "params": [stand_ins[id(view)] for view in group["params"]]}
+            for group in optim.param_groups
+        ]
+        other = kind(groups, **local.settings.options(kind))
+        other.step()
+        for view, made in stand_ins.items():
+            piece = pieces[view]
+            values = dict(other.state[made]) | ({MASTER: made} if piece.master else {})
+            entries.append(StateEntry(piece.spans, piece.whole, values))
+    return entries
+
+
+def _views_of(optim: torch.optim.Optimizer) -> list[Tensor]:
+    return [view for group in optim.param_groups for view in group["params"]]
+
+
+def shard_state(
+    group: Group,  # whose ranks share the state
+    local: LocalOptimizers,
+    shards: Sequence[Shard],  # all of the optimizer
+    frozen: FrozenState,
+    fresh: bool = False,  # nothing was stepped or loaded: give the state that is to come
+) -> dict[str, Any]:  # a state dict without its groups; values are the optimizer's own memory
+    """Give this rank's part of the state.
+
+    Raises on all ranks: `TypeError` for values that cannot be sharded, `RuntimeError` if there are
+    parts of a state only."""
+    params = params_of(shards)
+    entries = dict[int, list[StateEntry]]()
+    rows = state_to_come(local, shards) if fresh else read_entries(local, shards, frozen)
+    for entry in (one for row in rows for one in row.split()):
+        entries.setdefault(entry.spans[0].param, []).append(entry)
+    for own in entries.values():
+        own.sort(key=lambda entry: entry.spans[0])
+    forms = _merged_forms(group, entries, byte_device(group, params[0].device))
+    state = dict[Any, dict[Any, Any]]()
+    with agreeing(group, "looking for all parts of the state"):
+        for index, own in entries.items():
+            keys = [key for key, *_ in forms.get(index, ())]
+            if any([*entry.values] != keys for entry in own):
+                raise RuntimeError(_UNEVEN.format(index, "its parts do not all have state"))
+        for index, form in forms.items():
+            own = entries.get(index, [])
+            state[index] = {f[0]: _shard_value(group, params[index], f, own) for f in form}
+        common: CommonState = {}
+        for kind in local.by_class:
+            common |= read_common(local, kind)
+    inside, beside = split_common(common)
+    return {"state": state | inside, **beside}
+
 # %% ../../nbs/optim/07_state.ipynb #8abd191e
 def cut_values(
     values: dict[str, Any],  # of the whole parameter
@@ -520,10 +649,17 @@ def cut_values(
                 f" has {tuple(param.shape)}; load a state dict of the same model"
             )
         if rows and not whole and value.shape == param.shape:
-            out[key] = flatten_like(value, param)[span.start : span.stop]
+            flat = value if isinstance(value, TensorShard) else flatten_like(value, param)
+            out[key] = _elements(flat, span)
         else:
-            out[key] = deepcopy(value)
+            out[key] = value.whole() if isinstance(value, TensorShard) else deepcopy(value)
     return out
+
+
+def _elements(flat: Tensor, span: Span) -> Tensor:
+    if isinstance(flat, TensorShard):
+        return flat.part(span.start, span.stop)
+    return flat[span.start : span.stop]
 
 
 def cut_for_pieces(
@@ -940,6 +1076,18 @@ class ShardedState:
     def gather(self, to: int) -> dict[str, Any] | None:
         """Bring the whole state to one rank's memory; see `gather_state`."""
         return gather_state(self.groups[0], self.local, self.shards, self.frozen, to)
+
+    def without_steps(self) -> dict[str, Any]:
+        """Give the state before the first step, which all ranks know: of no parameter there is any."""
+        common: CommonState = {}
+        for kind in self.local.by_class:
+            common |= read_common(self.local, kind)
+        inside, beside = split_common(common)
+        return {"state": inside, **beside}
+
+    def parts(self, fresh: bool) -> dict[str, Any]:
+        """Give this rank's part of the state; see `shard_state`."""
+        return shard_state(self.groups[0], self.local, self.shards, self.frozen, fresh)
 
     def reshard(
         self,
