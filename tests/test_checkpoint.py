@@ -342,6 +342,10 @@ def bad():
     weight = next(v["exp_avg"] for v in state["state"].values())
     other = ZeroRedundancyOptimizer(recipe.model().parameters(), AdamW, shard="whole")
     before = len(other.optim.state)
+    images = ZeroRedundancyOptimizer(convolutions().parameters(), AdamW, state_dict_type="sharded")
+    rows = ZeroRedundancyOptimizer(
+        convolutions().to(memory_format=torch.contiguous_format).parameters(), AdamW
+    )
     return [
         caught(lambda: setattr(optimizer, "state_dict_type", "shard")),
         caught(lambda: recipe.optimizer(recipe.model(), state_dict_type="all")),
@@ -353,16 +357,18 @@ def bad():
         caught(lambda: weight + 1),
         caught(lambda: weight.tolist()),
         caught(lambda: other.load_state_dict(state)),
+        caught(lambda: rows.load_state_dict(images.state_dict())),
         str(before - len(other.optim.state)),
     ]
 
 
 def test_bad_input_is_an_error_on_every_rank():
-    for unknown, all_, differ, needs, listed, missing, changed in run(2, bad):
+    for unknown, all_, differ, needs, listed, missing, order, changed in run(2, bad):
         assert "must be one of 'consolidated', 'full', 'sharded', got 'shard'" in unknown
         assert "got 'all'" in all_ and "state_dict_type" in differ
         assert "needs all elements" in needs and listed
         assert "load it by torch.distributed.checkpoint" in missing and changed == "0"
+        assert "has strides" in order and "state_dict() of this optimizer" in order
 
 
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), max_size=4), turned=st.booleans())
@@ -381,6 +387,9 @@ def test_boxes_hold_a_run_and_nothing_else(data, shape, turned):
     cuts = sorted(data.draw(st.lists(st.integers(0, total), min_size=2, max_size=4)))
     runs = [flat[a:b] for a, b in itertools.pairwise(cuts)]
     shard = TensorShard(whole, runs, cuts[:-1])
+    for start, stop in itertools.pairwise(cuts):
+        assert shard.part(start, stop).equal(flat[start:stop])
+    assert shard.part(cuts[0], cuts[-1]).equal(flat[cuts[0] : cuts[-1]])
     back = torch.full_like(whole, -1)
     for box, memory in shard.boxes():
         there = back

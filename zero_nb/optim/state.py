@@ -543,17 +543,22 @@ def _shard_value(
     return TensorShard(torch.empty(shape, device="meta"), (), (), False, dtype, device)
 
 
+def _first_forms(
+    entries: Mapping[int, Sequence[StateEntry]],  # by parameter, in order
+) -> dict[int, list[_ValueForm]]:
+    """Tell what the state of the parameters looks like of which this rank has the first element."""
+    told = dict[int, list[_ValueForm]]()
+    for index, (first, *_) in entries.items():
+        if first.spans[0].start == 0 and first.values:
+            values = first.values.items()
+            told[index] = [_form_of(index, key, value, first.whole) for key, value in values]
+    return told
+
+
 def _merged_forms(
-    group: Group, entries: Mapping[int, Sequence[StateEntry]], device: torch.device
+    group: Group, told: dict[int, list[_ValueForm]], device: torch.device
 ) -> dict[int, list[_ValueForm]]:
     """Learn what the state of every parameter looks like."""
-    told = dict[int, list[_ValueForm]]()
-    with agreeing(group, "state_dict() of type 'sharded'"):
-        for index, own in entries.items():
-            [span] = own[0].spans
-            if span.start == 0 and own[0].values:
-                values = own[0].values.items()
-                told[index] = [_form_of(index, k, v, own[0].whole) for k, v in values]
     every: list[Any] | None = [None] * group.size if group.group_rank == 0 else None
     gather_object(told, every, group=group, group_dst=0)
     together = [{index: form for one in every or () for index, form in (one or told).items()}]
@@ -607,12 +612,15 @@ def shard_state(
     parts of a state only."""
     params = params_of(shards)
     entries = dict[int, list[StateEntry]]()
-    rows = state_to_come(local, shards) if fresh else read_entries(local, shards, frozen)
-    for entry in (one for row in rows for one in row.split()):
-        entries.setdefault(entry.spans[0].param, []).append(entry)
-    for own in entries.values():
-        own.sort(key=lambda entry: entry.spans[0])
-    forms = _merged_forms(group, entries, byte_device(group, params[0].device))
+    told = dict[int, list[_ValueForm]]()
+    with agreeing(group, "state_dict() of type 'sharded'"):
+        rows = state_to_come(local, shards) if fresh else read_entries(local, shards, frozen)
+        for entry in (one for row in rows for one in row.split()):
+            entries.setdefault(entry.spans[0].param, []).append(entry)
+        for own in entries.values():
+            own.sort(key=lambda entry: entry.spans[0])
+        told |= _first_forms(entries)
+    forms = _merged_forms(group, told, byte_device(group, params[0].device))
     state = dict[Any, dict[Any, Any]]()
     with agreeing(group, "looking for all parts of the state"):
         for index, own in entries.items():
@@ -649,17 +657,22 @@ def cut_values(
                 f" has {tuple(param.shape)}; load a state dict of the same model"
             )
         if rows and not whole and value.shape == param.shape:
-            flat = value if isinstance(value, TensorShard) else flatten_like(value, param)
-            out[key] = _elements(flat, span)
+            out[key] = _elements(value, span, param)
         else:
             out[key] = value.whole() if isinstance(value, TensorShard) else deepcopy(value)
     return out
 
 
-def _elements(flat: Tensor, span: Span) -> Tensor:
-    if isinstance(flat, TensorShard):
-        return flat.part(span.start, span.stop)
-    return flat[span.start : span.stop]
+def _elements(value: Tensor, span: Span, param: Tensor) -> Tensor:  # 1-D view
+    if not isinstance(value, TensorShard):
+        return flatten_like(value, param)[span.start : span.stop]
+    if value.stride() != param.stride():
+        raise ValueError(
+            f"a shard of parameter {span.param} has strides {value.stride()}, the parameter has"
+            f" {param.stride()}; load it by torch.distributed.checkpoint into the state_dict() of"
+            " this optimizer"
+        )
+    return value.part(span.start, span.stop)
 
 
 def cut_for_pieces(

@@ -119,7 +119,9 @@ class TensorShard(Tensor):
                 " torch.distributed.checkpoint into the state_dict() of the optimizer that needs"
                 " it, or load a state dict of whole tensors"
             )
-        return found[0] if len(found) == 1 else torch.cat(found or self.runs[:1])
+        if not found:  # no elements were asked for
+            return self.runs[0][:0]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def whole(self) -> Tensor:
         """Copy it, if all of it is here; else `ValueError`."""
