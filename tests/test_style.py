@@ -14,7 +14,15 @@ from typing import get_origin
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("plan", "comm", "optim", "backward", "join", "apps")  # a room imports those before it
+ROOMS = (
+    "plan",
+    "comm",
+    "optim",
+    "backward",
+    "join",
+    "integrations",
+    "apps",
+)  # a room imports those before it
 NOTEBOOKS = sorted(
     (p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts),
     key=lambda p: (ROOMS.index(p.parent.name) if p.parent.name in ROOMS else -1, p.name),

@@ -1,0 +1,1 @@
+"""Recipes for other libraries, each of them optional."""
