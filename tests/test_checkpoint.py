@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from common import caught, network
 from common.modes import MODES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -371,6 +371,7 @@ def test_bad_input_is_an_error_on_every_rank():
         assert "has strides" in order and "state_dict() of this optimizer" in order
 
 
+@settings(deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), max_size=4), turned=st.booleans())
 def test_boxes_hold_a_run_and_nothing_else(data, shape, turned):
     total = math.prod(shape)
