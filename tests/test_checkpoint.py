@@ -1,8 +1,11 @@
 """Sharded and full state dicts: what `torch.distributed.checkpoint` writes from every mode and class,
 and reads at any number of ranks, beside the run that was not interrupted."""
 
+import copy
+import io
 import itertools
 import math
+import pickle
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -369,6 +372,30 @@ def test_bad_input_is_an_error_on_every_rank():
         assert "needs all elements" in needs and listed
         assert "load it by torch.distributed.checkpoint" in missing and changed == "0"
         assert "has strides" in order and "state_dict() of this optimizer" in order
+
+
+def test_a_shard_is_copied_pickled_and_moved_with_its_runs_only():
+    memory = torch.arange(1000.0)
+    shard = TensorShard(torch.empty(5, 7), [memory[3:9], memory[20:22]], [3, 20], writes=False)
+    written = io.BytesIO()
+    torch.save(shard, written)
+    assert written.tell() < 3000  # and not all that the runs are views of
+    read = torch.load(io.BytesIO(written.getvalue()), weights_only=False)
+    for other in (read, pickle.loads(pickle.dumps(shard)), copy.deepcopy(shard), shard.clone()):
+        assert other.shape == (5, 7) and other.starts == [3, 20] and not other.writes
+        for a, b in zip(other.runs, shard.runs, strict=True):
+            assert a.equal(b) and a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
+    assert shard.detach().runs[0].data_ptr() == shard.runs[0].data_ptr()
+    assert shard.to(torch.float64).runs[1].dtype == torch.float64
+    target = shard.clone().to(torch.float64)
+    target.runs[0].zero_()
+    target.copy_(shard)
+    assert target.runs[0].equal(memory[3:9].double())
+    for stranger in (torch.zeros(5, 7), TensorShard(torch.empty(5, 7), [memory[:1]] * 2, [3, 20])):
+        with pytest.raises(RuntimeError, match="only a shard of the same elements"):
+            target.copy_(stranger)
+    with pytest.raises(RuntimeError, match="needs all elements"):
+        shard.sum()
 
 
 @settings(deadline=None)

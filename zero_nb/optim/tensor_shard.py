@@ -198,7 +198,8 @@ class TensorShard(Tensor):
 
 # %% ../../nbs/optim/06_tensor_shard.ipynb #5a1e0011
 def _copy_runs(into: TensorShard, value: Any, non_blocking: bool = False) -> TensorShard:
-    if not isinstance(value, TensorShard) or into.starts != value.starts:
+    same = isinstance(value, TensorShard) and into.starts == value.starts
+    if not same or [*map(len, into.runs)] != [*map(len, value.runs)]:
         raise RuntimeError(f"only a shard of the same elements can be copied, got {value!r}")
     for memory, other in zip(into.runs, value.runs, strict=True):
         memory.copy_(other, non_blocking)
