@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from io import SEEK_CUR, SEEK_END, BytesIO, RawIOBase
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from .agreement import GroupStore, agreeing, timeout_seconds
 from .groups import Group, connect
 from .ranks import get_group_rank
 
+Received = TypeVar("Received")
+
 # %% auto #0
-__all__ = ['PIECE', 'dump', 'load', 'byte_device', 'gather_bytes', 'exchange_bytes', 'broadcast_object_list', 'gather_object',
-           'scatter_object_list']
+__all__ = ['Received', 'PIECE', 'dump', 'load', 'byte_device', 'send_bytes', 'receive_bytes', 'gather_in_turn', 'gather_bytes',
+           'exchange_bytes', 'broadcast_object_list', 'gather_object', 'scatter_object_list']
 
 # %% ../../nbs/comm/07_objects.ipynb #ee72684d
 def dump(value: Any, weights_only: bool) -> memoryview:
@@ -106,20 +109,26 @@ def _as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.numpy().data)
 
 
-def _send(group: Group, payload: bytearray | memoryview, to: int, device: torch.device) -> None:
-    for piece in _as_tensor(payload).split(PIECE) if len(payload) else ():
+def send_bytes(group: Group, data: Tensor, to: int, device: torch.device) -> None:
+    """Send bytes (uint8, 1-D) to one rank, which calls `receive_bytes`."""
+    for piece in data.split(PIECE) if len(data) else ():
         group.send(piece.to(device), to)
 
 
-def _receive(group: Group, size: int, source: int, device: torch.device) -> memoryview:
-    whole = _empty_bytes(size)
-    for piece in whole.split(PIECE) if size else ():
+def receive_bytes(group: Group, memory: Tensor, source: int, device: torch.device) -> None:
+    """Receive as many bytes as `memory` (uint8, 1-D, on the CPU) has, from one rank."""
+    for piece in memory.split(PIECE) if len(memory) else ():
         if device.type == "cpu":
             group.recv(piece, source)
             continue
         arrived = torch.empty_like(piece, device=device)
         group.recv(arrived, source)
         piece.copy_(arrived)
+
+
+def _receive(group: Group, size: int, source: int, device: torch.device) -> memoryview:
+    whole = _empty_bytes(size)
+    receive_bytes(group, whole, source, device)
     return _as_bytes(whole)
 
 
@@ -176,34 +185,48 @@ def _await_turn(group: Group, board: GroupStore, place: int, to: int) -> None:
 
 def _receive_all(
     group: Group,
-    payload: bytearray | memoryview,  # this rank's bytes
-    sizes: Sequence[int],  # of every rank's bytes, by group rank
-    device: torch.device,
+    senders: Sequence[int],  # other group ranks that send something
+    receive: Callable[[int], Received],
     board: GroupStore,  # where this rank writes down who may send
-) -> Iterator[memoryview]:
-    """Give each rank's bytes in rank order, and let the ranks send one after the other."""
-    me = group.group_rank
-    senders = [rank for rank, size in enumerate(sizes) if size and rank != me]
-    read = 0  # senders whose bytes are here
+) -> Iterator[Received]:
+    """Give what each rank has in rank order, and let the ranks send one after the other."""
+    read = 0  # senders that have sent
     try:
-        for source, size in enumerate(sizes):
-            if source == me or _pretends(group, device):
-                yield memoryview(payload)  # as if all held what this rank holds
-            elif not size:
-                yield memoryview(b"")
-            else:
-                if 0 < read < len(senders) - _SENDERS_AHEAD:
-                    board.put("turn", str(read + _SENDERS_AHEAD))
-                part = _receive(group, size, source, device)
-                read += 1
-                yield part
+        for source in range(group.size):
+            sends = read < len(senders) and source == senders[read]
+            if sends and 0 < read < len(senders) - _SENDERS_AHEAD:
+                board.put("turn", str(read + _SENDERS_AHEAD))
+            part = receive(source)
+            read += sends
+            yield part
     except BaseException as error:
         if isinstance(error, GeneratorExit):  # these may have begun to send
             for rank in senders[read : max(read, 1) + _SENDERS_AHEAD]:
-                _receive(group, sizes[rank], rank, device)
+                receive(rank)
         board.put("turn", "over")
         raise
     board.remove("turn")
+
+
+def gather_in_turn(
+    group: Group,  # all its ranks call this
+    senders: Sequence[int],  # group ranks that may send something; equal on all ranks
+    send: Callable[[], None] | None,  # sends what this rank has; None: it has nothing
+    receive: Callable[
+        [int], Received
+    ],  # on `to`: takes what a rank sends; of others, what is known of it
+    to: int,  # group rank that receives
+) -> Iterator[Received]:  # on `to`: what `receive` gave, in rank order; elsewhere: nothing
+    """Let ranks send to one of them, one rank at a time."""
+    board = GroupStore(group, "gather_bytes")
+    others = [rank for rank in senders if rank != to]
+    if group.group_rank == to:
+        board.remove("turn")  # of a gather that was not read to its end
+        yield from _receive_all(group, others, receive, board)
+    elif send is not None and group.group_rank in others:
+        if not board.alone:
+            _await_turn(group, board, others.index(group.group_rank), to)
+        send()
 
 
 def gather_bytes(
@@ -214,19 +237,16 @@ def gather_bytes(
 ) -> Iterator[memoryview]:  # on `to`: each rank's bytes in rank order; elsewhere: nothing
     """Bring the bytes of every rank to one of them, one rank at a time."""
     device = device or byte_device(group)
-    board = GroupStore(group, "gather_bytes")
-    if group.group_rank == to:
-        board.remove("turn")  # of a gather that was not read to its end
     sizes = _sizes(group, len(payload), device)
-    if group.group_rank == to:
-        yield from _receive_all(group, payload, sizes, device, board)
-        return
-    if not len(payload):
-        return
-    if not board.alone:
-        before = sum(size > 0 for rank, size in enumerate(sizes[: group.group_rank]) if rank != to)
-        _await_turn(group, board, before, to)
-    _send(group, payload, to, device)
+
+    def receive(source: int) -> memoryview:
+        if source == group.group_rank or _pretends(group, device):
+            return memoryview(payload)  # as if all held what this rank holds
+        return _receive(group, sizes[source], source, device)
+
+    send = partial(send_bytes, group, _as_tensor(payload), to, device)
+    senders = [rank for rank, size in enumerate(sizes) if size]
+    yield from gather_in_turn(group, senders, send, receive, to)
 
 # %% ../../nbs/comm/07_objects.ipynb #ecb37059
 def exchange_bytes(
@@ -335,7 +355,7 @@ def _scatter_bytes(group: Group, payloads: Sequence[memoryview], source: int) ->
         return _receive(group, int(sizes[group.group_rank]), source, device)
     for peer, payload in enumerate(payloads):
         if peer != source:
-            _send(group, payload, peer, device)
+            send_bytes(group, _as_tensor(payload), peer, device)
     return payloads[source]
 
 # %% ../../nbs/comm/07_objects.ipynb #67a5c732

@@ -19,7 +19,6 @@ from zero_nb.optim.local_optimizers import (
     describe_plan,
     take_groups,
 )
-from ..comm.objects import broadcast_object_list, byte_device
 from .driver import AfterBackward, Driver
 from .pieces import Shard
 from ..comm.agreement import agreeing, log_once
@@ -33,6 +32,7 @@ from zero_nb.optim.rules import (
     read_params,
     read_state,
 )
+from .saved_state import gather_state, shard_state
 from zero_nb.optim.state import (
     ShardedState,
     StateLoad,
@@ -319,12 +319,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     ) -> None:
         """Bring the whole state to one rank's memory (CPU), for `state_dict`; all ranks call this."""
         self.wait_for_driver()
-        full = self.sharded_state.gather(0 if to is None else to)
-        if to is None:
-            every = [full]
-            device = byte_device(self.group, self.params()[0].device)
-            broadcast_object_list(every, None, self.group, device, group_src=0, weights_only=True)
-            full = every[0]
+        full = gather_state(self.sharded_state, to)
         if full is not None:
             self._consolidated = full
 
@@ -358,7 +353,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             self.consolidate_state_dict(to=None)
         found = self._consolidated
         if self.state_dict_type == "sharded":
-            found = self.sharded_state.parts(not self._has_state)
+            found = shard_state(self.sharded_state, not self._has_state)
         elif not self._has_state:
             found = self.sharded_state.without_steps()
         full = _copy_state_dict(found, groups, self.group)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -21,16 +20,13 @@ from torch import Tensor
 
 from ..plan.sharder import Move, ParamTable, Span, moves_of
 from ..plan.buckets import BucketPlan, EvenCuts, Place, Slot
-from .flat import flatten, flatten_like
+from .flat import flatten_like
 from .local_optimizers import LocalOptimizers, describe_plan, make_shard
 from .tensor_shard import TensorShard
 from zero_nb.comm.objects import (
-    broadcast_object_list,
     byte_device,
     dump,
     exchange_bytes,
-    gather_bytes,
-    gather_object,
     load,
 )
 from zero_nb.optim.pieces import (
@@ -38,7 +34,6 @@ from zero_nb.optim.pieces import (
     SCALARS,
     Shard,
     per_element,
-    refreshed,
     release_step_memory,
     split_piece,
 )
@@ -48,11 +43,10 @@ from ..comm.groups import Group, fail
 
 # %% auto #0
 __all__ = ['MASTER', 'CommonState', 'Outgoing', 'ROUND', 'is_row', 'StateEntry', 'read_entry', 'read_common', 'split_common',
-           'FrozenState', 'stepped_by', 'StatePlan', 'read_entries', 'params_of', 'FullState', 'pack_entries',
-           'unpack_entries', 'gather_state', 'state_to_come', 'shard_state', 'cut_values', 'cut_for_pieces',
-           'deal_to_pieces', 'split_state_dict', 'give_state', 'snapshot', 'freeze_state', 'prepare_sends', 'assemble',
-           'exchange_state', 'count_state', 'check_complete', 'end_groups', 'mark_plans_agreed', 'ShardedState',
-           'StateLoad']
+           'FrozenState', 'stepped_by', 'StatePlan', 'read_entries', 'params_of', 'pack_entries', 'unpack_entries',
+           'cut_values', 'cut_for_pieces', 'deal_to_pieces', 'split_state_dict', 'give_state', 'snapshot',
+           'freeze_state', 'prepare_sends', 'assemble', 'exchange_state', 'uneven_error', 'count_state',
+           'check_complete', 'end_groups', 'mark_plans_agreed', 'ShardedState', 'StateLoad']
 
 # %% ../../nbs/optim/07_state.ipynb #1034d0e6
 MASTER = "master_param"  # key of the copy that is stepped, in the state of a parameter that has one
@@ -274,87 +268,6 @@ def params_of(shards: Iterable[Shard]) -> list[Tensor]:
     """Give all parameters of some shards, in the order in which they were registered."""
     return [p for shard in shards for p in shard.params]
 
-# %% ../../nbs/optim/07_state.ipynb #737e7bd6
-_UNEVEN = (
-    "parameter {}: {}. It had a gradient on some ranks and none on others in a step, so a part of"
-    " it was not stepped: give all ranks the same gradients, as DistributedDataParallel does, and"
-    " go back to an older checkpoint"
-)
-
-
-def _same_value(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same_value, one, other))
-    return bool(one == other)
-
-
-class FullState:
-    """The state of whole parameters, put together from the rows of all ranks."""
-
-    def __init__(self, params: Sequence[Tensor]):
-        self.params = params
-        self.trouble = ""
-        self.by_param: dict[int, dict[str, Any]] = {}
-        self.common: CommonState = {}
-        self._filled = Counter[tuple[int, str]]()  # elements of each value
-
-    def add(self, entry: StateEntry) -> None:
-        """Put the values of a row where they belong."""
-        for one in entry.split():
-            for key, value in one.values.items():
-                self._add_value(one, key, value)
-        if entry.spans:
-            return
-        for key, value in entry.values.items():
-            if not _same_value(self.common.setdefault(key, value), value):
-                self.trouble = f"state {key[1]!r}, of no parameter, is not the same on all ranks"
-
-    def _add_value(self, entry: StateEntry, key: str, value: Any) -> None:
-        [(index, start, stop)] = entry.spans
-        param = self.params[index]
-        found = self.by_param.setdefault(index, {})
-        self._filled[index, key] += stop - start
-        if not entry.whole and is_row(value):
-            if key not in found:
-                found[key] = torch.empty_like(param.detach(), dtype=value.dtype, device="cpu")
-            flatten(found[key])[start:stop] = value
-            return
-        if key == "step" and not _same_value(found.setdefault(key, value), value):
-            self.trouble = _UNEVEN.format(index, "its parts have different step counts")
-        found[key] = value
-
-    def check(self) -> None:
-        """Refuse a state of which there are parts only; `RuntimeError`."""
-        for (index, key), count in self._filled.items():
-            numel = self.params[index].numel()
-            if count != numel:
-                self.trouble = _UNEVEN.format(
-                    index, f"there is state {key!r} of {count} of its {numel} elements"
-                )
-        if self.trouble:
-            raise RuntimeError(self.trouble)
-
-    def reconcile_masters(self) -> None:
-        """Take into the copies what was written into the parameters since. A copy that says no more
-        than its parameter, which was never stepped, is left out."""
-        for index in [i for i, values in self.by_param.items() if MASTER in values]:
-            values = self.by_param[index]
-            param = self.params[index].detach().cpu()
-            values[MASTER] = refreshed(values[MASTER], param)
-            if set(values) == {MASTER} and values[MASTER].equal(param.to(values[MASTER].dtype)):
-                del self.by_param[index]
-
-    def to_state_dict(self) -> dict[str, Any]:
-        """Give the state dict of the unsharded optimizer, without its groups."""
-        inside, beside = split_common(self.common)
-        return {"state": {**dict(sorted(self.by_param.items())), **inside}, **beside}
-
 # %% ../../nbs/optim/07_state.ipynb #2a060d33
 _ALIGNED = 64  # bytes; where in a message the elements of a dtype may begin
 _Form = tuple[Any, ...]  # whether a row is whole; then of each value its key, segment and shape
@@ -475,166 +388,6 @@ def unpack_entries(data: memoryview) -> Iterator[StateEntry]:  # in CPU memory
             value = segments[segment][begin : offsets[segment]]
             values[key] = value if shape is None else value.clone().view(shape)
         yield StateEntry(own, whole, values)
-
-# %% ../../nbs/optim/07_state.ipynb #2a060d35
-def gather_state(
-    group: Group,  # whose ranks share the state
-    local: LocalOptimizers,
-    shards: Sequence[Shard],  # all of the optimizer
-    frozen: FrozenState,
-    to: int,  # group rank that receives
-) -> dict[str, Any] | None:  # a state dict without its groups; None on other ranks
-    """Bring the whole state to one rank's memory.
-
-    Raises on all ranks: `TypeError` or `ValueError` if `to` is no rank of the group, `RuntimeError` if there are
-    parts of a state only."""
-    params = params_of(shards)
-    device = byte_device(group, params[0].device)
-    entries = list[StateEntry]()
-    with agreeing(group, f"consolidate_state_dict(to={to})"):
-        if not isinstance(to, int):
-            raise TypeError(f"to must be a rank of the group, or None for all, got {to!r}")
-        if not 0 <= to < group.size:
-            raise ValueError(f"to must be a rank of the group, 0 to {group.size - 1}, got {to}")
-        own = read_entries(local, shards, frozen)
-        entries += [entry for entry in own if group.group_rank == to or not entry.empty]
-        entries += [StateEntry([], True, read_common(local, kind)) for kind in local.by_class]
-    full = FullState(params)
-    for data in gather_bytes(group, pack_entries(entries), to, device):
-        for entry in unpack_entries(data):
-            full.add(entry)
-    with agreeing(group, "putting the state together"):
-        if group.backend(device) != "fake":  # of simulated ranks nothing comes
-            full.check()
-    full.reconcile_masters()
-    return full.to_state_dict() if group.group_rank == to else None
-
-# %% ../../nbs/optim/07_state.ipynb #7c60d18b
-_ValueForm = tuple[Any, torch.dtype | None, tuple[int, ...] | None, Any]
-# key; dtype, None for what is no tensor; shape, None for that of the parameter; what is no tensor
-
-
-def _form_of(index: int, key: Any, value: Any, whole: bool) -> _ValueForm:
-    if isinstance(value, Tensor):
-        alike = is_row(value) and not whole
-        return key, value.dtype, None if alike else tuple(value.shape), None
-    if not isinstance(value, (int, float, str, type(None))):
-        raise TypeError(
-            f"state {key!r} of parameter {index} is a {type(value).__name__}, and only tensors and"
-            " single values can be sharded; use state_dict_type='consolidated' or 'full'"
-        )
-    return key, None, None, value
-
-
-def _shard_value(
-    group: Group, param: Tensor, form: _ValueForm, own: Sequence[StateEntry]
-) -> TensorShard | Any:
-    """Make the part of one value that this rank holds."""
-    key, dtype, shape, plain = form
-    if dtype is None:
-        return plain
-    writes = param.numel() > 0 or group.group_rank == 0  # without elements all ranks have it
-    starts = [entry.spans[0].start for entry in own]
-    if shape is None:
-        return TensorShard(param, [entry.values[key] for entry in own], starts, writes, dtype)
-    if own:  # of several ranks that have it, one writes
-        return TensorShard.of(own[0].values[key], writes and starts[0] == 0)
-    device = param.device if shape else torch.device("cpu")
-    return TensorShard(torch.empty(shape, device="meta"), (), (), False, dtype, device)
-
-
-def _first_forms(
-    entries: Mapping[int, Sequence[StateEntry]],  # by parameter, in order
-) -> dict[int, list[_ValueForm]]:
-    """Tell what the state of the parameters looks like of which this rank has the first element."""
-    told = dict[int, list[_ValueForm]]()
-    for index, (first, *_) in entries.items():
-        if first.spans[0].start == 0 and first.values:
-            values = first.values.items()
-            told[index] = [_form_of(index, key, value, first.whole) for key, value in values]
-    return told
-
-
-def _merged_forms(
-    group: Group, told: dict[int, list[_ValueForm]], device: torch.device
-) -> dict[int, list[_ValueForm]]:
-    """Learn what the state of every parameter looks like."""
-    every: list[Any] | None = [None] * group.size if group.group_rank == 0 else None
-    gather_object(told, every, group=group, group_dst=0)
-    together = [{index: form for one in every or () for index, form in (one or told).items()}]
-    broadcast_object_list(together, None, group, device, group_src=0)
-    return dict(sorted(together[0].items()))
-
-
-def _stand_in(piece: Piece) -> Tensor:
-    """Make a parameter like a piece, with a gradient of zeros."""
-    made = torch.zeros(piece.numel, dtype=piece.view.dtype, device=piece.params[0].device)
-    if piece.whole:
-        made = made.as_strided(piece.params[0].shape, piece.params[0].stride())
-    made.grad = torch.zeros_like(made)
-    return made
-
-
-def state_to_come(local: LocalOptimizers, shards: Iterable[Shard]) -> list[StateEntry]:
-    """Give the rows that the first step would make, in memory of their own: optimizers of the same
-    classes step stand-ins of this rank's pieces."""
-    pieces = {id(piece.view): piece for shard in shards for piece in shard.pieces}
-    entries = list[StateEntry]()
-    for kind, optim in local.by_class.items():
-        stand_ins = {id(view): _stand_in(pieces[id(view)]) for view in _views_of(optim)}
-        groups = [
-            {**group, "params": [stand_ins[id(view)] for view in group["params"]]}
-            for group in optim.param_groups
-        ]
-        other = kind(groups, **local.settings.options(kind))
-        other.step()
-        for view, made in stand_ins.items():
-            piece = pieces[view]
-            values = dict(other.state[made]) | ({MASTER: made} if piece.master else {})
-            entries.append(StateEntry(piece.spans, piece.whole, values))
-    return entries
-
-
-def _views_of(optim: torch.optim.Optimizer) -> list[Tensor]:
-    return [view for group in optim.param_groups for view in group["params"]]
-
-
-def shard_state(
-    group: Group,  # whose ranks share the state
-    local: LocalOptimizers,
-    shards: Sequence[Shard],  # all of the optimizer
-    frozen: FrozenState,
-    fresh: bool = False,  # nothing was stepped or loaded: give the state that is to come
-) -> dict[str, Any]:  # a state dict without its groups; values are the optimizer's own memory
-    """Give this rank's part of the state.
-
-    Raises on all ranks: `TypeError` for values that cannot be sharded, `RuntimeError` if there are
-    parts of a state only."""
-    params = params_of(shards)
-    entries = dict[int, list[StateEntry]]()
-    told = dict[int, list[_ValueForm]]()
-    with agreeing(group, "state_dict() of type 'sharded'"):
-        rows = state_to_come(local, shards) if fresh else read_entries(local, shards, frozen)
-        for entry in (one for row in rows for one in row.split()):
-            entries.setdefault(entry.spans[0].param, []).append(entry)
-        for own in entries.values():
-            own.sort(key=lambda entry: entry.spans[0])
-        told |= _first_forms(entries)
-    forms = _merged_forms(group, told, byte_device(group, params[0].device))
-    state = dict[Any, dict[Any, Any]]()
-    with agreeing(group, "looking for all parts of the state"):
-        for index, own in entries.items():
-            keys = [key for key, *_ in forms.get(index, ())]
-            if any([*entry.values] != keys for entry in own):
-                raise RuntimeError(_UNEVEN.format(index, "its parts do not all have state"))
-        for index, form in forms.items():
-            own = entries.get(index, [])
-            state[index] = {f[0]: _shard_value(group, params[index], f, own) for f in form}
-        common: CommonState = {}
-        for kind in local.by_class:
-            common |= read_common(local, kind)
-    inside, beside = split_common(common)
-    return {"state": state | inside, **beside}
 
 # %% ../../nbs/optim/07_state.ipynb #8abd191e
 def cut_values(
@@ -997,6 +750,15 @@ def exchange_state(
         found.clear()  # before the next round
 
 # %% ../../nbs/optim/07_state.ipynb #00f3b2ac
+def uneven_error(index: int, what: str) -> RuntimeError:
+    """Say what is wrong with the state of a parameter of which there are parts only."""
+    return RuntimeError(
+        f"parameter {index}: {what}. It had a gradient on some ranks and none on others in a step,"
+        " so a part of it was not stepped: give all ranks the same gradients, as"
+        " DistributedDataParallel does, and go back to an older checkpoint"
+    )
+
+
 def count_state(
     group: Group, params: Sequence[Tensor], entries: Iterable[StateEntry], device: torch.device
 ) -> Tensor:  # int64 (parameters, 2): elements with state, and the sum of their step counts
@@ -1021,13 +783,11 @@ def check_complete(
     for index, (count, _) in enumerate(every):
         numel = params[index].numel()
         if count not in (0, numel):
-            raise RuntimeError(
-                _UNEVEN.format(index, f"there is state of {count} of its {numel} elements")
-            )
+            raise uneven_error(index, f"there is state of {count} of its {numel} elements")
     for entry in entries:
         for index, *_ in entry.spans if entry.stepped else ():
             if every[index][1] != entry.steps * every[index][0]:
-                raise RuntimeError(_UNEVEN.format(index, "its parts have different step counts"))
+                raise uneven_error(index, "its parts have different step counts")
 
 # %% ../../nbs/optim/07_state.ipynb #014dfd2e
 def end_groups(
@@ -1086,9 +846,9 @@ class ShardedState:
         """Replace the state of frozen parameters."""
         self.frozen = frozen
 
-    def gather(self, to: int) -> dict[str, Any] | None:
-        """Bring the whole state to one rank's memory; see `gather_state`."""
-        return gather_state(self.groups[0], self.local, self.shards, self.frozen, to)
+    def plan(self) -> StatePlan:
+        """Tell which rank holds what; equal on all ranks."""
+        return StatePlan(self.groups[0].size, tuple(self.shards), self.frozen.places)
 
     def without_steps(self) -> dict[str, Any]:
         """Give the state before the first step, which all ranks know: of no parameter there is any."""
@@ -1097,10 +857,6 @@ class ShardedState:
             common |= read_common(self.local, kind)
         inside, beside = split_common(common)
         return {"state": inside, **beside}
-
-    def parts(self, fresh: bool) -> dict[str, Any]:
-        """Give this rank's part of the state; see `shard_state`."""
-        return shard_state(self.groups[0], self.local, self.shards, self.frozen, fresh)
 
     def reshard(
         self,
