@@ -1,5 +1,8 @@
 """What several files of tests share."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from common import take_way
@@ -10,6 +13,13 @@ from common.starter import Starter
 def way(request, monkeypatch):
     """Run a test in both ways to move a reduce-scatter or an all-gather: as on one machine, and as between machines."""
     take_way(monkeypatch, request.param)
+
+
+@pytest.fixture
+def folder():
+    """Give an empty folder, gone after the test: checkpoints of many tests would fill a disk."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
 
 
 @pytest.fixture

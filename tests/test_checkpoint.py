@@ -7,17 +7,26 @@ import itertools
 import math
 import pickle
 import tempfile
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from common import caught, network
 from common.modes import MODES
+from common.saving import (
+    RECIPES,
+    Recipe,
+    begin,
+    check,
+    convolutions,
+    half,
+    inputs,
+    parameters,
+    train,
+    two_layers,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,87 +35,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon
+from torch.optim import AdamW
 
-from zero_nb.comm.groups import Group, two_level
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.optim.tensor_shard import TensorShard, boxes
-
-
-def two_layers():
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(12, 33), nn.Tanh(), nn.Linear(33, 7)).double()
-
-
-def convolutions():
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 5, 3), nn.Flatten())
-    return model.double().to(memory_format=torch.channels_last)
-
-
-def half():
-    return two_layers().bfloat16()
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What is trained, and how its optimizer is made."""
-
-    kind: Any = AdamW
-    model: Any = network
-    shape: tuple[int, ...] = (12,)  # of an input
-    muon: bool = False  # for matrices, beside `kind`
-    options: tuple[tuple[str, Any], ...] = (("lr", 1e-2),)
-    levels: bool = False
-
-    def optimizer(self, module, **more):
-        params = list(module.parameters())
-        if self.muon:
-            matrices = [p for p in params if p.dim() == 2]
-            rest = [p for p in params if p.dim() != 2]
-            params = [
-                {"params": matrices, "optimizer_class": Muon, "lr": 1e-2},
-                {"params": rest, "lr": 1e-2},
-            ]
-        group = two_level(2) if self.levels else None
-        options = dict(self.options) | more
-        return ZeroRedundancyOptimizer(params, self.kind, group, bucket_cap_mb=0.002, **options)
-
-
-RECIPES = {
-    "AdamW": Recipe(),
-    "SGD": Recipe(SGD, options=(("lr", 0.1), ("momentum", 0.9))),
-    "Adagrad": Recipe(Adagrad),
-    "Adafactor": Recipe(Adafactor),
-    "Muon and AdamW": Recipe(muon=True),
-    "amsgrad, channels last": Recipe(
-        model=convolutions, shape=(3, 8, 8), options=(("lr", 1e-2), ("amsgrad", True))
-    ),
-    "master copies": Recipe(model=half, options=(("lr", 1e-2), ("master_dtype", torch.float32))),
-    "views": Recipe(options=(("lr", 1e-2), ("parameters_as_bucket_view", True))),
-}
-
-
-def inputs(recipe, seed, count=3):
-    data = torch.Generator().manual_seed(seed)
-    dtype = torch.bfloat16 if recipe.model is half else torch.float64
-    return [
-        torch.randn(8, *recipe.shape, generator=data, dtype=torch.float64).to(dtype)
-        for _ in range(count)
-    ]
-
-
-def train(attached, batches):
-    for x in batches:
-        attached.optimizer.zero_grad()
-        attached.call(x).square().mean().backward()
-        attached.optimizer.step()
-
-
-def parameters(attached):
-    attached.optimizer.wait_for_driver()
-    return [p.detach().double().clone() for p in attached.call.parameters()]
 
 
 def parts(attached):
@@ -114,12 +48,6 @@ def parts(attached):
         "model": get_model_state_dict(attached.call),
         "optimizer": get_optimizer_state_dict(attached.call, attached.optimizer),
     }
-
-
-def begin(recipe, mode, kind):
-    return MODES[mode].attach(
-        recipe.model(), lambda model: recipe.optimizer(model, state_dict_type=kind)
-    )
 
 
 def save(folder, recipe, mode, kind):
@@ -138,17 +66,6 @@ def load(folder, recipe, mode, kind):
     set_optimizer_state_dict(attached.call, attached.optimizer, found["optimizer"])
     train(attached, inputs(recipe, 2))
     return parameters(attached)
-
-
-def check(wanted, got, limit=1e-12):
-    worst = max((a - b).abs().max().item() for a, b in zip(wanted, got, strict=True))
-    assert worst <= limit, worst
-
-
-@pytest.fixture
-def folder():
-    with tempfile.TemporaryDirectory() as name:
-        yield name
 
 
 @pytest.mark.parametrize("mode", MODES)

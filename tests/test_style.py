@@ -20,6 +20,7 @@ ROOMS = (
     "optim",
     "backward",
     "join",
+    "checkpoint",
     "integrations",
     "apps",
 )  # a room imports those before it

@@ -33,6 +33,12 @@ _MODULES = {
     "optim.optimizer": ("ZeroRedundancyOptimizer",),
     "backward.ddp_overlap": ("hook_with_zero_step", "hook_with_zero_step_interleaved", "overlap"),
     "backward.data_parallel": ("data_parallel",),
+    "checkpoint.full": (
+        "full_optim_state_dict",
+        "full_state_dict",
+        "load_full_state_dict",
+        "shard_full_optim_state_dict",
+    ),
     "join.event_log": ("Attendance",),
     "join.join": ("Join",),
     "join.participants": ("JoinHook", "Joinable", "shadowed_by"),
@@ -40,6 +46,12 @@ _MODULES = {
 __all__ = [name for names in _MODULES.values() for name in names]
 
 if TYPE_CHECKING:
+    from .checkpoint.full import (
+        full_optim_state_dict,
+        full_state_dict,
+        load_full_state_dict,
+        shard_full_optim_state_dict,
+    )
     from .plan.buckets import BucketPlan, pack
     from .plan.estimates import compare, estimate
     from .join.event_log import Attendance

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
+from ..checkpoint.files import check_file, replacing
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..comm.objects import gather_object
 from ..comm.agreement import agree
@@ -478,20 +479,20 @@ def save_checkpoint(
     path = Path(side.config.out, "checkpoint.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
     config = asdict(replace(side.config, horizon=side.config.horizon or side.config.steps))
-    torch.save(
-        {
-            "format": 1,
-            "config": config,
-            "step": step,
-            "model": side.model.state_dict(),
-            "optimizer": side.optimizer.state_dict(),
-            "schedule": side.schedule.state_dict(),
-            "losses": report.losses,
-            "held_out": report.held_out,
-        },
-        path.with_suffix(".part"),
-    )
-    os.replace(path.with_suffix(".part"), path)
+    with replacing(path) as beside:
+        torch.save(
+            {
+                "format": 1,
+                "config": config,
+                "step": step,
+                "model": side.model.state_dict(),
+                "optimizer": side.optimizer.state_dict(),
+                "schedule": side.schedule.state_dict(),
+                "losses": report.losses,
+                "held_out": report.held_out,
+            },
+            beside,
+        )
 
 
 def _load(side: Side, state: dict[str, Any]) -> None:
@@ -624,6 +625,7 @@ def read_checkpoint(
             " name its folder with --out"
         )
     try:
+        check_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(

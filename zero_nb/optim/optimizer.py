@@ -338,6 +338,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             raise ValueError(f"state_dict_type must be one of {known}, got {value!r}")
         self._state_dict_type = value
 
+    def groups_to_save(self) -> list[dict[str, Any]]:
+        """Give the param groups as they are in a state dict, with the parameters' indices."""
+        with _without_state_dict_hooks(self):
+            return super().state_dict()["param_groups"]
+
     def state_dict(self) -> dict[str, Any]:
         """Give the state dict of the unsharded optimizer, after `consolidate_state_dict` and before
         the next step; with another `state_dict_type` at any time, on all ranks.
@@ -347,8 +352,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         self.wait_for_driver()  # a hook may read anything
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        with _without_state_dict_hooks(self):
-            groups = super().state_dict()["param_groups"]
+        groups = self.groups_to_save()
         if self.state_dict_type == "full" and self._has_state:
             self.consolidate_state_dict(to=None)
         found = self._consolidated

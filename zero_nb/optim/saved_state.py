@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -49,7 +50,7 @@ from ..comm.groups import Group
 # %% auto #0
 __all__ = ['Forms', 'MESSAGE', 'Values', 'Objects', 'ValueForm', 'form_of', 'OwnState', 'describe_saved', 'state_to_come',
            'shard_state', 'Value', 'Run', 'values_of', 'runs_of', 'messages', 'StateTarget', 'MemoryTarget',
-           'pack_runs', 'gather_values', 'gather_objects', 'share_values', 'put_together', 'gather_state']
+           'pack_runs', 'gather_values', 'WholeState', 'describe_whole', 'share_values', 'gather_state']
 
 # %% ../../nbs/optim/08_saved_state.ipynb #5a7e0007
 class ValueForm(NamedTuple):
@@ -533,12 +534,9 @@ def _own_objects(own: OwnState, forms: Forms) -> Objects:
     return found
 
 
-def gather_objects(
+def _gather_objects(
     group: Group, own: OwnState, forms: Forms, to: int
 ) -> tuple[Objects, CommonState]:  # elsewhere those of this rank
-    """Bring what is no plain tensor to one rank; all ranks call this.
-
-    Raises `RuntimeError` on all ranks if they differ in state of no parameter."""
     objects = _own_objects(own, forms)
     payload = dump((objects, own.common), weights_only=True) if objects or own.common else b""
     device = byte_device(group, own.params[0].device)
@@ -546,17 +544,63 @@ def gather_objects(
     for data in gather_bytes(group, memoryview(payload), to, device):
         theirs, common = load(data, "cpu", weights_only=True) if len(data) else ({}, {})
         objects |= theirs
-        keys = own.common.keys() | common.keys()
         missing = object()
         other += [
-            key[1]
-            for key in sorted(keys)
-            if not _same_value(own.common.get(key, missing), common.get(key, missing))
+            key
+            for (place, key) in own.common.keys() | common.keys()
+            if not _same_value(
+                own.common.get((place, key), missing), common.get((place, key), missing)
+            )
         ]
     with agreeing(group, "putting the state together"):
         if other:
-            raise RuntimeError(f"state {other[0]!r}, of no parameter, is not the same on all ranks")
+            raise RuntimeError(
+                f"state {min(other)!r}, of no parameter, is not the same on all ranks"
+            )
     return objects, own.common
+
+
+@dataclass(frozen=True, eq=False)
+class WholeState:
+    """What the whole state consists of; its tensors are still where they were."""
+
+    own: OwnState
+    forms: Forms  # equal on all ranks, like the values
+    values: Values
+    objects: Objects  # complete on the rank that receives
+    common: CommonState
+
+    def put_together(
+        self,
+        tensors: Mapping[tuple[int, Any], Any],  # by parameter and key
+    ) -> dict[str, Any]:
+        """Make a state dict, without its groups."""
+        by_param = dict[Any, Any]()
+        for index, every in self.forms.items():
+            values = by_param[index] = {}
+            for form in every:
+                if form.is_object:
+                    values[form.key] = self.objects[index][form.key]
+                else:
+                    values[form.key] = tensors.get((index, form.key), form.plain)
+        inside, beside = split_common(self.common)
+        return {"state": by_param | inside, **beside}
+
+
+def describe_whole(
+    state: ShardedState,
+    what: str,  # for error messages
+    check: Callable[[], int],  # gives the group rank that receives, or raises what is wrong
+) -> WholeState:
+    """Learn what the whole state consists of; all ranks call this.
+
+    Raises as `describe_saved`, and `RuntimeError` on all ranks if they differ in state of no parameter."""
+    group = state.groups[0]
+    root = list[int]()
+    own, forms = describe_saved(state, what, lambda: root.append(check()))
+    _drop_unstepped(group, own, forms, byte_device(group, own.params[0].device))
+    objects, common = _gather_objects(group, own, forms, *root)
+    return WholeState(own, forms, values_of(forms, own.params), objects, common)
 
 # %% ../../nbs/optim/08_saved_state.ipynb #5a7e001c
 def share_values(
@@ -577,60 +621,41 @@ def share_values(
         target.put(message, moved.cpu())
 
 # %% ../../nbs/optim/08_saved_state.ipynb #5a7e001d
-def _check_destination(group: Group, to: Any) -> None:
+def _destination(group: Group, to: Any) -> int:  # group rank
     if to is None:
-        return
+        return 0
     if not isinstance(to, int):
         raise TypeError(f"to must be a rank of the group, or None for all, got {to!r}")
     if not 0 <= to < group.size:
         raise ValueError(f"to must be a rank of the group, 0 to {group.size - 1}, got {to}")
-
-
-def put_together(
-    forms: Forms,
-    tensors: Mapping[tuple[int, Any], Any],  # by parameter and key
-    objects: Objects,
-    common: CommonState,
-) -> dict[str, Any]:
-    """Make a state dict, without its groups."""
-    by_param = dict[Any, Any]()
-    for index, every in forms.items():
-        values = by_param[index] = {}
-        for form in every:
-            if form.is_object:
-                values[form.key] = objects[index][form.key]
-            else:
-                values[form.key] = tensors.get((index, form.key), form.plain)
-    inside, beside = split_common(common)
-    return {"state": by_param | inside, **beside}
+    return to
 
 
 def gather_state(
     state: ShardedState,
     to: int | None,  # group rank that receives; None: all of them
+    what: str = "consolidate_state_dict",  # for error messages
 ) -> dict[str, Any] | None:  # a state dict without its groups; None on other ranks
     """Bring the whole state to memory (CPU); all ranks call this.
 
     Raises on all ranks: `TypeError` or `ValueError` if `to` is no rank of the group, `RuntimeError` if there are
     parts of a state only."""
     group = state.groups[0]
-    what = f"consolidate_state_dict(to={to})"
-    own, forms = describe_saved(state, what, lambda: _check_destination(group, to))
-    device = byte_device(group, own.params[0].device)
-    _drop_unstepped(group, own, forms, device)
-    values = values_of(forms, own.params)
-    root = to or 0
+    whole = describe_whole(state, f"{what}(to={to})", lambda: _destination(group, to))
+    root = _destination(group, to)
     receives = group.group_rank == root
     found = list[MemoryTarget]()
     with agreeing(group, "making room for the state"):
         if receives or to is None:
-            found.append(MemoryTarget(values))
-    target = found[0] if found else None
-    gather_values(state, own, values, root, target if receives else None)
-    objects, common = gather_objects(group, own, forms, root)
-    if to is None and target is not None:
-        share_values(group, values, target, root, device)
-        rest = [(objects, common)]
-        broadcast_object_list(rest, None, group, device, group_src=root, weights_only=True)
-        objects, common = rest[0]
-    return None if target is None else put_together(forms, target.tensors, objects, common)
+            found.append(MemoryTarget(whole.values))
+    gather_values(state, whole.own, whole.values, root, found[0] if receives else None)
+    if not found:
+        return None
+    if to is None:
+        device = byte_device(group, whole.own.params[0].device)
+        share_values(group, whole.values, found[0], root, device)
+        every: list[Any] = [whole.objects]
+        if any(form.is_object for forms in whole.forms.values() for form in forms):
+            broadcast_object_list(every, None, group, device, group_src=root, weights_only=True)
+        whole = replace(whole, objects=every[0])
+    return whole.put_together(found[0].tensors)

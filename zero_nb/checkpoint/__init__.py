@@ -1,0 +1,1 @@
+"""State that outlives a run, and changes its world size."""
