@@ -3,10 +3,7 @@ and what is left of a file after whatever may happen to it."""
 
 import errno
 import os
-import random
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,18 @@ import torch
 import torch.distributed as dist
 from common import caught
 from common.modes import MODES
-from common.saving import RECIPES, Recipe, begin, check, half, inputs, parameters, train, two_layers
+from common.saving import (
+    RECIPES,
+    Recipe,
+    begin,
+    check,
+    half,
+    inputs,
+    kill_again_and_again,
+    parameters,
+    train,
+    two_layers,
+)
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -308,41 +316,37 @@ def test_a_full_disk_is_found_before_anything_is_sent(folder):
     assert not [*folder.iterdir()]
 
 
-def versions(path, seconds):
-    """Save one version after the other; each number is the same in all elements."""
+def versions(path, count):
+    """Save one version after the other; each has its number in all elements."""
     zero = stepped()
-    states = [*zero.optim.state.values()]
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        number = torch.rand(())
-        for state in states:
+    first = read_version(path) + 1 if path.exists() else 0
+    for number in range(first, first + count):
+        for state in zero.optim.state.values():
             state["exp_avg"].fill_(number)
             state["exp_avg_sq"].fill_(number)
         full_state_dict(zero, path)
 
 
-def whole_version(path):
+def read_version(path):
     check_file(path)
     values = [v for s in read_full(path)["state"].values() for k, v in s.items() if k != "step"]
-    first = values[0].flatten()[0]
-    return all(bool((v == first).all()) for v in values)
+    numbers = torch.cat([v.flatten() for v in values]).unique()
+    assert len(numbers) == 1
+    return int(numbers)
 
 
 def test_the_last_whole_file_survives_kills_at_random_moments(folder):
     path = folder / "last.pt"
-    moments = random.Random(4)
-    versions(path, 0.01)
-    for _ in range(100):
-        child = os.fork()
-        if not child:
-            versions(path, 60)
-            os._exit(1)
-        time.sleep(moments.uniform(0, 0.03))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        assert whole_version(path)
+    versions(path, 1)
+    newest = 0
+    for found in kill_again_and_again(
+        lambda: versions(path, 10**6), folder, lambda: read_version(path)
+    ):
+        assert found >= newest
+        newest = found
         assert len([*folder.iterdir()]) <= 2
-    versions(path, 0.01)
+    assert newest >= 10
+    versions(path, 1)
     assert [file.name for file in folder.iterdir()] == ["last.pt"]
 
 

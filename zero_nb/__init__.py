@@ -39,6 +39,7 @@ _MODULES = {
         "load_full_state_dict",
         "shard_full_optim_state_dict",
     ),
+    "checkpoint.sharded": ("load_sharded", "newest_checkpoint", "save_sharded"),
     "join.event_log": ("Attendance",),
     "join.join": ("Join",),
     "join.participants": ("JoinHook", "Joinable", "shadowed_by"),
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         load_full_state_dict,
         shard_full_optim_state_dict,
     )
+    from .checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded
     from .plan.buckets import BucketPlan, pack
     from .plan.estimates import compare, estimate
     from .join.event_log import Attendance

@@ -1,6 +1,12 @@
 """What checkpoints are tested on: classes and options, and the steps before and after a save."""
 
+import os
+import signal
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -97,3 +103,31 @@ def begin(recipe, mode, kind="consolidated"):
 def check(wanted, got, limit=1e-12):
     worst = max((a - b).abs().max().item() for a, b in zip(wanted, got, strict=True))
     assert worst <= limit, worst
+
+
+def kill_again_and_again(
+    save: Callable[[], None],  # in a process of its own: saves on and on
+    folder: Path,  # where
+    version: Callable[[], int],  # of the last complete checkpoint
+):
+    """Kill a process that saves, 100 times at random moments of a save; every tenth time after it has
+    completed one. Gives the version after each kill."""
+    moments = Random(5)
+    for number in range(100):
+        before = version()
+        left = {*folder.glob(".*")}
+        child = os.fork()
+        if not child:
+            torch.set_num_threads(1)  # those of OpenMP are not here after a fork
+            save()
+            os._exit(1)
+        try:
+            end = time.monotonic() + 30
+            while not (version() > before if number % 10 == 0 else {*folder.glob(".*")} - left):
+                assert time.monotonic() < end
+                time.sleep(0.0005)
+            time.sleep(moments.uniform(0, 0.015))
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        yield version()

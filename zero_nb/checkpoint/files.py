@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import struct
 import uuid
 import zipfile
@@ -26,7 +27,8 @@ except ImportError:  # Windows
     fcntl: Any = None  # type: ignore[no-redef]
 
 # %% auto #0
-__all__ = ['replacing', 'Record', 'read_records', 'tensors_in', 'storages_in', 'check_file', 'joined_crc']
+__all__ = ['replacing', 'new_folder', 'Record', 'records_in', 'read_records', 'tensors_in', 'storages_in', 'crc_of', 'check_file',
+           'joined_crc']
 
 # %% ../../nbs/checkpoint/01_files.ipynb #f11e0009
 def _flush_folder(folder: Path) -> None:
@@ -65,10 +67,10 @@ def _remove_abandoned(path: Path) -> None:
                 os.close(handle)
 
 
-def _open_beside(path: Path) -> tuple[Path, int]:
+def _open_beside(path: Path, suffix: str = ".tmp") -> tuple[Path, int]:
     """Make an empty file beside a path, and lock it."""
     while True:
-        beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{suffix}")
         handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         _lock(handle, wait=True)
         if beside.exists():  # no other job took it for abandoned before it was locked
@@ -101,6 +103,51 @@ def replacing(
     finally:
         os.close(handle)
 
+# %% ../../nbs/checkpoint/01_files.ipynb #f11e0102
+def _remove_abandoned_folders(parent: Path) -> None:
+    """Remove what writers of folders left behind that were killed."""
+    for lock in parent.glob(".*.lock"):
+        with suppress(OSError):
+            handle = os.open(lock, os.O_RDWR)
+            try:
+                if _lock(handle, wait=False):
+                    shutil.rmtree(lock.with_suffix(".tmp"), ignore_errors=True)
+                    lock.unlink()
+            finally:
+                os.close(handle)
+
+
+@contextmanager
+def new_folder(
+    folder: str | os.PathLike[str],  # is not there yet; its parent is made
+) -> Iterator[Path]:
+    """Give a folder to write to, which becomes `folder` if the block ends well, and is removed if not.
+
+    Raises `FileExistsError` if `folder` is there, and `OSError` as the file system does."""
+    folder = Path(folder)
+    if folder.exists():
+        raise FileExistsError(
+            errno.EEXIST,
+            "each checkpoint needs a folder of its own, and this one exists",
+            str(folder),
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned_folders(folder.parent)
+    lock, handle = _open_beside(folder, ".lock")  # from before the folder is there until it is not
+    beside = lock.with_suffix(".tmp")
+    try:
+        beside.mkdir()
+        yield beside
+        _flush_folder(beside)
+        os.rename(beside, folder)
+        _flush_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(handle)
+
 # %% ../../nbs/checkpoint/01_files.ipynb #f11e000e
 # what zipfile raises for bytes that make no sense
 _NO_ARCHIVE = (
@@ -127,13 +174,11 @@ def _read_at(file: Any, offset: int, form: str) -> tuple[int, ...]:
     return struct.unpack(form, file.read(struct.calcsize(form)))
 
 
-def read_records(path: str | os.PathLike[str]) -> dict[str, Record]:  # by name, without the folder
-    """Tell where in a file of `torch.save` the records are.
-
-    Raises `ValueError` if it is no such file, or cut off."""
+def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
+    """Tell where in an open file of `torch.save` the records are; see `read_records`."""
     found = dict[str, Record]()
     try:
-        with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        with zipfile.ZipFile(file) as archive:
             entry = archive.start_dir
             for info in archive.infolist():
                 lengths = _read_at(file, info.header_offset + 26, "<HH")
@@ -151,6 +196,14 @@ def read_records(path: str | os.PathLike[str]) -> dict[str, Record]:  # by name,
     if "data.pkl" not in found:
         raise ValueError(f"{path} is an archive, but none of torch.save: it has no data.pkl")
     return found
+
+
+def read_records(path: str | os.PathLike[str]) -> dict[str, Record]:  # by name, without the folder
+    """Tell where in a file of `torch.save` the records are.
+
+    Raises `ValueError` if it is no such file, or cut off."""
+    with open(path, "rb") as file:
+        return records_in(file, path)
 
 # %% ../../nbs/checkpoint/01_files.ipynb #f11e0011
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -178,13 +231,15 @@ def storages_in(value: Any) -> Iterator[tuple[str, Tensor]]:  # with the first t
 _READ = 1 << 22  # bytes
 
 
-def _crc_of(file: Any, record: Record) -> int:
+def crc_of(
+    file: Any,  # open for reading bytes
+    nbytes: int,  # from where it stands
+) -> int:
+    """Take the CRC-32 of a part of a file, a few MiB at a time."""
     crc = 0
-    file.seek(record.offset)
-    left = record.nbytes
-    while left and (data := file.read(min(left, _READ))):
+    while nbytes and (data := file.read(min(nbytes, _READ))):
         crc = zlib.crc32(data, crc)
-        left -= len(data)
+        nbytes -= len(data)
     return crc
 
 
@@ -205,12 +260,13 @@ def check_file(
     """Compare a file of `torch.save` with its checksums.
 
     Raises `ValueError` that names the tensor, what was expected and what was found."""
-    found = read_records(path)
-    names = sorted(found, key=lambda name: -found[name].nbytes)[part[0] :: part[1]]
-    with open(path, "rb") as file:
+    with open(path, "rb") as file:  # once: another process may put a newer one there meanwhile
+        found = records_in(file, path)
+        names = sorted(found, key=lambda name: -found[name].nbytes)[part[0] :: part[1]]
         for name in names:
             record = found[name]
-            crc = _crc_of(file, record)
+            file.seek(record.offset)
+            crc = crc_of(file, record.nbytes)
             if crc != record.crc:
                 raise ValueError(
                     f"{path} is damaged: {_name_of(path, name)} has {record.nbytes} bytes of checksum"

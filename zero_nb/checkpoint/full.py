@@ -334,11 +334,14 @@ def read_full(
     """Check a file and read it, without running code from it.
 
     Raises `ValueError` if it is damaged, or no full state dict."""
-    check_file(path, part)
-    try:
-        full = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read: {error}".partition("\n")[0]) from error
+    before = None
+    while before is None or not os.path.samestat(before, os.stat(path)):
+        before = os.stat(path)  # another one may take its place after it was checked
+        check_file(path, part)
+        try:
+            full = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise ValueError(f"{path} cannot be read: {error}".partition("\n")[0]) from error
     if not isinstance(full, dict) or not {"state", "param_groups"} <= full.keys():
         raise ValueError(
             f"{path} holds no state dict of an optimizer, which has 'state' and 'param_groups'; got"

@@ -338,6 +338,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             raise ValueError(f"state_dict_type must be one of {known}, got {value!r}")
         self._state_dict_type = value
 
+    @contextmanager
+    def giving_state_dicts(self, state_dict_type: str) -> Iterator[None]:
+        """Let `state_dict` give another type inside the block."""
+        before = self.state_dict_type
+        self.state_dict_type = state_dict_type
+        try:
+            yield
+        finally:
+            self.state_dict_type = before
+
     def groups_to_save(self) -> list[dict[str, Any]]:
         """Give the param groups as they are in a state dict, with the parameters' indices."""
         with _without_state_dict_hooks(self):

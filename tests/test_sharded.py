@@ -1,0 +1,410 @@
+"""Sharded checkpoints: folders that are complete or not there, from any number of ranks to any other,
+and what is left of one after whatever may happen to it."""
+
+import errno
+import itertools
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import caught
+from common.modes import MODES
+from common.saving import (
+    RECIPES,
+    begin,
+    check,
+    half,
+    inputs,
+    kill_again_and_again,
+    parameters,
+    train,
+    two_layers,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
+
+from zero_nb.checkpoint.files import new_folder, read_records
+from zero_nb.checkpoint.sharded import (
+    MANIFEST,
+    check_folder,
+    checksum,
+    load_sharded,
+    newest_checkpoint,
+    read_manifest,
+    read_table,
+    save_sharded,
+)
+from zero_nb.comm.launch import run
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+
+
+def save(folder, recipe, mode):
+    attached = begin(recipe, mode)
+    train(attached, inputs(recipe, 1))
+    save_sharded(folder, attached.call, attached.optimizer, 3, {"seen": [3, 0.5, None]})
+    assert attached.optimizer.state_dict_type == "consolidated"
+    train(attached, inputs(recipe, 2))
+    return parameters(attached)
+
+
+def load(folder, recipe, mode):
+    attached = begin(recipe, mode)
+    assert load_sharded(folder, attached.call, attached.optimizer) == {"seen": [3, 0.5, None]}
+    train(attached, inputs(recipe, 2))
+    return parameters(attached)
+
+
+def round_trip(folder, recipe, modes, ranks):
+    limit = 0.02 if recipe.model is half else 1e-12  # gradients are rounded before they are added
+    [wanted, *_] = run(ranks[0], save, folder, recipe, modes[0])
+    assert read_manifest(folder)["world_size"] == ranks[0]
+    for got in run(ranks[1], load, folder, recipe, modes[1]):
+        check(wanted, got, limit)
+
+
+@pytest.mark.parametrize("ranks", itertools.product((1, 2, 3, 4), repeat=2), ids=str)
+def test_any_number_of_ranks_goes_on_at_any_other(folder, ranks):
+    round_trip(folder / "one", RECIPES["Muon and AdamW"], ("zero1", "zero1"), ranks)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_goes_on_in_the_next_one(folder, mode):
+    modes = [*MODES]
+    other = modes[(modes.index(mode) + 1) % len(modes)]
+    round_trip(folder / "one", RECIPES["AdamW"], (mode, other), (2, 3))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_class_goes_on(folder, name):
+    round_trip(folder / "one", RECIPES[name], ("zero2", "zero1-overlap"), (3, 2))
+
+
+def fsdp(folder, loads):
+    model = two_layers()
+    fully_shard(model)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    if loads:
+        load_sharded(folder, model, optimizer)
+    x = torch.ones(4, 12, dtype=torch.float64)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    if not loads:
+        save_sharded(folder, model, optimizer, 2)
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+def ours(folder, loads):
+    model = two_layers()
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+    if loads:
+        load_sharded(folder, model, zero)
+    x = torch.ones(4, 12, dtype=torch.float64)
+    for _ in range(2):
+        zero.zero_grad()
+        model(x).square().mean().backward()
+        zero.step()
+    if not loads:
+        save_sharded(folder, model, zero, 2)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("ways", [(fsdp, ours), (ours, fsdp)], ids=["to ours", "to FSDP2"])
+def test_checkpoints_of_fsdp2_and_ours_are_alike(folder, ways):
+    run(2, ways[0], folder / "one", False)
+    [wanted, *_] = run(2, ways[1], folder / "one", True)
+    run(3, ways[1], folder / "two", False)  # its own
+    [again, *_] = run(2, ways[0], folder / "two", True)
+    check(wanted, again)
+
+
+def stepped():
+    model = two_layers()
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    zero.step()
+    return model, zero
+
+
+def content(model, zero):
+    zero.consolidate_state_dict(None)
+    state = zero.state_dict()["state"]
+    values = [v for s in state.values() for v in s.values()]
+    return [v.double().clone() for v in [*model.state_dict().values(), *values]]
+
+
+def write_failing(parent, name, error, after):
+    """Save, and save again while the disk of the first rank fails; then again when it does not."""
+    model, zero = stepped()
+    save_sharded(parent / "first", model, zero, 1)
+    real = getattr(os, name)
+    calls = []
+
+    def fails(*args, **options):
+        calls.append(args)
+        if len(calls) > after and dist.get_rank() == 0:
+            raise error
+        return real(*args, **options)
+
+    setattr(os, name, fails)
+    try:
+        said = caught(lambda: save_sharded(parent / "second", model, zero, 2))
+    finally:
+        setattr(os, name, real)
+    dist.barrier()
+    left = sorted(path.name for path in parent.iterdir())
+    dist.barrier()
+    save_sharded(parent / "second", model, zero, 2)
+    check_folder(parent / "first")
+    return said, left, newest_checkpoint(parent).name
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize(
+    "name, error",
+    [
+        ("fsync", OSError(errno.ENOSPC, "No space left on device")),
+        ("rename", OSError(errno.EPERM, "Operation not permitted")),
+    ],
+    ids=str,
+)
+def test_a_failing_disk_is_an_error_on_every_rank_and_leaves_what_was(folder, name, error, after):
+    if name == "rename" and after > 1:
+        pytest.skip("nothing is renamed so often")
+    for said, left, newest in run(2, write_failing, folder, name, error, after):
+        assert str(error) in (said or ""), said
+        assert left == ["first"] and newest == "second"
+
+
+def bad_calls(parent):
+    model, zero = stepped()
+    save_sharded(parent / "one", model, zero)
+    rank = dist.get_rank()
+    return [
+        caught(lambda: save_sharded(parent / "one", model, zero)),
+        caught(lambda: save_sharded(parent / f"rank{rank}", model, zero)),
+        caught(lambda: save_sharded(parent / "two", model, zero, extra={1: 2})),
+        caught(lambda: save_sharded(parent / "two", model, zero, extra=float("nan"))),
+        caught(lambda: save_sharded(parent / "two", model, zero, extra=[model] * rank)),
+        caught(lambda: load_sharded(parent / "two", model, zero)),
+        caught(lambda: save_sharded("/proc/one", model, zero)),
+    ]
+
+
+def test_bad_calls_are_errors_on_every_rank(folder):
+    words = ["folder of its own", "rank0", "JSON", "", "", "no complete checkpoint", "Error"]
+    for said in run(2, bad_calls, folder):
+        assert all(w in (s or "") and s for w, s in zip(words, said, strict=True)), said
+    assert [path.name for path in folder.iterdir()] == ["one"]
+
+
+def unseen(parent):
+    """Let rank 1 write to a disk of its own."""
+    model, zero = stepped()
+    real = dcp.FileSystemWriter
+    if dist.get_rank() == 1:
+        dcp.FileSystemWriter = lambda path: real(parent / "elsewhere" / path.name)
+    try:
+        return caught(lambda: save_sharded(parent / "one", model, zero))
+    finally:
+        dcp.FileSystemWriter = real
+
+
+def test_ranks_without_a_file_system_in_common_are_told(folder):
+    for said in run(2, unseen, folder):
+        assert "not" in said and not (folder / "one").exists()
+
+
+def mismatched(parent, makers):
+    found = []
+    for make in makers:
+        model = make()
+        zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+        before = content(model, zero)
+        found.append(caught(lambda m=model, z=zero: load_sharded(parent / "one", m, z)))
+        check(before, content(model, zero), 0)
+    return found
+
+
+def wider():
+    return nn.Sequential(nn.Linear(12, 34), nn.Tanh(), nn.Linear(34, 7)).double()
+
+
+def deeper():
+    return nn.Sequential(*two_layers(), nn.Linear(7, 7).double())
+
+
+def test_a_model_that_does_not_fit_is_an_error_on_every_rank_and_stays_as_it_was(folder):
+    run(2, lambda: save_sharded(folder / "one", *stepped()))
+    for wide, deep in run(3, mismatched, folder, [wider, deeper]):
+        assert "Size mismatch" in wide and "0.weight" in wide, wide
+        assert "Missing key" in deep and "3.weight" in deep, deep
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("saved")
+    run(2, lambda: save_sharded(parent / "one", *stepped(), 5))
+    return {path.name: path.read_bytes() for path in (parent / "one").iterdir()}
+
+
+def lay(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+@settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    name=st.sampled_from(["__0_0.distcp", "__1_0.distcp", ".metadata", MANIFEST]),
+    where=st.floats(0, 1, exclude_max=True),
+    change=st.sampled_from(["cut", "flip", "drop"]),
+    bit=st.integers(0, 7),
+)
+def test_damage_is_an_error_or_does_not_matter(folder, saved, name, where, change, bit):
+    data = saved[name]
+    at = int(where * len(data))
+    damaged = {
+        "cut": data[:at],
+        "flip": data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :],
+        "drop": data[:at] + data[at + 1 :],
+    }[change]
+    lay(folder / "one", {**saved, name: damaged})
+    model, zero = stepped()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    try:
+        load_sharded(folder / "one", model, zero)
+    except ValueError as error:
+        assert str(folder / "one") in str(error)
+        assert not any(p.any() for p in model.parameters())
+    else:
+        assert name == MANIFEST  # a version or a blank: the rest says what it said
+        check(content(*stepped()), content(model, zero))
+
+
+def test_damage_names_the_tensor(folder, saved):
+    lay(folder / "one", saved)
+    table = read_table(folder / "one")
+    named = set()
+    for index, info in table.storage_data.items():
+        data = bytearray(saved[info.relative_path])
+        box = folder / "box"
+        box.write_bytes(data[info.offset : info.offset + info.length])
+        records = read_records(box)
+        record = records.get("data/0", records["data.pkl"])
+        data[info.offset + record.offset + record.nbytes // 2] ^= 255
+        lay(folder / "one", {info.relative_path: bytes(data)})
+        with pytest.raises(ValueError, match="is damaged") as error:
+            check_folder(folder / "one")
+        named.add(index.fqn in str(error.value))
+        lay(folder / "one", saved)
+    assert named == {True}
+
+
+def test_a_table_of_contents_runs_no_code(folder, saved):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(folder / "made"),)
+
+    lay(folder / "one", saved | {".metadata": pickle.dumps(Evil())})
+    with pytest.raises(ValueError, match="a table of contents has no"):
+        read_table(folder / "one")
+    lay(folder / "one", saved)
+    model, zero = stepped()
+    table = read_table(folder / "one")
+    [index] = [i for i in table.storage_data if i.fqn == "optimizer.param_groups.0.weight.lr"] or [
+        next(i for i in table.storage_data if i.fqn.endswith("lr"))
+    ]
+    info = table.storage_data[index]
+    evil = Path(folder, "evil")
+    torch.save(Evil(), evil)
+    (folder / "one" / info.relative_path).write_bytes(saved[info.relative_path] + evil.read_bytes())
+    info.offset = len(saved[info.relative_path])
+    info.length = evil.stat().st_size
+    (folder / "one" / ".metadata").write_bytes(pickle.dumps(table))
+    manifest = json.loads(saved[MANIFEST])
+    manifest["files"] = {name: checksum(folder / "one" / name) for name in manifest["files"]}
+    lay(folder / "one", {MANIFEST: json.dumps(manifest).encode()})
+    check_folder(folder / "one")
+    with pytest.raises(ValueError, match="loading"):
+        load_sharded(folder / "one", model, zero)
+    assert not (folder / "made").exists()
+
+
+def test_a_manifest_names_no_file_elsewhere(folder, saved):
+    manifest = json.loads(saved[MANIFEST])
+    manifest["files"]["../secret"] = [0, "0"]
+    lay(folder / "one", saved | {MANIFEST: json.dumps(manifest).encode()})
+    with pytest.raises(ValueError, match="in another folder"):
+        read_manifest(folder / "one")
+    lay(folder / "one", {MANIFEST: json.dumps(manifest | {"format": 99}).encode()})
+    with pytest.raises(ValueError, match="has format 99"):
+        read_manifest(folder / "one")
+
+
+def test_the_newest_complete_one_is_found_whatever_the_clock_said(folder, saved):
+    for step, when in ((5, 2_000_000_000), (12, 1_000_000_000), (9, 1_900_000_000)):
+        manifest = json.loads(saved[MANIFEST]) | {"step": step}
+        lay(folder / f"step-{step}", saved | {MANIFEST: json.dumps(manifest).encode()})
+        os.utime(folder / f"step-{step}", (when, when))
+    assert newest_checkpoint(folder).name == "step-12"
+    (folder / "step-12" / "__0_0.distcp").write_bytes(b"cut off")
+    assert newest_checkpoint(folder).name == "step-9"
+    (folder / "step-9" / MANIFEST).write_text("{")
+    assert newest_checkpoint(folder).name == "step-5"
+    (folder / "step-5" / MANIFEST).unlink()
+    assert newest_checkpoint(folder) is None
+    assert newest_checkpoint(folder / "nothing") is None
+
+
+def save_on_and_on(parent):
+    model, zero = stepped()
+    for step in itertools.count(int(newest_checkpoint(parent).name) + 1):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(step)
+        save_sharded(parent / str(step), model, zero, step)
+
+
+def test_kills_at_random_moments_leave_complete_checkpoints(folder):
+    save_sharded(folder / "0", *stepped(), 0)
+    newest = 0
+    for found in kill_again_and_again(
+        lambda: save_on_and_on(folder), folder, lambda: int(newest_checkpoint(folder).name)
+    ):
+        check_folder(folder / str(found))
+        assert found >= newest
+        newest = found
+        assert len([*folder.glob(".*")]) <= 2  # a folder and its lock
+    assert newest >= 10
+    model, zero = stepped()
+    load_sharded(folder / str(newest), model, zero)
+    assert all((p == newest).all() for p in model.parameters())
+    with new_folder(folder / "next") as beside:
+        assert {path.stem for path in folder.glob(".*")} == {beside.stem}
+
+
+def test_a_folder_of_a_job_that_lives_is_left_alone(folder):
+    with new_folder(folder / "one") as one:
+        (one / "part").write_text("x")
+        with new_folder(folder / "two") as two:
+            assert one.is_dir() and two.is_dir()
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*")) == [
+        "one",
+        "one/part",
+        "two",
+    ]
