@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import os
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -25,29 +26,30 @@ import zero_nb
 from .files import crc_of, new_folder
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
-from ..comm.objects import broadcast_object_list, gather_object
+from ..comm.objects import MemoryFile, broadcast_object_list, load
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
 # %% auto #0
-__all__ = ['MANIFEST', 'FORMAT', 'Files', 'checksum', 'read_manifest', 'read_table', 'check_folder', 'save_sharded',
-           'load_sharded', 'newest_checkpoint']
+__all__ = ['MANIFEST', 'FORMAT', 'TABLE', 'Files', 'table_checksum', 'read_manifest', 'read_table', 'check_folder',
+           'save_sharded', 'load_sharded', 'newest_checkpoint']
 
 # %% ../../nbs/checkpoint/03_sharded.ipynb #54a20007
 MANIFEST = "manifest.json"
 FORMAT = 1
-Files = dict[str, tuple[int, str]]  # by name: size in bytes, and CRC-32
+TABLE = ".metadata"
+Files = dict[str, int]  # size in bytes, by name
 
 
-def checksum(path: Path) -> tuple[int, str]:  # size in bytes, and CRC-32
-    """Read a file through."""
-    with open(path, "rb") as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        return nbytes, f"{crc_of(file, nbytes):08x}"
+def table_checksum(folder: Path) -> str:
+    """Take the CRC-32 of the table of contents."""
+    with open(folder / TABLE, "rb") as file:
+        return f"{crc_of(file, os.fstat(file.fileno()).st_size):08x}"
 
 
 def _write_manifest(folder: Path, files: Files, more: Mapping[str, Any]) -> None:
     versions = {"zero_nb": zero_nb.__version__, "torch": torch.__version__, "python": sys.version}
-    content = {"format": FORMAT, "versions": versions, **more, "files": dict(sorted(files.items()))}
+    table = {"table_crc32": table_checksum(folder), "files": dict(sorted(files.items()))}
+    content = {"format": FORMAT, "versions": versions, **more, **table}
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
         file.flush()
@@ -67,14 +69,15 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         form = found["format"]
-        files = {name: (int(size), str(crc)) for name, (size, crc) in found["files"].items()}
+        files = {name: int(size) for name, size in found["files"].items()}
+        crc = str(found["table_crc32"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     if form != FORMAT:
         raise ValueError(
             f"{path} has format {form!r}, and this version reads {FORMAT}; update zero_nb"
         )
-    for name, (size, _) in files.items():
+    for name, size in files.items():
         part = Path(folder, name)
         if part.parent != Path(folder):
             raise ValueError(f"{path} is damaged: it names {name!r}, which is in another folder")
@@ -84,6 +87,10 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
                 f"{folder} is damaged: {name} should have {size} bytes and"
                 f" {'is not there' if there is None else f'has {there}'}; use the checkpoint before it"
             )
+    if TABLE not in files or table_checksum(Path(folder)) != crc:
+        raise ValueError(
+            f"{folder} is damaged: {TABLE} is not as it was written; use the checkpoint before it"
+        )
     return found
 
 # %% ../../nbs/checkpoint/03_sharded.ipynb #54a20009
@@ -131,7 +138,7 @@ class _TableUnpickler(pickle.Unpickler):
 
 def read_table(folder: str | os.PathLike[str]) -> Any:
     """Read DCP's table of contents. Raises `ValueError` if it is damaged, or would run code."""
-    path = Path(folder, ".metadata")
+    path = Path(folder, TABLE)
     try:
         with open(path, "rb") as file:
             table = _TableUnpickler(file).load()
@@ -166,45 +173,48 @@ class _Planner(_DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 # %% ../../nbs/checkpoint/03_sharded.ipynb #54a2000b
-def _is_whole(box: bytes) -> bool:
+def _is_whole(box: memoryview) -> bool:
+    """Tell whether torch can read a box, and all of its bytes are as they were."""
     try:
-        with zipfile.ZipFile(io.BytesIO(box)) as archive:
+        load(box, "cpu", weights_only=True)
+        file: Any = MemoryFile(box)
+        with zipfile.ZipFile(file) as archive:
             return archive.testzip() is None
     except Exception:  # bytes that make no sense raise anything
         return False
 
 
-def _damaged_in(folder: Path, name: str) -> str:
-    """Name what is damaged in a file."""
-    try:
-        table = read_table(folder)
-    except (OSError, ValueError):
-        return "unknown tensors"
-    with open(folder / name, "rb") as file:
-        for index, info in (table.storage_data or {}).items():
-            file.seek(info.offset)
-            if info.relative_path == name and not _is_whole(file.read(info.length)):
-                return index.fqn
-    return "no tensor"
+def _check_boxes(folder: Path, name: str, boxes: Sequence[tuple[Any, Any]]) -> None:
+    with (
+        open(folder / name, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as data,
+    ):
+        for index, info in boxes:
+            with data[info.offset : info.offset + info.length] as box:
+                whole = _is_whole(box)
+            if not whole:
+                raise ValueError(
+                    f"{folder} is damaged: {index.fqn} in {name} is not as it was written; use the"
+                    " checkpoint before it"
+                )
 
 
 def check_folder(
     folder: str | os.PathLike[str],
     part: tuple[int, int] = (0, 1),  # of the files, which one of how many parts is checked
 ) -> dict[str, Any]:  # the manifest
-    """Compare the files of a checkpoint with their checksums.
+    """Compare a checkpoint with its checksums.
 
     Raises `ValueError` that names what is damaged."""
     found = read_manifest(folder)
-    for name in sorted(found["files"])[part[0] :: part[1]]:
-        wanted = tuple(found["files"][name])
-        got = checksum(Path(folder, name))
-        if got != wanted:
-            raise ValueError(
-                f"{folder} is damaged: {name} has checksum {got[1]}, and the manifest says"
-                f" {wanted[1]}; damaged in it: {_damaged_in(Path(folder), name)}; use the checkpoint"
-                " before it"
-            )
+    boxes = dict[str, list[tuple[Any, Any]]]()  # by file
+    for index, info in (read_table(folder).storage_data or {}).items():
+        if info.relative_path not in found["files"]:
+            raise ValueError(f"{folder} is damaged: {info.relative_path} is not in its {MANIFEST}")
+        boxes.setdefault(info.relative_path, []).append((index, info))
+    for name in sorted(boxes)[part[0] :: part[1]]:
+        _check_boxes(Path(folder), name, boxes[name])
     return found
 
 # %% ../../nbs/checkpoint/03_sharded.ipynb #54a2000d
@@ -248,20 +258,10 @@ def _check_extra(extra: Any) -> None:
         )
 
 
-def _own_files(folder: Path, group: Group) -> Files:
-    """Take the checksums of what this rank has written."""
-    mine = sorted(folder.glob(f"__{group.group_rank}_*"))
-    return {path.name: checksum(path) for path in mine}
-
-
-def _finish_folder(
-    folder: Path, every: list[Files | None], group: Group, more: Mapping[str, Any]
-) -> None:
-    files: Files = {".metadata": checksum(folder / ".metadata")}
-    for written in every:
-        files |= written or {}
+def _finish_folder(folder: Path, group: Group, more: Mapping[str, Any]) -> None:
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
     for info in (read_table(folder).storage_data or {}).values():
-        if info.relative_path not in files or not (folder / info.relative_path).is_file():
+        if info.relative_path not in files:
             raise FileNotFoundError(
                 f"{info.relative_path} was written by a rank, and rank {group.global_rank} does not see"
                 f" it in {folder.parent}; all ranks need one file system"
@@ -303,14 +303,9 @@ def save_sharded(
             "process_group": group.process_group,
         }
         _with_one_error(f"saving {folder}", lambda: _DCP.save(parts, **options))
-        own = Files()
-        with agreeing(group, f"reading what was written to {folder}"):
-            own |= _own_files(beside, group)
-        every: list[Any] | None = [None] * group.size if group.group_rank == 0 else None
-        gather_object(own, every, group=group, group_dst=0)
         with agreeing(group, f"finishing {folder}"):
-            if every is not None:
-                _finish_folder(beside, every, group, more)
+            if group.group_rank == 0:
+                _finish_folder(beside, group, more)
             opened.close()
 
 

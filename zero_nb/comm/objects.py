@@ -21,8 +21,8 @@ from .ranks import get_group_rank
 Received = TypeVar("Received")
 
 # %% auto #0
-__all__ = ['Received', 'PIECE', 'dump', 'load', 'byte_device', 'send_bytes', 'receive_bytes', 'gather_in_turn', 'gather_bytes',
-           'exchange_bytes', 'broadcast_object_list', 'gather_object', 'scatter_object_list']
+__all__ = ['Received', 'PIECE', 'dump', 'MemoryFile', 'load', 'byte_device', 'send_bytes', 'receive_bytes', 'gather_in_turn',
+           'gather_bytes', 'exchange_bytes', 'broadcast_object_list', 'gather_object', 'scatter_object_list']
 
 # %% ../../nbs/comm/07_objects.ipynb #ee72684d
 def dump(value: Any, weights_only: bool) -> memoryview:
@@ -39,7 +39,7 @@ def dump(value: Any, weights_only: bool) -> memoryview:
     return buffer.getbuffer()
 
 
-class _Reader(RawIOBase):
+class MemoryFile(RawIOBase):
     """A file over bytes that are somewhere already."""
 
     def __init__(self, data: memoryview):
@@ -47,19 +47,24 @@ class _Reader(RawIOBase):
         self.at = 0  # byte that is read next
 
     def readable(self) -> bool:
+        """Say that it can be read."""
         return True
 
     def seekable(self) -> bool:
+        """Say that any byte can be read next."""
         return True
 
     def tell(self) -> int:
+        """Give the byte that is read next."""
         return self.at
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        """Choose the byte that is read next."""
         self.at = offset + {SEEK_CUR: self.at, SEEK_END: len(self.data)}.get(whence, 0)
         return self.at
 
     def readinto(self, buffer: Any) -> int:
+        """Fill a buffer as far as there are bytes."""
         part = self.data[self.at : self.at + len(buffer)]
         buffer[: len(part)] = part
         self.at += len(part)
@@ -68,7 +73,7 @@ class _Reader(RawIOBase):
 
 def load(data: memoryview, map_location: Any, weights_only: bool) -> Any:
     """Read what `dump` wrote; `map_location` as for `torch.load`."""
-    file: Any = _Reader(data)
+    file: Any = MemoryFile(data)
     return torch.load(file, map_location=map_location, weights_only=weights_only)
 
 # %% ../../nbs/comm/07_objects.ipynb #75af782e
