@@ -246,6 +246,30 @@ def stepped(**options):
     return zero
 
 
+def other_arguments():
+    zero = stepped()
+    rank = zero.rank
+    return [
+        caught(lambda: full_state_dict(zero, rank)),
+        caught(lambda: full_state_dict(zero, 0, ["index", "names"][rank])),
+        caught(lambda: full_state_dict(zero, [0, "last.pt"][rank])),
+        caught(lambda: full_optim_state_dict([two_layers(), nn.Linear(2, 2)][rank], zero)),
+    ]
+
+
+def test_arguments_of_one_rank_alone_are_errors_on_every_rank():
+    words = ["to=0, key_by=index", "'names'", "to=last.pt", "none of the model's"]
+    for said in run(2, other_arguments):
+        assert all(w in (s or "") for w, s in zip(words, said, strict=True)), said
+
+
+def test_a_file_behind_a_link_is_replaced_and_the_link_stays(folder):
+    (folder / "files").mkdir()
+    (folder / "last.pt").symlink_to("files/1.pt")
+    full_state_dict(stepped(), folder / "last.pt")
+    assert (folder / "last.pt").is_symlink() and len(torch.load(folder / "files" / "1.pt")) == 2
+
+
 def test_bad_arguments_are_errors_on_every_rank():
     for said in run(2, lambda: bad_to(stepped())):
         words = ["0 to 1", "0 to 1", "a rank of the group", "No such file", "", "folder"]

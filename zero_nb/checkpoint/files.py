@@ -85,7 +85,7 @@ def replacing(
     """Give a path to write to, which takes the place of `path` if the block ends well, and is removed if not.
 
     Raises `OSError` as the file system does; the file at `path` is the old one then."""
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # a link stays one
     if path.is_dir():
         raise IsADirectoryError(
             errno.EISDIR, "a file is to be written, and a folder is there", str(path)

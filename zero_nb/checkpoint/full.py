@@ -38,6 +38,7 @@ from zero_nb.optim.saved_state import (
     Run,
     Value,
     WholeState,
+    check_destination,
     describe_whole,
     gather_state,
     gather_values,
@@ -182,9 +183,9 @@ def _key_by_name(full: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {**full, "state": state, "param_groups": groups}
 
 
-def _check_arguments(optimizer: Any, key_by: str) -> None:
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        raise TypeError(f"full_state_dict is for a ZeroRedundancyOptimizer, got {optimizer!r:.80}")
+def _check_arguments(optimizer: ZeroRedundancyOptimizer, to: Any, key_by: str) -> None:
+    if not isinstance(to, (str, os.PathLike)):
+        check_destination(optimizer.group, to)
     if key_by not in KEYS:
         raise ValueError(f"key_by must be 'index' or 'name', got {key_by!r}")
     if key_by == "name":
@@ -202,8 +203,12 @@ def full_state_dict(
     under another name until it is complete; it takes at most 24 MiB of memory there, and 16 MiB elsewhere.
     Raises on all ranks: `TypeError` or `ValueError` for bad arguments, `RuntimeError` if there are
     parts of a state only, `OSError` as the disk does."""
-    _check_arguments(optimizer, key_by)
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise TypeError(f"full_state_dict is for a ZeroRedundancyOptimizer, got {optimizer!r:.80}")
     optimizer.wait_for_driver()
+    given = [f"to={to}, key_by={key_by}"]
+    with agreeing(optimizer.groups, "full_state_dict", lambda: given):
+        _check_arguments(optimizer, to, key_by)
     groups = optimizer.groups_to_save()
     if isinstance(to, (str, os.PathLike)):
         _write_full(optimizer, Path(to), groups, key_by)
@@ -253,8 +258,6 @@ def _write_full(
     every = optimizer.groups
     replica = optimizer.replica_group
     shares = replica is None or replica.group_rank == 0
-    with agreeing(every, "full_state_dict", lambda: [f"to={path}, key_by={key_by}"]):
-        pass
     whole: WholeState | None = None
     if shares:
         whole = describe_whole(optimizer.sharded_state, f"full_state_dict(to={path})", lambda: 0)
@@ -412,12 +415,16 @@ def full_optim_state_dict(
 
     Raises `ValueError` if parameters are not the model's, or groups do not fit. Source: the function of this name of
     `torch.distributed.fsdp.FullyShardedDataParallel`."""
-    names = _names_by_group(model, optim.param_groups if optim_input is None else optim_input)
-    _check_fits(names, optim.param_groups)
+    group = optim.group if isinstance(optim, ZeroRedundancyOptimizer) else Group()
+    names = list[list[str]]()
+    with agreeing(group, "full_optim_state_dict"):
+        given = optim.param_groups if optim_input is None else optim_input
+        names += _names_by_group(model, given)
+        _check_fits(names, optim.param_groups)
     if isinstance(optim, ZeroRedundancyOptimizer):
         full = full_state_dict(optim)
     else:
-        full = optim.state_dict() if Group().group_rank == 0 else None
+        full = optim.state_dict() if group.group_rank == 0 else None
     if full is None:
         return {}
     groups = [

@@ -50,7 +50,8 @@ from ..comm.groups import Group
 # %% auto #0
 __all__ = ['Forms', 'MESSAGE', 'Values', 'Objects', 'ValueForm', 'form_of', 'OwnState', 'describe_saved', 'state_to_come',
            'shard_state', 'Value', 'Run', 'values_of', 'runs_of', 'messages', 'StateTarget', 'MemoryTarget',
-           'pack_runs', 'gather_values', 'WholeState', 'describe_whole', 'share_values', 'gather_state']
+           'pack_runs', 'gather_values', 'WholeState', 'describe_whole', 'share_values', 'check_destination',
+           'gather_state']
 
 # %% ../../nbs/optim/08_saved_state.ipynb #5a7e0007
 class ValueForm(NamedTuple):
@@ -621,7 +622,8 @@ def share_values(
         target.put(message, moved.cpu())
 
 # %% ../../nbs/optim/08_saved_state.ipynb #5a7e001d
-def _destination(group: Group, to: Any) -> int:  # group rank
+def check_destination(group: Group, to: Any) -> int:  # group rank that receives first
+    """Refuse what is no rank of the group; `TypeError` or `ValueError`."""
     if to is None:
         return 0
     if not isinstance(to, int):
@@ -641,8 +643,8 @@ def gather_state(
     Raises on all ranks: `TypeError` or `ValueError` if `to` is no rank of the group, `RuntimeError` if there are
     parts of a state only."""
     group = state.groups[0]
-    whole = describe_whole(state, f"{what}(to={to})", lambda: _destination(group, to))
-    root = _destination(group, to)
+    whole = describe_whole(state, f"{what}(to={to})", lambda: check_destination(group, to))
+    root = check_destination(group, to)
     receives = group.group_rank == root
     found = list[MemoryTarget]()
     with agreeing(group, "making room for the state"):
