@@ -246,6 +246,19 @@ def stepped(**options):
     return zero
 
 
+def other_forms():
+    zero = stepped()
+    if zero.rank == 1:
+        for state in zero.optim.state.values():
+            state["exp_avg"] = state["exp_avg"].float()
+    return [caught(lambda: full_state_dict(zero)), caught(lambda: zero.consolidate_state_dict(1))]
+
+
+def test_parts_of_other_dtypes_are_an_error_on_every_rank():
+    for said in run(3, other_forms):
+        assert all("'exp_avg'" in s and "torch.float32" in s for s in said), said
+
+
 def other_arguments():
     zero = stepped()
     rank = zero.rank

@@ -28,6 +28,7 @@ from common.saving import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
@@ -342,6 +343,26 @@ def test_a_table_of_contents_runs_no_code(folder, saved):
     with pytest.raises(ValueError, match="is not as it was written"):
         load_sharded(folder / "one", model, zero)
     assert not (folder / "made").exists()
+
+
+def test_a_table_may_name_members_of_enumerations_and_nothing_else(folder, saved, monkeypatch):
+    lay(folder / "one", saved)
+    table = read_table(folder / "one")
+    by_name = lambda member, protocol: (
+        getattr,
+        (type(member), member.name),
+    )  # as Python 3.11.2 does
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    (folder / "one" / ".metadata").write_bytes(pickle.dumps(table))
+    assert read_table(folder / "one") == table
+
+    class Evil:
+        def __reduce__(self):
+            return getattr, (torch.Size, "__subclasses__")
+
+    (folder / "one" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match="has nothing of"):
+        read_table(folder / "one")
 
 
 def test_a_manifest_names_no_file_elsewhere(folder, saved):

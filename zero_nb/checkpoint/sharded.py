@@ -14,6 +14,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from enum import Enum, EnumMeta
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,11 +126,20 @@ _ALLOWED = {
 }
 
 
+def _member(kind: Any, name: str) -> Enum:
+    """Give a member of an enumeration, which some versions of Python pickle as a call of `getattr`."""
+    if not isinstance(kind, EnumMeta):
+        raise pickle.UnpicklingError(f"a table of contents has nothing of {kind!r:.80}")
+    return kind[name]
+
+
 class _TableUnpickler(pickle.Unpickler):
     """Reads a table of contents, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Give a class that a table may have."""
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name in _ALLOWED.get(module, ()) or is_dtype:
             return super().find_class(module, name)

@@ -120,11 +120,19 @@ class OwnState:
         return found
 
     def check(self, forms: Forms) -> None:
-        """Refuse parts that have other values than the first part; `RuntimeError`."""
+        """Refuse parts whose values look otherwise than those of the first part; `RuntimeError`."""
         for index, entries in self.by_param.items():
-            keys = [form.key for form in forms.get(index, ())]
-            if any([*entry.values] != keys for entry in entries):
-                raise uneven_error(index, "its parts do not all have state")
+            wanted = forms.get(index, ())
+            keys = [form.key for form in wanted]
+            for entry in entries:
+                if [*entry.values] != keys:
+                    raise uneven_error(index, "its parts do not all have state")
+                for form, (key, value) in zip(wanted, entry.values.items(), strict=True):
+                    own = form_of(key, value, entry.whole)._replace(plain=form.plain)
+                    if own != form:
+                        raise uneven_error(
+                            index, f"state {key!r} is {own} in one part and {form} in another"
+                        )
 
     def read(self, index: int, key: Any, start: int, stop: int) -> Tensor:  # 1-D
         """Give elements of a value that lie here, in memory order: a view where there is one."""
