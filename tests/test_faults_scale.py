@@ -19,6 +19,7 @@ from zero_nb.comm.groups import Group, coalescing_manager, two_level
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import exchange_bytes, gather_bytes
 from zero_nb.comm.recording import record, simulate
+from zero_nb.optim import saved_state
 from zero_nb.plan.sharder import moves
 
 MANY = 16_384  # ranks
@@ -339,7 +340,7 @@ def test_H6_state_that_moves_is_what_the_plans_say(monkeypatch):
 
 def in_pieces():
     """Gather and broadcast much more than one piece; the largest tensor that was sent, and the state that came."""
-    objects.PIECE = 10_000
+    objects.PIECE = saved_state.MESSAGE = saved_state._ALONE = 10_000
     with record() as pg:
         torch.manual_seed(0)
         model = layers(3, 100)

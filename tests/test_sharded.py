@@ -88,34 +88,29 @@ def test_every_class_goes_on(folder, name):
     round_trip(folder / "one", RECIPES[name], ("zero2", "zero1-overlap"), (3, 2))
 
 
-def fsdp(folder, loads):
-    model = two_layers()
-    fully_shard(model)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
+def two_steps(folder, loads, model, optimizer):
+    """Load or do not, take two steps, and save if nothing was loaded."""
     if loads:
         load_sharded(folder, model, optimizer)
-    x = torch.ones(4, 12, dtype=torch.float64)
     for _ in range(2):
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        model(torch.ones(4, 12, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
     if not loads:
         save_sharded(folder, model, optimizer, 2)
+
+
+def fsdp(folder, loads):
+    model = two_layers()
+    fully_shard(model)
+    two_steps(folder, loads, model, AdamW(model.parameters(), lr=1e-2))
     return [p.full_tensor().detach() for p in model.parameters()]
 
 
 def ours(folder, loads):
     model = two_layers()
     zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
-    if loads:
-        load_sharded(folder, model, zero)
-    x = torch.ones(4, 12, dtype=torch.float64)
-    for _ in range(2):
-        zero.zero_grad()
-        model(x).square().mean().backward()
-        zero.step()
-    if not loads:
-        save_sharded(folder, model, zero, 2)
+    two_steps(folder, loads, model, zero)
     return [p.detach().clone() for p in model.parameters()]
 
 

@@ -215,22 +215,24 @@ def _receive_all(
 
 def gather_in_turn(
     group: Group,  # all its ranks call this
-    senders: Sequence[int],  # group ranks that may send something; equal on all ranks
-    send: Callable[[], None] | None,  # sends what this rank has; None: it has nothing
-    receive: Callable[
-        [int], Received
-    ],  # on `to`: takes what a rank sends; of others, what is known of it
+    size: int,  # of what this rank sends, in any unit; 0: it sends nothing
+    send: Callable[[], None],  # sends what this rank has
+    # on `to`: takes what a rank sends, of the size that it gave; of others, what is known of it
+    receive: Callable[[int, int], Received],
     to: int,  # group rank that receives
+    device: torch.device,  # where sizes travel
 ) -> Iterator[Received]:  # on `to`: what `receive` gave, in rank order; elsewhere: nothing
     """Let ranks send to one of them, one rank at a time."""
     board = GroupStore(group, "gather_bytes")
-    others = [rank for rank in senders if rank != to]
     if group.group_rank == to:
-        board.remove("turn")  # of a gather that was not read to its end
-        yield from _receive_all(group, others, receive, board)
-    elif send is not None and group.group_rank in others:
+        board.remove("turn")  # of a gather that was not read to its end, before any rank looks
+    sizes = _sizes(group, size, device)
+    senders = [rank for rank, nbytes in enumerate(sizes) if nbytes and rank != to]
+    if group.group_rank == to:
+        yield from _receive_all(group, senders, lambda rank: receive(rank, sizes[rank]), board)
+    elif size:
         if not board.alone:
-            _await_turn(group, board, others.index(group.group_rank), to)
+            _await_turn(group, board, senders.index(group.group_rank), to)
         send()
 
 
@@ -242,16 +244,14 @@ def gather_bytes(
 ) -> Iterator[memoryview]:  # on `to`: each rank's bytes in rank order; elsewhere: nothing
     """Bring the bytes of every rank to one of them, one rank at a time."""
     device = device or byte_device(group)
-    sizes = _sizes(group, len(payload), device)
 
-    def receive(source: int) -> memoryview:
+    def receive(source: int, size: int) -> memoryview:
         if source == group.group_rank or _pretends(group, device):
             return memoryview(payload)  # as if all held what this rank holds
-        return _receive(group, sizes[source], source, device)
+        return _receive(group, size, source, device)
 
     send = partial(send_bytes, group, _as_tensor(payload), to, device)
-    senders = [rank for rank, size in enumerate(sizes) if size]
-    yield from gather_in_turn(group, senders, send, receive, to)
+    yield from gather_in_turn(group, len(payload), send, receive, to, device)
 
 # %% ../../nbs/comm/07_objects.ipynb #ecb37059
 def exchange_bytes(

@@ -110,11 +110,12 @@ class OwnState:
         """Give all rows."""
         return chain.from_iterable(self.by_param.values())
 
-    def forms(self) -> Forms:
-        """Describe the state of the parameters of which this rank has the first element."""
+    def forms(self, simulated: bool) -> Forms:
+        """Describe the state of the parameters of which this rank has the first element; beside
+        simulated ranks, which tell nothing, of all that it has a part of."""
         found = Forms()
         for index, (first, *_) in self.by_param.items():
-            if first.spans[0].start == 0 and first.values:
+            if (simulated or first.spans[0].start == 0) and first.values:
                 values = first.values.items()
                 found[index] = [form_of(key, value, first.whole) for key, value in values]
         return found
@@ -233,10 +234,11 @@ def describe_saved(
             common |= read_common(state.local, kind)
         found.append(OwnState(rows, params, common))
     [own] = found
-    forms = _merge_forms(group, own.forms(), device)
+    simulated = group.backend(device) == "fake"
+    forms = _merge_forms(group, own.forms(simulated), device)
     counts = count_state(group, params, own.entries(), device)
     with agreeing(group, "looking for all parts of the state"):
-        if group.backend(device) != "fake":  # of simulated ranks nothing comes
+        if not simulated:
             check_complete(counts, params, own.entries())
             own.check(forms)
     return own, forms
@@ -494,7 +496,7 @@ def gather_values(
             spans += [Span(i, 0, 0) for i in values if not own.params[i].numel()]
         return messages(runs_of(values, spans))
 
-    def receive(source: int) -> None:
+    def receive(source: int, size: int) -> None:
         if target is None or (source != me and group.backend(device) == "fake"):
             return  # of simulated ranks nothing comes
         for message in found(source):
@@ -509,9 +511,8 @@ def gather_values(
         _send(group, own, found(me), to, device)
 
     try:
-        has_any = next(found(me), None) is not None
-        turns = gather_in_turn(group, range(group.size), send if has_any else None, receive, to)
-        for _ in turns:
+        size = int(next(found(me), None) is not None)
+        for _ in gather_in_turn(group, size, send, receive, to, device):
             pass
     except Exception as error:
         end_groups(state.groups, error)
