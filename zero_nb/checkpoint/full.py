@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 import pickle
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,6 @@ from ..optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.optim.saved_state import (
     MESSAGE,
     Run,
-    Value,
     WholeState,
     check_destination,
     describe_whole,
@@ -45,68 +45,123 @@ from zero_nb.optim.saved_state import (
 )
 
 # %% auto #0
-__all__ = ['KEYS', 'unbacked', 'FileTarget', 'full_state_dict', 'by_index', 'read_full', 'load_full_state_dict',
-           'full_optim_state_dict', 'shard_full_optim_state_dict']
+__all__ = ['KEYS', 'TensorForm', 'unbacked', 'SkeletonFile', 'FileTarget', 'full_state_dict', 'check_room', 'by_index',
+           'read_full', 'load_full_state_dict', 'full_optim_state_dict', 'shard_full_optim_state_dict']
 
 # %% ../../nbs/checkpoint/02_full.ipynb #f0110007
+class TensorForm(NamedTuple):
+    """What a tensor looks like."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+    stride: Sequence[int]  # of elements that lie without gaps
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+_Key = TypeVar("_Key")
+
+
 def _padded(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
-def unbacked(values: Iterable[Value]) -> dict[tuple[int, Any], Tensor]:  # by parameter and key
+def unbacked(forms: Mapping[_Key, TensorForm]) -> dict[_Key, Tensor]:
     """Make tensors that have form and size, and no memory until somebody touches it."""
-    made = dict[tuple[int, Any], Tensor]()
-    every = [(value, value.form.dtype or torch.uint8) for value in values]
-    total = sum(_padded(value.numel * dtype.itemsize) for value, dtype in every)
+    made = dict[_Key, Tensor]()
+    total = sum(_padded(form.nbytes) for form in forms.values())
     flags = {}
     if hasattr(mmap, "MAP_ANONYMOUS"):
         flags["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     addresses = mmap.mmap(-1, max(total, 1), **flags)
     offset = 0
-    for value, dtype in every:
-        key = value.param, value.form.key
-        nbytes = value.numel * dtype.itemsize
-        if nbytes:
-            flat = torch.frombuffer(addresses, dtype=torch.uint8, count=nbytes, offset=offset)
-            made[key] = flat.view(dtype).as_strided(tuple(value.shape), tuple(value.stride))
+    for key, form in forms.items():
+        shape = tuple(form.shape)
+        if form.nbytes:
+            count = math.prod(shape)
+            flat = torch.frombuffer(addresses, dtype=form.dtype, count=count, offset=offset)
+            made[key] = flat.as_strided(shape, tuple(form.stride))
         else:
-            made[key] = torch.empty(tuple(value.shape), dtype=dtype, device="cpu")
-        offset += _padded(nbytes)
+            made[key] = torch.empty(shape, dtype=form.dtype, device="cpu")
+        offset += _padded(form.nbytes)
     return made
 
 # %% ../../nbs/checkpoint/02_full.ipynb #f0110009
+class SkeletonFile:
+    """A file of `torch.save` whose tensors are written later, in any order."""
+
+    def __init__(
+        self,
+        path: Path,  # to write to
+        content: Any,  # what the file holds
+        later: Mapping[
+            Any, Tensor
+        ],  # tensors of it that are written later, each in memory of its own
+    ):
+        with torch.serialization.skip_data():
+            torch.save(content, path)
+        records = read_records(path)
+        keys = {tensor.untyped_storage()._cdata: key for key, tensor in later.items()}
+        self._records = dict[Any, Record]()
+        self._others = list[tuple[Record, Tensor]]()  # which are small, and here
+        for i, (_, tensor) in enumerate(storages_in(content)):
+            number = tensor.untyped_storage()._cdata
+            if number in keys:
+                self._records[keys[number]] = records[f"data/{i}"]
+            else:
+                self._others.append((records[f"data/{i}"], tensor))
+        self._checksums = dict[Record, list[tuple[int, int, int]]]()  # start, bytes, checksum
+        self._file = os.open(path, os.O_RDWR)
+
+    def write(
+        self,
+        key: Any,
+        start: int,  # byte of the tensor
+        data: Tensor,  # uint8, 1-D
+    ) -> None:
+        """Write a run of a tensor."""
+        self._write(self._records[key], start, data)
+
+    def _write(self, record: Record, start: int, data: Tensor) -> None:
+        bytes_ = memoryview(data.numpy().data)
+        self._checksums.setdefault(record, []).append((start, len(bytes_), zlib.crc32(bytes_)))
+        done = 0
+        while done < len(bytes_):
+            done += os.pwrite(self._file, bytes_[done:], record.offset + start + done)
+
+    def finish(self) -> None:
+        """Write the rest: tensors that are here, and the checksums."""
+        for record, tensor in self._others:
+            whole = torch.empty(0, dtype=torch.uint8, device="cpu")
+            whole.set_(tensor.detach().cpu().untyped_storage())
+            self._write(record, 0, whole)
+        for record, parts in self._checksums.items():
+            crc = joined_crc([(crc, size) for _, size, crc in sorted(parts)])
+            for place in record.crc_places:
+                os.pwrite(self._file, crc.to_bytes(4, "little"), place)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._file)
+
+# %% ../../nbs/checkpoint/02_full.ipynb #f0110202
 _BUFFERS = 3
 
 
 class FileTarget:
-    """A file of `torch.save` that is filled in any order."""
+    """Writes values into a file as they arrive; the file's keys are parameter and key."""
 
-    def __init__(
-        self,
-        path: Path,  # to write to; it exists
-        skeleton: dict[str, Any],  # what the file holds
-        places: Mapping[int, tuple[int, Any]],  # by storage of a tensor: its parameter and key
-    ):
-        self.path = path
-        with torch.serialization.skip_data():
-            torch.save(skeleton, path)
-        records = read_records(path)
-        self.records = dict[tuple[int, Any], Record]()
-        self.others = list[tuple[Record, Tensor]]()  # which are small, and here
-        for i, (_, tensor) in enumerate(storages_in(skeleton)):
-            number = tensor.untyped_storage()._cdata
-            if number in places:
-                self.records[places[number]] = records[f"data/{i}"]
-            else:
-                self.others.append((records[f"data/{i}"], tensor))
-        self._checksums = dict[Record, list[tuple[int, int, int]]]()  # start, bytes, checksum
+    def __init__(self, file: SkeletonFile):
+        self.file = file
         self._free = queue.SimpleQueue[Tensor]()
         for _ in range(_BUFFERS):
             self._free.put(torch.empty(MESSAGE, dtype=torch.uint8, device="cpu"))
         self._lent = dict[int, Tensor]()  # by address
         self._error: Exception | None = None
         self._thread = ThreadPoolExecutor(1, "zero_nb checkpoint")
-        self._file = os.open(path, os.O_RDWR)
 
     def memory(self, message: Sequence[Run]) -> Tensor:
         """Give a buffer, as soon as one is free."""
@@ -124,41 +179,26 @@ class FileTarget:
         try:
             sizes = [each.nbytes for each in message]
             for each, part in zip(message, memory.split(sizes), strict=True):
-                record = self.records[each.whole.param, each.whole.form.key]
-                self._write(record, each.start * len(part) // (each.stop - each.start), part)
+                if self._error is None:
+                    start = each.start * len(part) // (each.stop - each.start)
+                    self.file.write((each.whole.param, each.whole.form.key), start, part)
         except Exception as error:
             self._error = self._error or error
         finally:
             if buffer is not None:
                 self._free.put(buffer)
 
-    def _write(self, record: Record, start: int, data: Tensor) -> None:
-        if self._error is not None:
-            return
-        bytes_ = memoryview(data.numpy().data)
-        self._checksums.setdefault(record, []).append((start, len(bytes_), zlib.crc32(bytes_)))
-        done = 0
-        while done < len(bytes_):
-            done += os.pwrite(self._file, bytes_[done:], record.offset + start + done)
-
     def finish(self) -> None:
-        """Write the rest: what is not sent, and the checksums. Raises what the thread met."""
+        """Write the rest. Raises what the thread met."""
         self._thread.shutdown(wait=True)
-        for record, tensor in self.others:
-            whole = torch.empty(0, dtype=torch.uint8, device="cpu")
-            whole.set_(tensor.detach().cpu().untyped_storage())
-            self._write(record, 0, whole)
         if self._error is not None:
             raise self._error
-        for record, parts in self._checksums.items():
-            crc = joined_crc([(crc, size) for _, size, crc in sorted(parts)])
-            for place in record.crc_places:
-                os.pwrite(self._file, crc.to_bytes(4, "little"), place)
+        self.file.finish()
 
     def close(self) -> None:
         """Let go of the file."""
         self._thread.shutdown(wait=True)
-        os.close(self._file)
+        self.file.close()
 
 # %% ../../nbs/checkpoint/02_full.ipynb #f011000c
 KEYS = ("index", "name")
@@ -224,7 +264,8 @@ def _with_groups(
     return full if key_by == "index" else _key_by_name(full, _names_of(groups))
 
 # %% ../../nbs/checkpoint/02_full.ipynb #f011000d
-def _check_room(path: Path, nbytes: int) -> None:
+def check_room(path: Path, nbytes: int) -> None:
+    """Refuse to write more than there is room for, before anything is written; `OSError`."""
     free = shutil.disk_usage(path.parent).free
     if free < nbytes:
         raise OSError(
@@ -238,18 +279,16 @@ def _check_room(path: Path, nbytes: int) -> None:
 def _open_target(
     path: Path, whole: WholeState, groups: list[dict[str, Any]], key_by: str
 ) -> FileTarget:
-    values = [*chain.from_iterable(whole.values.values())]
-    holes = unbacked(values)
-    places = {hole.untyped_storage()._cdata: key for key, hole in holes.items()}
-    skeleton = _with_groups(whole.put_together(holes), groups, key_by)
-    _check_room(
-        path,
-        sum(
-            value.numel * hole.element_size()
-            for value, hole in zip(values, holes.values(), strict=True)
-        ),
-    )
-    return FileTarget(path, skeleton, places)
+    forms = {
+        (value.param, value.form.key): TensorForm(
+            value.form.dtype or torch.uint8, value.shape, value.stride
+        )
+        for value in chain.from_iterable(whole.values.values())
+    }
+    check_room(path, sum(form.nbytes for form in forms.values()))
+    holes = unbacked(forms)
+    content = _with_groups(whole.put_together(holes), groups, key_by)
+    return FileTarget(SkeletonFile(path, content, holes))
 
 
 def _write_full(
