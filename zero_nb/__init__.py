@@ -40,6 +40,7 @@ _MODULES = {
         "shard_full_optim_state_dict",
     ),
     "checkpoint.sharded": ("load_sharded", "newest_checkpoint", "save_sharded"),
+    "checkpoint.convert": ("convert_checkpoint", "verify_checkpoint"),
     "join.event_log": ("Attendance",),
     "join.join": ("Join",),
     "join.participants": ("JoinHook", "Joinable", "shadowed_by"),
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         shard_full_optim_state_dict,
     )
     from .checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded
+    from .checkpoint.convert import convert_checkpoint, verify_checkpoint
     from .plan.buckets import BucketPlan, pack
     from .plan.estimates import compare, estimate
     from .join.event_log import Attendance

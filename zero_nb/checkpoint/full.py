@@ -45,7 +45,7 @@ from zero_nb.optim.saved_state import (
 )
 
 # %% auto #0
-__all__ = ['KEYS', 'TensorForm', 'unbacked', 'SkeletonFile', 'FileTarget', 'full_state_dict', 'check_room', 'by_index',
+__all__ = ['KEYS', 'TensorForm', 'unbacked', 'SkeletonFile', 'FileTarget', 'by_name', 'full_state_dict', 'check_room', 'by_index',
            'read_full', 'load_full_state_dict', 'full_optim_state_dict', 'shard_full_optim_state_dict']
 
 # %% ../../nbs/checkpoint/02_full.ipynb #f0110007
@@ -142,6 +142,7 @@ class SkeletonFile:
             crc = joined_crc([(crc, size) for _, size, crc in sorted(parts)])
             for place in record.crc_places:
                 os.pwrite(self._file, crc.to_bytes(4, "little"), place)
+        os.fsync(self._file)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -217,7 +218,11 @@ def _names_of(param_groups: Iterable[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def _key_by_name(full: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def by_name(
+    full: dict[str, Any],  # by index
+    names: Sequence[str],  # of all parameters
+) -> dict[str, Any]:
+    """Give a full state dict by the parameters' names."""
     state = {names[k] if isinstance(k, int) else k: v for k, v in full["state"].items()}
     groups = [{**g, "params": [names[i] for i in g["params"]]} for g in full["param_groups"]]
     return {**full, "state": state, "param_groups": groups}
@@ -261,7 +266,7 @@ def _with_groups(
     state: dict[str, Any], groups: list[dict[str, Any]], key_by: str
 ) -> dict[str, Any]:
     full = {**state, "param_groups": groups}
-    return full if key_by == "index" else _key_by_name(full, _names_of(groups))
+    return full if key_by == "index" else by_name(full, _names_of(groups))
 
 # %% ../../nbs/checkpoint/02_full.ipynb #f011000d
 def check_room(path: Path, nbytes: int) -> None:
@@ -471,7 +476,7 @@ def full_optim_state_dict(
         for group, each in zip(full["param_groups"], names, strict=True)
     ]
     full = {**full, "param_groups": groups}
-    return _key_by_name(full, [*chain.from_iterable(names)]) if key_by_name else full
+    return by_name(full, [*chain.from_iterable(names)]) if key_by_name else full
 
 
 def shard_full_optim_state_dict(

@@ -31,8 +31,9 @@ from ..comm.objects import MemoryFile, broadcast_object_list, load
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
 # %% auto #0
-__all__ = ['MANIFEST', 'FORMAT', 'TABLE', 'Files', 'table_checksum', 'read_manifest', 'read_table', 'check_folder',
-           'save_sharded', 'load_sharded', 'newest_checkpoint']
+__all__ = ['MANIFEST', 'FORMAT', 'TABLE', 'Files', 'table_checksum', 'write_manifest', 'read_manifest', 'import_dcp',
+           'read_table', 'check_files', 'check_folder', 'check_available', 'save_sharded', 'load_sharded',
+           'newest_checkpoint']
 
 # %% ../../nbs/checkpoint/03_sharded.ipynb #54a20007
 MANIFEST = "manifest.json"
@@ -47,7 +48,12 @@ def table_checksum(folder: Path) -> str:
         return f"{crc_of(file, os.fstat(file.fileno()).st_size):08x}"
 
 
-def _write_manifest(folder: Path, files: Files, more: Mapping[str, Any]) -> None:
+def write_manifest(
+    folder: Path,
+    files: Files,
+    more: Mapping[str, Any],  # that it says besides
+) -> None:
+    """Write the manifest of a folder that is complete but for it."""
     versions = {"zero_nb": zero_nb.__version__, "torch": torch.__version__, "python": sys.version}
     table = {"table_crc32": table_checksum(folder), "files": dict(sorted(files.items()))}
     content = {"format": FORMAT, "versions": versions, **more, **table}
@@ -95,15 +101,17 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
 # %% ../../nbs/checkpoint/03_sharded.ipynb #54a20009
-def _find_dcp() -> Any:
+def import_dcp() -> Any:
     """Give torch's package of checkpoints, or what it takes to do without."""
     if not torch.distributed.is_available():
-        return SimpleNamespace(FileSystemReader=object, DefaultLoadPlanner=object)
+        return SimpleNamespace(
+            FileSystemReader=object, DefaultLoadPlanner=object, DefaultSavePlanner=object
+        )
     import_module("torch.distributed.checkpoint.state_dict")
     return import_module("torch.distributed.checkpoint")
 
 
-_DCP: Any = _find_dcp()
+_DCP: Any = import_dcp()
 _FileSystemReader: Any = _DCP.FileSystemReader
 _DefaultLoadPlanner: Any = _DCP.DefaultLoadPlanner
 _TABLE = "torch.distributed.checkpoint.metadata"
@@ -210,21 +218,32 @@ def _check_boxes(folder: Path, name: str, boxes: Sequence[tuple[Any, Any]]) -> N
                 )
 
 
+def check_files(
+    folder: str | os.PathLike[str],
+    part: tuple[int, int] = (0, 1),  # of the files, which one of how many parts is checked
+) -> set[str]:  # names of all files that the table of contents has
+    """Compare the files of a folder with their checksums; it may have no manifest.
+
+    Raises `ValueError` that names what is damaged."""
+    boxes = dict[str, list[tuple[Any, Any]]]()  # by file
+    for index, info in (read_table(folder).storage_data or {}).items():
+        boxes.setdefault(info.relative_path, []).append((index, info))
+    for name in sorted(boxes)[part[0] :: part[1]]:
+        _check_boxes(Path(folder), name, boxes[name])
+    return {*boxes}
+
+
 def check_folder(
     folder: str | os.PathLike[str],
     part: tuple[int, int] = (0, 1),  # of the files, which one of how many parts is checked
 ) -> dict[str, Any]:  # the manifest
-    """Compare a checkpoint with its checksums.
+    """Compare a checkpoint with its manifest and its checksums.
 
     Raises `ValueError` that names what is damaged."""
     found = read_manifest(folder)
-    boxes = dict[str, list[tuple[Any, Any]]]()  # by file
-    for index, info in (read_table(folder).storage_data or {}).items():
-        if info.relative_path not in found["files"]:
-            raise ValueError(f"{folder} is damaged: {info.relative_path} is not in its {MANIFEST}")
-        boxes.setdefault(info.relative_path, []).append((index, info))
-    for name in sorted(boxes)[part[0] :: part[1]]:
-        _check_boxes(Path(folder), name, boxes[name])
+    other = check_files(folder, part) - {*found["files"]}
+    if other:
+        raise ValueError(f"{folder} is damaged: {min(other)} is not in its {MANIFEST}")
     return found
 
 # %% ../../nbs/checkpoint/03_sharded.ipynb #54a2000d
@@ -242,7 +261,8 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     }
 
 
-def _check_available() -> None:
+def check_available() -> None:
+    """Refuse to go on where torch has no distributed; `RuntimeError`."""
     if not torch.distributed.is_available():
         raise RuntimeError(
             "torch was built without distributed, which torch.distributed.checkpoint needs; use"
@@ -276,7 +296,7 @@ def _finish_folder(folder: Path, group: Group, more: Mapping[str, Any]) -> None:
                 f"{info.relative_path} was written by a rank, and rank {group.global_rank} does not see"
                 f" it in {folder.parent}; all ranks need one file system"
             )
-    _write_manifest(folder, files, more)
+    write_manifest(folder, files, more)
 
 
 def save_sharded(
@@ -300,7 +320,7 @@ def save_sharded(
     with ExitStack() as opened:
         names = [""]
         with agreeing(group, "save_sharded", lambda: [f"folder={folder}, step={step}"]):
-            _check_available()
+            check_available()
             _check_extra(extra)
             if group.group_rank == 0:
                 names = [opened.enter_context(new_folder(folder)).name]
@@ -332,7 +352,7 @@ def load_sharded(
     group = Group(process_group)
     found = list[Any]()
     with agreeing(group, "load_sharded", lambda: [f"folder={folder}"]):
-        _check_available()
+        check_available()
         found.append(check_folder(folder, (group.group_rank, group.size)).get("extra"))
     with _giving_parts(optimizer):
         parts = _parts(model, optimizer)

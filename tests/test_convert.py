@@ -1,0 +1,385 @@
+"""Checkpoints from any format to any other: training after the way round equals training without it, in
+little memory, and nothing damaged or foreign passes."""
+
+import errno
+import itertools
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from common.saving import RECIPES, begin, check, half, inputs, parameters, train
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, AdamW
+
+from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
+from zero_nb.checkpoint.formats import (
+    Part,
+    SavedTensor,
+    describe_checkpoint,
+    format_of,
+    read_weights,
+    replace_tensors,
+)
+from zero_nb.checkpoint.full import load_full_state_dict
+from zero_nb.checkpoint.sharded import load_sharded, save_sharded
+from zero_nb.comm.launch import run
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+from zero_nb.optim.state import MASTER
+
+DEEPSPEED = Path(__file__).parent / "deepspeed"
+TARGETS = {
+    "full": "out.pt",
+    "safetensors": "out.safetensors",
+    "sharded": "out",
+    "deepspeed": "deepspeed",
+}
+
+
+def content(path):
+    """Give all of a checkpoint, by name and in memory."""
+    found = describe_checkpoint(path)
+    whole = replace_tensors(
+        (found.optimizer, found.model), lambda _, v: v.read() if isinstance(v, SavedTensor) else v
+    )
+    optimizer, model = whole
+    names = found.names
+    state = {names[i]: values for i, values in optimizer["state"].items()}
+    groups = [
+        {k: v for k, v in g.items() if k not in ("params", "step")}
+        for g in optimizer["param_groups"]
+    ]
+    return state, groups, model
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert type(one) is type(other) and len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            same(a, b)
+    else:
+        assert one == other
+
+
+def save(folder, recipe, mode):
+    attached = begin(recipe, mode)
+    train(attached, inputs(recipe, 1))
+    save_sharded(folder, attached.call, attached.optimizer, 3)
+    train(attached, inputs(recipe, 2))
+    return parameters(attached)
+
+
+def load(folder, recipe, mode):
+    attached = begin(recipe, mode)
+    load_sharded(folder, attached.call, attached.optimizer)
+    train(attached, inputs(recipe, 2))
+    return parameters(attached)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_class_goes_on_after_a_way_through_the_formats(folder, name):
+    recipe = RECIPES[name]
+    [wanted, *_] = run(2, save, folder / "begin", recipe, "zero2")
+    convert_checkpoint(folder / "begin", folder / "a.safetensors")
+    convert_checkpoint(folder / "a.safetensors", folder / "b", ranks=3)
+    same(content(folder / "begin"), content(folder / "b"))
+    limit = 0.02 if recipe.model is half else 1e-12  # gradients are rounded before they are added
+    for got in run(2, load, folder / "b", recipe, "zero1-overlap"):
+        check(wanted, got, limit)
+
+
+@pytest.mark.parametrize("ranks", [*itertools.product((1, 2, 3, 4), repeat=2)], ids=str)
+def test_folders_are_cut_for_any_number_of_ranks(folder, ranks):
+    convert_checkpoint(DEEPSPEED / "fp32", folder / "first", ranks=ranks[0])
+    convert_checkpoint(folder / "first", folder / "second", ranks=ranks[1])
+    assert len([*(folder / "second").glob("*.distcp")]) == ranks[1]
+    same(content(DEEPSPEED / "fp32"), content(folder / "second"))
+    convert_checkpoint(folder / "second", folder / "third", "deepspeed", ranks=ranks[0])
+    same(content(folder / "third"), content(folder / "first"))
+
+
+@pytest.mark.parametrize("ways", [*itertools.permutations(TARGETS, 2)], ids=str)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_nothing_is_lost_between_any_two_formats(folder, dtype, ways):
+    model = folder / "model.safetensors"
+    convert_checkpoint(DEEPSPEED / dtype, model)
+    source = folder / f"from-{TARGETS[ways[0]]}"
+    target = folder / TARGETS[ways[1]]
+    convert_checkpoint(DEEPSPEED / dtype, source, ways[0], ranks=2)
+    weights = model if ways[0] == "full" else None  # which has none
+    convert_checkpoint(source, target, ways[1], ranks=3, model=weights, key_by="name")
+    assert format_of(target) == ways[1] == verify_checkpoint(target).format
+    wanted = content(DEEPSPEED / dtype)
+    got = content(target)
+    same(wanted[:2], got[:2])
+    if ways[1] != "full":
+        same(wanted[2], got[2])
+
+
+class Net(nn.Module):
+    """The model of tests/deepspeed/train.py."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(7, 5)
+        self.b = nn.Linear(5, 3, bias=False)
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x))).square().mean()
+
+
+def go_on(path, rank=0, ranks=1):
+    """Go on from DeepSpeed's third step as tests/deepspeed/train.py does."""
+    torch.manual_seed(3)
+    model = Net()
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [(n, named[n]) for n in ("a.weight", "b.weight")]},
+        {"params": [("a.bias", named["a.bias"])]},
+    ]
+    weights = read_weights(DEEPSPEED / "fp32")
+    model.load_state_dict({name: weight.read() for name, weight in weights.items()})
+    call = model
+    if ranks > 1:
+        optimizer = ZeroRedundancyOptimizer(groups, AdamW, lr=1.0)
+        load_full_state_dict(optimizer, path)
+        call = DDP(model)
+    else:
+        optimizer = AdamW(groups, lr=1.0)
+        optimizer.load_state_dict(torch.load(path))
+    for step in (3, 4):
+        batch = torch.randn(12, 7, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        call(batch[rank::ranks]).backward()
+        optimizer.step()
+    return {name: w.detach() for name, w in model.state_dict().items()}
+
+
+def go_on_here(path):
+    return go_on(path, torch.distributed.get_rank(), torch.distributed.get_world_size())
+
+
+def test_a_run_of_deepspeed_goes_on_unsharded_and_on_other_ranks(folder):
+    wanted = torch.load(DEEPSPEED / "fp32" / "after.pt")
+    convert_checkpoint(DEEPSPEED / "fp32", folder / "out.pt")
+    for got in (go_on(folder / "out.pt"), *run(2, go_on_here, folder / "out.pt")):
+        for name in wanted:  # Adam divides by the root of the square of a mean: few roundings
+            torch.testing.assert_close(got[name], wanted[name], rtol=1e-6, atol=1e-7)
+    before = read_weights(DEEPSPEED / "fp32")["a.weight"].read()
+    assert (before - wanted["a.weight"]).abs().max() > 1e-3  # it did go on
+
+
+def test_copies_of_deepspeeds_weights_in_32_bits_are_master_copies():
+    found = describe_checkpoint(DEEPSPEED / "bf16")
+    for i, name in enumerate(found.names):
+        copy = found.optimizer["state"][i][MASTER].read()
+        weight = found.model[name].read()
+        assert weight.dtype == torch.bfloat16 and torch.equal(copy.bfloat16(), weight)
+        assert not torch.equal(copy, weight.float())
+    assert MASTER not in describe_checkpoint(DEEPSPEED / "fp32").optimizer["state"][0]
+
+
+def tensor_of(path, value, cuts, dtype=torch.float32):
+    """Write boxes of a tensor into files of their own, in memory of many forms."""
+    parts = []
+    for number, (offsets, sizes) in enumerate(cuts):
+        box = value
+        for dim, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
+            box = box.narrow(dim, first, size)
+        turned = box.permute(*reversed(range(box.dim()))).contiguous()
+        file = path / f"{number}"
+        file.write_bytes(b"x" * number + turned.reshape(-1).view(torch.uint8).numpy().tobytes())
+        stride = tuple(reversed(turned.stride()))
+        parts.append(Part(file, number, tuple(offsets), tuple(sizes), stride))
+    return SavedTensor(value.dtype, tuple(value.shape), tuple(parts))
+
+
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    shape=st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    dim=st.integers(0, 2),
+    cut=st.integers(0, 7),
+    limit=st.sampled_from([4, 40, 1 << 20]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+)
+def test_slabs_put_boxes_of_any_form_together(folder, shape, dim, cut, limit, dtype):
+    value = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
+    dim = dim % len(shape)
+    cut = min(cut, shape[dim])
+    boxes = []
+    for first, size in ((0, cut), (cut, shape[dim] - cut)):
+        if size:
+            offsets = [0] * len(shape)
+            offsets[dim] = first
+            boxes.append((offsets, [*shape[:dim], size, *shape[dim + 1 :]]))
+    saved = tensor_of(folder, value, boxes)
+    found = [*saved.slabs(limit)]
+    assert torch.equal(torch.cat([slab for _, slab in found]).view(shape), value)
+    assert [first for first, _ in found] == [
+        *itertools.accumulate((len(slab) for _, slab in found[:-1]), initial=0)
+    ]
+    if len(boxes) == 2:
+        lacking = SavedTensor(dtype, saved.shape, saved.parts[:1])
+        with pytest.raises(ValueError, match="elements"):
+            lacking.read()
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    """Give a checkpoint of each format, and what is in it."""
+    parent = tmp_path_factory.mktemp("samples")
+    for form, name in TARGETS.items():
+        convert_checkpoint(DEEPSPEED / "fp32", parent / name, form, ranks=2, key_by="name")
+    return parent
+
+
+@settings(
+    deadline=None, max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    form=st.sampled_from([*TARGETS]),
+    which=st.integers(0, 10),
+    where=st.floats(0, 1, exclude_max=True),
+    change=st.sampled_from(["cut", "flip", "drop"]),
+    bit=st.integers(0, 7),
+)
+def test_damage_is_an_error_or_does_not_matter(folder, samples, form, which, where, change, bit):
+    shutil.rmtree(folder / "x", ignore_errors=True)
+    (folder / "x").mkdir()
+    source = folder / "x" / TARGETS[form]
+    copy = shutil.copytree if (samples / source.name).is_dir() else shutil.copy
+    copy(samples / source.name, source)
+    files = sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
+    path = files[which % len(files)]
+    data = path.read_bytes()
+    at = int(where * len(data))
+    path.write_bytes(
+        {
+            "cut": data[:at],
+            "flip": data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :],
+            "drop": data[:at] + data[at + 1 :],
+        }[change]
+    )
+    target = folder / "x" / "again.pt"
+    try:
+        convert_checkpoint(source, target, key_by="name")
+    except ValueError:
+        assert not target.exists()
+    else:
+        same(content(samples / "out.pt")[:2], content(target)[:2])
+    assert not [*(folder / "x").glob(".*")]
+
+
+def test_no_code_of_a_foreign_file_is_run(folder):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(folder / "made"),)
+
+    shutil.copytree(DEEPSPEED / "fp32", folder / "ds")
+    rank = folder / "ds" / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": Evil()}, rank)
+    torch.save({"state": {0: Evil()}, "param_groups": []}, folder / "evil.pt")
+    for path in (folder / "ds", folder / "evil.pt"):
+        with pytest.raises(ValueError, match="cannot be read"):
+            convert_checkpoint(path, folder / "out.pt")
+    assert sorted(p.name for p in folder.iterdir()) == ["ds", "evil.pt"]
+
+
+def test_what_is_missing_or_does_not_fit_is_said(folder):
+    ds = shutil.copytree(DEEPSPEED / "fp32", folder / "ds")
+    inside = ds / "global_step3"
+    (inside / "zero_pp_rank_1_mp_rank_00_optim_states.pt").rename(folder / "away")
+    with pytest.raises(ValueError, match=r"has 1 files of ranks and was written by 2"):
+        describe_checkpoint(ds)
+    (folder / "away").rename(inside / "zero_pp_rank_2_mp_rank_00_optim_states.pt")
+    with pytest.raises(ValueError, match=r"it has those of \[0, 2\]"):
+        describe_checkpoint(ds)
+    shutil.copy(
+        inside / "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        inside / "zero_pp_rank_1_mp_rank_01_optim_states.pt",
+    )
+    with pytest.raises(ValueError, match="tensor parallelism"):
+        describe_checkpoint(ds)
+    header = json.dumps({"__metadata__": {"format": "pt"}}).encode()
+    (folder / "weights.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(ValueError, match="no state of an optimizer"):
+        describe_checkpoint(folder / "weights.safetensors")
+    other = {
+        name: torch.zeros(weight.shape).t()
+        for name, weight in read_weights(DEEPSPEED / "fp32").items()
+        if len(weight.shape) < 3
+    }
+    torch.save(other, folder / "other.pt")
+    with pytest.raises(ValueError, match="are those of another model"):
+        convert_checkpoint(DEEPSPEED / "fp32", folder / "out", model=folder / "other.pt")
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("form", [*TARGETS])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch, form, after):
+    calls = itertools.count()
+    read = SavedTensor.box
+
+    def failing(self, *args):  # where elements are on their way to the new files
+        if next(calls) >= after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return read(self, *args)
+
+    convert_checkpoint(DEEPSPEED / "fp32", folder / "source.safetensors")
+    monkeypatch.setattr(SavedTensor, "box", failing)
+    with pytest.raises(OSError, match="No space left"):
+        convert_checkpoint(folder / "source.safetensors", folder / TARGETS[form], form, check=False)
+    assert [p.name for p in folder.iterdir()] == ["source.safetensors"]
+
+
+def peak_of_a_conversion(source, target, form):
+    """Give how much a process's own memory (anonymous, MiB) grew at most while it converted."""
+
+    def own():
+        status = Path("/proc/self/status").read_text()
+        return int(next(line for line in status.splitlines() if "RssAnon" in line).split()[1])
+
+    most = [own()]
+    convert_checkpoint(
+        source, target, form, ranks=2, check=False, advance=lambda _: most.append(own())
+    )
+    return (max(most) - most[0]) / 1024
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="Linux tells what memory is whose"
+)
+def test_a_conversion_needs_the_memory_of_a_few_slabs(folder):
+    model = nn.Linear(6000, 6000, bias=False)
+    optimizer = SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    model.weight.grad = torch.ones(6000, 6000)
+    optimizer.step()
+    optimizer.state[model.weight]["other"] = torch.ones(6000, 6000)
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(whole, folder / "source.pt")  # 412 MiB
+    run(
+        1, lambda: convert_checkpoint(DEEPSPEED / "fp32", folder / "first")
+    )  # imports what it needs
+    for form in ("full", "safetensors", "sharded", "deepspeed"):
+        target = folder / TARGETS[form]
+        [grown] = run(1, peak_of_a_conversion, folder / "source.pt", target, form)
+        assert grown < 200, (form, grown)  # a slab of 64 MiB, its copy, and what torch.save holds
+        shutil.rmtree(target, ignore_errors=True)
+        target.unlink(missing_ok=True)
