@@ -135,6 +135,10 @@ COMMANDS = {
         "zero_nb.plan.estimates",
         "say what a model and its optimizer need, on how many ranks",
     ),
+    "ckpt": (
+        "zero_nb.apps.ckpt",
+        "inspect, verify, convert, merge and reshard checkpoints",
+    ),
 }
 NUMBERS = {
     "--nproc": "ranks to start (default: one for each GPU, or 2 without GPUs)",
@@ -199,6 +203,16 @@ def _run_train(parser: Parser, given: dict[str, Any]) -> int:
         print(*trace, f"{parser.prog}: {words}", sep="\n", file=sys.stderr)
     return status
 
+
+def _run_ckpt(parser: Parser, options: Any) -> int:
+    """Run a command on checkpoints."""
+    ckpt = importlib.import_module("zero_nb.apps.ckpt")
+    try:
+        ckpt.run_ckpt(options)
+    except (ValueError, OSError, ImportError) as error:
+        parser.error(str(error))
+    return 0
+
 # %% ../../nbs/apps/02_cli.ipynb #edb4e151
 def main(
     argv: Sequence[str] | None = None,  # without the program's name; by default the process's
@@ -221,6 +235,9 @@ def main(
     if name not in known:
         return int(bool(parser.parse_args(argv)))  # --help, or an error: both end here
     code: Any = importlib.import_module(COMMANDS[name][0])
+    if name == "ckpt":
+        code.add_ckpt_arguments(known[name])
+        return _run_ckpt(known[name], known[name].parse_args(argv[1:]))
     add_arguments = code.add_plan_arguments if name == "plan" else code.add_train_arguments
     add_arguments(known[name])
     numbers: dict[str, Any] = {"type": int, "default": argparse.SUPPRESS, "metavar": "INT"}
