@@ -21,6 +21,7 @@ ROOMS = (
     "backward",
     "join",
     "checkpoint",
+    "verify",
     "integrations",
     "apps",
 )  # a room imports those before it

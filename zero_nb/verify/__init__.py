@@ -1,0 +1,1 @@
+"""Is it right: do ranks agree, and is sharded training the same training?"""
