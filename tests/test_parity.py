@@ -1,16 +1,30 @@
 """Agreement of values against every way to differ, and parity against every way to be wrong."""
 
+import itertools
 import math
+import random
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error, run_each
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from zero_nb import Group, assert_same, run
+from zero_nb import Group, assert_parity, assert_same, run
 from zero_nb.comm.recording import record
+from zero_nb.verify.parity import (
+    BUFFERS,
+    GRADIENTS,
+    PARITY_MODES,
+    POSITION,
+    STEP,
+    SUMMATION,
+    UNREPEATABLE,
+    check_parity,
+    summation_bound,
+)
 
 RANK = dist.get_rank
 
@@ -186,3 +200,342 @@ def test_a_process_alone_agrees_with_itself():
     assert_same(None, {"a": torch.ones(3)}, "it")
     with pytest.raises(TypeError, match="cannot be compared"):
         assert_same(None, object(), "it")
+
+
+class ByNorm(torch.optim.Optimizer):
+    """A step of the length lr in each tensor."""
+
+    def __init__(self, params, lr=1e-4):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
+
+
+class Skips(torch.optim.SGD):
+    """Leaves the last element of each tensor as it is, but only in a tensor that is not a whole one."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.dim() == 1:
+                    p.grad[-1:] = 0
+        return super().step(closure)
+
+
+DRAWS = torch.Generator().manual_seed(0)
+
+
+class OwnDraws(nn.Module):
+    """Draws from a generator that no seed reaches."""
+
+    def forward(self, x):
+        return x * torch.rand(x.shape, generator=DRAWS)
+
+
+class Branches(nn.Module):
+    """Uses a layer on even ranks, freezes another, and has a third that no rank uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(30, 7) for _ in range(4))
+        self.layers[2].requires_grad_(False)
+
+    def forward(self, x):
+        y = self.layers[1](x) + self.layers[2](x)
+        return y + self.layers[0](x) if RANK() % 2 == 0 else y
+
+
+def network(*between):
+    parts = (nn.Linear(30, 50), nn.Tanh(), nn.Dropout(0.2), nn.BatchNorm1d(50), nn.Linear(50, 7))
+    return nn.Sequential(*parts, *between)
+
+
+def batch(step, rank):
+    return torch.randn(8, 30, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss(model, x):
+    return model(x).square().mean()
+
+
+def muon_and_adamw(model):
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [("rest", p) for p in model.parameters() if p.dim() != 2]
+    groups = [
+        {"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 1e-2},
+        {"params": [p for _, p in others], "lr": 1e-3, "shard": "whole"},
+    ]
+    return groups, torch.optim.AdamW, {"weight_decay": 0.1}
+
+
+ADAMW = (torch.optim.AdamW, {"lr": 1e-2})
+OPTIMIZERS = {
+    "AdamW": ADAMW,
+    "amsgrad, no fused kernel": (torch.optim.AdamW, {"amsgrad": True, "fused": False}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "a class alone": torch.optim.Adagrad,
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "Muon and AdamW": muon_and_adamw,
+}
+SMALL = {"bucket_cap_mb": 0.002}
+OPTIONS = {"data_parallel": SMALL | {"interleaved": True, "cut_mb": 0.004}}
+
+
+def check(mode, optimizer, model_fn=network, data=batch, **how):
+    how.setdefault("options", OPTIONS.get(mode))
+    report = check_parity(model_fn, optimizer, data, 4, loss=loss, mode=mode, ddp=SMALL, **how)
+    return report
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sharded_training_is_the_unsharded_one(size):
+    cases = {
+        (mode, name): (mode, optimizer)
+        for mode in PARITY_MODES
+        for name, optimizer in OPTIMIZERS.items()
+    }
+    for case, reports in run_each(size, check, cases, timeout=200).items():
+        assert all(report == reports[0] for report in reports), case
+        assert reports[0].same and reports[0].steps == 4, (case, reports[0])
+        causes = [found.cause for found in reports[0].explained]
+        summed = [cause for cause in causes if cause.startswith(SUMMATION)]
+        assert all(cause in (*summed, POSITION) for cause in causes), (case, causes)
+        if size < 3 or case[0] == "after backward":  # two numbers have one sum
+            assert not summed, (case, summed)
+
+
+def half():
+    return nn.Sequential(nn.Linear(30, 51), nn.Tanh(), nn.Linear(51, 7)).bfloat16()
+
+
+def images(step, rank):
+    return batch(step, rank)[:, :27].reshape(8, 3, 3, 3)
+
+
+def convolution():
+    model = nn.Sequential(nn.Conv2d(3, 5, 2), nn.Flatten(), nn.Linear(20, 3)).double()
+    return model.to(memory_format=torch.channels_last)
+
+
+def test_other_models():
+    cases = {
+        "half precision": ("overlap", ADAMW, half, lambda s, r: batch(s, r).bfloat16()),
+        "half SGD": ("overlap", OPTIMIZERS["SGD"], half, lambda s, r: batch(s, r).bfloat16()),
+        "channels last": ("interleaved", ADAMW, convolution, lambda s, r: images(s, r).double()),
+    }
+    unused = {"find_unused_parameters": True}
+
+    def branches(mode):
+        options = unused if mode == "data_parallel" else None
+        ddp = SMALL | unused
+        return check_parity(
+            Branches, ADAMW, batch, 4, loss=loss, mode=mode, ddp=ddp, options=options
+        )
+
+    for case, reports in run_each(3, check, cases).items():
+        assert reports[0].same, (case, reports[0])
+    modes = {mode: (mode,) for mode in PARITY_MODES}
+    for mode, reports in run_each(3, branches, modes).items():
+        assert reports[0].same and reports[0].parameters == 6, (mode, reports[0])
+
+
+def test_seeds_are_used_up_in_both_and_given_back():
+    def draws():
+        torch.manual_seed(5)
+        random.seed(5)
+        report = check("after backward", ADAMW)
+        return report.same, torch.rand(1).item(), random.random()
+
+    def plain():
+        torch.manual_seed(5)
+        random.seed(5)
+        return True, torch.rand(1).item(), random.random()
+
+    assert run(2, draws) == [plain()] * 2
+
+
+def other_second_gradient():
+    """Give models of which the second multiplies a gradient by 1 + 1e-5."""
+    made = []
+
+    def make():
+        model = network()
+        made.append(model)
+        if len(made) == 2:
+            model[0].weight.register_hook(lambda gradient: gradient * (1 + 1e-5))
+        return model
+
+    return make
+
+
+def other_second_buffer():
+    made = []
+
+    def make():
+        model = network()
+        made.append(model)
+        if len(made) == 2:
+            model[3].momentum = 0.2
+        return model
+
+    return make
+
+
+EVEN = {"shard": "even", "trust_optimizer_class": True}
+WRONG = {  # what is trained, and what must be said: step, place and cause
+    "norms of parts": ((ByNorm, {}), network, EVEN, 0, "parameter 0.weight", STEP),
+    "parts of parts": ((Skips, {"lr": 0.1}), network, EVEN, 0, "parameter ", STEP),
+    "own draws": (ADAMW, lambda: network(OwnDraws()), {}, 0, "gradient of ", UNREPEATABLE),
+    "a gradient": (ADAMW, other_second_gradient(), {}, 0, "gradient of 0.weight", GRADIENTS),
+    "a buffer": (ADAMW, other_second_buffer(), {}, 0, "buffer 3.running_mean", BUFFERS),
+}
+
+
+@pytest.mark.parametrize("mode", PARITY_MODES)
+def test_what_is_wrong_is_found_and_named(mode):
+    cases = {
+        name: (mode, optimizer, model_fn)
+        for name, (optimizer, model_fn, sharded, *_) in WRONG.items()
+        if not sharded
+    }
+    found = run_each(3, check, cases)
+
+    def trusted(name):
+        optimizer, model_fn, sharded, *_ = WRONG[name]
+        return check(mode, optimizer, model_fn, sharded=sharded)
+
+    rest = {name: (name,) for name in WRONG if name not in cases}
+    found |= run_each(3, trusted, rest)
+    for name, reports in found.items():
+        *_, step, what, cause = WRONG[name]
+        first = reports[0].difference
+        assert all(report == reports[0] for report in reports)
+        assert first is not None, name
+        assert (first.step, first.cause) == (step, cause), (name, first)
+        assert first.what.startswith(what) and first.count > 0, (name, first)
+        assert not reports[0].same and "DIFFERENT at step 0" in str(reports[0])
+
+
+def test_a_difference_in_a_later_step_is_found_there():
+    class Tired(torch.optim.SGD):
+        """Forgets half of the gradient from its third step on, in a part of a tensor."""
+
+        steps = 0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.steps += 1
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None and self.steps > 2 and p.dim() == 1:
+                    p.grad = p.grad / 2
+            return super().step(closure)
+
+    def late():
+        return check("after backward", (Tired, {"lr": 0.1}), sharded=EVEN)
+
+    first = run(2, late)[0].difference
+    assert (first.step, first.cause) == (2, STEP)
+
+
+def by_rank():
+    model = network()
+    with torch.no_grad():
+        model[4].bias[3] += RANK()
+    return model
+
+
+def test_one_call_starts_the_ranks_and_raises():
+    report = assert_parity(network, ADAMW, batch, 2, 2, loss=loss)
+    assert (report.world_size, report.steps, report.mode) == (2, 2, "after backward")
+    assert report.elements == sum(p.numel() for p in network().parameters())
+    text = report._repr_markdown_()
+    assert "| same | 2 steps, after backward |" in text and "| ranks | 2 |" in text
+    with pytest.raises(AssertionError, match=r"DIFFERENT at step 0, parameter 0.weight\[0, 0\]"):
+        assert_parity(network, ByNorm, batch, 2, 2, loss=loss, sharded=EVEN)
+    with pytest.raises(AssertionError, match=r"model_fn returns differs: rank 1 from rank 0") as e:
+        assert_parity(by_rank, ADAMW, batch, 2, 2, loss=loss)
+    assert "['4.bias'][3]" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ({"mode": "soon"}, ValueError, "mode must be one of 'after backward'"),
+        ({"options": {"lag": 0}}, ValueError, "options are for a mode that steps in backward"),
+        (
+            {"mode": "overlap", "options": {"max_grad_norm": 1.0}},
+            ValueError,
+            "options must leave the gradient as it is, got max_grad_norm",
+        ),
+        ({"sharded": {"master_dtype": torch.float64}}, ValueError, "master_dtype steps a copy"),
+        ({"model_fn": lambda: 1}, TypeError, "model_fn must return a module, got a int"),
+        ({"model_fn": lambda: nn.Linear(30, random_sizes())}, ValueError, "same model each time"),
+        ({"optimizer": (torch.optim.AdamW, {"lr": -1.0})}, ValueError, "Invalid learning rate"),
+        ({"loss": None, "model_fn": lambda: Texts()}, TypeError, "the model returns a str"),
+    ],
+)
+def test_bad_input_is_refused(how, error, text):
+    given = {"model_fn": network, "optimizer": ADAMW, "data": batch, "steps": 2, "loss": loss}
+    with pytest.raises(error, match=text):
+        assert_parity(**{**given, **how})
+
+
+SIZES = iter((5, 6) * 9)
+
+
+def random_sizes():
+    return next(SIZES)
+
+
+class Texts(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+
+    def forward(self, x):
+        return "no loss"
+
+
+class Loss(nn.Linear):
+    """Takes its batch apart, and gives its loss by name."""
+
+    def __init__(self):
+        super().__init__(30, 3)
+
+    def forward(self, x, scale=1.0):
+        return {"loss": super().forward(x).square().mean() * scale}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [batch, lambda s, r: (batch(s, r), 2.0), lambda s, r: {"x": batch(s, r), "scale": 3.0}],
+    ids=["tensor", "tuple", "dict"],
+)
+def test_batches_are_taken_apart(data):
+    assert assert_parity(Loss, ADAMW, data, 2, 2).same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_order_of_summation_is_inside_the_bound_and_an_error_is_not(dtype, size):
+    made = torch.Generator().manual_seed(size)
+    scale = torch.logspace(-6, 3, 300, dtype=torch.float64)
+    parts = (torch.randn(size, 300, generator=made, dtype=torch.float64) * scale).to(dtype)
+    limit = summation_bound(parts.double().abs().mean(0), size, dtype)
+    averages = []
+    for order in itertools.permutations(range(size)):
+        for before in (True, False):
+            terms = [parts[i] / size if before else parts[i] for i in order]
+            total = sum(terms[1:], terms[0])
+            averages.append((total if before else total * (1 / size)).double())
+    spread = torch.stack(averages)
+    assert ((spread.max(0).values - spread.min(0).values) <= limit).all()
+    if size > 2:
+        assert (spread.max(0).values != spread.min(0).values).any()
+    wrong = averages[0] + 4 * size * torch.finfo(dtype).eps * parts.double().abs().mean(0)
+    assert ((wrong - averages[0]).abs() > limit)[100:].all()

@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ..backward.data_parallel import data_parallel
+from ..backward.ddp_overlap import overlap
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
+from ..comm.launch import run
 from ..comm.objects import broadcast_object_list, byte_device, gather_object
+from ..optim.flat import flatten, flatten_like
+from ..optim.optimizer import ZeroRedundancyOptimizer
+from ..optim.pieces import Piece
+from ..optim.rules import choose_fused, read_params
 
 # %% auto #0
-__all__ = ['Leaf', 'leaves', 'assert_same']
+__all__ = ['PARITY_MODES', 'ParityMode', 'SUMMATION', 'POSITION', 'GRADIENTS', 'UNREPEATABLE', 'STEP', 'BUFFERS', 'Leaf',
+           'leaves', 'assert_same', 'Difference', 'ParityReport', 'summation_bound', 'check_parity', 'assert_parity']
 
 # %% ../../nbs/verify/01_parity.ipynb #9a710009
 @dataclass(frozen=True)
@@ -271,3 +281,678 @@ def assert_same(
             for other in groups[:i] + groups[i + 1 :]:
                 stack.enter_context(agreeing(other, f"comparing {what} in a mesh"))
             _compare_in_group(one, value, what)
+
+# %% ../../nbs/verify/01_parity.ipynb #9a71001b
+@dataclass(frozen=True)
+class Difference:
+    """Where sharded training is not the unsharded one, and why."""
+
+    step: int  # counted from 0
+    what: str  # such as "parameter 0.weight", "gradient of 0.weight", "state exp_avg of 0.weight"
+    index: tuple[int, ...]  # of the first element that differs
+    sharded: str  # its values
+    unsharded: str
+    largest: float  # absolute difference in this tensor; nan if there is none to speak of
+    count: int  # elements of this tensor that differ
+    cause: str
+
+    def __str__(self) -> str:
+        at = f"[{', '.join(map(str, self.index))}]" if self.index else ""
+        return (
+            f"step {self.step}, {self.what}{at}: sharded {self.sharded}, unsharded"
+            f" {self.unsharded}; {self.count} elements differ, by up to {self.largest:.3g}: {self.cause}"
+        )
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """How sharded training compares with the unsharded one."""
+
+    mode: str
+    world_size: int
+    steps: int  # that were trained and compared
+    parameters: int  # tensors
+    elements: int
+    # the first of each cause that rounding explains, and after which training went on
+    explained: tuple[Difference, ...]
+    difference: Difference | None  # the first that rounding does not explain; it ended the training
+
+    @property
+    def same(self) -> bool:
+        """Whether there is no difference but what rounding explains."""
+        return self.difference is None
+
+    def __str__(self) -> str:
+        what = f"{self.parameters} parameters ({self.elements:,} elements)"
+        count = f"{self.steps} step{'s' if self.steps > 1 else ''}"
+        lines = [f"{count} of {what}, world size {self.world_size}, {self.mode!r}:"]
+        if self.difference is not None:
+            lines.append(f"DIFFERENT at {self.difference}")
+        elif not self.explained:
+            lines.append("parameters, buffers and state are the same, bit for bit")
+        else:
+            lines.append("the same but for rounding")
+        lines += [f"explained: {found}" for found in self.explained]
+        return "\n  ".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_markdown_(self) -> str:
+        rows = [f"| {'same' if self.same else '**different**'} | {self.steps} steps, {self.mode} |"]
+        rows.append(f"|:--|:--|\n| ranks | {self.world_size} |")
+        rows.append(f"| parameters | {self.parameters} ({self.elements:,} elements) |")
+        if self.difference is not None:
+            rows.append(f"| **first difference** | {self.difference} |")
+        rows += [f"| explained | {found} |" for found in self.explained]
+        return "\n".join(rows)
+
+# %% ../../nbs/verify/01_parity.ipynb #9a71001d
+PARITY_MODES = ("after backward", "overlap", "interleaved", "data_parallel")
+ParityMode = Literal["after backward", "overlap", "interleaved", "data_parallel"]
+_UNLIKE = {"max_grad_norm", "scaler", "hook", "reduce_dtype"}  # options that change the gradient
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What both trainings are made of."""
+
+    model_fn: Callable[[], nn.Module]
+    optimizer: Any
+    loss: Callable[[Any, Any], Tensor] | None
+    mode: str
+    sharded: dict[str, Any]  # options of `ZeroRedundancyOptimizer`
+    ddp: dict[str, Any]  # options of `DistributedDataParallel`
+    options: dict[str, Any]  # of `overlap` or `data_parallel`
+
+    def check(self) -> None:
+        if self.mode not in PARITY_MODES:
+            known = ", ".join(map(repr, PARITY_MODES))
+            raise ValueError(f"mode must be one of {known}, got {self.mode!r}")
+        if unlike := sorted(_UNLIKE & self.options.keys()):
+            raise ValueError(f"options must leave the gradient as it is, got {', '.join(unlike)}")
+        if self.options and self.mode == PARITY_MODES[0]:
+            raise ValueError(f"options are for a mode that steps in backward, not {self.mode!r}")
+        if self.sharded.get("master_dtype") is not None:
+            raise ValueError(
+                "master_dtype steps a copy that the unsharded class does not have, so results"
+                " differ; leave it out, or compare a model in that dtype"
+            )
+
+    def make_model(self) -> nn.Module:
+        _seed(0)
+        model = self.model_fn()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model_fn must return a module, got a {type(model).__name__}")
+        return model
+
+    def arguments(self, model: nn.Module) -> tuple[Any, Any, dict[str, Any]]:
+        """Give parameters or groups, class and options."""
+        spec = self.optimizer
+        if isinstance(spec, type):
+            spec = (spec, {})
+        if callable(spec):
+            params, kind, options = spec(model)
+        else:
+            kind, options = spec
+            params = model.parameters()
+        return params, kind, dict(options)
+
+    def loss_of(self, model: Any, batch: Any) -> Tensor:
+        if self.loss is not None:
+            return self.loss(model, batch)
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        else:
+            output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        if isinstance(output, Mapping):
+            output = output["loss"]
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"the model returns a {type(output).__name__}; pass loss=lambda model, batch: ..."
+            )
+        return output if output.dim() == 0 else output.sum()
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:  # parameters that are trained
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+# %% ../../nbs/verify/01_parity.ipynb #9a71001f
+def _plain_optimizers(
+    params: Any, kind: Any, options: dict[str, Any]
+) -> list[torch.optim.Optimizer]:
+    """Make the unsharded optimizers, one for each class."""
+    groups = read_params(params)
+    if not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    by_class: dict[Any, list[dict[str, Any]]] = {}
+    for given in groups:
+        group = {key: value for key, value in given.items() if key != "shard"}
+        own = group.pop("optimizer_class", kind)
+        group["params"] = [p[1] if isinstance(p, tuple) else p for p in given["params"]]
+        fused = choose_fused(own, {**(options if own is kind else {}), **group})
+        if fused is not None:
+            group["fused"] = fused
+        by_class.setdefault(own, []).append(group)
+    return [own(groups, **(options if own is kind else {})) for own, groups in by_class.items()]
+
+
+class _Unsharded:
+    """DDP and the unsharded class."""
+
+    def __init__(self, recipe: _Recipe):
+        self.recipe = recipe
+        self.model = recipe.make_model()
+        self.params = _trained(self.model)
+        self.arguments = recipe.arguments(self.model)
+        self.optimizers = _plain_optimizers(*self.arguments)
+
+    def wrap(self) -> None:
+        self.ddp = nn.parallel.DistributedDataParallel(self.model, **self.recipe.ddp)
+
+    def backward(self, batch: Any, seed: int) -> None:
+        for p in self.params.values():
+            p.grad = None
+        _seed(seed)
+        self.recipe.loss_of(self.ddp, batch).backward()
+
+    def contribution(
+        self, batch: Any, seed: int, buffers: Sequence[Tensor], group: Group
+    ) -> list[Tensor | None]:
+        """Compute this rank's own gradient once more, from the same parameters and buffers."""
+        after = self.copy_buffers()
+        _set_all(self.model.buffers(), buffers)
+        for buffer in (
+            self.model.buffers() if self.recipe.ddp.get("broadcast_buffers", True) else ()
+        ):
+            group.broadcast(buffer, 0)
+        _seed(seed)
+        loss = self.recipe.loss_of(self.model, batch)
+        found = torch.autograd.grad(loss, [*self.params.values()], allow_unused=True)
+        _set_all(self.model.buffers(), after)
+        return list(found)
+
+    def step(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Step with these gradients, whatever DDP has computed."""
+        for name, p in self.params.items():
+            p.grad = gradients[name]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state_of(self, p: Tensor) -> dict[str, Any]:
+        return next((o.state[p] for o in self.optimizers if p in o.state), {})
+
+    def copy_buffers(self) -> list[Tensor]:
+        return [buffer.detach().clone() for buffer in self.model.buffers()]
+
+    def copy_params(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+        """Copy parameters, each with its state."""
+        return {
+            name: (p.detach().clone(), _copied_state(self.state_of(p)))
+            for name, p in self.params.items()
+        }
+
+
+def _set_all(tensors: Any, values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+
+def _copied_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+# %% ../../nbs/verify/01_parity.ipynb #9a710021
+class _Sharded:
+    """The sharded optimizer in one of its modes, and the gradients it uses."""
+
+    def __init__(self, recipe: _Recipe):
+        self.recipe = recipe
+        self.model = recipe.make_model()
+        self.params = _trained(self.model)
+        params, kind, options = recipe.arguments(self.model)
+        self.zero = ZeroRedundancyOptimizer(params, kind, **recipe.sharded, **options)
+        self.noted: dict[tuple[int, int, int], Tensor] = {}  # gradients by span
+
+    def wrap(self) -> None:
+        """Attach the mode."""
+        recipe = self.recipe
+        self.call: Any = self.model
+        self.handle: Any = None
+        if recipe.mode == "data_parallel":
+            self.handle = data_parallel(self.model, self.zero, **recipe.options)
+            return
+        self.call = nn.parallel.DistributedDataParallel(self.model, **recipe.ddp)
+        if recipe.mode != "after backward":
+            interleaved = recipe.mode == "interleaved"
+            self.handle = overlap(self.call, self.zero, interleaved=interleaved, **recipe.options)
+
+    def step(self, batch: Any, seed: int) -> None:
+        self.noted.clear()
+        self.zero.zero_grad()
+        _seed(seed)
+        optims = self.zero.local.by_class.values()
+        hooks = [optim.register_step_pre_hook(self._note) for optim in optims]
+        try:
+            self.recipe.loss_of(self.call, batch).backward()
+            self.zero.step()
+            self.zero.wait_for_driver()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, *_: Any) -> None:
+        for shard in self.zero.shards:
+            if shard.alone:
+                spans = enumerate(shard.params, shard.first)
+                pieces = [Piece([(i, 0, p.numel())], [p], p, p, True) for i, p in spans]  # type: ignore[list-item]
+            else:
+                pieces = shard.pieces
+            for piece in pieces:
+                if piece.view.grad is not None:
+                    self._note_piece(piece, piece.view.grad)
+
+    def _note_piece(self, piece: Piece, gradient: Tensor) -> None:
+        flat = flatten_like(gradient, piece.view)
+        at = 0
+        for index, start, stop in piece.spans:
+            self.noted[index, start, stop] = flat[at : at + stop - start].clone()
+            at += stop - start
+
+    def gather_gradients(self, group: Group) -> dict[str, Tensor | None]:
+        """Bring the gradients that all ranks have used to all ranks; None: there was none."""
+        params = self.zero.params()
+        wholes = [torch.zeros_like(p) for p in params]
+        used = torch.zeros(len(params), dtype=torch.int64, device=byte_device(group))
+        for (index, start, stop), gradient in self.noted.items():
+            flatten(wholes[index])[start:stop] = gradient
+            used[index] += 1
+        group.all_reduce(used)
+        for whole, count in zip(wholes, used.tolist(), strict=True):
+            if count and whole.numel():
+                group.all_reduce(flatten(whole).view(torch.uint8))
+        names = {id(p): name for name, p in self.params.items()}
+        found = {names[id(p)]: i for i, p in enumerate(params) if id(p) in names}
+        return {
+            name: wholes[found[name]] if name in found and used[found[name]] else None
+            for name in self.params
+        }
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Give the whole state by the names of parameters; all ranks call this."""
+        with self.zero.giving_state_dicts("full"):
+            state = self.zero.state_dict()["state"]
+        indices = {id(p): i for i, p in enumerate(self.zero.params())}
+        return {name: state.get(indices.get(id(p)), {}) for name, p in self.params.items()}
+
+# %% ../../nbs/verify/01_parity.ipynb #9a710023
+def _unequal(a: Tensor, b: Tensor) -> Tensor:  # 1-D, True where bits differ; both of one form
+    flat = [t.detach().cpu().flatten() for t in (a, b)]
+    copies = [t.clone(memory_format=torch.contiguous_format).unsqueeze(1) for t in flat]
+    first, second = (t.contiguous().view(torch.uint8) for t in copies)
+    return (first != second).any(1)
+
+
+def _find_difference(
+    step: int, what: str, sharded: Any, unsharded: Any, cause: str
+) -> Difference | None:  # None: they are the same
+    """Compare two values of one name."""
+    if sharded is None and unsharded is None:
+        return None
+    if not (isinstance(sharded, Tensor) and isinstance(unsharded, Tensor)):
+        if sharded is None or unsharded is None:
+            texts = ["none" if v is None else "one" for v in (sharded, unsharded)]
+            return Difference(step, what, (), texts[0], texts[1], math.nan, 1, cause)
+        sharded = torch.as_tensor(sharded, device="cpu")
+        unsharded = torch.as_tensor(unsharded, device="cpu")
+    forms = [f"{t.dtype} {list(t.shape)}" for t in (sharded, unsharded)]
+    if forms[0] != forms[1]:
+        return Difference(step, what, (), forms[0], forms[1], math.nan, 1, cause)
+    mask = _unequal(sharded, unsharded)
+    if not mask.any():
+        return None
+    first = int(mask.nonzero()[0])
+    index = torch.unravel_index(torch.tensor(first, device="cpu"), sharded.shape)
+    ours = sharded.detach().cpu().reshape(-1)
+    theirs = unsharded.detach().cpu().reshape(-1)
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    largest = (ours[mask].to(wide) - theirs[mask].to(wide)).abs().max().item()
+    values = (repr(ours[first].item()), repr(theirs[first].item()))
+    return Difference(
+        step, what, tuple(int(i) for i in index), *values, largest, int(mask.sum()), cause
+    )
+
+# %% ../../nbs/verify/01_parity.ipynb #9a710024
+SUMMATION = "the order of summation can explain it"
+POSITION = "the position in the kernel's tensor explains it"
+GRADIENTS = "no order of summation can explain it; ranks have reduced other gradients"
+UNREPEATABLE = (
+    "the model does not repeat itself: the unsharded one gives another gradient for the same batch"
+    " and seed, so nothing can be compared; look for generators of its own or state outside buffers"
+)
+STEP = (
+    "no order of summation can explain it, for both have stepped with the same gradient; the class"
+    " computes something else on the part of a parameter than on the whole"
+)
+BUFFERS = "no order of summation can explain it, for parameters were the same"
+
+
+def summation_bound(
+    contributions: Tensor,  # mean over the ranks of the absolute gradients
+    world_size: int,
+    dtype: torch.dtype,  # in which gradients are added
+) -> Tensor:  # of each element
+    """Bound how far two averages of the same gradients, added in any two orders, are apart.
+
+    Source: Higham 2002, Accuracy and Stability of Numerical Algorithms, section 4.2."""
+    info = torch.finfo(dtype)
+    k = world_size + 1
+    unit = info.eps / 2
+    underflow = k * info.smallest_normal * info.eps
+    return 2 * (k * unit / (1 - k * unit) * contributions + underflow)
+
+# %% ../../nbs/verify/01_parity.ipynb #9a710027
+_LENGTHS = (1, 8, 16, 32, 64, 256)  # of the tensors in which an element is stepped again
+_MOST_AGAIN = 4096  # elements
+
+
+def _step_again(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer],
+    before: Sequence[Tensor],  # parameter and gradient, one element for each that differs
+    state: Mapping[str, Any],  # before; what has one value for each element is cut to these
+    length: int,  # of the tensors
+) -> list[dict[str, Tensor]]:  # for each element, by name of the state; "" is the parameter
+    """Step each element in a tensor that holds nothing but copies of it."""
+    values, gradients = before
+    params = [value.repeat(length).requires_grad_() for value in values]
+    optimizer = make(params)
+    for i, p in enumerate(params):
+        p.grad = gradients[i].repeat(length)
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == values.shape:
+                optimizer.state[p][key] = value[i].repeat(length)
+            else:
+                optimizer.state[p][key] = value.clone() if isinstance(value, Tensor) else value
+    optimizer.step()
+    return [{"": p.detach()[:1], **_first_elements(optimizer.state[p], length)} for p in params]
+
+
+def _first_elements(state: Mapping[str, Any], length: int) -> dict[str, Tensor]:
+    tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+    return {k: v[:1] for k, v in tensors.items() if v.shape == (length,)}
+
+
+def _explained_by_position(
+    make: Callable[
+        [list[Tensor]], torch.optim.Optimizer
+    ],  # the class with the options of the group
+    before: tuple[Tensor, dict[str, Any]],  # the parameter and its state before the step
+    gradient: Tensor,
+    after: dict[str, Tensor],  # of the sharded run: parameter ("") and state by element
+    mask: Tensor,  # elements that differ
+) -> bool:
+    """Tell whether each of these elements comes out with the sharded run's bits somewhere in a tensor."""
+    chosen = mask.nonzero().flatten().to(gradient.device)
+    if not 0 < len(chosen) <= _MOST_AGAIN:
+        return False
+
+    def cut(value: Any) -> Any:
+        per_element = isinstance(value, Tensor) and value.shape == gradient.shape
+        return value.reshape(-1)[chosen] if per_element else value
+
+    old, state = before
+    cuts = {key: cut(value) for key, value in state.items()}
+    wanted = {key: value.reshape(-1)[chosen.to(value.device)] for key, value in after.items()}
+    left = {(key, i) for key in wanted for i in range(len(chosen))}
+    for length in _LENGTHS:
+        for i, got in enumerate(_step_again(make, (cut(old), cut(gradient)), cuts, length)):
+            same = [
+                k for k in got if k in wanted and not _unequal(got[k], wanted[k][i : i + 1]).any()
+            ]
+            left -= {(key, i) for key in same}
+    return not left
+
+# %% ../../nbs/verify/01_parity.ipynb #9a710029
+class _Comparison:
+    """Two trainings, step for step."""
+
+    def __init__(self, recipe: _Recipe, group: Group):
+        self.group = group
+        with agreeing(group, "making the model and its optimizer"):
+            recipe.check()
+            self.unsharded = _Unsharded(recipe)
+        self.sharded = _Sharded(recipe)
+        self._check_models()
+        self.unsharded.wrap()
+        self.sharded.wrap()
+        self.explained: dict[str, Difference] = {}  # by cause
+
+    def _check_models(self) -> None:
+        made = [dict(m.state_dict()) for m in (self.unsharded.model, self.sharded.model)]
+        tensors = [{k: v for k, v in d.items() if isinstance(v, Tensor)} for d in made]
+        assert_same(self.group, tensors[0], "the model that model_fn returns")
+        with agreeing(self.group, "making the model twice"):
+            for first, second in zip(leaves(tensors[0]), leaves(tensors[1]), strict=True):
+                if first != second:
+                    raise ValueError(
+                        f"model_fn must return the same model each time, and {first.path} differs;"
+                        " seed what it draws from (torch and random are seeded for it)"
+                    )
+
+    def step(self, number: int, batch: Any) -> Difference | None:  # the same on all ranks
+        """Train one step twice, and compare it."""
+        seed = number * self.group.size + self.group.group_rank + 1
+        buffers = self.unsharded.copy_buffers()
+        self.sharded.step(batch, seed)
+        used = self.sharded.gather_gradients(self.group)
+        self.unsharded.backward(batch, seed)
+        found = self._compare_gradients(number, used)
+        if self._first(found):
+            contribution = self.unsharded.contribution(batch, seed, buffers, self.group)
+            found = self._judge_gradients(number, used, contribution)
+            if first := self._first(found):
+                return first
+        before = self.unsharded.copy_params()
+        self.unsharded.step(used)
+        states = self.sharded.states()
+        return self._first(self._compare_results(number, before, used, states))
+
+    def _first(self, mine: Difference | None) -> Difference | None:
+        """Give the difference of the first rank that has one, on all ranks."""
+        device = byte_device(self.group)
+        flag = torch.tensor([int(mine is not None)], device=device)
+        self.group.all_reduce(flag)
+        if not int(flag):
+            return None
+        said = _gathered(self.group, None if mine is None else dataclasses.astuple(mine))
+        return Difference(*next(found for found in said if found is not None))
+
+    def _compare_gradients(self, step: int, used: dict[str, Tensor | None]) -> Difference | None:
+        for name, p in self.unsharded.params.items():
+            found = _find_difference(step, f"gradient of {name}", used[name], p.grad, GRADIENTS)
+            if found is not None:
+                return found
+        return None
+
+    def _judge_gradients(
+        self, step: int, used: dict[str, Tensor | None], contribution: list[Tensor | None]
+    ) -> Difference | None:
+        """Compare gradients with what every order of summation may give."""
+        size = self.group.size
+        worst: Difference | None = None
+        for (name, p), mine in zip(self.unsharded.params.items(), contribution, strict=True):
+            own = torch.zeros_like(p) if mine is None else mine
+            mean = own.to(torch.float64) / size
+            absolute = mean.abs()
+            self.group.all_reduce(mean)
+            self.group.all_reduce(absolute)
+            limit = summation_bound(absolute, size, p.dtype)
+            pairs = ((UNREPEATABLE, p.grad), (GRADIENTS, used[name]))
+            cause = SUMMATION
+            for reason, gradient in pairs if used[name] is not None and p.grad is not None else ():
+                gap = (gradient.double() - mean).abs()  # type: ignore[union-attr]
+                if cause == SUMMATION and not bool(((gap <= limit) | mean.isnan()).all()):
+                    cause = reason
+            if (used[name] is None) != (p.grad is None):
+                cause = GRADIENTS
+            found = _find_difference(step, f"gradient of {name}", used[name], p.grad, cause)
+            if found is not None and cause == SUMMATION:
+                words = f"{SUMMATION}: any two orders are at most {limit.max().item():.3g} apart"
+                self.explained.setdefault(SUMMATION, dataclasses.replace(found, cause=words))
+            elif found is not None and (worst is None or cause == UNREPEATABLE):
+                worst = found
+        return worst
+
+    def _compare_results(
+        self,
+        step: int,
+        before: dict[str, tuple[Tensor, dict[str, Any]]],
+        used: dict[str, Tensor | None],
+        states: dict[str, dict[str, Any]],
+    ) -> Difference | None:
+        for name, p in self.unsharded.params.items():
+            ours = {"": self.sharded.params[name].detach(), **states[name]}
+            theirs = {"": p.detach(), **self.unsharded.state_of(p)}
+            found = _compare_parameter(step, name, ours, theirs)
+            if found is None:
+                continue
+            if not self._is_position(name, before[name], used[name], ours, theirs):
+                return found
+            self.explained.setdefault(POSITION, dataclasses.replace(found, cause=POSITION))
+            _adopt(theirs, ours)
+        mine = dict(self.sharded.model.named_buffers())
+        for name, buffer in self.unsharded.model.named_buffers():
+            if found := _find_difference(step, f"buffer {name}", mine[name], buffer, BUFFERS):
+                return found
+        return None
+
+    def _is_position(
+        self,
+        name: str,
+        before: tuple[Tensor, dict[str, Any]],
+        gradient: Tensor | None,
+        ours: dict[str, Any],
+        theirs: dict[str, Any],
+    ) -> bool:
+        p = self.unsharded.params[name]
+        if gradient is None or ours.keys() != theirs.keys():
+            return False
+        tensors = {k: v for k, v in ours.items() if isinstance(v, Tensor) and v.shape == p.shape}
+        others = {k: v for k, v in ours.items() if k not in tensors}
+        if _compare_parameter(0, name, others, {k: theirs[k] for k in others}):
+            return False
+        masks = [_unequal(value, theirs[key]) for key, value in tensors.items()]
+        mask = torch.stack(masks).any(0)
+        make = _maker_of(self.unsharded, p)
+        return _explained_by_position(make, before, gradient, tensors, mask)
+
+# %% ../../nbs/verify/01_parity.ipynb #9a71002a
+def _maker_of(unsharded: _Unsharded, p: Tensor) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+    """Give what makes an optimizer of the class and the options of a parameter."""
+    _, kind, options = unsharded.arguments
+    for optimizer in unsharded.optimizers:
+        for group in optimizer.param_groups:
+            if any(p is member for member in group["params"]):
+                own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+                given = options if type(optimizer) is kind else {}
+                return lambda params: type(optimizer)([{**own, "params": params}], **given)
+    raise AssertionError("a parameter that is stepped is in a group")
+
+
+def _compare_parameter(
+    step: int, name: str, ours: dict[str, Any], theirs: dict[str, Any]
+) -> Difference | None:
+    for key in [*theirs, *(key for key in ours if key not in theirs)]:
+        what = f"state {key} of {name}" if key else f"parameter {name}"
+        found = _find_difference(step, what, ours.get(key), theirs.get(key), STEP)
+        if found is not None:
+            return found
+    return None
+
+
+def _adopt(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Let the unsharded run go on with the sharded one's values."""
+    for key, value in theirs.items():
+        if isinstance(value, Tensor):
+            _set_all([value], [ours[key]])
+
+# %% ../../nbs/verify/01_parity.ipynb #9a71002c
+def check_parity(
+    model_fn: Callable[[], nn.Module],  # as for `assert_parity`, like all that follows
+    optimizer: Any,
+    data: Callable[[int, int], Any],
+    steps: int = 5,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    mode: ParityMode = "after backward",
+    sharded: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+) -> ParityReport:  # the same on all ranks
+    """Compare sharded and unsharded training on the ranks of this job, which all call this.
+
+    Raises `AssertionError` on every rank if `model_fn` does not return the same model on all."""
+    group = Group()
+    recipe = _Recipe(model_fn, optimizer, loss, mode, sharded or {}, ddp or {}, options or {})
+    with torch.random.fork_rng():
+        python = random.getstate()
+        try:
+            both = _Comparison(recipe, group)
+            difference = None
+            done = 0
+            while done < steps and difference is None:
+                difference = both.step(done, data(done, group.group_rank))
+                done += 1
+        finally:
+            random.setstate(python)
+    params = both.unsharded.params.values()
+    elements = sum(p.numel() for p in params)
+    found = (*both.explained.values(),)
+    return ParityReport(mode, group.size, done, len(params), elements, found, difference)
+
+
+def assert_parity(
+    model_fn: Callable[[], nn.Module],  # makes the model, the same each time and on every rank
+    # a class; (class, options); or a function of the model that gives (parameters or groups, class,
+    # options), where a group may name its own `optimizer_class`
+    optimizer: Any,
+    data: Callable[[int, int], Any],  # of step and rank, both from 0, to a batch
+    steps: int = 5,
+    world_size: int = 2,
+    *,
+    # of model and batch; None: the model is called with the batch (a tuple or dict is unpacked),
+    # and its output, or what that has under "loss", is summed
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    mode: ParityMode = "after backward",
+    sharded: dict[str, Any] | None = None,  # options of `ZeroRedundancyOptimizer`, such as shard
+    ddp: dict[str, Any] | None = None,  # options of `DistributedDataParallel`
+    options: dict[str, Any] | None = None,  # of `overlap` or `data_parallel`, as the mode is
+    backend: str = "gloo",
+    timeout: float = 120.0,  # seconds
+) -> ParityReport:
+    """Train sharded and unsharded on `world_size` new processes, and compare every step bit for bit.
+
+    Raises `AssertionError` with the report if there is a difference that rounding does not explain,
+    or if ranks make different models; else what `zero_nb.run` raises."""
+    reports = run(
+        world_size,
+        check_parity,
+        model_fn,
+        optimizer,
+        data,
+        steps,
+        loss=loss,
+        mode=mode,
+        sharded=sharded,
+        ddp=ddp,
+        options=options,
+        backend=backend,
+        timeout=timeout,
+    )
+    if not reports[0].same:
+        raise AssertionError(str(reports[0]))
+    return reports[0]
