@@ -340,6 +340,40 @@ def test_a_step_with_a_closure():
     assert largest_gap(*ranks) == 0
 
 
+class Halving(SGD):
+    """Changes the gradient, and leaves the step to the class it is derived from."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad /= 2
+        return super().step(closure)
+
+
+def derived(counts):
+    """A step inside a step: torch calls the hooks of the optimizer in both."""
+    made = SGD([torch.zeros(1, requires_grad=True)])  # from the first SGD on its step calls hooks
+    model = DDP(network())
+    optimizer = Halving(model.parameters(), lr=0.2)
+    heard = []
+    with Join([model, optimizer], before_step=heard.append) as join:
+        for x in batches(counts[dist.get_rank()]):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert all(one is optimizer for one in heard) and not made.state
+    return flatten(model), join.attendance.batches, len(heard)
+
+
+def test_a_class_that_leaves_its_step_to_another_steps_once():
+    counts = (1, 4)
+    ranks = run(2, derived, counts)
+    whole = alone(counts, "world_size", (4, 4), kind=lambda params, lr: SGD(params, lr=0.1))
+    assert all(largest_gap(params, whole) < 1e-6 for params, _, _ in ranks)
+    assert [rest for _, *rest in ranks] == [[counts, 4]] * 2
+
+
 def several():
     """Two forwards and one backward, in a block with two models."""
     rank = dist.get_rank()

@@ -5,12 +5,14 @@
 # %% ../../nbs/join/02_participants.ipynb #f1000004
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
+from types import FrameType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -396,6 +398,14 @@ class OptimizerParticipant(Participant):
         super().finish(is_last_joiner, state, gradients)
 
 # %% ../../nbs/join/02_participants.ipynb #1184529c
+def _runs_in(call: FrameType | None) -> bool:
+    """Tell whether a call is not over, and this is part of it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
+
+
 class LocalOptimizerParticipant(Participant):
     """A `torch.optim` optimizer; its state stays the same on all ranks, since ranks without data
     step it too."""
@@ -407,6 +417,7 @@ class LocalOptimizerParticipant(Participant):
         super().attach()
         self.steps = StepAnnouncer(self.session, self.index, self.joinable)
         self.changed = False  # gradients, since they were reduced
+        self.call: FrameType | None = None  # of the step, by the user
         self.handles = [
             self.joinable.register_step_pre_hook(self.before),
             self.joinable.register_step_post_hook(self.after),
@@ -416,17 +427,20 @@ class LocalOptimizerParticipant(Participant):
         """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
+        self.call = None
         super().detach()
 
     def before(self, *_: Any) -> None:
         """Begin an iteration, and look at the gradients."""
-        if self.guard.listens:
+        if self.guard.listens and not _runs_in(self.call):
+            self.call = sys._getframe(1)
             self.begin_iteration()
             self.changed = self.steps.prepare()
 
     def after(self, *_: Any) -> None:
         """Announce the step."""
-        if self.guard.listens:
+        if self.guard.listens and sys._getframe(1) is self.call:
+            self.call = None
             self.steps.announce(self.changed)
 
     def replay(self, event: JoinEvent) -> None:
