@@ -388,6 +388,14 @@ def other_second_buffer():
 
 
 EVEN = {"shard": "even", "trust_optimizer_class": True}
+
+
+@pytest.fixture(scope="module")
+def sgd_with_hooks():
+    """From the first SGD of a process on, its step calls hooks, also as `super().step()`."""
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
+
 WRONG = {  # what is trained, and what must be said: step, place and cause
     "norms of parts": ((ByNorm, {}), network, EVEN, 0, "parameter 0.weight", STEP),
     "parts of parts": ((Skips, {"lr": 0.1}), network, EVEN, 0, "parameter ", STEP),
@@ -397,6 +405,7 @@ WRONG = {  # what is trained, and what must be said: step, place and cause
 }
 
 
+@pytest.mark.usefixtures("sgd_with_hooks")
 @pytest.mark.parametrize("mode", PARITY_MODES)
 def test_what_is_wrong_is_found_and_named(mode):
     cases = {
@@ -422,6 +431,7 @@ def test_what_is_wrong_is_found_and_named(mode):
         assert not reports[0].same and "DIFFERENT at step 0" in str(reports[0])
 
 
+@pytest.mark.usefixtures("sgd_with_hooks")
 def test_a_difference_in_a_later_step_is_found_there():
     class Tired(torch.optim.SGD):
         """Forgets half of the gradient from its third step on, in a part of a tensor."""

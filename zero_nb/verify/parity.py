@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import hashlib
 import math
 import random
@@ -56,7 +57,7 @@ _CHUNK = 1 << 22  # elements that are brought to the CPU at once
 def _checksum(elements: Tensor) -> str:  # 1-D
     found = hashlib.blake2b(digest_size=16)
     for chunk in elements.split(_CHUNK) if len(elements) else ():
-        found.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
+        found.update(flatten(chunk.cpu().contiguous()).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -179,7 +180,7 @@ def _shown(leaf: Leaf, at: int) -> str:
         text = around if leaf.form.startswith("bytes") else around.decode("utf-32-le", "replace")
         return f"...{text!r}..."
     one = leaf.elements[at : at + 1].cpu()
-    bits = one.view(torch.uint8).numpy().tobytes()[::-1].hex()
+    bits = flatten(one).view(torch.uint8).numpy().tobytes()[::-1].hex()
     return f"{one.item()!r} (bits {bits})"
 
 # %% ../../nbs/verify/01_parity.ipynb #9a71000f
@@ -479,7 +480,8 @@ class _Unsharded:
     def step(self, gradients: Mapping[str, Tensor | None]) -> None:
         """Step with these gradients, whatever DDP has computed."""
         for name, p in self.params.items():
-            p.grad = gradients[name]
+            used = gradients[name]
+            p.grad = None if used is None else used.clone()  # the class may write into it
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -546,6 +548,8 @@ class _Sharded:
                 hook.remove()
 
     def _note(self, *_: Any) -> None:
+        """Copy the gradients that are about to be used. Torch calls this once more, when the class may
+        have changed them, if its step calls that of the class it is derived from."""
         for shard in self.zero.shards:
             if shard.alone:
                 spans = enumerate(shard.params, shard.first)
@@ -553,7 +557,7 @@ class _Sharded:
             else:
                 pieces = shard.pieces
             for piece in pieces:
-                if piece.view.grad is not None:
+                if piece.view.grad is not None and tuple(piece.spans[0]) not in self.noted:
                     self._note_piece(piece, piece.view.grad)
 
     def _note_piece(self, piece: Piece, gradient: Tensor) -> None:
@@ -658,27 +662,49 @@ def summation_bound(
 # %% ../../nbs/verify/01_parity.ipynb #9a710027
 _LENGTHS = (1, 8, 16, 32, 64, 256)  # of the tensors in which an element is stepped again
 _MOST_AGAIN = 4096  # elements
+_LESS = 2.0**-14  # at most so much of float32's rounding is float64's, which is about 2**-29 of it
 
 
-def _step_again(
-    make: Callable[[list[Tensor]], torch.optim.Optimizer],
-    before: Sequence[Tensor],  # parameter and gradient, one element for each that differs
-    state: Mapping[str, Any],  # before; what has one value for each element is cut to these
-    length: int,  # of the tensors
-) -> list[dict[str, Tensor]]:  # for each element, by name of the state; "" is the parameter
-    """Step each element in a tensor that holds nothing but copies of it."""
-    values, gradients = before
-    params = [value.repeat(length).requires_grad_() for value in values]
-    optimizer = make(params)
-    for i, p in enumerate(params):
-        p.grad = gradients[i].repeat(length)
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == values.shape:
-                optimizer.state[p][key] = value[i].repeat(length)
-            else:
-                optimizer.state[p][key] = value.clone() if isinstance(value, Tensor) else value
-    optimizer.step()
-    return [{"": p.detach()[:1], **_first_elements(optimizer.state[p], length)} for p in params]
+@dataclass(frozen=True)
+class _Elements:
+    """Elements of one parameter before a step, which can be stepped again alone."""
+
+    make: Callable[[list[Tensor]], torch.optim.Optimizer]  # the class with the options of the group
+    values: Tensor  # 1-D, of the parameter
+    gradients: Tensor  # 1-D
+    state: dict[str, Any]  # 1-D tensors where there is a value for each element
+
+    def step(
+        self, length: int
+    ) -> list[dict[str, Tensor]]:  # by element and name; "" is the parameter
+        """Step each element in a tensor of this length that holds nothing but copies of it."""
+        params = [value.repeat(length).requires_grad_() for value in self.values]
+        optimizer = self.make(params)
+        for i, p in enumerate(params):
+            p.grad = self.gradients[i].repeat(length)
+            for key, value in self.state.items():
+                if self.is_per_element(value):
+                    optimizer.state[p][key] = value[i].repeat(length)
+                else:
+                    optimizer.state[p][key] = value.clone() if isinstance(value, Tensor) else value
+        optimizer.step()
+        return [{"": p.detach()[:1], **_first_elements(optimizer.state[p], length)} for p in params]
+
+    def is_per_element(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == self.values.shape
+
+    def cast(self, dtype: torch.dtype) -> _Elements:  # float32 or float64
+        """Give the same with other digits."""
+
+        def of(value: Any) -> Any:
+            if not self.is_per_element(value) or not (
+                value.is_floating_point() or value.is_complex()
+            ):
+                return value
+            return value.to(dtype.to_complex() if value.is_complex() else dtype)
+
+        state = {key: of(value) for key, value in self.state.items()}
+        return _Elements(self.make, of(self.values), of(self.gradients), state)
 
 
 def _first_elements(state: Mapping[str, Any], length: int) -> dict[str, Tensor]:
@@ -687,34 +713,32 @@ def _first_elements(state: Mapping[str, Any], length: int) -> dict[str, Tensor]:
 
 
 def _explained_by_position(
-    make: Callable[
-        [list[Tensor]], torch.optim.Optimizer
-    ],  # the class with the options of the group
-    before: tuple[Tensor, dict[str, Any]],  # the parameter and its state before the step
-    gradient: Tensor,
-    after: dict[str, Tensor],  # of the sharded run: parameter ("") and state by element
-    mask: Tensor,  # elements that differ
+    elements: _Elements,  # those that differ
+    ours: dict[str, Tensor],  # after the step, by name of the state; "" is the parameter
+    theirs: dict[str, Tensor],
 ) -> bool:
-    """Tell whether each of these elements comes out with the sharded run's bits somewhere in a tensor."""
-    chosen = mask.nonzero().flatten().to(gradient.device)
-    if not 0 < len(chosen) <= _MOST_AGAIN:
-        return False
+    """Tell whether each element has the sharded run's bits somewhere in a tensor, and why is rounding."""
+    trials = [elements.step(length) for length in _LENGTHS]
+    exact = [elements.cast(torch.float64).step(length) for length in _LENGTHS]
+    coarse = trials
+    if elements.values.dtype in (torch.float64, torch.complex128):
+        coarse = [elements.cast(torch.float32).step(length) for length in _LENGTHS]
+    for i, key in itertools.product(range(len(elements.values)), ours):
+        found = [trial[i][key] for trial in trials if key in trial[i]]
+        mine = ours[key][i : i + 1]
+        if all(_unequal(value, mine).any() for value in found):
+            return False
+        if _unequal(mine, theirs[key][i : i + 1]).any() and not _is_rounding(
+            *(torch.cat([trial[i][key] for trial in trials]) for trials in (coarse, exact))
+        ):
+            return False
+    return True
 
-    def cut(value: Any) -> Any:
-        per_element = isinstance(value, Tensor) and value.shape == gradient.shape
-        return value.reshape(-1)[chosen] if per_element else value
 
-    old, state = before
-    cuts = {key: cut(value) for key, value in state.items()}
-    wanted = {key: value.reshape(-1)[chosen.to(value.device)] for key, value in after.items()}
-    left = {(key, i) for key in wanted for i in range(len(chosen))}
-    for length in _LENGTHS:
-        for i, got in enumerate(_step_again(make, (cut(old), cut(gradient)), cuts, length)):
-            same = [
-                k for k in got if k in wanted and not _unequal(got[k], wanted[k][i : i + 1]).any()
-            ]
-            left -= {(key, i) for key in same}
-    return not left
+def _is_rounding(coarse: Tensor, exact: Tensor) -> bool:
+    """Tell whether results for several lengths are closer together the more digits are computed."""
+    error = (coarse - exact).abs().max()
+    return bool((exact - exact[0]).abs().max() <= _LESS * error)
 
 # %% ../../nbs/verify/01_parity.ipynb #9a710029
 class _Comparison:
@@ -846,9 +870,20 @@ class _Comparison:
         if _compare_parameter(0, name, others, {k: theirs[k] for k in others}):
             return False
         masks = [_unequal(value, theirs[key]) for key, value in tensors.items()]
-        mask = torch.stack(masks).any(0)
-        make = _maker_of(self.unsharded, p)
-        return _explained_by_position(make, before, gradient, tensors, mask)
+        chosen = torch.stack(masks).any(0).nonzero().flatten()
+        if len(chosen) > _MOST_AGAIN:
+            return False
+
+        def cut(value: Any) -> Any:
+            per_element = isinstance(value, Tensor) and value.shape == p.shape
+            return value.reshape(-1)[chosen.to(value.device)] if per_element else value
+
+        old, state = before
+        cuts = {key: cut(value) for key, value in state.items()}
+        elements = _Elements(_maker_of(self.unsharded, p), cut(old), cut(gradient), cuts)
+        return _explained_by_position(
+            elements, *({key: cut(side[key]) for key in tensors} for side in (ours, theirs))
+        )
 
 # %% ../../nbs/verify/01_parity.ipynb #9a71002a
 def _maker_of(unsharded: _Unsharded, p: Tensor) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
