@@ -15,6 +15,14 @@ from common.saving import RECIPES, begin, check, half, inputs, parameters, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
@@ -200,7 +208,9 @@ def tensor_of(path, value, cuts, dtype=torch.float32):
         box = value
         for dim, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
             box = box.narrow(dim, first, size)
-        turned = box.permute(*reversed(range(box.dim()))).contiguous()
+        turned = box.permute(*reversed(range(box.dim()))).clone(
+            memory_format=torch.contiguous_format
+        )
         file = path / f"{number}"
         file.write_bytes(b"x" * number + turned.reshape(-1).view(torch.uint8).numpy().tobytes())
         stride = tuple(reversed(turned.stride()))
@@ -284,6 +294,28 @@ def test_damage_is_an_error_or_does_not_matter(folder, samples, form, which, whe
     else:
         same(content(samples / "out.pt")[:2], content(target)[:2])
     assert not [*(folder / "x").glob(".*")]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "full"])
+def test_a_flipped_bit_where_a_file_describes_itself(folder, samples, form):
+    """The header of safetensors; the directory at the end of an archive, byte for byte."""
+    good = samples / TARGETS[form]
+    data = bytearray(good.read_bytes())
+    header = int.from_bytes(data[:8], "little")
+    path = folder / good.name
+    accepted = 0
+    for at in range(8, 8 + header, 3) if form == "safetensors" else range(-700, 0):
+        data[at] ^= 1 << at % 7
+        path.write_bytes(data)
+        data[at] ^= 1 << at % 7
+        try:
+            verify_checkpoint(path)
+        except ValueError as error:
+            assert str(path) in str(error)
+        else:
+            same(content(path)[:2], content(good)[:2])
+            accepted += 1
+    assert form == "full" or not accepted  # dates and versions in an archive mean nothing
 
 
 def test_no_code_of_a_foreign_file_is_run(folder):
@@ -383,3 +415,49 @@ def test_a_conversion_needs_the_memory_of_a_few_slabs(folder):
         assert grown < 200, (form, grown)  # a slab of 64 MiB, its copy, and what torch.save holds
         shutil.rmtree(target, ignore_errors=True)
         target.unlink(missing_ok=True)
+
+
+def torchs_own(folder):
+    """Save with torch's class and with DCP from FSDP2, without anything of ours; give what each had."""
+    torch.manual_seed(4)
+    plain = nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 5))
+    theirs = TorchZero(plain.parameters(), AdamW, lr=1e-2)
+    for p in plain.parameters():
+        p.grad = torch.ones_like(p)
+    theirs.step()
+    theirs.consolidate_state_dict(0)
+    model = fully_shard(
+        nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 5)), reshard_after_forward=False
+    )
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(3, 12)).sum().backward()
+    optimizer.step()
+    parts = {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.save({"app": parts}, checkpoint_id=folder / "fsdp")
+    whole = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
+    if torch.distributed.get_rank() == 0:
+        torch.save({"net": plain.state_dict(), "opt": theirs.state_dict()}, folder / "theirs.pt")
+        return theirs.state_dict()["state"], whole["state"]
+    return None
+
+
+def test_files_that_others_wrote_are_read(folder):
+    [found, _] = run(2, torchs_own, folder)
+    for state, source in zip(found, ("theirs.pt", "fsdp"), strict=True):
+        form = verify_checkpoint(folder / source).format
+        convert_checkpoint(
+            folder / source, folder / f"{form}.pt", key_by="index" if form == "full" else "name"
+        )
+        got = torch.load(folder / f"{form}.pt")
+        same(dict(state), got["state"])
+    assert len(read_weights(folder / "theirs.pt")) == len(read_weights(folder / "fsdp")) == 4
+    with pytest.raises(ValueError, match=r"which are 'app\.optim'"):
+        describe_checkpoint(folder / "fsdp", "optim")
+    plain = AdamW(nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 5)).parameters(), lr=1.0)
+    plain.load_state_dict(torch.load(folder / "full.pt"))
+    assert plain.param_groups[0]["lr"] == 1e-2

@@ -30,6 +30,21 @@ def convolutions():
     return model.double().to(memory_format=torch.channels_last)
 
 
+class Scale(nn.Module):
+    """Has a parameter of one element that is contiguous, as it must be, and has the stride 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(4, dtype=torch.float64)[::2][:1])
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def scaled():
+    return nn.Sequential(network(), Scale())
+
+
 def half():
     return two_layers().bfloat16()
 
@@ -69,6 +84,7 @@ RECIPES = {
         model=convolutions, shape=(3, 8, 8), options=(("lr", 1e-2), ("amsgrad", True))
     ),
     "master copies": Recipe(model=half, options=(("lr", 1e-2), ("master_dtype", torch.float32))),
+    "one element, stride 2": Recipe(model=scaled),
     "views": Recipe(options=(("lr", 1e-2), ("parameters_as_bucket_view", True))),
 }
 

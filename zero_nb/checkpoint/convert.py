@@ -27,6 +27,7 @@ from zero_nb.checkpoint.formats import (
     Checkpoint,
     SavedTensor,
     encode,
+    header_checksum,
     import_safetensors,
     rank_files,
     describe_checkpoint,
@@ -50,6 +51,7 @@ from zero_nb.checkpoint.sharded import (
     import_dcp,
     write_manifest,
 )
+from ..optim.flat import flatten
 from ..optim.state import MASTER
 from ..optim.tensor_shard import boxes
 from ..plan.sharder import ParamSpec, even
@@ -66,7 +68,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _bytes_of(memory: Tensor) -> Tensor:
-    return memory.contiguous().view(torch.uint8)
+    return flatten(memory.contiguous()).view(torch.uint8)
 
 
 def _take_tensors(content: Any) -> tuple[dict[str, SavedTensor], dict[str, TensorForm]]:
@@ -139,6 +141,7 @@ def _write_safetensors(checkpoint: Checkpoint, target: Path, advance: Advance) -
     check_room(target, sum(form.nbytes for form in forms.values()))
     checksums = {name: _crc(value, lambda nbytes: None) for name, value in found.items()}
     metadata = {METADATA: structure, "crc32": json.dumps(checksums)}
+    metadata["header_crc32"] = header_checksum(forms, metadata)
     with replacing(target) as beside:
         safetensors.torch.save_file(unbacked(forms), beside, metadata)
         places, _ = read_header(beside)
@@ -451,8 +454,6 @@ def _write_deepspeed(checkpoint: Checkpoint, target: Path, ranks: int, advance: 
 # %% ../../nbs/checkpoint/05_convert.ipynb #c05a0012
 def _check_safetensors(path: Path, advance: Advance) -> None:
     tensors, metadata = read_header(path)
-    if "crc32" not in metadata:
-        raise ValueError(f"{path} has no checksums; it was not written by zero_nb")
     wanted = json.loads(metadata["crc32"])
     for name, tensor in tensors.items():
         crc = _crc(tensor, advance)
@@ -521,7 +522,8 @@ def _check_weights(checkpoint: Checkpoint) -> None:
         weight = checkpoint.model.get(names[param])
         if not isinstance(value, SavedTensor) or not isinstance(weight, SavedTensor):
             continue
-        if value.numel == weight.numel and value.shape != weight.shape:
+        of_elements = value.shape != () and value.numel == weight.numel
+        if of_elements and value.shape != weight.shape:
             raise ValueError(
                 f"state {key!r} of {names[param]!r} has shape {value.shape} and the weight"
                 f" {weight.shape}; the names, or the weights, are those of another model"

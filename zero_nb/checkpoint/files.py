@@ -170,6 +170,8 @@ class Record(NamedTuple):
 
 
 def _read_at(file: Any, offset: int, form: str) -> tuple[int, ...]:
+    if offset < 0:  # damage in what the offset was computed from
+        raise zipfile.BadZipFile(f"a record begins at {offset}")
     file.seek(offset)
     return struct.unpack(form, file.read(struct.calcsize(form)))
 

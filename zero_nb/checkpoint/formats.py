@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ from ..optim.tensor_shard import boxes
 
 # %% auto #0
 __all__ = ['SLAB', 'METADATA', 'FORMATS', 'Part', 'SavedTensor', 'replace_tensors', 'load_saved', 'Checkpoint', 'read_weights',
-           'encode', 'decode', 'import_safetensors', 'read_header', 'deepspeed_folder', 'rank_files', 'format_of',
-           'describe_checkpoint']
+           'encode', 'decode', 'import_safetensors', 'read_header', 'header_checksum', 'deepspeed_folder', 'rank_files',
+           'format_of', 'describe_checkpoint']
 
 # %% ../../nbs/checkpoint/04_formats.ipynb #f04a0007
 SLAB = 1 << 26  # bytes
@@ -232,12 +233,15 @@ class Checkpoint:
                     yield param, key, value
 
 
+def _is_state(content: dict[str, Any]) -> bool:
+    return isinstance(content.get("state"), dict) and isinstance(content.get("param_groups"), list)
+
+
 def _find_states(content: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Find the state dicts of optimizers in what was saved, with the keys that lead there."""
     if not isinstance(content, dict):
         return
-    state = content.get("state")
-    if isinstance(state, dict) and isinstance(content.get("param_groups"), list):
+    if _is_state(content):
         yield where, content
         return
     for key, member in content.items():
@@ -279,15 +283,19 @@ _MODELS = ("model", "module", "model_state_dict", "state_dict", "net")
 
 
 def _find_model(content: Any) -> dict[str, Any]:
-    """Find the weights: a dict of tensors that has no state dict of an optimizer in it."""
-    members = content if isinstance(content, dict) else {}
+    """Find the weights: a dict of tensors that has no state dict of an optimizer in it, as far out
+    as there is one."""
+    if not isinstance(content, dict) or _is_state(content):
+        return {}
+    members = {key: value for key, value in content.items() if isinstance(value, dict)}
     found = {
         key: value
         for key, value in members.items()
-        if isinstance(value, dict)
-        and any(isinstance(member, SavedTensor) for member in value.values())
+        if any(isinstance(member, SavedTensor) for member in value.values())
         and not next(_find_states(value), None)
     }
+    if not found:
+        found = {key: weights for key, value in members.items() if (weights := _find_model(value))}
     named = [found[name] for name in _MODELS if name in found]
     if named or len(found) != 1:
         return named[0] if named else {}
@@ -453,8 +461,11 @@ def import_safetensors() -> Any:
     return safetensors
 
 
-def _dtype_of(name: str) -> torch.dtype:
-    return import_safetensors().torch._TYPES[name]
+def _dtype_of(name: str, path: Path) -> torch.dtype:
+    known = import_safetensors().torch._TYPES
+    if name not in known:
+        raise ValueError(f"{path} has a tensor of dtype {name}, which this torch does not have")
+    return known[name]
 
 
 def read_header(path: Path) -> tuple[dict[str, SavedTensor], dict[str, str]]:  # and the metadata
@@ -471,13 +482,23 @@ def read_header(path: Path) -> tuple[dict[str, SavedTensor], dict[str, str]]:  #
     found = dict[str, SavedTensor]()
     for name, entry in header.items():
         if name != "__metadata__":
-            dtype = _dtype_of(entry["dtype"])
+            dtype = _dtype_of(entry["dtype"], path)
             shape = tuple(entry["shape"])
             steps = [1, *accumulate(reversed(shape), lambda a, b: a * b)][: len(shape)]
             offset = 8 + size + entry["data_offsets"][0]
             part = Part(path, offset, (0,) * len(shape), shape, tuple(reversed(steps)))
             found[name] = SavedTensor(dtype, shape, (part,) if math.prod(shape) else ())
     return found, metadata
+
+
+def header_checksum(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
+    """Compute the CRC of the structure, of the tensors' CRCs, and of their names, dtypes and shapes."""
+    forms = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
+    content = [metadata[METADATA], metadata["crc32"], sorted(forms.items())]
+    return f"{zlib.crc32(json.dumps(content).encode()):08x}"
+
+
+_OWN = (METADATA, "crc32", "header_crc32")  # metadata that this package writes
 
 
 def _read_safetensors(path: Path, key: str | None) -> Checkpoint:
@@ -487,11 +508,18 @@ def _read_safetensors(path: Path, key: str | None) -> Checkpoint:
             f"{path} holds {len(tensors)} tensors and no state of an optimizer: its metadata has no"
             f" {METADATA!r}, which zero-nb ckpt convert writes"
         )
+    if not metadata.keys() >= set(_OWN):
+        raise ValueError(f"{path} is damaged: its metadata has no checksums")
+    if metadata["header_crc32"] != (found := header_checksum(tensors, metadata)):
+        raise ValueError(
+            f"{path} is damaged: its header has checksum {found} where it says"
+            f" {metadata['header_crc32']}; use the checkpoint before it"
+        )
     try:
         content = decode(json.loads(metadata[METADATA]), tensors)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged: its metadata cannot be read ({error})") from error
-    about = {name: text for name, text in metadata.items() if name not in (METADATA, "crc32")}
+    about = {name: text for name, text in metadata.items() if name not in _OWN}
     return Checkpoint(
         path, "safetensors", _choose_state(path, content, key), _find_model(content), about
     )

@@ -963,7 +963,11 @@ def _options(kind: str, **values: Any) -> Any:
 
 
 def _to_move(tensor: Tensor) -> Tensor:  # the same memory, in a dtype that every backend moves
-    return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
+    return (
+        tensor
+        if tensor.dtype in _KNOWN
+        else tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    )
 
 
 def _to_add(tensor: Tensor) -> Tensor:  # the same memory, complex numbers as two real ones

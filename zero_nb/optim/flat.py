@@ -22,11 +22,13 @@ __all__ = ['flatten', 'flatten_like', 'move_together', 'FlatBucket']
 # %% ../../nbs/optim/01_flat.ipynb #451d146d
 def flatten(
     tensor: Tensor,  # any shape; dense: no gaps, no element twice
-) -> Tensor:  # 1-D view of the same memory, elements in memory order
+) -> Tensor:  # 1-D view of the same memory, elements in memory order, stride 1
     """View a dense tensor as a flat one, whatever the order of its dimensions.
 
     Raises `ValueError` if it has gaps or overlaps (a slice, an expanded tensor).
     """
+    if tensor.numel() == 1:  # which is contiguous with any stride, and `view` keeps that
+        return tensor.as_strided((1,), (1,))
     if tensor.is_contiguous():
         return tensor.view(-1)
     ordered = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
