@@ -41,6 +41,7 @@ _MODULES = {
     ),
     "checkpoint.sharded": ("load_sharded", "newest_checkpoint", "save_sharded"),
     "checkpoint.convert": ("convert_checkpoint", "verify_checkpoint"),
+    "verify.memory": ("memory_report",),
     "verify.parity": ("assert_parity", "assert_same"),
     "join.event_log": ("Attendance",),
     "join.join": ("Join",),
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from .checkpoint.convert import convert_checkpoint, verify_checkpoint
     from .plan.buckets import BucketPlan, pack
     from .plan.estimates import compare, estimate
+    from .verify.memory import memory_report
     from .verify.parity import assert_parity, assert_same
     from .join.event_log import Attendance
     from .join.join import Join

@@ -33,7 +33,8 @@ from ..optim.rules import choose_fused, read_params
 
 # %% auto #0
 __all__ = ['PARITY_MODES', 'ParityMode', 'SUMMATION', 'POSITION', 'GRADIENTS', 'UNREPEATABLE', 'STEP', 'BUFFERS', 'Leaf',
-           'leaves', 'assert_same', 'Difference', 'ParityReport', 'summation_bound', 'check_parity', 'assert_parity']
+           'leaves', 'gather_to_all', 'assert_same', 'Difference', 'ParityReport', 'summation_bound', 'check_parity',
+           'assert_parity']
 
 # %% ../../nbs/verify/01_parity.ipynb #9a710009
 @dataclass(frozen=True)
@@ -143,7 +144,11 @@ def _received(group: Group, value: Any, source: int) -> Any:  # what `source` ha
     return box[0]
 
 
-def _gathered(group: Group, value: Any) -> list[Any]:  # by group rank, on all ranks
+def gather_to_all(
+    group: Group,
+    value: Any,  # that `torch.load` reads with `weights_only`
+) -> list[Any]:  # by group rank, on all ranks
+    """Bring a value of each rank to all ranks; all of the group call this."""
     found = [None] * group.size if group.group_rank == 0 else None
     gather_object(value, found, group=group, group_dst=0, weights_only=True)
     return _received(group, found, 0)
@@ -211,7 +216,7 @@ def _difference_text(group: Group, mine: Sequence[Leaf], here: int, there: int) 
     pairs = zip([*others, None], [*texts, None], strict=False)
     at = _received(group, next((i for i, (a, b) in enumerate(pairs) if a != b), 0), there)
     own = mine[at] if at < len(mine) else end
-    said = _gathered(group, (own.path, own.form, own.elements is not None))
+    said = gather_to_all(group, (own.path, own.form, own.elements is not None))
     path, form, long = said[here]
     path_there, form_there, _ = said[there]
     name = path or "the value"
@@ -227,7 +232,7 @@ def _difference_text(group: Group, mine: Sequence[Leaf], here: int, there: int) 
             element = _first_element(group, own.elements, count, here, there)
             name = f"{name}{_position(element, form)}"
         name = f"{name} ({form})"
-        shown = _gathered(group, _shown(own, element) if own.form == form else "")
+        shown = gather_to_all(group, _shown(own, element) if own.form == form else "")
         values = [shown[here], shown[there]]
     return (
         f"first at {name}: rank {group.ranks[here]} has {values[0]},"
@@ -662,7 +667,9 @@ def summation_bound(
 # %% ../../nbs/verify/01_parity.ipynb #9a710027
 _LENGTHS = (1, 8, 16, 32, 64, 256)  # of the tensors in which an element is stepped again
 _MOST_AGAIN = 4096  # elements
-_LESS = 2.0**-14  # at most so much of float32's rounding is float64's, which is about 2**-29 of it
+_ROUNDING = (
+    2.0**-14
+)  # at most so much of float32's rounding is float64's, which is about 2**-29 of it
 
 
 @dataclass(frozen=True)
@@ -738,7 +745,7 @@ def _explained_by_position(
 def _is_rounding(coarse: Tensor, exact: Tensor) -> bool:
     """Tell whether results for several lengths are closer together the more digits are computed."""
     error = (coarse - exact).abs().max()
-    return bool((exact - exact[0]).abs().max() <= _LESS * error)
+    return bool((exact - exact[0]).abs().max() <= _ROUNDING * error)
 
 # %% ../../nbs/verify/01_parity.ipynb #9a710029
 class _Comparison:
@@ -792,7 +799,7 @@ class _Comparison:
         self.group.all_reduce(flag)
         if not int(flag):
             return None
-        said = _gathered(self.group, None if mine is None else dataclasses.astuple(mine))
+        said = gather_to_all(self.group, None if mine is None else dataclasses.astuple(mine))
         return Difference(*next(found for found in said if found is not None))
 
     def _compare_gradients(self, step: int, used: dict[str, Tensor | None]) -> Difference | None:

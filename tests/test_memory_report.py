@@ -1,0 +1,221 @@
+"""What ranks hold against what the plans say, in every mode, and what is in nobody's plan."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import caught_error, run_each
+from common.modes import MODES
+from torch import nn
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon
+
+from zero_nb import ZeroRedundancyOptimizer, estimate, memory_report, run
+from zero_nb.verify.memory import UNEXPLAINED
+
+KINDS = {
+    "AdamW": (AdamW, {"lr": 1e-3}),
+    "amsgrad": (AdamW, {"amsgrad": True}),
+    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "no state": (SGD, {"lr": 0.1}),
+    "Adagrad": (Adagrad, {}),
+    "Adafactor": (Adafactor, {}),
+    "Muon and AdamW": (AdamW, {}),
+    "views": (AdamW, {"parameters_as_bucket_view": True}),
+    "master": (AdamW, {"master_dtype": torch.float32}),
+}
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = (nn.Linear(12, 33), nn.Tanh(), nn.Linear(33, 500), nn.LayerNorm(500))
+    return nn.Sequential(*layers, nn.Linear(500, 7)).to(dtype)
+
+
+def optimizer_of(model, name):
+    kind, options = KINDS[name]
+    params = list(model.parameters())
+    if name == "Muon and AdamW":
+        matrices = [p for p in params if p.dim() == 2]
+        params = [
+            {"params": matrices, "optimizer_class": Muon},
+            {"params": [p for p in params if p.dim() != 2]},
+        ]
+    return ZeroRedundancyOptimizer(params, kind, **options)
+
+
+def report_of(mode, name, steps=2):
+    dtype = torch.bfloat16 if name == "master" else torch.float32
+    model = network(dtype)
+    attached = MODES[mode].attach(
+        model, lambda m: optimizer_of(model, name), ddp={"gradient_as_bucket_view": True}
+    )
+    for _ in range(steps):
+        attached.optimizer.zero_grad()
+        attached.call(torch.ones(2, 12, dtype=dtype)).square().mean().backward()
+        attached.optimizer.step()
+    return memory_report(attached.call, attached.optimizer)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_state_is_what_the_plan_says_to_the_byte(size):
+    cases = {
+        (mode, name): (mode, name)
+        for mode in MODES
+        for name in KINDS
+        if not (name == "views" and mode != "zero1")
+    }
+    for case, reports in run_each(size, report_of, cases, timeout=200).items():
+        report = reports[0]
+        assert all(other == report for other in reports), case
+        assert report.unexplained == (), (case, report)
+        assert len(report.rows) == 6 * size
+        for rank in range(size):
+            for category in ("state", "master", "parameters"):
+                row = report.row(rank, category)
+                padded = case[1] == "views" and category == "parameters"
+                assert row.held == row.planned or (padded and row.reason), (case, row)
+            gradients = report.row(rank, "gradients")
+            assert gradients.held <= gradients.planned, (case, gradients)
+        if case[1] == "master":
+            assert sum(report.row(rank, "master").held for rank in range(size)) == 4 * sum(
+                p.numel() for p in network().parameters()
+            )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_plan_is_the_estimate_of_the_planner(size):
+    report = run(size, report_of, "zero1", "AdamW")[0]
+    for rank in range(size):
+        said = estimate(network(), AdamW, size, "zero1", group_rank=rank)
+        for category in ("parameters", "gradients", "state", "master", "buckets"):
+            assert report.row(rank, category).planned == getattr(said, category), category
+        assert report.row(rank, "gradients").held == said.gradients
+
+
+def test_before_the_first_step_and_after_zero_grad():
+    def at(steps):
+        model = network()
+        zero = optimizer_of(model, "AdamW")
+        if steps:
+            model(torch.ones(2, 12)).sum().backward()
+            zero.step()
+            zero.zero_grad()
+        return memory_report(model, zero)
+
+    before = run(2, at, 0)[0]
+    assert {before.row(0, c).reason for c in ("state", "gradients")} == {"there was no step yet"}
+    after = run(2, at, 1)[0]
+    assert after.row(1, "gradients").held == 0
+    assert "zero_grad" in after.row(1, "gradients").reason
+    assert after.row(1, "state").reason == ""
+
+
+def test_memory_that_is_in_no_plan_is_not_explained_away():
+    def leaks(where):
+        model = network()
+        zero = optimizer_of(model, "AdamW")
+        model(torch.ones(2, 12)).sum().backward()
+        zero.step()
+        if dist.get_rank() == 1:
+            state = next(iter(zero.optim.state.values()))
+            if where == "state":
+                state["history"] = torch.zeros(100)
+            if where == "gradients":
+                model[0].weight.grad = torch.zeros(5000)[: 12 * 33].view(33, 12)
+            if where == "buckets":
+                zero.shards[0].forgotten = torch.zeros(10_000_000)
+            if where == "a view":
+                state["exp_avg"] = torch.zeros(200_000)[: state["exp_avg"].numel()]
+        return memory_report(model, zero)
+
+    cases = {where: (where,) for where in ("state", "gradients", "buckets", "a view")}
+    for where, reports in run_each(2, leaks, cases).items():
+        category = "state" if where == "a view" else where
+        found = [(row.rank, row.category, row.reason) for row in reports[0].unexplained]
+        assert found == [(1, category, UNEXPLAINED)], (where, reports[0])
+
+
+def test_a_shared_storage_is_counted_once():
+    def tied():
+        model = nn.Sequential(nn.Linear(50, 50, bias=False), nn.Linear(50, 50, bias=False))
+        model[1].weight = model[0].weight
+        zero = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+        model(torch.ones(1, 50)).sum().backward()
+        zero.step()
+        return memory_report(model, zero)
+
+    for rank, report in enumerate(run(2, tied)):
+        assert report.row(rank, "parameters").held == 4 * 2500
+        assert report.unexplained == ()
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state():
+    def frozen():
+        model = network()
+        model[2].requires_grad_(False)
+        zero = optimizer_of(model, "AdamW")
+        model(torch.ones(2, 12)).sum().backward()
+        zero.step()
+        return memory_report(model, zero)
+
+    report = run(2, frozen)[0]
+    assert report.unexplained == ()
+    for rank in range(2):
+        assert [report.row(rank, c).reason for c in ("parameters", "gradients", "state")] == [
+            ""
+        ] * 3
+
+
+def test_a_plain_optimizer_and_a_class_that_nobody_knows():
+    class Odd(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["odd"] = torch.zeros(13)
+
+    def plain(kind):
+        model = network()
+        optimizer = kind(model.parameters(), lr=0.1)
+        model(torch.ones(2, 12)).sum().backward()
+        optimizer.step()
+        return memory_report(model, optimizer)
+
+    report = run(2, plain, AdamW)[0]
+    assert report.method == "ddp" and report.unexplained == ()
+    assert [report.row(rank, "state").reason for rank in range(2)] == ["", ""]
+    odd = run(2, plain, Odd)[0].row(0, "state")
+    assert odd.planned is None and odd.held == 8 * 13 * 4
+    assert odd.reason == "the planner does not know what this class keeps"
+
+
+def test_memory_of_messages_is_told_apart(monkeypatch):
+    monkeypatch.setenv("ZERO_NB_MEMORY", "0")
+
+    def messages():
+        assert os.environ["ZERO_NB_MEMORY"] == "0"
+        return report_of("zero2", "AdamW")
+
+    report = run(2, messages)[0]
+    assert report.unexplained == ()
+    held = report.row(0, "messages")
+    assert (held.held > 0) == ("receive messages" in held.reason)
+
+
+def test_a_report_is_a_table():
+    report = run(2, report_of, "zero1", "AdamW")[0]
+    text = report._repr_markdown_().splitlines()
+    assert text[0] == "| rank | category | held | plan | why |" and text[1].count("|") == 6
+    assert all(line.count("|") == 6 for line in text)
+    assert "memory by rank, zero1" in str(report)
+
+
+def test_what_is_no_model_is_refused_on_all_ranks():
+    def wrong():
+        model = network()
+        zero = optimizer_of(model, "AdamW")
+        given = model.parameters() if dist.get_rank() else model
+        return caught_error(lambda: memory_report(given, zero))
+
+    for kind, text in run(2, wrong):
+        assert kind == "TypeError" and "memory_report takes a module and an optimizer" in text
