@@ -1,7 +1,9 @@
 """Other libraries train, save and resume a sharded optimizer: the real ones, on two ranks."""
 
+import logging
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from common import caught
 from torch import nn
 from torch.optim import AdamW
 
+from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.launch import run
 from zero_nb.integrations.transformers import consolidate_before_save, unwrap
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
@@ -120,3 +123,89 @@ def test_accelerate_saves_and_resumes_bit_for_bit(ranks):
         [unbroken, _] = run(2, accelerated, folder, False, timeout=120)
         for resumed in run(ranks, accelerated, folder, True, timeout=120):
             assert all(torch.equal(a, b) for a, b in zip(unbroken, resumed, strict=True))
+
+
+def lightning_module(overlapped, kind):
+    import pytorch_lightning
+
+    class Lit(pytorch_lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, number, index):
+            # Lightning begins an epoch anew that it resumes within, so the data are the step's
+            step = 10 * self.trainer.fit_loop.epoch_loop.total_batch_idx + self.global_rank
+            draw = torch.Generator().manual_seed(step)
+            x = torch.randn(4, 12, generator=draw)
+            return self.net(x, torch.randn(4, 7, generator=draw))["loss"]
+
+        def configure_optimizers(self):
+            optimizer = kind(self)
+            decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            return [optimizer], [{"scheduler": decay, "interval": "step"}]
+
+        def on_train_start(self):
+            if overlapped:
+                overlap(self.trainer.model, self.optimizers().optimizer)
+
+    return Lit()
+
+
+def fitted(folder, resume, overlapped, kind, options):
+    import pytorch_lightning
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    saving = pytorch_lightning.callbacks.ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=4, save_top_k=-1
+    )
+    trainer = pytorch_lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=8,
+        logger=False,
+        callbacks=[saving],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **options,
+    )
+    module = lightning_module(overlapped, kind)
+    path = folder / "step=4.ckpt" if resume else None
+    trainer.fit(module, torch.utils.data.DataLoader(range(100)), ckpt_path=path)
+    driver = getattr(trainer.optimizers[0], "driver", None)
+    assert getattr(driver, "steps_in_backward", False) == overlapped
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_lightning_saves_and_resumes_bit_for_bit(overlapped, tmp_path):
+    pytest.importorskip("pytorch_lightning")
+    cases = {"plain": {}, "accumulated": {"accumulate_grad_batches": 2}}
+    if not overlapped:
+        cases["clipped"] = {"gradient_clip_val": 0.1}
+
+    def all_ways():
+        for name, options in cases.items():
+            wanted = fitted(tmp_path / f"{name} alone", False, False, plain, options)
+            unbroken = fitted(tmp_path / name, False, overlapped, sharded, options)
+            resumed = fitted(tmp_path / name, True, overlapped, sharded, options)
+            yield name, wanted, unbroken, resumed
+
+    for found in run(2, lambda: [*all_ways()], timeout=120):
+        for name, wanted, unbroken, resumed in found:
+            assert all(torch.equal(a, b) for a, b in zip(unbroken, resumed, strict=True)), name
+            worst = max((a - b).abs().max() for a, b in zip(wanted, unbroken, strict=True))
+            assert worst < 1e-6, (name, worst)  # of the norm that clips, the order is another
+
+
+def test_lightning_is_told_to_leave_clipping_to_overlap(tmp_path):
+    pytest.importorskip("pytorch_lightning")
+
+    def clipped():
+        return caught(lambda: fitted(tmp_path, False, True, sharded, {"gradient_clip_val": 0.1}))
+
+    for message in run(2, clipped):
+        assert "Pass max_grad_norm= to overlap()" in message
