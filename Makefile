@@ -28,7 +28,7 @@ notebooks: $(VENV)/.ready ## execute every notebook
 	$(BIN)/nbdev_test --n_workers 2 --timing
 
 pytest: $(VENV)/.ready browser ## the test suite
-	$(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile # one more than cores: ranks often wait for each other
+	$(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile --no-loadscope-reorder # one more than cores: ranks often wait for each other
 
 browser: ## what the explorer is tested in: installs Debian's chromium where there is no browser and apt-get may be used
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \

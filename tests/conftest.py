@@ -1,12 +1,31 @@
 """What several files of tests share."""
 
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from common import take_way
 from common.starter import Starter
+
+LONG = (
+    "cli",
+    "faults_classes",
+    "histories",
+    "join_histories",
+    "package",
+    "recipes",
+    "two_machines",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with files of few tests that take long, and go on with those of many: no worker of
+    pytest-xdist is left with a long file when the others have nothing to do."""
+    tests = Counter(item.path for item in items)
+    long = {f"test_{name}" for name in LONG}
+    items.sort(key=lambda item: (item.path.stem not in long, -tests[item.path]))
 
 
 @pytest.fixture(params=["memory", "messages"])
