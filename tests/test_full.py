@@ -30,7 +30,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import SGD, Adam, AdamW
 
 from zero_nb.checkpoint import files
-from zero_nb.checkpoint.files import check_file, read_records, replacing
+from zero_nb.checkpoint.files import check_file, new_folder, read_records, replacing
 from zero_nb.checkpoint.full import (
     full_optim_state_dict,
     full_state_dict,
@@ -456,12 +456,18 @@ def test_damage_is_an_error_or_does_not_matter(folder, saved, damage):
     data, state = saved
     path = folder / "damaged.pt"
     path.write_bytes(damaged(data, damage))
-    try:
-        found = read_full(path)
-    except ValueError as error:
-        assert "damaged.pt" in str(error)
-    else:
-        assert equal(found, state)
+
+    def refused(part):
+        try:
+            found = read_full(path, part)
+        except ValueError as error:
+            assert "damaged.pt" in str(error)
+            return True
+        assert part != (0, 1) or equal(found, state)
+        return False
+
+    # four ranks look at a quarter each, and see together what one sees that looks at all
+    assert refused((0, 1)) == (True in {refused((number, 4)) for number in range(4)})
 
 
 def test_every_flipped_byte_of_a_tensor_is_found_and_named(folder, saved):
@@ -635,3 +641,17 @@ def test_a_writer_that_lost_its_name_before_it_had_a_lock_makes_another(folder, 
         beside.write_text("whole")
     assert taken and beside != taken[0]
     assert path.read_text() == "whole" and [file.name for file in folder.iterdir()] == ["last.pt"]
+
+
+def test_files_of_others_with_names_like_ours_are_left_alone(folder):
+    (folder / ".theirs.tmp").mkdir()
+    theirs = [folder / ".theirs.tmp" / "data", folder / ".theirs.lock", folder / ".a[1].pt.old.tmp"]
+    left = folder / f".a[1].pt.{'0f' * 16}.tmp"  # of a writer that was killed
+    for path in (*theirs, left):
+        path.write_text("x")
+    with replacing(folder / "a[1].pt") as beside:
+        beside.write_text("whole")
+    with new_folder(folder / "step-1") as made:
+        (made / "part").write_text("whole")
+    assert all(path.read_text() == "x" for path in theirs) and not left.exists()
+    assert (folder / "step-1" / "part").read_text() == (folder / "a[1].pt").read_text() == "whole"

@@ -423,3 +423,38 @@ def test_a_folder_of_a_job_that_lives_is_left_alone(folder):
         "one/part",
         "two",
     ]
+
+
+def in_groups(parent):
+    """Two jobs in one: ranks 0 and 2, and ranks 1 and 3, each with a checkpoint of its own."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = groups[rank % 2]
+    folder = parent / f"of-{rank % 2}"
+
+    def make():
+        torch.manual_seed(rank % 2)
+        model = two_layers()
+        with torch.no_grad():
+            model[0].bias += rank % 2
+        return model, ZeroRedundancyOptimizer(model.parameters(), AdamW, mine, lr=1e-2)
+
+    def step(model, zero):
+        model(torch.ones(4, 12, dtype=torch.float64)).square().mean().backward()
+        zero.step()
+        zero.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, zero = make()
+    step(model, zero)
+    save_sharded(folder, model, zero, 1, extra=rank % 2, process_group=mine)
+    wanted = step(model, zero)
+    again, other = make()
+    extra = load_sharded(folder, again, other, process_group=mine)
+    return extra, wanted, step(again, other), read_manifest(folder)["world_size"]
+
+
+def test_groups_of_ranks_save_and_load_on_their_own(folder):
+    for rank, (extra, wanted, got, size) in enumerate(run(4, in_groups, folder)):
+        assert (extra, size) == (rank % 2, 2)
+        assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))

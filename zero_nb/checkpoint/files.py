@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
 import struct
@@ -55,9 +56,12 @@ def _lock(handle: int, wait: bool) -> bool:
     return True
 
 
+_NUMBER = "[0-9a-f]" * 32  # what matches a UUID in the names of files that are ours
+
+
 def _remove_abandoned(path: Path) -> None:
     """Remove what writers of `path` left behind that were killed."""
-    for left in path.parent.glob(f".{path.name}.*.tmp"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{_NUMBER}.tmp"):
         with suppress(OSError):
             handle = os.open(left, os.O_RDWR)
             try:
@@ -106,7 +110,7 @@ def replacing(
 # %% ../../nbs/checkpoint/01_files.ipynb #f11e0102
 def _remove_abandoned_folders(parent: Path) -> None:
     """Remove what writers of folders left behind that were killed."""
-    for lock in parent.glob(".*.lock"):
+    for lock in parent.glob(f".*.{_NUMBER}.lock"):
         with suppress(OSError):
             handle = os.open(lock, os.O_RDWR)
             try:

@@ -9,7 +9,6 @@ import errno
 import math
 import mmap
 import os
-import pickle
 import queue
 import shutil
 import zlib
@@ -387,7 +386,9 @@ def read_full(
         check_file(path, part)
         try:
             full = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # bytes that make no sense raise anything
             raise ValueError(f"{path} cannot be read: {error}".partition("\n")[0]) from error
     if not isinstance(full, dict) or not {"state", "param_groups"} <= full.keys():
         raise ValueError(
