@@ -28,7 +28,7 @@ from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record, simulate
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.optim.pieces import Piece, specs
-from zero_nb.plan.sharder import ShardPlan, Span
+from zero_nb.plan.sharder import ShardPlan, Span, even
 
 CASES = {
     "AdamW-fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
@@ -1440,3 +1440,37 @@ def test_the_gradient_of_a_piece_that_is_cut_at_both_ends_is_the_same_the_quick_
             [p.grad.reshape(-1)[a:b] for p, (_, a, b) in zip(params, spans, strict=True)]
         )
         assert piece.gradient([p.grad for p in params]).tolist() == want.tolist()
+
+
+def _freeze_and_thaw(shard):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 2))
+    frozen = model[0].weight
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, shard=shard)
+    for step in range(6):
+        frozen.requires_grad_(not 2 <= step < 4)
+        zero.zero_grad()
+        model(torch.full((4, 7), 0.1 * step + 0.1)).square().mean().backward()
+        zero.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def _uneven_cuts(specs, world_size, *, loads=None):
+    """A policy of the user's: cut every parameter after its first third."""
+    spans = [Span(i, 0, spec.numel // 3) for i, spec in enumerate(specs)]
+    rest = [Span(i, spec.numel // 3, spec.numel) for i, spec in enumerate(specs)]
+    trained = [spec.trainable for spec in specs]
+    parts = [
+        tuple(s for s in part if trained[s.param] and s.numel)
+        for part in (spans, rest, *[()] * (world_size - 2))
+    ]
+    return ShardPlan(tuple(specs), tuple(parts))
+
+
+@pytest.mark.parametrize("policy", [even, _uneven_cuts], ids=["even", "uneven"])
+def test_state_moves_where_a_policy_of_the_users_cuts(policy):
+    """It was handed on uncut, and a piece had the state of more elements than its own."""
+    [alone] = run(1, _freeze_and_thaw, "auto")
+    for got in run(2, _freeze_and_thaw, policy):
+        for a, b in zip(got, alone, strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=1e-7)

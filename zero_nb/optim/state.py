@@ -624,7 +624,8 @@ def _cut_entry(entry: StateEntry, new: Shard, part: Span) -> StateEntry:
     """Cut out of the state of a span what a rank owns by a new plan."""
     [span] = entry.spans
     place = span.param - new.first
-    if not new.merges[place] or span.start == span.stop:
+    uncut = part[1:] == span[1:]
+    if span.start == span.stop or (uncut and not new.merges[place]):
         return entry
     if entry.whole:
         values = cut_values(entry.values, part, new.params[place], False, True)
