@@ -41,6 +41,7 @@ _MODULES = {
     ),
     "checkpoint.sharded": ("load_sharded", "newest_checkpoint", "save_sharded"),
     "checkpoint.convert": ("convert_checkpoint", "verify_checkpoint"),
+    "checkpoint.reshard": ("reshard",),
     "verify.memory": ("memory_report",),
     "verify.parity": ("assert_parity", "assert_same"),
     "join.event_log": ("Attendance",),
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     )
     from .checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded
     from .checkpoint.convert import convert_checkpoint, verify_checkpoint
+    from .checkpoint.reshard import reshard
     from .plan.buckets import BucketPlan, pack
     from .plan.estimates import compare, estimate
     from .verify.memory import memory_report

@@ -24,7 +24,7 @@ from ..plan.sharder import ParamSpec, Policy, ParamTable, by_group, even, mixed,
 from .trial import find_trouble
 
 # %% auto #0
-__all__ = ['make_shard', 'LocalOptimizers', 'describe_plan', 'take_groups']
+__all__ = ['make_shard', 'LocalOptimizers', 'describe_plan', 'check_classes', 'take_groups']
 
 # %% ../../nbs/optim/05_local_optimizers.ipynb #2d9d8972
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
@@ -69,6 +69,7 @@ def make_shard(
     settings: Settings,
     # where others made the buckets, they give the plan, and the gradients
     plan: Callable[[], BucketPlan] | None = None,
+    borrows: bool | None = None,  # as for `Shard`; None: unless others made the buckets
 ) -> Shard:
     """Plan neighbouring param groups as one, and find this rank's pieces of them."""
     taken = [param_groups[i] for i in groups]
@@ -76,6 +77,8 @@ def make_shard(
     merges = list[bool]()
     for i in groups:
         merges += [rules[i].policy is runs] * len(param_groups[i]["params"])
+    if borrows is None:
+        borrows = plan is None
     return Shard(
         plan or own,
         [p for group in taken for p in group["params"]],
@@ -85,7 +88,7 @@ def make_shard(
         settings.master_dtype,
         merges,
         groups,
-        plan is None,
+        borrows,
     )
 
 # %% ../../nbs/optim/05_local_optimizers.ipynb #491aef18
@@ -159,6 +162,11 @@ class LocalOptimizers:
                 del self.by_class[kind].param_groups[kept[kind] :]
             else:
                 del self.by_class[kind]
+
+    def change_plans(self, settings: Settings, rules: list[Rule]) -> None:
+        """Plan by other rules from now on; the classes stay."""
+        self.settings = settings
+        self.rules = rules
 
     def groups(self) -> list[dict[str, Any]]:
         """Give the local groups, in the order of the user's param groups."""
@@ -249,26 +257,33 @@ def _which_cut(
     param_groups: list[dict[str, Any]], rules: list[Rule], shards: Sequence[Shard]
 ) -> list[bool]:
     """Tell of which param groups a rank may own parts of parameters."""
-    parts = [piece for shard in shards for piece in shard.pieces if not piece.whole]
-    cut = {span.param for piece in parts for span in piece.spans}
+    cut = {
+        shard.first + span.param
+        for shard in shards
+        for span in (() if shard.alone else shard.plan.spans(shard.group.group_rank))
+        if span.numel < shard.params[span.param].numel()
+    }
     ends = [*accumulate(len(group["params"]) for group in param_groups)]
     by_policy = {bisect_right(ends, index) for index in cut}  # a policy of the user's may cut, too
     return [rule.policy is runs or i in by_policy for i, rule in enumerate(rules)]
 
 
-def _check_classes(
-    local: LocalOptimizers, param_groups: list[dict[str, Any]], shards: Sequence[Shard]
+def check_classes(
+    local: LocalOptimizers,
+    rules: list[Rule],  # of each param group
+    param_groups: list[dict[str, Any]],
+    shards: Sequence[Shard],
 ) -> None:
     """Refuse a class that does not step each parameter by itself, as far as a trial shows.
 
     Raises `ValueError`."""
     settings = local.settings
-    kinds = {rule.optimizer_class for rule in local.rules}
+    kinds = {rule.optimizer_class for rule in rules}
     if settings.trusted or all(is_known(kind, cuts=True) for kind in kinds):
         return
-    cut = _which_cut(param_groups, local.rules, shards)
+    cut = _which_cut(param_groups, rules, shards)
     groups: dict[tuple[type, bool], list[dict[str, Any]]] = {}
-    for rule, group, cuts in zip(local.rules, param_groups, cut, strict=True):
+    for rule, group, cuts in zip(rules, param_groups, cut, strict=True):
         groups.setdefault((rule.optimizer_class, cuts), []).append(group)
     for (kind, cuts), of_kind in groups.items():
         if is_known(kind, cuts):
@@ -298,4 +313,4 @@ def take_groups(
     if not shard.alone:
         release_step_memory(shard)
     shards.append(shard)
-    _check_classes(local, param_groups, shards)
+    check_classes(local, local.rules, param_groups, shards)

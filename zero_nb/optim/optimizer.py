@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from zero_nb.optim.state import (
 from ..plan.sharder import Policy
 
 # %% auto #0
-__all__ = ['STATE_DICT_TYPES', 'ZeroRedundancyOptimizer']
+__all__ = ['STATE_DICT_TYPES', 'find_groups', 'History', 'ZeroRedundancyOptimizer']
 
 # %% ../../nbs/optim/11_optimizer.ipynb #2b8e32fb
 @contextmanager
@@ -97,7 +97,7 @@ class _StepWithoutData(_JoinHook):
         _Joinable.__init__(self.optimizer)  # and what follows the block is not about joining
 
 
-def _find_groups(process_group: Any) -> Sequence[Group]:
+def find_groups(process_group: Any) -> Sequence[Group]:
     """Find the ranks that share the state, and of two levels those that hold the same part of it."""
     if getattr(process_group, "ndim", 1) == 2:
         process_group = two_level(process_group)
@@ -105,6 +105,21 @@ def _find_groups(process_group: Any) -> Sequence[Group]:
 
 # %% ../../nbs/optim/11_optimizer.ipynb #70b85bcd
 STATE_DICT_TYPES = ("consolidated", "full", "sharded")
+
+
+class History(NamedTuple):
+    """What was done with an optimizer."""
+
+    stepped_groups: int  # param groups that all ranks have stepped
+    was_called: bool  # whether there was a step
+    has_state: bool  # whether something was stepped or loaded
+
+
+def _known_type(state_dict_type: str) -> str:
+    if state_dict_type not in STATE_DICT_TYPES:
+        known = ", ".join(map(repr, STATE_DICT_TYPES))
+        raise ValueError(f"state_dict_type must be one of {known}, got {state_dict_type!r}")
+    return state_dict_type
 
 
 def _check_not_overlapped(driver: Driver) -> None:
@@ -136,7 +151,7 @@ def _describe_keys(state_dict: dict[str, Any]) -> list[str]:
 
 def _describe_missing(optimizer: Any, name: str) -> str:
     kind = type(optimizer).__name__
-    if "process_group" in vars(optimizer) or name.startswith("__"):
+    if "local" in vars(optimizer) or name.startswith("__"):
         return f"{kind!r} object has no attribute {name!r}"
     return (
         f"a copied or unpickled {kind} holds its param groups but no process"
@@ -191,15 +206,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     ):
         views = parameters_as_bucket_view
         trusted = trust_optimizer_class
-        self.settings = Settings(
+        settings = Settings(
             optimizer_class, defaults, shard, views, bucket_cap_mb, master_dtype, trusted
         )
-        self.groups = _find_groups(process_group)
-        self.group = self.groups[0]  # ranks that share the state
-        self.replica_group = self.groups[1] if len(self.groups) > 1 else None
-        self.local = LocalOptimizers(self.settings)
+        groups = find_groups(process_group)
+        self.local = LocalOptimizers(settings)
         self.shards: list[Shard] = []  # one for each time that groups were taken
-        self.sharded_state = ShardedState(self.groups, self.local, self.shards)
+        self.sharded_state = ShardedState(groups, self.local, self.shards)
+        self._share_among(groups)
         with agreeing(
             self.groups,
             f"making {type(self).__name__}",
@@ -207,17 +221,48 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         ):
             self.state_dict_type = state_dict_type
             params = read_params(params)
-            shared = check_settings(params, self.settings, overlap_with_ddp)
+            shared = check_settings(params, settings, overlap_with_ddp)
             super().__init__([dict(p) if isinstance(p, dict) else p for p in params], {})
             self._take(range(len(self.param_groups)))
         mark_plans_agreed(self.group, self.shards)
         log_once(self.group, lambda: f"{type(self).__name__}: {self.shards[0].plan}")
         _Joinable.__init__(self)
-        self.process_group = self.group.process_group
         self.parameters_as_bucket_view = views
-        self.rank = self.group.group_rank
-        self.global_rank = self.group.global_rank
-        self.world_size = self.group.size
+
+    @property
+    def settings(self) -> Settings:
+        """What the user chose for all param groups."""
+        return self.local.settings
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The ranks that share the state; with two levels of ranks also those that hold the same
+        part of it."""
+        return self.sharded_state.groups
+
+    def _share_among(self, groups: Sequence[Group]) -> None:
+        self.group = groups[0]  # ranks that share the state
+        self.replica_group = groups[1] if len(groups) > 1 else None
+
+    @property
+    def process_group(self) -> Any:
+        """Torch's process group of the ranks that share the state."""
+        return self.group.process_group
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among those that share the state."""
+        return self.group.group_rank
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank in the job."""
+        return self.group.global_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the state."""
+        return self.group.size
 
     @property
     def optim(self) -> torch.optim.Optimizer:
@@ -333,20 +378,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
 
     @state_dict_type.setter
     def state_dict_type(self, value: str) -> None:
-        if value not in STATE_DICT_TYPES:
-            known = ", ".join(map(repr, STATE_DICT_TYPES))
-            raise ValueError(f"state_dict_type must be one of {known}, got {value!r}")
-        self._state_dict_type = value
+        self._state_dict_type = _known_type(value)
 
     @contextmanager
     def giving_state_dicts(self, state_dict_type: str) -> Iterator[None]:
         """Let `state_dict` give another type inside the block."""
-        before = self.state_dict_type
-        self.state_dict_type = state_dict_type
+        before = self._state_dict_type
+        self._state_dict_type = _known_type(state_dict_type)
         try:
             yield
         finally:
-            self.state_dict_type = before
+            self._state_dict_type = before
 
     def groups_to_save(self) -> list[dict[str, Any]]:
         """Give the param groups as they are in a state dict, with the parameters' indices."""
@@ -413,6 +455,19 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         self.wait_for_driver()
         return self.sharded_state.reshard(self.param_groups, olds, why, plan)
 
+    def move_to(self, groups: Sequence[Group], history: History) -> None:
+        """Be shared by the ranks of other groups, to which the state has moved (checkpoint/06_reshard)."""
+        self.sharded_state.change_groups(groups)
+        self._share_among(groups)
+        if history != self.history:
+            self._consolidated = None
+            self._stepped_groups, self._opt_called, self._has_state = history
+
+    @property
+    def history(self) -> History:
+        """What was done with this optimizer so far."""
+        return History(self._stepped_groups, self._opt_called, self._has_state)
+
     def note_step(self) -> None:
         """Note a step: what was consolidated before it is of the past, and a scheduler may go on,
         also where a driver has taken it."""
@@ -450,7 +505,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.note_step()
-        if self.process_group is not None or torch.distributed.is_available():
+        if self.group.process_group is not None or torch.distributed.is_available():
             _Join.Join.notify_join_context(self)  # ranks without data see that this one steps
         returned = self.driver.step(kwargs)
         return returned if closure is None else loss

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -67,6 +67,7 @@ class Rule:
 
     optimizer_class: type[torch.optim.Optimizer]
     policy: Policy  # who owns what
+    chosen: bool = False  # whether the group itself names its policy
 
 
 def is_known(optimizer_class: type, cuts: bool) -> bool:
@@ -153,10 +154,12 @@ class Settings:
     def rule(self, group: dict[str, Any]) -> Rule:
         """Take the group's own class and way to be shared out, if it names them, out of it."""
         own = "optimizer_class" in group
-        return find_rule(
+        chosen = "shard" in group
+        rule = find_rule(
             group.pop("optimizer_class", self.optimizer_class),
             group.pop("shard", "auto" if own else self.shard),
         )
+        return replace(rule, chosen=True) if chosen else rule
 
     def options(self, optimizer_class: type) -> dict[str, Any]:
         """Give the options of all groups of a class."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.sharder import Move, ParamTable, Span, moves_of
+from ..plan.sharder import Move, ParamTable, RankMoves, Span, moves_of
 from ..plan.buckets import BucketPlan, EvenCuts, Place, Slot
 from .flat import flatten_like
 from .local_optimizers import LocalOptimizers, describe_plan, make_shard
@@ -45,8 +45,9 @@ from ..comm.groups import Group, fail
 __all__ = ['MASTER', 'CommonState', 'Outgoing', 'ROUND', 'is_row', 'StateEntry', 'read_entry', 'read_common', 'split_common',
            'FrozenState', 'stepped_by', 'StatePlan', 'read_entries', 'params_of', 'pack_entries', 'unpack_entries',
            'cut_values', 'cut_for_pieces', 'deal_to_pieces', 'split_state_dict', 'give_state', 'snapshot',
-           'freeze_state', 'prepare_sends', 'assemble', 'exchange_state', 'uneven_error', 'count_state',
-           'check_complete', 'end_groups', 'mark_plans_agreed', 'ShardedState', 'StateLoad']
+           'frozen_place', 'freeze_state', 'prepare_sends', 'assemble', 'exchange_state', 'exchange_frozen',
+           'uneven_error', 'count_state', 'check_complete', 'end_groups', 'mark_plans_agreed', 'replace_shards',
+           'ShardedState', 'StateLoad']
 
 # %% ../../nbs/optim/07_state.ipynb #1034d0e6
 MASTER = "master_param"  # key of the copy that is stepped, in the state of a parameter that has one
@@ -516,8 +517,8 @@ def give_state(
     local: LocalOptimizers,
     shard: Shard,
     dealt: Sequence[tuple[Piece, dict[str, Any]]],  # pieces and their state
-    # of the whole state dict; None: what there is stays, and all comes from the same optimizer
-    common: CommonState | None = None,
+    common: CommonState | None = None,  # of the whole state dict; None: what there is stays
+    loaded: bool = True,  # from a state dict; False: it moved, from an optimizer like this one
 ) -> None:
     """Put state into the local optimizers, and copies into pieces that have one."""
     for piece, values in dealt:
@@ -527,7 +528,7 @@ def give_state(
     states = {id(piece.view): values for piece, values in dealt}
     for kind, optim in local.by_class.items():
         own = _own_common(optim) if common is None else _common_of(local, kind, common)
-        _load_local(optim, states, own, common is None)
+        _load_local(optim, states, own, not loaded)
 
 
 def _common_of(local: LocalOptimizers, kind: type, common: CommonState) -> CommonState:
@@ -558,9 +559,8 @@ def snapshot(local: LocalOptimizers, shards: Sequence[Shard]) -> Callable[[], No
     return undo
 
 # %% ../../nbs/optim/07_state.ipynb #c26f0548
-def _frozen_place(
-    shard: Shard, index: int
-) -> list[Place]:  # none if all ranks keep all: no element
+def frozen_place(shard: Shard, index: int) -> list[Place]:  # none if all ranks keep all: no element
+    """Tell which ranks keep the state of a parameter that no rank steps."""
     place = index - shard.first
     numel = shard.params[place].numel()
     size = shard.group.size
@@ -610,7 +610,7 @@ def freeze_state(
             index = shard.first + i
             if shard.plan.params[i].trainable or not by_param.get(index):
                 continue
-            places[index] = _frozen_place(shard, index)
+            places[index] = frozen_place(shard, index)
             entries.append(_frozen_entry(shard, index, by_param[index], places[index]))
     return FrozenState(tuple(entry for entry in entries if entry is not None), places)
 
@@ -644,6 +644,7 @@ def prepare_sends(
     entries: Iterable[StateEntry],  # this rank's, by the old plan
     new: Shard,
     sends: Mapping[Span, Sequence[Move]],  # of this rank; what it keeps it sends to itself
+    me: int,  # this rank, which keeps its state of parameters without elements
 ) -> tuple[Outgoing, list[StateEntry]]:  # and what no rank steps now
     """Cut rows into what goes to each rank."""
     stepped = stepped_by(new)
@@ -654,13 +655,11 @@ def prepare_sends(
         if span.param not in stepped:
             frozen.append(entry.own_copy())
             continue
-        if span.start == span.stop:  # all ranks have it, and each keeps its own
-            cut = partial(_cut_entry, entry, new, span)
-            outgoing.setdefault(0, []).append((new.group.group_rank, cut))
-            continue
-        for move in sends[span]:
+        in_no_bucket = new.alone or span.start == span.stop
+        for move in sends.get(span, [Move(me, me, span)]):
             cut = partial(_cut_entry, entry, new, move.span)
-            number = 0 if new.alone else new.plan.bucket_of(span.param - new.first, move.span.start)
+            start = move.span.start
+            number = 0 if in_no_bucket else new.plan.bucket_of(span.param - new.first, start)
             outgoing.setdefault(number, []).append((move.destination, cut))
     return outgoing, frozen
 
@@ -672,7 +671,7 @@ ROUND = (
 
 def _rounds(new: Shard) -> list[list[int]]:  # buckets by index; 0 if there are none
     """Tell the state of which buckets moves together; equal on all ranks."""
-    ends = accumulate(bucket.bucket.numel for bucket in new.buckets)
+    ends = accumulate(bucket.numel for bucket in (() if new.alone else new.plan.buckets))
     numbers = enumerate([end // (ROUND * new.group.size) for end in ends] or [0])
     return [[i for i, _ in together] for _, together in groupby(numbers, key=itemgetter(1))]
 
@@ -731,24 +730,53 @@ def assemble(
 
 
 def exchange_state(
+    group: Group,  # ranks that send or receive
     outgoing: Outgoing,  # is emptied
     new: Shard,
+    here: Sequence[Piece],  # what this rank steps of it
     receives: Mapping[Span, Sequence[Move]],  # of this rank
     device: torch.device,  # where bytes travel
 ) -> Iterator[tuple[Piece, list[dict[str, Any]]]]:  # of each piece, the state of its spans
     """Send state to its new owners, a round of buckets after the other."""
-    numbers = {id(bucket): i for i, bucket in enumerate(new.buckets)}
-    pieces = [(numbers.get(id(piece.bucket), 0), piece) for piece in new.pieces]
+    numbers = {id(bucket): i for i, bucket in enumerate(new.buckets)} if here else {}
+    pieces = [(numbers.get(id(piece.bucket), 0), piece) for piece in here]
     for buckets in _rounds(new):
         leaving = [row for i in buckets for row in outgoing.pop(i, ())]
         arriving = [piece for i, piece in pieces if i in buckets]
         coming = [receives.get(span, ()) for piece in arriving for span in piece.spans]
         sources = {move.source for moves in coming for move in moves}
-        found = _exchange_entries(new.group, leaving, sources, device)
+        found = _exchange_entries(group, leaving, sources, device)
         for piece in arriving:
             spans = zip(piece.spans, piece.params, strict=True)
             yield piece, [assemble(piece, s, p, found.get(s.param, ())) for s, p in spans]
         found.clear()  # before the next round
+
+# %% ../../nbs/optim/07_state.ipynb #5b70c1d2
+def exchange_frozen(
+    group: Group,  # ranks that send or receive
+    entries: Iterable[StateEntry],  # of one span each; this rank's, by the old plan
+    new: Shard,
+    moves: RankMoves,  # of this rank, of what no rank steps
+    device: torch.device,  # where bytes travel
+) -> list[StateEntry]:  # one for each span that this rank keeps now
+    """Send the state of frozen parameters to the ranks that keep it from now on."""
+    leaving: list[tuple[int, Callable[[], StateEntry]]] = [
+        (move.destination, partial(_cut_entry, entry, new, move.span))
+        for entry in entries
+        for move in moves.sends.get(entry.spans[0], ())
+    ]
+    sources = {move.source for coming in moves.receives.values() for move in coming}
+    found = _exchange_entries(group, leaving, sources, device)
+    kept = list[StateEntry]()
+    for span in moves.receives:
+        parts = sorted(found.get(span.param, ()), key=lambda entry: entry.spans[0])
+        if not parts or parts[0].whole:
+            kept += parts[:1]
+            continue
+        values = {k: [part.values[k] for part in parts] for k in parts[0].values}
+        joined = {k: torch.cat(v) if is_row(v[0]) else v[0] for k, v in values.items()}
+        kept.append(StateEntry([span], False, joined))
+    return kept
 
 # %% ../../nbs/optim/07_state.ipynb #00f3b2ac
 def uneven_error(index: int, what: str) -> RuntimeError:
@@ -809,19 +837,22 @@ def mark_plans_agreed(group: Group, shards: Iterable[Shard]) -> None:
         mark_agreed(group, "all_gather", bucket.dtype, bucket.sizes)
 
 
-def _replace_shards(
+def replace_shards(
     local: LocalOptimizers,
     param_groups: list[dict[str, Any]],
     shards: list[Shard],  # of the optimizer
     olds: Sequence[Shard],  # neighbours among them
-    new: Shard,
+    new: Shard | None,  # None: this rank steps nothing from now on
 ) -> None:
-    first = shards.index(olds[0])
+    """Put one shard in the place of some; what they held of the state is given up."""
+    first = shards.index(olds[0]) if olds else 0
     stop = first + len(olds)
     for old in olds:
         local.release(old)
         old.let_go()
-    shards[first:stop] = [new]
+    shards[first:stop] = [] if new is None else [new]
+    if new is None:
+        return
     local.take_over(param_groups, new)
     release_step_memory(new)
     mark_plans_agreed(new.group, [new])
@@ -842,6 +873,10 @@ class ShardedState:
         self.local = local
         self.shards = shards
         self.frozen = FrozenState()
+
+    def change_groups(self, groups: Sequence[Group]) -> None:
+        """Share the state with the ranks of other groups, to which it has moved."""
+        self.groups = groups
 
     def keep_frozen(self, frozen: FrozenState) -> None:
         """Replace the state of frozen parameters."""
@@ -888,12 +923,12 @@ class ShardedState:
             before = StatePlan(group.size, tuple(olds), self.frozen.places)
             after = StatePlan(group.size, [new], {})
             moves = moves_of(group.group_rank, before, after)
-            _replace_shards(local, param_groups, self.shards, olds, new)
-            outgoing, frozen = prepare_sends(entries, new, moves.sends)
+            replace_shards(local, param_groups, self.shards, olds, new)
+            outgoing, frozen = prepare_sends(entries, new, moves.sends, group.group_rank)
             self.frozen = FrozenState(frozen, before.places_without(stepped_by(new)))
             entries.clear()
-            moved = exchange_state(outgoing, new, moves.receives, device)
-            give_state(local, new, [*deal_to_pieces(local, new, moved)])
+            moved = exchange_state(group, outgoing, new, new.pieces, moves.receives, device)
+            give_state(local, new, [*deal_to_pieces(local, new, moved)], loaded=False)
         except Exception as error:
             end_groups(self.groups, error)
             raise

@@ -8,7 +8,7 @@ __all__ = ['ITEMSIZE', 'Owners', 'T', 'DEVICE', 'Item', 'Cost', 'Priced', 'Choic
            'run_text', 'run_from', 'LazyTuple', 'ParamTable', 'ShardPlan', 'unique', 'world', 'spread', 'Policy',
            'movable', 'greedy', 'even', 'row_cuts', 'runs', 'numel', 'newton_schulz', 'balanced', 'matrices_whole',
            'by_group', 'mixed', 'setting', 'leaf', 'balances', 'identity', 'checked', 'find_policy', 'Grid', 'GridPlan',
-           'Move', 'moves', 'Placement', 'RankMoves', 'moves_of']
+           'Move', 'moves', 'Placement', 'RankMoves', 'moves_of', 'Rows', 'moves_between']
 
 # %% ../../nbs/plan/01_sharder.ipynb #b39e386e
 import hashlib
@@ -1113,4 +1113,51 @@ def moves_of(
         span: [Move(source, group_rank, part) for source, part in old.owners_of(span)]
         for span in wanted
     }
+    return RankMoves(sends, receives)
+
+# %% ../../nbs/plan/01_sharder.ipynb #c7715b21
+@dataclass(frozen=True)
+class Rows:
+    """Ranks in rows of one length: each row holds everything, cut in the same way."""
+
+    ranks: Sequence[Sequence[int]]  # of each row, in the order of the placement; no rank twice
+
+    @cached_property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Row and place in it, by rank."""
+        return {
+            rank: (row, place)
+            for row, ranks in enumerate(self.ranks)
+            for place, rank in enumerate(ranks)
+        }
+
+    def sending_row(self, rank: int) -> int:
+        """Tell from which row a rank gets what it lacks."""
+        return self.places[rank][0] if rank in self.places else rank % len(self.ranks)
+
+
+def moves_between(
+    rank: int,
+    old: Placement,  # of a row of senders
+    senders: Rows,
+    new: Placement,  # of a row of receivers, of the same parameters by the same numbers
+    receivers: Rows,
+) -> RankMoves:
+    """List the moves of one rank between rows of ranks; a rank may be in one of them, in both or in none."""
+    sends = dict[Span, list[Move]]()
+    receives = dict[Span, list[Move]]()
+    if rank in senders.places:
+        row, place = senders.places[rank]
+        columns = [
+            [to for to in column if senders.sending_row(to) == row]
+            for column in zip(*receivers.ranks, strict=True)
+        ]
+        for span in old.spans(place):
+            owners = new.owners_of(span)
+            sends[span] = [Move(rank, to, part) for at, part in owners for to in columns[at]]
+    if rank in receivers.places and senders.ranks:
+        sources = senders.ranks[senders.sending_row(rank)]
+        for span in new.spans(receivers.places[rank][1]):
+            owners = old.owners_of(span)
+            receives[span] = [Move(sources[at], rank, part) for at, part in owners]
     return RankMoves(sends, receives)
