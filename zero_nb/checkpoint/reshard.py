@@ -82,8 +82,15 @@ def rows_of(
     Raises `ValueError` if a row is not complete, or rows differ in length."""
     found = dict[int, dict[int, int]]()
     for rank, seat in enumerate(seats):
-        if seat.row >= 0:
-            found.setdefault(seat.row, {})[seat.place] = rank
+        if seat.row < 0:
+            continue
+        row = found.setdefault(seat.row, {})
+        if seat.place in row:
+            raise ValueError(
+                f"the ranks {what} must be in one group each, and two groups begin with global rank"
+                f" {seat.row}; give all ranks of a group the same one"
+            )
+        row[seat.place] = rank
     sizes = {seat.row: seat.size for seat in seats if seat.row >= 0}
     for first, size in sizes.items():
         if len(found[first]) < size:
@@ -221,6 +228,12 @@ def follow_plan(plan: ShardPlan) -> Policy:
     return policy
 
 
+def _plan_by(rule: Rule, settings: Settings) -> Rule:
+    """Follow the settings, which are about the class that param groups have if they name none."""
+    own = rule.optimizer_class is settings.optimizer_class
+    return find_rule(rule.optimizer_class, settings.shard if own else "auto")
+
+
 class ReshardTarget(NamedTuple):
     """What an optimizer is to become."""
 
@@ -250,17 +263,15 @@ def find_target(optimizer: ZeroRedundancyOptimizer, request: ReshardRequest) -> 
         rules = [Rule(rule.optimizer_class, policy) for rule in rules]
     elif shard is not None:
         settings = replace(settings, shard=shard)
-        own = find_rule(settings.optimizer_class, shard)
-        rules = [
-            r if r.chosen or r.optimizer_class is not own.optimizer_class else own for r in rules
-        ]
+        rules = [rule if rule.chosen else _plan_by(rule, settings) for rule in rules]
     if isinstance(process_group, str):
         if process_group != "same":
             raise ValueError(
                 "process_group must be a process group, what torch.distributed.new_group() gave to a"
                 f" rank that is not in it, or 'same', got {process_group!r}"
             )
-        return ReshardTarget(optimizer.groups, settings, rules)
+        left = isinstance(optimizer.driver, LeftGroup)
+        return ReshardTarget(() if left else optimizer.groups, settings, rules)
     if process_group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
         return ReshardTarget((), settings, rules)
     return ReshardTarget(find_groups(process_group), settings, rules)
@@ -586,6 +597,8 @@ def reshard(
     same = isinstance(process_group, str) and callers is None
     group: Group = getattr(optimizer, "group", Group()) if same else Group(callers)
     request = ReshardRequest(process_group, shard, bucket_cap_mb)
+    if same and isinstance(getattr(optimizer, "driver", None), LeftGroup):
+        optimizer.wait_for_driver()  # raises: the ranks that it has left do not call
     with agreeing(group, "reshard", lambda: _describe_request(optimizer, request)):
         _check_free(optimizer)
         change = Resharding(optimizer, request, group)
