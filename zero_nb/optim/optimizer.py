@@ -456,7 +456,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         return self.sharded_state.reshard(self.param_groups, olds, why, plan)
 
     def move_to(self, groups: Sequence[Group], history: History) -> None:
-        """Be shared by the ranks of other groups, to which the state has moved (checkpoint/06_reshard)."""
+        """Be shared by the ranks of other groups, to which the state has moved (checkpoint/07_reshard)."""
         self.sharded_state.change_groups(groups)
         self._share_among(groups)
         if history != self.history:
