@@ -42,6 +42,7 @@ from zero_nb.checkpoint.sharded import (
     read_table,
     save_sharded,
     table_checksum,
+    tight,
 )
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
@@ -98,6 +99,41 @@ def two_steps(folder, loads, model, optimizer):
         optimizer.step()
     if not loads:
         save_sharded(folder, model, optimizer, 2)
+
+
+def many_small(folder):
+    """Save what lies in buckets, and count what is copied for it, but for single numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(20, 20) for _ in range(20)])
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, parameters_as_bucket_view=True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    zero.step()
+    copied = []
+    real = torch.Tensor.clone
+    torch.Tensor.clone = lambda tensor, **options: copied.append(tensor) or real(tensor, **options)
+    try:
+        save_sharded(folder, model, zero)
+    finally:
+        torch.Tensor.clone = real
+    return sum(tensor.dim() > 0 for tensor in copied)
+
+
+def test_nothing_is_copied_for_a_save(folder):
+    assert run(2, many_small, folder / "one") == [0, 0]
+
+
+def test_a_tight_tensor_is_the_same_memory_and_nothing_else():
+    memory = torch.arange(240.0)
+    images = memory[24:144].view(2, 5, 4, 3).permute(0, 3, 1, 2)  # channels last
+    for value in (memory[3:9], images, memory[7], memory[9:9], memory[::2][1:2]):
+        found = tight(value)
+        assert found.equal(value) and found.stride() == value.stride()
+        assert found.untyped_storage().nbytes() == value.nbytes
+        found.mul_(-1)
+        assert found.equal(value)
+    with_gaps = memory[::2]
+    assert tight(with_gaps).data_ptr() == with_gaps.data_ptr()
 
 
 def fsdp(folder, loads):

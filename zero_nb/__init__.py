@@ -42,6 +42,7 @@ _MODULES = {
     "checkpoint.sharded": ("load_sharded", "newest_checkpoint", "save_sharded"),
     "checkpoint.convert": ("convert_checkpoint", "verify_checkpoint"),
     "checkpoint.reshard": ("reshard",),
+    "checkpoint.async_save": ("AsyncCheckpointer",),
     "verify.memory": ("memory_report",),
     "verify.parity": ("assert_parity", "assert_same"),
     "join.event_log": ("Attendance",),
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         shard_full_optim_state_dict,
     )
     from .checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded
+    from .checkpoint.async_save import AsyncCheckpointer
     from .checkpoint.convert import convert_checkpoint, verify_checkpoint
     from .checkpoint.reshard import reshard
     from .plan.buckets import BucketPlan, pack

@@ -125,11 +125,12 @@ def kill_again_and_again(
     save: Callable[[], None],  # in a process of its own: saves on and on
     folder: Path,  # where
     version: Callable[[], int],  # of the last complete checkpoint
+    kills: int = 100,
 ):
-    """Kill a process that saves, 100 times at random moments of a save; every tenth time after it has
-    completed one. Gives the version after each kill."""
+    """Kill a process that saves, at random moments of a save; every tenth time after it has completed
+    one. Gives the version after each kill."""
     moments = Random(5)
-    for number in range(100):
+    for number in range(kills):
         before = version()
         left = {*folder.glob(".*")}
         child = os.fork()

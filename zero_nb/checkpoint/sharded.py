@@ -14,6 +14,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from enum import Enum, EnumMeta
 from importlib import import_module
 from pathlib import Path
@@ -21,19 +22,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero_nb
 from .files import crc_of, new_folder
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
-from ..comm.objects import MemoryFile, broadcast_object_list, load
+from zero_nb.comm.objects import (
+    MemoryFile,
+    broadcast_object_list,
+    gather_object,
+    load,
+    scatter_object_list,
+)
+from ..optim.flat import flatten
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
 # %% auto #0
 __all__ = ['MANIFEST', 'FORMAT', 'TABLE', 'Files', 'table_checksum', 'write_manifest', 'read_manifest', 'import_dcp',
-           'read_table', 'check_files', 'check_folder', 'check_available', 'save_sharded', 'load_sharded',
-           'newest_checkpoint']
+           'read_table', 'check_files', 'check_folder', 'check_available', 'PlannedSave', 'plan_save', 'tight',
+           'write_part', 'finish_save', 'check_extra', 'open_save', 'save_sharded', 'load_sharded', 'newest_checkpoint']
 
 # %% ../../nbs/checkpoint/03_sharded.ipynb #54a20007
 MANIFEST = "manifest.json"
@@ -254,11 +262,13 @@ def _giving_parts(optimizer: torch.optim.Optimizer) -> Any:
     return nullcontext()
 
 
-def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {
-        "model": _DCP.state_dict.get_model_state_dict(model),
-        "optimizer": _DCP.state_dict.get_optimizer_state_dict(model, optimizer),
-    }
+def _parts(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> dict[str, Any]:
+    found = dict[str, Any]()
+    with agreeing(group, "reading the model's state"):
+        found["model"] = _DCP.state_dict.get_model_state_dict(model)
+    with _giving_parts(optimizer):
+        found["optimizer"] = _DCP.state_dict.get_optimizer_state_dict(model, optimizer)
+    return found
 
 
 def check_available() -> None:
@@ -270,33 +280,139 @@ def check_available() -> None:
         )
 
 
-def _with_one_error(what: str, call: Callable[[], Any]) -> None:
-    """Raise the first rank's error in the place of DCP's list of tracebacks."""
+@dataclass(frozen=True, eq=False)
+class PlannedSave:
+    """Which boxes this rank writes, and what the first rank needs to finish the folder."""
+
+    writer: Any  # DCP's, into a folder that is not complete yet
+    planner: Any  # gives the boxes: the memory of model and optimizer, where it can
+    plan: Any  # of this rank
+    every: Sequence[Any]  # the plans of all ranks, on the first one; elsewhere none
+    table: Any  # of contents, on the first rank
+
+
+def plan_save(
+    folder: Path,  # is there, and empty
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: Group,  # ranks that save; all call this
+) -> PlannedSave:
+    """Decide which rank writes what. Source: `torch.distributed.checkpoint.save`."""
+    first = group.group_rank == 0
+    parts = _parts(model, optimizer, group)
+    planner = _DCP.DefaultSavePlanner()
+    writer = _DCP.FileSystemWriter(folder)
+    mine = list[Any]()
+    with agreeing(group, "planning what each rank writes"):
+        planner.set_up_planner(parts, writer.storage_meta(), first)
+        writer.set_up_storage_writer(first)
+        mine.append(writer.prepare_local_plan(planner.create_local_plan()))
+    every: list[Any] | None = [None] * group.size if first else None
+    gather_object(mine[0], every, group=group, group_dst=0)
+    table: Any = None
+    with agreeing(group, "planning what all ranks write"):
+        if every is not None:
+            plans, table = planner.create_global_plan(every)
+            every = writer.prepare_global_plan(plans)
+    scatter_object_list(mine, every, group=group, group_src=0)
+    return PlannedSave(writer, planner, planner.finish_plan(mine[0]), every or (), table)
+
+# %% ../../nbs/checkpoint/03_sharded.ipynb #54a20102
+def tight(tensor: Tensor) -> Tensor:
+    """Give a dense tensor on the CPU a storage of its own, of the same memory, that holds nothing else."""
+    tensor = tensor.detach()
+    ours = type(tensor) is Tensor and tensor.is_cpu and tensor.layout == torch.strided
+    if not ours or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return tensor
     try:
-        call()
-    except _DCP.CheckpointException as error:
-        rank, (first, _) = min(error.failures.items())
-        kind = type(first) if isinstance(first, (OSError, MemoryError)) else ValueError
-        raise kind(f"{what}: on rank {rank}, {type(first).__name__}: {first}") from first
+        flatten(tensor)
+    except ValueError:  # it has gaps
+        return tensor
+    first = tensor.storage_offset() * tensor.itemsize
+    memory = tensor.untyped_storage()[first : first + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+        memory, 0, tensor.shape, tensor.stride()
+    )
 
 
-def _check_extra(extra: Any) -> None:
-    if json.loads(json.dumps(extra, allow_nan=False)) != extra:
+def write_part(
+    planned: PlannedSave,
+    read: Callable[[Any], Any],  # gives what an item of the plan writes
+) -> str:  # where each item is, for `finish_save`
+    """Write this rank's file, and flush it to the disk."""
+
+    def resolve(item: Any) -> Any:
+        found = read(item)
+        return tight(found) if isinstance(found, Tensor) else found
+
+    places = {item.index: i for i, item in enumerate(planned.plan.items)}
+    data = SimpleNamespace(resolve_data=resolve)
+    written = planned.writer.write_data(planned.plan, data).wait()
+    found = [(places[each.index], each.storage_data) for each in written]
+    return json.dumps([[i, at.relative_path, at.offset, at.length] for i, at in found])
+
+
+def _results(plan: Any, part: str) -> list[Any]:
+    make = _DCP.filesystem._StorageInfo
+    return [
+        _DCP.storage.WriteResult(plan.items[i].index, length, make(name, offset, length))
+        for i, name, offset, length in json.loads(part)
+    ]
+
+
+def finish_save(
+    planned: PlannedSave,
+    parts: Sequence[str],  # what `write_part` gave on each rank
+    more: Mapping[str, Any],  # for the manifest
+) -> None:
+    """Write the table of contents and the manifest, on the first rank.
+
+    Raises `FileNotFoundError` if it does not see the files of the others."""
+    folder = Path(planned.writer.path)
+    results = [_results(plan, part) for plan, part in zip(planned.every, parts, strict=True)]
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    for rank, found in enumerate(results):
+        for name in {each.storage_data.relative_path for each in found} - {*files}:
+            raise FileNotFoundError(
+                f"{name} was written by group rank {rank}, and the first rank does not see it in"
+                f" {folder.parent}; all ranks need one file system"
+            )
+    planned.writer.finish(planned.table, results)
+    files[TABLE] = (folder / TABLE).stat().st_size
+    write_manifest(folder, files, more)
+
+
+def check_extra(extra: Any) -> Any:  # a copy
+    """Refuse what JSON does not keep; `TypeError` or `ValueError`."""
+    copy = json.loads(json.dumps(extra, allow_nan=False))
+    if copy != extra:
         raise TypeError(
             "extra must be what JSON keeps: numbers, texts, lists, and dicts with texts as keys, got"
             f" {extra!r:.80}"
         )
+    return copy
 
-
-def _finish_folder(folder: Path, group: Group, more: Mapping[str, Any]) -> None:
-    files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    for info in (read_table(folder).storage_data or {}).values():
-        if info.relative_path not in files:
-            raise FileNotFoundError(
-                f"{info.relative_path} was written by a rank, and rank {group.global_rank} does not see"
-                f" it in {folder.parent}; all ranks need one file system"
-            )
-    write_manifest(folder, files, more)
+# %% ../../nbs/checkpoint/03_sharded.ipynb #54a20104
+def open_save(
+    folder: Path,  # of the checkpoint, which is not there yet
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    extra: Any,
+    group: Group,  # ranks that save; all call this
+    opened: ExitStack,  # closed by the first rank when all is written, or by an error
+) -> tuple[Path, dict[str, Any]]:  # where the ranks write, and what the manifest says besides
+    """Check what is to be saved, and make a folder beside the one it becomes."""
+    more: dict[str, Any] = {"world_size": group.size, "step": step}
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        more["plan"] = [str(shard.plan) for shard in optimizer.shards]
+    names = [""]
+    with agreeing(group, "save_sharded", lambda: [f"folder={folder}, step={step}"]):
+        check_available()
+        more["extra"] = check_extra(extra)
+        if group.group_rank == 0:
+            names = [opened.enter_context(new_folder(folder)).name]
+    broadcast_object_list(names, group=group, group_src=0)
+    return folder.with_name(names[0]), more
 
 
 def save_sharded(
@@ -311,32 +427,31 @@ def save_sharded(
     """Let each rank write its part of model and optimizer; all ranks call this, between steps.
 
     Raises on all ranks, and leaves nothing behind: `TypeError` or `ValueError` for bad arguments,
-    `OSError` as the disk does. Source: `torch.distributed.checkpoint.save`."""
+    `OSError` as the disk does. `AsyncCheckpointer` does it while training goes on."""
     group = Group(process_group)
     folder = Path(folder)
-    more = {"world_size": group.size, "step": step, "extra": extra}
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        more["plan"] = [str(shard.plan) for shard in optimizer.shards]
     with ExitStack() as opened:
-        names = [""]
-        with agreeing(group, "save_sharded", lambda: [f"folder={folder}, step={step}"]):
-            check_available()
-            _check_extra(extra)
-            if group.group_rank == 0:
-                names = [opened.enter_context(new_folder(folder)).name]
-        broadcast_object_list(names, group=group, group_src=0)
-        beside = folder.with_name(names[0])
-        with _giving_parts(optimizer):
-            parts = _parts(model, optimizer)
-        options = {
-            "storage_writer": _DCP.FileSystemWriter(beside),
-            "process_group": group.process_group,
-        }
-        _with_one_error(f"saving {folder}", lambda: _DCP.save(parts, **options))
+        beside, more = open_save(folder, optimizer, step, extra, group, opened)
+        planned = plan_save(beside, model, optimizer, group)
+        part = list[str]()
+        with agreeing(group, f"saving {folder}"):
+            part.append(write_part(planned, planned.planner.resolve_data))
+        parts: list[Any] | None = [""] * group.size if group.group_rank == 0 else None
+        gather_object(part[0], parts, group=group, group_dst=0)
         with agreeing(group, f"finishing {folder}"):
-            if group.group_rank == 0:
-                _finish_folder(beside, group, more)
+            if parts is not None:
+                finish_save(planned, parts, more)
             opened.close()
+
+# %% ../../nbs/checkpoint/03_sharded.ipynb #54a20106
+def _with_one_error(what: str, call: Callable[[], Any]) -> None:
+    """Raise the first rank's error in the place of DCP's list of tracebacks."""
+    try:
+        call()
+    except _DCP.CheckpointException as error:
+        rank, (first, _) = min(error.failures.items())
+        kind = type(first) if isinstance(first, (OSError, MemoryError)) else ValueError
+        raise kind(f"{what}: on rank {rank}, {type(first).__name__}: {first}") from first
 
 
 def load_sharded(
@@ -355,7 +470,7 @@ def load_sharded(
         check_available()
         found.append(check_folder(folder, (group.group_rank, group.size)).get("extra"))
     with _giving_parts(optimizer):
-        parts = _parts(model, optimizer)
+        parts = _parts(model, optimizer, group)
         options = {
             "storage_reader": _FolderReader(folder),
             "planner": _Planner(),

@@ -1,0 +1,358 @@
+"""Checkpoints that are written while training goes on: what is in them, when they are there, and who is
+told when they are not."""
+
+import errno
+import itertools
+import os
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from common import caught, free_port, run_each
+from common.modes import MODES
+from common.saving import (
+    RECIPES,
+    Recipe,
+    begin,
+    check,
+    half,
+    inputs,
+    kill_again_and_again,
+    parameters,
+    train,
+    two_layers,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
+
+from zero_nb.checkpoint import async_save
+from zero_nb.checkpoint.async_save import AsyncCheckpointer
+from zero_nb.checkpoint.sharded import check_folder, load_sharded, newest_checkpoint
+from zero_nb.comm.launch import run
+from zero_nb.comm.recording import record
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+
+
+class Held:
+    """Threads that write go on when the block lets them, or ends."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+        self.write = async_save.write_part
+
+    def __enter__(self):
+        def write_later(*args):
+            assert self.go_on.wait(30)
+            return self.write(*args)
+
+        async_save.write_part = write_later
+        return self.go_on.set
+
+    def __exit__(self, *_):
+        self.go_on.set()
+        async_save.write_part = self.write
+
+
+def save(folder, recipe, mode):
+    """Train, begin to save, train on, and only then let the files be written; twice, for the memory of
+    the copies is used again."""
+    attached = begin(recipe, mode)
+    extra = {"seen": [1]}
+    with AsyncCheckpointer(attached.call, attached.optimizer) as checkpoints:
+        train(attached, inputs(recipe, 7, 1))
+        checkpoints.save(folder.with_name(f"{folder.name} before"), 1)
+        train(attached, inputs(recipe, 1, 2))
+        with Held() as go_on:
+            saving = checkpoints.save(folder, 3, extra)
+            extra["seen"].append(2)
+            train(attached, inputs(recipe, 2))
+            assert not folder.exists()
+            go_on()
+            assert saving.wait() == folder and folder.exists()
+    assert attached.optimizer.state_dict_type == "consolidated"
+    return parameters(attached)
+
+
+def load(folder, recipe, mode):
+    attached = begin(recipe, mode)
+    assert load_sharded(folder, attached.call, attached.optimizer) == {"seen": [1]}
+    train(attached, inputs(recipe, 2))
+    return parameters(attached)
+
+
+CASES = {
+    **{mode: ("AdamW", mode) for mode in MODES},
+    **{f"{name}, overlap": (name, "zero1-overlap") for name in RECIPES},
+    "master copies, hidden": ("master copies", "zero2-hidden-interleaved"),
+    "Muon and AdamW, hidden": ("Muon and AdamW", "zero2-hidden"),
+}
+
+
+def test_nothing_of_later_steps_is_saved_in_any_mode_or_class(folder):
+    cases = {name: (folder / name, RECIPES[of], mode) for name, (of, mode) in CASES.items()}
+    saved = run_each(2, save, cases)
+    modes = [*MODES]
+    others = {
+        name: (path, recipe, modes[(modes.index(mode) + 1) % len(modes)])
+        for name, (path, recipe, mode) in cases.items()
+    }
+    loaded = run_each(3, load, others)
+    for name, (_, recipe, _) in cases.items():
+        limit = 0.02 if recipe.model is half else 1e-12
+        for got in loaded[name]:
+            check(saved[name][0], got, limit)
+
+
+def test_two_levels_save_each_part_once(folder):
+    [wanted, *_] = run(4, save, folder / "one", Recipe(levels=True), "zero1")
+    for got in run(2, load, folder / "one", RECIPES["AdamW"], "zero2"):
+        check(wanted, got)
+
+
+def fsdp(folder):
+    recipe = Recipe(model=two_layers)
+    model = two_layers()
+    fully_shard(model)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+
+    def steps(seed):
+        for x in inputs(recipe, seed):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    steps(1)
+    with AsyncCheckpointer(model, optimizer) as checkpoints, Held():
+        checkpoints.save(folder, 3, {"seen": [1]})
+        steps(2)
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+def test_fsdp2_saves_so_too(folder):
+    [wanted, *_] = run(2, fsdp, folder / "one")
+    for got in run(3, load, folder / "one", Recipe(model=two_layers), "zero1"):
+        check(wanted, got)
+
+
+def stepped(**options):
+    model = two_layers()
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2, **options)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    zero.step()
+    return model, zero
+
+
+def fail_on(rank, name, error):
+    """Let a call of the system fail on one rank; gives what ends that."""
+    real = getattr(os, name)
+
+    def fails(*args):
+        raise error
+
+    setattr(os, name, fails if dist.get_rank() == rank else real)
+    return lambda: setattr(os, name, real)
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def failing(parent, rank, name, then):
+    model, zero = stepped()
+    checkpoints = AsyncCheckpointer(model, zero)
+    checkpoints.save(parent / "first", 1).wait()
+    heal = fail_on(rank, name, FULL)
+    saving = checkpoints.save(parent / "second", 2)
+    zero.step()  # goes on
+    if then == "wait":
+        said = [caught(saving.wait), caught(saving.wait), caught(checkpoints.wait)]
+        heal()
+    else:  # the error is not lost if nobody waited
+        said = [caught(lambda: checkpoints.save(parent / "third", 3))] * 3
+        heal()
+    dist.barrier()
+    left = sorted(path.name for path in parent.iterdir())
+    dist.barrier()
+    said.append(caught(checkpoints.wait) or "")  # it was raised once
+    checkpoints.save(parent / "second", 2)
+    checkpoints.close()
+    check_folder(parent / "second")
+    return said, left
+
+
+def test_an_error_on_any_rank_is_one_on_every_rank_when_waited_for_or_at_the_next_save(folder):
+    ways = [*itertools.product((0, 2), ("fsync",), ("wait", "save")), (0, "rename", "wait")]
+    cases = {way: (folder / str(i), *way) for i, way in enumerate(ways)}
+    for i in range(len(ways)):
+        (folder / str(i)).mkdir()
+    for ranks in run_each(3, failing, cases).values():
+        for (first, again, pending, later), left in ranks:
+            assert str(FULL) in first and again == pending == first and not later
+            assert left == ["first"]
+
+
+def in_a_row(parent):
+    """Begin a save while one is under way, and while the one that is under way is held up."""
+    model, zero = stepped()
+    checkpoints = AsyncCheckpointer(model, zero)
+    wait = async_save.Saving.wait
+    found = []
+    with Held() as go_on:
+
+        def let_go(saving):
+            found.append((parent / "1").exists())
+            go_on()
+            return wait(saving)
+
+        async_save.Saving.wait = let_go
+        checkpoints.save(parent / "1", 1)
+        checkpoints.save(parent / "2", 2)
+        found.append((parent / "1").exists())
+        async_save.Saving.wait = wait
+    memory = checkpoints._staged._memory
+    checkpoints.save(parent / "3", 3)
+    found.append(checkpoints._staged._memory is memory)
+    checkpoints.close()
+    return found, checkpoints._staged.nbytes, newest_checkpoint(parent).name, memory.nbytes
+
+
+def test_a_save_waits_for_the_one_before_and_uses_its_memory(folder):
+    written = 0
+    for found, after, newest, staged in run(2, in_a_row, folder):
+        assert found == [False, True, True] and after == 0 and newest == "3"
+        written += staged
+    whole = sum(p.nbytes for p in two_layers().parameters()) * 3
+    assert whole <= written <= 1.2 * whole  # each box is copied by the rank that writes it
+
+
+def bad_calls(parent):
+    model, zero = stepped()
+    checkpoints = AsyncCheckpointer(model, zero)
+    checkpoints.save(parent / "one")
+    rank = dist.get_rank()
+    said = [
+        caught(lambda: checkpoints.save(parent / "one")),
+        caught(lambda: checkpoints.save(parent / f"rank{rank}")),
+        caught(lambda: checkpoints.save(parent / "two", extra={1: 2})),
+        caught(lambda: checkpoints.save(parent / "two", extra=[model] * rank)),
+        caught(lambda: checkpoints.save("/proc/one")),
+        caught(lambda: AsyncCheckpointer(two_layers(), zero).save(parent / "two")),
+    ]
+    checkpoints.save(parent / "two")
+    checkpoints.close()
+    return said
+
+
+def test_bad_calls_are_errors_on_every_rank_and_begin_nothing(folder):
+    words = ["folder of its own", "rank0", "JSON", "", "Error", ""]
+    for said in run(2, bad_calls, folder):
+        assert all(w in (s or "") and s for w, s in zip(words, said, strict=True)), said
+    assert sorted(path.name for path in folder.iterdir()) == ["one", "two"]
+
+
+def quiet(parent):
+    """What the threads say to each other goes by no collective."""
+    group = record()
+    model, zero = stepped(process_group=group)
+    checkpoints = AsyncCheckpointer(model, zero, group)
+    with Held() as go_on:
+        saving = checkpoints.save(parent / "one")
+        with group.recording() as log:
+            go_on()
+            saving._thread.join()
+    saving.wait()
+    return len(log.collectives())
+
+
+def test_threads_use_no_collective(folder):
+    assert run(2, quiet, folder) == [0, 0]
+
+
+def lost(parent):
+    """A rank does not write its part within the time limit of the group."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model, zero = stepped(process_group=group)
+    checkpoints = AsyncCheckpointer(model, zero, group)
+    rank = dist.get_rank()
+    with Held() as go_on:
+        saving = checkpoints.save(parent / "one")
+        if rank == 0:
+            go_on()
+            said = caught(saving.wait)
+        dist.barrier()
+    if rank == 1:
+        said = caught(saving.wait)
+    return said, saving._error, [*parent.iterdir()]
+
+
+def test_a_rank_that_does_not_write_is_named_and_nothing_is_left(folder):
+    [(first, error, left), (second, _, _)] = run(2, lost, folder)
+    assert "rank 1" in first and "[1] did not write" in str(error) and left == []
+    assert second
+
+
+PROGRAM = """
+import os, sys
+from zero_nb import AsyncCheckpointer, ZeroRedundancyOptimizer
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(300, 300)
+zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+how, folder = sys.argv[1:]
+with AsyncCheckpointer(model, zero) as checkpoints:
+    model(torch.ones(2, 300)).sum().backward()
+    zero.step()
+    checkpoints.save(folder, 1)
+    if how == "raise":
+        raise KeyError("in training")
+    if how == "kill":
+        os.kill(os.getpid(), 9)
+    if how == "destroy":
+        dist.destroy_process_group()
+    sys.exit()
+"""
+
+
+def test_a_program_that_ends_finishes_its_save(starter, folder, tmp_path):
+    for number, (how, code) in enumerate({"end": 0, "destroy": 0, "raise": 1, "kill": -9}.items()):
+        (tmp_path / how).mkdir()
+        path = folder / how
+        ranks = starter.run(
+            PROGRAM,
+            tmp_path / how,
+            arguments=(how, str(path)),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(free_port()),
+        )
+        assert [rank.code for rank in ranks] == [code] * 2, (number, ranks)
+        if how == "kill":
+            assert not path.exists() or check_folder(path)
+        else:
+            assert check_folder(path)["step"] == 1 and not [*folder.glob(".*")], how
+
+
+def save_on_and_on(parent):
+    model, zero = stepped()
+    checkpoints = AsyncCheckpointer(model, zero)
+    for step in itertools.count(int(newest_checkpoint(parent).name) + 1):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(step)
+        checkpoints.save(parent / str(step), step)
+
+
+def test_kills_at_random_moments_leave_complete_checkpoints(folder):
+    AsyncCheckpointer(*stepped()).save(folder / "0").wait()
+    newest = 0
+    for found in kill_again_and_again(
+        lambda: save_on_and_on(folder), folder, lambda: int(newest_checkpoint(folder).name), 30
+    ):
+        check_folder(folder / str(found))
+        assert found >= newest
+        newest = found
+        assert len([*folder.glob(".*")]) <= 2  # a folder and its lock
+    assert newest >= 3
+    model, zero = stepped()
+    load_sharded(folder / str(newest), model, zero)
+    assert all((p == newest).all() for p in model.parameters())
