@@ -7,11 +7,12 @@ import itertools
 import math
 import pickle
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from common import caught, network
+from common import caught, network, run_each
 from common.modes import MODES
 from common.saving import (
     RECIPES,
@@ -170,23 +171,116 @@ def test_training_goes_on_while_a_checkpoint_is_written(folder):
         check(wanted, got)
 
 
-def with_options(folder):
+def tensors_of(state):
+    """Give the tensors of a state dict's state, nested or flat."""
+    values = state["state"].values() if "state" in state else [state]
+    return [v for each in values for v in each.values() if isinstance(v, torch.Tensor) and v.dim()]
+
+
+def taken(kind):
+    """What `get_optimizer_state_dict` gives for each choice of options."""
     recipe = RECIPES["AdamW"]
-    attached = begin(recipe, "zero1", "sharded")
+    attached = begin(recipe, "zero1", kind)
     train(attached, inputs(recipe, 1))
-    live = get_optimizer_state_dict(attached.call, attached.optimizer)
-    away = StateDictOptions(cpu_offload=True)
-    held = get_optimizer_state_dict(attached.call, attached.optimizer, options=away)
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    names = [*get_optimizer_state_dict(attached.call, attached.optimizer, options=flat)]
-    same = live["state"].keys() == held["state"].keys()
-    return same, [name for name in names if name.startswith("state.0.weight")]
+    found = {}
+    for choice in itertools.product((False, True), repeat=3):
+        options = StateDictOptions(
+            full_state_dict=choice[0],
+            cpu_offload=choice[1],
+            flatten_optimizer_state_dict=choice[2],
+        )
+        state = get_optimizer_state_dict(attached.call, attached.optimizer, options=options)
+        tensors = tensors_of(state)
+        kinds = {type(tensor).__name__ for tensor in tensors}
+        found[choice] = (kinds, sum(t.numel() for t in tensors), sorted(state)[:1])
+    return found
 
 
-def test_options_of_torch_are_taken(folder):
-    for same, names in run(2, with_options, folder):
-        keys = ("step", "exp_avg", "exp_avg_sq")
-        assert same and names == [f"state.0.weight.{key}" for key in keys]
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_options_of_torch_give_what_they_say(kind):
+    first, second = run(2, taken, kind)
+    whole = 2 * sum(p.numel() for p in network().parameters())
+    for (full, offload, flat), found in first.items():
+        whole_tensors = full or kind == "full"
+        key = "param_groups.0.bias.amsgrad" if flat else "param_groups"
+        assert found == ({"Tensor" if whole_tensors else "TensorShard"}, whole, [key])
+        # to save memory, torch gives a whole state on the CPU to rank 0 alone
+        assert second[full, offload, flat] == ((set(), 0, []) if full and offload else found)
+
+
+def set_again(recipe, kind, mode, options, strict=True):
+    """Train, take the state with some options, and go on from it in another optimizer."""
+    attached = begin(recipe, mode, kind)
+    train(attached, inputs(recipe, 1))
+    weights = [p.detach().clone() for p in attached.call.parameters()]
+    how = replace(options, broadcast_from_rank0=False, cpu_offload=options.broadcast_from_rank0)
+    state = get_optimizer_state_dict(attached.call, attached.optimizer, options=how)
+    state = copy.deepcopy(state)
+    train(attached, inputs(recipe, 2))
+    other = begin(recipe, mode, kind)
+    train(other, inputs(recipe, 4))
+    with torch.no_grad():
+        for p, q in zip(other.call.parameters(), weights, strict=True):
+            p.copy_(q)
+    if not strict and "state" in state:  # a parameter that was not there when it was saved
+        del state["state"]["0.bias"]
+    load = lambda: set_optimizer_state_dict(other.call, other.optimizer, state, options=options)
+    if said := caught(load):
+        return said
+    train(other, inputs(recipe, 2))
+    return parameters(attached), parameters(other)
+
+
+SETS = {
+    "parts": StateDictOptions(),
+    "flat parts": StateDictOptions(flatten_optimizer_state_dict=True),
+    "whole": StateDictOptions(full_state_dict=True),
+    "whole, from rank 0": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+}
+HOW = [("full", "zero2"), ("sharded", "zero1"), ("sharded", "zero1-overlap")]
+
+
+def test_every_class_is_set_with_every_option_of_torch():
+    cases = {
+        (name, kind, mode, how): (RECIPES[name], kind, mode, options)
+        for i, name in enumerate(RECIPES)
+        for j, (how, options) in enumerate(SETS.items())
+        for kind, mode in [HOW[(i + j) % len(HOW)]]
+    }
+    for (name, *_), ranks in run_each(3, set_again, cases).items():
+        for wanted, got in ranks:
+            check(wanted, got, 0.02 if RECIPES[name].model is half else 1e-12)
+
+
+def test_what_torch_cannot_set_is_an_error_on_every_rank():
+    recipe = RECIPES["AdamW"]
+    flat = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    cases = {
+        # torch cannot put a flat whole state together, for FSDP2 neither
+        "flat": (recipe, "sharded", "zero1", flat),
+        "missing": (recipe, "full", "zero1", StateDictOptions(), False),
+        "not strict": (recipe, "full", "zero1", StateDictOptions(strict=False), False),
+    }
+    found = run_each(2, set_again, cases)
+    assert all(isinstance(said, str) for said in found["flat"])
+    assert all(
+        "Missing optimizer state for parameter '0.bias'" in said for said in found["missing"]
+    )
+    assert all(len(pair) == 2 for pair in found["not strict"])  # it is set without
+    flat = replace(flat, broadcast_from_rank0=True)
+    assert all(isinstance(said, str) for said in run(2, set_again, recipe, "full", "zero1", flat))
+
+
+def test_the_state_of_a_parameter_has_keys_and_no_values():
+    zero = RECIPES["Muon and AdamW"].optimizer(network())
+    keys = {p.dim(): [*zero.state[p]] for p in zero.params()}
+    assert keys == {2: ["momentum_buffer"], 1: ["step", "exp_avg", "exp_avg_sq"]}
+    weight = zero.params()[0]
+    assert weight not in zero.state and not zero.state
+    with pytest.raises(KeyError, match="take it from state_dict"):
+        zero.state[weight]["momentum_buffer"]
+    with pytest.raises(KeyError, match="no parameter of this optimizer"):
+        zero.state[torch.zeros(3)]
 
 
 def plain_and_full():

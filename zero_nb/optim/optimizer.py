@@ -5,9 +5,10 @@
 # %% ../../nbs/optim/11_optimizer.ipynb #53022c62
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from zero_nb.optim.rules import (
     read_params,
     read_state,
 )
-from .saved_state import gather_state, shard_state
+from .saved_state import gather_state, keys_to_come, shard_state
 from zero_nb.optim.state import (
     ShardedState,
     StateLoad,
@@ -157,6 +158,64 @@ def _describe_missing(optimizer: Any, name: str) -> str:
         f"a copied or unpickled {kind} holds its param groups but no process"
         f" group, so it has no {name!r}; make a new one and load a state dict"
     )
+
+# %% ../../nbs/optim/11_optimizer.ipynb #70b85bcf
+def _is_wanted_whole() -> bool:
+    """Tell whether `get_optimizer_state_dict(..., full_state_dict=True)` calls the caller."""
+    frame = sys._getframe(2)
+    options = frame.f_locals.get("info")
+    asks = frame.f_code.co_name == "_get_optim_state_dict"
+    return asks and bool(getattr(options, "full_state_dict", False))
+
+
+def _laid_out_by_rows(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Lay the tensors of a state out as torch's `set_optimizer_state_dict` takes them for granted: it
+    sends the memory of rank 0's, whatever their strides, into memory of row-major ones."""
+    found = dict(state)
+    for param, values in state.items():
+        if isinstance(param, int):
+            found[param] = {
+                k: v.contiguous() if isinstance(v, Tensor) else v for k, v in values.items()
+            }
+    return found
+
+
+class _KeysOnly(Mapping[Any, Any]):
+    """The keys of a parameter's state."""
+
+    def __init__(self, keys: Iterable[Any]):
+        self._keys = dict.fromkeys(keys)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise KeyError(
+            f"{key!r} of a parameter is spread over the ranks; take it from state_dict()"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+class _StateByClass(Mapping[Any, Any]):
+    """This rank's part of the state, by class; of a parameter, which is no key of it, the keys of its state."""
+
+    def __init__(self, by_class: dict[str, Any], keys_of: Callable[[Tensor], Iterable[Any]]):
+        self._by_class = by_class
+        self._keys_of = keys_of
+
+    def __getitem__(self, key: Any) -> Any:
+        return _KeysOnly(self._keys_of(key)) if isinstance(key, Tensor) else self._by_class[key]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key in self._by_class
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._by_class)
+
+    def __len__(self) -> int:
+        return len(self._by_class)
 
 # %% ../../nbs/optim/11_optimizer.ipynb #ff913d78
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
@@ -348,7 +407,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         self.wait_for_driver()
         known = self._has_state or self._state_dict_type == "sharded"
         by_class = vars(self)["local"].by_class if known and "local" in vars(self) else {}
-        return MappingProxyType({kind.__name__: optim.state for kind, optim in by_class.items()})
+        found = {kind.__name__: optim.state for kind, optim in by_class.items()}
+        return _StateByClass(found, self._state_keys)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -357,6 +417,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
                 "the state is spread over the ranks and cannot be set; load one by"
                 " load_state_dict() or make a new optimizer for an empty one"
             )
+
+    def _state_keys(self, param: Tensor) -> list[Any]:
+        for i, group in enumerate(self.param_groups):
+            if any(p is param for p in group["params"]):
+                return keys_to_come(self.local, i, param)
+        raise KeyError(f"no parameter of this optimizer: {tuple(param.shape)}, {param.dtype}")
 
     def consolidate_state_dict(
         self,
@@ -405,14 +471,20 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         groups = self.groups_to_save()
-        if self.state_dict_type == "full" and self._has_state:
+        kind = self.state_dict_type
+        whole = self._has_state and _is_wanted_whole()
+        if kind == "sharded" and whole:
+            kind = "full"
+        if kind == "full" and self._has_state:
             self.consolidate_state_dict(to=None)
         found = self._consolidated
-        if self.state_dict_type == "sharded":
+        if kind == "sharded":
             found = shard_state(self.sharded_state, not self._has_state)
         elif not self._has_state:
             found = self.sharded_state.without_steps()
         full = _copy_state_dict(found, groups, self.group)
+        if whole:
+            full["state"] = _laid_out_by_rows(full["state"])
         return _call_hooks(self, self._optimizer_state_dict_post_hooks, full)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

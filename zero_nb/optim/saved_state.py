@@ -49,9 +49,9 @@ from ..comm.groups import Group
 
 # %% auto #0
 __all__ = ['Forms', 'MESSAGE', 'Values', 'Objects', 'ValueForm', 'form_of', 'OwnState', 'describe_saved', 'state_to_come',
-           'shard_state', 'Value', 'Run', 'values_of', 'runs_of', 'messages', 'StateTarget', 'MemoryTarget',
-           'pack_runs', 'gather_values', 'WholeState', 'describe_whole', 'share_values', 'check_destination',
-           'gather_state']
+           'keys_to_come', 'shard_state', 'Value', 'Run', 'values_of', 'runs_of', 'messages', 'StateTarget',
+           'MemoryTarget', 'pack_runs', 'gather_values', 'WholeState', 'describe_whole', 'share_values',
+           'check_destination', 'gather_state']
 
 # %% ../../nbs/optim/08_saved_state.ipynb #5a7e0007
 class ValueForm(NamedTuple):
@@ -275,6 +275,23 @@ def state_to_come(local: LocalOptimizers, shards: Iterable[Shard]) -> list[State
             values = dict(other.state[made]) | ({MASTER: made} if piece.master else {})
             entries.append(StateEntry(piece.spans, piece.whole, values))
     return entries
+
+# %% ../../nbs/optim/08_saved_state.ipynb #5a7e0020
+def keys_to_come(
+    local: LocalOptimizers,
+    group: int,  # which param group the parameter is in
+    param: Tensor,
+) -> list[Any]:
+    """Tell which values the first step makes for a parameter, on any rank: a stand-in of one element
+    is stepped."""
+    kind = local.rules[group].optimizer_class
+    made = torch.zeros((1,) * param.dim(), dtype=param.dtype, device=param.device)
+    made.grad = torch.zeros_like(made)
+    other = kind([{**local.groups()[group], "params": [made]}], **local.settings.options(kind))
+    other.step()
+    keys = [*other.state[made]]
+    wide = local.settings.master_dtype
+    return [*keys, MASTER] if wide not in (None, param.dtype) else keys
 
 # %% ../../nbs/optim/08_saved_state.ipynb #5a7e0010
 def _shard_value(
