@@ -10,9 +10,11 @@ import ctypes
 import difflib
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 import sys
 import tempfile
@@ -32,10 +34,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from .cli import Parser
+from ..checkpoint.async_save import AsyncCheckpointer
+from ..checkpoint.full import full_state_dict, load_full_state_dict
+from ..checkpoint.sharded import load_sharded, save_sharded
 from ..plan.draw import Stretch, Svg, draw_stretches, read_trace
 from ..comm.launch import run
 from ..comm.shared_memory import available
-from ..comm.objects import gather_object
+from ..comm.objects import broadcast_object_list, gather_object
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..backward.ddp_overlap import overlap
 from ..backward.data_parallel import data_parallel
@@ -44,12 +49,13 @@ from ..comm.recording import record, simulate
 from .train import GPT, synchronized_time
 
 # %% auto #0
-__all__ = ['VARIANTS', 'REFERENCES', 'LR', 'WARM_UP', 'BEST', 'AFTER_DDP', 'TARGETS', 'PARTS', 'Launcher', 'HEADS', 'TIMES',
-           'BYTES', 'Model', 'TiedGPT', 'Chain', 'models', 'Runner', 'Variant', 'variant', 'Job', 'make_job', 'Turn',
-           'time_rank', 'Spread', 'paired', 'Launch', 'Counts', 'state_bytes', 'peak_bytes', 'count_rank', 'counts',
-           'Makings', 'make_rank', 'trace_rank', 'BenchmarkReport', 'check_same', 'merged', 'Target', 'verdicts',
-           'Options', 'forked', 'under_torchrun', 'measure', 'profiles', 'machine', 'strays', 'rows', 'cells',
-           'markdown', 'summary', 'link_summary', 'draw', 'save', 'write_report', 'show', 'run_benchmark']
+__all__ = ['VARIANTS', 'REFERENCES', 'LR', 'WARM_UP', 'BEST', 'WAYS', 'Way', 'AFTER_DDP', 'TARGETS', 'PARTS', 'Launcher', 'HEADS',
+           'TIMES', 'BYTES', 'SAVE_HEADS', 'Model', 'TiedGPT', 'Chain', 'models', 'Runner', 'Variant', 'variant', 'Job',
+           'make_job', 'Turn', 'time_rank', 'Spread', 'paired', 'Launch', 'Counts', 'state_bytes', 'peak_bytes',
+           'count_rank', 'counts', 'Makings', 'make_rank', 'SaveTurn', 'save_rank', 'Checkpoints', 'trace_rank',
+           'BenchmarkReport', 'check_same', 'merged', 'Target', 'verdicts', 'Options', 'forked', 'under_torchrun',
+           'measure', 'profiles', 'machine', 'strays', 'rows', 'cells', 'markdown', 'summary', 'link_summary',
+           'save_cells', 'draw', 'save', 'write_report', 'show', 'run_benchmark']
 
 # %% ../../nbs/apps/03_bench.ipynb #22443b74
 @dataclass(frozen=True)
@@ -302,8 +308,8 @@ variant("zero2-interleaved", "zero_nb without DDP, interleaved")(_interleaved)
 variant("zero2-interleaved-messages", "the same by messages", messages=True)(_interleaved)
 
 # %% ../../nbs/apps/03_bench.ipynb #f547e1f0
-@variant("fsdp2", "FSDP2, no reshard")
-def _fsdp2(module: nn.Module, group: Any, lr: float) -> Runner:
+def _fully_sharded(module: nn.Module, group: Any, lr: float) -> AdamW:
+    """Shard a module by FSDP2, and give its optimizer."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -320,7 +326,12 @@ def _fsdp2(module: nn.Module, group: Any, lr: float) -> Runner:
     for i in range(0, len(layers), size):
         fully_shard(layers[i : i + size], mesh=mesh, reshard_after_forward=False)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    return _runner(module, AdamW(module.parameters(), lr=lr, fused=True))
+    return AdamW(module.parameters(), lr=lr, fused=True)
+
+
+@variant("fsdp2", "FSDP2, no reshard")
+def _fsdp2(module: nn.Module, group: Any, lr: float) -> Runner:
+    return _runner(module, _fully_sharded(module, group, lr))
 
 
 _LARGE = 1 << 18  # elements from which a parameter is not worth merging with others
@@ -777,6 +788,206 @@ def make_rank(parameters: int, world_size: int, rounds: int) -> Makings:  # on o
         parameters, world_size, **{name: _rounded(seconds) for name, seconds in times.items()}
     )
 
+# %% ../../nbs/apps/03_bench.ipynb #c4ec0002
+WAYS = {  # of saving and loading, for people
+    "iteration": "an iteration (`zero1-gradview`)",
+    "torch": "torch's class: consolidate_state_dict and state_dict",
+    "torch-file": "the same, and torch.save",
+    "memory": "consolidate_state_dict and state_dict",
+    "file": "full_state_dict(to=path)",
+    "sharded": "save_sharded",
+    "async": "AsyncCheckpointer.save",
+    "load": "load_sharded",
+    "load-file": "load_full_state_dict(path)",
+    "fsdp2": "FSDP2: dcp.save",
+    "fsdp2-async": "FSDP2: dcp.async_save",
+    "fsdp2-load": "FSDP2: dcp.load",
+}
+Way = Callable[[str], Any]  # given a path; gives what is to be waited for, if there is something
+
+
+def _train_once(model: Model, device: torch.device, module: Any, *optimizers: Any) -> Job:
+    """Take one step, so that there is state."""
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    x, y = (tensor.to(device) for tensor in model.batch(generator))
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    zero_grad = optimizers[0].zero_grad
+    job = Job(model, Runner(module, step, lambda: (), zero_grad), (x, y))
+    job.iterate()
+    return job
+
+
+def _our_ways(model: Model, device: torch.device) -> tuple[dict[str, Way], int]:
+    """Give ours and those of torch's class, of one model, and the bytes of this rank's state."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer as Torchs
+
+    module = model.made(device)
+    ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=LR)
+    torchs: Any = Torchs(module.parameters(), AdamW, lr=LR, fused=True)
+    _train_once(model, device, ddp, zero, torchs)
+    job = _train_once(model, device, ddp, zero)
+    checkpoints = AsyncCheckpointer(module, zero)
+    first = dist.get_rank() == 0
+
+    def whole(optimizer: Any, path: str = "") -> None:
+        optimizer.consolidate_state_dict(to=0)
+        state = optimizer.state_dict() if first else None
+        if path and first:
+            torch.save(state, path)
+        zero.note_step()  # drops the consolidated one
+        torchs._all_state_dicts = []
+
+    ways: dict[str, Way] = {
+        "iteration": lambda path: job.iterate() and None,
+        "torch": lambda path: whole(torchs),
+        "torch-file": lambda path: whole(torchs, path),
+        "memory": lambda path: whole(zero),
+        "file": lambda path: full_state_dict(zero, path),
+        "sharded": lambda path: save_sharded(path, module, zero),
+        "async": lambda path: checkpoints.save(path).wait,
+        "load": lambda path: load_sharded(f"{path}.sharded", module, zero) and None,
+        "load-file": lambda path: load_full_state_dict(zero, f"{path}.file"),
+    }
+    return ways, state_bytes(zero.optim.state.values())
+
+
+def _fsdp2_ways(model: Model, device: torch.device) -> dict[str, Way]:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
+
+    module = model.made(device)
+    optimizer = _fully_sharded(module, dist.group.WORLD, LR)
+    _train_once(model, device, module, optimizer)
+
+    def parts() -> dict[str, Any]:
+        return {
+            "model": states.get_model_state_dict(module),
+            "optimizer": states.get_optimizer_state_dict(module, optimizer),
+        }
+
+    def load(path: str) -> None:
+        found = parts()
+        dcp.load(found, checkpoint_id=f"{path}.fsdp2")
+        states.set_model_state_dict(module, found["model"])
+        states.set_optimizer_state_dict(module, optimizer, found["optimizer"])
+
+    def save_async(path: str) -> Any:
+        writing: Any = dcp.async_save(parts(), checkpoint_id=path)
+        return writing.result
+
+    return {
+        "fsdp2": lambda path: dcp.save(parts(), checkpoint_id=path) and None,
+        "fsdp2-async": save_async,
+        "fsdp2-load": load,
+    }
+
+# %% ../../nbs/apps/03_bench.ipynb #c4ec0004
+_SLOW = ("torch", "torch-file")  # ways that have a third of the turns, and no first call
+_LOADED = {"load": "sharded", "load-file": "file", "fsdp2-load": "fsdp2"}  # what is loaded
+
+
+@dataclass(frozen=True)
+class SaveTurn:
+    """What a way to save or load took in one turn, on one rank."""
+
+    way: str
+    seconds: float | None  # None: the first call, which is not counted
+    risen: int | None  # bytes, as `Launch.resident`
+
+
+def _remove(path: Path) -> None:
+    """Let the disk have all that was written, and remove it."""
+    os.sync()
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+def save_rank(
+    model: Model,
+    device: torch.device,  # of this rank
+    rounds: int,  # turns of each way
+) -> tuple[list[SaveTurn], int]:  # and the bytes of this rank's state
+    """Let the ways to save and load take turns; all ranks call this, and share a file system."""
+    ranks = Group()
+    first = ranks.group_rank == 0
+    names = [tempfile.mkdtemp() if first else ""]
+    broadcast_object_list(names, group=ranks, group_src=0)
+    folder = Path(names[0])
+    ours, nbytes = _our_ways(model, device)
+    ways = ours | _fsdp2_ways(model, device)
+    numbers = itertools.count()
+
+    def take_turn(way: str, counted: bool) -> SaveTurn:
+        path = folder / ("kept" if way in _LOADED else str(next(numbers)))
+        risen = _mark_memory(device)
+        ranks.all_reduce(torch.zeros(1, device=device))
+        start = synchronized_time(device)
+        rest = ways[way](str(path))
+        seconds = synchronized_time(device) - start
+        if rest is not None:
+            rest()
+        nbytes = risen()
+        ranks.all_reduce(torch.zeros(1, device=device))
+        if first:
+            _remove(path)
+        return SaveTurn(way, seconds if counted else None, nbytes)
+
+    try:
+        for way in _LOADED.values():
+            ways[way](str(folder / f"kept.{way}"))
+        turns = [take_turn(way, False) for way in ways if way not in _SLOW]
+        for i in range(rounds):
+            order = [way for way in ways if way not in _SLOW or i % 3 == 0]
+            first_way = i % len(order)
+            turns += [take_turn(way, True) for way in (*order[first_way:], *order[:first_way])]
+    finally:
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)
+    return turns, nbytes
+
+# %% ../../nbs/apps/03_bench.ipynb #c4ec0005
+@dataclass(frozen=True)
+class Checkpoints:
+    """What saving and loading takes, in one launch."""
+
+    model: str
+    world_size: int
+    state: int  # bytes, of all ranks together
+    # by way: of the slowest rank, one for each round; every third round for a slow way
+    seconds: dict[str, tuple[float, ...]]
+    first_rank: dict[str, int | None]  # by way: bytes by which memory rose at most
+    other_ranks: dict[str, int | None]
+
+    @classmethod
+    def of(cls, model: str, ranks: Sequence[tuple[list[SaveTurn], int]]) -> Checkpoints:
+        """Bring together what `save_rank` returned."""
+        turns = list(zip(*(turns for turns, _ in ranks), strict=True))  # by turn, of each rank
+        ways = list(dict.fromkeys(each[0].way for each in turns))
+        seconds = dict[str, tuple[float, ...]]()
+        memory: tuple[dict[str, int | None], ...] = ({}, {})
+        for way in ways:
+            own = [each for each in turns if each[0].way == way]
+            counted = [each for each in own if each[0].seconds is not None]
+            seconds[way] = _rounded(max(turn.seconds or 0.0 for turn in each) for each in counted)
+            for found, which in zip(memory, (slice(1), slice(1, None)), strict=True):
+                risen = [turn.risen for each in own for turn in each[which]]
+                found[way] = max((nbytes for nbytes in risen if nbytes is not None), default=None)
+        return cls(model, len(ranks), sum(nbytes for _, nbytes in ranks), seconds, *memory)
+
+    def ratio(self, ours: str, theirs: str) -> Spread | None:  # None: not both were timed
+        """Divide the times of two ways, in the rounds that both have."""
+        times = []
+        for name, other in ((ours, theirs), (theirs, ours)):
+            thin = other in _SLOW and name not in _SLOW
+            times.append(self.seconds.get(name, ())[:: 3 if thin else 1])
+        return paired(*times) if all(times) else None
+
 # %% ../../nbs/apps/03_bench.ipynb #1ac4ec84
 def trace_rank(
     name: str,  # of the variant
@@ -813,6 +1024,7 @@ class BenchmarkReport:
     counts: tuple[Counts, ...] = ()
     makings: Makings | None = None
     left_out: dict[str, str] = field(default_factory=dict)  # by variant: why
+    checkpoints: tuple[Checkpoints, ...] = ()
 
     def ratio(
         self, what: str, model: str, world_size: int, ours: str, theirs: str = BEST
@@ -845,6 +1057,11 @@ class BenchmarkReport:
     def launch(self, model: str, world_size: int) -> Launch | None:  # None: nothing was timed
         """Find the times of a model."""
         same = (x for x in self.launches if (x.model, x.world_size) == (model, world_size))
+        return next(same, None)
+
+    def saving(self, model: str, world_size: int) -> Checkpoints | None:  # None: not measured
+        """Find what saving and loading took."""
+        same = (x for x in self.checkpoints if (x.model, x.world_size) == (model, world_size))
         return next(same, None)
 
     def lowest(
@@ -892,6 +1109,7 @@ def _read_report(data: dict[str, Any]) -> BenchmarkReport:
             for launch in data["launches"]
         )
         makings = data["makings"] and Makings(**_tuples(data["makings"]))
+        saved = data.get("checkpoints", ())  # older reports have none
         return BenchmarkReport(
             data["machine"],
             data["quick"],
@@ -899,6 +1117,7 @@ def _read_report(data: dict[str, Any]) -> BenchmarkReport:
             tuple(map(_exact, data["counts"])),
             makings,
             data["left_out"],
+            tuple(Checkpoints(**c | {"seconds": _tuples(c["seconds"])}) for c in saved),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(
@@ -930,6 +1149,7 @@ def merged(old: BenchmarkReport, new: BenchmarkReport) -> BenchmarkReport:
     check_same(old, new.machine, new.quick)
     timed = {(launch.model, launch.world_size) for launch in new.launches}
     counted = {(c.model, c.world_size, c.variant) for c in new.counts}
+    saved = {(c.model, c.world_size) for c in new.checkpoints}
     launches = [launch for launch in old.launches if (launch.model, launch.world_size) not in timed]
     kept = [c for c in old.counts if (c.model, c.world_size, c.variant) not in counted]
     return BenchmarkReport(
@@ -939,6 +1159,7 @@ def merged(old: BenchmarkReport, new: BenchmarkReport) -> BenchmarkReport:
         (*kept, *new.counts),
         new.makings or old.makings,
         old.left_out | new.left_out,
+        (*(c for c in old.checkpoints if (c.model, c.world_size) not in saved), *new.checkpoints),
     )
 
 # %% ../../nbs/apps/03_bench.ipynb #02efd583
@@ -1019,6 +1240,35 @@ def _wire_ratio(name: str, report: BenchmarkReport) -> float | None:
         if c.variant == name and c.world_size > 1
     ]
     return _worst(float(c.wire / full.wire) for c, full in pairs if c.wire and full and full.wire)
+
+
+def _saving(ours: str, theirs: str, *ranks: int) -> Callable[[BenchmarkReport], float | None]:
+    def measured(report: BenchmarkReport) -> float | None:
+        found = [
+            saving.ratio(ours, theirs) for n in ranks if (saving := report.saving("linear", n))
+        ]
+        return _worst(ratio.median for ratio in found if ratio)
+
+    return measured
+
+
+def _saving_memory(
+    way: str, first: Callable[[Checkpoints], float] | None = None
+) -> Callable[[BenchmarkReport], float | None]:
+    """Divide what a way needs by 64 MiB; on the first rank by what `first` says, if it does."""
+
+    def measured(report: BenchmarkReport) -> float | None:
+        found = list[float | None]()
+        for saving in report.checkpoints:
+            ours = (saving.first_rank.get(way), saving.other_ranks.get(way))
+            limits = (first(saving) if first else _SMALL, _SMALL)
+            found += [a / b for a, b in zip(ours, limits, strict=True) if a is not None]
+        return _worst(found)
+
+    return measured
+
+
+_SMALL = 64 * 2**20
 
 
 def _making(ours: str, theirs: str) -> Callable[[BenchmarkReport], float | None]:
@@ -1138,6 +1388,34 @@ TARGETS = (
         )
         for name in names
     ),
+    Target("save, memory / torch: linear, 2 ranks", 1 / 30, _saving("memory", "torch", 2)),
+    Target("save, memory / torch: linear, 4 ranks", 1 / 50, _saving("memory", "torch", 4)),
+    Target("save, file / torch-file: linear, 2 ranks", 1 / 30, _saving("file", "torch-file", 2)),
+    Target("save, file / torch-file: linear, 4 ranks", 1 / 50, _saving("file", "torch-file", 4)),
+    Target(
+        "memory of a save, memory / ((N-1)/N of the state + 64 MiB; elsewhere 64 MiB)",
+        1.0,
+        _saving_memory("memory", lambda x: (x.world_size - 1) / x.world_size * x.state + _SMALL),
+    ),
+    Target("memory of a save, file / 64 MiB", 1.0, _saving_memory("file")),
+    Target(
+        "save, sharded / torch-file: linear, worst of 2 and 4 ranks",
+        1 / 20,
+        _saving("sharded", "torch-file", 2, 4),
+    ),
+    Target(
+        "save, async / iteration: linear, worst of 2 and 4 ranks",
+        1.0,
+        _saving("async", "iteration", 2, 4),
+    ),
+    *(
+        Target(
+            f"save, {ours} / {theirs}: linear, worst of 2 and 4 ranks",
+            1.0,
+            _saving(ours, theirs, 2, 4),
+        )
+        for ours, theirs in (("sharded", "fsdp2"), ("async", "fsdp2-async"), ("load", "fsdp2-load"))
+    ),
     *(
         Target(
             f"peak, {ours} / {theirs}: {model}, 4 ranks",
@@ -1163,7 +1441,7 @@ def verdicts(
     return [(t.words, f"{t.limit:g}", value(t), t.met(report)) for t in TARGETS]
 
 # %% ../../nbs/apps/03_bench.ipynb #c3d41df7
-PARTS = ("times", "counts", "constructors", "profiles")
+PARTS = ("times", "counts", "constructors", "profiles", "checkpoints")
 
 
 def _known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
@@ -1242,6 +1520,10 @@ def _time_turn(name: str, model: Model, kind: str) -> Turn:
     return time_rank(name, model, _device(kind))
 
 
+def _save_turns(model: Model, kind: str, rounds: int) -> tuple[list[SaveTurn], int]:
+    return save_rank(model, _device(kind), rounds)
+
+
 def _trace(name: str, model: Model, kind: str) -> list[Stretch]:
     return trace_rank(name, model, _device(kind))
 
@@ -1294,6 +1576,7 @@ def measure(
         left_out |= {name: none for name in options.variants if VARIANTS[name].messages}
     found: list[Counts] = []
     launches: list[Launch] = []
+    saves: list[Checkpoints] = []
     for model in (models(options.quick)[name] for name in options.models):
         for n in options.ranks:
             names = [name for name in VARIANTS if name in (*REFERENCES, *options.variants)]
@@ -1305,13 +1588,18 @@ def measure(
                 names = [name for name in names if name not in left_out]
             if "times" in options.parts:
                 launches.append(_time_variants(options, ranks, model, n, names, say))
-            if found or launches:
-                so_far = tuple(launches), tuple(found)
-                keep(BenchmarkReport(here, options.quick, *so_far, None, left_out))
+            if "checkpoints" in options.parts:
+                say(f"saving and loading: {model.words}, {n} ranks")
+                turns = ranks(n, _save_turns, model, options.device, options.rounds)
+                saves.append(Checkpoints.of(model.name, turns))
+            if found or launches or saves:
+                so_far = tuple(launches), tuple(found), None, left_out, tuple(saves)
+                keep(BenchmarkReport(here, options.quick, *so_far))
     size = (200, 64, 3) if options.quick else (10_000, 1_024, 7)
     alone = "constructors" in options.parts and "RANK" not in os.environ
     makings = ranks(1, make_rank, *size)[0] if alone else None
-    return BenchmarkReport(here, options.quick, tuple(launches), tuple(found), makings, left_out)
+    parts = tuple(launches), tuple(found), makings, left_out, tuple(saves)
+    return BenchmarkReport(here, options.quick, *parts)
 
 # %% ../../nbs/apps/03_bench.ipynb #01b21964
 def profiles(
@@ -1545,6 +1833,52 @@ def link_summary(report: BenchmarkReport) -> str:  # Markdown
     timed = {name for launch in launches for name in launch.iteration}
     return markdown(heads, [line(name) for name in VARIANTS if name in timed - {*_NOT_SUMMED}])
 
+# %% ../../nbs/apps/03_bench.ipynb #c4ec0008
+SAVE_HEADS = (
+    "model",
+    "ranks",
+    "way",
+    "iterations",
+    "times faster than torch's class",
+    "over FSDP2's",
+    "first rank MiB",
+    "/ state",
+    "other ranks MiB",
+)
+_BESIDE = {  # of torch's class, and of FSDP2
+    "memory": ("torch", ""),
+    "file": ("torch-file", ""),
+    "sharded": ("torch-file", "fsdp2"),
+    "async": ("torch-file", "fsdp2-async"),
+    "load": ("", "fsdp2-load"),
+}
+
+
+def save_cells(report: BenchmarkReport) -> list[list[str]]:  # one for each of `SAVE_HEADS`
+    """Set out what saving and loading took."""
+    lines = []
+    for saving in report.checkpoints:
+        for way in saving.seconds:
+            torchs, fsdp2 = _BESIDE.get(way, ("", ""))
+            long = saving.ratio(way, "iteration")
+            faster = saving.ratio(torchs, way) if torchs else None
+            over = saving.ratio(way, fsdp2) if fsdp2 else None
+            first = saving.first_rank.get(way)
+            lines.append(
+                [
+                    saving.model,
+                    str(saving.world_size),
+                    f"{WAYS[way]} (`{way}`)",
+                    _number(long and long.median),
+                    _number(faster and faster.median, ".1f"),
+                    str(over) if over else "-",
+                    _number(first, ".0f", 2**-20),
+                    _number(_over(first, saving.state)),
+                    _number(saving.other_ranks.get(way), ".0f", 2**-20),
+                ]
+            )
+    return lines
+
 # %% ../../nbs/apps/03_bench.ipynb #d837de59
 _TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 5, 10, 20, 50)
 _FINE = (0.7, 1.5)  # ticks for which a wide axis has no room
@@ -1644,6 +1978,8 @@ def write_report(report: BenchmarkReport, folder: str | Path) -> list[str]:  # n
         writer.writeheader()
         writer.writerows(values)
     parts = [markdown(("", ""), report.machine.items()), markdown(HEADS, map(cells, values))]
+    if report.checkpoints:
+        parts.append(markdown(SAVE_HEADS, save_cells(report)))
     if not report.quick:
         parts.append(markdown(("target", "limit", "measured", "met"), verdicts(report)))
     parts += [f"{line}\n" for line in _remarks(report)]
@@ -1672,6 +2008,8 @@ def show(report: BenchmarkReport) -> None:
     tables: list[tuple[str, Sequence[str], Iterable[Sequence[str]]]] = [
         ("the optimizers", HEADS, map(cells, rows(report)))
     ]
+    if report.checkpoints:
+        tables.append(("saving and loading", SAVE_HEADS, save_cells(report)))
     if not report.quick:
         tables.append(("targets", ("target", "limit", "measured", "met"), verdicts(report)))
     console = (
@@ -1737,7 +2075,7 @@ def _parser() -> Parser:
         nargs="+",
         default=PARTS[:3],
         metavar="PART",
-        help=f"of {', '.join(PARTS)} (default: all but profiles)",
+        help=f"of {', '.join(PARTS)} (default: {', '.join(PARTS[:3])})",
     )
     parser.add_argument(
         "--network",
