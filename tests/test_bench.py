@@ -759,9 +759,19 @@ def test_command_runs_under_torchrun(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["report.json", "checkpoints/report.json"])
-def test_the_stored_report_is_of_the_full_models_and_exact(name):
-    path = Path(__file__).parents[1] / "nbs" / "benchmark" / name
+def test_the_stored_report_of_saving_is_of_the_full_model_and_exact():
+    path = Path(__file__).parents[1] / "nbs" / "benchmark" / "checkpoints" / "report.json"
+    found = BenchmarkReport.from_json(path.read_text())
+    assert not found.quick and json.loads(found.to_json()) == json.loads(path.read_text())
+    for n in (2, 4):
+        saving = found.saving("linear", n)
+        elements = sum(models()["linear"].sizes)
+        assert 8 * elements <= saving.state <= 8 * elements + 1000
+        assert sorted(saving.seconds) == sorted(bench.WAYS)
+
+
+def test_the_stored_report_is_of_the_full_models_and_exact():
+    path = Path(__file__).parents[1] / "nbs" / "benchmark" / "report.json"
     found = BenchmarkReport.from_json(path.read_text())
     assert not found.quick and not bench.strays(found) and path.stat().st_size < 200_000
     assert json.loads(found.to_json()) == json.loads(path.read_text())

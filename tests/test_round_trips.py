@@ -1,0 +1,192 @@
+"""Training after a round trip equals training without it: classes, formats, modes and world sizes, every
+two of them together.
+
+The whole product has 42,336 cases. A day's sample has every pair of values of two axes at least once,
+and is another one tomorrow; `ZERO_NB_SEED` gives the sample of an earlier day again."""
+
+import itertools
+import os
+from collections.abc import Sequence
+from datetime import date
+from random import Random
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import largest_gap, run_each
+from common.modes import MODES
+from common.saving import RECIPES, begin, half, inputs, parameters, train
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from zero_nb.checkpoint.async_save import AsyncCheckpointer
+from zero_nb.checkpoint.convert import convert_checkpoint
+from zero_nb.checkpoint.full import full_state_dict, load_full_state_dict
+from zero_nb.checkpoint.sharded import load_sharded, save_sharded
+
+SEED = int(os.environ.get("ZERO_NB_SEED", date.today().toordinal()))
+
+
+def save_weights(path, attached):
+    if dist.get_rank() == 0:
+        state = attached.call.state_dict()
+        torch.save({k.removeprefix("module."): v for k, v in state.items()}, f"{path}.weights")
+
+
+def load_weights(path, attached):
+    set_model_state_dict(attached.call, torch.load(f"{path}.weights"))
+
+
+def save_consolidated(path, attached):
+    to = attached.optimizer.world_size - 1
+    attached.optimizer.consolidate_state_dict(to)
+    if attached.optimizer.rank == to:
+        torch.save(attached.optimizer.state_dict(), path)
+    save_weights(path, attached)
+
+
+def load_consolidated(path, attached):
+    load_weights(path, attached)
+    attached.optimizer.load_state_dict(torch.load(path))
+
+
+def save_full(path, attached):
+    full_state_dict(attached.optimizer, path)
+    save_weights(path, attached)
+
+
+def load_full(path, attached):
+    load_full_state_dict(attached.optimizer, path)
+    load_weights(path, attached)
+
+
+def save_folder(path, attached):
+    save_sharded(path, attached.call, attached.optimizer)
+
+
+def load_folder(path, attached):
+    load_sharded(path, attached.call, attached.optimizer)
+
+
+def save_async(path, attached):  # the caller trains on
+    AsyncCheckpointer(attached.call, attached.optimizer).save(path)
+
+
+def parts(attached):
+    with attached.optimizer.giving_state_dicts("sharded"):
+        return {
+            "model": get_model_state_dict(attached.call),
+            "optimizer": get_optimizer_state_dict(attached.call, attached.optimizer),
+        }
+
+
+def save_dcp(path, attached):
+    dcp.save(parts(attached), checkpoint_id=path)
+
+
+def load_dcp(path, attached):
+    found = parts(attached)
+    dcp.load(found, checkpoint_id=path)
+    with attached.optimizer.giving_state_dicts("sharded"):
+        set_model_state_dict(attached.call, found["model"])
+        set_optimizer_state_dict(attached.call, attached.optimizer, found["optimizer"])
+
+
+FORMATS = {
+    "consolidated": (save_consolidated, load_consolidated),
+    "full": (save_full, load_full),
+    "sharded": (save_folder, load_folder),
+    "async": (save_async, load_folder),
+    "dcp": (save_dcp, load_dcp),
+    "safetensors": (save_folder, load_folder),  # converted in between
+}
+AXES = ([*RECIPES], [*FORMATS], [*MODES], [*MODES], [1, 2, 3, 4], [1, 2, 3, 4])
+
+
+def pairs(case: Sequence) -> set:
+    """Give the pairs of values of a case, each with the number of its axis."""
+    return {*itertools.combinations(enumerate(case), 2)}
+
+
+def covering(axes: Sequence[Sequence], random: Random) -> list[tuple]:
+    """Choose cases that have every pair of values of any two axes."""
+    left = {
+        ((i, a), (j, b))
+        for (i, one), (j, other) in itertools.combinations(enumerate(axes), 2)
+        for a in one
+        for b in other
+    }
+    cases = []
+    while left:
+        (i, a), (j, b) = random.choice(sorted(left, key=str))
+        candidates = []
+        for _ in range(30):
+            case = [random.choice(axis) for axis in axes]
+            case[i] = a
+            case[j] = b
+            candidates.append(tuple(case))
+        cases.append(max(candidates, key=lambda case: len(pairs(case) & left)))
+        left -= pairs(cases[-1])
+    return cases
+
+
+def save(path, recipe, form, mode):
+    attached = begin(recipe, mode)
+    train(attached, inputs(recipe, 1))
+    FORMATS[form][0](path, attached)
+    train(attached, inputs(recipe, 2))
+    return parameters(attached)
+
+
+def load(path, recipe, form, mode):
+    attached = begin(recipe, mode)
+    train(attached, inputs(recipe, 3, 1))  # what it has before is not what it goes on with
+    FORMATS[form][1](path, attached)
+    train(attached, inputs(recipe, 2))
+    return parameters(attached)
+
+
+def in_launches(call, cases):
+    """Run cases by the number of ranks that they need, each number in one launch."""
+    found = {}
+    for size in (1, 2, 3, 4):
+        mine = {name: args for name, (ranks, *args) in cases.items() if ranks == size}
+        found |= run_each(size, call, mine, timeout=300) if mine else {}
+    return found
+
+
+def test_training_after_a_round_trip_equals_training_without_it(folder):
+    print(f"ZERO_NB_SEED={SEED}")
+    cases = {case: folder / str(i) for i, case in enumerate(covering(AXES, Random(SEED)))}
+    assert 63 <= len(cases) < 120
+    saved = in_launches(
+        save,
+        {case: (case[4], path, RECIPES[case[0]], case[1], case[2]) for case, path in cases.items()},
+    )
+    for case, path in cases.items():
+        if case[1] == "safetensors":
+            convert_checkpoint(path, f"{path}.safetensors")
+            path.rename(f"{path}.before")
+            convert_checkpoint(f"{path}.safetensors", path, ranks=case[5])
+    loaded = in_launches(
+        load,
+        {case: (case[5], path, RECIPES[case[0]], case[1], case[3]) for case, path in cases.items()},
+    )
+    for case in cases:
+        [wanted, *others] = saved[case]
+        limit = 0.02 if RECIPES[case[0]].model is half else 1e-12
+        for got in (*others, *loaded[case]):
+            worst = max(largest_gap(a, b) for a, b in zip(wanted, got, strict=True))
+            assert worst <= limit, (case, worst)
+
+
+def test_a_sample_has_all_pairs():
+    cases = covering(AXES, Random(1))
+    assert cases == covering(AXES, Random(1)) != covering(AXES, Random(2))
+    seen = set().union(*map(pairs, cases))
+    sizes = [len(axis) for axis in AXES]
+    assert len(seen) == sum(a * b for a, b in itertools.combinations(sizes, 2))
