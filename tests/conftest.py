@@ -16,6 +16,7 @@ LONG = (
     "join_histories",
     "package",
     "recipes",
+    "round_trips",
     "two_machines",
 )
 

@@ -1242,6 +1242,17 @@ def _wire_ratio(name: str, report: BenchmarkReport) -> float | None:
     return _worst(float(c.wire / full.wire) for c, full in pairs if c.wire and full and full.wire)
 
 
+def _making(ours: str, theirs: str) -> Callable[[BenchmarkReport], float | None]:
+    return lambda report: (
+        paired(getattr(report.makings, ours), getattr(report.makings, theirs)).median
+        if report.makings
+        else None
+    )
+
+# %% ../../nbs/apps/03_bench.ipynb #c4ec000e
+_SMALL = 64 * 2**20  # bytes
+
+
 def _saving(ours: str, theirs: str, *ranks: int) -> Callable[[BenchmarkReport], float | None]:
     def measured(report: BenchmarkReport) -> float | None:
         found = [
@@ -1268,15 +1279,36 @@ def _saving_memory(
     return measured
 
 
-_SMALL = 64 * 2**20
-
-
-def _making(ours: str, theirs: str) -> Callable[[BenchmarkReport], float | None]:
-    return lambda report: (
-        paired(getattr(report.makings, ours), getattr(report.makings, theirs)).median
-        if report.makings
-        else None
-    )
+_SAVE_TARGETS = (
+    Target("save, memory / torch: linear, 2 ranks", 1 / 30, _saving("memory", "torch", 2)),
+    Target("save, memory / torch: linear, 4 ranks", 1 / 50, _saving("memory", "torch", 4)),
+    Target("save, file / torch-file: linear, 2 ranks", 1 / 30, _saving("file", "torch-file", 2)),
+    Target("save, file / torch-file: linear, 4 ranks", 1 / 50, _saving("file", "torch-file", 4)),
+    Target(
+        "memory of a save, memory / ((N-1)/N of the state + 64 MiB; elsewhere 64 MiB)",
+        1.0,
+        _saving_memory("memory", lambda x: (x.world_size - 1) / x.world_size * x.state + _SMALL),
+    ),
+    Target("memory of a save, file / 64 MiB", 1.0, _saving_memory("file")),
+    Target(
+        "save, sharded / torch-file: linear, worst of 2 and 4 ranks",
+        1 / 20,
+        _saving("sharded", "torch-file", 2, 4),
+    ),
+    Target(
+        "save, async / iteration: linear, worst of 2 and 4 ranks",
+        1.0,
+        _saving("async", "iteration", 2, 4),
+    ),
+    *(
+        Target(
+            f"save, {ours} / {theirs}: linear, worst of 2 and 4 ranks",
+            1.0,
+            _saving(ours, theirs, 2, 4),
+        )
+        for ours, theirs in (("sharded", "fsdp2"), ("async", "fsdp2-async"), ("load", "fsdp2-load"))
+    ),
+)
 
 # %% ../../nbs/apps/03_bench.ipynb #7d8ba655
 TARGETS = (
@@ -1388,34 +1420,7 @@ TARGETS = (
         )
         for name in names
     ),
-    Target("save, memory / torch: linear, 2 ranks", 1 / 30, _saving("memory", "torch", 2)),
-    Target("save, memory / torch: linear, 4 ranks", 1 / 50, _saving("memory", "torch", 4)),
-    Target("save, file / torch-file: linear, 2 ranks", 1 / 30, _saving("file", "torch-file", 2)),
-    Target("save, file / torch-file: linear, 4 ranks", 1 / 50, _saving("file", "torch-file", 4)),
-    Target(
-        "memory of a save, memory / ((N-1)/N of the state + 64 MiB; elsewhere 64 MiB)",
-        1.0,
-        _saving_memory("memory", lambda x: (x.world_size - 1) / x.world_size * x.state + _SMALL),
-    ),
-    Target("memory of a save, file / 64 MiB", 1.0, _saving_memory("file")),
-    Target(
-        "save, sharded / torch-file: linear, worst of 2 and 4 ranks",
-        1 / 20,
-        _saving("sharded", "torch-file", 2, 4),
-    ),
-    Target(
-        "save, async / iteration: linear, worst of 2 and 4 ranks",
-        1.0,
-        _saving("async", "iteration", 2, 4),
-    ),
-    *(
-        Target(
-            f"save, {ours} / {theirs}: linear, worst of 2 and 4 ranks",
-            1.0,
-            _saving(ours, theirs, 2, 4),
-        )
-        for ours, theirs in (("sharded", "fsdp2"), ("async", "fsdp2-async"), ("load", "fsdp2-load"))
-    ),
+    *_SAVE_TARGETS,
     *(
         Target(
             f"peak, {ours} / {theirs}: {model}, 4 ranks",
