@@ -3,6 +3,8 @@ random histories on one store."""
 
 import importlib
 import random
+import socket
+import threading
 from collections import Counter
 from datetime import timedelta
 from itertools import islice
@@ -383,3 +385,47 @@ def test_L2_a_group_made_anew_on_the_same_store_hears_no_old_words(tmp_path, kin
         return dist.TCPStore("127.0.0.1", port, 2, rank == 0)
 
     assert run(2, again, store_of) == [[], []]
+
+
+def passed_on(server, port):
+    """Give the socket of a proxy for one connection, and what ends the passing on of bytes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    cut = threading.Event()
+
+    def pump(source, target):
+        while data := source.recv(4096):
+            if not cut.is_set():
+                target.sendall(data)
+
+    def serve():
+        ours, _ = listener.accept()
+        theirs = socket.create_connection((server, port))
+        threading.Thread(target=pump, args=(theirs, ours), daemon=True).start()
+        pump(ours, theirs)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener, cut
+
+
+def test_a_store_behind_a_cut_network_is_given_up(monkeypatch):
+    """Torch waits for the answer to these requests without a limit, until TCP gives up after a quarter of an hour."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener, cut = passed_on("127.0.0.1", server.port)
+    client = dist.TCPStore("127.0.0.1", listener.getsockname()[1], is_master=False)
+    group = SimpleNamespace(global_rank=1, process_group=None, _wire=_State())
+    monkeypatch.setattr(agreement, "_store", lambda group: dist.PrefixStore("x", client))
+    monkeypatch.setattr(agreement, "_timeout", lambda group: timedelta(seconds=0.5))
+    monkeypatch.setattr(agreement, "_is_near", lambda host: False)
+    notes = agreement._Notes(group)
+    notes.set("key", "value")
+    assert notes.peek("key") == "value"
+    cut.set()
+    with pytest.raises(RuntimeError, match=r"rank 1 cannot reach .*no answer within 0.5 seconds"):
+        notes.peek("key")
+    with pytest.raises(RuntimeError, match="left a request without an answer before"):
+        notes.add("number")
+
+
+def test_addresses_of_this_machine_are_near():
+    assert agreement._is_near("localhost") and agreement._is_near("127.0.0.1")
+    assert not agreement._is_near("192.0.2.1")  # of no machine, by RFC 5737

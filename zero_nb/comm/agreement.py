@@ -9,13 +9,17 @@ import hashlib
 import itertools
 import json
 import logging
+import queue
 import secrets
+import socket
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,44 @@ def _store(group: Ranks) -> Any:
     return _get_process_group_store(_sending_group(group.process_group))
 
 
+@lru_cache(maxsize=64)
+def _is_near(host: str) -> bool:
+    """Tell whether an address is one of this machine's."""
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+def _is_far(store: Any) -> bool:
+    """Tell whether a store is on another machine, so that its answers may be lost."""
+    while isinstance(store, torch.distributed.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, torch.distributed.TCPStore) and not _is_near(store.host)
+
+
+def _within(seconds: float, request: Callable[[], Any]) -> Any:
+    """Make a request that may never return. Raises `TimeoutError`."""
+    answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((request(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} seconds") from None
+    if error:
+        raise error
+    return answer
+
+
 _NOTHING = "\0"  # no rank leaves this text
 
 
@@ -53,9 +95,12 @@ class _Notes:
         self._group = group
         self._store = _store(group)
         self._prefix = f"z{life}/"  # short, for it travels with every request
+        self._far = _is_far(self._store)
 
     def _ask(self, request: Callable[..., Any], key: str, *values: Any) -> Any:
         try:
+            if self._far:
+                return self._ask_far(lambda: request(self._prefix + key, *values))
             return request(self._prefix + key, *values)
         except ValueError as error:
             raise RuntimeError(
@@ -64,6 +109,17 @@ class _Notes:
             ) from error
         except Exception as error:
             raise _unreachable(self._group, self._store, error) from error
+
+    def _ask_far(self, request: Callable[[], Any]) -> Any:
+        """Ask a store on another machine: torch waits for its answer without a limit."""
+        wire = self._group._wire
+        if wire.silent:
+            raise TimeoutError("it has left a request without an answer before")
+        try:
+            return _within(_timeout(self._group).total_seconds(), request)
+        except TimeoutError:
+            wire.note_silent()
+            raise
 
     def set(self, key: str, text: str) -> None:
         """Leave a text, in the place of an older one."""
@@ -106,7 +162,7 @@ def _unreachable(group: Ranks, store: Any, error: Exception) -> RuntimeError:
     return RuntimeError(
         f"rank {group.global_rank} cannot reach the store of its group{place}, through which ranks"
         f" agree: {_shortened(str(error), 300)}; the process that hosts it has ended, rank 0's or"
-        " torchrun's agent. Look at its output first"
+        " torchrun's agent, or the network to it is cut. Look at its output first"
     )
 
 # %% ../../nbs/comm/02_agreement.ipynb #c9bacc4e

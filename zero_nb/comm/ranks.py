@@ -84,6 +84,9 @@ class _State:
     dropped: list[str] = field(default_factory=list)  # collectives nobody waited for
     named: int = 0  # in the state of the job's own group: the highest number in the name of a group that was split off
     ended: str = ""  # "aborted" or "destroyed"
+    silent: bool = (
+        False  # whether the store, on another machine, has left a request without an answer
+    )
     reason: str = ""  # what another rank said that failed, if the group was aborted because of that
     watcher: Any = (
         None  # the thread that listens to other ranks where the backend does not tell of errors
@@ -122,6 +125,10 @@ class _State:
         """Note that ranks have compared a collective."""
         self.compared += like not in self.known
         self.known.add(like)
+
+    def note_silent(self) -> None:
+        """Note that the store on another machine does not answer."""
+        self.silent = True
 
     def note_name(self, number: int) -> None:
         """Note the highest number in the name of a group that was split off."""
