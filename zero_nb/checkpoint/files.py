@@ -82,6 +82,17 @@ def _open_beside(path: Path, suffix: str = ".tmp") -> tuple[Path, int]:
         os.close(handle)
 
 
+def _rename_over(beside: Path, path: Path) -> None:
+    """Give a complete file the name of an older one."""
+    there = path.exists()
+    try:
+        os.replace(beside, path)
+    except OSError:
+        if not there or path.exists():
+            raise
+        os.rename(beside, path)  # a file system that removed the old one, and then failed
+
+
 @contextmanager
 def replacing(
     path: str | os.PathLike[str],  # its folder must exist
@@ -99,7 +110,7 @@ def replacing(
     try:
         yield beside
         os.fsync(handle)
-        os.replace(beside, path)
+        _rename_over(beside, path)
         _flush_folder(path.parent)
     except BaseException:
         beside.unlink(missing_ok=True)
