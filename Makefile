@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: help train bench link test quick notebooks pytest browser lint export lab clean
+.PHONY: help train bench link surviving test quick notebooks pytest browser lint export lab clean
 
 help: ## what the targets do
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,6 +18,9 @@ bench: $(VENV)/.ready ## compare with plain DDP and other optimizers at full siz
 
 link: $(VENV)/.ready ## the same between two network namespaces joined by 1 Gbit/s (root, 20 minutes); nbs/benchmark/two_machines.sh does it between two machines
 	$(BIN)/python tests/link.py $(ARGS)
+
+surviving: $(VENV)/.ready ## kill the ranks of a job 21 times and compare its losses with an unbroken run's (15 minutes); what guides/03_surviving shows is in nbs/benchmark
+	$(BIN)/python tests/surviving.py $(ARGS)
 
 test: lint notebooks pytest ## everything CI checks
 

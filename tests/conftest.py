@@ -17,6 +17,7 @@ LONG = (
     "package",
     "recipes",
     "round_trips",
+    "surviving",
     "two_machines",
 )
 

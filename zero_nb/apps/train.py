@@ -6,24 +6,28 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import importlib.util
 import io
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import sys
 import sysconfig
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,18 +38,24 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from ..checkpoint.files import check_file, replacing
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl: Any = None  # type: ignore[no-redef]
+
+from ..checkpoint.files import check_file, replacing, tensors_in
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..comm.objects import gather_object
-from ..comm.agreement import agree
+from ..comm.objects import broadcast_object_list, gather_object
+from ..comm.agreement import agree, agreeing
 from ..comm.groups import Group
+from ..comm.ranks import _few
 
 # %% auto #0
-__all__ = ['RECIPES', 'INDENT', 'SKIP', 'PROMPTS', 'FREE', 'option', 'TrainConfig', 'Corpus', 'read_corpus', 'windows', 'rotate',
-           'TransformerBlock', 'GPT', 'learning_rate', 'synchronized_time', 'Side', 'held', 'RankReport', 'generate',
-           'save_checkpoint', 'read_checkpoint', 'configured', 'check_devices', 'joined', 'prepared', 'extra',
-           'Display', 'tokens_per_second', 'train_rank', 'measured', 'memory_table', 'draw_losses',
-           'add_train_arguments', 'leave', 'run_rank']
+__all__ = ['RECIPES', 'INDENT', 'SKIP', 'PROMPTS', 'FREE', 'option', 'TrainConfig', 'Corpus', 'read_corpus', 'windows',
+           'rank_windows', 'rotate', 'TransformerBlock', 'GPT', 'learning_rate', 'synchronized_time', 'Side', 'held',
+           'RankReport', 'generate', 'checkpoint_files', 'save_checkpoint', 'read_checkpoint', 'configured',
+           'check_devices', 'joined', 'resumable', 'writing_alone', 'prepared', 'extra', 'Display', 'tokens_per_second',
+           'train_rank', 'measured', 'memory_table', 'draw_losses', 'add_train_arguments', 'leave', 'run_rank']
 
 # %% ../../nbs/apps/01_train.ipynb #7e4886ec
 def option(
@@ -85,6 +95,9 @@ class TrainConfig:
         0, "step at which the learning rate has fallen to its floor, where it stays; 0: --steps", 0
     )
     batch: int = option(4, "windows per rank and step", 1)
+    global_batch: int = option(
+        0, "windows per step of all ranks together, the same at any number of ranks; 0: --batch", 0
+    )
     block: int = option(128, "bytes in a window", 2)
     layers: int = option(4, "transformer blocks", 1)
     heads: int = option(4, "attention heads", 1)
@@ -104,6 +117,11 @@ class TrainConfig:
         False,
         "continue the checkpoint in --out with its options; to a larger --steps, or as far again if it is complete",
     )
+    auto_resume: bool = option(
+        False,
+        "continue the newest checkpoint of these options, or begin if there is none: for torchrun --max-restarts",
+    )
+    keep: int = option(1, "checkpoints to keep, the newest ones", 1)
     out: str = option("runs/train", "folder for checkpoint.pt, curve.png, samples.txt, report.json")
     data: str = option("", "folder of Python sources; by default the standard library's")
     device: str = option(
@@ -212,6 +230,22 @@ def windows(
     )
     return text[starts + torch.arange(block + 1)].long()
 
+
+def rank_windows(
+    text: Tensor,  # uint8 [bytes]
+    batch: int,  # windows for each rank, if `global_batch` is 0
+    global_batch: int,  # windows for all ranks together
+    block: int,  # bytes in each
+    group: Group,
+    *key: int | str,  # what the draw depends on
+) -> Tensor:  # int64 [windows, block + 1]
+    """Draw this rank's windows."""
+    if not global_batch:
+        return windows(text, batch, block, *key, group.global_rank)
+    share = global_batch // group.size
+    first = group.group_rank * share
+    return windows(text, global_batch, block, *key)[first : first + share]
+
 # %% ../../nbs/apps/01_train.ipynb #23eb5f31
 def rotate(
     x: Tensor,  # [B, H, T, D]
@@ -307,6 +341,15 @@ def synchronized_time(device: torch.device) -> float:  # seconds
     return time.perf_counter()
 
 
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Say in an error what failed, and for whom."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{what}: {error}") from error
+
+
 class Side:
     """A model in training: DDP around it, its optimizer, its schedule."""
 
@@ -330,6 +373,11 @@ class Side:
             logits = module(batch[:, :-1])
         return F.cross_entropy(logits.float().transpose(1, 2), batch[:, 1:])
 
+    def order_buckets(self, batch: Tensor) -> None:  # int64 [B, T + 1]
+        """Let DDP see in which order the gradients come, so that it has packed them for good before step 1."""
+        self.loss(self.ddp, batch).backward()
+        self.optimizer.zero_grad(set_to_none=False)
+
     def train(
         self, batch: Tensor
     ) -> tuple[
@@ -338,7 +386,8 @@ class Side:
         """Train on one batch."""
         start = synchronized_time(self.device)
         loss = self.loss(self.ddp, batch)
-        loss.backward()
+        with _naming("backward failed, in which DDP averages the gradients over all ranks"):
+            loss.backward()
         if self.config.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         before = synchronized_time(self.device)
@@ -416,7 +465,9 @@ def _mean(value: Tensor, group: Group) -> float:
 
 
 def _evaluate(side: Side, text: Tensor, group: Group) -> float:
-    batch = windows(text, 16, side.config.block, "held out", side.config.seed, group.global_rank)
+    config = side.config
+    together = 4 * config.global_batch
+    batch = rank_windows(text, 16, together, config.block, group, "held out", config.seed)
     with torch.no_grad():
         return _mean(side.loss(side.model, batch), group)
 
@@ -458,11 +509,40 @@ FREE = {
     "sample",
     "compare",
     "resume",
+    "auto_resume",
+    "keep",
     "out",
     "data",
     "device",
     "timeout",
 }  # a resumed run may change these
+
+
+def checkpoint_files(
+    out: str,  # folder
+) -> list[Path]:  # newest first: `checkpoint.pt`, and those kept from before it
+    """Give the files that are checkpoints by their names."""
+    numbered = {
+        int(p.stem[11:]): p for p in Path(out).glob("checkpoint-*.pt") if p.stem[11:].isdecimal()
+    }
+    newest = Path(out, "checkpoint.pt")
+    older = [numbered[step] for step in sorted(numbered, reverse=True)]
+    return [path for path in (newest, *older) if path.is_file()]
+
+
+def _keep_before(path: Path) -> None:
+    """Give a checkpoint a second name, which it has when the next one takes the first."""
+    try:
+        step = torch.load(path, mmap=True, map_location="cpu", weights_only=True)["step"]
+    except Exception:  # there is none, or it is damaged
+        return
+    kept = path.with_name(f"checkpoint-{step}.pt")
+    kept.unlink(missing_ok=True)
+    try:
+        os.link(path, kept)
+    except OSError:  # a file system without links
+        with replacing(kept) as beside:
+            shutil.copyfile(path, beside)
 
 
 def save_checkpoint(
@@ -471,12 +551,18 @@ def save_checkpoint(
     step: int,  # steps taken
     group: Group,  # all its ranks call this
 ) -> None:
-    """Collect the optimizer's state on the group's first rank, which writes `checkpoint.pt`."""
+    """Collect the optimizer's state on the group's first rank, which writes `checkpoint.pt`.
+
+    Raises on all ranks what writing it raises, and the checkpoint before it is still there."""
+    path = Path(side.config.out, "checkpoint.pt")
     if isinstance(side.optimizer, ZeroRedundancyOptimizer):
         side.optimizer.consolidate_state_dict(to=0)
-    if group.group_rank:
-        return
-    path = Path(side.config.out, "checkpoint.pt")
+    with agreeing(group, f"saving step {step}"):
+        if group.group_rank == 0:
+            _write_state(path, side, report, step)
+
+
+def _write_state(path: Path, side: Side, report: RankReport, step: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     config = asdict(replace(side.config, horizon=side.config.horizon or side.config.steps))
     with replacing(path) as beside:
@@ -493,6 +579,10 @@ def save_checkpoint(
             },
             beside,
         )
+        if side.config.keep > 1:
+            _keep_before(path)
+    for old in checkpoint_files(side.config.out)[side.config.keep :]:
+        old.unlink(missing_ok=True)
 
 
 def _load(side: Side, state: dict[str, Any]) -> None:
@@ -513,6 +603,9 @@ _PARTS = {
     "losses": dict,
     "held_out": dict,
 }
+
+
+_ADDED = {"global_batch", "auto_resume", "keep"}  # options that older checkpoints do not know
 
 
 def _unlike(
@@ -584,6 +677,8 @@ def _check_checkpoint(state: Any, out: str) -> str:  # "" if all is right
         if not isinstance(state[key], kind):
             return f"{key} must be of type {kind.__name__}, got {type(state[key]).__name__}"
     options = asdict(TrainConfig())
+    for name in _ADDED & options.keys():
+        state["config"].setdefault(name, options[name])
     if words := _unlike(state["config"], options, "config"):
         return words
     try:
@@ -615,15 +710,28 @@ def _check_checkpoint(state: Any, out: str) -> str:  # "" if all is right
 def read_checkpoint(
     out: str,  # folder
 ) -> dict[str, Any]:  # what `save_checkpoint` wrote
-    """Read `checkpoint.pt`, on the CPU and without running code from it.
+    """Read the newest checkpoint that is complete, on the CPU and without running code from it.
 
-    Raises `ValueError` if it is missing, damaged or not ours."""
-    path = Path(out, "checkpoint.pt")
-    if not path.is_file():
-        raise ValueError(
-            f"--resume needs a checkpoint, and there is no {path}; train without --resume first, or"
-            " name its folder with --out"
-        )
+    Raises `ValueError` if there is none, or all are damaged or not ours."""
+    problems: list[str] = []
+    for path in checkpoint_files(out):
+        try:
+            state = _read_state(path, out)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            warnings.warn(f"{'; '.join(problems)}. Going on from {path}", stacklevel=2)
+        return state
+    raise ValueError(
+        problems[0]
+        if problems
+        else f"--resume needs a checkpoint, and there is no {Path(out, 'checkpoint.pt')}; train without"
+        " --resume first, or name its folder with --out"
+    )
+
+
+def _read_state(path: Path, out: str) -> dict[str, Any]:
     try:
         check_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -636,14 +744,30 @@ def read_checkpoint(
     return state
 
 
+def _check_choices(chosen: dict[str, Any], old: dict[str, Any], out: str, advice: str) -> None:
+    """Refuse options that are not those of a checkpoint."""
+    for name, value in chosen.items():
+        if name not in FREE and value != old[name]:
+            raise ValueError(
+                f"{_flag(name)} is {old[name]} in {Path(out, 'checkpoint.pt')}, got {value}; {advice}"
+            )
+
+
 def configured(
     given: dict[str, Any],  # fields of a `TrainConfig` that somebody chose
 ) -> TrainConfig:
     """Complete a choice: from the checkpoint if it says `resume`, from the defaults otherwise.
-    Folders are never taken from a checkpoint.
+    Folders are never taken from a checkpoint. With `auto_resume` the choice is complete: it is the same at each start.
 
     Raises `ValueError` for what cannot be, or cannot be continued."""
     chosen = TrainConfig(**given)
+    if "batch" in given and chosen.global_batch:
+        raise ValueError(
+            f"--batch counts the windows of a rank and --global-batch those of all; give one, got"
+            f" {chosen.batch} and {chosen.global_batch}"
+        )
+    if chosen.resume and chosen.auto_resume:
+        raise ValueError("--resume needs a checkpoint and --auto-resume does not; give one")
     if not chosen.resume:
         return chosen
     state = read_checkpoint(chosen.out)
@@ -655,12 +779,8 @@ def configured(
             f"{path} was trained on --data {old['data']}; say so again, or name another folder with"
             " --data"
         )
-    for name, value in given.items():
-        if name not in FREE and value != old[name]:
-            raise ValueError(
-                f"{_flag(name)} is {old[name]} in {path}, got {value}; leave it out to continue, or"
-                " train without --resume"
-            )
+    advice = "leave it out to continue, or train without --resume"
+    _check_choices(given, old, chosen.out, advice)
     steps = given.get("steps", old["steps"] if old["steps"] > step else step + old["horizon"])
     if steps <= step:
         raise ValueError(f"--steps must be more than the {step} that {path} has, got {steps}")
@@ -708,7 +828,121 @@ def joined(config: TrainConfig) -> Iterator[torch.device]:
     yield device
     dist.destroy_process_group()  # not after an error: the others may never answer
 
+# %% ../../nbs/apps/01_train.ipynb #7e2a0002
+def _state_crc(state: dict[str, Any]) -> int:  # of all tensors
+    crc = 0
+    for _, tensor in tensors_in(state):
+        crc = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, crc)
+    return crc
+
+
+def _own_state(config: TrainConfig) -> tuple[dict[str, Any] | None, str]:
+    """Read the checkpoint that this rank sees, or say what is wrong with it."""
+    if not checkpoint_files(config.out):
+        return None, ""
+    try:
+        state = read_checkpoint(config.out)
+    except ValueError as error:
+        return None, str(error)
+    chosen = asdict(replace(config, horizon=config.horizon or config.steps))
+    advice = "give the options it was trained with, or name another folder with --out"
+    _check_choices(chosen, state["config"], config.out, advice)
+    if state["step"] > config.steps:
+        raise ValueError(
+            f"--steps must be at least the {state['step']} of the checkpoint in {config.out}, got"
+            f" {config.steps}"
+        )
+    return state, ""
+
+
+def resumable(
+    config: TrainConfig,  # this rank's
+    group: Group,  # all its ranks call this
+) -> dict[str, Any] | None:  # the same on all ranks
+    """Give all ranks the newest complete checkpoint that one of them sees; `None` if there is none at all.
+
+    Raises `ValueError` on all ranks if one is of other options, or if there are only damaged ones."""
+    state = None
+    problem = ""
+    with agreeing(group, "the checkpoint to go on from"):
+        state, problem = _own_state(config)
+    table = torch.zeros(group.size, 2, dtype=torch.int64)
+    if state is not None:
+        table[group.group_rank] = torch.tensor([state["step"], _state_crc(state)])
+    group.all_gather(table.view(-1))
+    source = int(table[:, 0].argmax())
+    step = int(table[source, 0])
+    if not step:
+        agree(group, "reading a checkpoint", error=ValueError(problem) if problem else None)
+        return None
+    if problem:
+        warnings.warn(
+            f"{problem}. Going on from step {step}, which rank {source} has", stacklevel=2
+        )
+    if (table != table[source]).any():
+        states = [state]
+        broadcast_object_list(states, group=group, group_src=source, weights_only=True)
+        state = states[0]
+    return state
+
+# %% ../../nbs/apps/01_train.ipynb #7e2a0004
+def _try_lock(handle: int) -> bool:  # also where the file system has no locks
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EAGAIN, errno.EACCES)
+    return True
+
+
+@contextmanager
+def _locked_folder(
+    folder: Path,  # is made
+    seconds: float,  # to wait for the process that holds it
+) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, "--out must be a folder to write to", str(folder))
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        end = time.monotonic() + seconds
+        while not _try_lock(handle):
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"--out must be a folder of this job alone, and another process writes to {folder};"
+                    " end it, or name another folder"
+                )
+            time.sleep(0.05)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def writing_alone(
+    config: TrainConfig,
+    group: Group,  # all its ranks call this
+) -> Iterator[None]:
+    """Let the group's first rank hold the folder; it waits for up to half of `--timeout`.
+
+    Raises on all ranks: `ValueError` if another job holds it, and `OSError` if it cannot be written to."""
+    with ExitStack() as held_open:
+        with agreeing(group, "opening --out"):
+            if group.group_rank == 0:
+                held_open.enter_context(_locked_folder(Path(config.out), config.timeout / 2))
+        yield
+
 # %% ../../nbs/apps/01_train.ipynb #e0e271a9
+def _check_share(global_batch: int, ranks: int) -> None:
+    if global_batch % ranks:
+        raise ValueError(
+            f"--global-batch must be a multiple of the number of ranks, got {global_batch} for {ranks}"
+            f" ranks; {-(-global_batch // ranks) * ranks} would do"
+        )
+
+
 def prepared(
     config: TrainConfig,  # this rank's
     group: Group,  # all its ranks call this
@@ -718,6 +952,7 @@ def prepared(
     try:
         corpus = read_corpus(config.data)
         windows(corpus.held_out, 1, config.block)
+        _check_share(config.global_batch, group.size)
         state = read_checkpoint(config.out) if config.resume else None
     except ValueError as caught:
         error = caught
@@ -728,11 +963,11 @@ def prepared(
     ]
     lines += [
         f"text with digest {corpus and corpus.digest}",
-        f"checkpoint of step {state and state['step']}",
+        f"checkpoint of step {state and state['step']} with checksum {state and _state_crc(state)}",
     ]
     agree(group, "the training to do", lines, error)
     assert corpus is not None, "agree raises where reading failed"
-    return corpus, state
+    return corpus, resumable(config, group) if config.auto_resume else state
 
 # %% ../../nbs/apps/01_train.ipynb #d8a7f4e5
 def extra(
@@ -752,7 +987,7 @@ class Display:
     def __init__(self, config: TrainConfig, first: int, shown: bool):
         self.config = config
         self.bar = None
-        self.say = print if shown else lambda line: None
+        self.say = partial(print, flush=True) if shown else lambda line: None
         if not (shown and sys.stdout.isatty()):
             return
         extra("rich")
@@ -810,7 +1045,7 @@ def train_rank(
     config: TrainConfig,  # the same on every rank
 ) -> RankReport:  # of this rank
     """Train, as one rank of however many there are; rank 0 writes checkpoints."""
-    with joined(config) as device:
+    with joined(config) as device, writing_alone(config, Group()):
         group = Group()
         corpus, state = prepared(config, group)
         sides = {
@@ -823,9 +1058,9 @@ def train_rank(
         report = _start_report(sides, group, device, state)
         first = state["step"] if state else 0
         display = Display(config, first, group.global_rank == 0)
+        display.say(f"ranks: {group.size}, steps taken before: {first}")
         try:
-            for step in range(first, config.steps):
-                _take(step, sides, corpus, report, group, display)
+            _take_all(first, sides, corpus, report, group, display)
         finally:
             display.close()
         return _finished(sides, report, group)
@@ -844,12 +1079,17 @@ def _start_report(
         group.global_rank,
         group.size,
         kind,
-        group.size * config.batch * config.block,
+        (config.global_batch or group.size * config.batch) * config.block,
         numbers,
         losses,
         held_out,
         {name: [] for name in sides},
     )
+
+
+def _batch(config: TrainConfig, text: Tensor, group: Group, step: int) -> Tensor:
+    sizes = (config.batch, config.global_batch, config.block)
+    return rank_windows(text, *sizes, group, "train", config.seed, step)
 
 
 def _take(
@@ -861,9 +1101,7 @@ def _take(
     display: Display,
 ) -> None:
     config = sides["zero_nb"].config
-    batch = windows(
-        corpus.train, config.batch, config.block, "train", config.seed, step, group.global_rank
-    )
+    batch = _batch(config, corpus.train, group, step)
     done = step + 1
     last = done == config.steps
     for name in sorted(sides, reverse=step % 2 == 0):
@@ -876,6 +1114,24 @@ def _take(
     if done % config.save_every == 0 or last:
         save_checkpoint(sides["zero_nb"], report, done, group)
     display.update(done, report)
+
+
+def _take_all(
+    first: int,
+    sides: dict[str, Side],
+    corpus: Corpus,
+    report: RankReport,
+    group: Group,
+    display: Display,
+) -> None:
+    """Take all steps from one on."""
+    config = sides["zero_nb"].config
+    others = _few([rank for rank in group.ranks if rank != group.global_rank]) or "no other"
+    for side in sides.values():
+        side.order_buckets(_batch(config, corpus.train, group, first))
+    for step in range(first, config.steps):
+        with _naming(f"step {step + 1} of rank {group.global_rank}, which it takes with {others}"):
+            _take(step, sides, corpus, report, group, display)
 
 
 def _finished(sides: dict[str, Side], report: RankReport, group: Group) -> RankReport:
@@ -915,13 +1171,16 @@ def _compared(reports: Sequence[RankReport]) -> dict[str, Any]:
     theirs = first.losses["plain DDP"]
     both = ours.keys() & theirs.keys()
     absolute, relative = map(max, zip(*(report.apart for report in reports), strict=True))
+    times: dict[str, Any] = {}
+    if first.seconds["zero_nb"]:
+        times["step time, zero_nb / plain DDP"] = _paired(reports, 0)
+        times["optimizer step alone, zero_nb / plain DDP"] = _paired(reports, 1)
     return {
         "state, zero_nb / plain DDP": most / max(1, first.memory["plain DDP"][state]),
-        "step time, zero_nb / plain DDP": _paired(reports, 0),
-        "optimizer step alone, zero_nb / plain DDP": _paired(reports, 1),
+        **times,
         "largest parameter difference": absolute,
         "largest relative parameter difference": relative,
-        "largest loss difference": max(abs(ours[step] - theirs[step]) for step in both),
+        "largest loss difference": max((abs(ours[i] - theirs[i]) for i in both), default=0.0),
     }
 
 
@@ -935,7 +1194,7 @@ def measured(
         "device": first.device,
         "parameters": first.parameters,
         "tokens per step": first.tokens,
-        "tokens per second": tokens_per_second(first),
+        **({"tokens per second": tokens_per_second(first)} if first.seconds["zero_nb"] else {}),
         "losses": first.losses,
         "held-out losses": first.held_out,
         "bytes by rank": [report.memory for report in reports],
@@ -1134,9 +1393,14 @@ def run_rank(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     try:
         _train_and_leave(config)
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
+        if (
+            os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        ):  # torchrun tells only of the last
+            words = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} ends: "
+            print(f"{words}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # at once: the process group may wait for ranks that are gone
 
 
