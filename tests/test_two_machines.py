@@ -1,6 +1,7 @@
 """What goes over the link between two machines, counted by the link itself."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -9,18 +10,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from common.modes import MODES
+from common.ports import free_port
 from common.two_machines import (
     SCRIPT,
     benchmark_on_two_machines,
     missing,
     run_on_two_machines,
     sent_bytes,
+    set_link,
+    start_agent,
+    two_machines,
 )
+from surviving import TRAINING, flags_of, saved, unbroken
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
 from zero_nb.apps.bench import BenchmarkReport, models
+from zero_nb.apps.train import read_checkpoint
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 WIDTH = 600
@@ -117,6 +124,83 @@ def test_the_benchmark_between_two_machines(tmp_path):
     assert launch.world_size == 2
     for name in ("ddp", "zero2"):  # small messages have headers and acknowledgements
         assert 1 <= launch.link[name] / (4 * sum(models(True)["linear"].sizes)) <= 1.1
+
+
+LIMIT = 6.0  # seconds that a rank waits for the other
+SMALL = {**TRAINING, "steps": 200, "horizon": 200, "layers": 2, "width": 32, "save_every": 10}
+
+
+class TwoAgents:
+    """An agent of torchrun on each machine, which a scheduler starts again when it ends with an error."""
+
+    def __init__(self, names, folder):
+        self.port = free_port()
+        self.flags = [*flags_of(SMALL), "--auto-resume", f"--timeout={LIMIT}", "--out=run"]
+        self.names = names
+        self.folders = [folder / side for side in "ab"]
+        self.agents = {}
+        self.starts = [0, 0]
+
+    def texts(self):
+        return [(folder / "log").read_text() for folder in self.folders]
+
+    def start(self, side):
+        self.starts[side] += 1
+        self.agents[side] = start_agent(self.names, side, self.port, self.folders[side], self.flags)
+
+    def wait(self, done, seconds=120.0):
+        """Wait for something, and start again what ended with an error."""
+        end = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < end, "\n---\n".join(text[-3000:] for text in self.texts())
+            for side, agent in self.agents.items():
+                if agent.poll():
+                    assert self.starts[side] < 5, self.texts()[side][-3000:]
+                    self.start(side)
+            time.sleep(0.02)
+
+    def stop(self):
+        for agent in self.agents.values():
+            agent.terminate()  # torchrun ends its rank
+            agent.wait()
+
+
+def errors(text):
+    return [line for line in text.splitlines() if " of 2 ends: RuntimeError: " in line]
+
+
+@pytest.mark.skipif(bool(why), reason=why)
+def test_a_link_that_is_cut_and_joined_again(tmp_path):
+    """The two machines have only the network in common; the checkpoint is on the first one."""
+    with two_machines() as names:
+        job = TwoAgents(names, tmp_path)
+        try:
+            for side in (0, 1):
+                job.start(side)
+            checkpoint = tmp_path / "a" / "run"
+            job.wait(lambda: saved(checkpoint) >= 20)
+            before = job.texts()
+            set_link(names, "down")
+            since = lambda: [t[len(b) :] for t, b in zip(job.texts(), before, strict=True)]
+            job.wait(lambda: all(map(errors, since())))
+            cut = since()
+            newest = saved(checkpoint)
+            set_link(names, "up")
+            job.wait(lambda: [agent.poll() for agent in job.agents.values()] == [0, 0])
+        finally:
+            job.stop()
+    for rank, text in enumerate(cut):
+        (said,) = errors(text)
+        assert (
+            f"rank {rank} of 2 ends" in said
+            and f"of rank {rank}, which it takes with {1 - rank}" in said
+        )
+        assert "step " in said and ("averages the gradients" in said or "all_" in said), said
+    begun = re.findall(r"ranks: 2, steps taken before: (\d+)", job.texts()[0])
+    assert int(begun[0]) == 0 and int(begun[-1]) == newest
+    assert not (tmp_path / "b" / "run" / "checkpoint.pt").exists()  # it came over the network
+    got = read_checkpoint(str(checkpoint))["losses"]["zero_nb"]
+    assert got == unbroken(2, SMALL, tmp_path / "unbroken")
 
 
 def test_the_script_for_two_machines_tells_how_to_use_it():

@@ -103,6 +103,37 @@ def benchmark_on_two_machines(
         return _said(machines, timeout)[0]
 
 
+def set_link(names: Sequence[str], state: str) -> None:
+    """Cut the link between the machines ("down"), or join it again ("up")."""
+    _ip("-n", names[0], "link", "set", "link-a", state)
+
+
+def start_agent(
+    names: Sequence[str],  # of the namespaces
+    side: int,  # 0 or 1
+    port: int,  # of the rendezvous, on the first machine
+    folder: Path,  # this machine's; its output is added to "log"
+    flags: Sequence[str],  # of zero_nb.apps.train
+) -> subprocess.Popen[bytes]:
+    """Start torchrun with one rank on one machine, which works in a folder of its own."""
+    conf = f"is_host={1 - side},last_call_timeout=1,keep_alive_interval=1,join_timeout=120"
+    command = ["ip", "netns", "exec", names[side], sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-backend=c10d"]
+    command += [f"--rdzv-endpoint={FIRST}:{port}", f"--rdzv-conf={conf}", "--rdzv-id=job"]
+    command += [f"--local-addr=10.77.0.{side + 1}", "--monitor-interval=0.1"]
+    own = {"GLOO_SOCKET_IFNAME": f"link-{SIDES[side]}", "ZERO_NB_MEMORY": "0"}
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    folder.mkdir(exist_ok=True)
+    with open(folder / "log", "ab") as log:
+        return subprocess.Popen(
+            [*command, "-m", "zero_nb.apps.train", *flags],
+            cwd=folder,
+            env={**os.environ, **own, **paths},
+            stdout=log,
+            stderr=log,
+        )
+
+
 def _started(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env={**os.environ, **env}, text=True, **pipes)
