@@ -33,7 +33,7 @@ from zero_nb.checkpoint.sharded import MANIFEST, check_folder, newest_checkpoint
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 
-SHORT = {**TRAINING, "steps": 80, "horizon": 80, "layers": 2, "width": 32, "save_every": 10}
+SHORT = {**TRAINING, "steps": 160, "horizon": 160, "layers": 2, "width": 32, "save_every": 10}
 TINY = {**SHORT, "steps": 6, "horizon": 6, "block": 32, "eval_every": 3, "save_every": 2}
 
 
@@ -56,7 +56,7 @@ def test_killed_again_and_again_at_three_and_two_ranks(tmp_path):
     for struck, life in zip(job.struck, job.lives[1:], strict=False):
         assert life.first >= struck.saved  # nothing that was saved is lost
     found = read_checkpoint(str(job.out))
-    assert found["step"] == 80 and len(checkpoint_files(str(job.out))) == 2
+    assert found["step"] == 160 and len(checkpoint_files(str(job.out))) == 2
     assert (job.out / "report.json").is_file() and not [*job.out.glob(".*.tmp")]
     got = found["losses"]["zero_nb"]
     assert got == replayed(job.history(), SHORT, tmp_path / "again")

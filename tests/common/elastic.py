@@ -23,7 +23,7 @@ from zero_nb.apps.train import run_rank
 
 BEGUN = re.compile(r"ranks: (\d+), steps taken before: (\d+)")
 STEP = re.compile(r"step +(\d+) of \d+")
-SECONDS = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4,join_timeout=120"
+SECONDS = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=12,join_timeout=120"
 
 
 def die_with_parent() -> None:

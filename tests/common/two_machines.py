@@ -116,9 +116,9 @@ def start_agent(
     flags: Sequence[str],  # of zero_nb.apps.train
 ) -> subprocess.Popen[bytes]:
     """Start torchrun with one rank on one machine, which works in a folder of its own."""
-    conf = f"is_host={1 - side},last_call_timeout=1,keep_alive_interval=1,join_timeout=120"
+    conf = f"is_host={1 - side},keep_alive_interval=1,keep_alive_max_attempt=12,join_timeout=120"
     command = ["ip", "netns", "exec", names[side], sys.executable, "-m", "torch.distributed.run"]
-    command += ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-backend=c10d"]
+    command += ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d"]
     command += [f"--rdzv-endpoint={FIRST}:{port}", f"--rdzv-conf={conf}", "--rdzv-id=job"]
     command += [f"--local-addr=10.77.0.{side + 1}", "--monitor-interval=0.1"]
     own = {"GLOO_SOCKET_IFNAME": f"link-{SIDES[side]}", "ZERO_NB_MEMORY": "0"}
