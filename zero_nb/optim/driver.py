@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm.groups import Group, fails_everywhere
-from .iteration import BucketRun, ParameterGathers, Phase, Steppable
+from .iteration import BucketRun, ParameterGathers, Phase, StepMonitor, Steppable
 from zero_nb.optim.pieces import (
     Shard,
     lend_pieces,
@@ -98,9 +98,9 @@ def check_param_groups(optimizer: ShardedOptimizer) -> None:
     )
 
 
-def gather_parameters(shards: Sequence[Shard]) -> None:
+def gather_parameters(shards: Sequence[Shard], monitor: StepMonitor | None = None) -> None:
     """Bring every rank's part of every bucket to all ranks, in the order of the plan."""
-    gathers = ParameterGathers()
+    gathers = ParameterGathers(monitor=monitor)
     for shard in shards:
         for i, bucket in enumerate(shard.turns):
             gathers.start(BucketRun(bucket, i, Phase.STEPPED))
@@ -130,12 +130,15 @@ class AfterBackward:
         shards = [shard for shard in optimizer.shards if not shard.alone]
         shards = [optimizer.reshard([s], why) if s.changed() else s for s in shards]
         first = optimizer.is_first_step
+        monitor = optimizer.monitor
         stepping = False
         try:
             with self._agreed() if first else nullcontext():
                 check_param_groups(optimizer)
                 if first:
                     check_backends(optimizer.group, optimizer.params())
+                if monitor is not None:
+                    self._show_before_step(monitor)
                 for shard in shards:
                     lend_pieces(local.by_class.values(), shard)
                 local.pull_options(optimizer.param_groups)
@@ -148,13 +151,20 @@ class AfterBackward:
         try:
             for shard in shards:
                 reclaim_pieces(shard.pieces)
-            gather_parameters(shards)
+            gather_parameters(shards, monitor)
         except Exception as error:
             end_groups(optimizer.groups, error)
             raise
         for shard in shards:
             record_versions(shard.pieces)
         return returned
+
+    def _show_before_step(self, monitor: StepMonitor) -> None:
+        shards = self.optimizer.shards
+        monitor.begin_step(shards)
+        for shard in shards:
+            for bucket in shard.buckets:
+                monitor.before_step(bucket, reads_grads=True)
 
     def _agreed(self) -> AbstractContextManager[None]:
         """Have all ranks compare which parameters have a gradient, and learn of an error of any."""

@@ -5,7 +5,8 @@
 # %% ../../nbs/optim/01_flat.ipynb #910b0a98
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
 
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..plan.buckets import Bucket, Slot
-from ..comm.collectives import Parts
+from ..comm.collectives import Parts, mark_agreed
 from ..comm.groups import Group
 
 # %% auto #0
-__all__ = ['flatten', 'flatten_like', 'move_together', 'FlatBucket']
+__all__ = ['flatten', 'flatten_like', 'move_together', 'Trailer', 'FlatBucket']
 
 # %% ../../nbs/optim/01_flat.ipynb #451d146d
 def flatten(
@@ -107,6 +108,14 @@ def _single_run(bucket: Bucket, params: Sequence[Tensor]) -> Tensor | None:
         return None
     run = flatten(params[first.param].detach())[first.start : first.start + bucket.numel]
     return run if sum(slot.numel for slot in bucket.slots) == bucket.numel else None
+
+# %% ../../nbs/optim/01_flat.ipynb #5b1c0d02
+@dataclass(frozen=True, eq=False)
+class Trailer:
+    """What each rank sends along with its part of a bucket, and what is called when all have arrived."""
+
+    message: Tensor  # uint8, 1-D, of one length on all ranks
+    receive: Callable[[Tensor], None]  # is given all messages, uint8 (ranks, bytes), by group rank
 
 # %% ../../nbs/optim/01_flat.ipynb #afa82922
 def _part_sizes(bucket: Bucket) -> Parts:
@@ -208,8 +217,12 @@ class FlatBucket:
         self,
         room: Tensor | None = None,  # memory as large as the bucket to gather in; None: new memory
         relay: bool = False,  # as for `Group.all_gather`
+        trailer: Trailer | None = None,  # travels along
     ) -> Iterator[None]:
         """Bring every rank's part of the parameters to all ranks: starts before the `yield`, finishes after it."""
+        if trailer is not None:
+            yield from self._gather_with(trailer, room, relay)
+            return
         flat = self._room(room) if self.flat is None else self.flat
         if self.flat is None and self.owned:
             flat[self.owned[0].offset : self.owned[-1].offset + self.owned[-1].numel] = self.load()
@@ -223,3 +236,36 @@ class FlatBucket:
         with torch.no_grad():
             for where, lengths, runs in self.stretches:
                 torch.split_with_sizes_copy(flat[where], lengths, out=runs)
+
+    def _gather_with(self, trailer: Trailer, room: Tensor | None, relay: bool) -> Iterator[None]:
+        """Gather in memory in which the message of each rank follows its part."""
+        message = trailer.message
+        extra = -(-len(message) // self.dtype.itemsize)
+        sizes = Parts.of([size + extra for size in self.sizes])
+        # they follow from a plan and a length that all ranks have agreed on
+        mark_agreed(self.group, "all_gather", self.dtype, sizes)
+        wide = self.equal_only and sizes.each
+        flat = self.params[self.bucket.slots[0].param].new_zeros(
+            sizes.padded if wide else sizes.numel
+        )
+        own = flat[slice(*sizes.part(self.group.group_rank))]
+        if self.owned:
+            part = self.load()
+            skipped = 0 if self.flat is not None else self.owned[0].offset - self.own_slice.start
+            own[skipped : skipped + len(part)] = part
+        own[len(own) - extra :].view(torch.uint8)[: len(message)] = message
+        self.part = None
+        torch.autograd.graph.increment_version(self.members)
+        work = self.group.all_gather(flat, sizes, async_op=True, relay=relay)
+        yield
+        work.wait()
+        whole = self._room(room) if self.flat is None else self.flat
+        messages = message.new_empty(self.group.size, len(message))
+        with torch.no_grad():
+            for rank, got in enumerate(flat[: sizes.numel].split(list(sizes))):
+                start, stop = self.bucket.part(rank)
+                whole[start:stop] = got[: stop - start]
+                messages[rank] = got[stop - start :].view(torch.uint8)[: len(message)]
+            for where, lengths, runs in self.stretches:
+                torch.split_with_sizes_copy(whole[where], lengths, out=runs)
+        trailer.receive(messages)

@@ -10,20 +10,21 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..comm.collectives import Work
-from .flat import FlatBucket
+from .flat import FlatBucket, Trailer
 from .local_optimizers import LocalOptimizers
 from .pieces import Shard, reclaim_pieces, lend_bucket, record_versions
 from ..plan.schedule import MAX_IN_FLIGHT, Schedule, Step, make_schedule, order
 
 # %% auto #0
-__all__ = ['Reduction', 'Transform', 'Phase', 'BucketRun', 'InFlight', 'ParameterGathers', 'Steppable', 'GradientReducer',
-           'StepPlan', 'make_step_plan', 'Iteration']
+__all__ = ['Reduction', 'Transform', 'Phase', 'BucketRun', 'InFlight', 'StepMonitor', 'ParameterGathers', 'Steppable',
+           'GradientReducer', 'StepPlan', 'make_step_plan', 'Iteration']
 
 # %% ../../nbs/optim/09_iteration.ipynb #e2278f1f
 Reduction = Callable[
@@ -86,10 +87,11 @@ class BucketRun:
     def start_gather(
         self,
         relay: bool = True,  # whether all ranks wait for it before they go on; see `Group.all_gather`
+        trailer: Trailer | None = None,  # travels along
     ) -> None:
         """Start to send the parameters of each rank to all ranks."""
         assert self.phase is Phase.STEPPED, f"a bucket that is {self.phase.name} is not gathered"
-        self.gather = Work(self.bucket.all_gather(self.scratch, relay))
+        self.gather = Work(self.bucket.all_gather(self.scratch, relay, trailer))
         self.phase = Phase.GATHERING
 
     def finish_gather(self) -> None:
@@ -121,12 +123,36 @@ class InFlight:
             self.finish(runs.popleft())
         runs.append(run)
 
+# %% ../../nbs/optim/09_iteration.ipynb #5b1c0d12
+class StepMonitor(Protocol):
+    """Sees each bucket on its way, at the same points of a step on all ranks."""
+
+    def begin_step(self, shards: Sequence[Shard]) -> None:
+        """Learn that a step of these shards begins."""
+
+    def start_reduction(self, run: BucketRun, start: Callable[[], Reduction]) -> Reduction:
+        """Start to average a bucket, whose gradient is this rank's until then."""
+
+    def after_reductions(self, runs: Sequence[BucketRun]) -> None:
+        """Look at averages before they are changed or used."""
+
+    def before_step(self, bucket: FlatBucket, reads_grads: bool) -> None:
+        """Look at a bucket before this rank's part is stepped; `reads_grads`: with what is in `.grad`."""
+
+    def before_gather(self, bucket: FlatBucket) -> Trailer | None:
+        """Look at a bucket that was stepped, and give what is to travel with it."""
+
 # %% ../../nbs/optim/09_iteration.ipynb #122fe1af
 class ParameterGathers:
     """The gathers of an iteration, in the order in which they start."""
 
-    def __init__(self, hidden: bool = False):  # whether ranks go on before all have arrived
+    def __init__(
+        self,
+        hidden: bool = False,  # whether ranks go on before all have arrived
+        monitor: StepMonitor | None = None,
+    ):
         self.hidden = hidden
+        self.monitor = monitor
         self.runs: list[BucketRun] = []
         self._packed = InFlight(Phase.GATHERING, BucketRun.finish_gather)
 
@@ -144,7 +170,8 @@ class ParameterGathers:
         """Start to gather a bucket that was stepped."""
         if run.scratch is None and run.bucket.packed:
             self._packed.add(run)
-        run.start_gather(relay=not self.hidden)
+        trailer = None if self.monitor is None else self.monitor.before_gather(run.bucket)
+        run.start_gather(not self.hidden, trailer)
         self.runs.append(run)
 
     def wait(self) -> None:
@@ -163,6 +190,10 @@ class Steppable(Protocol):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The user's groups, whose options the local optimizers share."""
+
+    @property
+    def monitor(self) -> StepMonitor | None:
+        """Sees what is stepped, if there is one."""
 
     def checked_first_step(self) -> AbstractContextManager[None]:
         """Enclose the part of a first step that can fail on one rank alone."""
@@ -236,7 +267,10 @@ class Iteration:
         self.unused = unused
         self.runs = [BucketRun(bucket, i) for i, bucket in enumerate(plan.shard.buckets)]
         self.todo = deque(plan.during_backward)
-        self.gathers = ParameterGathers(hidden=("SYNC", -1) not in plan.after_backward)
+        self.monitor = monitor = plan.optimizer.monitor
+        self.gathers = ParameterGathers(("SYNC", -1) not in plan.after_backward, monitor)
+        if monitor is not None:
+            monitor.begin_step([plan.shard])
         self._reducing = InFlight(Phase.REDUCING, BucketRun.wait_reduced)
         optimizer = plan.optimizer
         optimizer.local.pull_options(optimizer.param_groups)  # a scheduler may have changed them
@@ -260,8 +294,12 @@ class Iteration:
         """Do the rest, when backward is over and all buckets have arrived."""
         assert not self.todo, f"backward is over, and {self.todo[0]} has not come"
         transform = self.plan.transform
-        if transform and not transform([run.wait_reduced() for run in self.runs]):
-            return False
+        if transform:
+            means = [run.wait_reduced() for run in self.runs]
+            if self.monitor is not None:
+                self.monitor.after_reductions(self.runs)
+            if not transform(means):
+                return False
         if not steps_per_bucket:
             self._step_all()
         for op, i in self.plan.after_backward:
@@ -277,6 +315,8 @@ class Iteration:
         optims = self.plan.optimizer.local.by_class.values()
         unused = self.unused
         pieces = []
+        if self.monitor is not None:
+            self._show_before_step(self.monitor, runs)
         for run in runs:
             pieces += lend_bucket(optims, self.plan.shard, run.bucket, run.wait_reduced(), unused)
         for optim in optims if pieces or always else ():
@@ -310,7 +350,19 @@ class Iteration:
     def _reduce(self, run: BucketRun, i: int) -> None:
         self._reducing.add(run)
         assert run.gradient is not None, f"bucket {i} has not arrived"
-        run.start_reduction(self.reducer.start(i, run.gradient))
+        if self.monitor is None:
+            run.start_reduction(self.reducer.start(i, run.gradient))
+            return
+        start = partial(self.reducer.start, i, run.gradient)
+        run.start_reduction(self.monitor.start_reduction(run, start))
+
+    def _show_before_step(self, monitor: StepMonitor, runs: Sequence[BucketRun]) -> None:
+        for run in runs:
+            run.wait_reduced()
+        if not self.plan.transform:
+            monitor.after_reductions(runs)
+        for run in runs:
+            monitor.before_step(run.bucket, reads_grads=False)
 
     def _step_all(self) -> None:
         for run in self.runs:

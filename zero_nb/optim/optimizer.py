@@ -21,6 +21,7 @@ from zero_nb.optim.local_optimizers import (
     take_groups,
 )
 from .driver import AfterBackward, Driver
+from .iteration import StepMonitor
 from .pieces import Shard
 from ..comm.agreement import agreeing, log_once
 from ..comm.groups import Group, TwoLevel, two_level
@@ -230,6 +231,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     """
 
     initialized = True  # for code that asks torch's class
+    monitor: StepMonitor | None = None  # sees what is stepped (verify/03_watchdog)
     _driver: Driver | None = None  # that was attached
     _consolidated: dict[str, Any] | None = None  # without its groups, until the next step
     _stepped_groups = 0  # param groups that all ranks have stepped
@@ -352,6 +354,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         """Take the steps after backward again, if that driver has taken them."""
         if self._driver is driver:
             self._driver = None
+
+    def show_steps(self, monitor: StepMonitor | None) -> None:
+        """Let a monitor see each step from now on, or none; all ranks call this."""
+        self.monitor = monitor
 
     def wait_for_driver(self) -> None:
         """Return when the parameters and state of the last step are there, for the current stream."""
