@@ -45,6 +45,7 @@ _MODULES = {
     "checkpoint.async_save": ("AsyncCheckpointer",),
     "verify.memory": ("memory_report",),
     "verify.parity": ("assert_parity", "assert_same"),
+    "verify.watchdog": ("DivergenceError", "watch_divergence"),
     "join.event_log": ("Attendance",),
     "join.join": ("Join",),
     "join.participants": ("JoinHook", "Joinable", "shadowed_by"),
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from .plan.estimates import compare, estimate
     from .verify.memory import memory_report
     from .verify.parity import assert_parity, assert_same
+    from .verify.watchdog import DivergenceError, watch_divergence
     from .join.event_log import Attendance
     from .join.join import Join
     from .join.participants import Joinable, JoinHook, shadowed_by

@@ -1,0 +1,673 @@
+"""What the watchdog finds of one flipped bit, in every mode, and that it finds nothing where there is nothing."""
+
+import copy
+import ctypes
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import caught, run_each
+from common.modes import MODES, VARIANTS, Attached
+from nccl_like import nccl_like
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, AdamW, Muon
+
+from zero_nb import (
+    Join,
+    ZeroRedundancyOptimizer,
+    data_parallel,
+    overlap,
+    record,
+    run,
+    two_level,
+)
+from zero_nb.verify.watchdog import DivergenceError, digests, watch_divergence
+
+
+def flip(tensor, element=0, bit=30):
+    """Flip one bit, counted from the lowest one of an element in memory order, unknown to PyTorch."""
+    address = tensor.data_ptr() + element * tensor.itemsize + bit // 8
+    ctypes.c_uint8.from_address(address).value ^= 1 << bit % 8
+
+
+class Net(nn.Module):
+    """Has matrices, vectors, a scalar, statistics that a forward updates, and a constant."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(12, 40)
+        self.norm = nn.BatchNorm1d(40)
+        self.middle = nn.Linear(40, 40)
+        self.last = nn.Linear(40, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("mask", torch.arange(40.0))
+
+    def forward(self, x):
+        x = self.norm(self.first(x) * self.mask).tanh()
+        return self.last(self.middle(x)) * self.scale
+
+
+def groups_of(module, name):
+    params = list(module.named_parameters())
+    if name == "muon":
+        matrices = [p for p in params if p[1].dim() == 2]
+        return [
+            {"params": matrices, "optimizer_class": Muon},
+            {"params": [p for p in params if p[1].dim() != 2]},
+        ]
+    return params
+
+
+def attached(mode, optimizer="adamw", size=None, dtype=torch.float32, **options):
+    """Make a model, its optimizer and what is called."""
+    module = Net().to(dtype)
+    zero = {"master_dtype": torch.float32} if optimizer == "masters" else {}
+    shared = two_level(size) if size else None
+
+    def make(model):
+        return ZeroRedundancyOptimizer(groups_of(module, optimizer), AdamW, shared, lr=1e-3, **zero)
+
+    return module, {**MODES, **VARIANTS}[mode].attach(module, make, **options)
+
+
+def iterate(module, training, step, part=0):
+    rank = dist.get_rank()
+    data = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+    x = torch.randn(8, 12, generator=data).to(module.scale.dtype)
+    training.call(x).square().mean().backward()
+
+
+def steps_of(module, training, steps, between=lambda step: None):
+    """Train, and give the error with the step in which it came; `between` is called before each step's forward."""
+    step = 0
+    try:
+        for step in range(1, steps + 1):
+            training.optimizer.zero_grad()
+            between(step)
+            iterate(module, training, step)
+            if training.handle is None:
+                between(step + 0.5)
+            training.optimizer.step()
+    except DivergenceError as error:
+        first = error.found[0]
+        return step, first.kind, first.name, first.ranks, first.steps
+    return None
+
+
+# ---- what is flipped ----
+
+
+def flip_parameter(module, training, element):
+    flip(module.middle.weight, element)
+
+
+def flip_gradient(module, training, element):
+    flip(module.middle.weight.grad, element)
+
+
+def state_of(training, key):
+    """Give a state tensor of this rank, if it has one."""
+    training.optimizer.wait_for_driver()
+    found = [
+        state[key]
+        for optim in training.optimizer.local.by_class.values()
+        for state in optim.state.values()
+        if key in state and state[key].numel() > 1
+    ]
+    return found[0]
+
+
+def flip_state(module, training, element):
+    state = state_of(training, "exp_avg")
+    flip(state, 0 if element == 0 else state.numel() - 1, bit=0)
+
+
+def flip_statistics(module, training, element):
+    flip(module.norm.running_var, element % 40, bit=0)
+
+
+def flip_constant(module, training, element):
+    flip(module.mask, element % 40, bit=0)
+
+
+LAST = 40 * 40 - 1
+FLIPS = {
+    "parameter": (flip_parameter, "parameter", "middle.weight"),
+    "gradient": (flip_gradient, "gradient", ".grad of middle.weight"),
+    "state": (flip_state, "state", "exp_avg of "),
+    "statistics": (flip_statistics, "buffer", "norm.running_var"),
+    "constant": (flip_constant, "buffer", "mask"),
+}
+
+
+def flipped(mode, what, every, step, element, rank=1, optimizer="adamw", nodes=None, steps=9):
+    """Train with one flipped bit on one rank before a step."""
+    module, training = attached(mode, optimizer, nodes)
+    watch_divergence(training.call, training.optimizer, every=every)
+    at = step + 0.5 if what == "gradient" else step
+
+    def between(now):
+        if now == at and dist.get_rank() == rank:
+            training.optimizer.wait_for_driver()
+            FLIPS[what][0](module, training, element)
+
+    return steps_of(module, training, steps, between)
+
+
+def check_found(case, found, every, step, what, rank, size):
+    """Check that all ranks have raised the same, in time, with the right name and rank."""
+    assert all(one == found[0] for one in found), (case, found)
+    assert found[0] is not None, f"{case}: nothing was found"
+    raised, kind, name, ranks, window = found[0]
+    _, expected, start = FLIPS[what]
+    # where `step` is not waited for, the error comes with the next forward
+    assert step <= raised < step + every, (case, found[0])
+    assert raised % every == 0 and window == (raised - every + 1, raised), (case, found[0])
+    assert kind == expected and name.startswith(start), (case, found[0])
+    alone = kind in ("state", "buffer")
+    assert ranks == ((rank,) if size > 2 or alone else (0, 1)), (case, found[0])
+
+
+def places(mode, size):
+    """Give what is flipped before which step, with which `every`: owned and not, first and last
+    element, right before and right after a report."""
+    for what in FLIPS:
+        if what == "gradient" and mode != "zero1":
+            continue
+        if size == 3:
+            yield what, 1, 4, 0, 2
+            continue
+        if what != "constant":
+            yield what, 3, 3, 0, 1
+        if what != "statistics":
+            yield what, 3, 4, LAST, 0 if what == "parameter" else 1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_flipped_bit_is_found_in_time_on_all_ranks(size):
+    cases = {(mode, *place): (mode, *place) for mode in MODES for place in places(mode, size)}
+    for case, found in run_each(size, flipped, cases, timeout=300).items():
+        _, what, every, step, _, rank = case
+        check_found(case, found, every, step, what, rank, size)
+
+
+def test_other_optimizers_and_ways_to_attach(way):
+    cases = {
+        (mode, what, optimizer): (mode, what, 2, 4, LAST, 1, optimizer)
+        for mode, what, optimizer in (
+            *((mode, "parameter", "muon") for mode in MODES),
+            *((mode, "state", "masters") for mode in ("zero1", "zero2-hidden")),
+            *((mode, "parameter", "adamw") for mode in VARIANTS),
+        )
+    }
+    for case, found in run_each(3, flipped, cases, timeout=300).items():
+        check_found(case, found, 2, 4, case[1], 1, 3)
+
+
+def test_with_two_levels_ranks_of_other_nodes_are_compared():
+    """Rank 3 is on the second node of two, and holds the same part of the state as rank 1."""
+    modes = ("zero1", "zero1-interleaved", "zero2-hidden")
+    cases = {
+        (mode, what): (mode, what, 2, 4, LAST, 3, "adamw", 2)
+        for mode, what in itertools.product(modes, ("parameter", "state"))
+    }
+    for case, found in run_each(4, flipped, cases, timeout=200).items():
+        check_found(case, found, 2, 4, case[1], 3, 4)
+
+
+# ---- what only some modes have ----
+
+
+def average_flipped(mode, bit, in_transit):
+    """Flip a bit of an average when it comes out of its reduction, or between that and its step."""
+    module, training = attached(mode)
+    watch = watch_divergence(training.call, training.optimizer, every=2)
+    look = watch.look
+    start, after = look.start_reduction, look.after_reductions
+
+    def start_reduction(each, begin):
+        def broken():
+            finish = begin()
+
+            def finish_broken():
+                average = finish()
+                if look.steps == 4 and each.index == 1 and dist.get_rank() == 1:
+                    flip(average, 0, bit)
+                return average
+
+            return finish_broken
+
+        return start(each, broken if in_transit else begin)
+
+    def after_reductions(runs):
+        for each in runs:
+            if look.steps == 4 and each.index == 1 and dist.get_rank() == 1 and not in_transit:
+                flip(each.grad_shard, 0, bit)
+        after(runs)
+
+    look.start_reduction, look.after_reductions = start_reduction, after_reductions
+    return steps_of(module, training, 8)
+
+
+def test_averages_of_gradients():
+    """Between its reduction and its step any bit of an average is seen, with its rank; in the
+    reduction, what is more than rounding."""
+    modes = [mode for mode in MODES if mode != "zero1"]
+    cases = {
+        (m, bit, sent): (m, bit, sent) for m in modes for bit, sent in ((0, False), (30, True))
+    }
+    for case, found in run_each(3, average_flipped, cases, timeout=200).items():
+        assert found[0] is not None and all(one == found[0] for one in found), (case, found)
+        raised, kind, name, ranks, window = found[0]
+        assert (raised, kind, window) == (6, "gradient", (5, 6)), (case, found[0])
+        assert ranks == ((0, 1, 2) if case[2] else (1,)), (case, found[0])
+        assert case[2] or name.startswith("average of "), (case, found[0])
+
+
+def frozen_flipped(mode):
+    module, training = attached(mode, ddp={"find_unused_parameters": True})
+    module.first.requires_grad_(False)
+    watch_divergence(training.call, training.optimizer, every=2)
+
+    def between(step):
+        if step == 6 and dist.get_rank() == 2:
+            flip(module.first.weight, 7)
+
+    return steps_of(module, training, 8, between)
+
+
+def test_frozen_parameters_are_compared():
+    for found in run_each(3, frozen_flipped, {mode: (mode,) for mode in MODES}).values():
+        assert found == [(6, "parameter", "first.weight, up to step 6", (2,), (5, 6))] * 3, found
+
+
+def one_rank(mode, what):
+    return flipped(mode, what, 3, 5, 0, rank=0)
+
+
+def test_one_rank_looks_at_state_and_buffers():
+    cases = {(mode, what): (mode, what) for mode in MODES for what in ("state", "statistics")}
+    for case, found in run_each(1, one_rank, cases).items():
+        check_found(case, found, 3, 5, case[1], 0, 1)
+
+
+class Picture(nn.Module):
+    """A convolution whose weight lies channels last, and a number."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.to(dtype)
+
+    def forward(self, x):
+        return (self.conv(x) * self.scale).mean((2, 3))
+
+
+def other_forms(mode, dtype, views, name):
+    module = Picture(dtype)
+
+    def make(model):
+        named = module.named_parameters()
+        return ZeroRedundancyOptimizer(named, AdamW, lr=1e-3, parameters_as_bucket_view=views)
+
+    training = MODES[mode].attach(module, make)
+    watch_divergence(training.call, training.optimizer, every=3)
+    x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+    found = None
+    try:
+        for step in range(1, 7):
+            training.optimizer.zero_grad()
+            if step == 5 and dist.get_rank() == 1:
+                training.optimizer.wait_for_driver()
+                flip(dict(module.named_parameters())[name], 0, 3)
+            training.call(x.to(dtype)).square().mean().backward()
+            training.optimizer.step()
+    except DivergenceError as error:
+        found = step, [(one.kind, one.name, one.ranks) for one in error.found]
+    return found
+
+
+def test_layouts_dtypes_and_numbers():
+    cases = {
+        (mode, dtype, views, name): (mode, dtype, views, name)
+        for mode in ("zero1", "zero2-interleaved")
+        for dtype in (torch.bfloat16, torch.float64)
+        for views, name in ((mode == "zero1", "conv.weight"), (False, "scale"))
+    }
+    for case, found in run_each(3, other_forms, cases).items():
+        assert found == [(6, [("parameter", case[3], (1,))])] * 3, (case, found)
+
+
+def driven_later(calls_step):
+    """Overlap the step while it is watched, then go on after backward with one group more."""
+    module = Net()
+    model = DDP(module)
+    zero = ZeroRedundancyOptimizer(module.named_parameters(), AdamW, lr=1e-3)
+    watch = watch_divergence(model, zero, every=2)
+    handle = None
+    added = nn.Parameter(torch.ones(100))
+    step = 0
+    try:
+        for step in range(1, 13):
+            if step == 4:
+                handle = overlap(model, zero)
+            if step == 8:
+                handle.detach()
+                zero.add_param_group({"params": [("added", added)]})
+            if step > 7:
+                added.grad = torch.full_like(added, step)
+            if step == (5 if not calls_step else 9) and dist.get_rank() == 2:
+                flip(module.middle.weight if step == 5 else added, 3)
+            model(torch.ones(4, 12) * dist.get_rank()).square().mean().backward()
+            if handle is None or calls_step or step > 7:
+                zero.step()
+            zero.zero_grad()
+    except DivergenceError as error:
+        return step, [(one.kind, one.name, one.ranks, one.steps) for one in error.found]
+    return watch.look.steps
+
+
+def test_drivers_and_groups_may_come_and_go():
+    """Without a call of `step` the error comes with the next forward."""
+    cases = {calls: (calls,) for calls in (True, False)}
+    found = run_each(3, driven_later, cases)
+    assert found[False] == [(7, [("parameter", "middle.weight", (2,), (5, 6))])] * 3
+    [(step, divergences), *_] = found[True]
+    assert (step, divergences[0][0], divergences[0][2:]) == (10, "parameter", ((2,), (9, 10)))
+    assert found[True] == [(step, divergences)] * 3 and len(divergences) == 1
+
+
+def like_nccl(hidden):
+    group = nccl_like(host_waits=True, connect=True)
+    module = Net()
+    zero = ZeroRedundancyOptimizer(module.named_parameters(), AdamW, group, lr=1e-3)
+    handle = data_parallel(module, zero, hidden=hidden, bucket_cap_mb=0.002, cut_mb=0.004)
+    watch_divergence(module, zero, every=2)
+
+    def between(step):
+        if step == 4 and dist.get_rank() == 1:
+            handle.wait()
+            flip(module.middle.weight, LAST)
+
+    return steps_of(module, Attached(module, zero, handle, handle), 6, between)
+
+
+def test_a_backend_that_gathers_equal_parts_only():
+    for found in run_each(3, like_nccl, {hidden: (hidden,) for hidden in (False, True)}).values():
+        assert found == [(4, "parameter", "middle.weight", (1,), (3, 4))] * 3
+
+
+# ---- no false alarm ----
+
+
+def lawful(mode, optimizer="adamw"):
+    """Do between steps what a user may do, and look at each step."""
+    module, training = attached(mode, optimizer, ddp={"find_unused_parameters": True})
+    zero = training.optimizer
+    watch = watch_divergence(training.call, zero, every=1)
+    average = copy.deepcopy(module)
+    for step in range(1, 11):
+        zero.zero_grad()
+        with training.no_sync():
+            iterate(module, training, step, part=1)
+        iterate(module, training, step)
+        zero.step()
+        zero.wait_for_driver()
+        with torch.no_grad():
+            for ours, theirs in zip(average.parameters(), module.parameters(), strict=True):
+                ours.lerp_(theirs, 0.1)
+        if step == 2:  # all ranks change parameters and buffers
+            with torch.no_grad():
+                module.middle.weight.mul_(0.5)
+                module.mask.add_(1)
+                module.norm.reset_running_stats()
+        if step == 3:
+            zero.consolidate_state_dict(to=None)
+            zero.load_state_dict(copy.deepcopy(zero.state_dict()))
+        if step == 4:
+            module.first.requires_grad_(False)
+        if step == 6:
+            module.first.requires_grad_(True)
+        if step == 7:
+            module.eval()
+            with torch.no_grad():
+                training.call(torch.ones(2, 12, dtype=module.scale.dtype))
+            module.train()
+            module(torch.randn(4, 12, dtype=module.scale.dtype))  # past DDP and its hooks
+        if step == 8 and dist.get_rank() == 0:  # one rank evaluates alone
+            with torch.no_grad():
+                module.eval()(torch.ones(2, 12, dtype=module.scale.dtype))
+            module.train()
+    assert watch.look.steps == 10
+    watch.detach()
+    return True
+
+
+def test_what_a_user_may_do_is_no_divergence():
+    cases = {(mode, kind): (mode, kind) for mode in MODES for kind in ("adamw",)}
+    cases |= {("zero1", "muon"): ("zero1", "muon"), ("zero2", "muon"): ("zero2", "muon")}
+    run_each(2, lawful, cases, timeout=200)
+
+
+def joined(mode, flips, broken=False):
+    """Train on uneven data in `Join`, then on, with a flip after rank 2 has run out of data."""
+    module, training = attached(mode)
+    watch = watch_divergence(training.call, training.optimizer, every=1)
+    steps = 4 if dist.get_rank() == 2 else 8
+    error = None
+    try:
+        with Join([training.joinable, training.optimizer]):
+            for step in range(1, steps + 1):
+                training.optimizer.zero_grad()
+                if flips and step == 6 and dist.get_rank() == 1:
+                    training.optimizer.wait_for_driver()
+                    flip(module.middle.weight, 0)
+                iterate(module, training, step)
+                training.optimizer.step()
+    except Exception as raised:
+        error = str(raised)
+    if not flips:
+        assert error is None, error
+        assert steps_of(module, training, 3) is None
+        assert watch.look.steps == 11, watch.look.steps
+    return error
+
+
+def test_join_is_followed():
+    """Ranks without data are compared as the others are, and end with them."""
+    cases = {(mode, flips): (mode, flips) for mode in MODES for flips in (False,)}
+    run_each(3, joined, cases, timeout=200)
+    for mode in ("zero1", "zero1-interleaved", "zero2-hidden"):
+        found = run(3, joined, mode, True)
+        assert all("middle.weight on rank 1" in error for error in found), (mode, found)
+
+
+# ---- it goes as it came ----
+
+
+def traces(module, training):
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in training.call.modules()]
+    zero = training.optimizer
+    return hooks, len(zero._optimizer_step_post_hooks), zero.monitor
+
+
+def detached(mode):
+    found = []
+    for every in (None, 1, 3):
+        module, training = attached(mode)
+        before = traces(module, training)
+        if every:
+            watch = watch_divergence(training.call, training.optimizer, every=every)
+            steps_of(module, training, 4)
+            watch.detach()
+            watch.detach()
+            assert traces(module, training) == before
+            with watch_divergence(training.call, training.optimizer):  # a second one
+                pass
+        else:
+            steps_of(module, training, 4)
+        steps_of(module, training, 3)
+        training.optimizer.wait_for_driver()
+        found.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    return all(torch.equal(found[0], other) for other in found)
+
+
+def test_detach_leaves_no_trace_and_a_watch_changes_nothing():
+    for found in run_each(2, detached, {mode: (mode,) for mode in MODES}).values():
+        assert found == [True, True]
+
+
+def collectives(mode, every):
+    """Give what is sent in some steps, kind and bytes."""
+    module = Net()
+    with record() as group:
+
+        def make(model):
+            return ZeroRedundancyOptimizer(module.parameters(), AdamW, group, lr=1e-3)
+
+        training = MODES[mode].attach(module, make, group)
+        steps_of(module, training, 3)
+        watch = watch_divergence(training.call, training.optimizer, every=every) if every else None
+        with group.recording() as log:
+            steps_of(module, training, 4)
+            training.optimizer.wait_for_driver()
+        if watch:
+            watch.detach()
+        sent = [event for event in log if event.parent is None]
+        return [event.kind for event in sent], [event.bytes for event in sent]
+
+
+def sent_in(mode):
+    return collectives(mode, None), collectives(mode, 4)
+
+
+def test_no_collective_is_added(way):
+    for case, ranks in run_each(2, sent_in, {mode: (mode,) for mode in MODES}).items():
+        for (kinds, plain), (watched_kinds, watched) in ranks:
+            assert kinds == watched_kinds, case
+            more = [b - a for a, b in zip(plain, watched, strict=True) if a != b]
+            # one gather, larger by the numbers of both ranks
+            assert len(more) == 1 and 0 < more[0] < 2 * 8 * 60, (case, more)
+
+
+# ---- what goes wrong ----
+
+
+def refused(what):
+    module, training = attached("zero2" if what == "module" else "zero1-overlap")
+    rank, zero, call = dist.get_rank(), training.optimizer, training.call
+    calls = {
+        "every": lambda: watch_divergence(call, zero, every=0),
+        "every differs": lambda: watch_divergence(call, zero, every=2 + rank),
+        "kinds": lambda: watch_divergence(call, zero, kinds=("weight",)),
+        "model": lambda: watch_divergence(module.parameters(), zero),
+        "optimizer": lambda: watch_divergence(call, SGD(module.parameters(), 0.1)),
+        "plain": lambda: watch_divergence(module, zero),
+        "module": lambda: watch_divergence(nn.Linear(1, 1), zero),
+        "twice": lambda: [watch_divergence(call, zero) for _ in range(2)],
+        "on one rank": lambda: watch_divergence(call, zero, every=1 if rank == 0 else "1"),
+    }
+    return caught(calls[what])
+
+
+REFUSALS = {
+    "every": "every must be a number of steps",
+    "every differs": "every=2",
+    "kinds": "kinds must be of",
+    "model": "model must be a torch.nn.Module",
+    "optimizer": "optimizer must be zero_nb's",
+    "plain": "model must be the DistributedDataParallel",
+    "module": "model must be the module that data_parallel was given",
+    "twice": "watched already",
+    "on one rank": "every must be a number of steps",
+}
+
+
+def test_bad_input_is_an_error_on_all_ranks():
+    for what, found in run_each(2, refused, {what: (what,) for what in REFUSALS}).items():
+        assert all(REFUSALS[what] in (error or "") for error in found), (what, found)
+
+
+def unlike_at_start():
+    module, training = attached("zero1")
+    if dist.get_rank() == 2:
+        flip(module.last.bias, 1)
+    first = caught(lambda: watch_divergence(training.call, training.optimizer))
+    return first, traces(module, training)[2]
+
+
+def test_ranks_that_begin_with_other_parameters_are_told():
+    for found, monitor in run(3, unlike_at_start):
+        assert "parameter last.bias on rank 2" in found and "do not begin with the same" in found
+        assert monitor is None
+
+
+def called_back(mode):
+    module, training = attached(mode)
+    seen = []
+    watch_divergence(training.call, training.optimizer, every=2, on_divergence=seen.append)
+
+    def between(step):
+        if step in (3, 7) and dist.get_rank() == 1:
+            training.optimizer.wait_for_driver()
+            flip(module.middle.weight, 0)
+
+    steps_of(module, training, 10, between)
+    training.optimizer.wait_for_driver()
+    return [[(one.kind, one.name, one.ranks, one.steps) for one in found] for found in seen]
+
+
+def test_a_callback_is_called_in_the_place_of_an_error_and_training_goes_on():
+    modes = ("zero1", "zero1-interleaved", "zero2-hidden")
+    for case, found in run_each(3, called_back, {mode: (mode,) for mode in modes}).items():
+        expected = [[("parameter", "middle.weight", (1,), w)] for w in ((3, 4), (7, 8))]
+        assert found == [expected] * 3, (case, found)
+
+
+class Fails(AdamW):
+    fails = False
+
+    def step(self, closure=None):
+        if Fails.fails:
+            raise FloatingPointError("this step fails")
+        return super().step(closure)
+
+
+def failed_step():
+    """A step that fails on all ranks may be taken again; the watch goes on."""
+    module = Net()
+    zero = ZeroRedundancyOptimizer(module.parameters(), Fails, lr=1e-3)
+    training = MODES["zero1"].attach(module, lambda model: zero)
+    watch_divergence(training.call, zero, every=2)
+    steps_of(module, training, 3)
+    Fails.fails = True
+    iterate(module, training, 4)
+    error = caught(zero.step)
+    Fails.fails = False
+
+    def between(step):
+        if step == 1 and dist.get_rank() == 1:
+            flip(module.middle.weight, 0)
+
+    return error, steps_of(module, training, 4, between)
+
+
+def test_a_watch_goes_on_after_a_step_that_failed():
+    for error, found in run(3, failed_step):
+        assert error == "FloatingPointError: this step fails"
+        assert found == (1, "parameter", "middle.weight", (1,), (3, 4))
+
+
+def test_digests_do_not_depend_on_where_the_memory_begins():
+    values = torch.randn(40_000)
+    for shift in range(1, 4):
+        moved = torch.cat([values[:shift], values])[shift:]
+        assert torch.equal(digests([values, values[:9]]), digests([moved, moved[:9]]))
+    nan = torch.tensor([float("nan")] * 3)
+    assert torch.equal(digests([nan]), digests([nan.clone()]))
+    assert digests([]).numel() == 0 and digests([torch.zeros(0)]).tolist() == [0]
