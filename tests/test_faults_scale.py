@@ -280,7 +280,7 @@ def messages_of_a_move(size: int, group_rank: int, count: int = 24, width: int =
         given = [list(range(i, i + 6)) for i in range(0, 2 * count, 6)]
         with pg.recording() as log:
             calls = calls_of(
-                lambda: zero.reshard(
+                lambda: zero.replan(
                     zero.shards, "to see what moves", lambda: plan_buckets(zero, given)
                 )
             )
@@ -311,7 +311,7 @@ def moved(count, width):
         old, me = zero.shards[0].plan.shard_plan, dist.get_rank()
         given = [list(range(i, i + 6)) for i in range(0, 2 * count, 6)]
         with pg.recording() as log:
-            zero.reshard(zero.shards, "to see what moves", lambda: plan_buckets(zero, given))
+            zero.replan(zero.shards, "to see what moves", lambda: plan_buckets(zero, given))
         mine = [move for move in moves(old, zero.shards[0].plan.shard_plan) if move.source == me]
         sends = log.only("send")
         return (

@@ -1353,7 +1353,7 @@ def moved(view):
         peaks.append(
             peak_bytes(
                 torch.device("cpu"),
-                lambda plan=plan: zero.reshard(zero.shards, "to measure it", plan),
+                lambda plan=plan: zero.replan(zero.shards, "to measure it", plan),
             )
         )
         gc.collect()

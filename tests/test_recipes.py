@@ -271,7 +271,7 @@ class WhenBackwardEnds(InBackward):
         self.groups = optimizer.groups
         everything = [list(range(len(self.engine.params)))]
         make = partial(plan_buckets, optimizer, everything)
-        shard = optimizer.reshard(optimizer.shards, "for one bucket", make)
+        shard = optimizer.replan(optimizer.shards, "for one bucket", make)
         self.plan = make_step_plan(optimizer, shard)
         self.watch = BackwardWatch(module, self, self.groups)
         optimizer.attach(self)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, NAdam
 
-from zero_nb import ZeroRedundancyOptimizer, data_parallel, reshard, run
+from zero_nb import ZeroRedundancyOptimizer, data_parallel, reshard, run, watch_divergence
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.groups import Group, split, two_level
 from zero_nb.comm.recording import record
@@ -335,6 +335,11 @@ def attached(model, optimizer):
         handle.detach()
 
 
+def watched(model, optimizer):
+    with watch_divergence(model, optimizer):
+        reshard(optimizer, group_of((0,)))
+
+
 def other_model(model, optimizer):
     mine = group_of_one()
     if dist.get_rank():
@@ -383,6 +388,7 @@ def cut_a_matrix(model, optimizer):
 
 WRONG = {
     attached: "RuntimeError: reshard() moves state between steps after backward",
+    watched: "RuntimeError: reshard() moves state that watch_divergence() compares",
     other_model: "parameter 0",
     other_policy: "shard=",
     policy_that_differs: "comparing plans for reshard()",

@@ -269,7 +269,7 @@ class BucketPlanner:
         optimizer = self.engine.optimizer
         arrange = partial(self.order.plan, self.options.bucket_cap_mb, self.options.cut_mb)
         why = "in the order in which gradients come"
-        self._adopt(optimizer.reshard(optimizer.shards, why, arrange))
+        self._adopt(optimizer.replan(optimizer.shards, why, arrange))
 
     def _adopt(self, shard: Shard) -> None:
         """Run the next iterations on the buckets of a shard."""

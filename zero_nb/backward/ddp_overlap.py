@@ -598,7 +598,7 @@ class DdpPlanner:
         optimizer = self.engine.optimizer
         buckets = list(split_like_ddp(filled, self.traits.params, self.traits.cap_bytes))
         make = partial(plan_buckets, optimizer, buckets)
-        shard = optimizer.reshard(optimizer.shards, "for the buckets that DDP filled", make)
+        shard = optimizer.replan(optimizer.shards, "for the buckets that DDP filled", make)
         if self.options.wire_dtype != "custom":
             mark_means(shard.buckets, optimizer.replica_group, self.options.wire_dtype)
         self.layout = find_layout(shard.plan, filled, shard.params)

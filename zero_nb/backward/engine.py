@@ -346,7 +346,7 @@ class InBackward(ABC):
         self.wait()
         self.leave()
         if self.step_plan:
-            optimizer.reshard(optimizer.shards, "for steps outside backward")
+            optimizer.replan(optimizer.shards, "for steps outside backward")
 
     def __enter__(self) -> Self:
         return self

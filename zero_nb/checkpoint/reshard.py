@@ -290,8 +290,8 @@ class TrainingProgress(NamedTuple):
 
 
 def _history_from(progress: TrainingProgress) -> History:
-    groups, called, has_state = progress.history
-    return History(int(groups), bool(called), bool(has_state))
+    groups, has_state = progress.history
+    return History(int(groups), bool(has_state))
 
 
 def _own_progress(
@@ -350,6 +350,11 @@ def _check_free(optimizer: Any) -> None:
         raise RuntimeError(
             "reshard() moves state between steps after backward, and a driver takes the steps of this"
             " optimizer; detach it, reshard, and attach it to the model of the new ranks"
+        )
+    if optimizer.monitor is not None:
+        raise RuntimeError(
+            "reshard() moves state that watch_divergence() compares from step to step; detach the"
+            " watch, reshard, and watch the model of the new ranks"
         )
 
 # %% ../../nbs/checkpoint/07_reshard.ipynb #7e5a0018

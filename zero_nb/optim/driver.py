@@ -66,7 +66,7 @@ class ShardedOptimizer(Steppable, Protocol):
     def params(self) -> list[Tensor]:
         """Give all parameters, in the order in which they were registered."""
 
-    def reshard(self, olds: Sequence[Shard], why: str) -> Shard:
+    def replan(self, olds: Sequence[Shard], why: str) -> Shard:
         """Plan the parameters of some shards anew, and move their state to its new owners."""
 
 
@@ -128,7 +128,7 @@ class AfterBackward:
         local = optimizer.local
         why = "for parameters that were frozen, unfrozen or moved"
         shards = [shard for shard in optimizer.shards if not shard.alone]
-        shards = [optimizer.reshard([s], why) if s.changed() else s for s in shards]
+        shards = [optimizer.replan([s], why) if s.changed() else s for s in shards]
         first = optimizer.is_first_step
         monitor = optimizer.monitor
         stepping = False

@@ -112,9 +112,8 @@ STATE_DICT_TYPES = ("consolidated", "full", "sharded")
 class History(NamedTuple):
     """What was done with an optimizer."""
 
-    stepped_groups: int  # param groups that all ranks have stepped
-    was_called: bool  # whether there was a step
-    has_state: bool  # whether something was stepped or loaded
+    stepped_groups: int = 0  # param groups that all ranks have stepped
+    has_state: bool = False  # whether something was stepped or loaded
 
 
 def _known_type(state_dict_type: str) -> str:
@@ -234,9 +233,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     monitor: StepMonitor | None = None  # sees what is stepped (verify/03_watchdog)
     _driver: Driver | None = None  # that was attached
     _consolidated: dict[str, Any] | None = None  # without its groups, until the next step
-    _stepped_groups = 0  # param groups that all ranks have stepped
     _opt_called = False  # a scheduler of torch looks for this
-    _has_state = False  # something was stepped or loaded
+    _history = History()
     _state_dict_type = STATE_DICT_TYPES[0]
 
     def __init__(
@@ -411,7 +409,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         step it is empty on every rank, but for `state_dict_type="sharded"`, which knows the state
         that is to come."""
         self.wait_for_driver()
-        known = self._has_state or self._state_dict_type == "sharded"
+        known = self._history.has_state or self._state_dict_type == "sharded"
         by_class = vars(self)["local"].by_class if known and "local" in vars(self) else {}
         found = {kind.__name__: optim.state for kind, optim in by_class.items()}
         return _StateByClass(found, self._state_keys)
@@ -478,15 +476,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             hook(self)
         groups = self.groups_to_save()
         kind = self.state_dict_type
-        whole = self._has_state and _is_wanted_whole()
+        whole = self._history.has_state and _is_wanted_whole()
         if kind == "sharded" and whole:
             kind = "full"
-        if kind == "full" and self._has_state:
+        if kind == "full" and self._history.has_state:
             self.consolidate_state_dict(to=None)
         found = self._consolidated
         if kind == "sharded":
-            found = shard_state(self.sharded_state, not self._has_state)
-        elif not self._has_state:
+            found = shard_state(self.sharded_state, not self._history.has_state)
+        elif not self._history.has_state:
             found = self.sharded_state.without_steps()
         full = _copy_state_dict(found, groups, self.group)
         if whole:
@@ -498,7 +496,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         ranks call this with the same one."""
         self.wait_for_driver()
         load: StateLoad | None = None
-        before = (self.param_groups, self._consolidated, self._has_state)
+        before = (self.param_groups, self._consolidated, self._history)
 
         def describe() -> list[str]:
             return [*describe_state(read), *_describe_keys(read)]
@@ -513,16 +511,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
                     super().load_state_dict({**read, "state": {}})
                 self._consolidated = None
                 load.finish()
-                self._has_state = bool(read["state"])
+                self._history = self._history._replace(has_state=bool(read["state"]))
         except Exception:  # on any rank
             if load is not None:
                 load.undo()
-                self.param_groups, self._consolidated, self._has_state = before
+                self.param_groups, self._consolidated, self._history = before
             raise
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def reshard(
+    def replan(
         self,
         olds: Sequence[Shard],  # neighbours
         why: str,  # for error messages
@@ -531,7 +529,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         """Plan the parameters of neighbouring shards anew, as one, and move their state to its new
         owners; all ranks call this."""
         self.wait_for_driver()
-        return self.sharded_state.reshard(self.param_groups, olds, why, plan)
+        return self.sharded_state.replan(self.param_groups, olds, why, plan)
 
     def move_to(self, groups: Sequence[Group], history: History) -> None:
         """Be shared by the ranks of other groups, to which the state has moved (checkpoint/07_reshard)."""
@@ -539,24 +537,26 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         self._share_among(groups)
         if history != self.history:
             self._consolidated = None
-            self._stepped_groups, self._opt_called, self._has_state = history
+            self._history = history
+            self._opt_called = history.stepped_groups > 0
 
     @property
     def history(self) -> History:
         """What was done with this optimizer so far."""
-        return History(self._stepped_groups, self._opt_called, self._has_state)
+        return self._history
 
     def note_step(self) -> None:
         """Note a step: what was consolidated before it is of the past, and a scheduler may go on,
         also where a driver has taken it."""
         self._consolidated = None
         self._opt_called = True
-        self._has_state = True
+        if not self._history.has_state:
+            self._history = self._history._replace(has_state=True)
 
     @property
     def is_first_step(self) -> bool:
         """Whether some param group has not been stepped yet."""
-        return len(self.param_groups) != self._stepped_groups
+        return len(self.param_groups) != self._history.stepped_groups
 
     @contextmanager
     def checked_first_step(self, lines: Callable[[], list[str]] = lambda: []) -> Iterator[None]:
@@ -568,7 +568,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         options = {"param_groups": self.param_groups}
         with agreeing(self.groups, "the first step", lambda: describe_state(options) + lines()):
             yield
-        self._stepped_groups = len(self.param_groups)
+        self._history = self._history._replace(stepped_groups=len(self.param_groups))
 
     @torch._disable_dynamo  # a compiled training step may call it, but no compiler follows into the agreement of ranks
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

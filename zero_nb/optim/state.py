@@ -894,7 +894,7 @@ class ShardedState:
         inside, beside = split_common(common)
         return {"state": inside, **beside}
 
-    def reshard(
+    def replan(
         self,
         param_groups: list[dict[str, Any]],  # the user's, all of them
         olds: Sequence[Shard],  # neighbours

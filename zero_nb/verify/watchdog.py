@@ -45,7 +45,7 @@ __all__ = ['DivergenceKind', 'DIVERGENCE_KINDS', 'StatePart', 'SmallTensors', 'L
 _ROW = 1024  # 64-bit words in a row of a large tensor
 _SHORT_ROW = 64  # and of a small one
 _AT_ONCE = 128 * _ROW  # words that are read at once
-_SMALL = 1 << 16  # bytes, from which a tensor is large
+_LARGE_FROM = 1 << 16  # bytes, from which a tensor is large
 _ODD = (-7046029254386353131, -4658895280553007687)  # of 64 bits
 
 
@@ -132,7 +132,7 @@ class DigestPlan:
         self.device = tensors[0].device if tensors else torch.device("cpu")
         for i, tensor in enumerate(tensors):
             data = _memory_of(tensor)
-            whole = len(data) - len(data) % (8 * _ROW) if len(data) >= _SMALL else 0
+            whole = len(data) - len(data) % (8 * _ROW) if len(data) >= _LARGE_FROM else 0
             if whole:
                 large.setdefault(data.device, []).append((data[:whole], i))
             if whole < len(data):
