@@ -363,7 +363,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters while training, as `torch.optim.Optimizer.add_param_group`; all ranks call this."""
-        if not self.shards:
+        if not self.shards and self._driver is None:
             return self._append(dict(param_group))  # the constructor plans all its groups together
         self.wait_for_driver()
         with agreeing(self.groups, "add_param_group"):

@@ -493,7 +493,7 @@ def _load_local(
     optim: torch.optim.Optimizer,
     states: dict[int, dict[str, Any]],  # by id of a view; other views keep what they have
     common: CommonState,
-    as_is: bool,  # numbers keep their dtype
+    as_is: bool,  # values keep their dtype
 ) -> None:
     """Load the states of views into the optimizer that steps them, and what is of no parameter."""
     views = [view for group in optim.param_groups for view in group["params"]]
@@ -509,8 +509,10 @@ def _load_local(
         return
     for i, values in own.items():
         state = optim.state[views[i]]
-        numbers = {k: v for k, v in values.items() if isinstance(v, Tensor) and not v.dim()}
-        state.update({k: v.to(state[k].device) for k, v in numbers.items()})
+        tensors = {k: v for k, v in values.items() if isinstance(v, Tensor)}
+        loaded = {k: state[k] for k in tensors if isinstance(state.get(k), Tensor)}
+        rounded = [k for k, v in loaded.items() if v.dtype != tensors[k].dtype]
+        state.update({k: tensors[k].to(loaded[k].device) for k in rounded})
 
 
 def give_state(
@@ -770,8 +772,8 @@ def exchange_frozen(
     kept = list[StateEntry]()
     for span in moves.receives:
         parts = sorted(found.get(span.param, ()), key=lambda entry: entry.spans[0])
-        if not parts or parts[0].whole:
-            kept += parts[:1]
+        if not parts or parts[0].whole:  # none: there is nothing but the place it is kept at
+            kept.append(parts[0] if parts else StateEntry([span], False, {}))
             continue
         values = {k: [part.values[k] for part in parts] for k in parts[0].values}
         joined = {k: torch.cat(v) if is_row(v[0]) else v[0] for k, v in values.items()}
