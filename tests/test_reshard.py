@@ -209,6 +209,91 @@ def test_numbers_keep_their_digits_on_a_rank_that_joins():
     assert len(first) == 1
 
 
+class WideMomentum(torch.optim.Optimizer):
+    """Keeps a momentum of float32 for parameters of lower precision."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            momentum = state.setdefault("momentum", torch.zeros_like(p, dtype=torch.float32))
+            momentum.mul_(0.9).add_(p.grad.float(), alpha=0.37)
+            p.sub_((0.01 * momentum).to(p.dtype))
+
+
+def wide_state():
+    """Move a state of float32 whose parameters are bfloat16: from whole ones to parts, and on."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 5).bfloat16()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), WideMomentum)
+    for _ in range(2):
+        step(model, optimizer, torch.full((1, 5), 0.777, dtype=torch.bfloat16))
+    before, _ = saved(optimizer)
+    after = []
+    for shard in ("even", "whole", "even"):
+        reshard(optimizer, shard=shard)
+        after.append(saved(optimizer)[0])
+    return before, after
+
+
+def test_state_of_more_digits_than_its_parameters_keeps_them():
+    for before, after in run(2, wide_state):
+        momentum = before[0, "momentum"]
+        assert not torch.equal(momentum, momentum.bfloat16().double())
+        for state in after:
+            assert all(torch.equal(state[key], value) for key, value in before.items())
+
+
+def frozen_without_state():
+    """Freeze parameters of a class that has no state, and change the ranks again and again."""
+    params = [nn.Parameter(torch.ones(6 + i).double()) for i in range(5)]
+    optimizer = ZeroRedundancyOptimizer(params, SGD, lr=0.25)
+    count = 0
+    for i, ranks in enumerate([None, None, (0, 1), (2, 1, 0), (2,), (1, 2), None]):
+        there = None if ranks is None else group_of(ranks)
+        if i:
+            reshard(optimizer, there)
+        for p in params[:3]:
+            p.requires_grad_(i % 6 == 0)  # thawed at last
+        if there is dist.GroupMember.NON_GROUP_MEMBER:
+            continue
+        for p in params:
+            p.grad = torch.ones_like(p) if p.requires_grad else None
+        optimizer.step()
+        count += 1
+    return [p.unique().tolist() for p in params], count
+
+
+def test_frozen_parameters_without_state_move_as_others_do():
+    for values, _ in run(3, frozen_without_state, timeout=30):
+        assert values == [[0.5]] * 3 + [[1 - 7 * 0.25]] * 2
+
+
+def loaded_while_away():
+    """A rank leaves; the others load the state of no step; it comes back."""
+    model = network()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+    fresh = optimizer.state_dict()
+    batches = inputs(Recipe(), 3, 2)
+    step(model, optimizer, batches[0])
+    reshard(optimizer, group_of((0,)))
+    if dist.get_rank() == 0:
+        optimizer.load_state_dict(fresh)
+    reshard(optimizer, None)
+    empty, _ = saved(optimizer)
+    step(model, optimizer, batches[1])
+    return empty, {float(value) for (_, key), value in saved(optimizer)[0].items() if key == "step"}
+
+
+def test_a_rank_that_comes_back_forgets_steps_that_the_others_have_undone():
+    assert run(2, loaded_while_away, timeout=30) == [({}, {1.0})] * 2
+
+
 def before_any_step():
     model = network()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
@@ -380,6 +465,75 @@ def two_trainings(model, optimizer):
     reshard(mine, None)
 
 
+def called_by_some(model, optimizer):
+    """A rank that holds state is not among the callers, and does not call."""
+    there = group_of((1,))
+    if dist.get_rank():
+        reshard(optimizer, there, callers=there)
+    else:
+        raise ValueError("all ranks that hold state must call reshard()")
+
+
+def other_strides(model, optimizer):
+    """Elements are counted in memory order, which is another on the rank that joins."""
+    layer = nn.Conv2d(4, 6, 3).double()
+    if dist.get_rank() == 0:
+        layer = layer.to(memory_format=torch.channels_last)
+    mine = ZeroRedundancyOptimizer(layer.parameters(), AdamW, group_of_one(), lr=1e-2)
+    if dist.get_rank() == 0:
+        step(layer, mine, torch.ones(1, 4, 5, 5).double())
+    reshard(mine, None)
+
+
+def other_groups(model, optimizer):
+    """Each rank has two groups, and puts another parameter into the first."""
+    params = [nn.Parameter(torch.ones(6)) for _ in range(3)]
+    first = 1 + dist.get_rank()
+    groups = [{"params": params[:first], "lr": 0.1}, {"params": params[first:], "lr": 0.2}]
+    reshard(ZeroRedundancyOptimizer(groups, AdamW, group_of_one()), None)
+
+
+def cut_in_another_way(model, optimizer):
+    """A rank joins by a class's own rule those that shard by a function."""
+
+    def policy(specs, world_size, *, loads=None):
+        return even(specs, world_size)
+
+    other = network()
+    shard = "auto" if dist.get_rank() else policy
+    mine = ZeroRedundancyOptimizer(other.parameters(), AdamW, group_of_one(), shard=shard)
+    if dist.get_rank() == 0:
+        step(other, mine, inputs(Recipe(), 3, 1)[0])
+    reshard(mine, None)
+
+
+def no_group_for_new_group(model, optimizer):
+    """A rank outside the new group says `None`, which are all ranks."""
+    other = network()
+    mine = ZeroRedundancyOptimizer(other.parameters(), AdamW, group_of_one())
+    there = group_of((0,))
+    if dist.get_rank() == 0:
+        step(other, mine, inputs(Recipe(), 3, 1)[0])
+    reshard(mine, None if dist.get_rank() else there)
+
+
+def added_after_leaving(model, optimizer):
+    """A rank that has left holds nothing that a group could be added to."""
+    other = network()
+    mine = ZeroRedundancyOptimizer(other.parameters(), AdamW)
+    reshard(mine, group_of((0,)))
+    if dist.get_rank() == 0:
+        raise RuntimeError("has left this optimizer")
+    mine.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def rows_that_differ(model, optimizer):
+    """Each of two rows of one rank asks for another plan."""
+    other = network()
+    mine = ZeroRedundancyOptimizer(other.parameters(), AdamW, two_level(1))
+    reshard(mine, shard="whole" if dist.get_rank() else "greedy")
+
+
 def cut_a_matrix(model, optimizer):
     model = nn.Linear(6, 6).double()
     muon = ZeroRedundancyOptimizer([model.weight], torch.optim.Muon, lr=1e-2)
@@ -389,12 +543,19 @@ def cut_a_matrix(model, optimizer):
 WRONG = {
     attached: "RuntimeError: reshard() moves state between steps after backward",
     watched: "RuntimeError: reshard() moves state that watch_divergence() compares",
-    other_model: "parameter 0",
+    other_model: "group 0: AdamW, 7 parameters",
     other_policy: "shard=",
     policy_that_differs: "comparing plans for reshard()",
     lost: "ValueError: no rank is in the new group",
     not_all_call: "ValueError: all ranks that hold state must call reshard()",
     two_trainings: "ValueError: groups that hold state must have the same plan and the same steps",
+    called_by_some: "ValueError: all ranks that hold state must call reshard()",
+    other_strides: "strides (36, 1, 12, 4)",
+    other_groups: "group 0: AdamW, 1 parameters",
+    cut_in_another_way: "group 0 steps its parameters one by one",
+    no_group_for_new_group: "ValueError: the ranks of the new group must be in one group each",
+    added_after_leaving: "RuntimeError",
+    rows_that_differ: "shard=",
     cut_a_matrix: "would not train as it does unsharded",
 }
 

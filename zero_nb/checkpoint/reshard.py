@@ -50,6 +50,7 @@ from zero_nb.plan.sharder import (
     ShardPlan,
     Span,
     moves_between,
+    runs,
 )
 
 # %% auto #0
@@ -91,7 +92,14 @@ def rows_of(
                 f" {seat.row}; give all ranks of a group the same one"
             )
         row[seat.place] = rank
-    sizes = {seat.row: seat.size for seat in seats if seat.row >= 0}
+    sizes = dict[int, int]()
+    for seat in (seat for seat in seats if seat.row >= 0):
+        if sizes.setdefault(seat.row, seat.size) != seat.size:
+            raise ValueError(
+                f"the ranks {what} must be in one group each, and groups of {sizes[seat.row]} and of"
+                f" {seat.size} ranks begin with global rank {seat.row}; give all ranks of a group the"
+                " same one, and ranks outside it what torch.distributed.new_group() gave them"
+            )
     for first, size in sizes.items():
         if len(found[first]) < size:
             raise ValueError(
@@ -329,15 +337,18 @@ def _describe_request(optimizer: ZeroRedundancyOptimizer, request: ReshardReques
     settings = optimizer.settings
     shard = request.shard if isinstance(request.shard, (str, type(None))) else "a policy or a plan"
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    rules = optimizer.local.rules
+    rules = zip(optimizer.local.rules, optimizer.param_groups, strict=True)
     lines = [
         f"shard={shard}, bucket_cap_mb={request.bucket_cap_mb}",
         f"parameters_as_bucket_view={bool(settings.as_views)}, master_dtype={settings.master_dtype}",
     ]
-    lines += [f"group {i}: {rule.optimizer_class.__name__}" for i, rule in enumerate(rules)]
+    for i, (rule, group) in enumerate(rules):
+        count = len(group["params"])
+        lines.append(f"group {i}: {rule.optimizer_class.__name__}, {count} parameters")
     for i, p in enumerate(params):
         frozen = "" if p.requires_grad else ", frozen"
-        lines.append(f"parameter {i}: {tuple(p.shape)} {p.dtype}{frozen}")
+        strides = "" if p.is_contiguous() else f", strides {p.stride()}"
+        lines.append(f"parameter {i}: {tuple(p.shape)} {p.dtype}{strides}{frozen}")
     return lines
 
 
@@ -358,17 +369,29 @@ def _check_free(optimizer: Any) -> None:
         )
 
 # %% ../../nbs/checkpoint/07_reshard.ipynb #7e5a0018
-def _mark(shard: Any) -> str:
-    return "alone" if shard.alone else shard.plan.mark
+def _describe_new(shard: Any, rules: Sequence[Rule]) -> list[str]:
+    """Say of a plan, and of how its state is cut, what must be the same on all ranks."""
+    lines = ["alone" if shard.alone else shard.plan.mark]
+    for i, rule in enumerate(rules):
+        way = "together" if rule.policy is runs else "one by one"
+        lines.append(f"group {i} steps its parameters {way}, as its shard= says")
+    return lines
 
 
 class Resharding:
     """One change of ranks or of plan, as this rank sees it."""
 
-    def __init__(self, optimizer: ZeroRedundancyOptimizer, request: ReshardRequest, callers: Group):
+    def __init__(
+        self,
+        optimizer: ZeroRedundancyOptimizer,
+        request: ReshardRequest,
+        # that agree; state moves between those of the first, which are rows of two levels
+        ranks: Sequence[Group],
+    ):
         self.optimizer = optimizer
         self.request = request
-        self.callers = callers
+        self.ranks = ranks
+        self.callers = callers = ranks[0]
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.device = byte_device(callers, self.params[0].device)
         self.target = find_target(optimizer, request)
@@ -381,41 +404,42 @@ class Resharding:
             state = optimizer.sharded_state
             self.entries += read_entries(optimizer.local, optimizer.shards, state.frozen)
 
-    def check_parts(self) -> int:  # the same on ranks that hold the same steps
-        """Look whether the state is complete; `RuntimeError` on all ranks if it is not."""
+    def check_parts(self, senders: Rows) -> None:
+        """Look whether the state is complete, and the same in all groups that hold some.
+
+        Raises `RuntimeError` or `ValueError` on all ranks if it is not."""
         found = torch.zeros(0, dtype=torch.int64)
         if self.holds_state:
             group = self.optimizer.group
             device = byte_device(group, self.params[0].device)
             found = count_state(group, self.params, self.entries, device)
-        with agreeing(self.callers, "looking for all parts of the state"):
+        with agreeing(self.ranks, "looking for all parts of the state"):
             if self.holds_state:
                 check_complete(found, self.params, self.entries)
-        return crc32(str(found.tolist()).encode())
-
-    def find_rows(self, steps: int) -> tuple[Rows, Rows]:  # that send, and that receive
-        """Learn where all ranks sit.
-
-        Raises `ValueError` on all ranks if groups are not complete, or hold different state."""
-        old = Seat()
-        text = ""
-        if self.holds_state:
-            old = _seat_in(self.optimizer.groups)
-            text = placement_text(self.optimizer.sharded_state.plan())
-        own = [*old, crc32(text.encode()), steps, *_seat_in(self.target.groups)]
-        table = torch.zeros(self.callers.size * len(own), dtype=torch.int64, device=self.device)
-        lines = table.view(self.callers.size, len(own))
-        lines[self.callers.group_rank] = torch.tensor(own)
-        self.callers.all_gather(table)
-        every = lines.tolist()
-        senders = rows_of([Seat(*line[:3]) for line in every], "that hold state")
-        receivers = rows_of([Seat(*line[5:]) for line in every], "of the new group")
-        if len({tuple(every[rank][3:5]) for rank in senders.places}) > 1:
+        text = placement_text(self.optimizer.sharded_state.plan()) if self.holds_state else ""
+        every = self._gather_rows([crc32(text.encode()), crc32(str(found.tolist()).encode())])
+        if len({tuple(every[rank]) for rank in senders.places}) > 1:
             raise ValueError(
                 "groups that hold state must have the same plan and the same steps, and these differ;"
                 " reshard one of them, and let the ranks of the others join with optimizers that were"
                 " not stepped"
             )
+
+    def _gather_rows(self, own: list[int]) -> list[list[int]]:  # of all ranks that call
+        table = torch.zeros(self.callers.size * len(own), dtype=torch.int64, device=self.device)
+        rows = table.view(self.callers.size, len(own))
+        rows[self.callers.group_rank] = torch.tensor(own)
+        self.callers.all_gather(table)
+        return rows.tolist()
+
+    def find_rows(self) -> tuple[Rows, Rows]:  # that send, and that receive
+        """Learn where all ranks sit.
+
+        Raises `ValueError` on all ranks if groups are not complete."""
+        old = _seat_in(self.optimizer.groups) if self.holds_state else Seat()
+        every = self._gather_rows([*old, *_seat_in(self.target.groups)])
+        senders = rows_of([Seat(*line[:3]) for line in every], "that hold state")
+        receivers = rows_of([Seat(*line[3:]) for line in every], "of the new group")
         if not receivers.ranks:
             raise ValueError("no rank is in the new group, so the state would be lost")
         return senders, receivers
@@ -426,7 +450,7 @@ class Resharding:
         Raises `ValueError` on all ranks for a plan or class that cannot be."""
         plans = self.holds_state or not senders.ranks
         made = list[Any]()
-        with agreeing(self.callers, "planning anew for reshard()"):
+        with agreeing(self.ranks, "planning anew for reshard()"):
             if plans:
                 made.append(self._make_shard(size))
             if self.holds_state:
@@ -436,7 +460,11 @@ class Resharding:
             source = senders.ranks[0][0]
             broadcast_object_list(told, group=self.callers, group_src=source, weights_only=True)
             self.progress = TrainingProgress(*told[0])
-        with agreeing(self.callers, "comparing plans for reshard()", lambda: [_mark(made[0])]):
+
+        def describe() -> list[str]:
+            return _describe_new(made[0], self.target.rules)
+
+        with agreeing(self.ranks, "comparing plans for reshard()", describe):
             if not plans:
                 made.append(self._follow(size))
         return made[0]
@@ -568,7 +596,7 @@ class StateMover:
                 optimizer.attach(LeftGroup(optimizer.group.global_rank))
             return
         optimizer.detach(driver)
-        history = optimizer.history
+        history = optimizer.history if self.senders.ranks else History()  # of a rank that had left
         if self.joins and self.progress is not None:
             history = _history_from(self.progress)
             for group, options in zip(optimizer.param_groups, self.progress.options, strict=True):
@@ -600,19 +628,19 @@ def reshard(
     attached, or if parts of the state are missing; `ValueError` if ranks are missing, or their
     models or the plan do not fit."""
     same = isinstance(process_group, str) and callers is None
-    group: Group = getattr(optimizer, "group", Group()) if same else Group(callers)
+    ranks: Sequence[Group] = getattr(optimizer, "groups", (Group(),)) if same else (Group(callers),)
     request = ReshardRequest(process_group, shard, bucket_cap_mb)
     if same and isinstance(getattr(optimizer, "driver", None), LeftGroup):
         optimizer.wait_for_driver()  # raises: the ranks that it has left do not call
-    with agreeing(group, "reshard", lambda: _describe_request(optimizer, request)):
+    with agreeing(ranks, "reshard", lambda: _describe_request(optimizer, request)):
         _check_free(optimizer)
-        change = Resharding(optimizer, request, group)
-    steps = change.check_parts()
-    senders, receivers = change.find_rows(steps)
+        change = Resharding(optimizer, request, ranks)
+    senders, receivers = change.find_rows()
+    change.check_parts(senders)
     new = change.plan(senders, len(receivers.ranks[0]))
     try:
         StateMover(change, new, senders, receivers).move(change.entries)
     except Exception as error:
-        every = [group, *optimizer.groups, *change.target.groups]
+        every = [*ranks, *optimizer.groups, *change.target.groups]
         fail([*{id(g.process_group): g for g in every}.values()], error)
         raise
