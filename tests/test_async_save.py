@@ -2,6 +2,7 @@
 told when they are not."""
 
 import errno
+import gc
 import itertools
 import os
 import threading
@@ -249,6 +250,30 @@ def test_bad_calls_are_errors_on_every_rank_and_begin_nothing(folder):
     for said in run(2, bad_calls, folder):
         assert all(w in (s or "") and s for w, s in zip(words, said, strict=True)), said
     assert sorted(path.name for path in folder.iterdir()) == ["one", "two"]
+
+
+def kept_and_moved(parent):
+    """Keep what `save` gives, go to another folder while it is written, and give steps that are none."""
+    model, zero = stepped()
+    checkpoints = AsyncCheckpointer(model, zero)
+    os.chdir(parent)
+    with Held() as go_on:
+        saving = checkpoints.save("one")
+        os.chdir("/")
+        go_on()
+        saving.wait()
+    said = [caught(lambda s=s: checkpoints.save(parent / "no", s)) for s in ("last", None, 1.5)]
+    memory = checkpoints._staged._memory
+    checkpoints.close()
+    first = memory.data_ptr()
+    places = (o.data_ptr() for o in gc.get_objects() if type(o) is torch.Tensor and o is not memory)
+    return said, sum(first <= place < first + memory.nbytes for place in places)
+
+
+def test_a_save_that_is_kept_keeps_no_copies_and_needs_no_working_folder(folder):
+    for said, held in run(2, kept_and_moved, folder):
+        assert all("step must be an int" in (words or "") for words in said) and held == 0
+    assert [path.name for path in folder.iterdir()] == ["one"]
 
 
 def quiet(parent):

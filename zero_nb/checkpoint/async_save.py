@@ -59,7 +59,7 @@ class StagingMemory:
         total = sum(map(_room, tensors.values()))
         if total > self.nbytes:
             pinned = any(tensor.is_cuda for tensor in tensors.values())
-            self._memory = self._memory[:0]  # lets go of what there was
+            self._memory = self._memory.new_empty(0)  # lets go of what there was
             self._memory = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         offset = 0
         for index, tensor in tensors.items():
@@ -115,36 +115,36 @@ class Saving:
     ):
         self.folder = folder
         self._group = group
-        self._write = write
-        self._finish = finish
         self._opened = opened
         self._notes = GroupStore(group, "checkpoint")
         self._own_error: Exception | None = None
         self._error: Exception | None = None  # of the folder, on the first rank
-        # no daemon: a program that ends waits for it
-        self._thread = threading.Thread(target=self._run, name="zero_nb checkpoint", daemon=False)
+        # no daemon: a program that ends waits for it; it alone has the copies, and lets go of them
+        self._thread = threading.Thread(
+            target=self._run, args=(write, finish), name="zero_nb checkpoint", daemon=False
+        )
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, write: Callable[[], str], finish: Callable[[Sequence[str]], None]) -> None:
         note = _NOT_WRITTEN
         try:
-            note = self._write()
+            note = write()
         except Exception as error:
             self._own_error = error
         try:
             self._notes.put(str(self._group.group_rank), note)
             if self._group.group_rank == 0:
-                self._complete()
+                self._complete(finish)
         except Exception as error:
             self._error = error
 
-    def _complete(self) -> None:
+    def _complete(self, finish: Callable[[Sequence[str]], None]) -> None:
         with self._opened:
             parts = _read_notes(self._notes, self._group)
             failed = [rank for rank, part in enumerate(parts) if part == _NOT_WRITTEN]
             if failed:
                 raise RuntimeError(f"group ranks {failed} did not write their parts")
-            self._finish(parts)
+            finish(parts)
 
     def wait(self) -> Path:  # the folder
         """Return when the checkpoint is complete; all ranks call this, as often as they like.
@@ -189,7 +189,7 @@ class AsyncCheckpointer:
         Waits for the save before this one, if that is still under way. Raises on all ranks what went
         wrong in that one or, as `save_sharded`, in the beginning of this one; nothing is left behind."""
         self.wait()
-        folder = Path(folder)
+        folder = Path(folder).absolute()  # the program may go elsewhere meanwhile
         with ExitStack() as opened:
             beside, more = open_save(folder, self.optimizer, step, extra, self.group, opened)
             planned = plan_save(beside, self.model, self.optimizer, self.group)

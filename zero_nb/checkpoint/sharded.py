@@ -416,6 +416,8 @@ def open_save(
     names = [""]
     with agreeing(group, "save_sharded", lambda: [f"folder={folder}, step={step}"]):
         check_available()
+        if type(step) is not int:
+            raise TypeError(f"step must be an int, which newest_checkpoint compares, got {step!r}")
         more["extra"] = check_extra(extra)
         if group.group_rank == 0:
             names = [opened.enter_context(new_folder(folder)).name]
