@@ -220,6 +220,15 @@ def test_damaged_checkpoints_alone_are_an_error_on_every_rank(made, tmp_path):
 # --- files ----------------------------------------------------------------------------------------
 
 
+def test_a_training_that_begins_anew_keeps_its_own_checkpoints(tmp_path):
+    in_lives(tmp_path, (1, 12), horizon=12, keep=3)
+    [job] = tmp_path.glob("**/checkpoint.pt")
+    given = read_checkpoint(str(job.parent))["config"] | {"out": str(job.parent), "steps": 8}
+    run(1, train.train_rank, train.TrainConfig(**given | {"auto_resume": False}))
+    assert [path.name for path in job.parent.glob("checkpoint-8*")] == []
+    assert sorted(torch.load(path)["step"] for path in job.parent.glob("*.pt")) == [4, 6, 8]
+
+
 @pytest.mark.parametrize("keep", [1, 3])
 def test_the_newest_few_are_kept(tmp_path, keep):
     in_lives(tmp_path, (1, 12), horizon=12, keep=keep)

@@ -581,8 +581,12 @@ def _write_state(path: Path, side: Side, report: RankReport, step: int) -> None:
         )
         if side.config.keep > 1:
             _keep_before(path)
-    for old in checkpoint_files(side.config.out)[side.config.keep :]:
-        old.unlink(missing_ok=True)
+    kept = 1
+    for old in checkpoint_files(side.config.out)[1:]:
+        if int(old.stem[11:]) < step and kept < side.config.keep:
+            kept += 1
+        else:  # beyond --keep, or of a training in this folder that went further before this one
+            old.unlink(missing_ok=True)
 
 
 def _load(side: Side, state: dict[str, Any]) -> None:
