@@ -128,17 +128,6 @@ def test_the_same_command_line_begins_goes_on_and_is_done(tmp_path):
             assert re.search(words, said), said
 
 
-def test_a_checkpoint_from_before_these_options_is_continued(tmp_path):
-    run(1, train_rank, configured({**TINY, "global_batch": 0, "out": str(tmp_path)}))
-    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    for name in ("global_batch", "auto_resume", "keep"):
-        del state["config"][name]
-    torch.save(state, tmp_path / "checkpoint.pt")
-    more = configured({"resume": True, "steps": 8, "out": str(tmp_path)})
-    assert (more.global_batch, more.keep) == (0, 1)
-    assert len(losses(run(1, train_rank, more))) == 8
-
-
 # --- ranks that see different files ---------------------------------------------------------------
 
 

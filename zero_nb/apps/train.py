@@ -609,9 +609,6 @@ _PARTS = {
 }
 
 
-_ADDED = {"global_batch", "auto_resume", "keep"}  # options that older checkpoints do not know
-
-
 def _unlike(
     found: Any,  # part of a checkpoint
     expected: Any,  # what this program would have written there
@@ -681,8 +678,6 @@ def _check_checkpoint(state: Any, out: str) -> str:  # "" if all is right
         if not isinstance(state[key], kind):
             return f"{key} must be of type {kind.__name__}, got {type(state[key]).__name__}"
     options = asdict(TrainConfig())
-    for name in _ADDED & options.keys():
-        state["config"].setdefault(name, options[name])
     if words := _unlike(state["config"], options, "config"):
         return words
     try:
