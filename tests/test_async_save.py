@@ -5,6 +5,8 @@ import errno
 import gc
 import itertools
 import os
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -24,11 +26,13 @@ from common.saving import (
     train,
     two_layers,
 )
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 from zero_nb.checkpoint import async_save
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
+from zero_nb.checkpoint.reshard import reshard
 from zero_nb.checkpoint.sharded import check_folder, load_sharded, newest_checkpoint
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
@@ -308,7 +312,7 @@ def lost(parent):
         dist.barrier()
     if rank == 1:
         said = caught(saving.wait)
-    return said, saving._error, [*parent.iterdir()]
+    return said, saving._outcome.error, [*parent.iterdir()]
 
 
 def test_a_rank_that_does_not_write_is_named_and_nothing_is_left(folder):
@@ -381,3 +385,61 @@ def test_kills_at_random_moments_leave_complete_checkpoints(folder):
     model, zero = stepped()
     load_sharded(folder / str(newest), model, zero)
     assert all((p == newest).all() for p in model.parameters())
+
+
+def saved_after_reshard(folder):
+    model = nn.Linear(5, 4)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1)
+    with AsyncCheckpointer(model, optimizer) as checkpointer:
+        checkpointer.save(folder / "1", 1)
+        two = dist.new_group([0, 1])
+        reshard(optimizer, two)
+        if dist.get_rank() == 2:
+            return caught(optimizer.state_dict), None
+        said = caught(lambda: checkpointer.save(folder / "2", 2))
+        anew = AsyncCheckpointer(model, optimizer, two)
+        anew.save(folder / "3", 3)
+        anew.close()
+        return said, None
+    return None
+
+
+def test_a_checkpointer_does_not_outlive_its_ranks(folder):
+    """The first two ranks waited for the third, which was gone."""
+    *stayed, (left, _) = run(3, saved_after_reshard, folder, timeout=60)
+    assert all("reshard() has moved the optimizer" in said for said, _ in stayed)
+    assert "has left this optimizer" in left
+    assert newest_checkpoint(folder) == folder / "3"
+
+
+NOBODY_WAITS = """
+import errno, os, sys
+from pathlib import Path
+import torch
+from torch import nn
+from zero_nb import AsyncCheckpointer, ZeroRedundancyOptimizer
+
+model = nn.Linear(3, 2)
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+checkpointer = AsyncCheckpointer(model, optimizer)
+
+def full(_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+os.fsync = full
+checkpointer.save(Path(sys.argv[1], "1"), 1)
+print("training done")
+"""
+
+
+def test_an_error_that_nobody_waits_for_is_written_to_stderr(folder):
+    """The program ended with nothing but its own last word, and there was no checkpoint."""
+    done = subprocess.run(
+        [sys.executable, "-c", NOBODY_WAITS, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and "training done" in done.stdout
+    assert f"{folder / '1'} was not saved (OSError" in done.stderr
+    assert [*folder.iterdir()] == []

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +33,7 @@ from ..comm.groups import Group
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
 # %% auto #0
-__all__ = ['StagingMemory', 'Saving', 'AsyncCheckpointer']
+__all__ = ['StagingMemory', 'SaveOutcome', 'Saving', 'AsyncCheckpointer']
 
 # %% ../../nbs/checkpoint/06_async_save.ipynb #a59c0008
 _ALIGNMENT = 64  # bytes
@@ -102,6 +105,43 @@ def _read_notes(notes: GroupStore, group: Group) -> list[str]:  # by group rank
     raise RuntimeError(f"ranks {late} did not write their parts of a checkpoint in time")
 
 
+@dataclass
+class SaveOutcome:
+    """What became of a save, as far as this rank knows."""
+
+    folder: Path
+    own_error: Exception | None = None  # of this rank's part
+    error: Exception | None = None  # of the folder, on the first rank
+    raised: bool = False  # whether `wait` has raised it
+
+    def fail_part(self, error: Exception) -> None:
+        """Note why this rank's part was not written."""
+        self.own_error = error
+
+    def fail_folder(self, error: Exception) -> None:
+        """Note why the folder is not complete."""
+        self.error = error
+
+    def raise_part(self) -> None:
+        """Raise what went wrong in this rank's part."""
+        if self.own_error is not None:
+            self.raised = True
+            raise self.own_error
+
+    def raise_folder(self) -> None:
+        """Raise why the folder is not complete."""
+        if self.error is not None:
+            self.raised = True
+            raise self.error
+
+    def report(self) -> None:
+        """Write to stderr what was not raised."""
+        error = self.own_error or self.error
+        if error is not None and not self.raised:
+            words = f"{type(error).__name__}: {error}"
+            print(f"zero_nb: {self.folder} was not saved ({words})", file=sys.stderr, flush=True)
+
+
 class Saving:
     """A checkpoint that is written while training goes on."""
 
@@ -117,8 +157,8 @@ class Saving:
         self._group = group
         self._opened = opened
         self._notes = GroupStore(group, "checkpoint")
-        self._own_error: Exception | None = None
-        self._error: Exception | None = None  # of the folder, on the first rank
+        self._outcome = SaveOutcome(folder)
+        weakref.finalize(self, self._outcome.report)
         # no daemon: a program that ends waits for it; it alone has the copies, and lets go of them
         self._thread = threading.Thread(
             target=self._run, args=(write, finish), name="zero_nb checkpoint", daemon=False
@@ -130,21 +170,21 @@ class Saving:
         try:
             note = write()
         except Exception as error:
-            self._own_error = error
+            self._outcome.fail_part(error)
         try:
-            self._notes.put(str(self._group.group_rank), note)
-            if self._group.group_rank == 0:
-                self._complete(finish)
+            with self._opened:
+                self._notes.put(str(self._group.group_rank), note)
+                if self._group.group_rank == 0:
+                    self._complete(finish)
         except Exception as error:
-            self._error = error
+            self._outcome.fail_folder(error)
 
     def _complete(self, finish: Callable[[Sequence[str]], None]) -> None:
-        with self._opened:
-            parts = _read_notes(self._notes, self._group)
-            failed = [rank for rank, part in enumerate(parts) if part == _NOT_WRITTEN]
-            if failed:
-                raise RuntimeError(f"group ranks {failed} did not write their parts")
-            finish(parts)
+        parts = _read_notes(self._notes, self._group)
+        failed = [rank for rank, part in enumerate(parts) if part == _NOT_WRITTEN]
+        if failed:
+            raise RuntimeError(f"group ranks {failed} did not write their parts")
+        finish(parts)
 
     def wait(self) -> Path:  # the folder
         """Return when the checkpoint is complete; all ranks call this, as often as they like.
@@ -152,11 +192,9 @@ class Saving:
         Raises on all ranks what went wrong on one; then there is no folder."""
         with agreeing(self._group, f"saving {self.folder}"):
             self._thread.join()
-            if self._own_error is not None:
-                raise self._own_error
+            self._outcome.raise_part()
         with agreeing(self._group, f"finishing {self.folder}"):
-            if self._error is not None:
-                raise self._error
+            self._outcome.raise_folder()
         return self.folder
 
 # %% ../../nbs/checkpoint/06_async_save.ipynb #a59c000c
@@ -176,6 +214,7 @@ class AsyncCheckpointer:
         self.group = Group(process_group)
         self._staged = StagingMemory()
         self._saving: Saving | None = None
+        self._groups = getattr(optimizer, "groups", None)
 
     def save(
         self,
@@ -189,6 +228,11 @@ class AsyncCheckpointer:
         Waits for the save before this one, if that is still under way. Raises on all ranks what went
         wrong in that one or, as `save_sharded`, in the beginning of this one; nothing is left behind."""
         self.wait()
+        if getattr(self.optimizer, "groups", None) is not self._groups:
+            raise RuntimeError(
+                "reshard() has moved the optimizer to other ranks since this checkpointer was made, so"
+                " not all of its ranks would come; make another one for the ranks that hold the state"
+            )
         folder = Path(folder).absolute()  # the program may go elsewhere meanwhile
         with ExitStack() as opened:
             beside, more = open_save(folder, self.optimizer, step, extra, self.group, opened)
