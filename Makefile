@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+unexport PYTHONDONTWRITEBYTECODE # hundreds of interpreters would compile the same modules
 
 .PHONY: help train bench link surviving test quick notebooks pytest browser lint export lab clean
 
@@ -10,22 +11,22 @@ help: ## what the targets do
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 train: export OMP_NUM_THREADS ?= 1
-train: $(VENV)/.ready ## train a small GPT on two local ranks beside plain DDP; results in runs/train (ARGS="--steps 50" passes options)
+train: $(VENV)/.ready ## train a small GPT on two local ranks beside plain DDP, in every mode; results in runs/train (ARGS="--steps 50" passes options)
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m zero_nb.apps.train $(ARGS)
 
-bench: $(VENV)/.ready ## compare with plain DDP and other optimizers at full size (about two hours, 16 GB); what apps/03_bench shows is in nbs/benchmark
+bench: $(VENV)/.ready ## compare with plain DDP and other optimizers at full size (about two hours, 16 GB); what apps/12_bench shows is in nbs/benchmark
 	$(BIN)/python -m zero_nb.apps.bench --out nbs/benchmark $(ARGS)
 
 link: $(VENV)/.ready ## the same between two network namespaces joined by 1 Gbit/s (root, 20 minutes); nbs/benchmark/two_machines.sh does it between two machines
 	$(BIN)/python tests/link.py $(ARGS)
 
-surviving: $(VENV)/.ready ## kill the ranks of a job 21 times and compare its losses with an unbroken run's (15 minutes); what guides/03_surviving shows is in nbs/benchmark
+surviving: $(VENV)/.ready ## kill the ranks of a job 21 times and compare its losses with an unbroken run's (15 minutes); what guides/09_surviving shows is in nbs/benchmark
 	$(BIN)/python tests/surviving.py $(ARGS)
 
 test: lint notebooks pytest ## everything CI checks
 
 quick: $(VENV)/.ready ## under a minute: plans, style, and what every mode sends, computes and calls (tests/test_golden.py)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/test_golden.py tests/test_style.py tests/test_plans.py tests/test_sharder.py tests/test_buckets.py tests/test_schedule.py
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/test_golden.py tests/test_style.py tests/test_plans.py tests/test_policies.py tests/test_buckets.py tests/test_schedule.py
 
 notebooks: $(VENV)/.ready ## execute every notebook
 	$(BIN)/nbdev_test --n_workers 2 --timing
@@ -33,9 +34,9 @@ notebooks: $(VENV)/.ready ## execute every notebook
 pytest: $(VENV)/.ready browser ## the test suite
 	$(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile --no-loadscope-reorder # one more than cores: ranks often wait for each other
 
-browser: ## what the explorer is tested in: installs Debian's chromium where there is no browser and apt-get may be used
+browser: ## what the site's pages and the explorer are tested in: installs Debian's chromium where there is no browser and apt-get may be used
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
-	skip() { echo "no browser: $$1; the explorer's test in a real one will be skipped" >&2; exit 0; }; \
+	skip() { echo "no browser: $$1; the tests in a real one will be skipped" >&2; exit 0; }; \
 	command -v apt-get >/dev/null || skip "chromium is not installed, and there is no apt-get"; \
 	root=; [ "$$(id -u)" = 0 ] || { root="sudo -n"; $$root true 2>/dev/null || skip "chromium is not installed, and apt-get needs root"; }; \
 	install() { $$root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; }; \

@@ -12,13 +12,16 @@ from common.starter import Starter
 LONG = (
     "cli",
     "faults_classes",
+    "faults_launch",
     "histories",
     "join_histories",
     "package",
+    "pages",
     "recipes",
     "round_trips",
     "surviving",
     "two_machines",
+    "watchdog",
 )
 
 

@@ -17,18 +17,27 @@ def readme() -> dict[str, str]:
     for cell in notebook.cells:
         if cell.source.startswith("#| echo: false"):
             cell.metadata["transient"] = {"remove_source": True}
-    text, _ = MarkdownExporter().from_notebook_node(notebook)
+    text, resources = MarkdownExporter().from_notebook_node(notebook)
     files = {}
 
-    def picture(match: re.Match) -> str:
+    def keep(svg: str, label: str) -> str:
         path = f"nbs/images/index-{len(files) + 1}.svg"
-        files[path] = (
-            match[0].replace('fill="currentColor" role', 'fill="#888" color="#888" role') + "\n"
-        )  # grey reads on light and on dark
-        label = re.search(r'aria-label="([^"]*)"', match[0])
-        return f"![{label[1] if label else 'figure'}]({path})"
+        files[path] = svg.strip() + "\n"
+        return f"![{label}]({path})"
 
-    text = re.sub(r"<svg .*?</svg>", picture, text, flags=re.S)
+    def plotted(match: re.Match) -> str:
+        cell = notebook.cells[int(match[1].split("_")[1])]
+        alt = re.search(r"^#\| fig-alt: (.+)$", cell.source, re.M)
+        return keep(resources["outputs"][match[1]].decode(), alt[1] if alt else "figure")
+
+    def drawn(match: re.Match) -> str:
+        label = re.search(r'aria-label="([^"]*)"', match[0])
+        grey = match[0].replace('fill="currentColor" role', 'fill="#888" color="#888" role')
+        # grey reads on light and on dark; a file is as wide as the page that shows it says
+        return keep(re.sub(r"min-width:\d+px;", "", grey), label[1] if label else "figure")
+
+    text = re.sub(r"!\[svg\]\((output_\w+\.svg)\)", plotted, text)
+    text = re.sub(r"<svg .*?</svg>", drawn, text, flags=re.S)
     text = re.sub(r"\]\(([\w/]+\.ipynb)(#[^)]*)?\)", r"](nbs/\1)", text)
     text = re.sub(r"\n{3,}", "\n\n", text)
     files["README.md"] = (

@@ -19,11 +19,13 @@ TRAINING = {
     "horizon": 1000,
     "global_batch": 12,
     "block": 64,
+    "vocabulary": 256,
     "layers": 3,
     "width": 64,
     "heads": 2,
     "eval_every": 5,
     "save_every": 20,
+    "mode": "zero1",  # "auto" takes another one where each rank is a node of its own
     "keep": 2,
     "sample": 0,
     "compare": False,

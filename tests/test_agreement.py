@@ -9,14 +9,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught_error, free_port
+from common import caught, caught_error, free_port
 
 from zero_nb.comm.agreement import agree, agreeing
 from zero_nb.comm.groups import (
     Group,
 )
 from zero_nb.comm.launch import run
-from zero_nb.comm.objects import gather_bytes
+from zero_nb.comm.payloads import gather_bytes
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -164,3 +164,33 @@ def test_ranks_that_agree_on_different_things_are_told_so():
 
     for kind, message in run(2, differ):
         assert kind == "ValueError" and "'saving'" in message and "'loading'" in message
+
+
+def nested(where):
+    """Let rank 1 fail before, in or after an agreement that others take part in, inside a block that agrees."""
+    group = Group()
+
+    def fails(here):
+        if here == where and group.group_rank == 1:
+            raise LookupError(here)
+
+    def both():
+        with agreeing(group, "the outer block"):
+            fails("before")
+            with agreeing(group, "the inner block"):
+                fails("inside")
+            fails("after")
+
+    said = [caught(both), caught(both)]
+    agree(group, "what comes next")  # all ranks have agreed as often
+    return said
+
+
+@pytest.mark.parametrize("where", ["before", "inside", "after", "nowhere"])
+def test_a_block_that_agrees_may_be_in_one_that_does(where):
+    block = "the inner block" if where == "inside" else "the outer block"
+    heard = f"LookupError: rank 1 failed at {block}: {where}"
+    expected = [heard, f"LookupError: {where}", heard]
+    if where == "nowhere":
+        expected = [None] * 3
+    assert run(3, nested, where, timeout=60) == [[text] * 2 for text in expected]

@@ -32,8 +32,9 @@ from torch.optim import AdamW
 
 from zero_nb.checkpoint import async_save
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
+from zero_nb.checkpoint.folder import check_folder
 from zero_nb.checkpoint.reshard import reshard
-from zero_nb.checkpoint.sharded import check_folder, load_sharded, newest_checkpoint
+from zero_nb.checkpoint.sharded import load_sharded, newest_checkpoint
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
@@ -172,6 +173,8 @@ def failing(parent, rank, name, then):
     zero.step()  # goes on
     if then == "wait":
         said = [caught(saving.wait), caught(saving.wait), caught(checkpoints.wait)]
+        assert said.pop() is None  # it was raised by the save itself
+        said.append(said[0])
         heal()
     else:  # the error is not lost if nobody waited
         said = [caught(lambda: checkpoints.save(parent / "third", 3))] * 3
@@ -195,6 +198,29 @@ def test_an_error_on_any_rank_is_one_on_every_rank_when_waited_for_or_at_the_nex
         for (first, again, pending, later), left in ranks:
             assert str(FULL) in first and again == pending == first and not later
             assert left == ["first"]
+
+
+def without_threads(parent, rank):
+    """Save where the system allows one rank no more threads."""
+    model, zero = stepped()
+    start = threading.Thread.start
+
+    def fails(thread):
+        if dist.get_rank() == rank and thread.name == "zero_nb checkpoint":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = fails
+    with AsyncCheckpointer(model, zero) as checkpoints:
+        found = [checkpoints.save(parent / str(i), i).wait().name for i in range(2)]
+    threading.Thread.start = start
+    return found, newest_checkpoint(parent).name
+
+
+def test_a_rank_without_threads_writes_before_it_goes_on(folder):
+    cases = {rank: (folder / f"rank {rank}", rank) for rank in range(2)}
+    for ranks in run_each(2, without_threads, cases).values():
+        assert ranks == [(["0", "1"], "1")] * 2
 
 
 def in_a_row(parent):

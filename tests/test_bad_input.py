@@ -13,7 +13,8 @@ from torch.optim import SGD, AdamW, Muon
 
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
-from zero_nb.plan.sharder import ShardPlan, Span, balanced
+from zero_nb.plan.balancing import balanced
+from zero_nb.plan.shards import ShardPlan, Span
 
 SIZE, LIMIT = (
     2,
@@ -272,7 +273,9 @@ CONSTRUCTOR = {
         "unsharded",
     ),
     "a vector for Muon": Case(lambda: make([weight(4)], Muon), ValueError, "2D", "[4]"),
-    "Muon in pieces": Case(lambda: make([weight(16, 16)], Muon, shard="even"), ValueError, "2D"),
+    "Muon in pieces": Case(
+        lambda: make([weight(16, 16)], Muon, shard="even"), ValueError, "whole matrices"
+    ),
     "an unknown option": Case(lambda: make([weight()], AdamW, momentun=1), TypeError, "momentun"),
     "a negative rate": Case(
         lambda: make([weight()], AdamW, lr=-1.0), ValueError, "Invalid learning rate: -1.0"

@@ -9,23 +9,16 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sharder import calls, damaged, param_lists
+from test_policies import calls, damaged, param_lists
 
-from zero_nb.plan.buckets import MIB, Bucket, BucketPlan, Slot, adopt, ddp_buckets, pack
-from zero_nb.plan.sharder import (
-    ParamSpec,
-    ParamTable,
-    ShardPlan,
-    Span,
-    _canonical,
-    balanced,
-    by_group,
-    even,
-    greedy,
-    mixed,
-    newton_schulz,
-    runs,
-)
+from zero_nb.plan.balancing import balanced, by_group, mixed, newton_schulz
+from zero_nb.plan.bucket import Bucket, Slot
+from zero_nb.plan.bucket_plan import BucketPlan
+from zero_nb.plan.filling import MIB, ddp_buckets
+from zero_nb.plan.packing import adopt, pack
+from zero_nb.plan.policies import even, greedy, runs
+from zero_nb.plan.shards import ShardPlan, Span, _canonical
+from zero_nb.plan.specs import ParamSpec, ParamTable
 
 quick = settings(max_examples=80, deadline=None)
 worlds = st.one_of(st.integers(1, 9), st.sampled_from([64, 1000]))

@@ -21,7 +21,7 @@ from zero_nb.comm.groups import (
     coalescing_manager,
 )
 from zero_nb.comm.launch import run
-from zero_nb.comm.objects import gather_bytes
+from zero_nb.comm.payloads import gather_bytes
 from zero_nb.comm.recording import record
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
@@ -827,7 +827,7 @@ def test_collectives_are_compared_once():
 
 
 def test_sizes_that_never_repeat_are_compared_a_while(monkeypatch):
-    from zero_nb.comm import agreement
+    from zero_nb.comm import comparison
 
     def ever_new():
         g = Group()
@@ -835,7 +835,7 @@ def test_sizes_that_never_repeat_are_compared_a_while(monkeypatch):
             g.all_reduce(torch.ones(i))
         return g._wire.turn
 
-    monkeypatch.setattr(agreement, "_COMPARED", 7)
+    monkeypatch.setattr(comparison, "_COMPARED", 7)
     assert run(2, ever_new) == [7] * 2
 
 

@@ -27,15 +27,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
 from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
-from zero_nb.checkpoint.formats import (
-    Part,
-    SavedTensor,
-    describe_checkpoint,
-    format_of,
-    read_weights,
-    replace_tensors,
-)
+from zero_nb.checkpoint.formats import describe_checkpoint, format_of, read_weights
 from zero_nb.checkpoint.full import load_full_state_dict
+from zero_nb.checkpoint.saved_tensors import Part, SavedTensor, replace_tensors
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer

@@ -25,7 +25,7 @@ from torch.distributed.optim.functional_sgd import _FunctionalSGD
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
 
-from zero_nb.backward.ddp_overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zero_nb.backward.torch_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_nb.comm.groups import Group, coalescing_manager
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record

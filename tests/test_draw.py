@@ -1,10 +1,8 @@
 """Pictures: well-formed, small, in the reader's colours; and the explorer, by hand and in a real browser."""
 
-import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,35 +12,35 @@ import xml.etree.ElementTree as ET
 from itertools import pairwise
 
 import pytest
+from common.browser import needs_browser, new_page
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sharder import param_lists
+from test_policies import param_lists
 
-from zero_nb.plan.buckets import pack
-from zero_nb.plan.draw import (
+from zero_nb.plan.balancing import balanced, mixed
+from zero_nb.plan.charts import (
     KINDS,
     RANKS,
-    Stretch,
-    Svg,
-    colour,
-    draw_buckets,
     draw_estimates,
     draw_moves,
     draw_ranks,
-    draw_shards,
-    draw_stretches,
-    draw_timeline,
     explore,
     explorer,
-    read_trace,
-    short,
 )
-from zero_nb.plan.estimates import MODELS, OPTIMIZERS, PLANNED, compare, estimate, find_model
+from zero_nb.plan.draw import Svg, colour, draw_buckets, draw_shards, short
+from zero_nb.plan.estimates import PLANNED, compare, estimate
+from zero_nb.plan.models import MODELS, find_model
+from zero_nb.plan.moves import moves
+from zero_nb.plan.packing import pack
+from zero_nb.plan.policies import even, greedy
 from zero_nb.plan.schedule import METHODS, Bar, Event, make_schedule, play
-from zero_nb.plan.sharder import ParamSpec, balanced, even, greedy, mixed, moves
+from zero_nb.plan.specs import ParamSpec
+from zero_nb.plan.states import OPTIMIZERS
+from zero_nb.plan.timelines import Stretch, draw_stretches, draw_timeline, read_trace
 
 quick = settings(max_examples=40, deadline=None)
 NS = "{http://www.w3.org/2000/svg}"
+PHONE = 342  # pixels that a page leaves to a picture where the screen has 390
 
 
 def well_formed(picture: Svg) -> ET.Element:
@@ -66,6 +64,8 @@ def well_formed(picture: Svg) -> ET.Element:
             0 <= float(text.get("x")) <= picture.width
             and 0 <= float(text.get("y")) <= picture.height
         )
+        size = float(text.get("font-size", root.get("font-size")))
+        assert size * min(1, PHONE / picture.width) >= 9, text.text
     assert len(str(picture)) < 50_000
     return root
 
@@ -208,7 +208,7 @@ def test_bars_are_as_long_as_bytes():
         for t in ET.fromstring(str(draw_estimates(found, memory=16e9))).iter(NS + "text")
         if t.get("font-weight") == "bold"
     ]
-    assert bold == ["23.2 GiB"]
+    assert bold == ["ddp: 23.2 GiB"]
 
 
 def test_curves_go_from_left_to_right_and_labels_do_not_collide():
@@ -218,9 +218,9 @@ def test_curves_go_from_left_to_right_and_labels_do_not_collide():
     ends = sorted(
         float(t.get("y"))
         for t in root.iter(NS + "text")
-        if any((t.text or "").startswith(f"{s} ") for s in PLANNED)
+        if any((t.text or "").startswith(f"{s}: ") for s in PLANNED)
     )
-    assert all(b - a >= 11 for a, b in pairwise(ends))
+    assert len(ends) == len(PLANNED) and all(b - a >= 11 for a, b in pairwise(ends))
     well_formed(draw_ranks({"one": [(8, 5.0)]}))
 
 
@@ -287,14 +287,6 @@ def contrast(colours):
     return (high + 0.05) / (low + 0.05)
 
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-MISSING = ["chromium"] * (CHROMIUM is None) + [
-    name
-    for name in ("playwright", "jupyterlab", "ipywidgets")
-    if importlib.util.find_spec(name) is None
-]
 BACKGROUND = """element => {
     for (; element; element = element.parentElement) {
         const colour = getComputedStyle(element).backgroundColor
@@ -302,13 +294,6 @@ BACKGROUND = """element => {
     }
     return "rgb(255, 255, 255)"
 }"""
-needs_browser = pytest.mark.skipif(
-    bool(MISSING),
-    reason=(
-        f"drives the explorer in a real JupyterLab, and needs {', '.join(MISSING)}, which `make"
-        " pytest` installs where it can"
-    ),
-)
 
 
 @pytest.fixture
@@ -321,7 +306,7 @@ def lab(tmp_path):
             "metadata": {},
             "outputs": [],
             "execution_count": None,
-            "source": "from zero_nb.plan.draw import explorer\nexplorer()",
+            "source": "from zero_nb.plan.charts import explorer\nexplorer()",
         }
     ]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
@@ -368,31 +353,22 @@ def lab(tmp_path):
             os.killpg(server.pid, signal.SIGKILL)
 
 
-@needs_browser
+@needs_browser("opens a picture in a real browser")
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_saved_picture_is_read_in_both_themes(tmp_path, theme):
-    from playwright.sync_api import sync_playwright
-
     draw_estimates(compare("gpt2").estimates, "2GB").save(tmp_path / "plan.svg")
-    with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(color_scheme=theme)
+    with new_page(color_scheme=theme) as page:
         page.goto(f"file://{tmp_path}/plan.svg")
         text = page.locator("text").first
         ink, paper = text.evaluate("e => getComputedStyle(e).fill"), text.evaluate(BACKGROUND)
         assert contrast((ink, paper)) > 4.5 and (contrast((paper, "rgb(0, 0, 0)")) < 4.5) == (
             theme == "dark"
         )
-        browser.close()
 
 
-@needs_browser
+@needs_browser("drives the explorer in a real JupyterLab", "jupyterlab", "ipywidgets")
 def test_the_slider_moves_the_picture_in_a_real_jupyterlab(lab):
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1400, "height": 900})
+    with new_page(viewport={"width": 1400, "height": 900}) as page:
         page.goto(lab)
         page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
         # before there is a kernel the indicator says "idle" too, and running a cell then opens the
@@ -417,4 +393,3 @@ def test_the_slider_moves_the_picture_in_a_real_jupyterlab(lab):
             after.get_attribute("aria-label") == explore(ranks=32).label
             and after.screenshot() != shot
         )
-        browser.close()

@@ -7,32 +7,36 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 
+from zero_nb.comm.groups import Group, TwoLevel, two_level
+from zero_nb.comm.launch import run
+from zero_nb.comm.recording import record
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+from zero_nb.plan.balancing import balanced
 from zero_nb.plan.estimates import (
     MACHINES,
-    MODELS,
-    OPTIMIZERS,
     PLANNED,
     Estimate,
     Machine,
-    State,
     add_plan_arguments,
     amount,
     compare,
     duration,
     estimate,
     fewest_ranks,
-    find_model,
     fits,
     parse_memory,
     print_plan,
-    read_shapes,
-    specs_of,
-    state_rule,
 )
-from zero_nb.plan.sharder import ParamSpec, balanced
+from zero_nb.plan.models import MODELS, find_model, read_shapes, specs_of
+from zero_nb.plan.specs import ParamSpec
+from zero_nb.plan.states import OPTIMIZERS, State, state_rule
 
 quick = settings(max_examples=30, deadline=None)
 specs_lists = st.lists(
@@ -230,6 +234,28 @@ def test_hybrid_groups_shard_like_the_small_group_and_reduce_across():
     )
 
 
+def sent_behind_ddp() -> tuple[int, int]:
+    """Count the bytes and the collectives of a step after DDP's backward, on nodes of two ranks."""
+    levels = [record(level.process_group) for level in two_level(2)]
+    world = record()
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    ddp = DistributedDataParallel(module, process_group=world)
+    zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, TwoLevel(*map(Group, levels)))
+    for _ in range(3):
+        for group in (world, *levels):
+            group.log.clear()
+        ddp(torch.ones(2, 64)).sum().backward()
+        zero.step()
+    logs = [group.log for group in (world, *levels)]
+    return int(sum(log.wire for log in logs)), sum(sum(log.count().values()) for log in logs)
+
+
+def test_two_levels_behind_ddp_send_what_is_planned():
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    said = estimate(module, "adamw", 4, "zero1", replicas=2)
+    assert run(4, sent_behind_ddp) == [(said.wire, said.collectives)] * 4
+
+
 def test_the_planner_is_quick_and_wide():
     for ranks in (1, 1024, 16_384):
         assert (
@@ -335,7 +361,7 @@ def test_the_command_takes_shapes_and_functions(tmp_path, monkeypatch, capsys):
         json.dumps({"w": [10, 4], "b": {"shape": [4], "dtype": "bfloat16", "trainable": False}})
     )
     (tmp_path / "my_models.py").write_text(
-        "from zero_nb.plan.sharder import ParamSpec\ndef make(): return [ParamSpec('w', (3, 5))]\n"
+        "from zero_nb.plan.specs import ParamSpec\ndef make(): return [ParamSpec('w', (3, 5))]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert "mine: 44 parameters" in plan(capsys, "--shapes", "mine.json")
@@ -444,7 +470,8 @@ def test_the_planner_works_without(missing):
     code = f"""
 import sys
 sys.modules[{missing!r}] = None
-from zero_nb.plan.estimates import compare, fewest_ranks, specs_of
+from zero_nb.plan.estimates import compare, fewest_ranks
+from zero_nb.plan.models import specs_of
 print(compare("gpt2", "muon", 4)["zero2-interleaved"].total, fewest_ranks("gpt2-xl", "adamw", "16GB"))
 if {missing!r} != "torch":
     assert "torch" not in sys.modules

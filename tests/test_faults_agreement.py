@@ -14,11 +14,11 @@ import torch.distributed as dist
 from common import caught_error, free_port
 
 from zero_nb import Group, agree, agreeing, get_global_rank, get_group_rank, two_level
-from zero_nb.comm.agreement import _Notes, _read, _reported
 from zero_nb.comm.groups import abort, clone, destroy, fail, split
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list, gather_object
 from zero_nb.comm.ranks import Ranks
+from zero_nb.comm.store import _Notes, _read, _reported
 
 # ---- C1, L1: what other ranks post is text, never code ----
 
@@ -289,7 +289,7 @@ def test_ranks_that_are_not_in_a_group_are_told_in_torchs_words():
 
 
 def test_L12_a_group_of_many_ranks_describes_itself_in_a_line():
-    from zero_nb.comm.recording import simulate
+    from zero_nb.comm.simulation import simulate
 
     with simulate(16_384, 3) as pg:
         text = repr(Ranks(pg))

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zero_nb.comm.launch import run
 from zero_nb.optim import trial
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
-from zero_nb.plan.sharder import even
+from zero_nb.plan.policies import even
 
 SHAPES = [(8, 6), (8,), (4, 3, 3, 3), (4,), (6, 10), (6,)]
 MATRICES = [(8, 6), (6, 10), (12, 8)]
@@ -139,7 +139,7 @@ WAYS = [
     "shapes, hows", [(SHAPES, WAYS), (MATRICES, WAYS[:1])], ids=["all", "matrices"]
 )
 def test_every_class_trains_as_unsharded_or_is_refused(shapes, hows):
-    ranks = run(2, outcomes, shapes, hows)
+    ranks = run(2, outcomes, shapes, hows, timeout=300)
     for i, (_, least) in enumerate(hows):
         check_outcomes([rank[i] for rank in ranks], least)
 

@@ -1,6 +1,9 @@
 """Processes that end without a word, and stores that do: what is printed, and what is raised."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from common import free_port
@@ -138,3 +141,60 @@ os._exit(0)
         in raised[0]
     )
     assert "the process that hosts it has ended, rank 0's or torchrun's agent" in raised[0]
+
+
+ENDED = """
+import gc, os, sys, weakref
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from zero_nb import ZeroRedundancyOptimizer, data_parallel, overlap
+
+def train(way):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    net = model if "zero2" in way else DDP(model)
+    zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
+    handle = None
+    if way == "zero1-overlap": handle = overlap(net, zero)
+    if "zero2" in way: handle = data_parallel(net, zero, interleaved="inter" in way)
+    for _ in range(3):
+        net(torch.ones(2, 4)).sum().backward()
+        zero.step()
+        zero.zero_grad()
+    return {type(kept).__name__: weakref.ref(kept) for kept in (model, zero, handle) if kept}
+
+def of_gloo():
+    threads = os.listdir("/proc/self/task")
+    return [n for n in (open(f"/proc/self/task/{t}/comm").read() for t in threads) if "gloo" in n]
+
+assert "torch._dynamo" not in sys.modules  # DDP imports it
+place = {"rank": int(os.environ["RANK"]), "world_size": 2}
+for way in sys.argv[2:]:
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/{way}", **place)
+    kept = train(way)
+    assert of_gloo()
+    gc.collect()
+    held = [name for name, reference in kept.items() if reference() is not None]
+    dist.destroy_process_group()
+    left = of_gloo()
+    print(f"{way}: held {held}, threads of gloo {left}")
+"""
+
+METHODS = ("zero1", "zero1-overlap", "zero2", "zero2-interleaved")
+
+
+def test_nothing_outlives_a_training_and_its_group(tmp_path):
+    """A thread of gloo that drops the last tensor of a collective while the interpreter ends aborts
+    the process; a model that a hook holds is never freed."""
+    (tmp_path / "ended.py").write_text(ENDED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, str(tmp_path / "ended.py"), str(tmp_path), *METHODS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    expected = [f"{way}: held [], threads of gloo []" for way in METHODS for _ in range(2)]
+    assert done.stdout.splitlines() == expected, done.stdout

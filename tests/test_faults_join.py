@@ -19,7 +19,8 @@ from torch.optim import SGD, AdamW, lr_scheduler
 
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
-from zero_nb.comm import agreement
+from zero_nb.comm import agreement, group_store
+from zero_nb.comm import store as store_module
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.join import event_log
@@ -364,8 +365,8 @@ def asked_in_blocks(port, counts, norm, by, policy):
         rank=rank,
         world_size=n,
     )
-    store = Counted(agreement._store(Group()))
-    agreement._store = event_log._store = lambda group: store
+    store = Counted(store_module._store(Group()))
+    store_module._store = event_log._store = lambda group: store
     model = DDP(nn.Sequential(nn.Linear(4, 4), *([nn.BatchNorm1d(4)] if norm else [])))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW)
     per_block = []
@@ -493,9 +494,10 @@ class Participant:
 def many(monkeypatch, size, leave):
     """Drive a block of `size` ranks by hand; `leave`: the iteration in which each rank leaves.
     Requests by what they are for, and bytes at the end."""
-    for module in (agreement, event_log):
+    for module in (store_module, event_log):
         monkeypatch.setattr(module, "_store", lambda group: group.store)
-    monkeypatch.setattr(agreement, "_has_no_peers", lambda group: False)
+    for module in (agreement, group_store):
+        monkeypatch.setattr(module, "_has_no_peers", lambda group: False)
     store = dist.HashStore()
     ranks = [Participant(store, size, rank) for rank in range(size)]
     iterating, departing, following, heard = [], [], [], [0] * size
@@ -564,9 +566,10 @@ def test_M7_ranks_that_leave_one_after_the_other(monkeypatch, order):
 @pytest.mark.parametrize("moment", ["claim", "put", "add", "rank_with_data"])
 def test_ranks_that_leave_at_the_same_time_read_what_the_other_did(monkeypatch, moment):
     """The last events of a rank need not wait for others; another rank leaves with fewer at any moment between."""
-    for module in (agreement, event_log):
+    for module in (store_module, event_log):
         monkeypatch.setattr(module, "_store", lambda group: group.store)
-    monkeypatch.setattr(agreement, "_has_no_peers", lambda group: False)
+    for module in (agreement, group_store):
+        monkeypatch.setattr(module, "_has_no_peers", lambda group: False)
     store = dist.HashStore()
     few, many = (Participant(store, 2, rank).log for rank in range(2))
     for log, count in ((few, 1), (many, 3)):
@@ -601,9 +604,10 @@ class Alone(Participant):
     """One of four ranks, on a store that others have written to."""
 
     def __init__(self, monkeypatch):
-        for module in (agreement, event_log):
+        for module in (store_module, event_log):
             monkeypatch.setattr(module, "_store", lambda group: group.store)
-        monkeypatch.setattr(agreement, "_has_no_peers", lambda group: False)
+        for module in (agreement, group_store):
+            monkeypatch.setattr(module, "_has_no_peers", lambda group: False)
         super().__init__(dist.HashStore(), 4, 2)
 
 
@@ -840,7 +844,7 @@ def test_a_rank_that_is_killed_in_a_block_is_named_by_all_others(monkeypatch, ho
 
 def grows(counts):
     """Train in two blocks on a store that is a file; by how many bytes the second block has made it longer."""
-    rank, store = dist.get_rank(), agreement._store(Group())
+    rank, store = dist.get_rank(), store_module._store(Group())
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     model = DDP(nn.Linear(2, 2))

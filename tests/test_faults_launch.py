@@ -23,9 +23,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_nb import Join, ZeroRedundancyOptimizer
-from zero_nb.apps.train import TrainConfig, configured, train_rank
+from zero_nb.apps.config import TrainConfig
+from zero_nb.apps.train import configured, train_rank
 from zero_nb.comm import reaper
-from zero_nb.comm.launch import World, run
+from zero_nb.comm.launch import run
+from zero_nb.comm.world import World, _Handshakes
 
 ROOT = Path(__file__).parent.parent
 
@@ -69,7 +71,7 @@ def kill_callers(kind: str, seed: int, kills: int, at_once: int) -> None:
         if pid:
             return pid
         try:
-            launch.run(2, work) if kind == "run" else launch.World(2).run(starts)
+            launch.run(2, work) if kind == "run" else World(2).run(starts)
         finally:
             os._exit(0)
 
@@ -179,6 +181,7 @@ def checkpoint(tmp_path_factory):
         "width": 8,
         "heads": 2,
         "block": 16,
+        "vocabulary": 256,
         "batch": 1,
         "steps": 2,
         "eval_every": 2,
@@ -275,7 +278,7 @@ def test_L5_every_missing_and_every_strange_item_is_a_value_error(checkpoint, tm
     lacks = changed(checkpoint, ("config", "width"), lambda value: DROPPED)
     with pytest.raises(
         ValueError,
-        match=r"checkpoint\.pt cannot be continued: config lacks 'width'; train without --resume",
+        match=r"checkpoint\.pt cannot be continued: config lacks 'width'; to begin anew, move it away",
     ):
         resumed(lacks, tmp_path)
     assert cases > 200
@@ -381,11 +384,9 @@ def test_L11_strangers_keep_no_rank_waiting_and_are_never_unpickled(tmp_path, mo
 
 
 def test_L11_a_wrong_greeting_is_closed_at_once(monkeypatch):
-    from zero_nb.comm import launch
-
-    monkeypatch.setattr(launch._Handshakes, "patience", 1e6)
+    monkeypatch.setattr(_Handshakes, "patience", 1e6)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        handshakes = launch._Handshakes(server, b"token")
+        handshakes = _Handshakes(server, b"token")
         silent, wrong = (socket.create_connection(server.getsockname()) for _ in range(2))
         wrong.sendall(b"0" * 1000)
         wrong.settimeout(60)
@@ -409,7 +410,7 @@ def test_L11_a_rank_unpickles_nothing_from_a_stranger_at_its_callers_port(tmp_pa
         world = json.dumps([server.getsockname()[1], "token", [str(tmp_path / "log")], "gloo"])
         env = dict(os.environ, ZERO_NB_WORLD=world, RANK="0", PYTHONPATH=os.pathsep.join(sys.path))
         rank = subprocess.Popen(
-            [sys.executable, "-c", "from zero_nb.comm.launch import serve; serve()"],
+            [sys.executable, "-c", "from zero_nb.comm.world import serve; serve()"],
             env=env,
             stderr=subprocess.PIPE,
             text=True,

@@ -12,15 +12,17 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zero_nb
 from zero_nb.backward.data_parallel import data_parallel
-from zero_nb.backward.ddp_overlap import overlap, plan_buckets
-from zero_nb.comm import objects
+from zero_nb.backward.ddp_buckets import plan_buckets
+from zero_nb.backward.ddp_overlap import overlap
+from zero_nb.comm import payloads
 from zero_nb.comm.collectives import Parts
 from zero_nb.comm.groups import Group, coalescing_manager, two_level
 from zero_nb.comm.launch import run
-from zero_nb.comm.objects import exchange_bytes, gather_bytes
-from zero_nb.comm.recording import record, simulate
+from zero_nb.comm.payloads import exchange_bytes, gather_bytes
+from zero_nb.comm.recording import record
+from zero_nb.comm.simulation import simulate
 from zero_nb.optim import saved_state
-from zero_nb.plan.sharder import moves
+from zero_nb.plan.moves import moves
 
 MANY = 16_384  # ranks
 
@@ -105,7 +107,7 @@ class Sizes(nn.Module):
 def agreements(way: str, nodes: bool, count: int):
     """Make an optimizer, load its state and train; unlike buckets, agreements, and requests of this
     rank but for looks."""
-    from zero_nb.comm.agreement import _Notes
+    from zero_nb.comm.store import _Notes
 
     levels, asked = two_level(2) if nodes else (Group(),), []
     before = sum(group._wire.turn for group in levels)
@@ -340,7 +342,7 @@ def test_H6_state_that_moves_is_what_the_plans_say(monkeypatch):
 
 def in_pieces():
     """Gather and broadcast much more than one piece; the largest tensor that was sent, and the state that came."""
-    objects.PIECE = saved_state.MESSAGE = saved_state._ALONE = 10_000
+    payloads.PIECE = saved_state.MESSAGE = saved_state._ALONE = 10_000
     with record() as pg:
         torch.manual_seed(0)
         model = layers(3, 100)
@@ -460,15 +462,15 @@ def bound():
     """Where bytes travel in groups that have no backend for the CPU."""
     group = Group()
     group.backends = {"cuda": "nccl"}
-    near = objects.byte_device(group, torch.device("cuda", 3))
+    near = payloads.byte_device(group, torch.device("cuda", 3))
     dist.group.WORLD.bound_device_id = torch.device("cuda", 1)
-    found = objects.byte_device(group), objects.byte_device(group, torch.device("cpu"))
+    found = payloads.byte_device(group), payloads.byte_device(group, torch.device("cpu"))
     group.backends = {"xpu": "xccl"}
-    other = objects.byte_device(group, torch.device("xpu", 2))
+    other = payloads.byte_device(group, torch.device("xpu", 2))
     group.backends = {"cuda": "nccl", "cpu": "gloo"}
     return [
         str(device)
-        for device in (near, *found, other, objects.byte_device(group, torch.device("cuda", 3)))
+        for device in (near, *found, other, payloads.byte_device(group, torch.device("cuda", 3)))
     ]
 
 

@@ -15,10 +15,13 @@ import torch.distributed as dist
 from common import free_port
 
 from zero_nb.comm import agreement
-from zero_nb.comm.agreement import _Agreement, _missing, _Notes, _steps_of, agree
+from zero_nb.comm import store as store_module
+from zero_nb.comm.agreement import _Agreement, _steps_of, agree
+from zero_nb.comm.arrivals import _missing
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.ranks import Ranks, _State
+from zero_nb.comm.store import _Notes
 
 
 class Counting:
@@ -77,10 +80,11 @@ class Simulated(Ranks):
 def clock(monkeypatch):
     """Make a clock that goes when ranks sleep."""
     now = SimpleNamespace(seconds=0.0, limit=30.0)
-    monkeypatch.setattr(agreement, "_store", lambda group: group.store)
-    monkeypatch.setattr(agreement, "_timeout", lambda group: timedelta(seconds=now.limit))
+    monkeypatch.setattr(store_module, "_store", lambda group: group.store)
     monkeypatch.setattr(agreement, "_has_no_peers", lambda group: False)
-    monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    for module in (store_module, agreement):
+        monkeypatch.setattr(module, "_timeout", lambda group: timedelta(seconds=now.limit))
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     return now
 
 
@@ -153,7 +157,7 @@ def test_H6_requests_of_an_agreement_do_not_depend_on_the_number_of_ranks(clock,
 def asked_of_the_store(turns):
     """Give the requests of this rank in agreements, but for looks whether something is there yet."""
     g, asked = Group(), []
-    store = agreement._store(g)
+    store = store_module._store(g)
     agree(g, "the first")
 
     class Noting:
@@ -168,7 +172,7 @@ def asked_of_the_store(turns):
 
             return request
 
-    agreement._store = lambda group: Noting()
+    store_module._store = lambda group: Noting()
     for _ in range(turns):
         agree(g, "the work", ["a line"])
     return len(asked) / turns
@@ -413,10 +417,10 @@ def test_a_store_behind_a_cut_network_is_given_up(monkeypatch):
     listener, cut = passed_on("127.0.0.1", server.port)
     client = dist.TCPStore("127.0.0.1", listener.getsockname()[1], is_master=False)
     group = SimpleNamespace(global_rank=1, process_group=None, _wire=_State())
-    monkeypatch.setattr(agreement, "_store", lambda group: dist.PrefixStore("x", client))
-    monkeypatch.setattr(agreement, "_timeout", lambda group: timedelta(seconds=0.5))
-    monkeypatch.setattr(agreement, "_is_near", lambda host: False)
-    notes = agreement._Notes(group)
+    monkeypatch.setattr(store_module, "_store", lambda group: dist.PrefixStore("x", client))
+    monkeypatch.setattr(store_module, "_timeout", lambda group: timedelta(seconds=0.5))
+    monkeypatch.setattr(store_module, "_is_near", lambda host: False)
+    notes = _Notes(group)
     notes.set("key", "value")
     assert notes.peek("key") == "value"
     cut.set()
@@ -427,5 +431,5 @@ def test_a_store_behind_a_cut_network_is_given_up(monkeypatch):
 
 
 def test_addresses_of_this_machine_are_near():
-    assert agreement._is_near("localhost") and agreement._is_near("127.0.0.1")
-    assert not agreement._is_near("192.0.2.1")  # of no machine, by RFC 5737
+    assert store_module._is_near("localhost") and store_module._is_near("127.0.0.1")
+    assert not store_module._is_near("192.0.2.1")  # of no machine, by RFC 5737

@@ -45,6 +45,7 @@ from zero_nb import (
     simulate,
     two_level,
 )
+from zero_nb.comm import events, recording, simulation, tape
 
 STORED = Path(__file__).with_name("golden.json")
 ITERATIONS = 5
@@ -500,7 +501,7 @@ def summary(found: dict[str, Any], case: Case) -> dict[str, Any]:
 
 
 PACKAGE = str(Path(zero_nb.__file__).parent) + os.sep
-SIMULATION = {f.__code__.co_filename for f in (simulate, record)}
+SIMULATION = {module.__file__ for module in (events, recording, simulation, tape)}
 INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>"}  # in Python 3.12 and later
 
 

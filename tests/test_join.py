@@ -23,7 +23,8 @@ from torch.optim import SGD, AdamW, lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from zero_nb.comm.launch import run
-from zero_nb.comm.recording import record, simulate
+from zero_nb.comm.recording import record
+from zero_nb.comm.simulation import simulate
 from zero_nb.join.event_log import (
     Attendance,
     draw_attendance,
@@ -41,9 +42,9 @@ def test_a_roll_tells_who_had_data_when():
     assert [roll.samples(i)[:2] for i in (0, 1, 4, 5)] == [(4, 4), (4, 0), (3, 0), (0, 0)]
     assert str(roll).splitlines()[1] == "rank 1 #xx.............. 1, 2 dropped"
     assert (
-        draw_attendance(roll).count("<rect") == 5 + 1 + 17 + 1 + 3
-        and draw_attendance(Attendance((100_000, 1))).count("<rect") < 5
-        and "<svg" in draw_attendance(Attendance((0, 0)))
+        str(draw_attendance(roll)).count("<rect") == 5 + 1 + 17 + 1 + 3
+        and str(draw_attendance(Attendance((100_000, 1)))).count("<rect") < 5
+        and "<svg" in str(draw_attendance(Attendance((0, 0))))
     )
     assert hash(roll) == hash(
         Attendance((5, 1, 17, 0), (0, 2, 0, 0), ((4, 3), (4, 4), None, (4, 0)))

@@ -448,7 +448,7 @@ def test_a_rank_that_lags_too_far_is_told():
 
 
 def notes_left(known):
-    from zero_nb.comm.agreement import _store
+    from zero_nb.comm.store import _store
 
     model = DDP(network())
     keys = []

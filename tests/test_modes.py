@@ -346,7 +346,14 @@ class Launch:
         return f"{self.feature}-{self.size}-{self.way}"
 
 
-EVERY = {**MODES, **VARIANTS}
+def all_modes(turn: int) -> dict[str, Mode]:
+    """Give all modes, and two of their variants by turns: they share the drivers of the modes."""
+    names = list(VARIANTS)
+    return MODES | {
+        names[k % len(names)]: VARIANTS[names[k % len(names)]] for k in (turn, turn + 2)
+    }
+
+
 # one of each way in which a bucket lives
 FEW = {
     name: MODES[name]
@@ -362,21 +369,25 @@ def launches() -> Iterator[Launch]:
     in a few modes, by turns in both ways to send; the first feature goes everywhere."""
     most = itertools.cycle([(2, "memory"), (2, "messages"), (3, "memory"), (2, "messages")])
     rest = itertools.cycle([(4, "memory"), (1, "memory"), (3, "messages"), (4, "messages")])
+    everywhere = [
+        (1, "memory"),
+        *itertools.product((2, 3, 4), ("memory", "messages")),
+        (3, "hosts"),
+    ]
     for i, (name, feature) in enumerate(FEATURES.items()):
         if i == 0:
-            for size, way in ((1, "memory"), *itertools.product((2, 3, 4), ("memory", "messages"))):
-                yield Launch(name, size, way, EVERY)
-            yield Launch(name, 3, "hosts", EVERY)
+            for turn, (size, way) in enumerate(everywhere):
+                yield Launch(name, size, way, all_modes(turn))
         elif feature.where == "nodes":
-            yield Launch(name, 4, ("memory", "messages")[i % 2], EVERY)
+            yield Launch(name, 4, ("memory", "messages")[i % 2], all_modes(i))
         elif feature.where == "some":
-            yield Launch(name, 3, "memory", EVERY)
+            yield Launch(name, 3, "memory", all_modes(i))
         else:
-            yield Launch(name, *next(most), EVERY)
+            yield Launch(name, *next(most), all_modes(i))
             if i % 2:
                 yield Launch(name, *next(rest), FEW)
             if name in BETWEEN_HOSTS:
-                yield Launch(name, 4, "hosts", EVERY)
+                yield Launch(name, 3, "hosts", all_modes(i))
 
 
 LOOKS_FOR_UNUSED = {

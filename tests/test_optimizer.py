@@ -16,19 +16,21 @@ import pytorch_optimizer
 import torch
 import torch.distributed as dist
 from common import caught_error, run_each
-from test_sharder import calls
+from test_policies import calls
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_nb.apps.bench import peak_bytes
-from zero_nb.backward.ddp_overlap import plan_buckets
+from zero_nb.backward.ddp_buckets import plan_buckets
 from zero_nb.comm.groups import two_level
 from zero_nb.comm.launch import run
-from zero_nb.comm.recording import record, simulate
+from zero_nb.comm.recording import record
+from zero_nb.comm.simulation import simulate
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.optim.pieces import Piece, specs
-from zero_nb.plan.sharder import ShardPlan, Span, even
+from zero_nb.plan.policies import even
+from zero_nb.plan.shards import ShardPlan, Span
 
 CASES = {
     "AdamW-fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),

@@ -24,15 +24,13 @@ from torch.optim import SGD, AdamW
 
 from zero_nb.apps.bench import models, peak_bytes, trace_rank
 from zero_nb.backward.data_parallel import data_parallel
-from zero_nb.backward.ddp_overlap import (
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-    overlap,
-    split_like_ddp,
-)
+from zero_nb.backward.ddp_buckets import split_like_ddp
+from zero_nb.backward.ddp_overlap import overlap
+from zero_nb.backward.torch_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_nb.comm.groups import Group, two_level
 from zero_nb.comm.launch import run
-from zero_nb.comm.recording import record, simulate
+from zero_nb.comm.recording import record
+from zero_nb.comm.simulation import simulate
 from zero_nb.optim.driver import clip_parts, norm_of
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 

@@ -1,4 +1,4 @@
-"""What a user installs: the README, the wheel from the sdist, and the site's pages."""
+"""What a user installs: the README, and the wheel from the sdist."""
 
 import os
 import shutil
@@ -6,7 +6,6 @@ import subprocess
 import sys
 import venv
 from collections.abc import Iterable
-from html.parser import HTMLParser
 from importlib import metadata
 from pathlib import Path
 
@@ -105,68 +104,6 @@ def test_wheel_from_the_sdist_trains_in_a_clean_environment(tmp_path):
     assert "train" in call(tmp_path / "clean" / "bin" / "zero-nb", "--help", cwd=tmp_path)
     version = call(python, "-c", "import zero_nb; print(zero_nb.__version__)", cwd=tmp_path)
     assert version.strip() == "0.1.0"
-
-
-class Links(HTMLParser):
-    """The links and anchors of a page."""
-
-    def __init__(self, html: str):
-        super().__init__()
-        self.links, self.anchors = [], set()
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        if "id" in attrs:
-            self.anchors.add(attrs["id"].lower())  # as the site spells them
-        if tag == "a" and attrs.get("href"):
-            self.links.append(attrs["href"])
-
-
-def notebooks(folder: Path) -> list[str]:
-    """Give the notebooks below a folder, but for those that Jupyter keeps."""
-    found = sorted(folder.rglob("*.ipynb"))
-    return [
-        str(path.relative_to(folder)) for path in found if ".ipynb_checkpoints" not in path.parts
-    ]
-
-
-def broken_links(pages: dict[str, Links], name: str) -> list[str]:
-    """Give the links of a page that lead to no page, file or anchor of the site."""
-    broken = []
-    for link in pages[name].links:
-        if link.startswith(("http:", "https:", "mailto:", "data:")):
-            continue
-        path, _, anchor = link.partition("#")
-        target = os.path.normpath(os.path.join(os.path.dirname(name), path)) if path else name
-        target = target.replace(".html", ".ipynb")
-        known = target in pages or (ROOT / "nbs" / target).exists()
-        if not known or (
-            anchor and target in pages and anchor.lower() not in pages[target].anchors
-        ):
-            broken.append(link)
-    return broken
-
-
-def test_every_notebook_becomes_a_page_whose_links_lead_somewhere(monkeypatch):
-    from nbconvert import HTMLExporter
-    from nbdev.config import get_config
-    from nbdev.serve import proc_nbs
-
-    monkeypatch.chdir(ROOT)
-    get_config.cache_clear() if hasattr(get_config, "cache_clear") else None
-    cache = Path(proc_nbs(n_workers=1, force=True))
-    exporter = HTMLExporter(exclude_input=True)  # code has no links
-    names = notebooks(cache)
-    assert names == notebooks(ROOT / "nbs") and len(names) > 20
-    pages = {name: Links(exporter.from_filename(str(cache / name))[0]) for name in names}
-    assert {name: broken for name in names if (broken := broken_links(pages, name))} == {}
-
-
-def test_the_sidebar_lists_every_notebook():
-    sidebar = (ROOT / "nbs" / "sidebar.yml").read_text(encoding="utf-8")
-    names = notebooks(ROOT / "nbs")
-    assert len(names) > 20 and [name for name in names if name not in sidebar] == []
 
 
 WITHOUT_DISTRIBUTED = """

@@ -120,7 +120,7 @@ def test_what_differs_is_named_on_all_ranks():
     for name, found in run_each(2, compare, cases).items():
         kind, text = found[0]
         assert found == [(kind, text)] * 2 and kind == "AssertionError", (name, found)
-        assert "the setup differs: rank 1 from rank 0, first at " in text, (name, text)
+        assert "the setup: rank 1 differs from rank 0, first at " in text, (name, text)
         assert DIFFERENCES[name][1] in text, (name, text)
 
 
@@ -146,7 +146,7 @@ def test_the_ranks_that_differ_from_most_are_named():
         return caught_error(lambda: assert_same(None, {"seed": [7, 1, 1, 7, 1][RANK()]}, "seeds"))
 
     for _, text in run(5, several):
-        assert "seeds differs: ranks 0, 3 from ranks 1, 2, 4, first at ['seed']" in text
+        assert "seeds: ranks 0, 3 differ from ranks 1, 2, 4, first at ['seed']" in text
         assert "rank 1 has 1, rank 0 has 7" in text
 
 
@@ -167,7 +167,7 @@ def test_groups_and_meshes_name_global_ranks():
     ranks = run(4, inside)
     for name in ("group", "torch's", "line"):
         assert [found[name] for found in ranks[:2]] == [None, None]
-        assert all("rank 3 from rank 2" in found[name][1] for found in ranks[2:])
+        assert all("rank 3 differs from rank 2" in found[name][1] for found in ranks[2:])
     assert all(found["mesh"][0] == "AssertionError" for found in ranks)
     assert all("rank 3" in found["mesh"][1] for found in ranks)
     assert [found["same"] for found in ranks] == [None] * 4
@@ -468,7 +468,7 @@ def test_one_call_starts_the_ranks_and_raises():
     assert "| same | 2 steps, after backward |" in text and "| ranks | 2 |" in text
     with pytest.raises(AssertionError, match=r"DIFFERENT at step 0, parameter 0.weight\[0, 0\]"):
         assert_parity(network, ByNorm, batch, 2, 2, loss=loss, sharded=EVEN)
-    with pytest.raises(AssertionError, match=r"model_fn returns differs: rank 1 from rank 0") as e:
+    with pytest.raises(AssertionError, match=r"model_fn returns: rank 1 differs from rank 0") as e:
         assert_parity(by_rank, ADAMW, batch, 2, 2, loss=loss)
     assert "['4.bias'][3]" in str(e.value)
 

@@ -6,10 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_nb.plan.buckets import Bucket, BucketPlan, Slot, adopt, pack
+from zero_nb.plan.balancing import balanced
+from zero_nb.plan.bucket import Bucket, Slot
+from zero_nb.plan.bucket_plan import BucketPlan
 from zero_nb.plan.estimates import estimate
+from zero_nb.plan.moves import moves
+from zero_nb.plan.packing import adopt, pack
+from zero_nb.plan.policies import even, greedy
 from zero_nb.plan.schedule import Schedule
-from zero_nb.plan.sharder import ParamSpec, ShardPlan, balanced, even, greedy, moves
+from zero_nb.plan.shards import ShardPlan
+from zero_nb.plan.specs import ParamSpec
 
 two = (ParamSpec("weight", (7,)), ParamSpec("bias", (2,)))
 

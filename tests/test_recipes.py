@@ -19,7 +19,7 @@ from zero_nb import (
     overlap,
     run,
 )
-from zero_nb.backward.ddp_overlap import plan_buckets
+from zero_nb.backward.ddp_buckets import plan_buckets
 from zero_nb.backward.engine import InBackward, StepEngine, start_mean
 from zero_nb.backward.watch import BackwardWatch, on_backward_end
 from zero_nb.comm import transport

@@ -24,13 +24,10 @@ from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.agreement import agree
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
-from zero_nb.comm.objects import (
-    broadcast_object_list,
-    exchange_bytes,
-    gather_object,
-    scatter_object_list,
-)
-from zero_nb.comm.recording import RecordingGroup, record, simulate
+from zero_nb.comm.objects import broadcast_object_list, gather_object, scatter_object_list
+from zero_nb.comm.payloads import exchange_bytes
+from zero_nb.comm.recording import RecordingGroup, record
+from zero_nb.comm.simulation import simulate
 
 
 def share(size: int, nbytes: int, times: int = 1) -> Fraction:

@@ -15,7 +15,9 @@ from zero_nb import ZeroRedundancyOptimizer, data_parallel, reshard, run, watch_
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.groups import Group, split, two_level
 from zero_nb.comm.recording import record
-from zero_nb.plan.sharder import ShardPlan, Span, even, moves
+from zero_nb.plan.moves import moves
+from zero_nb.plan.policies import even
+from zero_nb.plan.shards import ShardPlan, Span
 
 SOME = [(0, 1, 2), (2, 3), (3, 1, 0), (1,), (0, 2), (0, 1, 2, 3), (3, 2, 1, 0)]
 

@@ -5,9 +5,6 @@ The whole product has 42,336 cases. A day's sample has every pair of values of t
 and is another one tomorrow; `ZERO_NB_SEED` gives the sample of an earlier day again."""
 
 import itertools
-import os
-from collections.abc import Sequence
-from datetime import date
 from random import Random
 
 import torch
@@ -15,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import largest_gap, run_each
 from common.modes import MODES
+from common.sampling import SEED, covering, pairs
 from common.saving import RECIPES, begin, half, inputs, parameters, train
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -27,8 +25,6 @@ from zero_nb.checkpoint.async_save import AsyncCheckpointer
 from zero_nb.checkpoint.convert import convert_checkpoint
 from zero_nb.checkpoint.full import full_state_dict, load_full_state_dict
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
-
-SEED = int(os.environ.get("ZERO_NB_SEED", date.today().toordinal()))
 
 
 def save_weights(path, attached):
@@ -105,33 +101,6 @@ FORMATS = {
     "safetensors": (save_folder, load_folder),  # converted in between
 }
 AXES = ([*RECIPES], [*FORMATS], [*MODES], [*MODES], [1, 2, 3, 4], [1, 2, 3, 4])
-
-
-def pairs(case: Sequence) -> set:
-    """Give the pairs of values of a case, each with the number of its axis."""
-    return {*itertools.combinations(enumerate(case), 2)}
-
-
-def covering(axes: Sequence[Sequence], random: Random) -> list[tuple]:
-    """Choose cases that have every pair of values of any two axes."""
-    left = {
-        ((i, a), (j, b))
-        for (i, one), (j, other) in itertools.combinations(enumerate(axes), 2)
-        for a in one
-        for b in other
-    }
-    cases = []
-    while left:
-        (i, a), (j, b) = random.choice(sorted(left, key=str))
-        candidates = []
-        for _ in range(30):
-            case = [random.choice(axis) for axis in axes]
-            case[i] = a
-            case[j] = b
-            candidates.append(tuple(case))
-        cases.append(max(candidates, key=lambda case: len(pairs(case) & left)))
-        left -= pairs(cases[-1])
-    return cases
 
 
 def save(path, recipe, form, mode):

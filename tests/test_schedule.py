@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_nb.plan.buckets import pack
+from zero_nb.plan.packing import pack
 from zero_nb.plan.schedule import (
     METHODS,
     OPS,
@@ -20,7 +20,7 @@ from zero_nb.plan.schedule import (
     peak,
     play,
 )
-from zero_nb.plan.sharder import ParamSpec
+from zero_nb.plan.specs import ParamSpec
 
 quick = settings(max_examples=100, deadline=None)
 any_schedule = st.builds(

@@ -2,11 +2,14 @@
 and what is left of one after whatever may happen to it."""
 
 import errno
+import io
 import itertools
 import json
 import os
 import pickle
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,18 +35,18 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
-from zero_nb.checkpoint.files import new_folder, read_records
-from zero_nb.checkpoint.sharded import (
+from zero_nb.checkpoint.files import new_folder, read_records, records_in
+from zero_nb.checkpoint.folder import (
     MANIFEST,
+    FolderReader,
     check_folder,
-    load_sharded,
-    newest_checkpoint,
+    read_box,
     read_manifest,
     read_table,
-    save_sharded,
+    sealed,
     table_checksum,
-    tight,
 )
+from zero_nb.checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded, tight
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
@@ -240,6 +243,34 @@ def test_bad_calls_are_errors_on_every_rank(folder):
     assert [path.name for path in folder.iterdir()] == ["one"]
 
 
+def hooked(parent):
+    """Let a hook on the state dict of rank 1 fail, at a save and at a load."""
+    model, zero = stepped()
+    save_sharded(parent / "one", model, zero)
+
+    def fails(optimizer):
+        raise LookupError("no such table")
+
+    hook = zero.register_state_dict_pre_hook(fails) if dist.get_rank() == 1 else None
+    said = [
+        caught(lambda: save_sharded(parent / "two", model, zero)),
+        caught(lambda: load_sharded(parent / "one", model, zero)),
+    ]
+    if hook:
+        hook.remove()
+    load_sharded(parent / "one", model, zero)
+    return said
+
+
+def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(folder):
+    theirs, own = run(2, hooked, folder, timeout=60)
+    assert own == ["LookupError: no such table"] * 2
+    assert (
+        theirs == ["LookupError: rank 1 failed at reading the optimizer's state: no such table"] * 2
+    )
+    assert [path.name for path in folder.iterdir()] == ["one"]
+
+
 def unseen(parent):
     """Let rank 1 write to a disk of its own."""
     model, zero = stepped()
@@ -294,6 +325,23 @@ def lay(folder, files):
     folder.mkdir(exist_ok=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
+
+
+def manifest_with(saved, **changes):
+    """Give a manifest that says something else, as if it had been written so."""
+    content = {**json.loads(saved[MANIFEST]), **changes}
+    del content["crc32"]
+    return {MANIFEST: json.dumps(sealed(content)).encode()}
+
+
+def test_a_manifest_that_says_something_else_is_damaged(folder, saved):
+    lay(folder / "one", saved)
+    step = str(read_manifest(folder / "one")["step"]).encode()
+    other = saved[MANIFEST].replace(b'"step": ' + step, b'"step": 1' + step)
+    assert other != saved[MANIFEST]
+    lay(folder / "one", {MANIFEST: other})
+    with pytest.raises(ValueError, match="is not as it was written; use the checkpoint before it"):
+        read_manifest(folder / "one")
 
 
 @settings(
@@ -367,10 +415,10 @@ def test_a_table_of_contents_runs_no_code(folder, saved):
     info.offset = len(saved[info.relative_path])
     info.length = evil.stat().st_size
     (folder / "one" / ".metadata").write_bytes(pickle.dumps(table))
-    manifest = json.loads(saved[MANIFEST])
-    manifest["files"] = {name: (folder / "one" / name).stat().st_size for name in manifest["files"]}
-    manifest["table_crc32"] = table_checksum(folder / "one")
-    lay(folder / "one", {MANIFEST: json.dumps(manifest).encode()})
+    names = json.loads(saved[MANIFEST])["files"]
+    sizes = {name: (folder / "one" / name).stat().st_size for name in names}
+    crc = table_checksum(folder / "one")
+    lay(folder / "one", manifest_with(saved, files=sizes, table_crc32=crc))
     with pytest.raises(ValueError, match="is not as it was written"):
         load_sharded(folder / "one", model, zero)
     assert not (folder / "made").exists()
@@ -397,20 +445,18 @@ def test_a_table_may_name_members_of_enumerations_and_nothing_else(folder, saved
 
 
 def test_a_manifest_names_no_file_elsewhere(folder, saved):
-    manifest = json.loads(saved[MANIFEST])
-    manifest["files"]["../secret"] = 0
-    lay(folder / "one", saved | {MANIFEST: json.dumps(manifest).encode()})
+    files = json.loads(saved[MANIFEST])["files"] | {"../secret": 0}
+    lay(folder / "one", saved | manifest_with(saved, files=files))
     with pytest.raises(ValueError, match="in another folder"):
         read_manifest(folder / "one")
-    lay(folder / "one", {MANIFEST: json.dumps(manifest | {"format": 99}).encode()})
+    lay(folder / "one", manifest_with(saved, format=99))
     with pytest.raises(ValueError, match="has format 99"):
         read_manifest(folder / "one")
 
 
 def test_the_newest_complete_one_is_found_whatever_the_clock_said(folder, saved):
     for step, when in ((5, 2_000_000_000), (12, 1_000_000_000), (9, 1_900_000_000)):
-        manifest = json.loads(saved[MANIFEST]) | {"step": step}
-        lay(folder / f"step-{step}", saved | {MANIFEST: json.dumps(manifest).encode()})
+        lay(folder / f"step-{step}", saved | manifest_with(saved, step=step))
         os.utime(folder / f"step-{step}", (when, when))
     assert newest_checkpoint(folder).name == "step-12"
     (folder / "step-12" / "__0_0.distcp").write_bytes(b"cut off")
@@ -494,3 +540,82 @@ def test_groups_of_ranks_save_and_load_on_their_own(folder):
     for rank, (extra, wanted, got, size) in enumerate(run(4, in_groups, folder)):
         assert (extra, size) == (rank % 2, 2)
         assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+
+
+def test_a_box_is_read_as_torch_reads_it():
+    base = torch.arange(24.0)
+    tensors = {
+        **{str(dtype): torch.ones(3, dtype=dtype) for dtype in (torch.float16, torch.uint16)},
+        **{str(d): torch.ones(2, 2).to(d) for d in (torch.float8_e5m2, torch.bfloat16, torch.bool)},
+        "transposed": base.view(4, 6).t(),
+        "channels_last": base.view(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        "part": base[3:9:2],
+        "number": torch.tensor(3, dtype=torch.int32),
+        "complex": torch.view_as_complex(base.view(12, 2)),
+        "empty": torch.empty(0, 3, dtype=torch.int64),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "sparse": torch.eye(3).to_sparse(),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+    }
+    for name, tensor in tensors.items():
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        box = buffer.getbuffer()
+        records = records_in(io.BytesIO(box), name)
+        mine = read_box(box, records)
+        theirs = torch.load(io.BytesIO(box), weights_only=True)
+        same = (mine.dtype, mine.shape, mine.layout) == (theirs.dtype, theirs.shape, theirs.layout)
+        assert same and (mine.is_sparse or mine.stride() == theirs.stride()), name
+        assert repr(mine.detach().resolve_conj()) == repr(theirs.detach().resolve_conj()), name
+        plain = tensor.layout == torch.strided and tensor.numel()
+        if plain and name not in ("parameter", "conjugate"):
+            before = bytes(mine.untyped_storage())
+            at = records["data/0"]
+            for i in range(at.offset, at.offset + at.nbytes):
+                box[i] ^= 1
+            assert bytes(mine.untyped_storage()) != before, name  # it was not copied
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, pytest, [torch.ones(2)]], ids=str)
+def test_a_box_without_a_tensor_is_refused(value):
+    buffer = io.BytesIO()
+    if value is pytest:  # a pickle that would import something
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr("archive/data.pkl", b"cos\nsystem\n(S'false'\ntR.")
+            archive.writestr("archive/version", b"3\n")
+    else:
+        torch.save(value, buffer)
+    box = buffer.getbuffer()
+    with pytest.raises((TypeError, pickle.UnpicklingError, RuntimeError)):
+        read_box(box, records_in(io.BytesIO(box), "box"))
+
+
+def test_a_box_whose_numbers_are_missing_is_refused():
+    """torch.Tensor.set_ makes room for what a storage lacks, and would give what is there by chance."""
+    for numel in (0, 2):
+        buffer = io.BytesIO()
+        torch.save(torch.ones(4), buffer)
+        short = io.BytesIO()
+        with zipfile.ZipFile(buffer) as whole, zipfile.ZipFile(short, "w") as archive:
+            for info in whole.infolist():
+                data = whole.read(info)
+                if info.filename.endswith("data/0"):
+                    data = data[: 4 * numel]
+                archive.writestr(info.filename, data)
+        box = short.getbuffer()
+        with pytest.raises(ValueError, match="not all there"):
+            read_box(box, records_in(io.BytesIO(box), "box"))
+
+
+def test_a_tensor_that_has_no_room_is_the_error_that_is_raised():
+    """Closing the file, which a view in the traceback still used, raised another one in its place."""
+    buffer = io.BytesIO()
+    torch.save(torch.ones(4), buffer)
+    index = SimpleNamespace(fqn="weight")
+    item = SimpleNamespace(type="tensor", storage_index=index, storage_offsets=(0,), lengths=(4,))
+    planner = SimpleNamespace(resolve_tensor=lambda item: torch.empty(3))
+    reader = object.__new__(FolderReader)
+    room = r"weight: \(4,\) was saved, and there is room for \(3,\)"
+    data = memoryview(bytearray(buffer.getbuffer()))
+    with pytest.raises(ValueError, match=room), data as box:
+        reader._read_item(box, item, planner)

@@ -560,6 +560,7 @@ def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():
     """Counted on a store, with one thread for each of 40 ranks that are on two machines: they find
     out before any of them makes a file."""
     from zero_nb.comm import agreement, collectives, ranks
+    from zero_nb.comm import store as store_module
 
     class Counted:
         def __init__(self, store):
@@ -575,8 +576,8 @@ def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():
 
     size, store, told_of = 40, dist.HashStore(), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "_store", lambda group: group.process_group)
-        for module in (agreement, collectives):
+        patch.setattr(store_module, "_store", lambda group: group.process_group)
+        for module in (store_module, agreement, collectives):
             patch.setattr(module, "_timeout", lambda group: timedelta(seconds=30))
         patch.setattr(
             shared_memory, "_place", lambda _: f"machine {threading.current_thread().name}"

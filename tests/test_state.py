@@ -17,8 +17,12 @@ from zero_nb.optim.state import (
     stepped_by,
     unpack_entries,
 )
-from zero_nb.plan.buckets import pack
-from zero_nb.plan.sharder import ParamSpec, Span, balanced, even, moves, moves_of, runs
+from zero_nb.plan.balancing import balanced
+from zero_nb.plan.moves import moves, moves_of
+from zero_nb.plan.packing import pack
+from zero_nb.plan.policies import even, runs
+from zero_nb.plan.shards import Span
+from zero_nb.plan.specs import ParamSpec
 
 SIZES = st.lists(st.integers(0, 70), min_size=1, max_size=6)
 POLICIES = st.sampled_from([even, balanced, runs])

@@ -19,17 +19,15 @@ from common.elastic import Blow, ElasticJob
 from surviving import TRAINING, flags_of, largest_gap, replayed, saved, unbroken
 
 from zero_nb.apps import train
-from zero_nb.apps.train import (
-    checkpoint_files,
-    configured,
-    rank_windows,
-    read_checkpoint,
-    train_rank,
-    windows,
-    writing_alone,
-)
+from zero_nb.apps.checkpoints import checkpoint_files, read_checkpoint
+from zero_nb.apps.config import TrainConfig
+from zero_nb.apps.loop import train_rank
+from zero_nb.apps.results import measured
+from zero_nb.apps.resume import configured, writing_alone
+from zero_nb.apps.text import rank_windows, windows
 from zero_nb.checkpoint.files import replacing
-from zero_nb.checkpoint.sharded import MANIFEST, check_folder, newest_checkpoint, save_sharded
+from zero_nb.checkpoint.folder import MANIFEST, check_folder
+from zero_nb.checkpoint.sharded import newest_checkpoint, save_sharded
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 
@@ -53,8 +51,9 @@ def test_killed_again_and_again_at_three_and_two_ranks(tmp_path):
         job.finish()
     assert [struck.ranks for struck in job.struck] == [3, 3, 2, 3] and job.struck[0].in_save
     assert all(life.first % 10 == 0 for life in job.lives)
-    for struck, life in zip(job.struck, job.lives[1:], strict=False):
-        assert life.first >= struck.saved  # nothing that was saved is lost
+    for struck in job.struck:  # a machine that is busy may need more than one life after it
+        later = job.lives[struck.begun :]
+        assert later and all(life.first >= struck.saved for life in later), (struck, job.lives)
     found = read_checkpoint(str(job.out))
     assert found["step"] == 160 and len(checkpoint_files(str(job.out))) == 2
     assert (job.out / "report.json").is_file() and not [*job.out.glob(".*.tmp")]
@@ -115,7 +114,7 @@ def test_the_same_command_line_begins_goes_on_and_is_done(tmp_path):
     before = (tmp_path / "checkpoint.pt").read_bytes()
     reports = in_lives(tmp_path, (1, 6), compare=True)  # nothing left to do but the results
     assert list(losses(reports)) == [1, 2, 3, 4, 5, 6] and not reports[0].seconds["zero_nb"]
-    assert "tokens per second" not in train.measured(reports)
+    assert "tokens per second" not in measured(reports)
     train.leave(reports, tmp_path)
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
     for wrong, words in (
@@ -213,7 +212,7 @@ def test_a_training_that_begins_anew_keeps_its_own_checkpoints(tmp_path):
     in_lives(tmp_path, (1, 12), horizon=12, keep=3)
     [job] = tmp_path.glob("**/checkpoint.pt")
     given = read_checkpoint(str(job.parent))["config"] | {"out": str(job.parent), "steps": 8}
-    run(1, train.train_rank, train.TrainConfig(**given | {"auto_resume": False}))
+    run(1, train_rank, TrainConfig(**given | {"auto_resume": False}))
     assert [path.name for path in job.parent.glob("checkpoint-8*")] == []
     assert sorted(torch.load(path)["step"] for path in job.parent.glob("*.pt")) == [4, 6, 8]
 

@@ -1,5 +1,7 @@
 """The main job on tiny models, with real ranks."""
 
+import csv
+import importlib.util
 import json
 import math
 import os
@@ -7,23 +9,24 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_dropin import cuda
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-from zero_nb.apps import train
-from zero_nb.apps.train import (
-    TrainConfig,
-    configured,
-    measured,
-    read_checkpoint,
-    read_corpus,
-    train_rank,
-    windows,
-)
+from zero_nb.apps import loop
+from zero_nb.apps.checkpoints import read_checkpoint, save_checkpoint
+from zero_nb.apps.config import MODES, TrainConfig, extra, learning_rate
+from zero_nb.apps.gpt import GPT, TransformerBlock, generate
+from zero_nb.apps.loop import check_devices, train_rank
+from zero_nb.apps.results import measured
+from zero_nb.apps.resume import configured
+from zero_nb.apps.sides import RankReport, Side, choose_mode, make_optimizer
+from zero_nb.apps.text import PLAIN_BYTES, read_corpus, windows
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 
@@ -32,12 +35,14 @@ TINY = {
     "width": 32,
     "heads": 2,
     "block": 32,
+    "vocabulary": 256,
     "batch": 2,
     "steps": 6,
     "eval_every": 3,
     "save_every": 4,
     "sample": 8,
     "warmup": 0.2,
+    "rounds": 2,
 }
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
 STATE = "state, zero_nb / plain DDP"
@@ -71,6 +76,7 @@ def test_leaves_its_files(job):
     assert sorted(path.name for path in out.iterdir()) == [
         "checkpoint.pt",
         "curve.png",
+        "modes.png",
         "report.json",
         "samples.txt",
     ]
@@ -93,10 +99,8 @@ def test_report(job):
     assert (
         numbers["largest parameter difference"] < 1e-5 and numbers["largest loss difference"] < 1e-5
     )
-    assert all(
-        math.isfinite(numbers[f"{what}, zero_nb / plain DDP"]["median"])
-        for what in ("step time", "optimizer step alone")
-    )
+    assert math.isfinite(numbers["step time, zero_nb / plain DDP"]["median"])
+    assert not any("optimizer step alone" in name for name in numbers)  # it is inside backward
     for sides in numbers["bytes by rank"]:
         assert (
             sides["zero_nb"]["parameters"]
@@ -114,12 +118,31 @@ def test_report(job):
     )  # neighbours share their step counts
 
 
+def test_all_modes_are_beside_plain_ddp(job):
+    rows = json.loads((job[0] / "report.json").read_text())["modes"]
+    assert [row["mode"] for row in rows] == ["ddp", *MODES]
+    plain = rows[0]
+    assert plain["loss_difference"] == plain["parameter_difference"] == 0 and plain["sent"] > 0
+    for row in rows[1:]:
+        state = row["held"]["optimizer state"] / plain["held"]["optimizer state"]
+        assert state == pytest.approx(0.5, abs=0.03)
+        assert row["loss_difference"] < 1e-4 and row["parameter_difference"] < 1e-3
+        # small parameters are padded in buckets
+        assert row["sent"] / plain["sent"] == pytest.approx(
+            1.5 if row["mode"] == "zero1" else 1, abs=0.1
+        )
+    assert rows[-1]["held"]["gradients"] == 0 < plain["held"]["gradients"]
+    assert (job[0] / "modes.png").read_bytes().startswith(b"\x89PNG")
+    assert all(f"\n{mode} " in job[1].stdout for mode in MODES)
+
+
 def test_output_is_lines(job):
     text = job[1].stdout
     assert "\r" not in text and "\x1b" not in text
     assert [line.split()[:4] for line in text.splitlines() if " of 6 " in line] == [
         ["step", step, "of", "6"] for step in ("3", "6")
     ]
+    assert text.count("mode: zero2, the smallest mode") == 1  # two ranks that share memory
     assert text.count("MiB on each rank") == 1 and "largest parameter difference: " in text
     assert "zero_nb" not in job[1].stderr  # no warning that comes from this package
 
@@ -167,20 +190,44 @@ def tensors(value, path=""):
     return {leaf: v for key, inner in items for leaf, v in tensors(inner, f"{path}/{key}").items()}
 
 
-@pytest.mark.parametrize("optimizer", train.RECIPES)
+OPTIMIZERS = {
+    "adamw": "",
+    "adam": "",
+    "sgd": "",
+    "rmsprop": "",
+    "adagrad": "",
+    "muon+adamw": "momentum=0.9",
+    "nadam": "betas=(0.9, 0.9)",
+    "torch.optim.Adafactor": "",
+    "common.optimizers.SignSGD": "beta=0.5",
+}  # name: arguments
+ROUGH = {  # what last bits of gradients become
+    "muon+adamw": 1e-3,  # Muon orthogonalizes in bfloat16
+    "common.optimizers.SignSGD": 1e-2,  # the sign of a number near zero
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_resumed_equals_uninterrupted(optimizer, tmp_path):
-    tiny = TINY | {"optimizer": optimizer, "horizon": 6}
+    chosen = {"optimizer": optimizer, "optimizer_args": OPTIMIZERS[optimizer]}
+    tiny = TINY | chosen | {"horizon": 6}
     run(2, train_rank, configured({**tiny, "out": str(tmp_path / "whole")}))
     run(2, train_rank, configured({**tiny, "steps": 3, "out": str(tmp_path / "broken")}))
-    broken = run(
-        2, train_rank, configured({"resume": True, "steps": 6, "out": str(tmp_path / "broken")})
+    more = {"resume": True, "steps": 6, "optimizer": optimizer, "out": str(tmp_path / "broken")}
+    broken = run(2, train_rank, configured(more))
+    whole, again = (
+        read_checkpoint(str(tmp_path / name), optimizer) for name in ("whole", "broken")
     )
-    whole, again = (read_checkpoint(str(tmp_path / name)) for name in ("whole", "broken"))
-    for what in ("step", "model", "optimizer", "schedule", "losses", "held_out"):
+    for what in ("step", "model", "optimizer", "schedule"):
         assert tensors(whole[what]) == tensors(again[what]), what
-    assert (
-        measured(broken)["largest parameter difference"] < 1e-5
-    )  # plain DDP with the plain optimizer started from the same file
+    for what in ("losses", "held_out"):
+        assert whole[what]["zero_nb"] == again[what]["zero_nb"], what
+        # it went on from the sharded side's weights, whose norm was a sum in another order
+        near = pytest.approx(again[what]["plain DDP"], abs=ROUGH.get(optimizer, 1e-5))
+        assert whole[what]["plain DDP"] == near, what
+    # plain DDP with the plain optimizer started from the same file
+    differs = measured(broken)["largest parameter difference"]
+    assert differs < ROUGH.get(optimizer, 1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -197,15 +244,170 @@ def test_resumes_on_another_number_of_ranks(ranks, tmp_path):
     )
 
 
+def losses_in_lives(folder, mode, *lives):
+    clip = 0.0 if mode == "zero2-interleaved" else 1.0
+    chosen = {
+        **TINY,
+        "mode": mode,
+        "clip": clip,
+        "compare": False,
+        "horizon": 6,
+        "out": str(folder),
+    }
+    del chosen["batch"]
+    for ranks, steps in lives:
+        given = {**chosen, "steps": steps, "auto_resume": True, "global_batch": 6}
+        reports = run(ranks, train_rank, configured(given))
+    return reports[0].losses["zero_nb"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_resumes_to_the_bit(mode, tmp_path):
+    whole = losses_in_lives(tmp_path / "whole", mode, (3, 6))
+    assert losses_in_lives(tmp_path / "broken", mode, (3, 2), (3, 6)) == whole
+
+
+def counted(config):
+    """Train, and note the batches that a model sees and how often each of its blocks runs for one."""
+    rows, blocks = [], []
+    see, run_block = Side.loss, TransformerBlock.forward
+
+    def loss(side, module, batch):
+        rows.append(len(batch))
+        return see(side, module, batch)
+
+    def forward(block, *args):
+        blocks.append(torch.is_grad_enabled())
+        return run_block(block, *args)
+
+    Side.loss, TransformerBlock.forward = loss, forward
+    try:
+        report = train_rank(config)
+    finally:
+        Side.loss, TransformerBlock.forward = see, run_block
+    return report, rows, sum(blocks)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accumulating_and_recomputing_change_no_step(mode, tmp_path):
+    clip = 0.0 if mode == "zero2-interleaved" else 1.0
+    chosen = {**TINY, "mode": mode, "clip": clip, "global_batch": 8, "out": str(tmp_path)}
+    del chosen["batch"]
+    first, rows, blocks = run(2, counted, configured(chosen))[0]
+    whole = first.losses["zero_nb"]
+    more = {"accumulate": 2, "checkpoint_activations": True}
+    ranks = run(2, counted, configured({**chosen, **more}))
+    reports = [report for report, *_ in ranks]
+    assert 2 not in rows and 2 in ranks[0][1]
+    assert ranks[0][2] > 2.5 * blocks  # forward, and again in backward, for halves
+    parts = reports[0].losses
+    assert max(abs(whole[step] - parts["zero_nb"][step]) for step in whole) < 1e-5
+    assert max(abs(whole[step] - parts["plain DDP"][step]) for step in whole) < 1e-5
+    assert measured(reports)["tokens per step"] == 8 * TINY["block"]
+    if mode == "zero1":
+        odd = configured({**chosen, "global_batch": 10, "accumulate": 2})
+        with pytest.raises(ValueError, match="got 10 for 2 ranks and 2; 12 would do"):
+            run(2, train_rank, odd)
+
+
+def test_a_checkpoint_goes_on_in_another_mode(tmp_path):
+    whole = losses_in_lives(tmp_path / "whole", "zero1", (2, 6))
+    losses_in_lives(tmp_path / "other", "zero1", (2, 3))
+    other = losses_in_lives(tmp_path / "other", "zero2", (2, 6))
+    assert max(abs(whole[step] - other[step]) for step in whole) < 1e-5
+
+
+def test_auto_takes_what_suits_the_machine(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    alone, two = SimpleNamespace(size=1), SimpleNamespace(size=2)
+    auto = TrainConfig()
+    assert choose_mode(TrainConfig(mode="zero1"), cpu, two) == ("zero1", "as --mode says")
+    assert choose_mode(auto, cpu, alone)[0] == "zero1"
+    assert choose_mode(auto, gpu, two)[0] == "zero2"
+    monkeypatch.setenv("ZERO_NB_MEMORY", "0")
+    assert choose_mode(auto, cpu, two)[0] == "zero1-overlap"
+    monkeypatch.delenv("ZERO_NB_MEMORY")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert choose_mode(auto, cpu, two)[0] == "zero1-overlap"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_class_of_the_users_and_muon_resume_in_every_mode(mode, tmp_path):
+    clip = 0.0 if mode == "zero2-interleaved" else 1.0
+    chosen = {**TINY, "mode": mode, "clip": clip, "horizon": 6, "rounds": 0}
+    for optimizer in ("muon+adamw", "common.optimizers.SignSGD"):
+        out = {"out": str(tmp_path / optimizer), "optimizer": optimizer}
+        whole = run(2, train_rank, configured({**chosen, **out}))
+        assert measured(whole)["largest loss difference"] < ROUGH[optimizer]
+        run(2, train_rank, configured({**chosen, **out, "steps": 3}))
+        again = run(2, train_rank, configured({**out, "resume": True, "steps": 6}))
+        assert again[0].losses["zero_nb"] == whole[0].losses["zero_nb"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bfloat16_steps_float32_copies_and_resumes_in_every_mode(mode, tmp_path):
+    chosen = {**TINY, "mode": mode, "clip": 0.0, "dtype": "bfloat16", "horizon": 6}
+    whole = run(2, train_rank, configured({**chosen, "out": str(tmp_path / "whole")}))
+    assert measured(whole)["largest loss difference"] == 0
+    assert measured(whole)["largest parameter difference"] == 0
+    for report in whole:
+        ours = report.memory["zero_nb"]["float32 masters"]
+        theirs = report.memory["plain DDP"]["float32 masters"]
+        assert theirs == 4 * report.parameters and ours == pytest.approx(theirs / 2, rel=0.05)
+        assert report.memory["plain DDP"]["parameters"] == 2 * report.parameters
+    out = {"out": str(tmp_path / "broken")}
+    run(2, train_rank, configured({**chosen, **out, "steps": 3}))
+    again = run(2, train_rank, configured({**out, "resume": True, "steps": 6}))
+    assert again[0].losses == whole[0].losses
+    with pytest.raises(ValueError, match=r"--dtype is bfloat16 in .*, got float32"):
+        configured({**out, "resume": True, "dtype": "float32"})
+
+
+def test_bfloat16_with_two_classes_learns_as_float32_does(tmp_path):
+    chosen = {**TINY, "steps": 30, "eval_every": 30, "optimizer": "muon+adamw", "compare": False}
+    ends = [
+        run(2, train_rank, configured({**chosen, "dtype": dtype, "out": str(tmp_path / dtype)}))
+        for dtype in ("float32", "bfloat16")
+    ]
+    losses = [reports[0].held_out["zero_nb"][30] for reports in ends]
+    assert losses[0] < 5 and losses[1] == pytest.approx(losses[0], abs=0.02)
+
+
+def test_another_optimizer_does_not_go_on(job, tmp_path):
+    for choice, words in (
+        ({"optimizer": "muon+adamw"}, r"--optimizer is adamw in .*, got muon\+adamw; leave it"),
+        ({"optimizer_args": "eps=1e-6"}, r"--optimizer-args is  in .*, got eps=1e-6"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            configured({"resume": True, "out": str(job[0]), **choice})
+    own = {**TINY, "optimizer": "common.optimizers.SignSGD", "compare": False}
+    run(2, train_rank, configured({**own, "out": str(tmp_path)}))
+    with pytest.raises(ValueError, match="imported only where you name it; say so again"):
+        configured({"resume": True, "out": str(tmp_path)})
+
+
+def test_a_class_that_cannot_be_sharded_is_refused_on_every_rank(tmp_path):
+    def refused(config):
+        try:
+            train_rank(config)
+        except ValueError as error:
+            return str(error)
+
+    coupled = {"optimizer": "common.optimizers.NormedSGD", "out": str(tmp_path)}
+    for mode in ("zero1", "zero2"):
+        config = configured({**TINY, **coupled, "mode": mode})
+        assert all("NormedSGD" in str(words) for words in run(2, refused, config))
+
+
 def test_a_periodic_checkpoint_continues_to_the_same_end(tmp_path, monkeypatch):
     config = configured({**TINY, "compare": False, "out": str(tmp_path)})
 
-    def dies(step, *rest, take=train._take):
+    def dies(step, *rest, take=loop._take):
         if step == 5:
             raise OSError("the power is gone")
         take(step, *rest)
 
-    monkeypatch.setattr(train, "_take", dies)
+    monkeypatch.setattr(loop, "_take", dies)
     with pytest.raises(OSError, match="power"):
         run(2, train_rank, config)
     monkeypatch.undo()
@@ -218,12 +420,99 @@ def test_a_periodic_checkpoint_continues_to_the_same_end(tmp_path, monkeypatch):
     )  # complete now: as far again
 
 
+def compiled_in_every_mode(chosen, out):
+    """Train in each mode with compiled blocks; give the reports and how many codes a block has."""
+    reports = {}
+    for mode in MODES:
+        config = configured({**chosen, "mode": mode, "compile": True, "out": f"{out}/{mode}"})
+        reports[mode] = train_rank(config)
+    return reports, len(_debug_get_cache_entry_list(TransformerBlock.forward.__code__))
+
+
+def test_compiled_blocks_train_in_every_mode(tmp_path):
+    chosen = {**TINY, "layers": 1, "clip": 0.0, "steps": 4, "sample": 2}
+    plain = run(2, train_rank, configured({**chosen, "out": str(tmp_path / "plain")}))[0]
+    for reports, codes in run(2, compiled_in_every_mode, chosen, str(tmp_path), timeout=500):
+        assert codes >= 1
+        for report in reports.values():
+            assert report.losses["zero_nb"] == report.losses["plain DDP"]
+            assert report.apart == (0, 0)
+            assert report.losses["zero_nb"] == pytest.approx(plain.losses["zero_nb"], abs=1e-4)
+    resumed = configured({"resume": True, "steps": 5, "out": str(tmp_path / "zero2")})
+    assert resumed.compile and not replace(resumed, compile=False).compile
+
+
+def test_a_rank_that_cannot_compile_stops_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    config = configured({**TINY, "compile": True, "compare": False, "out": str(tmp_path)})
+
+    def refused():
+        import torch._inductor.config
+
+        if Group().group_rank == 1:
+            torch._inductor.config.cpp.cxx = ("/nowhere/c++",)
+        try:
+            train_rank(config)
+        except RuntimeError as error:
+            return str(error)
+
+    assert all("--compile needs" in words for words in run(2, refused, timeout=300))
+
+
+def logged_steps(folder, kind):
+    """Give the steps and the losses in a log, as a reader of it sees them."""
+    if kind == "csv":
+        head, *rows = csv.reader((folder / "log.csv").read_text().splitlines())
+        assert head == ["step", "loss", "ms", "tokens/s", "MiB"]
+        return {int(row[0]): float(row[1]) for row in rows}, [row[0] for row in rows]
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = events.EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("loss")
+    return {event.step: event.value for event in found}, [str(event.step) for event in found]
+
+
+@pytest.mark.parametrize("kind", ["csv", "tensorboard"])
+def test_a_log_goes_on_without_a_step_twice(kind, tmp_path, monkeypatch):
+    if kind == "tensorboard":
+        pytest.importorskip("tensorboard")
+    chosen = {**TINY, "log_steps": kind, "compare": False, "out": str(tmp_path)}
+
+    def dies(step, *rest, take=loop._take):
+        if step == 5:
+            raise OSError("the power is gone")
+        take(step, *rest)
+
+    monkeypatch.setattr(loop, "_take", dies)
+    with pytest.raises(OSError, match="power"):
+        run(2, train_rank, configured(chosen))
+    monkeypatch.undo()
+    assert logged_steps(tmp_path, kind)[1] == ["1", "2", "3", "4", "5"]
+    again = run(2, train_rank, configured({"resume": True, "out": str(tmp_path)}))
+    losses, steps = logged_steps(tmp_path, kind)
+    assert steps == ["1", "2", "3", "4", "5", "6"]
+    assert losses == pytest.approx(again[0].losses["zero_nb"], abs=1e-6)
+    run(2, train_rank, configured({**chosen, "steps": 2}))  # begins, and so does its log
+    assert logged_steps(tmp_path, kind)[1] == ["1", "2"]
+
+
+def test_a_log_without_its_package_is_refused_on_every_rank(tmp_path):
+    config = configured({**TINY, "log_steps": "tensorboard", "out": str(tmp_path)})
+
+    def refused():
+        sys.modules["torch.utils.tensorboard"] = None  # as if it were not installed
+        try:
+            train_rank(config)
+        except ImportError as error:
+            return str(error)
+
+    assert all("pip install tensorboard" in words for words in run(2, refused))
+
+
 def test_the_plain_optimizer_reads_the_checkpoint(job):
     state = read_checkpoint(str(job[0]))
     config = TrainConfig(**state["config"])
-    model = train.GPT(config.layers, config.width, config.heads)
+    model = GPT(config.layers, config.width, config.heads)
     model.load_state_dict(state["model"])
-    optimizer = train._optimizer(config, model, sharded=False)
+    optimizer = make_optimizer(config, model, sharded=False)
     optimizer.load_state_dict(state["optimizer"])
     assert [group["lr"] for group in optimizer.param_groups] == [
         group["lr"] for group in state["optimizer"]["param_groups"]
@@ -254,11 +543,12 @@ def test_what_cannot_be_resumed(job, tmp_path):
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before_it(job, tmp_path, monkeypatch):
-    side = train.Side.__new__(train.Side)
+    side = Side.__new__(Side)
     side.config = TrainConfig(out=str(tmp_path))
+    side.vocabulary = PLAIN_BYTES
     side.model = side.optimizer = side.schedule = torch.nn.Linear(1, 1)
-    report = train.RankReport(0, 1, "cpu", 1, 1, {}, {}, {})
-    train.save_checkpoint(side, report, 1, Group())
+    report = RankReport(0, 1, "cpu", 1, 1, {}, {}, {})
+    save_checkpoint(side, report, 1, Group())
 
     def half(state, path):
         Path(path).write_bytes(b"half")
@@ -266,7 +556,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(job, tmp_path, monkey
 
     monkeypatch.setattr(torch, "save", half)
     with pytest.raises(OSError, match="disk full"):
-        train.save_checkpoint(side, report, 2, Group())
+        save_checkpoint(side, report, 2, Group())
     assert torch.load(tmp_path / "checkpoint.pt")["step"] == 1
 
 
@@ -308,7 +598,22 @@ def test_a_checkpoint_that_one_rank_cannot_read_stops_all(tmp_path):
         ({"warmup": 1.5}, "--warmup must be from 0 to 1, got 1.5"),
         ({"lr": math.nan}, "--lr must be at least 0, got nan"),
         ({"clip": math.inf}, "--clip"),
+        ({"mode": "zero3"}, "--mode must be one of auto, zero1, zero1-overlap, zero2, zero2-inter"),
+        ({"mode": "zero2-interleaved"}, "give --clip 0, or another mode"),
         ({"optimizer": "lion"}, "--optimizer must be one of adamw, adam"),
+        ({"optimizer": "no.such.Class"}, "a class that can be imported, got no.such.Class"),
+        ({"optimizer": "math.pi"}, "must be a class such as torch.optim.AdamW, got 3.14"),
+        ({"optimizer": "lbfgs"}, "LBFGS looks at all parameters together"),
+        ({"optimizer": "sparseadam"}, "SparseAdam, which steps sparse gradients"),
+        ({"optimizer": "muon"}, "Muon only supports 2D parameters"),
+        ({"optimizer": "muon+adamw+sgd"}, "must be one class, or two joined by"),
+        ({"optimizer": "common.optimizers.NeedsRate"}, "missing 1 required .* 'lr'"),
+        ({"optimizer_args": "1"}, "--optimizer-args must be keyword arguments with literal"),
+        ({"optimizer_args": "lr=print(1)"}, "--optimizer-args must be keyword arguments"),
+        ({"optimizer_args": "lr=1)(eps=1"}, "--optimizer-args must be keyword arguments"),
+        ({"optimizer_args": "beta=1"}, "unexpected keyword argument 'beta'"),
+        ({"dtype": "float16"}, "--dtype must be one of float32, bfloat16"),
+        ({"log_steps": "xml"}, "--log-steps must be one of none, csv, tensorboard"),
         ({"device": "tpu"}, "--device must be one of auto, cpu, cuda"),
         ({"heads": 3, "width": 64}, "--width 66 would do"),
         ({"heads": 4, "width": 4}, "--width 8 would do"),
@@ -340,7 +645,7 @@ def test_config_survives_its_dictionary():
 @given(horizon=st.integers(1, 200), warmup=st.floats(0, 1))
 def test_learning_rate_stays_between_its_floor_and_its_peak(horizon, warmup):
     config = TrainConfig(steps=horizon, warmup=warmup)
-    rates = [train.learning_rate(config, step) for step in range(2 * horizon)]
+    rates = [learning_rate(config, step) for step in range(2 * horizon)]
     assert min(rates) > 0 and max(rates) <= 1 and rates[horizon:] == [pytest.approx(0.05)] * horizon
 
 
@@ -391,32 +696,30 @@ def test_corpus_from_a_folder(tmp_path):
 
 
 def test_missing_package_names_the_extra(monkeypatch):
-    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"rich and matplotlib: pip install 'zero_nb\[train\]'"):
-        train.extra("rich", "matplotlib")
+        extra("rich", "matplotlib")
 
 
 def test_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [train.check_devices("auto", 2), train.check_devices("cpu", 8)] == [2, 0]
+    assert [check_devices("auto", 2), check_devices("cpu", 8)] == [2, 0]
     with pytest.raises(
         ValueError,
         match=r"--nproc must be at most 2, the GPUs of this machine, got 3; --device cpu runs 3",
     ):
-        train.check_devices("auto", 3)
+        check_devices("auto", 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="--device cuda needs a GPU"):
-        train.check_devices("cuda", 1)
+        check_devices("cuda", 1)
 
 
 def test_writing_stays_inside_the_block():
-    model = train.GPT(1, 16, 2)
-    assert train.generate(model, ["ab", "c"], 20, 4, seed=3) == train.generate(
+    model = GPT(1, 16, 2)
+    assert generate(model, ["ab", "c"], 20, 4, seed=3) == generate(
         model, ["ab", "c"], 20, 4, seed=3
     )
-    assert (
-        train.generate(model, [], 20, 4, seed=3) == train.generate(model, ["a"], 0, 4, seed=3) == []
-    )
+    assert generate(model, [], 20, 4, seed=3) == generate(model, ["a"], 0, 4, seed=3) == []
 
 
 @cuda

@@ -9,29 +9,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _MODULES = {
-    "plan.sharder": (
-        "Grid",
-        "GridPlan",
-        "ParamSpec",
-        "ShardPlan",
-        "Span",
-        "balanced",
-        "even",
-        "greedy",
-        "mixed",
-        "moves",
-    ),
-    "plan.buckets": ("BucketPlan", "pack"),
+    "plan.specs": ("ParamSpec",),
+    "plan.shards": ("ShardPlan", "Span"),
+    "plan.policies": ("even", "greedy"),
+    "plan.balancing": ("balanced", "mixed"),
+    "plan.grids": ("Grid", "GridPlan"),
+    "plan.moves": ("moves",),
+    "plan.bucket_plan": ("BucketPlan",),
+    "plan.packing": ("pack",),
     "plan.schedule": ("make_schedule",),
     "plan.estimates": ("compare", "estimate"),
-    "comm.recording": ("record", "simulate"),
+    "comm.recording": ("record",),
+    "comm.simulation": ("simulate",),
     "comm.ranks": ("get_global_rank", "get_group_rank", "get_process_group_ranks"),
     "comm.agreement": ("agree", "agreeing"),
-    "comm.groups": ("Group", "coalescing_manager", "two_level"),
+    "comm.groups": ("Group", "coalescing_manager", "fail", "two_level"),
     "comm.objects": ("broadcast_object_list", "gather_object", "scatter_object_list"),
     "comm.launch": ("run",),
     "optim.optimizer": ("ZeroRedundancyOptimizer",),
-    "backward.ddp_overlap": ("hook_with_zero_step", "hook_with_zero_step_interleaved", "overlap"),
+    "backward.ddp_overlap": ("overlap",),
+    "backward.torch_hooks": ("hook_with_zero_step", "hook_with_zero_step_interleaved"),
     "backward.data_parallel": ("data_parallel",),
     "checkpoint.full": (
         "full_optim_state_dict",
@@ -63,7 +60,8 @@ if TYPE_CHECKING:
     from .checkpoint.async_save import AsyncCheckpointer
     from .checkpoint.convert import convert_checkpoint, verify_checkpoint
     from .checkpoint.reshard import reshard
-    from .plan.buckets import BucketPlan, pack
+    from .plan.bucket_plan import BucketPlan
+    from .plan.packing import pack
     from .plan.estimates import compare, estimate
     from .verify.memory import memory_report
     from .verify.parity import assert_parity, assert_same
@@ -74,25 +72,21 @@ if TYPE_CHECKING:
     from .comm.launch import run
     from .comm.objects import broadcast_object_list, gather_object, scatter_object_list
     from .optim.optimizer import ZeroRedundancyOptimizer
-    from .backward.ddp_overlap import hook_with_zero_step, hook_with_zero_step_interleaved, overlap
+    from .backward.ddp_overlap import overlap
+    from .backward.torch_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
     from .backward.data_parallel import data_parallel
     from .comm.ranks import get_global_rank, get_group_rank, get_process_group_ranks
     from .comm.agreement import agree, agreeing
-    from .comm.groups import Group, coalescing_manager, two_level
-    from .comm.recording import record, simulate
+    from .comm.groups import Group, coalescing_manager, fail, two_level
+    from .comm.recording import record
+    from .comm.simulation import simulate
     from .plan.schedule import make_schedule
-    from .plan.sharder import (
-        Grid,
-        GridPlan,
-        ParamSpec,
-        ShardPlan,
-        Span,
-        balanced,
-        even,
-        greedy,
-        mixed,
-        moves,
-    )
+    from .plan.balancing import balanced, mixed
+    from .plan.grids import Grid, GridPlan
+    from .plan.moves import moves
+    from .plan.policies import even, greedy
+    from .plan.shards import ShardPlan, Span
+    from .plan.specs import ParamSpec
 
 
 def __getattr__(name: str) -> Any:

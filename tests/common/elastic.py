@@ -75,6 +75,7 @@ class Struck:
     step: int  # that rank 0 had printed
     saved: int  # of the checkpoint that was there
     in_save: bool  # whether half a file was left behind
+    begun: int  # lives before it
 
 
 @dataclass
@@ -190,9 +191,11 @@ class ElasticJob:
         life = self.lives[-1]
         self.wait(lambda now: now.reached >= life.first + blow.steps)
         time.sleep(blow.wait)
+        there = saved()  # before the lives are counted: one that begins later finds it
         self.poll()
         count = len(self.lives)
-        before = Struck(blow.kind, self.lives[-1].ranks, self.lives[-1].reached, saved(), False)
+        last = self.lives[-1]
+        before = Struck(blow.kind, last.ranks, last.reached, there, False, count)
         if blow.kind == "grow":
             self.start()
         elif blow.kind == "agent":

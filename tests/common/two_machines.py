@@ -156,3 +156,29 @@ def sent_bytes() -> int:
     """Count what this side has sent over the link."""
     link = os.environ["GLOO_SOCKET_IFNAME"]
     return int(Path(f"/sys/class/net/{link}/statistics/tx_bytes").read_text())
+
+
+def torchrun_on_two_machines(
+    script: Path,  # and its flags, the same on both
+    flags: Sequence[str],
+    per_side: int,  # ranks on each machine
+    timeout: float,  # seconds
+    rate: str = "",  # as for `two_machines`
+) -> list[str]:  # what each machine printed
+    """Run a script with torchrun on both machines, which meet by the c10d rendezvous."""
+    with two_machines(rate) as names:
+        port = free_port()
+        agents = []
+        for node, name in enumerate(names):
+            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
+            command += ["--nnodes=2", f"--nproc-per-node={per_side}", "--rdzv-backend=c10d"]
+            command += [f"--rdzv-endpoint={FIRST}:{port}", f"--rdzv-conf=is_host={1 - node}"]
+            command += ["--rdzv-id=job", f"--local-addr=10.77.0.{node + 1}", str(script), *flags]
+            env = {
+                "GLOO_SOCKET_IFNAME": f"link-{SIDES[node]}",
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "OMP_NUM_THREADS": "1",
+                "ZERO_NB_MEMORY": "0",  # they share one memory, which machines do not
+            }
+            agents.append(_started(command, env))
+        return _said(agents, timeout)

@@ -24,7 +24,8 @@ from ..optim.iteration import Iteration, Reduction, StepPlan
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.pieces import specs
 from ..plan.schedule import Schedule
-from ..plan.sharder import Policy, by_group, even, mixed, runs
+from ..plan.balancing import by_group, mixed
+from ..plan.policies import Policy, even, runs
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.agreement import GroupStore, _read, _store, timeout_seconds, waiting_elsewhere
+from ..comm.store import _read, _store
+from ..comm.group_store import GroupStore, timeout_seconds, waiting_elsewhere
 from ..comm.groups import Group, abort
 from ..comm.ranks import Ranks
+from ..plan.draw import WIDTH, Svg
 
 # %% auto #0
 __all__ = ['SLOTS', 'FAN_OUT', 'Count', 'Attendance', 'draw_attendance', 'JoinEvent', 'unwrap_store', 'waiting_connection',
@@ -69,42 +71,38 @@ class Attendance:
 
 # %% ../../nbs/join/01_event_log.ipynb #7f4101c6
 def _svg_bar(x: float, y: float, width: float, fill: str, title: str) -> str:
-    box = (
-        f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="16" fill="{fill}" stroke="#fff"'
-        ' stroke-width=".5"'
-    )
+    box = f'x="{x:.1f}" y="{y}" width="{max(width - 0.5, 0.2):.1f}" height="16" {fill}'
     return f"<rect {box}><title>{title}</title></rect>" if width else ""
 
 
 def draw_attendance(
     attendance: Attendance,
-    width: int = 640,  # pixels of the bars
-) -> str:  # SVG
+    width: int = WIDTH,  # pixels
+) -> Svg:
     """Draw who had data when, one row a rank: used, dropped, and iterations done for others."""
     rows = attendance.rows()
-    unit = width / max(1, *map(sum, rows))
+    unit = (width - 140) / max(1, *map(sum, rows))
+    blue = 'fill="#4878a8"'
     out = []
     for rank, (used, dropped, absent) in enumerate(rows):
         y = 22 * rank + 4
         out.append(f'<text x="0" y="{y + 12}">rank {rank}</text>')
         if unit >= 4:  # single iterations can be told apart
             out += [
-                _svg_bar(60 + i * unit, y, unit, "#4878a8", f"rank {rank}, iteration {i}")
+                _svg_bar(50 + i * unit, y, unit, blue, f"rank {rank}, iteration {i}")
                 for i in range(used)
             ]
         else:
-            out.append(_svg_bar(60, y, used * unit, "#4878a8", f"{used} iterations"))
-        end = 60 + used * unit
-        out.append(_svg_bar(end, y, dropped * unit, "#d1885c", f"{dropped} dropped"))
+            out.append(_svg_bar(50, y, used * unit, blue, f"{used} iterations"))
+        end = 50 + used * unit
+        out.append(_svg_bar(end, y, dropped * unit, 'fill="#d1885c"', f"{dropped} dropped"))
         end += dropped * unit
-        out.append(_svg_bar(end, y, absent * unit, "#e4e7ea", f"no data for {absent}"))
+        grey = 'fill="currentColor" fill-opacity=".12"'
+        out.append(_svg_bar(end, y, absent * unit, grey, f"no data for {absent}"))
         count = f"{used} ({dropped} dropped)" if dropped else str(used)
-        out.append(f'<text x="{66 + width}" y="{y + 12}">{count}</text>')
-    style = 'font-family="sans-serif" font-size="12" fill="#444"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 170}"'
-        f' height="{22 * len(rows) + 4}" {style}>{"".join(out)}</svg>'
-    )
+        out.append(f'<text x="{width - 84}" y="{y + 12}">{count}</text>')
+    counts = ", ".join(str(used) for used, _, _ in rows)
+    return Svg(width, 22 * len(rows) + 4, "".join(out), f"iterations of each rank: {counts}")
 
 # %% ../../nbs/join/01_event_log.ipynb #eff87437
 SLOTS = 128  # events that ranks without data can still read

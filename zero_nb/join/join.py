@@ -43,7 +43,7 @@ from zero_nb.join.participants import (
     kind_of,
     modules_with_collectives,
 )
-from ..optim.optimizer import _Join
+from ..optim.torch_interface import _Join
 
 # %% auto #0
 __all__ = ['MODEL_KINDS', 'StopLoop', 'lengths_of', 'DeclaredBatches', 'with_bar', 'check_drivers', 'ShadowLoop', 'report_error',

@@ -18,8 +18,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..backward.data_parallel import DataParallel, broadcast_from
+from ..backward.data_parallel import DataParallel
 from ..backward.ddp_overlap import find_overlap
+from ..backward.module_buffers import broadcast_from
 from ..backward.stepped_gradients import unstepped_grad
 from ..backward.watch import TransientHook, found_tensors
 from ..comm.objects import dump
@@ -27,7 +28,7 @@ from ..comm.groups import Group
 from .event_log import ActiveRanks, EventLog, JoinEvent
 from ..optim.driver import Driver, read_options, write_options
 from ..optim.flat import flatten
-from ..optim.optimizer import _Join
+from ..optim.torch_interface import _Join
 
 # %% auto #0
 __all__ = ['Joinable', 'JoinHook', 'GradientVersion', 'JoinOptions', 'Session', 'ListeningConfig', 'Participant', 'ConfigGuard',

@@ -13,7 +13,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from ..plan.buckets import Bucket, Slot
+from ..plan.bucket import Bucket, Slot
 from ..comm.collectives import Parts, mark_agreed
 from ..comm.groups import Group
 

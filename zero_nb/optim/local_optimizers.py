@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.buckets import BucketPlan, pack
+from ..plan.bucket_plan import BucketPlan
+from ..plan.packing import pack
 from ..comm.groups import Group
 from .pieces import Piece, Shard, release_step_memory, specs
 from .rules import Rule, Settings, choose_fused, is_known
-from ..plan.sharder import ParamSpec, Policy, ParamTable, by_group, even, mixed, runs
+from ..plan.balancing import by_group, mixed
+from ..plan.policies import Policy, even, runs
+from ..plan.specs import ParamSpec, ParamTable
 from .trial import find_trouble
 
 # %% auto #0

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 from torch.nn import Parameter
 
-from ..plan.buckets import BucketPlan, Slot
+from ..plan.bucket import Slot
+from ..plan.bucket_plan import BucketPlan
 from .flat import FlatBucket, flatten, flatten_like
 from ..comm.groups import Group
-from ..plan.sharder import ParamSpec, ParamTable, Span
+from ..plan.shards import Span
+from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
 __all__ = ['SCALARS', 'specs', 'Piece', 'refreshed', 'storage_snapshot', 'Shard', 'per_element', 'split_piece', 'lend_pieces',
@@ -104,14 +106,18 @@ class Piece:
         default_factory=list
     )  # of the parameters, when the copy was rounded into them; none: the copy came from elsewhere
 
+    master: bool = field(
+        init=False
+    )  # the view is a copy, also when the user has cast the model since
+
     direct = property(
         lambda self: self.view is self.params[0],
         doc="Whether the optimizer steps the user's parameter.",
     )
-    master = property(
-        lambda self: self.view.dtype != self.params[0].dtype, doc="Whether the view is a copy."
-    )
     numel = cached_property(lambda self: sum([stop - start for _, start, stop in self.spans]))
+
+    def __post_init__(self) -> None:
+        self.master = self.view.dtype != self.memory.dtype
 
     def read(self) -> Tensor:
         """Give the elements as they are in the model, side by side."""

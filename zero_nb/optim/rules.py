@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.sharder import Policy, balanced, greedy, newton_schulz, runs
+from ..plan.balancing import balanced, newton_schulz
+from ..plan.policies import Policy, greedy, runs
 
 # %% auto #0
 __all__ = ['ELEMENTWISE', 'PARAMETERWISE', 'FUSED', 'ELEMENTS', 'OPTIONAL', 'is_torchs', 'Rule', 'is_known', 'find_rule',
@@ -101,6 +102,10 @@ def find_rule(
     if not callable(shard) and shard not in ("auto", *_SHARDS):
         raise ValueError(
             f"shard must be 'auto', {', '.join(map(repr, _SHARDS))} or a policy, got {shard!r}"
+        )
+    if shard == "even" and is_torchs(optimizer_class, frozenset({"Muon"})):
+        raise ValueError(
+            "Muon steps whole matrices, and shard='even' would cut them; leave shard='auto'"
         )
     if callable(shard):
         return Rule(optimizer_class, shard)

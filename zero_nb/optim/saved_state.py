@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..plan.sharder import Span
+from ..plan.shards import Span
 from .flat import flatten
 from .local_optimizers import LocalOptimizers
 from zero_nb.optim.state import (
@@ -33,16 +33,8 @@ from zero_nb.optim.state import (
     uneven_error,
 )
 from .tensor_shard import TensorShard
-from zero_nb.comm.objects import (
-    broadcast_object_list,
-    byte_device,
-    dump,
-    gather_bytes,
-    gather_in_turn,
-    gather_object,
-    load,
-    receive_bytes,
-)
+from ..comm.objects import broadcast_object_list, dump, gather_object, load
+from ..comm.payloads import byte_device, gather_bytes, gather_in_turn, receive_bytes
 from .pieces import Piece, Shard, refreshed
 from ..comm.agreement import agreeing
 from ..comm.groups import Group

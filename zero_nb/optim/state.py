@@ -13,22 +13,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, groupby, islice
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..plan.sharder import Move, ParamTable, RankMoves, Span, moves_of
-from ..plan.buckets import BucketPlan, EvenCuts, Place, Slot
+from ..plan.moves import Move, RankMoves, moves_of
+from ..plan.shards import Span
+from ..plan.specs import ParamTable
+from ..plan.bucket import EvenCuts, Place, Slot
+from ..plan.bucket_plan import BucketPlan
 from .flat import flatten_like
 from .local_optimizers import LocalOptimizers, describe_plan, make_shard
+from .rules import check_group
 from .tensor_shard import TensorShard
-from zero_nb.comm.objects import (
-    byte_device,
-    dump,
-    exchange_bytes,
-    load,
-)
+from ..comm.objects import dump, load
+from ..comm.payloads import byte_device, exchange_bytes
 from zero_nb.optim.pieces import (
     Piece,
     SCALARS,
@@ -45,9 +45,9 @@ from ..comm.groups import Group, fail
 __all__ = ['MASTER', 'CommonState', 'Outgoing', 'ROUND', 'is_row', 'StateEntry', 'read_entry', 'read_common', 'split_common',
            'FrozenState', 'stepped_by', 'StatePlan', 'read_entries', 'params_of', 'pack_entries', 'unpack_entries',
            'cut_values', 'cut_for_pieces', 'deal_to_pieces', 'split_state_dict', 'give_state', 'snapshot',
-           'frozen_place', 'freeze_state', 'prepare_sends', 'assemble', 'exchange_state', 'exchange_frozen',
-           'uneven_error', 'count_state', 'check_complete', 'end_groups', 'mark_plans_agreed', 'replace_shards',
-           'ShardedState', 'StateLoad']
+           'frozen_place', 'freeze_state', 'Cast', 'casts_of', 'prepare_sends', 'assemble', 'exchange_state',
+           'exchange_frozen', 'uneven_error', 'count_state', 'check_complete', 'end_groups', 'mark_plans_agreed',
+           'replace_shards', 'ShardedState', 'StateLoad']
 
 # %% ../../nbs/optim/07_state.ipynb #1034d0e6
 MASTER = "master_param"  # key of the copy that is stepped, in the state of a parameter that has one
@@ -616,14 +616,61 @@ def freeze_state(
             entries.append(_frozen_entry(shard, index, by_param[index], places[index]))
     return FrozenState(tuple(entry for entry in entries if entry is not None), places)
 
+# %% ../../nbs/optim/07_state.ipynb #6d2dbe52
+class Cast(NamedTuple):
+    """What a cast of a parameter by the user means for its state."""
+
+    old: torch.dtype  # in which it was stepped
+    new: torch.dtype  # in which it is stepped now
+    copied: bool  # what is stepped now is a copy in a wider dtype
+
+
+def casts_of(
+    olds: Sequence[Shard],  # neighbours
+    new: Shard,  # of the same parameters, planned after the user may have cast them
+) -> dict[int, Cast]:  # by the parameter's index in the optimizer; others were not cast
+    """List the parameters that the user has cast since they were planned."""
+    found = dict[int, Cast]()
+    for old in olds:
+        if old.alone:  # has no plan; the user's parameters are stepped as they are
+            continue
+        for i, name in enumerate(ParamTable.of(old.plan.params).each(lambda form: form.dtype)):
+            index = old.first + i
+            param = new.params[index - new.first]
+            before = getattr(torch, name)
+            if before == param.dtype:
+                continue
+            now = param.dtype
+            if new.master_dtype is not None and now.is_floating_point:
+                now = new.master_dtype
+            if old.master_dtype is not None and before.is_floating_point:
+                before = old.master_dtype
+            found[index] = Cast(before, now, now != param.dtype)
+    return found
+
+
+def _follow_cast(entry: StateEntry, cast: Cast | None) -> StateEntry:
+    """Cast what has the dtype in which the parameter was stepped; numbers that are no row, and what
+    the class keeps in another dtype, stay."""
+    if cast is None:
+        return entry
+    values = dict(entry.values)
+    if not cast.copied:
+        values.pop(MASTER, None)  # the parameter is as wide as its copy was
+    for key, value in values.items():
+        if is_row(value) and value.dtype == cast.old:
+            values[key] = value.to(cast.new)
+    return StateEntry(entry.spans, entry.whole, values)
+
 # %% ../../nbs/optim/07_state.ipynb #bfd064dc
 Outgoing = dict[
     int, list[tuple[int, Callable[[], StateEntry]]]
 ]  # by bucket of the new plan: to which rank, and what when its turn comes
 
 
-def _cut_entry(entry: StateEntry, new: Shard, part: Span) -> StateEntry:
+def _cut_entry(entry: StateEntry, new: Shard, part: Span, cast: Cast | None = None) -> StateEntry:
     """Cut out of the state of a span what a rank owns by a new plan."""
+    entry = _follow_cast(entry, cast)
     [span] = entry.spans
     place = span.param - new.first
     uncut = part[1:] == span[1:]
@@ -647,6 +694,7 @@ def prepare_sends(
     new: Shard,
     sends: Mapping[Span, Sequence[Move]],  # of this rank; what it keeps it sends to itself
     me: int,  # this rank, which keeps its state of parameters without elements
+    casts: Mapping[int, Cast],  # of the parameters that were cast since the old plan, by index
 ) -> tuple[Outgoing, list[StateEntry]]:  # and what no rank steps now
     """Cut rows into what goes to each rank."""
     stepped = stepped_by(new)
@@ -655,11 +703,11 @@ def prepare_sends(
     for entry in (part for each in entries for part in each.split()):
         [span] = entry.spans
         if span.param not in stepped:
-            frozen.append(entry.own_copy())
+            frozen.append(_follow_cast(entry, casts.get(span.param)).own_copy())
             continue
         in_no_bucket = new.alone or span.start == span.stop
         for move in sends.get(span, [Move(me, me, span)]):
-            cut = partial(_cut_entry, entry, new, move.span)
+            cut = partial(_cut_entry, entry, new, move.span, casts.get(span.param))
             start = move.span.start
             number = 0 if in_no_bucket else new.plan.bucket_of(span.param - new.first, start)
             outgoing.setdefault(number, []).append((move.destination, cut))
@@ -915,6 +963,8 @@ class ShardedState:
             f"planning anew {why}",
             lambda: describe_plan(local.rules, param_groups, [new]),
         ):
+            for i in indices:  # what was cast may be wider than its copies
+                check_group(param_groups[i], local.settings)
             new = make_shard(param_groups, indices, local.rules, group, local.settings, plan)
             entries += read_entries(local, olds, self.frozen)
         counts = count_state(group, params, entries, device)
@@ -925,8 +975,9 @@ class ShardedState:
             before = StatePlan(group.size, tuple(olds), self.frozen.places)
             after = StatePlan(group.size, [new], {})
             moves = moves_of(group.group_rank, before, after)
+            casts = casts_of(olds, new)
             replace_shards(local, param_groups, self.shards, olds, new)
-            outgoing, frozen = prepare_sends(entries, new, moves.sends, group.group_rank)
+            outgoing, frozen = prepare_sends(entries, new, moves.sends, group.group_rank, casts)
             self.frozen = FrozenState(frozen, before.places_without(stepped_by(new)))
             entries.clear()
             moved = exchange_state(group, outgoing, new, new.pieces, moves.receives, device)

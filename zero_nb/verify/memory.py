@@ -21,8 +21,9 @@ from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.pieces import specs
-from ..plan.estimates import Setup, State, amount, estimate, state_rule
-from ..plan.sharder import ITEMSIZE, ParamSpec
+from ..plan.estimates import Setup, amount, estimate
+from ..plan.states import State, state_rule
+from ..plan.specs import ITEMSIZE, ParamSpec
 from .parity import gather_to_all
 
 # %% auto #0

@@ -25,7 +25,8 @@ from ..backward.ddp_overlap import overlap
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..comm.launch import run
-from ..comm.objects import broadcast_object_list, byte_device, gather_object
+from ..comm.objects import broadcast_object_list, gather_object
+from ..comm.payloads import byte_device
 from ..optim.flat import flatten, flatten_like
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.pieces import Piece
@@ -265,8 +266,9 @@ def _compare_in_group(group: Group, value: Any, what: str) -> None:
         return
     others = [rank for rank in range(group.size) if rank not in odd]
     found = _difference_text(group, mine, others[0], odd[0])
+    verb = "differs" if len(odd) == 1 else "differ"
     raise AssertionError(
-        f"{what} differs: {_ranks_text(group, odd)} from {_ranks_text(group, others)}, {found}"
+        f"{what}: {_ranks_text(group, odd)} {verb} from {_ranks_text(group, others)}, {found}"
     )
 
 

@@ -28,7 +28,7 @@ from ..optim.iteration import BucketRun, Reduction
 from ..optim.local_optimizers import LocalOptimizers
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.pieces import Piece, Shard, per_element, specs
-from ..plan.sharder import Span
+from ..plan.shards import Span
 from .parity import gather_to_all
 
 if TYPE_CHECKING:

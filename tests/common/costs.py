@@ -1,0 +1,60 @@
+"""What each test file costs, in seconds of the processor: a plugin of pytest.
+
+`PYTHONPATH=tests .venv/bin/python -m pytest -p common.costs -n 2 --dist loadfile` prints a table. Unlike
+durations, these numbers hardly depend on what else a machine does."""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TICKS = os.sysconf("SC_CLK_TCK")
+COSTS: Counter[str] = Counter()  # seconds, by file and by test
+STARTS: dict[str, float] = {}
+
+
+def spent(pid: int = 0) -> float:
+    """Give the seconds of this process, of the children that it has waited for, and of those that live."""
+    found = 0.0 if pid else sum(os.times()[:4])
+    for children in Path(f"/proc/{pid or os.getpid()}/task").glob("*/children"):
+        try:
+            pids = children.read_text().split()
+        except OSError:
+            continue
+        found += sum(map(_of, map(int, pids)))
+    return found
+
+
+def _of(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0.0
+    return sum(map(int, fields[11:15])) / TICKS + spent(pid)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    STARTS[nodeid] = spent()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: Any, call: Any) -> None:
+    if call.when == "teardown":
+        item.user_properties.append(("cpu", round(spent() - STARTS[item.nodeid], 2)))
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    cpu = dict(report.user_properties).get("cpu")
+    if cpu is not None:
+        COSTS[report.nodeid.partition("::")[0]] += cpu
+        COSTS[report.nodeid] += cpu
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.section("seconds of the processor")
+    for words in (False, True):
+        for name, cpu in COSTS.most_common():
+            if ("::" in name) is words and cpu >= 1:
+                terminalreporter.write_line(f"{cpu:8.1f} {name}")

@@ -1,0 +1,42 @@
+"""Optimizers of a user's, for options that take a class by its dotted name."""
+
+import torch
+
+
+class SignSGD(torch.optim.Optimizer):
+    """Steps by the signs of averaged gradients; its state is made in its first step."""
+
+    def __init__(self, params, lr=1e-3, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 1 - group["beta"])
+                    p.add_(mean.sign(), alpha=-group["lr"])
+
+
+class NeedsRate(SignSGD):
+    """Has no learning rate of its own."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+
+
+class NormedSGD(torch.optim.Optimizer):
+    """Divides by the norm of all gradients, so that parameters cannot be stepped apart."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / norm, alpha=group["lr"])

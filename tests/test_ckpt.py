@@ -1,0 +1,96 @@
+"""`zero-nb ckpt` on checkpoints of the main job, as a user calls it."""
+
+import pytest
+import torch
+from test_cli import refused
+from test_sharded_job import lives
+from test_surviving import damage
+
+from zero_nb.apps import cli
+from zero_nb.apps.checkpoints import read_checkpoint
+from zero_nb.apps.config import TrainConfig
+from zero_nb.apps.gpt import GPT
+from zero_nb.apps.sides import make_optimizer
+from zero_nb.checkpoint.sharded import newest_checkpoint
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The checkpoints of one training, as a file and as a folder of three ranks."""
+    parent = tmp_path_factory.mktemp("made")
+    for kind in ("full", "sharded"):
+        lives(parent / kind, (3, 4), compare=False, checkpoint=kind)
+    return parent
+
+
+def called(capsys, *words):
+    assert cli.main(["ckpt", *map(str, words)]) in (0, None)
+    return capsys.readouterr().out
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for param, values in one.items():
+        assert values.keys() == other[param].keys()
+        for key, value in values.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[param][key]))
+
+
+def test_inspect_and_verify_say_what_is_there(made, capsys):
+    folder, file = newest_checkpoint(made / "sharded"), made / "full" / "checkpoint.pt"
+    for path, form in ((folder, "sharded"), (file, "full")):
+        told = called(capsys, "inspect", path)
+        assert (
+            told.count(" format ") == 1
+            and form in told
+            and "in 2 groups" in told
+            and "exp_avg_sq" in told
+        )
+        assert "are as they were written" in called(capsys, "verify", path)
+    told = called(capsys, "inspect", folder, "--tensors")
+    assert "blocks.1.down.weight" in told and "betas" in told
+
+
+def test_merged_state_is_that_of_the_file(made, capsys, tmp_path):
+    folder = newest_checkpoint(made / "sharded")
+    wanted = read_checkpoint(str(made / "full"))
+    told = called(capsys, "merge", folder, tmp_path / "merged.pt")
+    assert "a folder or .safetensors takes the weights too" in told
+    merged = torch.load(tmp_path / "merged.pt", weights_only=True)
+    same(merged["state"], wanted["optimizer"]["state"])
+    config = TrainConfig(**wanted["config"])
+    model = GPT(config.layers, config.width, config.heads)
+    make_optimizer(config, model, sharded=False).load_state_dict(merged)
+
+
+def test_any_way_through_the_formats_ends_at_the_same_state(made, capsys, tmp_path):
+    folder = newest_checkpoint(made / "sharded")
+    called(capsys, "reshard", folder, tmp_path / "two", "--ranks", 2)
+    assert len([*(tmp_path / "two").glob("*.distcp")]) == 2
+    assert "are as they were written" in called(capsys, "verify", tmp_path / "two")
+    called(capsys, "convert", tmp_path / "two", tmp_path / "state.safetensors", "--by", "name")
+    called(capsys, "convert", tmp_path / "state.safetensors", tmp_path / "last.pt")
+    wanted = read_checkpoint(str(made / "full"))["optimizer"]["state"]
+    same(torch.load(tmp_path / "last.pt", weights_only=True)["state"], wanted)
+    called(capsys, "convert", tmp_path / "state.safetensors", tmp_path / "four", "--ranks", 4)
+    told = called(capsys, "inspect", tmp_path / "four")
+    assert "14 tensors" in told  # the weights came along
+
+
+def test_a_mistake_is_one_line_and_leaves_nothing(made, capsys, tmp_path):
+    folder = newest_checkpoint(made / "sharded")
+    lives(tmp_path / "other", (2, 2), compare=False)
+    broken = newest_checkpoint(tmp_path / "other")
+    damage(max(broken.glob("*.distcp")))
+    for words, says in (
+        (("verify", tmp_path / "nothing"), "nothing"),
+        (("verify", broken), "is not as it was written"),
+        (("merge", broken, tmp_path / "broken.pt"), "is not as it was written"),
+        (("merge", folder, tmp_path / "to"), "the target must be one file"),
+        (("reshard", folder, tmp_path / "to", "--ranks", "0"), "must be at least 1, got 0"),
+        (("inspect", folder, "--key", "optimiser"), "optimiser"),
+    ):
+        status, told, _ = refused(capsys, "ckpt", *map(str, words))
+        assert status == 2 and says in told and "Traceback" not in told
+        assert told.strip().count("\n") == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other"]
