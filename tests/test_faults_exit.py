@@ -177,7 +177,8 @@ for way in sys.argv[2:]:
     held = [name for name, reference in kept.items() if reference() is not None]
     dist.destroy_process_group()
     left = of_gloo()
-    print(f"{way}: held {held}, threads of gloo {left}")
+    # one write: torchrun's ranks are unbuffered, and `print` would write the end of the line apart
+    os.write(1, f"{way}: held {held}, threads of gloo {left}\n".encode())
 """
 
 METHODS = ("zero1", "zero1-overlap", "zero2", "zero2-interleaved")
