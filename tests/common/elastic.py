@@ -23,7 +23,7 @@ from zero_nb.apps.train import run_rank
 
 BEGUN = re.compile(r"ranks: (\d+), steps taken before: (\d+)")
 STEP = re.compile(r"step +(\d+) of \d+")
-SECONDS = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=12,join_timeout=120"
+SECONDS = "keep_alive_interval=1,keep_alive_max_attempt=12,join_timeout=120"
 
 
 def die_with_parent() -> None:
@@ -87,6 +87,7 @@ class ElasticJob:
     nnodes: str = "3:4"
     fork: bool = False  # agents and ranks are copies of this process, which has imported torch
     seconds: float = 300.0  # without any line of rank 0 before it is given up
+    last_call: int = 5  # seconds for which enough agents wait for one more
     lives: list[Life] = field(default_factory=list)
     struck: list[Struck] = field(default_factory=list)
 
@@ -114,7 +115,7 @@ class ElasticJob:
             arguments = ["--nproc-per-node=1", f"--nnodes={self.nnodes}", "--max-restarts=100"]
             arguments += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store.port}"]
             arguments += [
-                f"--rdzv-conf=is_host=0,{SECONDS}",
+                f"--rdzv-conf=is_host=0,last_call_timeout={self.last_call},{SECONDS}",
                 "--rdzv-id=job",
                 "--local-addr=127.0.0.1",
             ]
