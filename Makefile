@@ -14,7 +14,7 @@ train: export OMP_NUM_THREADS ?= 1
 train: $(VENV)/.ready ## train a small GPT on two local ranks beside plain DDP, in every mode; results in runs/train (ARGS="--steps 50" passes options)
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m zero_nb.apps.train $(ARGS)
 
-bench: $(VENV)/.ready ## compare with plain DDP and other optimizers at full size (about two hours, 16 GB); what apps/12_bench shows is in nbs/benchmark
+bench: $(VENV)/.ready ## compare with plain DDP and other optimizers at full size (about two hours, 16 GB); what apps/24_benchmark shows is in nbs/benchmark
 	$(BIN)/python -m zero_nb.apps.bench --out nbs/benchmark $(ARGS)
 
 link: $(VENV)/.ready ## the same between two network namespaces joined by 1 Gbit/s (root, 20 minutes); nbs/benchmark/two_machines.sh does it between two machines

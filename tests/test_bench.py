@@ -15,27 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from zero_nb.apps.counting import Counts, Makings, count_rank, counts, make_rank, state_bytes
+from zero_nb.apps.measuring import Options, _time_variants, measure, profiles
+from zero_nb.apps.peak_memory import peak_bytes
+from zero_nb.apps.ratios import Spread, paired
+from zero_nb.apps.reports import BenchmarkReport, merged, strays
+from zero_nb.apps.save_turns import WAYS, Checkpoints, SaveTurn
+from zero_nb.apps.tables import HEADS, cells, rows, save_cells, write_report
+from zero_nb.apps.targets import Target, verdicts
+from zero_nb.apps.turns import Launch, Turn, _link_bytes, _rounded, time_rank, trace_rank
+from zero_nb.apps.variants import _LARGE, VARIANTS, Variant
+from zero_nb.apps.workloads import models
 
-from zero_nb.apps import bench
-from zero_nb.apps.bench import (
-    BenchmarkReport,
-    Counts,
-    Launch,
-    Makings,
-    Options,
-    Target,
-    Turn,
-    Variant,
-    count_rank,
-    counts,
-    measure,
-    models,
-    paired,
-    rows,
-    time_rank,
-    verdicts,
-    write_report,
-)
+from zero_nb.apps import bench, measuring
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.shared_memory import available
@@ -43,7 +35,7 @@ from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 EARLY = ("zero1-overlap", "zero2", "zero2-interleaved")  # step inside backward
 REFERENCES = ("ddp", "ddp-gradview")
-OURS = [name for name, v in bench.VARIANTS.items() if not v.package]
+OURS = [name for name, v in VARIANTS.items() if not v.package]
 TIMES = {"ddp": (1.0, 2.0, 4.0), "torch": (2.0, 4.0, 4.0), "zero1": (0.5, 1.0, 2.0)}
 LAUNCH = Launch(
     "gpt",
@@ -118,7 +110,7 @@ def test_state_is_what_the_plan_says(world):
             assert state <= found[name, "ddp"].state / n * 1.001 + 65_536
             assert found[name, variant].step_collectives == (buckets if n > 1 else 0)
         assert found[name, "fsdp2"].state >= 8 * elements / n
-        dealt = max(size for size in model.sizes if size < bench._LARGE)  # a rank has it whole
+        dealt = max(size for size in model.sizes if size < _LARGE)  # a rank has it whole
         assert found[name, "floor"].state <= 8 * (elements / n + count + dealt) + 4 * count
 
 
@@ -181,8 +173,8 @@ def test_every_variant_trains_the_same_model(name):
     launch = Launch.of(name, {v: [[rank[v] for rank in ranks]] for v in variants})
     first, second = (rank["zero1"].iteration for rank in ranks)
     slowest = statistics.median(max(pair) for pair in zip(first, second, strict=True))
-    assert launch.iteration["zero1"] == bench._rounded([slowest])
-    assert bench.strays(BenchmarkReport({}, True, (launch,))) == {}
+    assert launch.iteration["zero1"] == _rounded([slowest])
+    assert strays(BenchmarkReport({}, True, (launch,))) == {}
 
 
 def test_a_variant_by_messages_leaves_the_way_of_the_others_alone(monkeypatch):
@@ -195,15 +187,15 @@ def test_a_variant_by_messages_leaves_the_way_of_the_others_alone(monkeypatch):
             found = []
             for name in ("zero2", "zero2-messages", "zero2"):
                 groups = []
-                make = bench.VARIANTS[name].make
+                make = VARIANTS[name].make
 
                 def noted(module, group, lr, make=make, groups=groups):
                     groups.append(Group(group))
                     return make(module, group, lr)
 
                 with pytest.MonkeyPatch.context() as patch:
-                    variant = replace(bench.VARIANTS[name], make=noted)
-                    patch.setitem(bench.VARIANTS, name, variant)
+                    variant = replace(VARIANTS[name], make=noted)
+                    patch.setitem(VARIANTS, name, variant)
                     time_rank(name, models(True)["linear"], torch.device("cpu"))
                 found.append(groups[0]._wire.transports[0] is not None)
             return found, os.environ.get("ZERO_NB_MEMORY")
@@ -221,7 +213,7 @@ def test_turns_rotate():
 
     options = Options(rounds=4, quick=True)
     model = models(True)["small"]
-    found = bench._time_variants(options, ranks, model, 2, ["ddp", "b", "c"], lambda line: None)
+    found = _time_variants(options, ranks, model, 2, ["ddp", "b", "c"], lambda line: None)
     assert [name[0] for name in order] == [*"dbcbcdcdbdbc"]
     assert found.world_size == 2 and found.iteration["b"] == (2.0,) * 4 and not found.step
     assert found.resident == {"ddp": None, "b": None, "c": None} and set(found.link.values()) == {
@@ -237,7 +229,7 @@ def test_what_an_interface_sends_is_counted(monkeypatch):
     found = Launch.of("linear", {"zero2": [turns]}).link["zero2"]
     assert found >= 2 * 4 * sum(model.sizes)  # both ranks send all of it once
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    assert bench._link_bytes() is None
+    assert _link_bytes() is None
 
 
 def test_ratios():
@@ -247,7 +239,7 @@ def test_ratios():
         and found.low == pytest.approx(0.65)
         and found.high == pytest.approx(140.45)
     )
-    assert paired([3], [2]) == bench.Spread(1.5, 1.5, 1.5)
+    assert paired([3], [2]) == Spread(1.5, 1.5, 1.5)
     drift = [1.1**i for i in range(40)]
     assert paired([0.8 * t for t in drift], drift).median == pytest.approx(
         0.8
@@ -300,8 +292,8 @@ def test_the_reference_is_ddp_at_its_best():
     assert report.lowest("resident", "gpt", 4) == 200
     found = {row["variant"]: row for row in rows(report)}
     assert found["zero1"]["resident / better ddp"] == 0.5
-    assert bench.cells(found["ddp-gradview"])[3:5] == ["1", "1"]
-    assert bench.cells(found["ddp"])[3] == "1.67 (1.40 to 1.93)"
+    assert cells(found["ddp-gradview"])[3:5] == ["1", "1"]
+    assert cells(found["ddp"])[3] == "1.67 (1.40 to 1.93)"
 
 
 def test_json_is_exact():
@@ -380,14 +372,14 @@ def test_rows_and_files(tmp_path):
         lines["zero1"]["wire / ddp"] == pytest.approx(400 / 900)
         and lines["deepspeed"]["wire / ddp"] is None
     )
-    assert bench.cells(lines["zero1"])[3:7] == [
+    assert cells(lines["zero1"])[3:7] == [
         "0.50 (0.50 to 0.50)",
         "0.50 (0.50 to 0.50)",
         "0.25 (0.25 to 0.45)",
         "2.00",
     ]
-    assert all(len(bench.cells(row)) == len(bench.HEADS) for row in lines.values())
-    assert bench.cells(lines["ddp"])[3] == bench.cells(lines["torch"])[5] == "1"
+    assert all(len(cells(row)) == len(HEADS) for row in lines.values())
+    assert cells(lines["ddp"])[3] == cells(lines["torch"])[5] == "1"
     folder = tmp_path / "a" / "b"
     names = write_report(REPORT, folder)
     assert (
@@ -447,14 +439,14 @@ def test_reports_are_added(tmp_path, capsys):
 def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch):
     flags = ["--quick", "--variants", "zero1", "--parts", "counts", "--out", str(tmp_path)]
     bench.run_benchmark([*flags, "--model", "gpt", "--ranks", "1"])
-    count = bench.count_rank
+    count = count_rank
 
     def stop(name, model, device):
         if model.name == "small" and dist.get_world_size() == 2:
             raise KeyboardInterrupt
         return count(name, model, device)
 
-    monkeypatch.setattr(bench, "count_rank", stop)
+    monkeypatch.setattr(measuring, "count_rank", stop)
     for flag, kept in (
         (["--add"], ["gpt 1", "linear 1", "linear 2", "small 1"]),
         ([], ["linear 1", "linear 2", "small 1"]),
@@ -491,10 +483,8 @@ def test_profiles_are_drawn_of_the_variants_that_were_named(tmp_path, capsys):
     ) in capsys.readouterr().out.replace("\n", " ")
     for name in names:
         assert (tmp_path / name).read_text().count("<title>") > 5
-    assert bench.profiles(Options(("linear",), (1,), ("zero1-overlap",), 1, True)) == {}
-    found = run(
-        2, lambda: bench.trace_rank("zero1-overlap", models(True)["linear"], torch.device("cpu"))
-    )
+    assert profiles(Options(("linear",), (1,), ("zero1-overlap",), 1, True)) == {}
+    found = run(2, lambda: trace_rank("zero1-overlap", models(True)["linear"], torch.device("cpu")))
     assert all({"step", "compute"} <= {s.kind for s in rank} for rank in found)
 
 
@@ -507,7 +497,7 @@ def test_merging_replaces_what_was_measured_again():
         None,
         {"x": "y"},
     )
-    both = bench.merged(REPORT, new)
+    both = merged(REPORT, new)
     assert (
         both.launches == new.launches
         and both.count("gpt", 4, "zero1").state == 5
@@ -522,17 +512,15 @@ def test_merging_replaces_what_was_measured_again():
 
 def test_strays():
     off = replace(LAUNCH, losses={"ddp": 2.5, "zero1": 2.502, "torch": float("nan"), "floor": 9.0})
-    assert list(bench.strays(replace(REPORT, launches=(off,)))) == ["zero1", "torch"]
+    assert list(strays(replace(REPORT, launches=(off,)))) == ["zero1", "torch"]
 
 
 def test_measure_leaves_out_peers_that_do_not_work_and_no_others(monkeypatch):
     def broken(module, group, lr):
         raise OSError("no such library\nlibpeer.so")
 
-    monkeypatch.setitem(
-        bench.VARIANTS, "absent", Variant("absent", "", broken, package="no_such_peer")
-    )
-    monkeypatch.setitem(bench.VARIANTS, "broken", Variant("broken", "", broken, package="json"))
+    monkeypatch.setitem(VARIANTS, "absent", Variant("absent", "", broken, package="no_such_peer"))
+    monkeypatch.setitem(VARIANTS, "broken", Variant("broken", "", broken, package="json"))
     said, options = (
         [],
         Options(("small",), (1,), ("absent", "broken"), 1, True, parts=("times", "counts")),
@@ -546,7 +534,7 @@ def test_measure_leaves_out_peers_that_do_not_work_and_no_others(monkeypatch):
         list(launch.step) for launch in found.launches
     ] == [list(REFERENCES)]
     assert len(said) == 4 and found.makings is None
-    monkeypatch.setitem(bench.VARIANTS, "broken", Variant("broken", "", broken))
+    monkeypatch.setitem(VARIANTS, "broken", Variant("broken", "", broken))
     with pytest.raises(OSError, match=r"libpeer\.so"):
         measure(options)
 
@@ -562,14 +550,14 @@ TURNS = {  # two rounds of one rank, the first call before them
 def turns(slower, risen):
     """What a rank found that takes longer than another one by a factor."""
     return [
-        bench.SaveTurn(way, second and second * slower, risen)
+        SaveTurn(way, second and second * slower, risen)
         for way, seconds in TURNS.items()
         for second in seconds
     ], 100
 
 
 def test_turns_of_saving_are_those_of_the_slowest_rank():
-    found = bench.Checkpoints.of("linear", [turns(1, 5 << 20), turns(2, 7 << 20), turns(1, None)])
+    found = Checkpoints.of("linear", [turns(1, 5 << 20), turns(2, 7 << 20), turns(1, None)])
     assert found.world_size == 3 and found.state == 300
     assert found.seconds["sharded"] == (2.0, 4.0) and found.seconds["torch-file"] == (16.0,)
     assert found.first_rank["sharded"] == 5 << 20 and found.other_ranks["sharded"] == 7 << 20
@@ -586,19 +574,19 @@ def test_turns_of_saving_are_those_of_the_slowest_rank():
 
 def test_saving_in_a_report(tmp_path):
     two, four = (
-        replace(bench.Checkpoints.of("linear", [turns(1, 7 << 20)]), world_size=n) for n in (2, 4)
+        replace(Checkpoints.of("linear", [turns(1, 7 << 20)]), world_size=n) for n in (2, 4)
     )
     report = replace(REPORT, checkpoints=(two, replace(four, first_rank={"file": 128 << 20})))
     assert BenchmarkReport.from_json(report.to_json()) == report
     assert BenchmarkReport.from_json(REPORT.to_json().replace(', "checkpoints": []', "")) == REPORT
     new = replace(REPORT, checkpoints=(replace(two, state=1),))
-    assert bench.merged(report, new).checkpoints == (report.checkpoints[1], new.checkpoints[0])
+    assert merged(report, new).checkpoints == (report.checkpoints[1], new.checkpoints[0])
     met = {words: (value, answer) for words, _, value, answer in verdicts(report)}
     assert met["save, sharded / torch-file: linear, worst of 2 and 4 ranks"] == ("0.125", "no")
     assert met["save, sharded / fsdp2: linear, worst of 2 and 4 ranks"] == ("0.75", "yes")
     assert met["save, async / iteration: linear, worst of 2 and 4 ranks"][1] == "not measured"
     assert met["memory of a save, file / 64 MiB"] == ("2", "no")
-    lines = {line[2]: line for line in bench.save_cells(report) if line[1] == "2"}
+    lines = {line[2]: line for line in save_cells(report) if line[1] == "2"}
     assert lines["save_sharded (`sharded`)"][3:7] == ["1.25", "8.0", "0.75 (0.55 to 0.95)", "7"]
     write_report(report, tmp_path)
     assert "| save_sharded (`sharded`) | 1.25 | 8.0 |" in (tmp_path / "table.md").read_text()
@@ -608,7 +596,7 @@ def test_ways_to_save_and_load_are_measured(tmp_path):
     flags = ["--quick", "--model", "linear", "--ranks", "2", "--rounds", "1"]
     bench.run_benchmark([*flags, "--parts", "checkpoints", "--out", str(tmp_path)])
     [found] = BenchmarkReport.from_json((tmp_path / "report.json").read_text()).checkpoints
-    assert sorted(found.seconds) == sorted(bench.WAYS) and found.world_size == 2
+    assert sorted(found.seconds) == sorted(WAYS) and found.world_size == 2
     assert all(len(times) == 1 and times[0] > 0 for times in found.seconds.values())
     elements = sum(models(quick=True)["linear"].sizes)
     assert 8 * elements <= found.state <= 8 * elements + 100
@@ -617,7 +605,7 @@ def test_ways_to_save_and_load_are_measured(tmp_path):
 
 
 def test_makings():
-    found = run(1, bench.make_rank, 20, 64, 2)[0]
+    found = run(1, make_rank, 20, 64, 2)[0]
     assert (found.parameters, found.world_size) == (20, 64)
     assert all(len(getattr(found, f.name)) == 2 for f in fields(found)[2:])
 
@@ -633,15 +621,14 @@ def test_state_bytes_of_any_state():
             "none": None,
         }
     }
-    assert bench.state_bytes(state.values()) == 4 + 40 + 6 and bench.state_bytes([]) == 0
+    assert state_bytes(state.values()) == 4 + 40 + 6 and state_bytes([]) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
 def test_peak_is_above_the_start():
     def peak():
         return [
-            bench.peak_bytes(torch.device("cpu"), lambda m=m: torch.ones(m * 250_000))
-            for m in (100, 20)
+            peak_bytes(torch.device("cpu"), lambda m=m: torch.ones(m * 250_000)) for m in (100, 20)
         ]  # the mark is reset
 
     large, small = run(1, peak)[0]
@@ -656,9 +643,7 @@ def test_peak_counts_memory_that_was_given_back_before():
         last = torch.ones(1000)  # above them, so that they stay when they are free
         del kept
         return (
-            bench.peak_bytes(
-                torch.device("cpu"), lambda: [torch.ones(1_000_000) for _ in range(10)]
-            ),
+            peak_bytes(torch.device("cpu"), lambda: [torch.ones(1_000_000) for _ in range(10)]),
             last.sum(),
         )
 
@@ -681,7 +666,7 @@ def test_peak_leaves_out_the_pages_of_files(tmp_path):
                 )  # mapped now, as a library's code is when it first runs
                 torch.ones(10_000_000)
 
-            return bench.peak_bytes(torch.device("cpu"), work)
+            return peak_bytes(torch.device("cpu"), work)
 
     assert 39e6 < run(1, peak)[0] < 42e6
 
@@ -767,13 +752,13 @@ def test_the_stored_report_of_saving_is_of_the_full_model_and_exact():
         saving = found.saving("linear", n)
         elements = sum(models()["linear"].sizes)
         assert 8 * elements <= saving.state <= 8 * elements + 1000
-        assert sorted(saving.seconds) == sorted(bench.WAYS)
+        assert sorted(saving.seconds) == sorted(WAYS)
 
 
 def test_the_stored_report_is_of_the_full_models_and_exact():
     path = Path(__file__).parents[1] / "nbs" / "benchmark" / "report.json"
     found = BenchmarkReport.from_json(path.read_text())
-    assert not found.quick and not bench.strays(found) and path.stat().st_size < 200_000
+    assert not found.quick and not strays(found) and path.stat().st_size < 200_000
     assert json.loads(found.to_json()) == json.loads(path.read_text())
     for model in models().values():
         for n in (1, 2, 4):

@@ -11,7 +11,6 @@ NBS = ROOT / "nbs"
 MOST_CELLS = 40
 MOST_LINES = 400  # of code: neither blank nor a comment, in exported and other cells
 TOO_LONG = {  # remove a chapter from this list when it is split; add none
-    "apps/12_bench.ipynb",
     "checkpoint/10_convert.ipynb",
     "checkpoint/12_reshard.ipynb",
     "comm/08_collectives.ipynb",
@@ -162,7 +161,7 @@ def test_each_chapter_names_the_line_by_hand_that_it_replaces():
     cells = json.loads((NBS / "start/01_by_hand.ipynb").read_text(encoding="utf-8"))["cells"]
     typed = "\n".join("".join(c["source"]) for c in cells if c["source"][0] == "# by_hand.py\n")
     listed = sidebar()
-    built = listed[listed.index("comm/01_ranks.ipynb") : listed.index("apps/12_bench.ipynb")]
+    built = listed[listed.index("comm/01_ranks.ipynb") : listed.index("apps/12_ratios.ipynb")]
     assert len(built) > 35
     for chapter in built:
         first = prose(chapter)[0]
