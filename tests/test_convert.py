@@ -33,7 +33,7 @@ from zero_nb.checkpoint.saved_tensors import Part, SavedTensor, replace_tensors
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
-from zero_nb.optim.state import MASTER
+from zero_nb.optim.state_entry import MASTER
 
 DEEPSPEED = Path(__file__).parent / "deepspeed"
 TARGETS = {

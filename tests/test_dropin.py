@@ -20,7 +20,8 @@ from torch.optim import SGD, AdamW, lr_scheduler, swa_utils
 
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
-from zero_nb.optim.rules import ELEMENTS, ELEMENTWISE, OPTIONAL
+from zero_nb.optim.rules import ELEMENTWISE
+from zero_nb.optim.state_dict_check import ELEMENTS, OPTIONAL
 
 GPU = "cpu:gloo,cuda:nccl"  # the backends of a rank with a GPU
 

@@ -21,7 +21,7 @@ from zero_nb.comm.launch import run
 from zero_nb.comm.payloads import exchange_bytes, gather_bytes
 from zero_nb.comm.recording import record
 from zero_nb.comm.simulation import simulate
-from zero_nb.optim import saved_state
+from zero_nb.optim import state_runs
 from zero_nb.plan.moves import moves
 
 MANY = 16_384  # ranks
@@ -342,7 +342,7 @@ def test_H6_state_that_moves_is_what_the_plans_say(monkeypatch):
 
 def in_pieces():
     """Gather and broadcast much more than one piece; the largest tensor that was sent, and the state that came."""
-    payloads.PIECE = saved_state.MESSAGE = saved_state._ALONE = 10_000
+    payloads.PIECE = state_runs.MESSAGE = state_runs._ALONE = 10_000
     with record() as pg:
         torch.manual_seed(0)
         model = layers(3, 100)

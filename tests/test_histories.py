@@ -10,7 +10,7 @@ from torch import nn
 
 from zero_nb.comm.groups import two_level
 from zero_nb.comm.launch import run
-from zero_nb.optim import state
+from zero_nb.optim import state_exchange
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 SHAPES = [(7,), (3, 5), (64,), (33, 9), (1,), (0,), (200,)]
@@ -108,7 +108,7 @@ class History:
 
     def start(self, ours=None, plain=None):
         """Make the optimizers, or make them anew of what was saved at another world size."""
-        state.ROUND = self.chance.choice([1, 50, 1 << 20])
+        state_exchange.ROUND = self.chance.choice([1, 50, 1 << 20])
         if not plain:
             self.freeze(0.3)
         else:

@@ -28,7 +28,8 @@ from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
 from zero_nb.comm.simulation import simulate
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
-from zero_nb.optim.pieces import Piece, specs
+from zero_nb.optim.param_specs import specs
+from zero_nb.optim.pieces import Piece
 from zero_nb.plan.policies import even
 from zero_nb.plan.shards import ShardPlan, Span
 

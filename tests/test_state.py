@@ -9,14 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_nb.optim.state import (
-    StateEntry,
-    StatePlan,
-    freeze_state,
-    pack_entries,
-    stepped_by,
-    unpack_entries,
-)
+from zero_nb.optim.load_state import freeze_state
+from zero_nb.optim.state_entry import StateEntry
+from zero_nb.optim.state_message import pack_entries, unpack_entries
+from zero_nb.optim.state_plan import StatePlan, stepped_by
 from zero_nb.plan.balancing import balanced
 from zero_nb.plan.moves import moves, moves_of
 from zero_nb.plan.packing import pack

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ..optim.rules import Settings, check_settings
+from ..optim.arguments import check_settings
+from ..optim.rules import Settings
 
 # %% auto #0
 __all__ = ['RECIPES', 'MODES', 'option', 'is_of_torch', 'find_optimizers', 'check_optimizers', 'TrainConfig',

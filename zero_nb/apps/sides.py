@@ -22,7 +22,7 @@ from ..backward.data_parallel import data_parallel
 from ..backward.ddp_overlap import overlap
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.rules import choose_fused
-from ..optim.state import MASTER
+from ..optim.state_entry import MASTER
 from ..comm.groups import Group
 from ..comm.shared_memory import available
 from ..verify.memory import memory_report

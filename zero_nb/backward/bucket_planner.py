@@ -24,7 +24,7 @@ from .module_buffers import BufferMode
 from .parallel_backward import BucketReducer, ParallelBackward, UsageReducer
 from ..optim.driver import StepOptions
 from ..optim.iteration import GradientReducer, Iteration, StepPlan, make_step_plan
-from ..optim.pieces import Shard, storage_snapshot
+from ..optim.shard import Shard, storage_snapshot
 
 # %% auto #0
 __all__ = ['DataParallelOptions', 'BucketPlanner']

@@ -26,7 +26,7 @@ from ..comm.collectives import Work
 from ..comm.groups import Group
 from ..optim.iteration import Iteration, Reduction, StepPlan, make_step_plan
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.pieces import Shard, storage_snapshot
+from ..optim.shard import Shard, storage_snapshot
 
 # %% auto #0
 __all__ = ['completed_future', 'DdpTraits', 'read_traits', 'find_join_trouble', 'Arrival', 'DdpBackward', 'DdpPlanner']

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .engine import cut_in_place
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.pieces import specs
+from ..optim.param_specs import specs
 from ..plan.bucket import Bucket, Slot
 from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import adopt

@@ -22,7 +22,7 @@ from ..optim.driver import AfterBackward, SideStream, StepOptions, read_options,
 from ..optim.flat import FlatBucket
 from ..optim.iteration import Iteration, Reduction, StepPlan
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.pieces import specs
+from ..optim.param_specs import specs
 from ..plan.schedule import Schedule
 from ..plan.balancing import by_group, mixed
 from ..plan.policies import Policy, even, runs

@@ -21,7 +21,7 @@ from zero_nb.backward.gradient_buffers import (
 )
 from ..comm.objects import broadcast_object_list
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.pieces import specs
+from ..optim.param_specs import specs
 from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import pack
 

@@ -19,7 +19,8 @@ from ..optim.driver import SideStream
 from ..optim.flat import FlatBucket
 from ..optim.iteration import GradientReducer, Iteration, Reduction
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.pieces import Shard, specs
+from ..optim.param_specs import specs
+from ..optim.shard import Shard
 
 # %% auto #0
 __all__ = ['Stage', 'AccumulatedGradients', 'count_used', 'BucketReducer', 'UsageReducer', 'ParallelBackward']

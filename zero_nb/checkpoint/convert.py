@@ -44,7 +44,7 @@ from zero_nb.checkpoint.folder import (
     write_manifest,
 )
 from ..optim.flat import flatten
-from ..optim.state import MASTER
+from ..optim.state_entry import MASTER
 from ..optim.tensor_shard import boxes
 from ..plan.policies import even
 from ..plan.specs import ParamSpec

@@ -27,7 +27,7 @@ from zero_nb.checkpoint.contents import (
 )
 from .folder import MANIFEST, TABLE
 from .saved_tensors import Part, SavedTensor, load_saved
-from ..optim.state import MASTER
+from ..optim.state_entry import MASTER
 from ..optim.tensor_shard import boxes
 
 # %% auto #0

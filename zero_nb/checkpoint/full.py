@@ -27,13 +27,8 @@ from zero_nb.checkpoint.skeleton import (
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from zero_nb.optim.saved_state import (
-    WholeState,
-    check_destination,
-    describe_whole,
-    gather_state,
-    gather_values,
-)
+from ..optim.saved_state import WholeState, check_destination, describe_whole, gather_state
+from ..optim.state_runs import gather_values
 
 # %% auto #0
 __all__ = ['full_state_dict', 'read_full', 'load_full_state_dict', 'full_optim_state_dict', 'shard_full_optim_state_dict']

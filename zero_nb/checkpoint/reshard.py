@@ -23,26 +23,17 @@ from ..optim.local_optimizers import check_classes, make_shard
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.torch_interface import History, find_groups
 from ..optim.rules import Rule, Settings, find_rule
-from zero_nb.optim.state import (
-    CommonState,
-    FrozenState,
+from ..optim.load_state import deal_to_pieces, frozen_place, give_state
+from ..optim.state import check_complete, count_state, replace_shards
+from ..optim.state_entry import CommonState, StateEntry, read_common
+from zero_nb.optim.state_exchange import (
     Outgoing,
-    StateEntry,
-    StatePlan,
-    check_complete,
-    count_state,
-    deal_to_pieces,
     exchange_frozen,
     exchange_state,
-    frozen_place,
-    give_state,
     prepare_sends,
     casts_of,
-    read_common,
-    read_entries,
-    replace_shards,
-    stepped_by,
 )
+from ..optim.state_plan import FrozenState, StatePlan, read_entries, stepped_by
 from ..plan.bucket import EvenCuts, Place, Slot
 from ..plan.bucket_plan import BucketPlan
 from ..plan.moves import Move, RankMoves, Rows, moves_between

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .files import Record, joined_crc, read_records, storages_in
-from ..optim.saved_state import MESSAGE, Run
+from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
 __all__ = ['TensorForm', 'unbacked', 'SkeletonFile', 'check_room', 'FileTarget']

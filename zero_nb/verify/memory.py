@@ -20,7 +20,7 @@ from ..backward.ddp_overlap import DdpOverlap
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.pieces import specs
+from ..optim.param_specs import specs
 from ..plan.estimates import Setup, amount, estimate
 from ..plan.states import State, state_rule
 from ..plan.specs import ITEMSIZE, ParamSpec

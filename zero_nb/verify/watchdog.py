@@ -27,7 +27,9 @@ from ..optim.flat import FlatBucket, Trailer, flatten, flatten_like
 from ..optim.iteration import BucketRun, Reduction
 from ..optim.local_optimizers import LocalOptimizers
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.pieces import Piece, Shard, per_element, specs
+from ..optim.param_specs import specs
+from ..optim.pieces import Piece, per_element
+from ..optim.shard import Shard
 from ..plan.shards import Span
 from .parity import gather_to_all
 
