@@ -30,7 +30,7 @@ from zero_nb.apps.workloads import models
 from zero_nb.apps import bench, measuring
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
-from zero_nb.comm.shared_memory import available
+from zero_nb.comm.shared_file import available
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 EARLY = ("zero1-overlap", "zero2", "zero2-interleaved")  # step inside backward

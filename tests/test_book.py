@@ -13,9 +13,6 @@ MOST_LINES = 400  # of code: neither blank nor a comment, in exported and other 
 TOO_LONG = {  # remove a chapter from this list when it is split; add none
     "checkpoint/10_convert.ipynb",
     "checkpoint/12_reshard.ipynb",
-    "comm/08_collectives.ipynb",
-    "comm/09_shared_memory.ipynb",
-    "comm/10_groups.ipynb",
     "join/01_event_log.ipynb",
     "join/02_participants.ipynb",
     "join/03_join.ipynb",

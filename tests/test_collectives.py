@@ -11,18 +11,16 @@ import torch
 import torch.distributed as dist
 from common import caught_error, take_way
 
-from zero_nb.comm import collectives
+from zero_nb.comm import messages, relays
 from zero_nb.comm.agreement import agree
-from zero_nb.comm.collectives import Parts, _named
-from zero_nb.comm.groups import (
-    _PACK,
-    Group,
-    clone,
-    coalescing_manager,
-)
+from zero_nb.comm.calls import Parts
+from zero_nb.comm.coalescing import _PACK, coalescing_manager
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
+from zero_nb.comm.native import _named
 from zero_nb.comm.payloads import gather_bytes
 from zero_nb.comm.recording import record
+from zero_nb.comm.subgroups import clone
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
@@ -160,10 +158,10 @@ def test_bad_tensors_are_refused_before_anything_is_sent():
         ]  # the last one is good: the group is usable afterwards
         return [caught_error(lambda call=call, tensor=tensor: call(tensor)) for call, tensor in bad]
 
-    for messages in run(2, refused):
-        assert [m and m[0] for m in messages] == ["ValueError"] * 4 + [None]
+    for errors in run(2, refused):
+        assert [m and m[0] for m in errors] == ["ValueError"] * 4 + [None]
         said = ["dense tensors", "2 equal parts", "tensor of 2 parts", "no backend"]
-        for (_, message), words in zip(messages[:4], said, strict=True):
+        for (_, message), words in zip(errors[:4], said, strict=True):
             assert words in message
 
 
@@ -292,7 +290,7 @@ def passed(size):
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("ahead", [32 << 20, 4096], ids=["whole", "in turns"])
 def test_ranks_on_several_hosts_pass_parts_on(size, ahead, monkeypatch):
-    monkeypatch.setattr(collectives, "_AHEAD", ahead)
+    monkeypatch.setattr(relays, "_AHEAD", ahead)
     assert run(size, passed, size) == [[]] * size
 
 
@@ -303,7 +301,7 @@ def test_a_part_crosses_once_between_hosts(kind):
 
     def crossings():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collectives, "_host", lambda: "ab"[dist.get_rank() > 1] * 8)
+            patch.setattr(relays, "_host", lambda: "ab"[dist.get_rank() > 1] * 8)
             g = Group()
             sent = receivers(g, kind, relay=True)
             straight = receivers(g, kind)
@@ -367,7 +365,7 @@ def test_ranks_that_share_a_host_or_have_one_each_send_parts_straight(monkeypatc
     monkeypatch.setenv("ZERO_NB_MEMORY", "0")
     others = [[1, 2], [0, 2], [0, 1]]
     for host in (lambda: "00000000", lambda: f"{dist.get_rank():08x}"):
-        monkeypatch.setattr(collectives, "_host", host)
+        monkeypatch.setattr(relays, "_host", host)
         assert run(3, lambda: receivers(Group())) == others
 
 
@@ -390,7 +388,7 @@ def test_messages_add_up_to_the_bits_of_shared_memory(size, dtype, monkeypatch):
     monkeypatch.setenv("ZERO_NB_MEMORY", "1")
     shared = run(size, sums, sizes, dtype)
     monkeypatch.setenv("ZERO_NB_MEMORY", "0")
-    monkeypatch.setattr(collectives, "_AHEAD", 1 << 16)  # so that the last one takes turns
+    monkeypatch.setattr(relays, "_AHEAD", 1 << 16)  # so that the last one takes turns
     for ours, theirs in zip(run(size, sums, sizes, dtype), shared, strict=True):
         assert all(map(torch.equal, ours, theirs))
 
@@ -439,7 +437,7 @@ def test_what_is_not_passed_on_is_not_waited_for_by_the_next_collective():
 
 def test_scratch_memory_is_used_again_and_bounded(monkeypatch):
     monkeypatch.setenv("ZERO_NB_MEMORY", "0")
-    monkeypatch.setattr(collectives, "_AHEAD", 1 << 20)
+    monkeypatch.setattr(relays, "_AHEAD", 1 << 20)
 
     def held():
         g = Group(dist.new_group())
@@ -464,7 +462,7 @@ def test_scratch_memory_is_used_again_and_bounded(monkeypatch):
 
 def test_little_scratch_memory_is_kept_when_nothing_is_received(monkeypatch):
     monkeypatch.setenv("ZERO_NB_MEMORY", "0")
-    monkeypatch.setattr(collectives, "_KEPT", 1 << 20)
+    monkeypatch.setattr(messages, "_KEPT", 1 << 20)
 
     def held():
         g = Group(dist.new_group())

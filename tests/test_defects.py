@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
 
 from zero_nb.backward.torch_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-from zero_nb.comm.groups import Group, coalescing_manager
+from zero_nb.comm.coalescing import coalescing_manager
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
 from zero_nb.join.join import Join as OurJoin

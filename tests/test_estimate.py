@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from zero_nb.comm.groups import Group, TwoLevel, two_level
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
+from zero_nb.comm.subgroups import TwoLevel, two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.plan.balancing import balanced
 from zero_nb.plan.estimates import (

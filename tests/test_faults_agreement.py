@@ -14,11 +14,12 @@ import torch.distributed as dist
 from common import caught_error, free_port
 
 from zero_nb import Group, agree, agreeing, get_global_rank, get_group_rank, two_level
-from zero_nb.comm.groups import abort, clone, destroy, fail, split
+from zero_nb.comm.ending import abort, destroy, fail
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list, gather_object
 from zero_nb.comm.ranks import Ranks
 from zero_nb.comm.store import _Notes, _read, _reported
+from zero_nb.comm.subgroups import clone, split
 
 # ---- C1, L1: what other ranks post is text, never code ----
 
@@ -365,8 +366,8 @@ def test_H5_a_group_has_one_watcher_where_it_needs_one_and_it_ends_with_the_grou
 
 
 def test_H5_a_destructor_hands_its_news_to_a_thread(monkeypatch):
-    watch, groups = (
-        importlib.import_module(f"zero_nb.{name}") for name in ("backward.watch", "comm.groups")
+    watch, ending = (
+        importlib.import_module(f"zero_nb.{name}") for name in ("backward.watch", "comm.ending")
     )
     came, by = threading.Event(), []
 
@@ -374,7 +375,7 @@ def test_H5_a_destructor_hands_its_news_to_a_thread(monkeypatch):
         by.append((threading.current_thread() is threading.main_thread(), str(error)))
         came.set()
 
-    for module in (watch, groups):
+    for module in (watch, ending):
         monkeypatch.setattr(module, "fail", noting)
     end = watch.BackwardEnd(lambda: None, Group())
     del end

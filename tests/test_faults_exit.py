@@ -59,10 +59,10 @@ builtins.kept = Group().reduce_scatter(x, async_op=True)
     ),
     "a work that outlives its module": (
         """
-import builtins, zero_nb.comm.collectives
+import builtins, zero_nb.comm.work
 class Last:
     def __init__(self): self.work = Group().reduce_scatter(torch.ones(8), async_op=True)
-    def __del__(self, names=vars(zero_nb.comm.collectives)):
+    def __del__(self, names=vars(zero_nb.comm.work)):
         names.update(dict.fromkeys(names)) # as the interpreter leaves a module that it ends
         del self.work
 builtins.last = Last()

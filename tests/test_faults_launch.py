@@ -460,7 +460,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_nb import Join, ZeroRedundancyOptimizer, data_parallel, overlap
-from zero_nb.comm.groups import Group, clone
+from zero_nb.comm.groups import Group
+from zero_nb.comm.subgroups import clone
 if not dist.is_torchelastic_launched(): dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 else: dist.init_process_group("gloo")
 

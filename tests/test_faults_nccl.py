@@ -8,8 +8,10 @@ import torch.distributed as dist
 from common import caught
 from nccl_like import nccl_like, synchronize
 
-from zero_nb.comm.groups import Group, clone, coalescing_manager, split
+from zero_nb.comm.coalescing import coalescing_manager
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
+from zero_nb.comm.subgroups import clone, split
 
 
 def nan(x: torch.Tensor) -> bool:

@@ -24,8 +24,9 @@ from zero_nb.apps.checkpoints import save_checkpoint
 from zero_nb.apps.config import TrainConfig
 from zero_nb.apps.text import PLAIN_BYTES
 from zero_nb.backward.data_parallel import DataParallel, data_parallel
-from zero_nb.comm.groups import Group, two_level
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
+from zero_nb.comm.subgroups import two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 

@@ -22,10 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
-from zero_nb.comm.groups import Group, two_level
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
 from zero_nb.comm.simulation import simulate
+from zero_nb.comm.subgroups import two_level
 from zero_nb.join.join import Join
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.optim.pieces import lend_bucket

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, Dataset
 from zero_nb.backward.arriving import Search
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
-from zero_nb.comm.groups import two_level
 from zero_nb.comm.launch import run
+from zero_nb.comm.subgroups import two_level
 from zero_nb.join.join import Join
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 

@@ -15,13 +15,15 @@ from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_buckets import plan_buckets
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm import payloads
-from zero_nb.comm.collectives import Parts
-from zero_nb.comm.groups import Group, coalescing_manager, two_level
+from zero_nb.comm.calls import Parts
+from zero_nb.comm.coalescing import coalescing_manager
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.payloads import exchange_bytes, gather_bytes
 from zero_nb.comm.recording import record
 from zero_nb.comm.simulation import simulate
-from zero_nb.optim import state_runs
+from zero_nb.comm.subgroups import two_level
+from zero_nb.optim import saved_state
 from zero_nb.plan.moves import moves
 
 MANY = 16_384  # ranks
@@ -415,7 +417,8 @@ def first_messages():
     """Use a group over NCCL's rules for the first time, in several ways."""
     from nccl_like import nccl_like
 
-    from zero_nb.comm import groups
+    from zero_nb.comm.groups import connect
+    from zero_nb.comm.subgroups import clone
 
     group, me = nccl_like(host_waits=True), dist.get_rank()
     x = torch.full((2,), float(me))
@@ -429,13 +432,13 @@ def first_messages():
     )
     dist.barrier()
     launched = len(group.process_group.launches)
-    groups.connect(group, x.device)
+    connect(group, x.device)
     if me < 2:
         group.send(x, 1) if me == 0 else group.recv(x, 0)
     flat = torch.full((3,), float(me))
-    other = groups.clone(group)
+    other = clone(group)
     other.gather(flat, 0, [1, 0, 2])
-    last = groups.clone(group)
+    last = clone(group)
     came = exchange_bytes(last, {2: b"zero"} if me == 0 else {}, [0] if me == 2 else [])
     return (
         pair,

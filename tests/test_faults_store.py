@@ -345,7 +345,7 @@ def test_L2_a_new_life_hears_nothing_of_the_old(clock, seed):
 
 def again(store_of):
     """Make the job's group twice on one store; the first one ends with an error that rank 1 leaves to the others."""
-    from zero_nb.comm.groups import fail
+    from zero_nb.comm.ending import fail
 
     rank, heard = dist.get_rank(), []
     dist.barrier()  # all have met

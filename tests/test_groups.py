@@ -15,18 +15,12 @@ import torch.distributed as dist
 from common import caught_error
 from test_collectives import start
 
-from zero_nb.comm.groups import (
-    Group,
-    abort,
-    clone,
-    destroy,
-    fail,
-    split,
-    two_level,
-)
+from zero_nb.comm.ending import abort, destroy, fail
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list
 from zero_nb.comm.ranks import get_global_rank, get_group_rank, get_process_group_ranks
+from zero_nb.comm.subgroups import clone, split, two_level
 
 
 def test_translation_is_torchs_and_checks_more():
@@ -303,7 +297,8 @@ def test_destroy_at_interpreter_exit_with_a_live_ddp(starter, tmp_path):
     code = """
 import atexit, sys
 from torch.nn.parallel import DistributedDataParallel
-from zero_nb.comm.groups import Group, destroy
+from zero_nb.comm.ending import destroy
+from zero_nb.comm.groups import Group
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 atexit.register(destroy, Group())
 ddp = DistributedDataParallel(torch.nn.Linear(4, 4))

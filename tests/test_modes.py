@@ -19,8 +19,8 @@ from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
-from zero_nb.comm.groups import two_level
 from zero_nb.comm.launch import run
+from zero_nb.comm.subgroups import two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 # ---- models ----

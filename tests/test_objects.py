@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from common import caught_error
 
-from zero_nb.comm.groups import Group, split
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list, gather_object, scatter_object_list
 from zero_nb.comm.payloads import exchange_bytes, gather_bytes
+from zero_nb.comm.subgroups import split
 
 PLAIN = [
     None,

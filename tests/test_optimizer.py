@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from zero_nb.apps.peak_memory import peak_bytes
 
 from zero_nb.backward.ddp_buckets import plan_buckets
-from zero_nb.comm.groups import two_level
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
 from zero_nb.comm.simulation import simulate
+from zero_nb.comm.subgroups import two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.optim.param_specs import specs
 from zero_nb.optim.pieces import Piece

@@ -29,10 +29,11 @@ from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_buckets import split_like_ddp
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.backward.torch_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-from zero_nb.comm.groups import Group, two_level
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
 from zero_nb.comm.simulation import simulate
+from zero_nb.comm.subgroups import two_level
 from zero_nb.optim.driver import clip_parts, norm_of
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 

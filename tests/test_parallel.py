@@ -23,9 +23,9 @@ from zero_nb.apps.peak_memory import peak_bytes
 
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.stepped_gradients import SteppedGradient
-from zero_nb.comm.groups import two_level
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
+from zero_nb.comm.subgroups import two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 PARALLEL = {name: mode.options for name, mode in MODES.items() if not mode.wraps}

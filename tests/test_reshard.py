@@ -13,8 +13,9 @@ from torch.optim import SGD, AdamW, NAdam
 
 from zero_nb import ZeroRedundancyOptimizer, data_parallel, reshard, run, watch_divergence
 from zero_nb.backward.ddp_overlap import overlap
-from zero_nb.comm.groups import Group, split, two_level
+from zero_nb.comm.groups import Group
 from zero_nb.comm.recording import record
+from zero_nb.comm.subgroups import split, two_level
 from zero_nb.plan.moves import moves
 from zero_nb.plan.policies import even
 from zero_nb.plan.shards import ShardPlan, Span

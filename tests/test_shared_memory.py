@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from common import caught_error, free_port
 
-from zero_nb.comm import shared_memory, transport
-from zero_nb.comm.groups import Group, abort, clone, destroy, fail, split
+from zero_nb.comm import blocks, shared_file, shared_memory, transport
+from zero_nb.comm.ending import abort, destroy, fail
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
+from zero_nb.comm.subgroups import clone, split
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
 SHM = Path("/dev/shm")
@@ -44,7 +46,7 @@ def files():
                 fd = os.open(path, os.O_RDWR)
             except FileNotFoundError:
                 continue
-            if not shared_memory._locked(fd, 0, 0):
+            if not shared_file._locked(fd, 0, 0):
                 found.add(path.name)
             os.close(fd)
         return found
@@ -329,7 +331,7 @@ def test_subgroups_and_groups_in_another_order():
 def test_places_are_reused_lowest_first_and_never_overlap():
     fd = os.memfd_create("pool")
     try:
-        pool, held, seed = shared_memory.Pool(fd, 4096, 8 << 20), [], random.Random(0)
+        pool, held, seed = blocks.Pool(fd, 4096, 8 << 20), [], random.Random(0)
         assert pool.size == 2 << 20, "it begins small"
         for _ in range(3000):
             if held and seed.random() < 0.5:
@@ -360,7 +362,7 @@ def test_little_memory_left_is_not_taken(monkeypatch):
 
     fd = os.memfd_create("pool")
     try:
-        pool = shared_memory.Pool(fd, 0, 8 << 20)
+        pool = blocks.Pool(fd, 0, 8 << 20)
         assert pool.reserve(2 << 20) == (0, 2 << 20)
         monkeypatch.setattr(os, "posix_fallocate", refuse)
         assert pool.reserve(1) is None and pool.size == pool.limit == 2 << 20
@@ -474,7 +476,7 @@ def test_ranks_that_cannot_share_send_messages(how):
             if how == "elsewhere":
                 shared_memory._place = lambda _: "there"
             if how == "other file":
-                shared_memory._open_locked = lambda path, byte: shared_memory.os.memfd_create(
+                shared_file._open_locked = lambda path, byte: shared_file.os.memfd_create(
                     "elsewhere"
                 )
             if how == "other user":
@@ -483,7 +485,7 @@ def test_ranks_that_cannot_share_send_messages(how):
                 shared_memory.os.posix_fallocate = refuse
             if how == "bad setting":
                 os.environ["ZERO_NB_MEMORY_MB"] = "many"
-        shared_memory._OPEN_TIMEOUT = 0.5
+        shared_file._OPEN_TIMEOUT = 0.5
         g, x = Group(), torch.ones(12)
         g.reduce_scatter(x)
         return through(g), x[4 * g.group_rank].item(), files()
@@ -492,17 +494,17 @@ def test_ranks_that_cannot_share_send_messages(how):
 
 
 def test_the_file_is_this_users_alone(monkeypatch, tmp_path):
-    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
-    fd = shared_memory._open_locked(tmp_path / "own", 5)
+    monkeypatch.setattr(shared_file, "FOLDER", tmp_path)
+    fd = shared_file._open_locked(tmp_path / "own", 5)
     assert os.fstat(fd).st_mode & 0o777 == 0o600 and os.fstat(fd).st_size == 0
     os.close(fd)
     (tmp_path / "open").touch()
     (tmp_path / "open").chmod(0o666)
     with pytest.raises(PermissionError, match="alone"):
-        shared_memory._open_locked(tmp_path / "open", 5)
+        shared_file._open_locked(tmp_path / "open", 5)
     (tmp_path / "link").symlink_to(tmp_path / "own")
     with pytest.raises(OSError, match="symbolic"):
-        shared_memory._open_locked(tmp_path / "link", 5)
+        shared_file._open_locked(tmp_path / "link", 5)
 
 
 def slow_to_look():
@@ -515,12 +517,12 @@ def slow_to_look():
 
     os.fstat = slow if dist.get_rank() else real
     try:
-        fd, locks = shared_memory.open_together(f"slow {os.getppid()}", dist.get_rank(), range(2))
+        fd, locks = shared_file.open_together(f"slow {os.getppid()}", dist.get_rank(), range(2))
     finally:
         os.fstat = real
     same = [None, None]
     dist.all_gather_object(same, os.fstat(fd).st_ino)
-    return same[0] == same[1] and shared_memory._locked(fd, locks + 1 - dist.get_rank())
+    return same[0] == same[1] and shared_file._locked(fd, locks + 1 - dist.get_rank())
 
 
 def test_a_rank_that_is_slow_to_look_at_the_file_has_the_same_file():
@@ -537,7 +539,7 @@ time.sleep(60)
 
 
 def test_a_file_that_was_left_is_removed_and_one_in_use_is_not(monkeypatch, tmp_path):
-    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    monkeypatch.setattr(shared_file, "FOLDER", tmp_path)
     used, mine = tmp_path / "zero_nb-used", tmp_path / "zero_nb-mine"
     for path in (used, mine, tmp_path / "zero_nb-left", tmp_path / "other"):
         path.touch(0o600)
@@ -546,12 +548,12 @@ def test_a_file_that_was_left_is_removed_and_one_in_use_is_not(monkeypatch, tmp_
     )
     try:
         assert holder.stdout.readline() == "locked\n"
-        monkeypatch.setattr(shared_memory, "_NAMED", {mine.name})
-        assert shared_memory.remove_stale() == ["zero_nb-left"]
+        monkeypatch.setattr(shared_file, "_NAMED", {mine.name})
+        assert shared_file.remove_stale() == ["zero_nb-left"]
     finally:
         holder.kill()
         holder.wait()
-    assert shared_memory.remove_stale() == ["zero_nb-used"] and sorted(
+    assert shared_file.remove_stale() == ["zero_nb-used"] and sorted(
         path.name for path in tmp_path.iterdir()
     ) == ["other", "zero_nb-mine"]
 
@@ -559,7 +561,7 @@ def test_a_file_that_was_left_is_removed_and_one_in_use_is_not(monkeypatch, tmp_
 def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():
     """Counted on a store, with one thread for each of 40 ranks that are on two machines: they find
     out before any of them makes a file."""
-    from zero_nb.comm import agreement, collectives, ranks
+    from zero_nb.comm import agreement, meeting, ranks
     from zero_nb.comm import store as store_module
 
     class Counted:
@@ -577,7 +579,7 @@ def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():
     size, store, told_of = 40, dist.HashStore(), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_module, "_store", lambda group: group.process_group)
-        for module in (store_module, agreement, collectives):
+        for module in (store_module, agreement, meeting):
             patch.setattr(module, "_timeout", lambda group: timedelta(seconds=30))
         patch.setattr(
             shared_memory, "_place", lambda _: f"machine {threading.current_thread().name}"
@@ -594,7 +596,7 @@ def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():
             group._state = group._wire = ranks._State()
             told_of.append(
                 (
-                    transport.find_transport(collectives._Meeting(group)),
+                    transport.find_transport(meeting._Meeting(group)),
                     group.process_group.requests,
                     group.process_group.bytes,
                 )
@@ -775,7 +777,7 @@ def test_M2_killed_at_any_moment_leaves_no_wrong_number_and_nothing_in_dev_shm(
         assert all((SHM / name).stat().st_size == 0 for name in stays), (
             "a name may be left if all die at once; never memory"
         )
-        shared_memory.remove_stale()  # as the next job does
+        shared_file.remove_stale()  # as the next job does
         assert not stays & set(files())
 
 

@@ -23,7 +23,10 @@ _MODULES = {
     "comm.simulation": ("simulate",),
     "comm.ranks": ("get_global_rank", "get_group_rank", "get_process_group_ranks"),
     "comm.agreement": ("agree", "agreeing"),
-    "comm.groups": ("Group", "coalescing_manager", "fail", "two_level"),
+    "comm.ending": ("fail",),
+    "comm.groups": ("Group",),
+    "comm.coalescing": ("coalescing_manager",),
+    "comm.subgroups": ("two_level",),
     "comm.objects": ("broadcast_object_list", "gather_object", "scatter_object_list"),
     "comm.launch": ("run",),
     "optim.optimizer": ("ZeroRedundancyOptimizer",),
@@ -77,7 +80,10 @@ if TYPE_CHECKING:
     from .backward.data_parallel import data_parallel
     from .comm.ranks import get_global_rank, get_group_rank, get_process_group_ranks
     from .comm.agreement import agree, agreeing
-    from .comm.groups import Group, coalescing_manager, fail, two_level
+    from .comm.coalescing import coalescing_manager
+    from .comm.ending import fail
+    from .comm.groups import Group
+    from .comm.subgroups import two_level
     from .comm.recording import record
     from .comm.simulation import simulate
     from .plan.schedule import make_schedule

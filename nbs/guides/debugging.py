@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from zero_nb import Group, ZeroRedundancyOptimizer, assert_same, data_parallel, watch_divergence
-from zero_nb.comm.groups import fail
+from zero_nb.comm.ending import fail
 
 CULPRIT = 1  # the rank that goes wrong
 STEP = 3  # in which it does, counted from 0

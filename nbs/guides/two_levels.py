@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import AdamW
 
 from zero_nb import ZeroRedundancyOptimizer, data_parallel, record, two_level
-from zero_nb.comm.groups import Group, TwoLevel
+from zero_nb.comm.groups import Group
+from zero_nb.comm.subgroups import TwoLevel
 
 
 def make_model(width: int = 256) -> nn.Sequential:

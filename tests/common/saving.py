@@ -15,7 +15,7 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon
 
 from common.models import network
 from common.modes import MODES
-from zero_nb.comm.groups import two_level
+from zero_nb.comm.subgroups import two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from zero_nb.comm import collectives
+from zero_nb.comm import relays
 
 
 def take_way(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
@@ -11,4 +11,4 @@ def take_way(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     machines ("messages"), or as if every two ranks had a machine of their own ("hosts")."""
     monkeypatch.setenv("ZERO_NB_MEMORY", str(int(way == "memory")))
     if way == "hosts":
-        monkeypatch.setattr(collectives, "_host", lambda: f"{dist.get_rank() // 2:08x}")
+        monkeypatch.setattr(relays, "_host", lambda: f"{dist.get_rank() // 2:08x}")

@@ -24,7 +24,7 @@ from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.rules import choose_fused
 from ..optim.state_entry import MASTER
 from ..comm.groups import Group
-from ..comm.shared_memory import available
+from ..comm.shared_file import available
 from ..verify.memory import memory_report
 from .config import MODES, TrainConfig, find_optimizers, learning_rate
 from .text import PLAIN_BYTES, Vocabulary, rank_windows

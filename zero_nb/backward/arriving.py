@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .gradients import GradientMap
 from .watch import TransientHook
-from ..comm.collectives import Work
+from ..comm.work import Work
 from ..optim.driver import SideStream
 from ..optim.optimizer import ZeroRedundancyOptimizer
 

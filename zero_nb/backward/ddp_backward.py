@@ -22,7 +22,7 @@ from zero_nb.backward.engine import (
     mark_means,
     start_mean,
 )
-from ..comm.collectives import Work
+from ..comm.work import Work
 from ..comm.groups import Group
 from ..optim.iteration import Iteration, Reduction, StepPlan, make_step_plan
 from ..optim.optimizer import ZeroRedundancyOptimizer

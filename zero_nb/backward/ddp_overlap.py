@@ -38,7 +38,8 @@ from zero_nb.backward.engine import (
 from .stepped_gradients import GRADIENTS_CHANGED, unstepped_grad
 from .watch import BackwardWatch, fail_peers_on_error, on_backward_end
 from ..comm.agreement import agreeing
-from ..comm.groups import Group, fail
+from ..comm.ending import fail
+from ..comm.groups import Group
 from ..optim.driver import on_stream
 from ..optim.iteration import StepPlan
 from ..optim.optimizer import ZeroRedundancyOptimizer

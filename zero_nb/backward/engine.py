@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .stepped_gradients import SteppedGradients
 from .watch import BackwardWatch
-from ..comm.collectives import mark_agreed
+from ..comm.calls import mark_agreed
 from ..comm.groups import Group
 from ..optim.driver import AfterBackward, SideStream, StepOptions, read_options, write_options
 from ..optim.flat import FlatBucket

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..comm.groups import Group, coalescing_manager
+from ..comm.coalescing import coalescing_manager
+from ..comm.groups import Group
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
 BufferMode = Literal["broadcast", "average", "local"]

@@ -20,7 +20,7 @@ from .gradients import GradientListeners
 from .module_buffers import broadcast_from
 from .parallel_backward import ParallelBackward
 from .watch import fail_peers_on_error, on_backward_end
-from ..comm.groups import fail
+from ..comm.ending import fail
 from ..optim.driver import on_stream
 from ..optim.torch_interface import _Join, _JoinHook
 

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..comm.groups import Group, fail
+from ..comm.ending import fail
+from ..comm.groups import Group
 
 # %% auto #0
 __all__ = ['wait_for_reports', 'BackwardEnd', 'on_backward_end', 'fail_peers_on_error', 'found_tensors', 'TransientHook',

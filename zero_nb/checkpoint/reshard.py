@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agreeing
-from ..comm.groups import Group, fail
+from ..comm.ending import fail
+from ..comm.groups import Group
 from ..comm.objects import broadcast_object_list, dump
 from ..comm.payloads import byte_device
 from ..optim.driver import AfterBackward

@@ -22,7 +22,8 @@ __all__ = ['log_once']
 
 # %% ../../nbs/comm/05_comparison.ipynb #54ff4900
 _LIBRARY_MODULES = frozenset(
-    {"zero_nb.comm.comparison", "zero_nb.comm.collectives", "zero_nb.comm.groups"}
+    f"zero_nb.comm.{name}"
+    for name in ("comparison", "collectives", "groups", "coalescing", "subgroups")
 )  # modules whose lines are no user's
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..comm.store import _read, _store
 from ..comm.group_store import GroupStore, timeout_seconds, waiting_elsewhere
-from ..comm.groups import Group, abort
+from ..comm.ending import abort
+from ..comm.groups import Group
 from ..comm.ranks import Ranks
 from ..plan.draw import WIDTH, Svg
 

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm.groups import Group, fails_everywhere
+from ..comm.ending import fails_everywhere
+from ..comm.groups import Group
 from .iteration import BucketRun, ParameterGathers, Phase, StepMonitor, Steppable
 from .pieces import lend_pieces, reclaim_pieces, record_versions
 from .shard import Shard, release_step_memory

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..plan.bucket import Bucket, Slot
-from ..comm.collectives import Parts, mark_agreed
+from ..comm.calls import Parts, mark_agreed
 from ..comm.groups import Group
 
 # %% auto #0

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .driver import Driver
-from ..comm.groups import Group, TwoLevel, two_level
+from ..comm.groups import Group
+from ..comm.subgroups import TwoLevel, two_level
 
 # %% auto #0
 __all__ = ['STATE_DICT_TYPES', 'without_state_dict_hooks', 'call_hooks', 'StepWithoutData', 'find_groups', 'History',

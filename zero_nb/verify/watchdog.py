@@ -21,7 +21,7 @@ from ..backward.data_parallel import DataParallel
 from ..backward.ddp_overlap import DdpOverlap
 from ..backward.watch import TransientHook, found_tensors
 from ..comm.agreement import agreeing
-from ..comm.collectives import Parts, mark_agreed
+from ..comm.calls import Parts, mark_agreed
 from ..comm.groups import Group
 from ..optim.flat import FlatBucket, Trailer, flatten, flatten_like
 from ..optim.iteration import BucketRun, Reduction
