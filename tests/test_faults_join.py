@@ -23,8 +23,10 @@ from zero_nb.comm import agreement, group_store
 from zero_nb.comm import store as store_module
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
-from zero_nb.join import event_log
-from zero_nb.join.event_log import EventLog, EventStore, explain_wait
+from zero_nb.join import event_feed, event_log
+from zero_nb.join.event_feed import EventStore
+from zero_nb.join.event_log import EventLog
+from zero_nb.join.failure_detection import explain_wait
 from zero_nb.join.join import Join
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
@@ -366,7 +368,7 @@ def asked_in_blocks(port, counts, norm, by, policy):
         world_size=n,
     )
     store = Counted(store_module._store(Group()))
-    store_module._store = event_log._store = lambda group: store
+    store_module._store = event_feed._store = event_log._store = lambda group: store
     model = DDP(nn.Sequential(nn.Linear(4, 4), *([nn.BatchNorm1d(4)] if norm else [])))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW)
     per_block = []
@@ -428,7 +430,7 @@ def in_a_tree(port, counts, fails):
         rank=rank,
         world_size=n,
     )
-    event_log.FAN_OUT = 1
+    event_feed.FAN_OUT = 1
     model = DDP(nn.Linear(2, 1, bias=False))
     optimizer = SGD(model.parameters(), lr=1.0)
     with torch.no_grad():
@@ -494,7 +496,7 @@ class Participant:
 def many(monkeypatch, size, leave):
     """Drive a block of `size` ranks by hand; `leave`: the iteration in which each rank leaves.
     Requests by what they are for, and bytes at the end."""
-    for module in (store_module, event_log):
+    for module in (store_module, event_feed, event_log):
         monkeypatch.setattr(module, "_store", lambda group: group.store)
     for module in (agreement, group_store):
         monkeypatch.setattr(module, "_has_no_peers", lambda group: False)
@@ -566,7 +568,7 @@ def test_M7_ranks_that_leave_one_after_the_other(monkeypatch, order):
 @pytest.mark.parametrize("moment", ["claim", "put", "add", "rank_with_data"])
 def test_ranks_that_leave_at_the_same_time_read_what_the_other_did(monkeypatch, moment):
     """The last events of a rank need not wait for others; another rank leaves with fewer at any moment between."""
-    for module in (store_module, event_log):
+    for module in (store_module, event_feed, event_log):
         monkeypatch.setattr(module, "_store", lambda group: group.store)
     for module in (agreement, group_store):
         monkeypatch.setattr(module, "_has_no_peers", lambda group: False)
@@ -604,7 +606,7 @@ class Alone(Participant):
     """One of four ranks, on a store that others have written to."""
 
     def __init__(self, monkeypatch):
-        for module in (store_module, event_log):
+        for module in (store_module, event_feed, event_log):
             monkeypatch.setattr(module, "_store", lambda group: group.store)
         for module in (agreement, group_store):
             monkeypatch.setattr(module, "_has_no_peers", lambda group: False)

@@ -25,12 +25,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
 from zero_nb.comm.simulation import simulate
-from zero_nb.join.event_log import (
+from zero_nb.join.attendance import (
     Attendance,
     draw_attendance,
 )
 from zero_nb.join.join import Join
-from zero_nb.join.participants import shadowed_by
+from zero_nb.join.own_joinables import shadowed_by
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 # ---- the value ----

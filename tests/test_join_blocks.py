@@ -28,12 +28,10 @@ from torch.utils.data import DataLoader
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.ranks import Ranks
-from zero_nb.join.event_log import (
-    Attendance,
-    EventLog,
-    EventStore,
-    explain_wait,
-)
+from zero_nb.join.attendance import Attendance
+from zero_nb.join.event_feed import EventStore
+from zero_nb.join.event_log import EventLog
+from zero_nb.join.failure_detection import explain_wait
 from zero_nb.join.join import Join
 from zero_nb.join.participants import Joinable, JoinHook
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer

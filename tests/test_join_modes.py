@@ -24,7 +24,7 @@ from zero_nb.backward.ddp_overlap import (
 )
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
-from zero_nb.join.event_log import (
+from zero_nb.join.attendance import (
     Attendance,
 )
 from zero_nb.join.join import Join

@@ -46,9 +46,10 @@ _MODULES = {
     "verify.memory": ("memory_report",),
     "verify.parity": ("assert_parity", "assert_same"),
     "verify.watchdog": ("DivergenceError", "watch_divergence"),
-    "join.event_log": ("Attendance",),
+    "join.attendance": ("Attendance",),
     "join.join": ("Join",),
-    "join.participants": ("JoinHook", "Joinable", "shadowed_by"),
+    "join.own_joinables": ("shadowed_by",),
+    "join.participants": ("JoinHook", "Joinable"),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 
@@ -69,9 +70,10 @@ if TYPE_CHECKING:
     from .verify.memory import memory_report
     from .verify.parity import assert_parity, assert_same
     from .verify.watchdog import DivergenceError, watch_divergence
-    from .join.event_log import Attendance
+    from .join.attendance import Attendance
     from .join.join import Join
-    from .join.participants import Joinable, JoinHook, shadowed_by
+    from .join.own_joinables import shadowed_by
+    from .join.participants import Joinable, JoinHook
     from .comm.launch import run
     from .comm.objects import broadcast_object_list, gather_object, scatter_object_list
     from .optim.optimizer import ZeroRedundancyOptimizer

@@ -111,7 +111,7 @@ def _uncompiled(f: Callable[[], None]) -> None:
 class DataParallel(InBackward, _Joinable):
     """A module whose gradients are averaged and stepped inside backward; made by `data_parallel`."""
 
-    observers: tuple[StepObserver, ...] = ()  # blocks of join/03_join, the innermost one last
+    observers: tuple[StepObserver, ...] = ()  # blocks of join/15_join, the innermost one last
     arriving: ArrivingParameters | None = None  # with `hidden`: after the last step
     stepped = False  # since the last call of `step`
 

@@ -273,7 +273,7 @@ class StepEngine:
 # %% ../../nbs/backward/03_engine.ipynb #044ae3a1
 Contribution = Literal[
     "own",  # the gradients of this rank's backward
-    "zeros",  # this rank has no data, and another part of the program (join/03_join) runs DDP's hooks
+    "zeros",  # this rank has no data, and another part of the program (join/15_join) runs DDP's hooks
     "accumulated",  # the same, with gradients that were added up under `no_sync` in the buckets
 ]
 
