@@ -14,17 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zero_nb import Group, assert_parity, assert_same, run
 from zero_nb.comm.recording import record
-from zero_nb.verify.parity import (
+from zero_nb.verify.parity import check_parity
+from zero_nb.verify.rounding import (
     BUFFERS,
     GRADIENTS,
-    PARITY_MODES,
     POSITION,
     STEP,
     SUMMATION,
     UNREPEATABLE,
-    check_parity,
     summation_bound,
 )
+from zero_nb.verify.trainings import PARITY_MODES
 
 RANK = dist.get_rank
 

@@ -23,7 +23,9 @@ from zero_nb import (
     run,
     two_level,
 )
-from zero_nb.verify.watchdog import DivergenceError, digests, watch_divergence
+from zero_nb.verify.checksums import digests
+from zero_nb.verify.divergence import DivergenceError
+from zero_nb.verify.watchdog import watch_divergence
 
 
 def flip(tensor, element=0, bit=30):

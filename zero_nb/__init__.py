@@ -44,9 +44,11 @@ _MODULES = {
     "checkpoint.reshard": ("reshard",),
     "checkpoint.async_save": ("AsyncCheckpointer",),
     "verify.memory": ("memory_report",),
-    "verify.parity": ("assert_parity", "assert_same"),
-    "verify.watchdog": ("DivergenceError", "watch_divergence"),
-    "join.attendance": ("Attendance",),
+    "verify.same": ("assert_same",),
+    "verify.parity": ("assert_parity",),
+    "verify.divergence": ("DivergenceError",),
+    "verify.watchdog": ("watch_divergence",),
+    "join.event_log": ("Attendance",),
     "join.join": ("Join",),
     "join.own_joinables": ("shadowed_by",),
     "join.participants": ("JoinHook", "Joinable"),
@@ -68,9 +70,11 @@ if TYPE_CHECKING:
     from .plan.packing import pack
     from .plan.estimates import compare, estimate
     from .verify.memory import memory_report
-    from .verify.parity import assert_parity, assert_same
-    from .verify.watchdog import DivergenceError, watch_divergence
-    from .join.attendance import Attendance
+    from .verify.same import assert_same
+    from .verify.parity import assert_parity
+    from .verify.divergence import DivergenceError
+    from .verify.watchdog import watch_divergence
+    from .join.event_log import Attendance
     from .join.join import Join
     from .join.own_joinables import shadowed_by
     from .join.participants import Joinable, JoinHook

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..comm.groups import Group
 from ..comm.recording import record as record_group
 from ..verify.memory import memory_report
-from ..verify.parity import gather_to_all
+from ..verify.same import gather_to_all
 from .config import MODES, TrainConfig, extra
 from .sides import MEMORY_KINDS, PLAIN, Side, _mean, _parameter_difference, master_bytes
 from .loop import _batch

@@ -47,7 +47,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     """
 
     initialized = True  # for code that asks torch's class
-    monitor: StepMonitor | None = None  # sees what is stepped (verify/03_watchdog)
+    monitor: StepMonitor | None = None  # sees what is stepped (verify/12_watchdog)
     _driver: Driver | None = None  # that was attached
     _consolidated: dict[str, Any] | None = None  # without its groups, until the next step
     _opt_called = False  # a scheduler of torch looks for this
@@ -351,7 +351,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         return self.sharded_state.replan(self.param_groups, olds, why, plan)
 
     def move_to(self, groups: Sequence[Group], history: History) -> None:
-        """Be shared by the ranks of other groups, to which the state has moved (checkpoint/12_reshard)."""
+        """Be shared by the ranks of other groups, to which the state has moved (checkpoint/14_reshard)."""
         self.sharded_state.change_groups(groups)
         self._share_among(groups)
         if history != self.history:
