@@ -12,14 +12,6 @@ MOST_CELLS = 40
 MOST_LINES = 400  # of code: neither blank nor a comment, in exported and other cells
 TOO_LONG = {  # remove a chapter from this list when it is split; add none
     "checkpoint/10_convert.ipynb",
-    "comm/08_collectives.ipynb",
-    "comm/09_shared_memory.ipynb",
-    "comm/10_groups.ipynb",
-    "optim/02_pieces.ipynb",
-    "optim/03_rules.ipynb",
-    "optim/07_state.ipynb",
-    "optim/08_saved_state.ipynb",
-    "optim/09_iteration.ipynb",
     "plan/14_estimates.ipynb",
     "start/01_by_hand.ipynb",
 }

@@ -44,7 +44,9 @@ def test_killed_again_and_again_at_three_and_two_ranks(tmp_path):
     chance = Random(3)
     blows = [Blow("save", 3), Blow("agent", 4, 0.05), Blow("grow", 6), Blow("start", 4, 0.1)]
     job = ElasticJob(tmp_path, flags_of(SHORT), nnodes="2:3", fork=True)
-    job.last_call = 15  # where cores are short, an agent comes late; two would train to the end alone
+    job.last_call = (
+        15  # where cores are short, an agent comes late; two would train to the end alone
+    )
     with job:
         job.start(3)
         job.wait(lambda life: life and life.ranks == 3)
