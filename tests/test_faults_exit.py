@@ -178,7 +178,7 @@ for way in sys.argv[2:]:
     dist.destroy_process_group()
     left = of_gloo()
     # one write: torchrun's ranks are unbuffered, and `print` would write the end of the line apart
-    os.write(1, f"{way}: held {held}, threads of gloo {left}\n".encode())
+    os.write(1, f"{way}: held {held}, threads of gloo {left}\\n".encode())
 """
 
 METHODS = ("zero1", "zero1-overlap", "zero2", "zero2-interleaved")
