@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .config import extra
-from ..checkpoint.convert import Advance, convert_checkpoint, verify_checkpoint
+from ..checkpoint.convert import convert_checkpoint, verify_checkpoint
+from ..checkpoint.slab_writers import Advance
 from ..checkpoint.contents import Checkpoint
 from ..checkpoint.formats import FORMATS, describe_checkpoint
 from ..checkpoint.names import KEYS

@@ -351,7 +351,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         return self.sharded_state.replan(self.param_groups, olds, why, plan)
 
     def move_to(self, groups: Sequence[Group], history: History) -> None:
-        """Be shared by the ranks of other groups, to which the state has moved (checkpoint/14_reshard)."""
+        """Be shared by the ranks of other groups, to which the state has moved (checkpoint/16_reshard)."""
         self.sharded_state.change_groups(groups)
         self._share_among(groups)
         if history != self.history:
