@@ -30,18 +30,6 @@ from .reports import BenchmarkReport, check_same, merged
 from .tables import save, show, write_report
 from .variants import VARIANTS
 from ..plan.draw import Svg
-from ..plan.timelines import Stretch, draw_stretches, read_trace
-from ..comm.launch import run
-from ..comm.shared_file import available
-from ..comm.objects import broadcast_object_list, gather_object
-from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..backward.ddp_overlap import overlap
-from ..backward.data_parallel import data_parallel
-from ..comm.groups import Group
-from ..comm.recording import record
-from ..comm.simulation import simulate
-from .gpt import GPT
-from .sides import synchronized_time
 
 # %% auto #0
 __all__ = ['run_benchmark']

@@ -32,6 +32,8 @@ from zero_nb.optim.state import (
     deal_to_pieces,
     exchange_frozen,
     exchange_state,
+    frozen_place,
+    give_state,
     prepare_sends,
     replace_shards,
     stepped_by,

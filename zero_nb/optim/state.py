@@ -12,9 +12,31 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agreeing
-from ..comm.calls import mark_agreed
-from ..comm.ending import fail
-from ..comm.groups import Group
+from ..comm.collectives import mark_agreed
+from ..comm.groups import Group, fail
+from ..comm.payloads import byte_device
+from .arguments import check_group
+from zero_nb.optim.load_state import (
+    cut_for_pieces,
+    deal_to_pieces,
+    freeze_state,
+    give_state,
+    snapshot,
+    split_state_dict,
+)
+from .local_optimizers import LocalOptimizers, describe_plan, make_shard
+from .shard import Shard, release_step_memory
+from .state_entry import CommonState, StateEntry, read_common, split_common
+from .state_exchange import casts_of, exchange_state, prepare_sends
+from zero_nb.optim.state_plan import (
+    FrozenState,
+    StatePlan,
+    params_of,
+    read_entries,
+    stepped_by,
+)
+from ..plan.bucket_plan import BucketPlan
+from ..plan.moves import moves_of
 
 # %% auto #0
 __all__ = ['uneven_error', 'count_state', 'check_complete', 'end_groups', 'mark_plans_agreed', 'replace_shards', 'ShardedState',
