@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from common.elastic import Blow, ElasticJob
 
-from zero_nb.apps.train import configured, read_checkpoint, train_rank
+from zero_nb.apps.checkpoints import read_checkpoint
+from zero_nb.apps.loop import train_rank
+from zero_nb.apps.resume import configured
 from zero_nb.comm.launch import run
 
 SECONDS = 1800.0  # for a run without kills, on a machine that is busy with others

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from zero_nb.apps import bench, measuring
 from zero_nb.apps.counting import Counts, Makings, count_rank, counts, make_rank, state_bytes
 from zero_nb.apps.measuring import Options, _time_variants, measure, profiles
 from zero_nb.apps.peak_memory import peak_bytes
@@ -26,8 +28,6 @@ from zero_nb.apps.targets import Target, verdicts
 from zero_nb.apps.turns import Launch, Turn, _link_bytes, _rounded, time_rank, trace_rank
 from zero_nb.apps.variants import _LARGE, VARIANTS, Variant
 from zero_nb.apps.workloads import models
-
-from zero_nb.apps import bench, measuring
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.shared_file import available

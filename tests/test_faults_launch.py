@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_nb import Join, ZeroRedundancyOptimizer
 from zero_nb.apps.config import TrainConfig
-from zero_nb.apps.train import configured, train_rank
+from zero_nb.apps.loop import train_rank
+from zero_nb.apps.resume import configured
 from zero_nb.comm import reaper
 from zero_nb.comm.launch import run
 from zero_nb.comm.world import World, _Handshakes

@@ -20,8 +20,8 @@ from test_policies import calls
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
-from zero_nb.apps.peak_memory import peak_bytes
 
+from zero_nb.apps.peak_memory import peak_bytes
 from zero_nb.backward.ddp_buckets import plan_buckets
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record

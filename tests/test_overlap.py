@@ -21,10 +21,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel import distributed
 from torch.optim import SGD, AdamW
+
 from zero_nb.apps.peak_memory import peak_bytes
 from zero_nb.apps.turns import trace_rank
 from zero_nb.apps.workloads import models
-
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_buckets import split_like_ddp
 from zero_nb.backward.ddp_overlap import overlap

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
-from zero_nb.apps.peak_memory import peak_bytes
 
+from zero_nb.apps.peak_memory import peak_bytes
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.stepped_gradients import SteppedGradient
 from zero_nb.comm.launch import run

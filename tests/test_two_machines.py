@@ -25,10 +25,10 @@ from surviving import TRAINING, flags_of, saved, unbroken
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
+
+from zero_nb.apps.checkpoints import read_checkpoint
 from zero_nb.apps.reports import BenchmarkReport
 from zero_nb.apps.workloads import models
-
-from zero_nb.apps.train import read_checkpoint
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 WIDTH = 600

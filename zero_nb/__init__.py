@@ -48,7 +48,7 @@ _MODULES = {
     "verify.parity": ("assert_parity",),
     "verify.divergence": ("DivergenceError",),
     "verify.watchdog": ("watch_divergence",),
-    "join.event_log": ("Attendance",),
+    "join.attendance": ("Attendance",),
     "join.join": ("Join",),
     "join.own_joinables": ("shadowed_by",),
     "join.participants": ("JoinHook", "Joinable"),
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from .verify.parity import assert_parity
     from .verify.divergence import DivergenceError
     from .verify.watchdog import watch_divergence
-    from .join.event_log import Attendance
+    from .join.attendance import Attendance
     from .join.join import Join
     from .join.own_joinables import shadowed_by
     from .join.participants import Joinable, JoinHook

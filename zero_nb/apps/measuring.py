@@ -26,7 +26,7 @@ from .workloads import Model, models
 from ..comm.groups import Group
 from ..comm.launch import run
 from ..comm.objects import gather_object
-from ..comm.shared_memory import available
+from ..comm.shared_file import available
 from ..plan.draw import Svg
 from ..plan.timelines import Stretch, draw_stretches
 

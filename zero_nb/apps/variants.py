@@ -19,7 +19,7 @@ from torch.optim import AdamW
 from ..backward.data_parallel import data_parallel
 from ..backward.ddp_overlap import overlap
 from ..comm.groups import Group
-from ..comm.shared_memory import available
+from ..comm.shared_file import available
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
 # %% auto #0

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from ..optim.flat import flatten_like
-from ..optim.iteration import MAX_IN_FLIGHT
+from ..plan.schedule import MAX_IN_FLIGHT
 from ..plan.bucket import Bucket, Slot
 
 # %% auto #0

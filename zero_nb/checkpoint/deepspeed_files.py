@@ -21,7 +21,7 @@ from .files import new_folder
 from .saved_tensors import SLAB, SavedTensor
 from .skeleton import SkeletonFile, TensorForm, check_room, unbacked
 from .slab_writers import Advance, bytes_of, names_in, write_file
-from ..optim.state import MASTER
+from ..optim.state_entry import MASTER
 from ..optim.tensor_shard import boxes
 
 # %% auto #0

@@ -20,24 +20,20 @@ from zero_nb.checkpoint.reshard_plan import (
 )
 from .seats import placement_from, send_parameters
 from ..comm.agreement import agreeing
-from ..comm.groups import Group, fail
+from ..comm.groups import Group
+from ..comm.ending import fail
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from zero_nb.optim.state import (
-    CommonState,
-    FrozenState,
+from ..optim.state import replace_shards
+from ..optim.load_state import deal_to_pieces, frozen_place, give_state
+from ..optim.state_entry import CommonState, StateEntry
+from zero_nb.optim.state_exchange import (
     Outgoing,
-    StateEntry,
-    StatePlan,
     casts_of,
-    deal_to_pieces,
     exchange_frozen,
     exchange_state,
-    frozen_place,
-    give_state,
     prepare_sends,
-    replace_shards,
-    stepped_by,
 )
+from ..optim.state_plan import FrozenState, StatePlan, stepped_by
 from ..optim.torch_interface import History
 from ..plan.bucket import Place
 from ..plan.moves import Move, RankMoves, Rows, moves_between

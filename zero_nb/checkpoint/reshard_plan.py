@@ -23,14 +23,9 @@ from ..optim.local_optimizers import check_classes, make_shard
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.torch_interface import History, find_groups
 from ..optim.rules import Rule, Settings, find_rule
-from zero_nb.optim.state import (
-    CommonState,
-    StateEntry,
-    check_complete,
-    count_state,
-    read_common,
-    read_entries,
-)
+from ..optim.state import check_complete, count_state
+from ..optim.state_entry import CommonState, StateEntry, read_common
+from ..optim.state_plan import read_entries
 from ..plan.bucket_plan import BucketPlan
 from ..plan.moves import Rows
 from ..plan.policies import Policy, runs

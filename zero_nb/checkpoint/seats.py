@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm.groups import Group
-from ..optim.state import StatePlan
+from ..optim.state_plan import StatePlan
 from ..plan.bucket import EvenCuts, Place, Slot
 from ..plan.bucket_plan import BucketPlan
 from ..plan.moves import Rows

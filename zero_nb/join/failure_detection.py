@@ -10,7 +10,8 @@ import time
 from contextlib import suppress
 
 from ..comm.group_store import timeout_seconds, waiting_elsewhere
-from ..comm.groups import Group, abort
+from ..comm.groups import Group
+from ..comm.ending import abort
 from .event_feed import _PAUSE, SLOTS, DamagedNote
 from .event_log import EventLog
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Work
+from ..comm.work import Work
 from .flat import FlatBucket, Trailer
 from .local_optimizers import LocalOptimizers
 from .pieces import reclaim_pieces, lend_bucket, record_versions

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agreeing
-from ..comm.collectives import mark_agreed
-from ..comm.groups import Group, fail
+from ..comm.calls import mark_agreed
+from ..comm.groups import Group
+from ..comm.ending import fail
 from ..comm.payloads import byte_device
 from .arguments import check_group
 from zero_nb.optim.load_state import (

@@ -15,11 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..backward.data_parallel import DataParallel
 from ..backward.ddp_overlap import DdpOverlap
-from ..comm.collectives import Parts, mark_agreed
+from ..comm.calls import Parts, mark_agreed
 from ..optim.flat import FlatBucket, Trailer
 from ..optim.iteration import BucketRun, Reduction
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.pieces import Piece, Shard, specs
+from ..optim.pieces import Piece
+from ..optim.param_specs import specs
+from ..optim.shard import Shard
 from .checksums import digests, mix_bits
 from .conservation import GradientSums
 from .digest_trace import KeptDigests, RunningDigests

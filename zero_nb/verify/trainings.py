@@ -20,7 +20,8 @@ from ..comm.payloads import byte_device
 from ..optim.flat import flatten, flatten_like
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.pieces import Piece
-from ..optim.rules import choose_fused, read_params
+from ..optim.rules import choose_fused
+from ..optim.arguments import read_params
 
 # %% auto #0
 __all__ = ['PARITY_MODES', 'ParityMode', 'seed_all', 'Recipe', 'trained_params', 'plain_optimizers', 'Unsharded', 'set_all',

@@ -20,7 +20,8 @@ from ..backward.watch import TransientHook, found_tensors
 from ..optim.flat import FlatBucket, flatten_like
 from ..optim.local_optimizers import LocalOptimizers
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.pieces import Piece, Shard, per_element
+from ..optim.pieces import Piece, per_element
+from ..optim.shard import Shard
 from ..plan.shards import Span
 from .checksums import DigestPlan, digests, mix_bits
 from .conservation import conservation_limit
