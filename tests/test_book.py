@@ -11,21 +11,7 @@ NBS = ROOT / "nbs"
 MOST_CELLS = 40
 MOST_LINES = 400  # of code: neither blank nor a comment, in exported and other cells
 TOO_LONG = {  # remove a chapter from this list when it is split; add none
-    "apps/24_benchmark.ipynb",
-    "comm/16_collectives.ipynb",
-    "comm/22_shared_memory.ipynb",
-    "comm/26_groups.ipynb",
-    "join/04_event_log.ipynb",
-    "join/07_participants.ipynb",
-    "join/15_join.ipynb",
-    "optim/03_pieces.ipynb",
-    "optim/05_rules.ipynb",
-    "optim/16_state.ipynb",
-    "optim/20_saved_state.ipynb",
-    "optim/21_iteration.ipynb",
     "plan/14_estimates.ipynb",
-    "verify/04_parity.ipynb",
-    "verify/12_watchdog.ipynb",
 }
 
 

@@ -23,6 +23,7 @@ from zero_nb.comm.payloads import exchange_bytes, gather_bytes
 from zero_nb.comm.recording import record
 from zero_nb.comm.simulation import simulate
 from zero_nb.comm.subgroups import two_level
+from zero_nb.optim import state_runs
 from zero_nb.plan.moves import moves
 
 MANY = 16_384  # ranks

@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_nb.comm.launch import run
 from zero_nb.comm.subgroups import two_level
+from zero_nb.optim import state_exchange
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 SHAPES = [(7,), (3, 5), (64,), (33, 9), (1,), (0,), (200,)]
