@@ -10,9 +10,6 @@ ROOT = Path(__file__).parents[1]
 NBS = ROOT / "nbs"
 MOST_CELLS = 40
 MOST_LINES = 400  # of code: neither blank nor a comment, in exported and other cells
-TOO_LONG = {  # remove a chapter from this list when it is split; add none
-    "plan/14_estimates.ipynb",
-}
 
 
 def chapters() -> list[str]:
@@ -164,6 +161,4 @@ def size(chapter: str) -> tuple[int, int]:
 def test_a_chapter_is_short_enough_to_read_at_once():
     sizes = {chapter: size(chapter) for chapter in chapters()}
     longer = {c: n for c, n in sizes.items() if n[0] > MOST_CELLS or n[1] > MOST_LINES}
-    added = {c: n for c, n in longer.items() if c not in TOO_LONG}
-    assert not added, f"split these (cells, lines of code), at most {MOST_CELLS} and {MOST_LINES}"
-    assert set(longer) >= TOO_LONG, f"no longer too long: {sorted(TOO_LONG - set(longer))}"
+    assert not longer, f"split these (cells, lines of code), at most {MOST_CELLS} and {MOST_LINES}"

@@ -27,8 +27,10 @@ from zero_nb.plan.charts import (
     explore,
     explorer,
 )
+from zero_nb.plan.comparison import compare
 from zero_nb.plan.draw import Svg, colour, draw_buckets, draw_shards, short
-from zero_nb.plan.estimates import PLANNED, compare, estimate
+from zero_nb.plan.estimated import PLANNED
+from zero_nb.plan.estimates import estimate
 from zero_nb.plan.models import MODELS, find_model
 from zero_nb.plan.moves import moves
 from zero_nb.plan.packing import pack

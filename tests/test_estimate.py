@@ -20,22 +20,13 @@ from zero_nb.comm.recording import record
 from zero_nb.comm.subgroups import TwoLevel, two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.plan.balancing import balanced
-from zero_nb.plan.estimates import (
-    MACHINES,
-    PLANNED,
-    Estimate,
-    Machine,
-    add_plan_arguments,
-    amount,
-    compare,
-    duration,
-    estimate,
-    fewest_ranks,
-    fits,
-    parse_memory,
-    print_plan,
-)
+from zero_nb.plan.comparison import compare
+from zero_nb.plan.estimated import PLANNED, Estimate, amount, duration
+from zero_nb.plan.estimates import estimate
+from zero_nb.plan.fitting import fewest_ranks, fits, parse_memory
+from zero_nb.plan.machines import MACHINES, Machine
 from zero_nb.plan.models import MODELS, find_model, read_shapes, specs_of
+from zero_nb.plan.plan_command import add_plan_arguments, print_plan
 from zero_nb.plan.specs import ParamSpec
 from zero_nb.plan.states import OPTIMIZERS, State, state_rule
 
@@ -471,7 +462,8 @@ def test_the_planner_works_without(missing):
     code = f"""
 import sys
 sys.modules[{missing!r}] = None
-from zero_nb.plan.estimates import compare, fewest_ranks
+from zero_nb.plan.comparison import compare
+from zero_nb.plan.fitting import fewest_ranks
 from zero_nb.plan.models import specs_of
 print(compare("gpt2", "muon", 4)["zero2-interleaved"].total, fewest_ranks("gpt2-xl", "adamw", "16GB"))
 if {missing!r} != "torch":

@@ -18,7 +18,8 @@ _MODULES = {
     "plan.bucket_plan": ("BucketPlan",),
     "plan.packing": ("pack",),
     "plan.schedule": ("make_schedule",),
-    "plan.estimates": ("compare", "estimate"),
+    "plan.estimates": ("estimate",),
+    "plan.comparison": ("compare",),
     "comm.recording": ("record",),
     "comm.simulation": ("simulate",),
     "comm.ranks": ("get_global_rank", "get_group_rank", "get_process_group_ranks"),
@@ -68,7 +69,8 @@ if TYPE_CHECKING:
     from .checkpoint.reshard import reshard
     from .plan.bucket_plan import BucketPlan
     from .plan.packing import pack
-    from .plan.estimates import compare, estimate
+    from .plan.comparison import compare
+    from .plan.estimates import estimate
     from .verify.memory import memory_report
     from .verify.same import assert_same
     from .verify.parity import assert_parity

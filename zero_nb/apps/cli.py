@@ -132,7 +132,7 @@ COMMANDS = {
         "train a small GPT, beside plain DDP, on local GPUs or on the CPU",
     ),
     "plan": (
-        "zero_nb.plan.estimates",
+        "zero_nb.plan.plan_command",
         "say what a model and its optimizer need, on how many ranks",
     ),
     "ckpt": (
@@ -159,7 +159,7 @@ def _importing_from_here() -> Iterator[None]:
 
 def _run_plan(parser: Parser, options: Any) -> int:
     """Print what a model needs, and draw it if asked."""
-    plan = importlib.import_module("zero_nb.plan.estimates")
+    plan = importlib.import_module("zero_nb.plan.plan_command")
     try:
         with _importing_from_here():
             found = plan.print_plan(options)

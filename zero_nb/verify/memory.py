@@ -21,7 +21,9 @@ from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.param_specs import specs
-from ..plan.estimates import Setup, amount, estimate
+from ..plan.estimates import estimate
+from ..plan.estimated import amount
+from ..plan.setups import Setup
 from ..plan.states import State, state_rule
 from ..plan.specs import ITEMSIZE, ParamSpec
 from .same import gather_to_all
