@@ -7,9 +7,10 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
+from common.counting import calls
+from common.param_lists import damaged, param_lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_policies import calls, damaged, param_lists
 
 from zero_nb.plan.balancing import balanced, by_group, mixed, newton_schulz
 from zero_nb.plan.bucket import Bucket, Slot

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from test_cli import refused
-from test_sharded_job import lives
-from test_surviving import damage
+from common.commands import refused
+from common.jobs import lives
+from common.saving import damage
 
 from zero_nb.apps import cli
 from zero_nb.apps.checkpoints import read_checkpoint

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from common.commands import refused
 
 from zero_nb.apps import cli
 
@@ -54,14 +55,6 @@ def called(*words, **env):
     return subprocess.run(
         command(*words), capture_output=True, text=True, timeout=120, env={**os.environ, **env}
     )
-
-
-def refused(capsys, *words):
-    """Call `main` in this process; give its exit status and what it said."""
-    with pytest.raises(SystemExit) as end:
-        cli.main(list(words))
-    told = capsys.readouterr()
-    return end.value.code, told.err, told.out
 
 
 def test_trains_and_resumes(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error, take_way
+from common.collectives import start
 
 from zero_nb.comm import messages, relays
 from zero_nb.comm.agreement import agree
@@ -708,25 +709,6 @@ def test_fake_tensors():
             return tuple(x.shape), caught_error(lambda: g.gather(x, 0))[0]
 
     assert run(2, fake) == [((6,), "NotImplementedError")] * 2
-
-
-# ---- checking ----
-
-
-def start(g: Group, kind: str, x: torch.Tensor) -> None:
-    """Run one collective of a kind."""
-    n = g.size
-    if kind in ("broadcast", "gather", "scatter"):
-        getattr(g, kind)(x, 0)
-    elif kind == "all_to_all":
-        g.all_to_all(x.clone(), x)
-    elif kind == "exchange":
-        g.exchange([(x, (g.group_rank + 1) % n)], [(x.clone(), (g.group_rank - 1) % n)])
-    elif kind == "coalescing":
-        with coalescing_manager(g):
-            [g.all_reduce(t) for t in x.chunk(4)]
-    else:
-        getattr(g, kind)(x)
 
 
 def unlike(size: int, kind: str, fault: str):

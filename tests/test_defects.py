@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught
-from test_dropin import cuda
+from common.devices import cuda
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook

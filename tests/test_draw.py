@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import pytest
 from common.browser import needs_browser, new_page
+from common.param_lists import param_lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_policies import param_lists
 
 from zero_nb.plan.balancing import balanced, mixed
 from zero_nb.plan.charts import (

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error, largest_gap
+from common.devices import GPU, cuda
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -22,14 +23,6 @@ from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.optim.rules import ELEMENTWISE
 from zero_nb.optim.state_dict_check import ELEMENTS, OPTIONAL
-
-GPU = "cpu:gloo,cuda:nccl"  # the backends of a rank with a GPU
-
-
-def cuda(test):  # is_available() would keep ranks from being forked
-    return pytest.mark.cuda(
-        pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")(test)
-    )
 
 
 def network():

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_launch import wait_for
+from common.waiting import wait_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error
-from test_collectives import start
+from common.collectives import start
 
 from zero_nb.comm.ending import abort, destroy, fail
 from zero_nb.comm.groups import Group

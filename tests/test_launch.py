@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from common.waiting import wait_for
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_nb.comm import launch
@@ -498,17 +499,6 @@ def test_again_and_again():
 
     for i in range(30):
         assert run(2 + i % 3, f, timeout=60) == [32.0] * (2 + i % 3)
-
-
-# worlds
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-    return value
 
 
 def alive(pid):

@@ -1,22 +1,19 @@
 """The sharded optimizer against the unsharded one, and its errors on every rank."""
 
 import gc
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import pytest
 import pytorch_optimizer
 import torch
 import torch.distributed as dist
 from common import caught_error, run_each
-from test_policies import calls
+from common.afresh import measures_memory, run_afresh
+from common.counting import calls
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -1303,34 +1300,6 @@ def test_state_that_no_other_rank_would_read_is_an_error_on_every_rank_at_once(k
                 and "state 'kept' of parameter" in message
                 and "plain values" in message
             )
-
-
-measures_memory = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists() or torch.__version__ < (2, 10),
-    reason=(
-        "asks Linux how much memory a process has had; before torch 2.10, what torch.save has"
-        " written stays until Python collects garbage"
-    ),
-)
-
-
-def run_afresh(n, name, *args):
-    """Run a function of a test module on n ranks of a program that has done nothing before: memory
-    is asked for as it would be in a user's job."""
-    module, function = name.split(".")
-    code = (
-        f"import json, {module}\nfrom zero_nb import run\nprint(json.dumps(run({n},"
-        f" {module}.{function}, *{args!r})))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def moved(view):

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error, flatten
-from test_dropin import GPU, cuda
-from test_optimizer import measures_memory
+from common.afresh import measures_memory
+from common.devices import GPU, cuda
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught, flatten, largest_gap, network
+from common.afresh import measures_memory, run_afresh
 from common.modes import MODES, SMALL
-from test_optimizer import measures_memory, run_afresh
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
@@ -47,10 +47,6 @@ def replicas(model, group=None):
 
 def adamw(params):
     return {"params": params, "lr": 1e-2, "weight_decay": 0.1}
-
-
-def momentum(params):
-    return {"params": params, "optimizer_class": SGD, "lr": 0.1, "momentum": 0.9}
 
 
 def muon(params):

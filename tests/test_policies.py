@@ -12,6 +12,8 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
+from common.counting import calls
+from common.param_lists import damaged, param_lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,32 +33,6 @@ from zero_nb.plan.shards import ShardPlan, Span, spread
 from zero_nb.plan.specs import ParamSpec
 
 quick = settings(max_examples=60, deadline=None)
-sizes = st.one_of(st.integers(0, 40), st.integers(0, 40), st.sampled_from([1000, 12_345, 10**7]))
-shapes = st.one_of(
-    sizes.map(lambda n: (n,)), st.tuples(st.integers(0, 12), st.integers(1, 12)), st.just(())
-)
-dtypes = st.sampled_from(["float32", "bfloat16", "float64"])
-
-
-@st.composite
-def param_lists(draw, most=24, devices=None):
-    rows = draw(
-        st.lists(
-            st.tuples(
-                shapes,
-                dtypes,
-                st.integers(0, 2),
-                st.booleans(),
-                st.just("cpu") if devices is None else devices,
-            ),
-            max_size=most,
-        )
-    )
-    names = draw(st.lists(st.text(max_size=6), min_size=len(rows), max_size=len(rows), unique=True))
-    return tuple(
-        ParamSpec(name, shape, dtype, device, group, not frozen)
-        for name, (shape, dtype, group, frozen, device) in zip(names, rows, strict=True)
-    )
 
 
 worlds = st.one_of(st.integers(1, 9), st.sampled_from([64, 1000, 4096]))
@@ -158,14 +134,6 @@ def test_even_cuts_the_row_into_equal_runs(specs, world_size, align):
             and len(owned) == spec.numel * spec.trainable
         )
         at += len(owned)
-
-
-def damaged(rng, spans):
-    """Lose, repeat, lengthen, shorten or shift one of these tuples, or none."""
-    k = rng.randrange(len(spans))
-    at, by = rng.randrange(len(spans[k])), rng.randint(-2, 2)
-    other = type(spans[k])(*(n + by * (field == at) for field, n in enumerate(spans[k])))
-    return [*spans[:k], *rng.choice([[], [spans[k]] * 2, [other], [spans[k]]]), *spans[k + 1 :]]
 
 
 @settings(max_examples=300, deadline=None)
@@ -483,23 +451,6 @@ def test_a_hundred_thousand_parameters_on_many_ranks(policy):
     specs = [ParamSpec(f"p{i}", (i % 700 + 1,)) for i in range(100_000)]
     plan = policy(specs, 4096)
     assert plan.imbalance < 1.01 and sum(plan.loads) == sum(p.numel for p in specs)
-
-
-def calls(f):
-    """Count the functions that a call makes others call."""
-    count = 0
-
-    def counted(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(counted)
-    try:
-        f()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 @pytest.mark.parametrize(("policy", "most"), [(even, 4), (runs, 4), (greedy, 9), (balanced, 9)])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from common.errors import caught
-from test_surviving import damage
-from test_train import TINY
+from common.jobs import SHARDED, lives
+from common.saving import damage
 
 from zero_nb.apps import checkpoints
 from zero_nb.apps.checkpoints import read_checkpoint, save_checkpoint, saved_checkpoints
@@ -23,17 +23,6 @@ from zero_nb.checkpoint import sharded
 from zero_nb.checkpoint.folder import MANIFEST
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
-
-SHARDED = {**TINY, "checkpoint": "sharded", "horizon": 6, "rounds": 0, "save_every": 2}
-
-
-def lives(out, *steps_of_ranks, **chosen):
-    """Train in lives of some ranks up to some step; gives the reports of the last."""
-    given = {**SHARDED, "auto_resume": True, "global_batch": 6, **chosen, "out": str(out)}
-    del given["batch"]
-    for ranks, steps in steps_of_ranks:
-        reports = run(ranks, train_rank, configured({**given, "steps": steps}))
-    return reports
 
 
 def names(out):

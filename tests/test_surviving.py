@@ -16,6 +16,7 @@ import pytest
 import torch
 from common import caught
 from common.elastic import Blow, ElasticJob
+from common.saving import damage
 from surviving import TRAINING, flags_of, largest_gap, replayed, saved, unbroken
 
 from zero_nb.apps import train
@@ -166,12 +167,6 @@ def test_the_newest_checkpoint_wins_wherever_it_is(made, tmp_path, zero, one, fi
     for got, taken, _ in run(2, apart, tmp_path, 6):
         assert got == wanted and taken == 6 - first
     assert read_checkpoint(str(tmp_path / "of-0"))["step"] == 6
-
-
-def damage(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_of_a_damaged_checkpoint_the_one_before_it_is_taken(made, tmp_path):

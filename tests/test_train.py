@@ -13,9 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from common.devices import cuda
+from common.jobs import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_dropin import cuda
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from zero_nb.apps import loop
@@ -30,20 +31,6 @@ from zero_nb.apps.text import PLAIN_BYTES, read_corpus, windows
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 
-TINY = {
-    "layers": 2,
-    "width": 32,
-    "heads": 2,
-    "block": 32,
-    "vocabulary": 256,
-    "batch": 2,
-    "steps": 6,
-    "eval_every": 3,
-    "save_every": 4,
-    "sample": 8,
-    "warmup": 0.2,
-    "rounds": 2,
-}
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
 STATE = "state, zero_nb / plain DDP"
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common.errors import caught
-from test_train import TINY
+from common.jobs import TINY
 
 from zero_nb.apps.checkpoints import read_checkpoint
 from zero_nb.apps.config import TrainConfig

@@ -148,3 +148,10 @@ def kill_again_and_again(
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         yield version()
+
+
+def damage(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
