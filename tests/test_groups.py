@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error
-from common.collectives import start
+from common.one_collective import start
 
 from zero_nb.comm.ending import abort, destroy, fail
 from zero_nb.comm.groups import Group
@@ -196,7 +196,7 @@ def bereaved(rank: int, store: str, kind: str, after: float) -> str:
 def names(kind: str, said: str) -> bool:
     what = {
         "exchange": f"sending {3 << 18} float32 to group rank",
-        "coalescing": "the coalescing block at test_collectives.py",
+        "coalescing": "the coalescing block at one_collective.py",
     }.get(kind, kind)
     return what in said and "failed:" in said
 

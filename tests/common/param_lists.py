@@ -5,13 +5,9 @@ from hypothesis import strategies as st
 from zero_nb.plan.specs import ParamSpec
 
 sizes = st.one_of(st.integers(0, 40), st.integers(0, 40), st.sampled_from([1000, 12_345, 10**7]))
-
-
 shapes = st.one_of(
     sizes.map(lambda n: (n,)), st.tuples(st.integers(0, 12), st.integers(1, 12)), st.just(())
 )
-
-
 dtypes = st.sampled_from(["float32", "bfloat16", "float64"])
 
 

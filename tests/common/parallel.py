@@ -1,0 +1,34 @@
+"""Models and modes of `data_parallel` that several tests train."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+SMALL = {"bucket_cap_mb": 0.0005}  # buckets of 500 bytes: several in a model of this page
+MODES = {
+    f"{'interleaved' if early else 'after'}{'-hidden' if hidden else ''}": {
+        "interleaved": early,
+        **({"hidden": True} if hidden else {}),
+    }
+    for early in (False, True)
+    for hidden in (False, True)
+}
+
+
+def batch(step, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(
+        6, 8, generator=torch.Generator().manual_seed(1000 * step + rank), dtype=torch.float64
+    )
+
+
+def linear():
+    return nn.Linear(8, 8).double()
+
+
+def base():
+    return nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh(), linear())
+
+
+def normed():
+    return nn.Sequential(linear(), nn.BatchNorm1d(8).double(), nn.ReLU(), linear())

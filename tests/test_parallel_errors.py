@@ -1,0 +1,311 @@
+"""What `data_parallel` refuses, and what it does after an error."""
+
+import contextlib
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import caught, flatten, largest_gap, network
+from common.modes import SMALL
+from common.parallel_training import PARALLEL, adamw, batch, one_adamw, replicas, sharded
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import AdamW, Muon
+from torch.utils.checkpoint import checkpoint
+
+from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.comm.launch import run
+from zero_nb.comm.subgroups import two_level
+
+
+def muon(params):
+    return {"params": params, "optimizer_class": Muon, "lr": 0.02}
+
+
+def muon_adamw(model):
+    found = list(model.parameters())
+    return [muon([p for p in found if p.dim() == 2]), adamw([p for p in found if p.dim() != 2])]
+
+
+class Recomputed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(3)
+        self.inside, self.reentrant = (
+            nn.ModuleList(nn.Linear(12, 12) for _ in range(4)).double(),
+            reentrant,
+        )
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for layer in self.inside:
+            x = checkpoint(lambda y, layer=layer: layer(y).tanh(), x, use_reentrant=self.reentrant)
+        return x
+
+
+def bad():
+    rank, out = dist.get_rank(), {}
+
+    def ask(name, f):
+        out[name] = caught(f)
+
+    def made(model=None, **setup):
+        model = model or network()
+        return data_parallel(model, sharded(one_adamw(model)), **setup)
+
+    ask("ddp", lambda: data_parallel(wrapped := DDP(network()), sharded(one_adamw(wrapped))))
+    ask("plain optimizer", lambda: data_parallel(model := network(), AdamW(model.parameters())))
+    ask("not a module", lambda: data_parallel([1], sharded(one_adamw(network()))))
+    ask(
+        "missing",
+        lambda: data_parallel(model := network(), sharded([adamw(list(model.parameters())[:3])])),
+    )
+    ask(
+        "strange",
+        lambda: data_parallel(
+            model := network(),
+            sharded([adamw([*model.parameters(), nn.Parameter(torch.ones(3, 4))])]),
+        ),
+    )
+    ask("unknown", lambda: made(bucket_cap=3))
+    ask("apart", lambda: made(bucket_cap_mb=1.0 + rank))
+    ask("negative cap", lambda: made(bucket_cap_mb=-1.0))
+    ask("cap", lambda: made(bucket_cap_mb="big"))
+    ask("cut", lambda: made(cut_mb=0.0))
+    ask("lag", lambda: made(lag=-1))
+    ask("lag of a float", lambda: made(lag=1.5))
+    ask("buffers", lambda: made(buffers="none"))
+    ask("clip", lambda: made(max_grad_norm=-1.0))
+    ask("judges", lambda: made(interleaved=True, max_grad_norm=1.0))
+    ask("scaler", lambda: made(scaler=3))
+    model = network()
+    zero = sharded(one_adamw(model))
+    data_parallel(model, zero)
+    ask("twice", lambda: data_parallel(model, zero))
+    ask("other optimizer", lambda: data_parallel(model, sharded(one_adamw(model))))
+    ask("closure", lambda: zero.step(found_inf=1))
+    ask("add", lambda: zero.add_param_group({"params": [nn.Parameter(torch.ones(2))]}))
+    model(batch(0)).square().mean().backward()
+    assert replicas(model)
+    return out
+
+
+WORDS = {
+    "ddp": "TypeError.*plain model.*module",
+    "plain optimizer": "TypeError.*ZeroRedundancyOptimizer, got AdamW",
+    "not a module": "TypeError.*Module, got list",
+    "missing": "ValueError.*'3.weight'",
+    "strange": r"ValueError.*\(3, 4\)",
+    "unknown": "TypeError.*bucket_cap",
+    "apart": "rank",
+    "negative cap": "ValueError.*bucket_cap_mb",
+    "cap": "bucket_cap_mb",
+    "cut": "ValueError.*cut_mb",
+    "lag": "ValueError.*lag",
+    "lag of a float": "(Type|Value)Error.*lag",
+    "buffers": "ValueError.*'none'",
+    "clip": "ValueError.*max_grad_norm",
+    "judges": "ValueError.*interleaved",
+    "scaler": "TypeError.*scaler.*got",
+    "twice": "RuntimeError.*detach",
+    "other optimizer": "RuntimeError.*detach",
+    "closure": "TypeError.*found_inf",
+    "add": "RuntimeError.*overlapped",
+}
+
+
+def test_bad_input_is_an_error_on_every_rank():
+    ranks = run(2, bad, timeout=60)
+    for name, words in WORDS.items():
+        for rank in ranks:
+            assert rank[name] and re.search(words, rank[name], re.S), (name, rank[name])
+
+
+class Trap(nn.Module):
+    """Fails in forward or in backward when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.where = network(), ""
+
+    def forward(self, x):
+        if self.where == "forward":
+            raise ValueError("caught in forward")
+        out = self.inside[0](x)
+        if self.where == "backward":
+            out.register_hook(self.spring)
+        return self.inside[1:](out)
+
+    def spring(self, grad):
+        raise ValueError("caught in backward")
+
+
+def trapped(where, setup, at, nodes=False):
+    model = Trap()
+    data_parallel(
+        model, sharded(one_adamw(model), two_level(2) if nodes else None), **SMALL, **setup
+    )
+
+    def go():
+        for i in range(4):
+            model.where = where if i == at and dist.get_rank() == 1 else ""
+            model(batch(i)).square().mean().backward()
+        return list(model.parameters())
+
+    return caught(go)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("mode", ["zero2", "zero2-hidden-interleaved"])
+def test_a_rank_that_raises_is_named_by_the_others(mode, where, at):
+    for size, nodes in ((3, False), (4, True)):
+        messages = run(size, trapped, where, PARALLEL[mode], at, nodes, timeout=30)
+        assert messages.pop(1) == f"ValueError: caught in {where}"
+        for message in messages:
+            assert "rank 1 failed with" in message, message  # and it ends soon
+
+
+def twice_differentiated():
+    model = network()
+    data_parallel(model, sharded(one_adamw(model)), **SMALL)
+    return caught(lambda: model(batch(0)).square().mean().backward(create_graph=True))
+
+
+def differentiated_by_one():
+    model = network()
+    data_parallel(model, sharded(one_adamw(model)), **SMALL)
+    return caught(
+        lambda: [
+            model(batch(step))
+            .square()
+            .mean()
+            .backward(create_graph=step == 1 and dist.get_rank() == 1)
+            for step in range(3)
+        ]
+    )
+
+
+def wholly_recomputed(reentrant):
+    one, other = network(), network()
+    wrapped, optim, zero, worst = (
+        DDP(one),
+        AdamW(one.parameters(), lr=1e-2, weight_decay=0.1),
+        sharded(one_adamw(other)),
+        0.0,
+    )
+    data_parallel(other, zero, **SMALL)
+    for step in range(4):
+        wrapped(batch(step)).square().mean().backward()
+        checkpoint(
+            other, batch(step).requires_grad_(), use_reentrant=reentrant
+        ).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        worst = max(
+            worst, (flatten(one.parameters()) - flatten(other.parameters())).abs().max().item()
+        )
+    return worst, replicas(other)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_module_may_be_recomputed_as_a_whole(reentrant):
+    for worst, same in run(2, wholly_recomputed, reentrant):
+        assert worst < 1e-12 and same
+
+
+def scheduled():
+    model = network()
+    zero = sharded(one_adamw(model))
+    data_parallel(model, zero, **SMALL)
+    scheduler = torch.optim.lr_scheduler.StepLR(zero, 1, 0.5)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            scheduler.step()
+    return [str(w.message) for w in warned], zero.param_groups[0]["lr"]
+
+
+def test_a_scheduler_does_not_miss_the_step_that_is_left_out():
+    for warned, lr in run(2, scheduled):
+        assert not warned and lr == 1e-2 / 8
+
+
+def left_after_an_error():
+    """One rank leaves the block by an exception; the other is not in one, and waits for nobody."""
+    model = network()
+    handle = data_parallel(model, zero := sharded(one_adamw(model)), **SMALL)
+
+    def go():
+        with handle if dist.get_rank() == 1 else contextlib.nullcontext():
+            for step in range(3):
+                model(batch(step)).square().mean().backward()
+            if dist.get_rank() == 1:
+                raise KeyError("in the loop")
+
+    return caught(go), not zero.driver.steps_in_backward, caught(lambda: [model(batch(9))])
+
+
+def test_the_block_ends_at_once_on_a_rank_that_raises_in_it():
+    assert run(2, left_after_an_error, timeout=30) == [
+        (None, False, None),
+        ("KeyError: 'in the loop'", True, None),
+    ]
+
+
+def called_twice():
+    model = Recomputed(True)
+    data_parallel(model, sharded(one_adamw(model)), **SMALL)
+
+    def go():
+        model(batch(0)).sum().backward()
+        (model(batch(0)) + model(batch(1))).sum().backward()
+
+    return caught(go)
+
+
+def test_what_is_recomputed_twice_is_refused():
+    for message in run(2, called_twice):
+        assert "two gradients in one backward" in message, message
+
+
+def test_double_backward_is_refused():
+    for message in run(2, twice_differentiated):
+        assert message.startswith("RuntimeError") and "create_graph=True" in message, message
+    for message in run(2, differentiated_by_one, timeout=30):
+        assert "create_graph=True" in message, message
+
+
+def long():
+    model = network()
+    zero = sharded(muon_adamw(model))
+    data_parallel(model, zero, interleaved=True, **SMALL)
+    for i in range(300):
+        model(batch(i)).square().mean().backward()
+    return replicas(model)
+
+
+@pytest.mark.usefixtures("way")
+def test_hundreds_of_iterations_without_a_hang():
+    assert all(run(3, long, timeout=90))
+
+
+def set_by_hand():
+    """A first step with gradients that were set by hand, and one after backward."""
+    torch.manual_seed(0)
+    model, plain = network(), network()
+    data_parallel(model, zero := sharded(model.parameters()))
+    optimizer = AdamW(plain.parameters(), lr=1e-2)
+    for p in (*model.parameters(), *plain.parameters()):
+        p.grad = torch.ones_like(p)
+    zero.step()
+    optimizer.step()
+    return largest_gap(flatten(model), flatten(plain))
+
+
+def test_gradients_that_were_set_by_hand_are_stepped_before_any_backward():
+    assert max(run(2, set_by_hand)) < 1e-12
