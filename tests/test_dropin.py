@@ -83,6 +83,12 @@ def test_every_public_attribute_is_there():
 
 
 SCRIPT = """
+import copy, torch, torch.distributed as dist
+from common.dropin import batches, flat, network
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import AdamW, lr_scheduler
+
 def script(Zero, group):
     model = DDP(network())
     optimizer = Zero(model.parameters(), AdamW, group, VIEWS, False, lr=1e-2, weight_decay=0.1)
@@ -117,7 +123,7 @@ def script(Zero, group):
 @pytest.mark.parametrize("views", [False, True])
 def test_a_script_for_torchs_class_runs_unchanged(size, views):
     def both():
-        space = {**globals(), "VIEWS": views}
+        space = {"VIEWS": views}
         exec(SCRIPT, space)
         return [
             space["script"](kind, dist.group.WORLD) for kind in (TorchZero, ZeroRedundancyOptimizer)
