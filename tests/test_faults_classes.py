@@ -2,14 +2,15 @@
 rank with words that say why; never different in silence."""
 
 import contextlib
+import importlib
 import inspect
 import io
 import random
 import warnings
+from functools import cache
 
 import numpy as np
 import pytest
-import pytorch_optimizer
 import torch
 import torch.distributed as dist
 from common import caught
@@ -24,14 +25,21 @@ from zero_nb.plan.policies import even
 
 SHAPES = [(8, 6), (8,), (4, 3, 3, 3), (4,), (6, 10), (6,)]
 MATRICES = [(8, 6), (6, 10), (12, 8)]
-CLASSES = {
-    f"{kind.__module__.split('.')[0]}.{name}": kind
-    for module in (torch.optim, pytorch_optimizer)
-    for name, kind in vars(module).items()
-    if isinstance(kind, type)
-    and issubclass(kind, torch.optim.Optimizer)
-    and kind is not torch.optim.Optimizer
-}
+
+
+@cache
+def classes():
+    """Give every optimizer of torch and of pytorch_optimizer, by a name; before ranks are forked.
+
+    The second is imported here only: it brings transformers along, whose memory every rank would get."""
+    return {
+        f"{kind.__module__.split('.')[0]}.{name}": kind
+        for module in (torch.optim, importlib.import_module("pytorch_optimizer"))
+        for name, kind in vars(module).items()
+        if isinstance(kind, type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
+    }
 
 
 def parameters(shapes):
@@ -87,7 +95,7 @@ def train(make, params, steps=12):
 
 def trained_unsharded(name, shapes):
     """Give what a class makes of the parameters without ranks, or what it says where it is of no use."""
-    kind, plain, wanted = CLASSES[name], parameters(shapes), []
+    kind, plain, wanted = classes()[name], parameters(shapes), []
     failed = caught(
         lambda: wanted.extend(train(lambda: kind(groups(name, plain), **options(kind)), plain))
     )
@@ -96,7 +104,7 @@ def trained_unsharded(name, shapes):
 
 def outcome(name, shapes, how, wanted, useless):
     """Tell whether a class trains the same, is refused, or trains differently, or is of no use without ranks either."""
-    kind, ours = CLASSES[name], parameters(shapes)
+    kind, ours = classes()[name], parameters(shapes)
 
     def make():
         return ZeroRedundancyOptimizer(groups(name, ours), kind, **options(kind), **how)
@@ -121,7 +129,7 @@ def outcomes(shapes, hows):
     found = [{} for _ in hows]
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in CLASSES:
+        for name in classes():
             unsharded = trained_unsharded(name, shapes)
             for mine, (how, _) in zip(found, hows, strict=True):
                 mine[name] = outcome(name, shapes, how, *unsharded)
@@ -139,6 +147,7 @@ WAYS = [
     "shapes, hows", [(SHAPES, WAYS), (MATRICES, WAYS[:1])], ids=["all", "matrices"]
 )
 def test_every_class_trains_as_unsharded_or_is_refused(shapes, hows):
+    classes()
     ranks = run(2, outcomes, shapes, hows, timeout=300)
     for i, (_, least) in enumerate(hows):
         check_outcomes([rank[i] for rank in ranks], least)
@@ -273,7 +282,7 @@ FINE = {
     "fine": lambda p: ZeroRedundancyOptimizer(p, Fine),
     "fine, cut": lambda p: ZeroRedundancyOptimizer(p, Fine, shard="even"),
     "bfloat16": lambda p: ZeroRedundancyOptimizer(
-        [nn.Parameter(q.detach().bfloat16()) for q in p], pytorch_optimizer.Lion
+        [nn.Parameter(q.detach().bfloat16()) for q in p], classes()["pytorch_optimizer.Lion"]
     ),
     "a rate that is a tensor": lambda p: ZeroRedundancyOptimizer(p, Fine, lr=torch.tensor(0.1)),
     "clips, trusted": lambda p: ZeroRedundancyOptimizer(
@@ -292,6 +301,7 @@ def made():
 
 
 def test_a_class_that_is_not_known_is_tried_and_refused_on_every_rank():
+    classes()
     for rank in run(2, made):
         wanted = {
             "clips": "together with others and alone",

@@ -25,7 +25,15 @@ def parsed() -> dict[str, ast.Module]:
     return trees
 
 
-TREES = parsed()
+TREES: dict[str, ast.Module] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """Hold the trees while these tests run: ranks of other tests are forked, and 50 MB more take them longer."""
+    TREES.update(parsed())
+    yield
+    TREES.clear()
 
 
 def named(body: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.AST]]:

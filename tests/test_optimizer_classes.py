@@ -1,7 +1,8 @@
 """Whole parameters, several classes in one optimizer, low precision and two levels."""
 
+import importlib
+
 import pytest
-import pytorch_optimizer
 import torch
 import torch.distributed as dist
 from common import caught_error
@@ -48,12 +49,18 @@ WHOLE = {
     "SGD-greedy": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}, {"shard": "greedy"}),
     "Unknown": (Unknown, {"lr": 1e-2, "foreach": False}, {}),
     "Unknown-even": (Unknown, {"lr": 1e-2, "foreach": False}, {"shard": "even"}),
-    "Lion": (pytorch_optimizer.Lion, {"lr": 1e-3}, {}),
-    "Lion-even": (pytorch_optimizer.Lion, {"lr": 1e-3}, {"shard": "even"}),
-    "SOAP": (pytorch_optimizer.SOAP, {"lr": 1e-3, "precondition_frequency": 4}, {}),
-    "Shampoo": (pytorch_optimizer.Shampoo, {"lr": 1e-3}, {}),
-    "AdEMAMix": (pytorch_optimizer.AdEMAMix, {"lr": 1e-3}, {}),
-}
+    "Lion": ("Lion", {"lr": 1e-3}, {}),
+    "Lion-even": ("Lion", {"lr": 1e-3}, {"shard": "even"}),
+    "SOAP": ("SOAP", {"lr": 1e-3, "precondition_frequency": 4}, {}),
+    "Shampoo": ("Shampoo", {"lr": 1e-3}, {}),
+    "AdEMAMix": ("AdEMAMix", {"lr": 1e-3}, {}),
+}  # name: class, or a name in pytorch_optimizer; its options; ours
+
+
+@pytest.fixture(scope="module")
+def pytorch_optimizer():
+    """Import it before ranks are forked, and only where it is used: it brings transformers along."""
+    return importlib.import_module("pytorch_optimizer")
 
 
 def matrices() -> nn.Module:
@@ -67,9 +74,10 @@ def matrices() -> nn.Module:
     )
 
 
-def whole_beside_ddp(as_views):
+def whole_beside_ddp(as_views, third_party):
     rank, size, out = dist.get_rank(), dist.get_world_size(), {}
     for name, (kind, options, how) in WHOLE.items():
+        kind = getattr(third_party, kind) if isinstance(kind, str) else kind
         make = matrices if "Muon" in name else network
         plain, sharded = DDP(make()), DDP(make())
         reference = train(plain, kind(plain.parameters(), **options), rank, size, steps=10)
@@ -96,8 +104,8 @@ def whole_beside_ddp(as_views):
 
 @pytest.mark.parametrize("as_views", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_whole_parameters_equal_the_unsharded_optimizer(size, as_views):
-    ranks = run(size, whole_beside_ddp, as_views)
+def test_whole_parameters_equal_the_unsharded_optimizer(size, as_views, pytorch_optimizer):
+    ranks = run(size, whole_beside_ddp, as_views, pytorch_optimizer)
     for name in WHOLE:
         assert max(rank[name][0] for rank in ranks) <= 1e-6, name
         assert all(rank[name][2].equal(ranks[0][name][2]) for rank in ranks), (
@@ -235,7 +243,9 @@ def test_a_group_may_choose_how_it_is_shared_out():
         assert kinds == ["AdamW", "SGD"] and weight == 0.5 and momentum == [None, None, 0.9]
 
 
-def test_classes_that_cannot_be_sharded_are_refused_and_a_failed_group_leaves_nothing():
+def test_classes_that_cannot_be_sharded_are_refused_and_a_failed_group_leaves_nothing(
+    pytorch_optimizer,
+):
     def refused():
         weight, bias = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
         make = ZeroRedundancyOptimizer

@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from readme import readme
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,6 +40,8 @@ dist.destroy_process_group()
 
 
 def test_readme_is_the_index_notebook():
+    from readme import readme  # imports nbconvert, with 30 MB that every rank would be forked with
+
     for path, text in readme().items():
         assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run `make export`"
 

@@ -16,7 +16,7 @@ TINY = {
     "save_every": 4,
     "sample": 8,
     "warmup": 0.2,
-    "rounds": 2,
+    "rounds": 0,  # of measuring
 }
 SHARDED = {**TINY, "checkpoint": "sharded", "horizon": 6, "rounds": 0, "save_every": 2}
 
