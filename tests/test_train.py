@@ -31,7 +31,7 @@ from zero_nb.apps.text import PLAIN_BYTES, read_corpus, windows
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 
-FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, "rounds": 2}.items()]
 STATE = "state, zero_nb / plain DDP"
 
 
