@@ -214,17 +214,16 @@ def first_peak(early):
 
 
 @measures_memory
-@pytest.mark.parametrize("early", [False, True])
-def test_the_first_iteration_does_not_hold_all_gradients(early, monkeypatch):
+def test_the_first_iteration_does_not_hold_all_gradients(monkeypatch):
     monkeypatch.setenv(
         "ZERO_NB_MEMORY", "0"
     )  # the system counts a page of shared memory in every process that has read it
-    for peak in run_afresh(4, "test_parallel_reads.first_peak", early):
+    for peak in itertools.chain(*run_afresh(4, "test_parallel_reads.first_peak", False, True)):
         # parameters; a quarter of averages, of what is stepped, and, up to five of twenty, of gradients on their way
         assert 1.25 < peak < 1.85, "gradients that wait for the end would make it 2 at least"
 
 
-def vocabulary(pieces, early):
+def vocabulary(early, pieces=4):
     def train():
         model = nn.Linear(2000, 4800, bias=False)
         data_parallel(
@@ -241,14 +240,12 @@ def vocabulary(pieces, early):
 
 @measures_memory
 @pytest.mark.usefixtures("small_pool", "way")
-@pytest.mark.parametrize("early,least", [(False, 3.5), (True, 3.0)])
-def test_a_gradient_that_is_cut_in_a_few_pieces_is_reduced_where_it_lies(early, least):
-    for peak in run_afresh(2, "test_parallel_reads.vocabulary", 4, early):
-        # a parameter, its gradient, half of two moments, and, if steps come at the end, of an average
-        assert least <= peak < least + 0.7, (
-            "messages bring 6 MB for each of four pieces; a copy of the gradient would be another"
-            " 38 MB"
-        )
+def test_a_gradient_that_is_cut_in_a_few_pieces_is_reduced_where_it_lies():
+    after, inside = run_afresh(2, "test_parallel_reads.vocabulary", False, True)
+    # a parameter, its gradient, half of two moments, and, if steps come at the end, of an average;
+    # messages bring 6 MB for each of four pieces, and a copy of the gradient would be another 38 MB
+    assert all(3.5 <= peak < 4.2 for peak in after), after
+    assert all(3.0 <= peak < 3.7 for peak in inside), inside
 
 
 NETWORK = {"reduce_scatter": "RS", "all_gather": "AG"}

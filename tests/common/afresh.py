@@ -17,13 +17,13 @@ measures_memory = pytest.mark.skipif(
 )
 
 
-def run_afresh(n, name, *args):
-    """Run a function of a test module on n ranks of a program that has done nothing before: memory
-    is asked for as it would be in a user's job."""
+def run_afresh(n, name, *cases):
+    """Run a function of a test module on n ranks forked from a program that has done nothing before, once
+    with each of some arguments: memory is asked for as it would be in a user's job."""
     module, function = name.split(".")
     code = (
-        f"import json, {module}\nfrom zero_nb import run\nprint(json.dumps(run({n},"
-        f" {module}.{function}, *{args!r})))"
+        f"import json, {module}\nfrom zero_nb import run\nprint(json.dumps([run({n},"
+        f" {module}.{function}, case) for case in {cases!r}]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
