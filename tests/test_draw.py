@@ -1,13 +1,8 @@
 """Pictures: well-formed, small, in the reader's colours; and the explorer, by hand and in a real browser."""
 
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ET
 from itertools import pairwise
 
@@ -298,63 +293,6 @@ BACKGROUND = """element => {
 }"""
 
 
-@pytest.fixture
-def lab(tmp_path):
-    """Run a JupyterLab with one notebook that shows the explorer, and give its address."""
-    cells = [
-        {
-            "cell_type": "code",
-            "id": "a",
-            "metadata": {},
-            "outputs": [],
-            "execution_count": None,
-            "source": "from zero_nb.plan.charts import explorer\nexplorer()",
-        }
-    ]
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    (tmp_path / "explorer.ipynb").write_text(
-        json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5})
-    )
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {
-        **os.environ,
-        **{f"JUPYTER_{kind}_DIR": str(tmp_path / kind) for kind in ("CONFIG", "DATA", "RUNTIME")},
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        "--no-browser",
-        "--allow-root",
-        "--ServerApp.ip=127.0.0.1",
-        f"--ServerApp.port={port}",
-        "--ServerApp.port_retries=0",
-        "--IdentityProvider.token=explorer",
-        f"--ServerApp.root_dir={tmp_path}",
-        "--LabApp.news_url=None",
-        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-    ]
-    with open(tmp_path / "log", "wb") as log:
-        server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-    try:
-        for _ in range(300):
-            if server.poll() is not None:
-                pytest.fail((tmp_path / "log").read_text()[-2000:])
-            with socket.socket() as s:
-                if s.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}/lab/tree/explorer.ipynb?token=explorer"
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-
-
 @needs_browser("opens a picture in a real browser")
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_saved_picture_is_read_in_both_themes(tmp_path, theme):
@@ -365,33 +303,4 @@ def test_a_saved_picture_is_read_in_both_themes(tmp_path, theme):
         ink, paper = text.evaluate("e => getComputedStyle(e).fill"), text.evaluate(BACKGROUND)
         assert contrast((ink, paper)) > 4.5 and (contrast((paper, "rgb(0, 0, 0)")) < 4.5) == (
             theme == "dark"
-        )
-
-
-@needs_browser("drives the explorer in a real JupyterLab", "jupyterlab", "ipywidgets")
-def test_the_slider_moves_the_picture_in_a_real_jupyterlab(lab):
-    with new_page(viewport={"width": 1400, "height": 900}) as page:
-        page.goto(lab)
-        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-        # before there is a kernel the indicator says "idle" too, and running a cell then opens the
-        # dialog that asks for one
-        page.locator("#jp-main-statusbar", has_text="Python 3 (ipykernel) | Idle").wait_for(
-            timeout=60_000
-        )
-        page.locator(".jp-Notebook .jp-Cell .cm-content").first.click()
-        page.keyboard.press("Shift+Enter")
-        picture = page.locator(".jp-OutputArea svg[aria-label*='gpt2-xl']").first
-        picture.wait_for(timeout=60_000)
-        before = picture.get_attribute("aria-label")
-        assert "8 ranks" in before and "23.2 GiB" not in before
-        shot = picture.screenshot()
-        ranks = page.locator(".widget-hslider", has_text="ranks").locator(".noUi-handle")
-        ranks.focus()
-        for _ in range(2):
-            page.keyboard.press("ArrowRight")
-        page.wait_for_selector(".jp-OutputArea svg[aria-label*='32 ranks']", timeout=20_000)
-        after = page.locator(".jp-OutputArea svg[aria-label*='gpt2-xl']").first
-        assert (
-            after.get_attribute("aria-label") == explore(ranks=32).label
-            and after.screenshot() != shot
         )

@@ -1,0 +1,100 @@
+"""Notebooks in a real JupyterLab, driven in a real browser."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from common.browser import needs_browser, new_page
+from common.lab import jupyterlab, notebook
+from common.waiting import wait_for
+
+from zero_nb.plan.charts import explore
+
+GUIDES = Path(__file__).parents[1] / "nbs" / "guides"
+NEEDS = ("jupyterlab", "ipywidgets")
+EXPLORER = notebook("from zero_nb.plan.charts import explorer\nexplorer()")
+ENDLESS = notebook(
+    "%load_ext zero_nb.comm.launch",
+    "%%torchrun --nproc 2\nimport time\nprint('it begins', flush=True)\nwhile True: time.sleep(0.1)",
+    "%%torchrun --nproc 2\nimport torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nx.item()",
+    "%torchrun_stop",
+)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """Run a JupyterLab with the explorer, a guide, and a cell that does not end."""
+    folder = tmp_path_factory.mktemp("lab")
+    for name in ("01_drop_in.ipynb", "drop_in.py"):
+        shutil.copy(GUIDES / name, folder)
+    (folder / "explorer.ipynb").write_text(EXPLORER)
+    (folder / "endless.ipynb").write_text(ENDLESS)
+    with jupyterlab(folder) as made:
+        yield made
+    wait_for(lambda: not made.processes())  # nothing outlives the server
+
+
+def failures(cells: list[dict]) -> list[str]:
+    """Give the errors that cells have ended with."""
+    outputs = (output for cell in cells for output in cell["outputs"])
+    return [f"{o['ename']}: {o['evalue']}" for o in outputs if o["output_type"] == "error"]
+
+
+@needs_browser("drives the explorer in a real JupyterLab", *NEEDS)
+def test_the_slider_moves_the_picture(lab):
+    with new_page(viewport={"width": 1400, "height": 900}) as page:
+        lab.open(page, "explorer.ipynb")
+        page.locator(".jp-Notebook .jp-Cell .cm-content").first.click()
+        page.keyboard.press("Shift+Enter")
+        picture = page.locator(".jp-OutputArea svg[aria-label*='gpt2-xl']").first
+        picture.wait_for(timeout=60_000)
+        before = picture.get_attribute("aria-label")
+        assert "8 ranks" in before and "23.2 GiB" not in before
+        shot = picture.screenshot()
+        ranks = page.locator(".widget-hslider", has_text="ranks").locator(".noUi-handle")
+        ranks.focus()
+        for _ in range(2):
+            page.keyboard.press("ArrowRight")
+        page.wait_for_selector(".jp-OutputArea svg[aria-label*='32 ranks']", timeout=20_000)
+        after = page.locator(".jp-OutputArea svg[aria-label*='gpt2-xl']").first
+        assert (
+            after.get_attribute("aria-label") == explore(ranks=32).label
+            and after.screenshot() != shot
+        )
+
+
+@needs_browser("runs a guide in a real JupyterLab", *NEEDS)
+def test_a_guide_runs_from_top_to_bottom(lab):
+    with new_page(viewport={"width": 1400, "height": 900}) as page:
+        page.set_default_timeout(180_000)
+        lab.open(page, "01_drop_in.ipynb")
+        page.evaluate("() => jupyterapp.commands.execute('notebook:run-all-cells')")
+        cells = lab.saved(page, "01_drop_in.ipynb")
+    assert failures(cells) == []
+    counts = [cell["execution_count"] for cell in cells]
+    assert counts == [*range(1, len(cells) + 1)] and len(cells) > 10
+
+
+@needs_browser("interrupts ranks in a real JupyterLab", *NEEDS)
+def test_an_interrupt_ends_the_ranks_of_a_cell_and_the_next_cell_starts_others(lab):
+    def ranks():
+        return [command for command in lab.processes() if "ipykernel" not in " ".join(command)]
+
+    with new_page(viewport={"width": 1400, "height": 900}) as page:
+        lab.open(page, "endless.ipynb")
+        idle = len(ranks())  # the server
+        page.locator(".jp-Notebook .jp-Cell .cm-content").first.click()
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.press("Shift+Enter")
+        page.locator(".jp-OutputArea", has_text="it begins").first.wait_for(timeout=60_000)
+        assert len(ranks()) >= idle + 2
+        page.locator("[data-jp-item-name='interrupt']").first.click()
+        page.locator(".jp-OutputArea", has_text="KeyboardInterrupt").first.wait_for(timeout=60_000)
+        wait_for(lambda: len(ranks()) == idle)
+        page.locator(".jp-Notebook .jp-Cell .cm-content").nth(2).click()
+        page.keyboard.press("Shift+Enter")
+        page.locator(".jp-OutputArea", has_text="2.0").first.wait_for(timeout=60_000)
+        page.keyboard.press("Shift+Enter")
+        wait_for(lambda: len(ranks()) == idle)
+        cells = lab.saved(page, "endless.ipynb")
+    assert [each.split(":")[0] for each in failures(cells)] == ["KeyboardInterrupt"]
