@@ -1,0 +1,150 @@
+"""Execute the notebooks, and compare what they show with what is stored: `make notebooks`.
+
+What a page shows must be what its code gives. Text is compared word by word, numbers to four digits
+(processors add up in different orders), figures by what they are made of. Cells whose output
+depends on the clock, or on which process comes first, say `#| measured: true`; they are executed, and
+what the text says of them is an assertion beside them. Of notebooks that start processes or read a
+clock only the execution is checked.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from execnb.nbio import read_nb
+from execnb.shell import CaptureShell
+from fastcore.parallel import parallel
+
+ROOT = Path(__file__).parents[1]
+NBS = ROOT / "nbs"
+# what makes an output that is not the same each time
+UNSETTLED = re.compile(
+    r"\brun\(|torchrun|subprocess|perf_counter|\btime\.|simulate\(|measure\(|Thread\(|timeit"
+)
+NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
+
+
+def shown(outputs: list[dict[str, Any]]) -> list[str]:
+    """Give what a reader sees of a cell, in an order that does not depend on who wrote first."""
+    streams: dict[str, str] = {}
+    found = []
+    for output in outputs:
+        if output["output_type"] == "stream":
+            name = output["name"]
+            streams[name] = streams.get(name, "") + "".join(output["text"])
+        else:
+            found.append(text_of(output.get("data", {})))
+    found += [f"{name}: {text.strip()}" for name, text in streams.items() if text.strip()]
+    return sorted(found)
+
+
+def text_of(data: dict[str, Any]) -> str:
+    """Give an output as one text: its kind, and what a reader sees."""
+    for kind in ("text/markdown", "text/html", "image/svg+xml"):
+        if kind in data:
+            return f"{kind}: {outline(''.join(data[kind])).strip()}"
+    if "image/png" in data:
+        return "image/png"  # drawn from what other cells show
+    return f"text/plain: {''.join(data.get('text/plain', '')).strip()}"
+
+
+def outline(page: str) -> str:
+    """Give the words of a page and how often it has each tag: what a figure is made of."""
+    tags = Counter(re.findall(r"<([a-z]\w*)", page))
+    words = " ".join(re.sub(r"<style.*?</style>|<[^>]*>", " ", page, flags=re.S).split())
+    return f"{sorted(tags.items())} {words}" if tags else page
+
+
+def same(stored: str, new: str) -> bool:
+    """Tell whether two texts are equal but for the last digits of numbers that are no integers."""
+    if stored == new:
+        return True
+    first, second = NUMBER.findall(stored), NUMBER.findall(new)
+    if NUMBER.sub("#", stored) != NUMBER.sub("#", new) or len(first) != len(second):
+        return False
+    return all(
+        a == b or ({"."} <= {*a} & {*b} and math.isclose(float(a), float(b), rel_tol=1e-4))
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[str]:
+    """Name the outputs of a cell that are not what is stored."""
+    stored, new = shown(before), shown(after)
+    if len(stored) != len(new):
+        yield f"{len(stored)} outputs are stored and {len(new)} came: {stored} and {new}"
+        return
+    for old, now in zip(stored, new, strict=True):
+        if not same(old, now):
+            yield f"stored:\n{old}\nnew:\n{now}"
+
+
+def is_settled(notebook: dict[str, Any]) -> bool:
+    """Tell whether a notebook shows the same each time it is executed."""
+    cells = ("".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code")
+    return not any(UNSETTLED.search(cell) for cell in cells if not re.match(r"#\|\s*export", cell))
+
+
+def skipped(cell: Any) -> bool:
+    """Tell whether a cell is not executed."""
+    return cell.cell_type != "code" or bool(re.search(r"^#\|\s*eval:\s*false", cell.source, re.M))
+
+
+def execute(path: Path) -> tuple[str, float]:  # what is wrong ("": nothing), and seconds
+    """Execute a notebook in its folder."""
+    os.environ["IN_TEST"] = "1"
+    sys.path.insert(0, str(ROOT))
+    os.chdir(path.parent)
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    compared = is_settled(stored)
+    wrong: list[str] = []
+
+    def compare(cell: Any) -> None:
+        source = cell.source
+        if not compared or re.search(r"^#\|\s*(measured: true|export)", source, re.M):
+            return
+        before = stored["cells"][cell.idx_].get("outputs", [])
+        after = json.loads(json.dumps(cell.get("outputs", []), default=dict))
+        wrong.extend(f"cell {cell.idx_}: {text}" for text in differences(before, after))
+
+    shell = CaptureShell(path)
+    start = time.monotonic()
+    try:
+        shell.run_all(read_nb(path), exc_stop=True, preproc=skipped, postproc=compare)
+    except BaseException:
+        wrong.append(shell.prettytb(fname=path))
+    return "\n".join(wrong), time.monotonic() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", type=Path, help="notebooks (default: all)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="(default: 2)")
+    given = parser.parse_args()
+    every = (p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+    paths = sorted(path.absolute() for path in given.paths or every)
+    results = parallel(execute, paths, n_workers=given.workers if len(paths) > 1 else 0, pause=0.01)
+    failed = [path for path, (wrong, _) in zip(paths, results, strict=True) if wrong]
+    for path, (wrong, _) in zip(paths, results, strict=True):
+        if wrong:
+            print(f"{'=' * 75}\n{path.relative_to(NBS)}\n{wrong}", file=sys.stderr)
+    for seconds, path in sorted(((s, p) for (_, s), p in zip(results, paths, strict=True)))[::-1]:
+        print(f"{path.relative_to(NBS)}: {seconds:.0f} s")
+    if failed:
+        names = ", ".join(str(path.relative_to(NBS)) for path in failed)
+        sys.exit(f"{len(failed)} of {len(paths)} notebooks failed: {names}")
+    print(f"{len(paths)} notebooks show what is stored")
+
+
+if __name__ == "__main__":
+    import notebooks  # a notebook's shell takes the place of the main module, and processes of a pool look `execute` up
+
+    notebooks.main()
