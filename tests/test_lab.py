@@ -12,7 +12,11 @@ from zero_nb.plan.charts import explore
 
 GUIDES = Path(__file__).parents[1] / "nbs" / "guides"
 NEEDS = ("jupyterlab", "ipywidgets")
-EXPLORER = notebook("from zero_nb.plan.charts import explorer\nexplorer()")
+EXPLORER = notebook(
+    "from zero_nb.plan.charts import explorer\nexplorer()",
+    "from zero_nb.plan.player import player\nfrom zero_nb.plan.schedule import make_schedule\n"
+    "player(make_schedule(4, 'zero2-interleaved'), lambda e: 0.004)",
+)
 ENDLESS = notebook(
     "%load_ext zero_nb.comm.launch",
     "%%torchrun --nproc 2\nimport time\nprint('it begins', flush=True)\nwhile True: time.sleep(0.1)",
@@ -61,6 +65,14 @@ def test_the_slider_moves_the_picture(lab):
             after.get_attribute("aria-label") == explore(ranks=32).label
             and after.screenshot() != shot
         )
+        # the other widget: a step, and the rest of the iteration by its player
+        page.locator(".jp-Notebook .jp-Cell .cm-content").nth(1).click()
+        page.keyboard.press("Shift+Enter")
+        page.locator(".jp-OutputArea svg[aria-label^='0 ms: 0:GRAD;']").wait_for(timeout=20_000)
+        page.locator(".jp-OutputArea button[title='forth']").click()
+        page.locator(".jp-OutputArea svg[aria-label^='4 ms: 0:RS, 1:GRAD;']").wait_for()
+        page.locator(".jp-OutputArea .jupyter-widget-play button").first.click()
+        page.locator(".jp-OutputArea svg[aria-label*=': nothing;']").wait_for(timeout=30_000)
 
 
 @needs_browser("runs a guide in a real JupyterLab", *NEEDS)
