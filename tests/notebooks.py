@@ -141,7 +141,8 @@ def main() -> None:
     if failed:
         names = ", ".join(str(path.relative_to(NBS)) for path in failed)
         sys.exit(f"{len(failed)} of {len(paths)} notebooks failed: {names}")
-    print(f"{len(paths)} notebooks show what is stored")
+    settled = sum(is_settled(json.loads(path.read_text(encoding="utf-8"))) for path in paths)
+    print(f"{len(paths)} notebooks ran; {settled} of them were compared, and show what is stored")
 
 
 if __name__ == "__main__":
