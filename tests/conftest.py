@@ -17,6 +17,7 @@ LONG = (
     "faults_launch",
     "histories",
     "join_histories",
+    "lab",
     "package",
     "pages",
     "recipes",

@@ -71,7 +71,7 @@ def test_the_slider_moves_the_picture(lab):
         page.locator(".jp-OutputArea svg[aria-label^='0 ms: 0:GRAD;']").wait_for(timeout=20_000)
         page.locator(".jp-OutputArea button[title='forth']").click()
         page.locator(".jp-OutputArea svg[aria-label^='4 ms: 0:RS, 1:GRAD;']").wait_for()
-        page.locator(".jp-OutputArea .jupyter-widget-play button").first.click()
+        page.locator(".jp-OutputArea .widget-play button").first.click()
         page.locator(".jp-OutputArea svg[aria-label*=': nothing;']").wait_for(timeout=30_000)
 
 

@@ -94,7 +94,7 @@ def draw_moment(
         tip = f"bucket {i}: {phase}" + (", its whole gradient is alive" if drawn else "")
         faint = 0.15 if phase == "empty" else 1
         squares.append(_rect(left, top, 12, 12, fill, tip, fill_opacity=faint, **drawn))
-        squares.append(_text(left + 16, top + 10, phase, font_size=10))
+        squares.append(_text(left + 16, top + 10, phase))
     doing = ", ".join(map(str, now.running)) or "nothing"
     said = f"{1000 * seconds:.3g} ms: {doing}; {len(now.gradients)} whole gradients"
     rows = -(-len(now.phases) // per_row)
