@@ -28,9 +28,9 @@ LONG = (
 )
 
 if hasattr(os, "SCHED_BATCH"):
-    # Ranks forked by a test inherit it. Linux then lets a thread run on when another one wakes: ranks hand
-    # small pieces of work to gloo's threads and back, and each hand-over costs a switch less. Notebooks
-    # and programs run as users start them.
+    # All that a test forks or starts inherits it. Linux then lets a thread run on when another one wakes:
+    # ranks hand small pieces of work to gloo's threads and back, and each hand-over costs a switch less.
+    # It also makes some orders of events rarer; `make notebooks` runs under the usual policy.
     with suppress(OSError):  # where the system forbids it, tests are slower
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
