@@ -651,6 +651,19 @@ def test_peak_counts_memory_that_was_given_back_before():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
+def test_peak_counts_memory_in_the_heap_of_a_thread():
+    def peak():
+        with pytest.raises(RuntimeError):
+            torch.empty(1 << 55)  # from now on glibc serves this thread from a heap of its own
+        torch.ones(7_900_000)  # and keeps up to 64 MB free at the end of it
+        small = [bytearray(30_000) for _ in range(1500)]
+        del small
+        return peak_bytes(torch.device("cpu"), lambda: torch.ones(5_000_000))
+
+    assert 19e6 < run(1, peak)[0] < 22e6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
 def test_peak_leaves_out_the_pages_of_files(tmp_path):
     (tmp_path / "library").write_bytes(bytes(30_000_000))
 

@@ -20,7 +20,9 @@ from ..comm.groups import Group
 __all__ = ['peak_bytes']
 
 # %% ../../nbs/apps/15_peak_memory.ipynb #dcbaa413
-_MMAP_THRESHOLD = -3  # glibc's number for the size from which an allocation has pages of its own
+_TRIM_THRESHOLD = -1  # glibc's number for what may stay free at the end of a heap
+_MMAP_THRESHOLD = -3  # and for the size from which an allocation has pages of its own
+_OWN_PAGES = 1 << 18  # what `peak_bytes` sets both to, in bytes
 
 
 def _held(
@@ -40,6 +42,7 @@ def _mark_memory(device: torch.device) -> Callable[[], int | None]:
     gc.collect()
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)  # what is free is not handed out again unseen
+        bytes(_OWN_PAGES // 2)  # let go of at once, which trims the end of this thread's heap
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -61,7 +64,8 @@ def peak_bytes(
     """Measure how far memory rises while `work` runs. From then on the process gives large tensors
     back to the system as soon as they are free."""
     with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 18)
+        for threshold in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+            ctypes.CDLL(None).mallopt(threshold, _OWN_PAGES)
     risen = _mark_memory(device)
     work()
     return risen()
