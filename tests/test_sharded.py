@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_nb.checkpoint.files import new_folder, read_records, records_in
 from zero_nb.checkpoint.folder import (
@@ -124,6 +125,69 @@ def many_small(folder):
 
 def test_nothing_is_copied_for_a_save(folder):
     assert run(2, many_small, folder / "one") == [0, 0]
+
+
+class Joins(TorchDispatchMode):
+    """Counts the elements that `torch.cat` copies."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.cat.default:
+            self.elements += found.numel()
+        return found
+
+
+def loaded_twice(folder):
+    """Load into an optimizer without state, and into the same one after a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(20, 20) for _ in range(20)])
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+
+    def step():
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        zero.step()
+
+    def state():
+        zero.consolidate_state_dict(to=None)
+        return [value["exp_avg"] for value in zero.state_dict()["state"].values()]
+
+    step()
+    save_sharded(folder, model, zero)
+    saved = state()
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+    for _ in range(2):
+        with Joins() as joins:
+            load_sharded(folder, model, zero)
+        assert joins.elements == 0
+        assert all(map(torch.equal, saved, state()))
+        step()
+        assert not any(map(torch.equal, saved, state()))
+
+
+def test_nothing_is_copied_for_a_load(folder):
+    run(2, loaded_twice, folder / "one")
+
+
+def given_twice():
+    """Load one state dict, of the state to come, twice: a user may have kept it to begin anew."""
+    model = two_layers()
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, state_dict_type="sharded")
+    kept = zero.state_dict()
+    for _ in range(2):
+        zero.load_state_dict(kept)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        zero.step()
+        now = zero.state_dict()["state"]
+        runs = [run for value in now.values() for run in value["exp_avg"].runs]
+        assert all(run.allclose(torch.full_like(run, 0.1)) for run in runs)
+
+
+def test_a_state_dict_that_the_user_has_is_copied():
+    run(2, given_twice)
 
 
 def test_a_tight_tensor_is_the_same_memory_and_nothing_else():

@@ -40,10 +40,13 @@ __all__ = ['PlannedSave', 'plan_save', 'tight', 'write_part', 'finish_save', 'ch
            'load_sharded', 'newest_checkpoint']
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a2000d
-def _giving_parts(optimizer: torch.optim.Optimizer) -> Any:
+def _giving_parts(
+    optimizer: torch.optim.Optimizer,
+    taken: bool = False,  # they are loaded there, and nobody else has them
+) -> Any:
     """Let the optimizer give its parts inside the block."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer.giving_state_dicts("sharded")
+        return optimizer.giving_state_dicts("sharded", taken)
     return nullcontext()
 
 
@@ -247,7 +250,7 @@ def load_sharded(
     with agreeing(group, "load_sharded", lambda: [f"folder={folder}"]):
         check_available()
         found.append(check_folder(folder, (group.group_rank, group.size)).get("extra"))
-    with _giving_parts(optimizer):
+    with _giving_parts(optimizer, taken=True):
         parts = _parts(model, optimizer, group)
         options = {
             "storage_reader": FolderReader(folder),

@@ -101,6 +101,7 @@ def deal_to_pieces(
     shard: Shard,
     # of each piece, the state of its spans; of a whole parameter, in memory of its own
     parts: Iterable[tuple[Piece, list[dict[str, Any]]]],
+    taken: bool = False,  # nobody else has the tensors
 ) -> Iterator[tuple[Piece, dict[str, Any]]]:  # which may be more pieces
     """Bring the states of a piece's spans together, in as many pieces as needed."""
     for piece, found in parts:
@@ -108,16 +109,37 @@ def deal_to_pieces(
         left = iter(found)
         for new in split_piece(list(local.by_class.values()), shard, piece, marks):
             mine = [next(left) for _ in new.spans]
-            yield new, mine[0] if piece.whole else _join_neighbours(mine)
+            held = local.state_of(new)
+            yield new, mine[0] if piece.whole else _join_neighbours(mine, held, taken)
 
 
 def _join_neighbours(
     parts: Sequence[dict[str, Any]],  # of neighbours with one signature
+    held: dict[str, Any],  # the state that their piece has now
+    taken: bool,  # nobody else has the tensors
 ) -> dict[str, Any]:  # in memory of its own
     values = dict(parts[0])
     for key in [key for key, value in values.items() if is_row(value)]:
-        values[key] = torch.cat([part[key] for part in parts])
+        found = [part[key] for part in parts]
+        first, *_ = found
+        kept = held.get(key)
+        if taken:
+            memory = first.untyped_storage()
+            kept = torch.empty(0, dtype=first.dtype, device=first.device).set_(memory)
+        values[key] = kept if _are_all_of(kept, found) else torch.cat(found)
     return values
+
+
+def _are_all_of(run: Any, parts: Sequence[Tensor]) -> bool:
+    """Tell whether parts, one after the other, are the memory of a tensor."""
+    if not isinstance(run, Tensor) or run.dtype != parts[0].dtype or not run.is_contiguous():
+        return False
+    end = run.data_ptr()
+    for part in parts:
+        if part.data_ptr() != end:
+            return False
+        end += part.nbytes
+    return end == run.data_ptr() + run.nbytes
 
 # %% ../../nbs/optim/14_load_state.ipynb #775bd93a
 def split_state_dict(

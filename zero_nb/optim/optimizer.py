@@ -52,7 +52,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     _consolidated: dict[str, Any] | None = None  # without its groups, until the next step
     _opt_called = False  # a scheduler of torch looks for this
     _history = History()
-    _state_dict_type = torch_interface.STATE_DICT_TYPES[0]
+    _giving = torch_interface.Giving()
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         step it is empty on every rank, but for `state_dict_type="sharded"`, which knows the state
         that is to come."""
         self.wait_for_driver()
-        known = self._history.has_state or self._state_dict_type == "sharded"
+        known = self._history.has_state or self.state_dict_type == "sharded"
         by_class = vars(self)["local"].by_class if known and "local" in vars(self) else {}
         found = {kind.__name__: optim.state for kind, optim in by_class.items()}
         return torch_interface.StateByClass(found, self._state_keys)
@@ -261,21 +261,26 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         brought it, as torch's class; `"full"`, the whole state on all ranks, which all call it;
         `"sharded"`, a `TensorShard` of each value on all ranks, which all call it, for
         `torch.distributed.checkpoint`."""
-        return self._state_dict_type
+        return self._giving.state_dict_type
 
     @state_dict_type.setter
     def state_dict_type(self, value: str) -> None:
-        self._state_dict_type = torch_interface.known_type(value)
+        self._giving = torch_interface.Giving(torch_interface.known_type(value))
 
     @contextmanager
-    def giving_state_dicts(self, state_dict_type: str) -> Iterator[None]:
+    def giving_state_dicts(
+        self,
+        state_dict_type: str,
+        taken: bool = False,  # what is given is loaded here, and nobody else has it
+    ) -> Iterator[None]:
         """Let `state_dict` give another type inside the block."""
-        before = self._state_dict_type
-        self._state_dict_type = torch_interface.known_type(state_dict_type)
+        before = self._giving
+        kind = torch_interface.known_type(state_dict_type)
+        self._giving = torch_interface.Giving(kind, taken)
         try:
             yield
         finally:
-            self._state_dict_type = before
+            self._giving = before
 
     def groups_to_save(self) -> list[dict[str, Any]]:
         """Give the param groups as they are in a state dict, with the parameters' indices."""
@@ -325,7 +330,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
                     self, self._optimizer_load_state_dict_pre_hooks, given
                 )
                 read = read_state(given, self.param_groups, self.local.rules)
-                load = StateLoad(self.sharded_state, read)
+                load = StateLoad(self.sharded_state, read, self._giving.taken)
                 with torch_interface.without_state_dict_hooks(self):
                     super().load_state_dict({**read, "state": {}})
                 self._consolidated = None

@@ -210,13 +210,14 @@ class StateLoad:
         self,
         state: ShardedState,
         state_dict: dict[str, Any],  # with its state by the parameters' index
+        taken: bool = False,  # nobody else has its tensors
     ):
         self.state = state
         by_param, self.common = split_state_dict(state_dict)
         self.dealt = []
         for shard in state.shards:
             parts = cut_for_pieces(shard, by_param)
-            self.dealt.append((shard, [*deal_to_pieces(state.local, shard, parts)]))
+            self.dealt.append((shard, [*deal_to_pieces(state.local, shard, parts, taken)]))
         self.frozen = freeze_state(state.shards, by_param)
         self.before = state.frozen
         self.undo_local = snapshot(state.local, state.shards)

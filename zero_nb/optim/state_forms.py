@@ -140,27 +140,20 @@ def _stand_in(piece: Piece) -> Tensor:
     return made
 
 
-def _views_of(optim: torch.optim.Optimizer) -> list[Tensor]:
-    return [view for group in optim.param_groups for view in group["params"]]
-
-
 def state_to_come(local: LocalOptimizers, shards: Iterable[Shard]) -> list[StateEntry]:
     """Give the rows that the first step would make, in memory of their own: optimizers of the same
-    classes step stand-ins of this rank's pieces."""
+    classes step stand-ins of this rank's pieces, one after the other."""
     pieces = {id(piece.view): piece for shard in shards for piece in shard.pieces}
     entries = list[StateEntry]()
     for kind, optim in local.by_class.items():
-        stand_ins = {id(view): _stand_in(pieces[id(view)]) for view in _views_of(optim)}
-        groups = [
-            {**group, "params": [stand_ins[id(view)] for view in group["params"]]}
-            for group in optim.param_groups
-        ]
-        other = kind(groups, **local.settings.options(kind))
-        other.step()
-        for view, made in stand_ins.items():
-            piece = pieces[view]
-            values = dict(other.state[made]) | ({MASTER: made} if piece.master else {})
-            entries.append(StateEntry(piece.spans, piece.whole, values))
+        for group in optim.param_groups:
+            for piece in [pieces[id(view)] for view in group["params"]]:
+                made = _stand_in(piece)
+                other = kind([{**group, "params": [made]}], **local.settings.options(kind))
+                other.step()
+                values = dict(other.state[made]) | ({MASTER: made} if piece.master else {})
+                made.grad = None
+                entries.append(StateEntry(piece.spans, piece.whole, values))
     return entries
 
 # %% ../../nbs/optim/17_state_forms.ipynb #5a7e0020

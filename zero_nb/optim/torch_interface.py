@@ -19,7 +19,7 @@ from ..comm.groups import Group
 from ..comm.subgroups import TwoLevel, two_level
 
 # %% auto #0
-__all__ = ['STATE_DICT_TYPES', 'without_state_dict_hooks', 'call_hooks', 'StepWithoutData', 'find_groups', 'History',
+__all__ = ['STATE_DICT_TYPES', 'without_state_dict_hooks', 'call_hooks', 'StepWithoutData', 'find_groups', 'History', 'Giving',
            'known_type', 'check_not_overlapped', 'copy_state_dict', 'describe_keys', 'describe_missing',
            'is_wanted_whole', 'laid_out_by_rows', 'StateByClass']
 
@@ -93,6 +93,13 @@ class History(NamedTuple):
 
     stepped_groups: int = 0  # param groups that all ranks have stepped
     has_state: bool = False  # whether something was stepped or loaded
+
+
+class Giving(NamedTuple):
+    """How `state_dict` gives the state."""
+
+    state_dict_type: str = STATE_DICT_TYPES[0]
+    taken: bool = False  # it is loaded back, and nobody else has it
 
 
 def known_type(state_dict_type: str) -> str:
