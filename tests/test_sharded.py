@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pickle
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_nb.apps.peak_memory import peak_bytes
 from zero_nb.checkpoint.files import new_folder, read_records, records_in
 from zero_nb.checkpoint.folder import (
     MANIFEST,
@@ -169,6 +171,22 @@ def loaded_twice(folder):
 
 def test_nothing_is_copied_for_a_load(folder):
     run(2, loaded_twice, folder / "one")
+
+
+def memory_of_a_load(folder):
+    model = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(10)])
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    zero.step()
+    save_sharded(folder, model, zero)
+    load_sharded(folder, model, zero)  # loads the code that it runs
+    return peak_bytes(torch.device("cpu"), lambda: load_sharded(folder, model, zero))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
+def test_a_load_holds_a_few_boxes_at_a_time(folder):
+    assert run(1, memory_of_a_load, folder / "one")[0] < 30e6  # of 120, in boxes of 4
 
 
 def given_twice():

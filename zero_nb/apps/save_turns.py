@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -192,8 +193,8 @@ def save_rank(
         turns = [take_turn(way, False) for way in ways if way not in _SLOW]
         for i in range(rounds):
             order = [way for way in ways if way not in _SLOW or i % 3 == 0]
-            first_way = i % len(order)
-            turns += [take_turn(way, True) for way in (*order[first_way:], *order[:first_way])]
+            random.Random(i).shuffle(order)  # the disk remembers the one before
+            turns += [take_turn(way, True) for way in order]
     finally:
         if first:
             shutil.rmtree(folder, ignore_errors=True)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum, EnumMeta
+from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -281,14 +282,27 @@ def read_box(
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a2000b
 @contextmanager
-def _mapped(path: Path) -> Iterator[memoryview]:
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
     """Map a file, whose pages the system reads when they are asked for; what is written stays here."""
     with (
         open(path, "rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped,
-        memoryview(mapped) as data,
     ):
-        yield data
+        yield mapped
+
+
+@contextmanager
+def _box(
+    mapped: mmap.mmap,
+    place: Any,  # of the table of contents
+) -> Iterator[memoryview]:
+    """Give the bytes of a box, and let go of its pages afterwards."""
+    start, stop, _ = slice(place.offset, place.offset + place.length).indices(len(mapped))
+    with memoryview(mapped) as data, data[start:stop] as box:
+        yield box
+    if start < stop and hasattr(mapped, "madvise"):
+        first = start - start % mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
 
 def _is_whole(box: memoryview) -> bool:
@@ -313,8 +327,8 @@ def _is_whole(box: memoryview) -> bool:
         return False
 
 
-def _is_whole_at(data: memoryview, place: Any) -> bool:
-    with data[place.offset : place.offset + place.length] as box:
+def _is_whole_at(mapped: mmap.mmap, place: Any) -> bool:
+    with _box(mapped, place) as box:
         return _is_whole(box)
 
 
@@ -349,8 +363,8 @@ def check_files(
     with ThreadPoolExecutor(_threads()) as pool:  # zlib lets other threads run
         for name, mine in groupby(_share(boxes, part), lambda box: box[1].relative_path):
             indices, places = zip(*mine, strict=True)
-            with _mapped(Path(folder, name)) as data:
-                whole = [*pool.map(lambda at, data=data: _is_whole_at(data, at), places)]
+            with _mapped(Path(folder, name)) as mapped:
+                whole = [*pool.map(partial(_is_whole_at, mapped), places)]
             if not all(whole):
                 raise ValueError(
                     f"{folder} is damaged: {indices[whole.index(False)].fqn} in {name} is not as it"
@@ -390,9 +404,9 @@ class FolderReader(_FileSystemReader):
             return super().read_data(plan, planner)  # compressed: only DCP knows how
         places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
         for name, items in groupby(places, lambda place: place[0].relative_path):
-            with _mapped(Path(self.path, name)) as data:
+            with _mapped(Path(self.path, name)) as mapped:
                 for info, item in items:
-                    with data[info.offset : info.offset + info.length] as box:
+                    with _box(mapped, info) as box:
                         self._read_item(box, item, planner)
         done = Future[None]()
         done.set_result(None)

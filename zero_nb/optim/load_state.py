@@ -41,9 +41,10 @@ def cut_values(
     param: Tensor,
     whole: bool,  # the span is stepped as the whole parameter
     elementwise: bool,  # by a class whose state has one value for each element, or one for all
+    taken: bool = False,  # nobody else has shards among them
 ) -> dict[str, Any]:
     """Take the state of a span out of the whole parameter's: what there is of each element as views,
-    all else as copies.
+    all else as copies, but for what is taken.
 
     Raises `ValueError` if a value has another shape than the parameter."""
     out = {}
@@ -57,7 +58,8 @@ def cut_values(
         if rows and not whole and value.shape == param.shape:
             out[key] = _elements(value, span, param)
         else:
-            out[key] = value.whole() if isinstance(value, TensorShard) else deepcopy(value)
+            one = whole and taken  # pieces of a parameter that is cut share a value, as `step`
+            out[key] = value.whole(not one) if isinstance(value, TensorShard) else deepcopy(value)
     return out
 
 
@@ -76,6 +78,7 @@ def _elements(value: Tensor, span: Span, param: Tensor) -> Tensor:  # 1-D view
 def cut_for_pieces(
     shard: Shard,
     by_param: dict[int, dict[str, Any]],  # state of whole parameters
+    taken: bool = False,  # nobody else has shards among them
 ) -> Iterator[tuple[Piece, list[dict[str, Any]]]]:  # of each piece, the state of each span
     """Take what this rank steps out of a full state dict."""
     for piece in shard.pieces:
@@ -83,7 +86,7 @@ def cut_for_pieces(
         for span, param in zip(piece.spans, piece.params, strict=True):
             values = by_param.get(span.param, {})
             merges = shard.merges[span.param - shard.first]
-            found.append(cut_values(values, span, param, piece.whole, merges))
+            found.append(cut_values(values, span, param, piece.whole, merges, taken))
         yield piece, found
 
 # %% ../../nbs/optim/14_load_state.ipynb #27c1ea99

@@ -216,7 +216,7 @@ class StateLoad:
         by_param, self.common = split_state_dict(state_dict)
         self.dealt = []
         for shard in state.shards:
-            parts = cut_for_pieces(shard, by_param)
+            parts = cut_for_pieces(shard, by_param, taken)
             self.dealt.append((shard, [*deal_to_pieces(state.local, shard, parts, taken)]))
         self.frozen = freeze_state(state.shards, by_param)
         self.before = state.frozen

@@ -123,9 +123,10 @@ class TensorShard(Tensor):
             return self.runs[0][:0]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def whole(self) -> Tensor:
-        """Copy it, if all of it is here; else `ValueError`."""
-        return self.part(0, self.numel()).clone().as_strided(self.shape, self.stride())
+    def whole(self, copied: bool = True) -> Tensor:
+        """Give it as a tensor, if all of it is here; else `ValueError`."""
+        row = self.part(0, self.numel())
+        return (row.clone() if copied else row).as_strided(self.shape, self.stride())
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """Give what is here as boxes, and the memory of each."""
