@@ -5,6 +5,7 @@ durations, these numbers hardly depend on what else a machine does."""
 
 import os
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,10 @@ STARTS: dict[str, float] = {}
 def spent(pid: int = 0) -> float:
     """Give the seconds of this process, of the children that it has waited for, and of those that live."""
     found = 0.0 if pid else sum(os.times()[:4])
-    for children in Path(f"/proc/{pid or os.getpid()}/task").glob("*/children"):
-        try:
-            pids = children.read_text().split()
-        except OSError:
-            continue
-        found += sum(map(_of, map(int, pids)))
+    with suppress(OSError):  # it has ended
+        for children in Path(f"/proc/{pid or os.getpid()}/task").glob("*/children"):
+            with suppress(OSError):  # a thread has
+                found += sum(map(_of, map(int, children.read_text().split())))
     return found
 
 
