@@ -24,7 +24,7 @@ from zero_nb.comm import store as store_module
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.join import event_feed, event_log
-from zero_nb.join.event_feed import EventStore
+from zero_nb.join.event_feed import EventFeed, EventStore
 from zero_nb.join.event_log import EventLog
 from zero_nb.join.failure_detection import explain_wait
 from zero_nb.join.join import Join
@@ -681,17 +681,28 @@ def test_what_no_rank_has_said_is_not_an_error_of_the_reader(monkeypatch):
         assert "rank 2 cannot go on with the note 'failed'" in rank.log.failure()
 
 
-def damages(key, wrong):
-    """Write to the board of a block that runs, as a foreign program might."""
+def damages(key, wrong, late=0):
+    """Write to the board of a block that runs, as a foreign program might. `late`: how many
+    interruptions of each rank come after the event; the rank that wrote then announces none."""
     rank, model = dist.get_rank(), DDP(nn.Linear(2, 1))
     optimizer = SGD(model.parameters(), lr=0.1)
     block = Join([model, optimizer])
+    missed = []
+
+    def interrupt(number, said):
+        missed.append(number)
+        if len(missed) > late:
+            EventFeed.interrupt(block.session.log.feed, number, said)
 
     def train():
         with block:
+            block.session.log.feed.interrupt = interrupt
             for k in range((1, 100_000)[rank]):
                 if rank == 1 and k == 3:
                     block.session.log.store.put(key, wrong)
+                    if late:
+                        time.sleep(4)
+                        raise RuntimeError("the collective was aborted")
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
 
@@ -703,6 +714,13 @@ def damages(key, wrong):
 )
 def test_a_damaged_note_ends_the_block_on_all_ranks(key, wrong):
     for kind, words in run(2, damages, key, wrong, timeout=60):
+        assert kind in ("RuntimeError", "DamagedNote") and f"'{key}'" in words, words
+
+
+@pytest.mark.parametrize(("key", "wrong"), [("announcer", "[9, 9]"), ("failed", "x")])
+def test_a_rank_is_freed_though_an_event_comes_first(key, wrong):
+    """The rank follows that event, and waits for one more that never comes."""
+    for kind, words in run(2, damages, key, wrong, 3, timeout=60):
         assert kind in ("RuntimeError", "DamagedNote") and f"'{key}'" in words, words
 
 

@@ -125,13 +125,12 @@ class EventLogThread(threading.Thread):
         return True
 
     def free(self, said: str) -> None:
-        """Free this rank, unless it is on its way out as well."""
-        if self.done.wait(self.pause):
-            return
-        if self.log.feed.waiting_since is not None:
-            self.log.feed.interrupt(self.log.number, said)
-        else:
-            abort(Group(self.log.store.group))
+        """Free this rank, unless it is on its way out as well, until it is."""
+        while not self.done.wait(self.pause):
+            if self.log.feed.waiting_since is None:
+                abort(Group(self.log.store.group))
+            else:  # in vain if the event has just come: the rank then waits for one more
+                self.log.feed.interrupt(self.log.number, said)
 
     def stop(self) -> None:
         """End the thread."""
