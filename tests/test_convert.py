@@ -5,8 +5,10 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import struct
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
 from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
+from zero_nb.checkpoint.files import read_records
 from zero_nb.checkpoint.formats import describe_checkpoint, format_of, read_weights
 from zero_nb.checkpoint.full import load_full_state_dict
 from zero_nb.checkpoint.saved_tensors import Part, SavedTensor, replace_tensors
@@ -310,6 +313,27 @@ def test_a_flipped_bit_where_a_file_describes_itself(folder, samples, form):
             same(content(path)[:2], content(good)[:2])
             accepted += 1
     assert form == "full" or not accepted  # dates and versions in an archive mean nothing
+
+
+def test_a_flipped_bit_in_how_a_record_is_kept(folder, samples):
+    """Torch reads a record that seems to be compressed as whatever was in memory before."""
+    good = samples / TARGETS["full"]
+    data = bytearray(good.read_bytes())
+    with zipfile.ZipFile(good) as archive:
+        entry = archive.start_dir
+        names = [info.filename for info in archive.infolist()]
+    path = folder / good.name
+    for name in names:
+        flags_and_method = range(entry + 8, entry + 12)
+        letters = range(entry + 46, entry + 46 + len(name))
+        assert data[letters.start : letters.stop] == name.encode()
+        for at, bit in itertools.product([*flags_and_method, *letters[-3:]], range(8)):
+            data[at] ^= 1 << bit
+            path.write_bytes(data)
+            data[at] ^= 1 << bit
+            with pytest.raises(ValueError, match=re.escape(str(path))):
+                read_records(path)
+        entry += 46 + sum(struct.unpack_from("<HHH", data, entry + 28))
 
 
 def test_no_code_of_a_foreign_file_is_run(folder):

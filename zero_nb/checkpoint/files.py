@@ -191,6 +191,19 @@ def _read_at(file: Any, offset: int, form: str) -> tuple[int, ...]:
     return struct.unpack(form, file.read(struct.calcsize(form)))
 
 
+# where in a header are flags and method, the lengths, and the name; the form of the lengths
+_BEFORE_RECORD = (6, 26, 30, "<HH")
+_IN_DIRECTORY = (8, 28, 46, "<HHH")
+
+
+def _header_at(
+    file: Any, offset: int, how: int, lengths: int, name: int, form: str
+) -> tuple[tuple[Any, ...], int]:  # flags, method and name of a record; bytes of the header
+    found = _read_at(file, offset + lengths, form)
+    said = _read_at(file, offset + how, "<HH") + _read_at(file, offset + name, f"{found[0]}s")
+    return said, name + sum(found)
+
+
 def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
     """Tell where in an open file of `torch.save` the records are; see `read_records`."""
     found = dict[str, Record]()
@@ -198,10 +211,15 @@ def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
         with zipfile.ZipFile(file) as archive:
             entry = archive.start_dir
             for info in archive.infolist():
-                lengths = _read_at(file, info.header_offset + 26, "<HH")
-                offset = info.header_offset + 30 + sum(lengths)
+                listed, listed_nbytes = _header_at(file, entry, *_IN_DIRECTORY)
+                own, own_nbytes = _header_at(file, info.header_offset, *_BEFORE_RECORD)
+                if own != listed or info.compress_type != zipfile.ZIP_STORED:
+                    raise zipfile.BadZipFile(
+                        f"record {info.filename!r} is compressed, or the directory has another"
+                    )
+                offset = info.header_offset + own_nbytes
                 places = [entry + 16]  # in the directory at the end
-                entry += 46 + sum(_read_at(file, entry + 28, "<HHH"))
+                entry += listed_nbytes
                 if info.flag_bits & 8:  # and behind the record
                     places.append(offset + info.file_size + 4)
                 name = info.filename.partition("/")[2]
