@@ -5,6 +5,7 @@ import errno
 import io
 import itertools
 import json
+import math
 import os
 import pickle
 import sys
@@ -33,6 +34,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,6 +52,7 @@ from zero_nb.checkpoint.folder import (
     table_checksum,
 )
 from zero_nb.checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded, tight
+from zero_nb.comm import relays
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
@@ -63,22 +66,23 @@ def save(folder, recipe, mode):
     return parameters(attached)
 
 
-def load(folder, recipe, mode):
+def load(folder, recipe, mode, machines):
+    relays._host = lambda: f"{dist.get_rank() % machines:08}"
     attached = begin(recipe, mode)
     assert load_sharded(folder, attached.call, attached.optimizer) == {"seen": [3, 0.5, None]}
     train(attached, inputs(recipe, 2))
     return parameters(attached)
 
 
-def round_trip(folder, recipe, modes, ranks):
+def round_trip(folder, recipe, modes, ranks, machines=1):
     limit = 0.02 if recipe.model is half else 1e-12  # gradients are rounded before they are added
     [wanted, *_] = run(ranks[0], save, folder, recipe, modes[0])
     assert read_manifest(folder)["world_size"] == ranks[0]
-    for got in run(ranks[1], load, folder, recipe, modes[1]):
+    for got in run(ranks[1], load, folder, recipe, modes[1], machines):
         check(wanted, got, limit)
 
 
-@pytest.mark.parametrize("ranks", itertools.product((1, 2, 3, 4), repeat=2), ids=str)
+@pytest.mark.parametrize("ranks", [*itertools.product((1, 2, 3, 4), repeat=2)], ids=str)
 def test_any_number_of_ranks_goes_on_at_any_other(folder, ranks):
     round_trip(folder / "one", RECIPES["Muon and AdamW"], ("zero1", "zero1"), ranks)
 
@@ -87,12 +91,76 @@ def test_any_number_of_ranks_goes_on_at_any_other(folder, ranks):
 def test_every_mode_goes_on_in_the_next_one(folder, mode):
     modes = [*MODES]
     other = modes[(modes.index(mode) + 1) % len(modes)]
-    round_trip(folder / "one", RECIPES["AdamW"], (mode, other), (2, 3))
+    round_trip(folder / "one", RECIPES["AdamW"], (mode, other), (2, 3), machines=2)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_class_goes_on(folder, name):
-    round_trip(folder / "one", RECIPES[name], ("zero2", "zero1-overlap"), (3, 2))
+    round_trip(folder / "one", RECIPES[name], ("zero2", "zero1-overlap"), (3, 2), machines=2)
+
+
+def reads(folder, machines, views, moves=False):
+    """Load a model of which a part is not trained, and count the elements of it that are read."""
+    rank = dist.get_rank()
+    relays._host = lambda: f"{rank % machines:08}"
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 10))
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()  # by columns
+        model[2].weight.requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return model, ZeroRedundancyOptimizer(trained, AdamW, parameters_as_bucket_view=views)
+
+    def step(model, zero):
+        model(torch.ones(4, 20)).square().mean().backward()
+        zero.step()
+
+    model, zero = make(0)
+    step(model, zero)
+    save_sharded(folder, model, zero)
+    again, other = make(1)
+    if moves and rank == 0:  # its buckets are not where its parameters are
+        again[0].bias.data = again[0].bias.data.clone()
+    read = dict[str, int]()
+    real = FolderReader._read_item
+
+    def counting(reader, box, item, planner):
+        name = item.dest_index.fqn
+        if item.type != LoadItemType.BYTE_IO:
+            read[name] = read.get(name, 0) + math.prod(item.lengths)
+        real(reader, box, item, planner)
+
+    FolderReader._read_item = counting
+    load_sharded(folder, again, other)
+    same = again.state_dict()
+    assert all(torch.equal(value, same[key]) for key, value in model.state_dict().items())
+    of_model = {key: n for key, n in read.items() if key.startswith("model.")}
+    whole = {f"model.{key}": value.numel() for key, value in same.items()}
+    owned = sum(len(run) for bucket in other.shards[0].buckets for run in bucket.mine)
+    trained = [f"model.{n}" for n, p in again.named_parameters() if p.requires_grad]
+    return of_model, whole, trained, owned
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["apart", "views"])
+def test_on_several_machines_a_rank_reads_the_parameters_it_owns(folder, views):
+    every = run(3, reads, folder / "one", 3, views)
+    _, whole, trained, _ = every[0]
+    total = {name: sum(read.get(name, 0) for read, *_ in every) for name in whole}
+    for name, numel in whole.items():
+        assert total[name] == (numel if name in trained else 3 * numel), name
+    for read, _, _, owned in every:
+        assert (
+            sum(read.get(name, 0) for name in trained) == owned < 0.4 * sum(map(whole.get, trained))
+        )
+
+
+@pytest.mark.parametrize(("machines", "moves"), [(1, False), (3, True)])
+def test_on_one_machine_or_where_one_rank_has_moved_parameters_each_reads_all(
+    folder, machines, moves
+):
+    for read, whole, *_ in run(3, reads, folder / "one", machines, False, moves):
+        assert read == whole
 
 
 def two_steps(folder, loads, model, optimizer):

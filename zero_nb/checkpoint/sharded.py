@@ -32,8 +32,14 @@ from zero_nb.checkpoint.folder import (
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..comm.objects import broadcast_object_list, gather_object, scatter_object_list
+from ..comm.payloads import byte_device
+from ..comm.relays import _hosts
+from ..optim.driver import gather_parameters
 from ..optim.flat import flatten
 from ..optim.optimizer import ZeroRedundancyOptimizer
+from ..optim.shard import Shard
+from ..optim.sharded_state_dict import shard_parameters
+from ..optim.tensor_shard import TensorShard
 
 # %% auto #0
 __all__ = ['PlannedSave', 'plan_save', 'tight', 'write_part', 'finish_save', 'check_extra', 'open_save', 'save_sharded',
@@ -235,6 +241,31 @@ def _with_one_error(what: str, call: Callable[[], Any]) -> None:
         raise kind(f"{what}: on rank {rank}, {type(first).__name__}: {first}") from first
 
 
+def _divided(optimizer: torch.optim.Optimizer) -> list[Shard]:  # none: each rank reads all
+    """Give the shards whose parameters a rank reads in part and gets from the others, who are on other
+    machines, or whose parameters are not in the machine's memory; all ranks call this."""
+    if not isinstance(optimizer, ZeroRedundancyOptimizer) or optimizer.world_size == 1:
+        return []
+    group = optimizer.group
+    shards = [shard for shard in optimizer.shards if not shard.alone]
+    can = torch.zeros(group.size, dtype=torch.int64, device=byte_device(group))
+    can[group.group_rank] = not any(shard.changed() for shard in shards)
+    group.all_gather(can)
+    on_cpu = all(p.is_cpu for p in optimizer.params())
+    near = on_cpu and len({*_hosts(group, can.device)}) == 1
+    return [] if near or not can.all() else shards
+
+
+def _in_part(state: Mapping[str, Any], shards: Sequence[Shard]) -> dict[str, Any]:
+    """Put what this rank owns in the place of values that are the memory of parameters."""
+    owned = {(p.data_ptr(), p.dtype, p.shape): own for p, own in shard_parameters(shards).items()}
+    found = dict(state)
+    for key, value in state.items():
+        if type(value) is Tensor and value.numel():
+            found[key] = owned.get((value.data_ptr(), value.dtype, value.shape), value)
+    return found
+
+
 def load_sharded(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -243,6 +274,7 @@ def load_sharded(
 ) -> Any:  # what was saved as `extra`
     """Check a checkpoint, and load it into model and optimizer at any number of ranks; all ranks call this.
 
+    On several machines, and on GPUs, each rank reads the parameters that it owns, and an all-gather brings the others.
     Raises on all ranks, before anything is loaded: `ValueError` if the checkpoint is damaged, not complete, or does not
     fit. Source: `torch.distributed.checkpoint.load`."""
     group = Group(process_group)
@@ -252,12 +284,20 @@ def load_sharded(
         found.append(check_folder(folder, (group.group_rank, group.size)).get("extra"))
     with _giving_parts(optimizer, taken=True):
         parts = _parts(model, optimizer, group)
+        shards = _divided(optimizer)
+        whole = parts["model"]
+        parts["model"] = _in_part(whole, shards)
         options = {
             "storage_reader": FolderReader(folder),
             "planner": PlainPlanner(),
             "process_group": group.process_group,
         }
         _with_one_error(f"loading {folder}", lambda: DCP.load(parts, **options))
+        gather_parameters(shards)
+        loaded = parts["model"]
+        parts["model"] = {
+            k: whole[k] if isinstance(v, TensorShard) else v for k, v in loaded.items()
+        }
         DCP.state_dict.set_model_state_dict(model, parts["model"])
         DCP.state_dict.set_optimizer_state_dict(model, optimizer, parts["optimizer"])
     return found[0]

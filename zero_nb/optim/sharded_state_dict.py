@@ -5,20 +5,22 @@
 # %% ../../nbs/optim/18_sharded_state_dict.ipynb #d6454c43
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.groups import Group
+from .shard import Shard
 from .state import ShardedState
 from .state_entry import StateEntry, split_common
 from .state_forms import Forms, ValueForm, describe_saved
 from .tensor_shard import TensorShard
 
 # %% auto #0
-__all__ = ['shard_state']
+__all__ = ['shard_state', 'shard_parameters']
 
 # %% ../../nbs/optim/18_sharded_state_dict.ipynb #5a7e0010
 def _shard_value(
@@ -66,3 +68,23 @@ def shard_state(
         by_param[index] = {f.key: _shard_value(group, param, f, entries) for f in every}
     inside, beside = split_common(own.common)
     return {"state": by_param | inside, **beside}
+
+# %% ../../nbs/optim/18_sharded_state_dict.ipynb #5a7e0020
+def shard_parameters(
+    shards: Iterable[Shard],  # none of which is alone
+) -> dict[Tensor, TensorShard]:  # by parameter
+    """Give what this rank owns of the parameters that a gather of the shards brings to all ranks; views."""
+    found = dict[Tensor, TensorShard]()
+    for shard in shards:
+        own = dict[int, list[tuple[int, Tensor]]]()
+        for bucket in shard.buckets:
+            for slot in bucket.bucket.slots:
+                own.setdefault(slot.param, [])
+            for slot, memory in zip(bucket.owned, bucket.mine, strict=True):
+                own[slot.param].append((slot.start, memory))
+        for index, mine in own.items():
+            mine.sort(key=itemgetter(0))
+            starts = [start for start, _ in mine]
+            param = shard.params[index]
+            found[param] = TensorShard(param, [memory for _, memory in mine], starts)
+    return found
