@@ -210,7 +210,8 @@ def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
     try:
         with zipfile.ZipFile(file) as archive:
             entry = archive.start_dir
-            for info in archive.infolist():
+            named = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            for name, info in named.items() if "data.pkl" in named else ():
                 listed, listed_nbytes = _header_at(file, entry, *_IN_DIRECTORY)
                 own, own_nbytes = _header_at(file, info.header_offset, *_BEFORE_RECORD)
                 if own != listed or info.compress_type != zipfile.ZIP_STORED:
@@ -222,7 +223,6 @@ def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
                 entry += listed_nbytes
                 if info.flag_bits & 8:  # and behind the record
                     places.append(offset + info.file_size + 4)
-                name = info.filename.partition("/")[2]
                 found[name] = Record(offset, info.file_size, info.CRC, tuple(places))
     except _NO_ARCHIVE as error:
         raise ValueError(
