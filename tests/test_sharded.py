@@ -40,6 +40,7 @@ from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_nb.apps.peak_memory import peak_bytes
+from zero_nb.checkpoint import sharded
 from zero_nb.checkpoint.files import new_folder, read_records, records_in
 from zero_nb.checkpoint.folder import (
     MANIFEST,
@@ -153,6 +154,23 @@ def test_on_several_machines_a_rank_reads_the_parameters_it_owns(folder, views):
         assert (
             sum(read.get(name, 0) for name in trained) == owned < 0.4 * sum(map(whole.get, trained))
         )
+
+
+def without_room(folder):
+    """Let rank 1 have no memory for what the others send."""
+    rank = dist.get_rank()
+    relays._host = lambda: f"{rank:08}"
+    model, zero = stepped()
+    save_sharded(folder, model, zero)
+    if rank == 1:
+        sharded.gather_parameters = lambda shards: [][1]
+    return caught(lambda: load_sharded(folder, model, zero))
+
+
+def test_a_gather_that_fails_on_one_rank_ends_the_group(folder):
+    first, second, third = run(3, without_room, folder / "one", timeout=60)
+    assert second == "IndexError: list index out of range"
+    assert all("rank 1 failed with IndexError" in said for said in (first, third))
 
 
 @pytest.mark.parametrize(("machines", "moves"), [(1, False), (3, True)])

@@ -39,6 +39,7 @@ from ..optim.flat import flatten
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.shard import Shard
 from ..optim.sharded_state_dict import shard_parameters
+from ..optim.state import end_groups
 from ..optim.tensor_shard import TensorShard
 
 # %% auto #0
@@ -266,6 +267,17 @@ def _in_part(state: Mapping[str, Any], shards: Sequence[Shard]) -> dict[str, Any
     return found
 
 
+def _complete(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
+    """Bring the parts that ranks have read to all of them."""
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return
+    try:
+        gather_parameters(shards)
+    except Exception as error:  # the others may wait for this rank
+        end_groups(optimizer.groups, error)
+        raise
+
+
 def load_sharded(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -293,7 +305,7 @@ def load_sharded(
             "process_group": group.process_group,
         }
         _with_one_error(f"loading {folder}", lambda: DCP.load(parts, **options))
-        gather_parameters(shards)
+        _complete(optimizer, shards)
         loaded = parts["model"]
         parts["model"] = {
             k: whole[k] if isinstance(v, TensorShard) else v for k, v in loaded.items()
