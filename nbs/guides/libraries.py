@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import AdamW
@@ -202,6 +203,8 @@ def main() -> None:
     if os.environ.get("RANK", "0") == "0":
         gap = largest_gap(model, train_alone(ranks, given.steps))
         print(f"{given.library}: {given.steps} steps on {ranks} ranks, {gap:.0e} from one process")
+    if dist.is_initialized():  # else gloo may abort a process that ends
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
