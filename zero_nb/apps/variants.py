@@ -105,9 +105,6 @@ def _ddp(module: nn.Module, group: Any, lr: float, **options: Any) -> Runner:
     )
 
 
-REFERENCES = ("ddp", "ddp-gradview")
-
-
 def _zero1(module: nn.Module, group: Any, lr: float, view: bool = False, **options: Any) -> Runner:
     ddp = DistributedDataParallel(module, process_group=group, **options)
     zero = ZeroRedundancyOptimizer(
@@ -144,6 +141,7 @@ variant("zero1-gradview", "zero_nb, gradients in DDP's buckets")(_gradview)
 variant("zero1-gradview-messages", "the same by messages", messages=True)(_gradview)
 variant("torch", "torch's class")(_torch)
 variant("torch-view", "torch's class, bucket view")(partial(_torch, view=True))
+REFERENCES = ("ddp", "ddp-gradview")
 
 # %% ../../nbs/apps/14_variants.ipynb #9f4cae0e
 def _overlap(module: nn.Module, group: Any, lr: float) -> Runner:
@@ -163,13 +161,14 @@ def _parallel(module: nn.Module, group: Any, lr: float, interleaved: bool = Fals
     return _runner(module, zero, zero.optim, settle=handle.wait, early=True)
 
 
-variant("zero1-overlap", "zero_nb in DDP's hook")(_overlap)
-variant("zero1-overlap-messages", "the same by messages", messages=True)(_overlap)
-variant("zero2", "zero_nb without DDP")(_parallel)
-variant("zero2-messages", "the same by messages", messages=True)(_parallel)
 _interleaved = partial(_parallel, interleaved=True)
-variant("zero2-interleaved", "zero_nb without DDP, interleaved")(_interleaved)
-variant("zero2-interleaved-messages", "the same by messages", messages=True)(_interleaved)
+for _name, _title, _make in (
+    ("zero1-overlap", "zero_nb in DDP's hook", _overlap),
+    ("zero2", "zero_nb without DDP", _parallel),
+    ("zero2-interleaved", "zero_nb without DDP, interleaved", _interleaved),
+):
+    variant(_name, _title)(_make)
+    variant(f"{_name}-messages", "the same by messages", messages=True)(_make)
 
 # %% ../../nbs/apps/14_variants.ipynb #f547e1f0
 def _fully_sharded(module: nn.Module, group: Any, lr: float) -> AdamW:
