@@ -1,0 +1,88 @@
+"""What `make notebooks` takes for a difference between a stored output and a new one, and what not."""
+
+from tempfile import gettempdir
+
+import pytest
+from notebooks import differences, is_measured, lasting, same
+
+
+def text(words):
+    return {"output_type": "execute_result", "data": {"text/plain": [words]}}
+
+
+def printed(words):
+    return {"output_type": "stream", "name": "stdout", "text": [words]}
+
+
+def figure(*shapes):
+    page = f"<svg>{''.join(f'<{shape}/>' for shape in shapes)}<text>MiB</text></svg>"
+    return {
+        "output_type": "display_data",
+        "data": {"image/svg+xml": page, "text/plain": "a figure"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("stored", "new"),
+    [
+        ("'DDP: 4 bytes'", "'ZeRO: 4 bytes'"),
+        ("3 collectives", "4 collectives"),  # a count is a count
+        ("0.5012", "0.5023"),
+        ("1e-04", "2e-04"),
+        ("4e-08", "0"),  # equal bits are a claim
+        ("4e-08", "4e-02"),
+        ("[1.5, 2.5]", "[1.5]"),
+    ],
+)
+def test_a_difference_is_found(stored, new):
+    assert not same(stored, new) and not same(new, stored)
+    assert [*differences([text(stored)], [text(new)])]
+
+
+@pytest.mark.parametrize(
+    ("stored", "new"),
+    [
+        ("loss 2.837301", "loss 2.837300"),
+        ("gap 4.47e-08", "gap 3e-08"),  # rounding, which another processor does in another order
+        (f"{gettempdir()}/tmpabc12/step-60", f"{gettempdir()}/tmpz9y8x7/step-60"),
+        ("at 3315861104.py:10", "at <ipython-input-1-93a69cb76f48>:10"),
+        ("2.5909  20,762 tokens/s", "2.5909  45,281 tokens/s"),
+        ("\x1b[3mcheckpoint\x1b[0m", "checkpoint"),
+    ],
+)
+def test_what_is_new_each_time_is_none(stored, new):
+    assert same(lasting(stored), lasting(new))
+    assert not [*differences([printed(stored)], [printed(new)])]
+
+
+def test_a_line_of_a_file_is_not_a_cell():
+    assert not same(lasting("at train.py:10"), lasting("at other.py:10"))
+
+
+def test_a_figure_is_what_it_is_made_of():
+    assert not [*differences([figure("rect", "rect")], [figure("rect", "rect")])]
+    assert [*differences([figure("rect", "rect")], [figure("rect")])]
+
+
+def test_of_what_is_measured_the_kind_is_compared():
+    assert not [*differences([text("0.3 s")], [text("0.4 s")], measured=True)]
+    assert [*differences([text("0.3 s")], [figure("rect")], measured=True)]
+    assert [*differences([text("0.3 s")], [], measured=True)]
+
+
+def test_who_writes_first_does_not_matter():
+    assert not [*differences([printed("a"), text("b")], [text("b"), printed("a")])]
+    assert not [*differences([printed("a\n"), printed("b\n")], [printed("a\nb\n")])]
+
+
+@pytest.mark.parametrize(
+    ("source", "measured"),
+    [
+        ("#| measured: true\nseconds(f)", True),
+        ("#| code-fold: true\n#| measured: true\nf()", True),
+        ('"#| measured: true"', False),
+        ("f()  #| measured: true", False),
+    ],
+)
+def test_a_cell_says_so_in_a_line_of_its_own(source, measured):
+    assert is_measured({"source": source}) is measured
