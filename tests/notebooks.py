@@ -4,7 +4,8 @@ What a page shows must be what its code gives. Text is compared word by word, nu
 (processors add up in different orders), figures by what they are made of. Cells whose output
 depends on the clock, or on which process comes first, say `#| measured: true`; they are executed, and
 what the text says of them is an assertion beside them. Names that are new each time (of temporary
-files, of the cell that a line is in), colours of a terminal, and tokens a second do not count.
+files, of the cell that a line is in), colours of a terminal, the version of matplotlib, and tokens a
+second do not count.
 """
 
 import argparse
@@ -32,6 +33,7 @@ PASSING = {
     rf"{re.escape(tempfile.gettempdir())}/tmp\w+": "TEMP",
     r"<ipython-input-[^>]*>|<In \[\d+\]>|(?<![\w/])(\d+|\.\.\.)\.py(?=:\d)": "CELL",
     r"[\d,.]+ tokens/s": "MEASURED tokens/s",
+    r"Matplotlib v[\d.]+": "Matplotlib",
 }
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 
