@@ -12,20 +12,22 @@ job's text is Python's own library, and tracebacks and warnings differ.
 import argparse
 import json
 import math
+import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import re
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from execnb.nbio import read_nb
 from execnb.shell import CaptureShell
-from fastcore.parallel import parallel
 
 ROOT = Path(__file__).parents[1]
 NBS = ROOT / "nbs"
@@ -149,6 +151,34 @@ def execute(path: Path) -> tuple[str, float]:  # what is wrong ("": nothing), an
     return "\n".join(filter(None, wrong)), time.monotonic() - start
 
 
+def send_result(path: Path, to: Connection) -> None:
+    """Execute a notebook, and send what came of it."""
+    to.send(execute(path))
+
+
+def in_processes(paths: Sequence[Path], workers: int) -> Iterator[tuple[Path, str, float]]:
+    """Execute each notebook in a process of its own: torch starts threads that a process keeps, and
+    after which ranks cannot be forked from it."""
+    context = multiprocessing.get_context("fork")
+    todo = deque(paths)
+    running = dict[Connection, tuple[Path, Any]]()
+    while todo or running:
+        while todo and len(running) < workers:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=send_result, args=(todo[0], theirs))
+            process.start()
+            theirs.close()
+            running[ours] = todo.popleft(), process
+        for ours in multiprocessing.connection.wait([*running]):
+            path, process = running.pop(ours)
+            try:
+                found = ours.recv()
+            except EOFError:
+                found = "its process died", 0.0
+            process.join()
+            yield path, *found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path, help="notebooks (default: all)")
@@ -156,12 +186,14 @@ def main() -> None:
     given = parser.parse_args()
     every = (p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
     paths = sorted(path.absolute() for path in given.paths or every)
-    results = parallel(execute, paths, n_workers=given.workers if len(paths) > 1 else 0, pause=0.01)
-    failed = [path for path, (wrong, _) in zip(paths, results, strict=True) if wrong]
-    for path, (wrong, _) in zip(paths, results, strict=True):
+    import torch  # noqa: F401  # once, for the processes that are forked
+
+    results = sorted(in_processes(paths, given.workers))
+    failed = [path for path, wrong, _ in results if wrong]
+    for path, wrong, _ in results:
         if wrong:
             print(f"{'=' * 75}\n{path.relative_to(NBS)}\n{wrong}", file=sys.stderr)
-    for seconds, path in sorted(((s, p) for (_, s), p in zip(results, paths, strict=True)))[::-1]:
+    for path, _, seconds in sorted(results, key=lambda result: -result[2]):
         print(f"{path.relative_to(NBS)}: {seconds:.0f} s")
     if failed:
         names = ", ".join(str(path.relative_to(NBS)) for path in failed)
@@ -179,6 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import notebooks  # a notebook's shell takes the place of the main module, and processes of a pool look `execute` up
-
-    notebooks.main()
+    main()
