@@ -215,6 +215,17 @@ def tensor_of(path, value, cuts, dtype=torch.float32):
     return SavedTensor(value.dtype, tuple(value.shape), tuple(parts))
 
 
+def test_reading_makes_up_no_devices(monkeypatch):
+    """Where there is no GPU, torch's mode for tensors without elements makes a build for GPUs believe in
+    some: after the next backward, no forked process can run one."""
+
+    def refuse():
+        pytest.fail("CUDA devices were made up")
+
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", refuse)
+    assert describe_checkpoint(DEEPSPEED / "fp32").optimizer["state"]
+
+
 @settings(
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -156,6 +156,20 @@ def _describe(value: Tensor, path: Path, base: int) -> SavedTensor:
     return SavedTensor(value.dtype, tuple(value.shape), (part,))
 
 
+def _without_elements() -> Any:  # a context
+    """Let torch load tensors that have no elements, on no device but the CPU.
+
+    Where there is no GPU, torch's mode pretends that there are some. Torch's next backward starts a
+    thread for each, and no process forked after that can run a backward.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class OnlyCpu(FakeTensorMode):
+        avoid_device_init = False
+
+    return OnlyCpu()
+
+
 def load_saved(
     file: Any,  # open for reading, at its beginning
     path: Path,  # of the file
@@ -163,8 +177,6 @@ def load_saved(
     classes: Sequence[tuple[Any, str]] = (),  # stand-ins, and the full names of what they stand for
 ) -> Any:  # what was saved, with `SavedTensor`s
     """Read what a file of `torch.save` holds, but no elements. Raises `ValueError` if it cannot be read."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     records = records_in(file, path)
     if "byteorder" in records:
         file.seek(records["byteorder"].offset)
@@ -176,7 +188,7 @@ def load_saved(
     file.seek(0)
     allowed = torch.serialization.safe_globals([*classes]) if classes else nullcontext()
     try:
-        with allowed, FakeTensorMode():
+        with allowed, _without_elements():
             content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
