@@ -63,6 +63,17 @@ def small_pool(monkeypatch):
     monkeypatch.setenv("ZERO_NB_MEMORY_MB", "4")
 
 
+@pytest.fixture
+def manager(tmp_path):
+    """Of a kernel that has no ports, which another kernel might take."""
+    from jupyter_client.manager import KernelManager
+
+    manager = KernelManager(kernel_name="python3", transport="ipc", ip=str(tmp_path / "kernel"))
+    yield manager
+    manager.shutdown_kernel(now=True)
+    manager.cleanup_resources()
+
+
 @pytest.fixture(scope="session")
 def starter():
     """Run programs on ranks that end as interpreters end; one import of torch serves all tests of a worker."""

@@ -604,17 +604,6 @@ def notebook(*cells):
     return new_notebook(cells=[new_code_cell(cell) for cell in cells])
 
 
-@pytest.fixture
-def manager(tmp_path):
-    """Of a kernel that has no ports, which another kernel might take."""
-    from jupyter_client.manager import KernelManager
-
-    manager = KernelManager(kernel_name="python3", transport="ipc", ip=str(tmp_path / "kernel"))
-    yield manager
-    manager.shutdown_kernel(now=True)
-    manager.cleanup_resources()
-
-
 def test_nbconvert_executes_it(tmp_path):
     import nbformat
 

@@ -30,6 +30,7 @@ _MODULES = {
     "comm.subgroups": ("two_level",),
     "comm.objects": ("broadcast_object_list", "gather_object", "scatter_object_list"),
     "comm.launch": ("run",),
+    "comm.live": ("report_step",),
     "optim.optimizer": ("ZeroRedundancyOptimizer",),
     "backward.ddp_overlap": ("overlap",),
     "backward.torch_hooks": ("hook_with_zero_step", "hook_with_zero_step_interleaved"),
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from .join.own_joinables import shadowed_by
     from .join.participants import Joinable, JoinHook
     from .comm.launch import run
+    from .comm.live import report_step
     from .comm.objects import broadcast_object_list, gather_object, scatter_object_list
     from .optim.optimizer import ZeroRedundancyOptimizer
     from .backward.ddp_overlap import overlap

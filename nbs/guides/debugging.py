@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 debugging.py skips --timeout 5
 import argparse
 import os
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,8 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from zero_nb import Group, ZeroRedundancyOptimizer, assert_same, data_parallel, watch_divergence
-from zero_nb.comm.ending import fail
+from zero_nb import (
+    Group,
+    ZeroRedundancyOptimizer,
+    assert_same,
+    data_parallel,
+    fail,
+    report_step,
+    watch_divergence,
+)
 
 CULPRIT = 1  # the rank that goes wrong
 STEP = 3  # in which it does, counted from 0
@@ -58,10 +66,14 @@ def train(
                 raise ValueError("record 54 has no target")
             if fault == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "hangs":
+                time.sleep(3600)
             if fault == "flips":
                 flip(model[0].weight)
-        model(x).square().mean().backward()
+        loss = model(x).square().mean()
+        loss.backward()
         optimizer.step()
+        report_step(step=step, loss=loss, tokens=len(x))  # shown by a notebook that runs this
         updates += 1
         if compare and updates % compare == 0:
             assert_same(group, step, f"the step of update {updates}")
@@ -77,7 +89,17 @@ def telling(work: Callable[[], str], group: Any = None) -> str:
         raise
 
 
-FAULTS = ("none", "skips", "model", "settings", "raises", "raises, and tells", "killed", "flips")
+FAULTS = (
+    "none",
+    "skips",
+    "model",
+    "settings",
+    "raises",
+    "raises, and tells",
+    "killed",
+    "hangs",
+    "flips",
+)
 
 
 def attempt(fault: str, group: Any = None, compare: int = 0) -> str:
@@ -98,7 +120,8 @@ def main() -> None:
     parser.add_argument("--compare", type=int, default=0, help="steps, every so many updates")
     given = parser.parse_args()
     dist.init_process_group(timeout=timedelta(seconds=given.timeout))
-    print(f"rank {dist.get_rank()}: {attempt(given.fault, compare=given.compare)}", flush=True)
+    said = attempt(given.fault, compare=given.compare)
+    print(f"rank {dist.get_rank()}: {said}\n", end="", flush=True)  # one write: ranks share a pipe
 
 
 if __name__ == "__main__":
