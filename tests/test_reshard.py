@@ -393,6 +393,42 @@ def test_what_travels_is_what_the_plans_say(ranks, shard):
     assert 8 * elements <= sent <= 8 * elements + 40_000  # headers, agreements, checks
 
 
+def parameters_sent(before, after):
+    """Grow with a class that keeps no state, so that parameters alone travel; each rank has others."""
+    rank = dist.get_rank()
+    model = nn.Linear(400, 300)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float(rank in before) or -1.0 - rank)
+    holds = group_of(before)
+    member = holds is not dist.GroupMember.NON_GROUP_MEMBER
+    mine = group_of_one()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, holds if member else mine, lr=0.1)
+    if member:
+        model(torch.zeros(1, 400)).sum().mul(0).backward()
+        optimizer.step()
+    there = group_of(after)
+    group = record()
+    with group.recording() as log:
+        reshard(optimizer, there, callers=group)
+    return float(log.wire) / (4 * 401 * 300), flatten(model).unique().tolist()
+
+
+@pytest.mark.parametrize(
+    "before, after, sends",
+    [
+        ((0, 1), (0, 1, 2, 3, 4), [2, 1, 0, 0, 0]),
+        ((3,), (0, 4), [0, 0, 0, 2, 0]),  # and leaves
+        ((0, 1, 2), (4, 3, 2), [1, 1, 0, 0, 0]),
+    ],
+)
+def test_parameters_travel_once_to_each_rank_that_lacks_them(before, after, sends):
+    found = run(5, parameters_sent, before, after)
+    for rank, ((sent, values), wanted) in enumerate(zip(found, sends, strict=True)):
+        assert wanted <= sent < wanted + 0.05, (rank, sent)
+        assert values == [1.0 if rank in before + after else -1.0 - rank]
+
+
 def moves_in_job(old, new, seats):
     """List what must move, where the new plan's ranks are other ranks of the job."""
     size = old.world_size

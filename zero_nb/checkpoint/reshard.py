@@ -18,7 +18,7 @@ from zero_nb.checkpoint.reshard_plan import (
     describe_request,
     history_from,
 )
-from .seats import placement_from, send_parameters
+from .seats import parameter_sources, placement_from, send_parameters
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..comm.ending import fail
@@ -95,9 +95,10 @@ class StateMover:
         self._settle()
 
     def _complete_parameters(self) -> None:
-        senders = self.senders
-        if senders.ranks and not self.receivers.places.keys() <= senders.places.keys():
-            send_parameters(self.callers, self.params, senders.ranks[0][0], self.joins)
+        senders = self.senders.places.keys()
+        joining = self.receivers.places.keys() - senders
+        if senders and joining:
+            send_parameters(self.callers, self.params, parameter_sources(senders, joining))
         for p in self.params if self.joins else ():
             p.grad = None  # of a time before
 

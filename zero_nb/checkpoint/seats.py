@@ -6,21 +6,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..comm.groups import Group
+from ..comm.groups import Group, connect
 from ..optim.state_plan import StatePlan
 from ..plan.bucket import EvenCuts, Place, Slot
 from ..plan.bucket_plan import BucketPlan
 from ..plan.moves import Rows
 
 # %% auto #0
-__all__ = ['Seat', 'seat_in', 'rows_of', 'RemoteShard', 'placement_text', 'placement_from', 'send_parameters']
+__all__ = ['Seat', 'seat_in', 'rows_of', 'RemoteShard', 'placement_text', 'placement_from', 'parameter_sources',
+           'send_parameters']
 
 # %% ../../nbs/checkpoint/14_seats.ipynb #7e5a000a
 class Seat(NamedTuple):
@@ -142,21 +144,32 @@ def _chunks(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield chunk
 
 
+def parameter_sources(
+    have: Iterable[int],  # group ranks that have the parameters
+    lack: Iterable[int],  # those that do not
+) -> dict[int, int]:  # by rank that lacks them
+    """Tell who sends each rank its parameters; the ranks that have them take turns."""
+    return dict(zip(sorted(lack), cycle(sorted(have)), strict=False))
+
+
 @torch.no_grad()
 def send_parameters(
     group: Group,  # all its ranks call this
     params: Sequence[Tensor],
-    source: int,  # group rank whose parameters are sent
-    takes: bool,  # whether this rank lacks them
+    sources: Mapping[int, int],  # group rank that sends, by group rank that receives
 ) -> None:
-    """Bring the parameters of one rank to those that lack them."""
-    for chunk in _chunks(params):
+    """Bring parameters to the ranks that lack them, from one rank to another."""
+    for device in dict.fromkeys(p.device for p in params):
+        connect(group, device)
+    me = group.group_rank
+    to = [rank for rank, source in sources.items() if source == me]
+    for chunk in _chunks(params) if to or me in sources else ():
         numels = [p.numel() for p in chunk]
-        if group.group_rank == source:
+        if to:
             flat = torch.cat([p.detach().reshape(-1) for p in chunk])
+            group.exchange([(flat, rank) for rank in to], [])
         else:
             flat = torch.empty(sum(numels), dtype=chunk[0].dtype, device=chunk[0].device)
-        group.broadcast(flat, source)
-        if takes:
+            group.recv(flat, sources[me])
             for p, part in zip(chunk, flat.split(numels), strict=True):
                 p.copy_(part.view(p.shape))
