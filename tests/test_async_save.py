@@ -380,7 +380,9 @@ def test_a_program_that_ends_finishes_its_save(starter, folder, tmp_path):
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(free_port()),
         )
-        assert [rank.code for rank in ranks] == [code] * 2, (number, ranks)
+        codes = {rank.code for rank in ranks}
+        # a rank that comes to its save when the store has died with rank 0 has an error instead
+        assert codes == {code} or (how == "kill" and codes == {code, 1}), (number, ranks)
         if how == "kill":
             assert not path.exists() or check_folder(path)
         else:

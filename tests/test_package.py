@@ -65,10 +65,12 @@ def environment(path: Path, distributions: Iterable[metadata.Distribution]) -> P
     interpreter. Neither an index nor a copy of torch is needed."""
     venv.create(path, with_pip=False)
     (site,) = path.glob("lib/python*/site-packages")
+    links = dict[str, Path]()  # some distributions share a folder, such as those of CUDA
     for distribution in distributions:
         tops = {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}
-        for top in tops:
-            (site / top).symlink_to(distribution.locate_file(top))
+        links |= {top: Path(distribution.locate_file(top)) for top in tops}
+    for top, there in links.items():
+        (site / top).symlink_to(there)
     return path / "bin" / "python"
 
 

@@ -382,7 +382,8 @@ def write_failing(parent, name, error, after):
     ids=str,
 )
 def test_a_failing_disk_is_an_error_on_every_rank_and_leaves_what_was(folder, name, error, after):
-    if name == "rename" and after > 1:
+    # torch renames its file of metadata by pathlib, which before Python 3.11 keeps the real function
+    if name == "rename" and after > (sys.version_info >= (3, 11)):
         pytest.skip("nothing is renamed so often")
     for said, left, newest in run(2, write_failing, folder, name, error, after):
         assert str(error) in (said or ""), said
