@@ -103,13 +103,21 @@ class Piece:
         if self.whole:
             return grads[0]
         if len(grads) > 1 and self._row_major:  # the quick way: one call for all
-            first = self.spans[0].start
-            return _flatten_dense_tensors(grads)[first : first + self.numel]
+            return _flatten_dense_tensors(self._cut_ends(grads))
         parts = [
             flatten_like(g, p)[start:stop]
             for g, p, (_, start, stop) in zip(grads, self.params, self.spans, strict=True)
         ]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _cut_ends(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Give the gradients, of the first and the last only this piece's part: each may be large."""
+        found = [*grads]
+        for i in (0, -1):
+            _, start, stop = self.spans[i]
+            if stop - start < found[i].numel():
+                found[i] = found[i].reshape(-1)[start:stop]
+        return found
 
     @cached_property
     def _row_major(self) -> bool:  # and only the first and the last cut
