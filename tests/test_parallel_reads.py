@@ -80,6 +80,8 @@ READS = {
     "apply": lambda m: m.apply(lambda x: None)[3].weight,
     "children": lambda m: flatten(p for c in m.children() for p in c.parameters()),
     "repeated": lambda m: flatten([*m.parameters(), *m.parameters()]),
+    "compared": lambda m: (m[4]._parameters == {}, dict.get(m[4]._parameters, "bias"))[1],
+    "printed": lambda m: (repr(m[4]._parameters), dict.get(m[4]._parameters, "bias"))[1],
 }
 
 

@@ -78,6 +78,12 @@ class GatedParameters(dict[str, Any]):
         # overridden, so that dict(self) and {**self} do not take values past the methods above
         return super().__iter__()
 
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+    def __eq__(self, other: object) -> bool:
+        return self.copy() == other
+
     def __or__(self, other: Any) -> Any:
         return self.copy() | other
 
