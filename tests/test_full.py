@@ -30,6 +30,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import SGD, Adam, AdamW
 
 from zero_nb.checkpoint import files
+from zero_nb.checkpoint.async_save import AsyncCheckpointer
+from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
 from zero_nb.checkpoint.files import check_file, new_folder, read_records, replacing
 from zero_nb.checkpoint.full import (
     full_optim_state_dict,
@@ -38,6 +40,7 @@ from zero_nb.checkpoint.full import (
     read_full,
     shard_full_optim_state_dict,
 )
+from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
@@ -655,3 +658,32 @@ def test_files_of_others_with_names_like_ours_are_left_alone(folder):
         (made / "part").write_text("whole")
     assert all(path.read_text() == "x" for path in theirs) and not left.exists()
     assert (folder / "step-1" / "part").read_text() == (folder / "a[1].pt").read_text() == "whole"
+
+
+def saved_without_checksums(folder):
+    """Save in every way while torch is told to write no checksums, and read what was written."""
+    torch.serialization.set_crc32_options(False)
+    model = nn.Linear(30, 20)
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), AdamW)
+    model(torch.ones(2, 30)).sum().backward()
+    optimizer.step()
+    full_state_dict(optimizer, to=folder / "full.pt")
+    save_sharded(folder / "sharded", model, optimizer)
+    with AsyncCheckpointer(model, optimizer) as checkpoints:
+        checkpoints.save(folder / "later", 1)
+        optimizer.zero_grad()
+    kept = torch.serialization.get_crc32_options()
+    if dist.get_rank() == 0:
+        check_file(folder / "full.pt")
+        for form in ("again.pt", "again"):
+            convert_checkpoint(folder / "sharded", folder / form)
+            verify_checkpoint(folder / form)
+    load_sharded(folder / "sharded", model, optimizer)
+    load_sharded(folder / "later", model, optimizer)
+    return kept
+
+
+def test_checkpoints_have_checksums_also_where_torch_writes_none(folder):
+    assert run(2, saved_without_checksums, folder) == [False, False]
+    torch.save({"a": torch.ones(3)}, folder / "plain.pt")
+    check_file(folder / "plain.pt")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.files import check_file, replacing
+from ..checkpoint.files import check_file, replacing, with_checksums
 from ..checkpoint.folder import MANIFEST, read_manifest
 from ..checkpoint.sharded import load_sharded, save_sharded
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -150,7 +150,7 @@ def _save_file(side: Side, report: RankReport, step: int, group: Group) -> None:
 
 def _write_state(path: Path, side: Side, report: RankReport, step: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as beside:
+    with replacing(path) as beside, with_checksums():
         torch.save(
             {
                 **_said_besides(side, step),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .files import with_checksums
 from zero_nb.checkpoint.sharded import (
     PlannedSave,
     finish_save,
@@ -58,7 +59,8 @@ class StagingMemory:
     def copy(self, planned: PlannedSave) -> dict[Any, Any]:  # by index of the plan's items
         """Copy what is to be written; it is valid until the next copy."""
         planner = planned.planner
-        found = {item.index: planner.resolve_data(item) for item in planned.plan.items}
+        with with_checksums():  # what is no tensor is packed here
+            found = {item.index: planner.resolve_data(item) for item in planned.plan.items}
         tensors = {index: v.detach() for index, v in found.items() if isinstance(v, Tensor)}
         total = sum(map(_room, tensors.values()))
         if total > self.nbytes:

@@ -10,6 +10,7 @@ import glob
 import os
 import shutil
 import struct
+import threading
 import uuid
 import zipfile
 import zlib
@@ -28,8 +29,8 @@ except ImportError:  # Windows
     fcntl: Any = None  # type: ignore[no-redef]
 
 # %% auto #0
-__all__ = ['replacing', 'new_folder', 'Record', 'records_in', 'read_records', 'tensors_in', 'storages_in', 'crc_of', 'check_file',
-           'joined_crc']
+__all__ = ['replacing', 'new_folder', 'Record', 'records_in', 'read_records', 'tensors_in', 'storages_in', 'with_checksums',
+           'crc_of', 'check_file', 'joined_crc']
 
 # %% ../../nbs/checkpoint/01_files.ipynb #f11e0009
 def _flush_folder(folder: Path) -> None:
@@ -263,6 +264,26 @@ def storages_in(value: Any) -> Iterator[tuple[str, Tensor]]:  # with the first t
             yield name, tensor
 
 # %% ../../nbs/checkpoint/01_files.ipynb #f11e0014
+_CRC_LOCK = threading.Lock()
+_crc_before: list[bool] = []  # what the user has chosen, once for each writer under way
+
+
+@contextmanager
+def with_checksums() -> Iterator[None]:
+    """Let torch write checksums, in all threads."""
+    options = torch.serialization
+    with _CRC_LOCK:
+        _crc_before.append(_crc_before[0] if _crc_before else options.get_crc32_options())
+        options.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        with _CRC_LOCK:
+            before = _crc_before.pop()
+            if not _crc_before:
+                options.set_crc32_options(before)
+
+
 _READ = 1 << 22  # bytes
 
 
@@ -297,6 +318,11 @@ def check_file(
     Raises `ValueError` that names the tensor, what was expected and what was found."""
     with open(path, "rb") as file:  # once: another process may put a newer one there meanwhile
         found = records_in(file, path)
+        if not any(record.crc for record in found.values()):
+            raise ValueError(
+                f"{path} has no checksums, as torch.save writes none after set_crc32_options(False), so"
+                " it cannot be checked; load it with torch.load, and save it with that option True"
+            )
         names = sorted(found, key=lambda name: -found[name].nbytes)[part[0] :: part[1]]
         for name in names:
             record = found[name]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .files import new_folder
+from .files import new_folder, with_checksums
 from zero_nb.checkpoint.folder import (
     DCP,
     MANIFEST,
@@ -133,7 +133,8 @@ def write_part(
 
     places = {item.index: i for i, item in enumerate(planned.plan.items)}
     data = SimpleNamespace(resolve_data=resolve)
-    written = planned.writer.write_data(planned.plan, data).wait()
+    with with_checksums():
+        written = planned.writer.write_data(planned.plan, data).wait()
     found = [(places[each.index], each.storage_data) for each in written]
     return json.dumps([[i, at.relative_path, at.offset, at.length] for i, at in found])
 

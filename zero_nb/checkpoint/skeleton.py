@@ -20,7 +20,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .files import Record, joined_crc, read_records, storages_in
+from zero_nb.checkpoint.files import (
+    Record,
+    joined_crc,
+    read_records,
+    storages_in,
+    with_checksums,
+)
 from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
@@ -79,7 +85,7 @@ class SkeletonFile:
             Any, Tensor
         ],  # tensors of it that are written later, each in memory of its own
     ):
-        with torch.serialization.skip_data():
+        with with_checksums(), torch.serialization.skip_data():
             torch.save(content, path)
         records = read_records(path)
         keys = {tensor.untyped_storage()._cdata: key for key, tensor in later.items()}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .contents import Checkpoint
-from .files import new_folder, replacing
+from .files import new_folder, replacing, with_checksums
 from .folder import check_available, import_dcp, write_manifest
 from zero_nb.checkpoint.formats import (
     METADATA,
@@ -225,7 +225,8 @@ def _write_ranks(content: Any, folder: Path, ranks: int, advance: Advance) -> No
     plans, table = planners[0].create_global_plan(plans)
     written = []
     for planner, plan in zip(planners, writer.prepare_global_plan(plans), strict=True):
-        written.append(writer.write_data(planner.finish_plan(plan), planner).wait())
+        with with_checksums():
+            written.append(writer.write_data(planner.finish_plan(plan), planner).wait())
     writer.finish(table, written)
 
 
