@@ -557,3 +557,23 @@ def test_optimizer_hooks_and_kwargs_pass_through():
     zero.register_step_post_hook(lambda optimizer, args, kwargs: seen.append("after"))
     zero.step()
     assert seen == ["before", "after"]
+
+
+def kernels():
+    """Choose kernels by option after the optimizer was made."""
+    model = nn.Linear(4, 4)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    [group] = optimizer.param_groups
+    found = []
+    for options in ({}, {"fused": False}, {"fused": True}, {"fused": None, "foreach": True}):
+        group.update(options)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        [local] = optimizer.local.groups()
+        found.append((local["fused"], local["foreach"], group["fused"]))
+    return found
+
+
+def test_a_kernel_that_the_user_chooses_later_is_taken():
+    wanted = [(True, None, None), (False, None, False), (True, None, True), (False, True, None)]
+    assert run(2, kernels) == [wanted] * 2

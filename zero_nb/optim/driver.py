@@ -279,6 +279,11 @@ class StepOptions:
         norm = self.max_grad_norm
         if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
             raise ValueError(f"max_grad_norm must be above 0, got {norm!r}")
+        if not (isinstance(self.norm_type, (int, float)) and self.norm_type > 0):
+            raise ValueError(
+                "norm_type must be above 0, such as 2.0 or inf: for others the norm of the ranks' norms"
+                f" is not the norm of all; got {self.norm_type!r}"
+            )
         floating = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
         if self.reduce_dtype not in (None, *floating):
             raise TypeError(

@@ -180,7 +180,13 @@ class LocalOptimizers:
 
     def pull_options(self, param_groups: list[dict[str, Any]]) -> None:
         """Take over the user's options, which a scheduler may have changed."""
-        _copy_options(param_groups, self.groups())
+        local = self.groups()
+        _copy_options(param_groups, local)
+        for theirs, ours in zip(param_groups, local, strict=True):
+            if theirs.get("fused") is not None:
+                ours["fused"] = theirs["fused"]
+            elif theirs.get("foreach") is not None and ours.get("fused"):
+                ours["fused"] = False
 
     def push_options(self, param_groups: list[dict[str, Any]]) -> None:
         """Show the user what a step has changed in the local options."""

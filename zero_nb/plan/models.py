@@ -80,7 +80,7 @@ def _layers(prefix: str, count: int, block: Shapes) -> Shapes:
 
 # %% ../../nbs/plan/12_models.ipynb #ab59fe55
 def resnet50(classes: int = 1000) -> Shapes:
-    """ResNet-50, four methods of bottlenecks."""
+    """ResNet-50, four stages of bottlenecks."""
 
     def conv(name: str, out: int, into: int, k: int) -> Shapes:
         return {
@@ -91,9 +91,9 @@ def resnet50(classes: int = 1000) -> Shapes:
 
     shapes = conv("conv1", 64, 3, 7)
     into = 64
-    for method, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), 1):
+    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), 1):
         for b in range(blocks):
-            at = f"layer{method}.{b}"
+            at = f"layer{stage}.{b}"
             shapes |= (
                 conv(f"{at}.conv1", width, into, 1)
                 | conv(f"{at}.conv2", width, width, 3)
