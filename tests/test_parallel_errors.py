@@ -80,6 +80,10 @@ def bad():
     ask("clip", lambda: made(max_grad_norm=-1.0))
     ask("judges", lambda: made(interleaved=True, max_grad_norm=1.0))
     ask("scaler", lambda: made(scaler=3))
+    ask("norm", lambda: made(max_grad_norm=1.0, norm_type=0))
+    model = network()
+    model.register_buffer("mask", torch.eye(3).to_sparse())
+    ask("sparse buffer", lambda: data_parallel(model, sharded(one_adamw(model))))
     model = network()
     zero = sharded(one_adamw(model))
     data_parallel(model, zero)
@@ -107,6 +111,8 @@ WORDS = {
     "lag of a float": "(Type|Value)Error.*lag",
     "buffers": "ValueError.*'none'",
     "clip": "ValueError.*max_grad_norm",
+    "norm": "ValueError.*norm_type must be above 0",
+    "sparse buffer": "ValueError.*mask has layout torch.sparse_coo; keep it dense",
     "judges": "ValueError.*interleaved",
     "scaler": "TypeError.*scaler.*got",
     "twice": "RuntimeError.*detach",

@@ -402,11 +402,19 @@ def bad_calls(parent):
         caught(lambda: save_sharded(parent / "two", model, zero, extra=[model] * rank)),
         caught(lambda: load_sharded(parent / "two", model, zero)),
         caught(lambda: save_sharded("/proc/one", model, zero)),
+        caught(lambda: save_with_sparse_buffer(parent / "two")),
     ]
+
+
+def save_with_sparse_buffer(path):
+    model, zero = stepped()
+    model.register_buffer("mask", torch.eye(3).to_sparse())
+    save_sharded(path, model, zero)
 
 
 def test_bad_calls_are_errors_on_every_rank(folder):
     words = ["folder of its own", "rank0", "JSON", "", "", "no complete checkpoint", "Error"]
+    words += ["mask of the model has layout torch.sparse_coo"]
     for said in run(2, bad_calls, folder):
         assert all(w in (s or "") and s for w, s in zip(words, said, strict=True)), said
     assert [path.name for path in folder.iterdir()] == ["one"]

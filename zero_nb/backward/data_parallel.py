@@ -24,7 +24,7 @@ from zero_nb.backward.engine import (
     check_not_driven,
     in_torchs_join,
 )
-from .module_buffers import BufferMode, BufferSync, broadcast_from
+from .module_buffers import BufferMode, BufferSync, broadcast_from, check_buffers
 from .parallel_backward import ParallelBackward
 from .parallel_reducer import ParallelReducer, StepObserver, TorchJoinHook
 from .watch import BackwardWatch, TransientHook, fail_peers_on_error
@@ -94,10 +94,10 @@ def _check_together(
 
 
 def _check_on_all_ranks(module: Any, optimizer: Any, options: DataParallelOptions) -> None:
-    known = isinstance(optimizer, ZeroRedundancyOptimizer)
-    groups = optimizer.groups if known else Group()
+    groups = optimizer.groups if isinstance(optimizer, ZeroRedundancyOptimizer) else Group()
     with agreeing(groups, "data_parallel", lambda: [options.described]):
         _check_module(module, optimizer)
+        check_buffers(module)
         options.check()
         check_complex(options, optimizer)
         _check_together(module, optimizer, options)

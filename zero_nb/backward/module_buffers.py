@@ -20,7 +20,7 @@ from ..optim.optimizer import ZeroRedundancyOptimizer
 BufferMode = Literal["broadcast", "average", "local"]
 
 # %% auto #0
-__all__ = ['BufferMode', 'broadcast_from', 'sync_buffers', 'BufferSync']
+__all__ = ['BufferMode', 'check_buffers', 'broadcast_from', 'sync_buffers', 'BufferSync']
 
 # %% ../../nbs/backward/13_module_buffers.ipynb #1a34d94d
 def _run_on_each(
@@ -36,6 +36,16 @@ def _run_on_each(
     for t, dense in pairs:
         if dense is not t:
             t.copy_(dense)
+
+
+def check_buffers(module: nn.Module) -> None:
+    """Refuse buffers that cannot be sent; `ValueError`. Source: `DistributedDataParallel`."""
+    for name, buffer in module.named_buffers():
+        if buffer.layout != torch.strided:
+            raise ValueError(
+                f"all ranks get the buffers of the first one, and only dense ones can be sent: {name} has"
+                f" layout {buffer.layout}; keep it dense, or out of the module"
+            )
 
 
 def broadcast_from(

@@ -61,6 +61,12 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> 
     found = dict[str, Any]()
     with agreeing(group, "reading the model's state"):
         found["model"] = DCP.state_dict.get_model_state_dict(model)
+        for name, value in found["model"].items():
+            if isinstance(value, Tensor) and value.layout != torch.strided:
+                raise ValueError(
+                    f"{name} of the model has layout {value.layout}, and a folder holds dense tensors;"
+                    " keep it dense, or register it with persistent=False"
+                )
     with agreeing(group, "reading the optimizer's state"), _giving_parts(optimizer):
         found["optimizer"] = DCP.state_dict.get_optimizer_state_dict(model, optimizer)
     return found
