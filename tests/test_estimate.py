@@ -513,3 +513,46 @@ def test_gradients_that_are_added_in_another_dtype_cost_their_bytes(
     assert hybrid[1] - hybrid[0] == (found.wire - plain.wire) + (
         0 if method in ("ddp", "torch", "zero1") else 500 * (sent - 2)
     )
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("model", "optimizer", "ranks", "method"),
+    [
+        ("llama-3-8b", "muon", 8, "torch"),
+        ("gpt2-xl", "muon", 15, "torch"),
+        ("gpt2", "muon", 8, "zero1"),
+        ("gpt2", "muon", 6, "zero2"),
+        ("gpt2", "adamw", 7, "zero1"),
+    ],
+)
+def test_the_rank_that_is_described_needs_most(model, optimizer, ranks, method, mixed):
+    precision = {"dtype": "bfloat16", "master_dtype": "float32"} if mixed else {}
+    every = [
+        estimate(model, optimizer, ranks, method, group_rank=rank, **precision).total
+        for rank in range(ranks)
+    ]
+    assert estimate(model, optimizer, ranks, method, **precision).total == max(every)
+
+
+def test_a_step_after_backward_copies_gradients():
+    small = [ParamSpec(f"p{i}", (100,)) for i in range(40)]  # in one bucket, stepped as one tensor
+    gathers, part = 4 * 4000, 4 * 4000 // 2
+    assert estimate(small, "adamw", 2, "zero1").buckets == part + max(gathers, part)
+    assert estimate(small, "adamw", 1, "zero1").buckets == 0
+    large = [ParamSpec("p", (4000,), "bfloat16")]  # in its own memory
+    assert estimate(large, "adamw", 2, "zero1").buckets == 0
+    copied = estimate(large, "adamw", 2, "zero1", master_dtype="float32")
+    assert copied.buckets == 4 * 2000  # for the step, in float32
+    assert (
+        estimate(large, "adamw", 2, "zero2", master_dtype="float32").buckets < copied.buckets + 8000
+    )
+
+
+def test_fewer_ranks_than_a_search_by_halves_finds():
+    precision = {"dtype": "bfloat16", "master_dtype": "float32"}
+    needs = {n: estimate("gpt2", "adamw", n, "zero1-overlap", **precision).total for n in (29, 30)}
+    assert needs[29] < needs[30]
+    assert fewest_ranks("gpt2", "adamw", needs[29] + 1, "zero1-overlap", **precision) == 29
+    with pytest.raises(ValueError, match="most must be at least replicas, 4, got 3"):
+        fewest_ranks("gpt2", most=3, replicas=4)

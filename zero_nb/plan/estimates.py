@@ -14,11 +14,14 @@ from .estimated import Estimate, PLANNED
 from .machines import Machine
 from .models import find_model, unknown
 from zero_nb.plan.planned_memory import (
+    _copied_gradients,
+    _fullest,
     _kept,
     _most_at_a_time,
     _part_bytes,
     _scratch,
     _stepped_together,
+    _uneven_spans,
 )
 from .policies import Policy, greedy
 from .schedule import MAX_IN_FLIGHT, METHODS, NETWORK, Step, clock, order, peak
@@ -123,7 +126,10 @@ def estimate_setup(
     plan = setup.ddp_plan(specs, ranks) if in_ddps_buckets else setup.buckets(specs, ranks, method)
     whole = greedy(specs, ranks) if method == "torch" else None
     loads = whole.loads if whole else plan.loads
-    chosen = max(range(ranks), key=loads.__getitem__) if group_rank is None else group_rank
+    chosen = group_rank
+    if chosen is None:
+        spans = ((r, whole.spans(r)) for r in range(ranks)) if whole else _uneven_spans(plan)
+        chosen = _fullest(specs, loads, spans, setup)
     if not 0 <= chosen < ranks:
         raise ValueError(f"group_rank must lie in 0 to {ranks - 1}, got {chosen}")
     owned: list[list[Any]]
@@ -202,11 +208,13 @@ def _gradient_bytes(
     return means, peak(_operations(plan, PLANNED[found.method], setup), sizes)
 
 
-def _scratch_bytes(found: Estimate, plan: BucketPlan, setup: Setup, alive: int) -> int:
-    """Count the scratch memory; `alive` is that of full gradients."""
+def _scratch_bytes(
+    found: Estimate, plan: BucketPlan, setup: Setup, alive: int, gradients: int
+) -> int:
+    """Count the scratch memory; `alive` is that of full gradients, `gradients` of those copied to step."""
     method = METHODS[PLANNED[found.method]]
     ours = found.method not in ("ddp", "torch")
-    scratch = _scratch(plan, found.group_rank, setup.master_dtype) if ours else 0
+    scratch = _scratch(plan, found.group_rank, setup.master_dtype, gradients) if ours else 0
     cast = setup.casts(plan) if method.reduce == "RS" else []
     adding = _most_at_a_time([b.numel * setup.sent_itemsize(b) for b in cast], MAX_IN_FLIGHT)
     if method.frees == "stepped":  # gathers run while other buckets are added
@@ -228,6 +236,8 @@ def _fill_in(
     mine = sum((s.stop - s.start) * specs[s.param].itemsize for spans in owned for s in spans)
     state, master = _kept(specs, owned, state_rule(setup.optimizer), setup.master_dtype)
     gradients, alive = _gradient_bytes(found, plan, setup, full)
+    after_backward = found.method == "zero1"
+    copied = _copied_gradients(plan, owned, setup.master_dtype) if after_backward else 0
     stepped = 2 * (state + master) + 3 * mine
     seconds, collectives = _time_and_collectives(plan, found.method, setup, stepped)
     padding = sum(b.padding * ITEMSIZE[b.dtype] for b in plan.buckets)
@@ -237,7 +247,7 @@ def _fill_in(
         gradients=gradients,
         state=state,
         master=master,
-        buckets=_scratch_bytes(found, plan, setup, alive),
+        buckets=_scratch_bytes(found, plan, setup, alive, copied),
         padding=0 if found.method in ("ddp", "torch") else padding,
         wire=_wire_bytes(found, plan, setup, full, mine),
         collectives=collectives,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from .estimated import Estimate
@@ -59,17 +60,25 @@ def fits(
     return found.total + parse_memory(activations) <= parse_memory(memory)
 
 
+_LOOK_BELOW = 64  # ranks
+
+
 def _fewest_ranks(
     model: Any, memory: int, method: str, setup: Setup, activations: str | float, most: int
 ) -> int | None:
-    """Double the number of ranks until a rank has the memory, then search between the last two."""
+    """Double the number of ranks until a rank has the memory, then search between the last two, and
+    then below: a bucket that does not divide may need more scratch memory on more ranks."""
+
+    def on(ranks: int) -> Estimate:
+        return estimate_setup(model, ranks * setup.replicas, method, setup)
 
     def enough(ranks: int) -> bool:
-        found = estimate_setup(model, ranks * setup.replicas, method, setup)
-        return fits(found, memory, activations)
+        return fits(on(ranks), memory, activations)
 
     limit = most // setup.replicas
-    tried = (min(2**k, limit) for k in range(limit.bit_length() + 1))
+    if limit < 1:
+        raise ValueError(f"most must be at least replicas, {setup.replicas}, got {most}")
+    tried = sorted({min(2**k, limit) for k in range(limit.bit_length() + 1)})
     high = next((ranks for ranks in tried if enough(ranks)), None)
     if high is None:
         return None
@@ -80,6 +89,12 @@ def _fewest_ranks(
             high = middle
         else:
             low = middle
+    for ranks in range(high - 1, max(high - _LOOK_BELOW, 1) - 1, -1):
+        found = on(ranks)
+        if fits(found, memory, activations):
+            high = ranks
+        elif not fits(replace(found, buckets=0), memory, activations):
+            break
     return high * setup.replicas
 
 

@@ -5,6 +5,7 @@
 # %% ../../nbs/plan/17_planned_memory.ipynb #6fb8da50
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
@@ -37,13 +38,31 @@ def _copied(plan: BucketPlan, master_dtype: str | None) -> list[Bucket]:
     return [b for b in plan.buckets if len(b.slots) > 1 or b.padding]
 
 
-def _scratch(plan: BucketPlan, group_rank: int, master_dtype: str | None = None) -> int:  # bytes
+def _scratch(
+    plan: BucketPlan,
+    group_rank: int,
+    master_dtype: str | None = None,
+    gradients: int = 0,  # bytes that are copied for the step, and freed before the gathers
+) -> int:  # bytes
     """Find the most scratch memory that a step and its gathers need at one time."""
     copied = _copied(plan, master_dtype)
-    if not copied:
-        return 0
     stepped = sum(_part_bytes(b, group_rank, ITEMSIZE[b.dtype]) for b in copied)
-    return _most_at_a_time([b.nbytes for b in copied], MAX_IN_FLIGHT) + stepped
+    return stepped + max(_most_at_a_time([b.nbytes for b in copied], MAX_IN_FLIGHT), gradients)
+
+
+def _copied_gradients(
+    plan: BucketPlan,
+    stepped: Iterable[Sequence[Slot]],  # of a rank; those in one list are stepped as one tensor
+    master_dtype: str | None,
+) -> int:  # bytes
+    """Count the gradients that a step after backward copies: side by side, or into a wider dtype."""
+    wide = ITEMSIZE[master_dtype] if master_dtype else 0
+    total = 0
+    for slots in stepped:
+        itemsize = plan.params[slots[0].param].itemsize
+        if len(slots) > 1 or wide > itemsize:
+            total += sum(slot.numel for slot in slots) * max(wide, itemsize)
+    return total
 
 
 def _stepped_together(plan: BucketPlan, group_rank: int, setup: Setup) -> list[list[Slot]]:
@@ -81,3 +100,39 @@ def _kept(
                 copies += count * wide
         state += 4 * rule(specs[spans[0].param]).scalars
     return state, copies
+
+
+def _bucket_owners(bucket: Bucket) -> set[int]:  # group ranks
+    """Tell who owns something of a bucket, without looking at each rank."""
+    found = set[int]()
+    for slot in bucket.slots:
+        rank = bisect_right(bucket.bounds, slot.offset) - 1
+        while rank < bucket.world_size and bucket.bounds[rank] < slot.offset + slot.numel:
+            found.add(rank)
+            rank += 1
+    return found
+
+
+def _fullest(
+    specs: Sequence[ParamSpec],
+    loads: Sequence[int],  # elements of each rank
+    spans: Iterable[
+        tuple[int, Iterable[Any]]
+    ],  # by rank; those that all ranks share alike left out
+    setup: Setup,
+) -> int:  # group rank
+    """Find the rank whose state, copies and gradients take most bytes."""
+    rule = state_rule(setup.optimizer)
+    nbytes = [0] * len(loads)
+    for rank, owned in spans:
+        for s in owned:
+            nbytes[rank] += sum(_kept(specs, [[s]], rule, setup.master_dtype))
+            nbytes[rank] += (s.stop - s.start) * specs[s.param].itemsize
+    return max(range(len(loads)), key=lambda rank: (nbytes[rank], loads[rank]))
+
+
+def _uneven_spans(plan: BucketPlan) -> Iterable[tuple[int, Iterable[Slot]]]:  # by rank
+    """List what ranks own of buckets that are not cut into equal parts."""
+    for bucket in plan.buckets:
+        if isinstance(bucket.bounds, tuple):  # else a rule
+            yield from ((rank, bucket.slots_of(rank)) for rank in _bucket_owners(bucket))

@@ -53,6 +53,8 @@ class Setup:
                 "compute must be seconds >= 0, of forward and backward on a rank, got"
                 f" {self.compute!r}"
             )
+        if type(self.align) is not int or self.align < 1:
+            raise ValueError(f"align must be a number of elements, 1 or more, got {self.align!r}")
         if self.master_dtype not in (None, *ITEMSIZE):
             raise unknown("master_dtype", self.master_dtype, ITEMSIZE)
         if self.reduce_dtype not in (None, *REDUCED):
