@@ -161,9 +161,13 @@ print("b")
     ]
     assert "last" not in rows[0] and "<svg" in shown[-1]["text/html"]
 
-    found = outputs(
-        client, "%%torchrun --keep\nif rank: os.kill(os.getpid(), 9)\nreport_step(step=9)"
-    )
+    cell = f"""%%torchrun --keep
+while rank and not os.path.exists({str(tmp_path / "reported")!r}): time.sleep(0.01)
+if rank: os.kill(os.getpid(), 9)
+report_step(step=9)
+open({str(tmp_path / "reported")!r}, "w").close()
+"""
+    found = outputs(client, cell)
     shown = [content["data"] for kind, content in found if "display_data" in kind]
     assert "s ago" in shown[-1]["text/plain"] and "none" in shown[-1]["text/plain"]
     [error] = [content for kind, content in found if kind == "error"]
