@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_nb.comm import launch
 from zero_nb.comm.launch import run
-from zero_nb.comm.outcomes import RankTraceback
+from zero_nb.comm.outcomes import RankTraceback, serialize
 from zero_nb.comm.rank_process import _backend
 from zero_nb.comm.world import World
 
@@ -164,6 +165,32 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path):
     with pytest.raises(TimeoutError):
         run(2, lambda: (f(), time.sleep(600)), timeout=2)
     wait_for(lambda: not any(alive(pid) for pid in pids()))
+
+
+def writes_later(path):
+    """Leave a thread that writes a file, and a pool whose thread waits for work."""
+
+    def write():
+        time.sleep(0.5)
+        path.write_text("written")
+
+    threading.Thread(target=write).start()
+    ThreadPoolExecutor(1).submit(int).result()
+
+
+def test_a_rank_ends_when_its_threads_have(tmp_path):
+    start = time.monotonic()
+    run(1, writes_later, tmp_path / "forked")
+    assert (tmp_path / "forked").read_text() == "written"
+    world = World(1)
+    world.run(
+        "def f():\n    time.sleep(0.5)\n    open(path, 'w').write('written')\n"
+        "import threading, time\nthreading.Thread(target=f).start()",
+        serialize({"path": str(tmp_path / "kept")}),
+    )
+    world.stop()
+    assert (tmp_path / "kept").read_text() == "written"
+    assert time.monotonic() - start < 30
 
 
 def test_ranks_do_not_destroy_the_callers_stores():

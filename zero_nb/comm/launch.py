@@ -23,7 +23,15 @@ import torch.distributed as dist
 
 from .magic import register_magics
 from .outcomes import _attempt, _gather_outcomes, _send_to_all, _values
-from .rank_process import Link, Logs, _backend, _enter, _leave, _replace_streams
+from zero_nb.comm.rank_process import (
+    Link,
+    Logs,
+    _backend,
+    _enter,
+    _finish_threads,
+    _leave,
+    _replace_streams,
+)
 from .reaper import NamelessFiles, Reaper
 
 # %% ../../nbs/comm/41_launch.ipynb #7fa6f8fd
@@ -104,6 +112,8 @@ def _forked(job: _Job, rank: int, streams: tuple[Any, Any]) -> NoReturn:
     outcome = _attempt(link, _enter, job.backend, job.store, job.group_timeout)
     if outcome.did == "returned":
         outcome = _attempt(link, job.f, *job.args, **job.kwargs)
+        if outcome.did == "returned":
+            _finish_threads()
     link.say(outcome)
     # a rank that failed waits here to be stopped: if it closed its sockets, the others would fail
     # as well

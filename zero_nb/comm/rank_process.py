@@ -147,7 +147,13 @@ def _enter(backend: str, place: str = "env://", seconds: float | None = None) ->
     )
 
 
+def _finish_threads() -> None:
+    """Wait for the threads that a program waits for when it ends, such as one that writes a checkpoint."""
+    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends a process
+
+
 def _leave() -> NoReturn:
+    _finish_threads()
     with suppress(Exception):
         if dist.is_initialized():
             dist.destroy_process_group()

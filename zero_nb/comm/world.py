@@ -285,5 +285,5 @@ class World(_Processes):
         """Let idle ranks leave in order."""
         _send_to_all([conn for conn, _ in self.ranks], "end")
         if self.ranks:
-            self.agent.code(0, 10)
+            self.agent.code(0, 60)  # threads of a rank may have to finish, such as a save
         self.kill()
