@@ -69,7 +69,7 @@ def test_state_is_what_the_plan_says_to_the_byte(size):
         report = reports[0]
         assert all(other == report for other in reports), case
         assert report.unexplained == (), (case, report)
-        assert len(report.rows) == 6 * size
+        assert len(report.rows) == 7 * size
         for rank in range(size):
             for category in ("state", "master", "parameters"):
                 row = report.row(rank, category)
@@ -148,6 +148,30 @@ def test_a_shared_storage_is_counted_once():
     for rank, report in enumerate(run(2, tied)):
         assert report.row(rank, "parameters").held == 4 * 2500
         assert report.unexplained == ()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_of_the_model_are_a_category_of_their_own(mode):
+    def normalized():
+        model = nn.Sequential(nn.Linear(12, 20), nn.BatchNorm1d(20), nn.Linear(20, 7))
+        attached = MODES[mode].attach(model, lambda m: optimizer_of(m, "AdamW"))
+        for _ in range(2):
+            attached.call(torch.ones(3, 12)).square().mean().backward()
+            attached.optimizer.step()
+        model.register_buffer("part", model[1].running_mean[:10])
+        shared = memory_report(attached.call, attached.optimizer)
+        model.part = torch.zeros(1000)[:10]
+        return shared, memory_report(attached.call, attached.optimizer)
+
+    for shared, view in run(2, normalized):
+        assert shared.unexplained == view.unexplained == ()
+        for rank in range(2):
+            row = shared.row(rank, "buffers")
+            assert (row.held, row.planned) == (4 * 40 + 8, 4 * 50 + 8)
+            assert "share memory" in row.reason
+            row = view.row(rank, "buffers")
+            assert (row.held, row.planned) == (4 * 1040 + 8, 4 * 50 + 8)
+            assert "views" in row.reason
 
 
 def test_frozen_parameters_have_no_gradient_and_no_state():

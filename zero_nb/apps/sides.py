@@ -316,6 +316,7 @@ def choose_mode(
 # %% ../../nbs/apps/04_sides.ipynb #a39ac017
 MEMORY_KINDS = {
     "parameters": "parameters",
+    "buffers": "parameters",
     "gradients": "gradients",
     "state": "optimizer state",
     "master": "float32 masters",

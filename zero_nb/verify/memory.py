@@ -88,6 +88,7 @@ def _held_now(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
     params = list(model.parameters())
     found = {
         "parameters": count.add(params),
+        "buffers": count.add(model.buffers()),
         "gradients": count.add(p.grad for p in params if p.grad is not None),
         "state": count.add(_state_tensors(optimizer)),
         "master": 0,
@@ -96,9 +97,7 @@ def _held_now(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
     }
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return found
-    if isinstance(
-        optimizer.driver, DataParallel
-    ):  # averages that wait for the step in their own memory
+    if isinstance(optimizer.driver, DataParallel):  # its averages have memory of their own
         found["gradients"] += count.add(optimizer.driver.planner.reducer.means.values())
     shards = [shard for shard in optimizer.shards if not shard.alone]
     masters = [piece.view for shard in shards for piece in shard.pieces if piece.master]
@@ -233,9 +232,11 @@ def _planned(
         gradient_as_bucket_view=getattr(model, "gradient_as_bucket_view", True),
         **options,
     )
+    gradients = said.gradients if averages is None else averages
     return {
         "parameters": sum(p.nbytes for p in model.parameters()),
-        "gradients": said.gradients if averages is None else averages,
+        "buffers": sum(buffer.nbytes for buffer in model.buffers()),
+        "gradients": gradients,
         "state": state,
         "master": copies,
         "buckets": said.buckets,
@@ -246,6 +247,7 @@ def _planned(
 UNEXPLAINED = "not explained"
 _LESS = {
     "parameters": "parameters share memory",
+    "buffers": "buffers share memory, with each other or with parameters",
     "gradients": "freed since, by zero_grad or by a step inside backward",
     "state": "parameters that have not had a gradient yet have no state",
     "buckets": "needed inside a step, at its worst moment; DDP's own, in C++, are not seen",
@@ -253,6 +255,7 @@ _LESS = {
 _MORE = {
     "parameters": "the rest of storages that parameters are views of: padding of buckets, or tensors"
     " that are used in part",
+    "buffers": "the rest of storages that buffers are views of",
     "messages": "memory to receive messages into, or shared with ranks of this machine, which the"
     " plan does not count",
 }
