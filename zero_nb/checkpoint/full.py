@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .files import check_file, replacing
-from .names import KEYS, by_index, by_name, names_of_params
+from .names import KEYS, by_index, by_name, names_in_groups, names_of_params
 from zero_nb.checkpoint.skeleton import (
     FileTarget,
     SkeletonFile,
@@ -165,22 +165,9 @@ def _names_by_group(
     model: nn.Module,
     optim_input: Any,  # param groups, or parameters; None: all of the model
 ) -> list[list[str]]:
-    names = {id(p): name for name, p in model.named_parameters()}
     given = list(model.parameters() if optim_input is None else optim_input)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    found = list[list[str]]()
-    for number, group in enumerate(groups):
-        params = group["params"]
-        params = [params] if isinstance(params, Tensor) else [*params]
-        params = [p[1] if isinstance(p, tuple) else p for p in params]
-        strange = [i for i, p in enumerate(params) if id(p) not in names]
-        if strange:
-            raise ValueError(
-                f"parameter {strange[0]} of param group {number} is none of the model's; give the"
-                " model whose parameters the optimizer was made with"
-            )
-        found.append([names[id(p)] for p in params])
-    return found
+    grouped = bool(given) and isinstance(given[0], dict)
+    return names_in_groups(model, given if grouped else [{"params": given}])
 
 
 def _check_fits(names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -233,4 +220,11 @@ def shard_full_optim_state_dict(
 
     Raises `ValueError` where groups do not fit. Source: the function of this name of
     `torch.distributed.fsdp.FullyShardedDataParallel`."""
-    return by_index(full, _names_by_group(model, optim_input))
+    if "param_groups" not in full:
+        raise ValueError(
+            "full must be a full optimizer state dict, which full_optim_state_dict gives on group"
+            f" rank 0 only, got {sorted(full)}; broadcast it to all ranks"
+        )
+    found = by_index(full, _names_by_group(model, optim_input))
+    groups = [{k: v for k, v in g.items() if k != "param_names"} for g in found["param_groups"]]
+    return {**found, "param_groups": groups}  # the optimizer keeps its names, or has none

@@ -6,10 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..optim.optimizer import ZeroRedundancyOptimizer
+from ..optim.sharded_state_dict import SavedForm, room_for_state
+from ..optim.state_dict_check import read_state
 
 # %% auto #0
-__all__ = ['KEYS', 'names_of_params', 'by_name', 'by_index']
+__all__ = ['KEYS', 'names_of_params', 'by_name', 'names_in_model', 'names_in_groups', 'by_index', 'SavedEntry', 'entries_below',
+           'lay_out', 'state_to_save', 'SavedOptimizer']
 
 # %% ../../nbs/checkpoint/03_names.ipynb #162b5da3
 KEYS = ("index", "name")
@@ -36,6 +46,46 @@ def by_name(
     state = {names[k] if isinstance(k, int) else k: v for k, v in full["state"].items()}
     groups = [{**g, "params": [names[i] for i in g["params"]]} for g in full["param_groups"]]
     return {**full, "state": state, "param_groups": groups}
+
+# %% ../../nbs/checkpoint/03_names.ipynb #150df5b1
+def names_in_model(model: nn.Module) -> dict[Tensor, str]:  # of a shared one the first
+    """Name the parameters of a model as `torch.distributed.checkpoint` does."""
+    named = model.named_parameters()
+    if not torch.distributed.is_available():
+        return {param: name for name, param in named}
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    found = dict[Tensor, str]()
+    for name, param in named:
+        names = _get_fqns(model, name)
+        if len(names) > 1:
+            raise ValueError(
+                f"{name} holds {len(names)} parameters of torch's FullyShardedDataParallel, which"
+                " only torch.distributed.checkpoint.state_dict can take apart; use fully_shard"
+            )
+        found[param] = min(names)
+    return found
+
+
+def names_in_groups(
+    model: nn.Module,
+    param_groups: Iterable[Mapping[str, Any]],  # of tensors, or pairs of name and tensor
+) -> list[list[str]]:  # of each group
+    """Name the parameters of param groups as the model does. Raises `ValueError` for one that is not the model's."""
+    names = names_in_model(model)
+    found = list[list[str]]()
+    for number, group in enumerate(param_groups):
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else [*params]
+        params = [p[1] if isinstance(p, tuple) else p for p in params]
+        strange = [i for i, p in enumerate(params) if p not in names]
+        if strange:
+            raise ValueError(
+                f"parameter {strange[0]} of param group {number} is none of the model's; give the"
+                " model whose parameters the optimizer was made with"
+            )
+        found.append([names[p] for p in params])
+    return found
 
 # %% ../../nbs/checkpoint/03_names.ipynb #f0110011
 def _saved_names(group: Mapping[str, Any]) -> list[str] | None:
@@ -90,3 +140,131 @@ def by_index(
             if keys[name] in state:
                 by_param[index] = state.pop(keys[name])
     return {**full, "state": by_param | state, "param_groups": groups}
+
+# %% ../../nbs/checkpoint/03_names.ipynb #150df5c1
+class SavedEntry(NamedTuple):
+    """A value in a table of contents."""
+
+    fqn: str  # its key in the table
+    path: tuple[Any, ...]  # the keys that led to it
+    form: Any  # of a tensor it has `size`
+
+    def empty(self, like: Tensor | None = None) -> Tensor | None:  # None: it is no tensor
+        """Make a tensor to read it into: one of its shape is laid out, and cut, as `like`."""
+        if not hasattr(self.form, "size"):
+            return None
+        dtype = self.form.properties.dtype
+        if like is not None and like.shape == self.form.size:
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return torch.empty(self.form.size, dtype=dtype)
+
+
+def entries_below(table: Any, root: str) -> list[SavedEntry]:  # whose paths begin after the root
+    """Give what a table of contents of `torch.distributed.checkpoint` has below a key."""
+    paths = table.planner_data or {}
+    found = list[SavedEntry]()
+    for fqn, form in table.state_dict_metadata.items():
+        first, *path = paths.get(fqn, (fqn,))
+        if first == root and path:
+            found.append(SavedEntry(fqn, tuple(path), form))
+    return found
+
+
+def lay_out(values: Iterable[tuple[Sequence[Any], Any]]) -> dict[Any, Any]:
+    """Put values where their keys lead; what has the keys 0, 1, 2 and so on becomes a list."""
+    root = dict[Any, Any]()
+    for path, value in values:
+        tree = root
+        for key in path[:-1]:
+            tree = tree.setdefault(key, {})
+        tree[path[-1]] = value
+    return {key: _with_numbers(member) for key, member in root.items()}
+
+
+def _with_numbers(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    members = {key: _with_numbers(member) for key, member in tree.items()}
+    numbers = [key for key in members if isinstance(key, int)]
+    if numbers and sorted(numbers) == list(range(len(members))):
+        return [members[i] for i in range(len(members))]
+    return members
+
+
+def _giving_parts(optimizer: torch.optim.Optimizer, taken: bool = False) -> Any:
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return nullcontext()
+    kind = "sharded" if taken or optimizer.history.has_state else "full"  # no state: it is whole
+    return optimizer.giving_state_dicts(kind, taken)
+
+
+def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Give this rank's part of the state that there is, by the model's names; all ranks call this."""
+    names = chain.from_iterable(names_in_groups(model, optimizer.param_groups))
+    with _giving_parts(optimizer):
+        return by_name(optimizer.state_dict(), [*names])
+
+
+class SavedOptimizer:
+    """What a table of contents has of an optimizer, and where it is read to."""
+
+    def __init__(self, table: Any, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+        self.names = names_in_groups(model, optimizer.param_groups)
+        every = list(chain.from_iterable(self.names))
+        self._index = {name: i for i, name in enumerate(every)}
+        others = {entry.path[0] for entry in entries_below(table, "model")} - {*every}
+        found = entries_below(table, "optimizer")
+        # of parameters that this optimizer does not have nothing is read
+        self._entries = [e for e in found if e.path[0] != "state" or e.path[1] not in others]
+        self.groups: list[dict[str, Any]] = []  # as saved, once they are read
+        self.values = dict[str, Any]()  # of the state, by fqn, once there is room
+
+    def room_for_groups(self) -> dict[str, Any]:  # by fqn
+        """Make room for the param groups, which are small."""
+        return {e.fqn: e.empty() for e in self._entries if e.path[0] == "param_groups"}
+
+    def take_groups(self, values: Mapping[str, Any]) -> None:  # by fqn
+        """Take the param groups; `ValueError` if the optimizer has others."""
+        read = [(e.path, values[e.fqn]) for e in self._entries if e.fqn in values]
+        self.groups = lay_out(read).get("param_groups", [])
+        by_index({"state": {}, "param_groups": self.groups}, self.names)
+
+    def make_room(self) -> None:
+        """Make room for the state. Raises `ValueError` if the optimizer cannot have it."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        sharded = isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        forms = dict[int, dict[Any, SavedForm]]()
+        cut = dict[tuple[int, Any], str]()  # fqn of what each rank reads a part of
+        for entry in self._entries:
+            index = self._index.get(entry.path[1]) if entry.path[0] == "state" else None
+            if (
+                index is not None
+                and sharded
+                and len(entry.path) == 3
+                and hasattr(entry.form, "size")
+            ):
+                form = SavedForm(entry.form.properties.dtype, tuple(entry.form.size))
+                forms.setdefault(index, {})[entry.path[2]] = form
+                cut[index, entry.path[2]] = entry.fqn
+            elif entry.path[0] != "param_groups":
+                self.values[entry.fqn] = entry.empty(None if index is None else params[index])
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            for index, values in room_for_state(self.optimizer.sharded_state, forms).items():
+                self.values |= {cut[index, key]: value for key, value in values.items()}
+            full = by_name(self.state_dict(), [*self._index])
+            read_state(full, self.optimizer.param_groups, self.optimizer.local.rules)
+
+    def load(self, values: Mapping[str, Any]) -> None:  # by fqn, as they were read
+        """Load the state into the optimizer; all ranks call this."""
+        self.values |= values
+        with _giving_parts(self.optimizer, taken=True):
+            self.optimizer.load_state_dict(self.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what was read as a state dict for the optimizer, which keeps its parameters' names."""
+        read = [(e.path, self.values[e.fqn]) for e in self._entries if e.fqn in self.values]
+        full = {"state": {}, **lay_out(read), "param_groups": self.groups}
+        found = by_index(full, self.names)
+        groups = [{k: v for k, v in g.items() if k != "param_names"} for g in found["param_groups"]]
+        return {**found, "param_groups": groups}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from zero_nb.checkpoint.folder import (
     read_manifest,
     write_manifest,
 )
+from .names import SavedOptimizer, state_to_save
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..comm.objects import broadcast_object_list, gather_object, scatter_object_list
@@ -38,7 +39,7 @@ from ..optim.driver import gather_parameters
 from ..optim.flat import flatten
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.shard import Shard
-from ..optim.sharded_state_dict import shard_parameters
+from ..optim.sharded_state_dict import in_part
 from ..optim.state import end_groups
 from ..optim.tensor_shard import TensorShard
 
@@ -47,28 +48,23 @@ __all__ = ['PlannedSave', 'plan_save', 'tight', 'write_part', 'finish_save', 'ch
            'load_sharded', 'newest_checkpoint']
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a2000d
-def _giving_parts(
-    optimizer: torch.optim.Optimizer,
-    taken: bool = False,  # they are loaded there, and nobody else has them
-) -> Any:
-    """Let the optimizer give its parts inside the block."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer.giving_state_dicts("sharded", taken)
-    return nullcontext()
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    found = DCP.state_dict.get_model_state_dict(model)
+    for name, value in found.items():
+        if isinstance(value, Tensor) and value.layout != torch.strided:
+            raise ValueError(
+                f"{name} of the model has layout {value.layout}, and a folder holds dense tensors;"
+                " keep it dense, or register it with persistent=False"
+            )
+    return found
 
 
 def _parts(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> dict[str, Any]:
     found = dict[str, Any]()
     with agreeing(group, "reading the model's state"):
-        found["model"] = DCP.state_dict.get_model_state_dict(model)
-        for name, value in found["model"].items():
-            if isinstance(value, Tensor) and value.layout != torch.strided:
-                raise ValueError(
-                    f"{name} of the model has layout {value.layout}, and a folder holds dense tensors;"
-                    " keep it dense, or register it with persistent=False"
-                )
-    with agreeing(group, "reading the optimizer's state"), _giving_parts(optimizer):
-        found["optimizer"] = DCP.state_dict.get_optimizer_state_dict(model, optimizer)
+        found["model"] = _model_state(model)
+    with agreeing(group, "reading the optimizer's state"):
+        found["optimizer"] = state_to_save(model, optimizer)
     return found
 
 
@@ -239,14 +235,32 @@ def save_sharded(
             opened.close()
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a20106
-def _with_one_error(what: str, call: Callable[[], Any]) -> None:
-    """Raise the first rank's error in the place of DCP's list of tracebacks."""
+def _load_boxes(folder: Any, into: dict[str, Any], group: Group) -> None:
+    """Let DCP read, and raise the first rank's error in the place of its list of tracebacks."""
+    by = {"storage_reader": FolderReader(folder), "planner": PlainPlanner()}
     try:
-        call()
+        DCP.load(into, process_group=group.process_group, **by)
     except DCP.CheckpointException as error:
         rank, (first, _) = min(error.failures.items())
         kind = type(first) if isinstance(first, (OSError, MemoryError)) else ValueError
-        raise kind(f"{what}: on rank {rank}, {type(first).__name__}: {first}") from first
+        raise kind(f"loading {folder}: on rank {rank}, {type(first).__name__}: {first}") from first
+
+
+def _make_room(folder: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> SavedOptimizer:
+    """Make room for an optimizer's state; `ValueError` if the optimizer cannot have it."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.wait_for_driver()
+    reader = FolderReader(folder)
+    planner = PlainPlanner()
+    table = reader.read_metadata()
+    saved = SavedOptimizer(table, model, optimizer)
+    groups = saved.room_for_groups()
+    planner.set_up_planner(groups, table, True)
+    reader.set_up_storage_reader(table, True)
+    reader.read_data(planner.create_local_plan(), planner)
+    saved.take_groups(groups)
+    saved.make_room()
+    return saved
 
 
 def _divided(optimizer: torch.optim.Optimizer) -> list[Shard]:  # none: each rank reads all
@@ -262,16 +276,6 @@ def _divided(optimizer: torch.optim.Optimizer) -> list[Shard]:  # none: each ran
     on_cpu = all(p.is_cpu for p in optimizer.params())
     near = on_cpu and len({*_hosts(group, can.device)}) == 1
     return [] if near or not can.all() else shards
-
-
-def _in_part(state: Mapping[str, Any], shards: Sequence[Shard]) -> dict[str, Any]:
-    """Put what this rank owns in the place of values that are the memory of parameters."""
-    owned = {(p.data_ptr(), p.dtype, p.shape): own for p, own in shard_parameters(shards).items()}
-    found = dict(state)
-    for key, value in state.items():
-        if type(value) is Tensor and value.numel():
-            found[key] = owned.get((value.data_ptr(), value.dtype, value.shape), value)
-    return found
 
 
 def _complete(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
@@ -297,29 +301,25 @@ def load_sharded(
     Raises on all ranks, before anything is loaded: `ValueError` if the checkpoint is damaged, not complete, or does not
     fit. Source: `torch.distributed.checkpoint.load`."""
     group = Group(process_group)
-    found = list[Any]()
+    extra = list[Any]()
+    found = list[SavedOptimizer]()
+    whole = dict[str, Any]()
     with agreeing(group, "load_sharded", lambda: [f"folder={folder}"]):
         check_available()
-        found.append(check_folder(folder, (group.group_rank, group.size)).get("extra"))
-    with _giving_parts(optimizer, taken=True):
-        parts = _parts(model, optimizer, group)
-        shards = _divided(optimizer)
-        whole = parts["model"]
-        parts["model"] = _in_part(whole, shards)
-        options = {
-            "storage_reader": FolderReader(folder),
-            "planner": PlainPlanner(),
-            "process_group": group.process_group,
-        }
-        _with_one_error(f"loading {folder}", lambda: DCP.load(parts, **options))
-        _complete(optimizer, shards)
-        loaded = parts["model"]
-        parts["model"] = {
-            k: whole[k] if isinstance(v, TensorShard) else v for k, v in loaded.items()
-        }
-        DCP.state_dict.set_model_state_dict(model, parts["model"])
-        DCP.state_dict.set_optimizer_state_dict(model, optimizer, parts["optimizer"])
-    return found[0]
+        extra.append(check_folder(folder, (group.group_rank, group.size)).get("extra"))
+    with agreeing(group, f"making room for {folder}"):  # all of it has been checked
+        whole |= _model_state(model)
+        found.append(_make_room(folder, model, optimizer))
+    [saved] = found
+    shards = _divided(optimizer)
+    parts = {"model": in_part(whole, shards), **saved.values}
+    _load_boxes(folder, parts, group)
+    _complete(optimizer, shards)
+    loaded = parts.pop("model")
+    loaded = {k: whole[k] if isinstance(v, TensorShard) else v for k, v in loaded.items()}
+    DCP.state_dict.set_model_state_dict(model, loaded)
+    saved.load(parts)
+    return extra[0]
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a20010
 def newest_checkpoint(

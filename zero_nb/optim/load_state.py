@@ -32,7 +32,7 @@ from ..plan.shards import Span
 
 # %% auto #0
 __all__ = ['cut_values', 'cut_for_pieces', 'deal_to_pieces', 'split_state_dict', 'give_state', 'snapshot', 'frozen_place',
-           'freeze_state']
+           'frozen_span', 'freeze_state']
 
 # %% ../../nbs/optim/14_load_state.ipynb #8abd191e
 def cut_values(
@@ -193,8 +193,9 @@ def give_state(
 ) -> None:
     """Put state into the local optimizers, and copies into pieces that have one."""
     for piece, values in dealt:
+        copy = values.pop(MASTER, None)  # of no use to a piece that is stepped where it is
         if piece.master:
-            piece.write_master(values.pop(MASTER) if MASTER in values else piece.read())
+            piece.write_master(piece.read() if copy is None else copy)
     release_step_memory(shard)
     states = {id(piece.view): values for piece, values in dealt}
     for kind, optim in local.by_class.items():
@@ -242,6 +243,20 @@ def frozen_place(shard: Shard, index: int) -> list[Place]:  # none if all ranks 
     return [Place(Slot(place, 0, numel, 0), bounds)] if numel else []
 
 
+def frozen_span(
+    shard: Shard, index: int, places: Sequence[Place]
+) -> tuple[Span, bool] | None:  # None: this rank keeps nothing
+    """Tell what this rank keeps of a parameter that no rank steps, and whether it is stepped whole."""
+    elementwise = shard.merges[index - shard.first] and bool(places)
+    span = Span(index, 0, 0)
+    for one in places:
+        held = one.spans(shard.group.group_rank)
+        if not held:
+            return None
+        span = held[0]._replace(param=index)
+    return span, not elementwise
+
+
 def _as_loaded(
     values: dict[str, Any], param: Tensor, shard: Shard
 ) -> dict[str, Any]:  # in the dtypes that torch.optim gives what it loads
@@ -256,17 +271,13 @@ def _as_loaded(
 def _frozen_entry(
     shard: Shard, index: int, values: dict[str, Any], places: Sequence[Place]
 ) -> StateEntry | None:  # None: this rank keeps nothing
-    place = index - shard.first
-    param = shard.params[place]
-    elementwise = shard.merges[place] and bool(places)
-    span = Span(index, 0, 0)
-    for one in places:
-        held = one.spans(shard.group.group_rank)
-        if not held:
-            return None
-        span = held[0]._replace(param=index)
-    part = cut_values(values, span, param, not elementwise, elementwise)
-    return StateEntry([span], not elementwise, _as_loaded(part, param, shard)).own_copy()
+    kept = frozen_span(shard, index, places)
+    if kept is None:
+        return None
+    span, whole = kept
+    param = shard.params[index - shard.first]
+    part = cut_values(values, span, param, whole, not whole)
+    return StateEntry([span], whole, _as_loaded(part, param, shard)).own_copy()
 
 
 def freeze_state(

@@ -5,22 +5,28 @@
 # %% ../../nbs/optim/18_sharded_state_dict.ipynb #d6454c43
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm.groups import Group
+from .flat import flatten
+from .load_state import frozen_place, frozen_span
+from .pieces import SCALARS
 from .shard import Shard
 from .state import ShardedState
-from .state_entry import StateEntry, split_common
+from .state_entry import MASTER, StateEntry, split_common
 from .state_forms import Forms, ValueForm, describe_saved
+from .state_plan import params_of
 from .tensor_shard import TensorShard
+from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['shard_state', 'shard_parameters']
+__all__ = ['SavedForms', 'Runs', 'shard_state', 'SavedForm', 'room_for_state', 'shard_parameters', 'in_part']
 
 # %% ../../nbs/optim/18_sharded_state_dict.ipynb #5a7e0010
 def _shard_value(
@@ -69,6 +75,117 @@ def shard_state(
     inside, beside = split_common(own.common)
     return {"state": by_param | inside, **beside}
 
+# %% ../../nbs/optim/18_sharded_state_dict.ipynb #5a7e0031
+class SavedForm(NamedTuple):
+    """What a saved tensor looks like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+SavedForms = Mapping[int, Mapping[Any, SavedForm]]  # by parameter and key
+
+
+class _Needed(NamedTuple):
+    """Spans that this rank steps as one tensor, or keeps while they are frozen."""
+
+    spans: Sequence[Span]
+    params: Sequence[Tensor]
+    whole: bool  # all elements of one parameter, whose values may have any shape
+    held: Mapping[Any, Any]  # the state that there is now
+
+
+def _needed(state: ShardedState) -> Iterator[_Needed]:
+    for shard in state.shards:
+        for piece in shard.pieces:
+            yield _Needed(piece.spans, piece.params, piece.whole, state.local.state_of(piece))
+        for i, param in enumerate(() if shard.alone else shard.params):
+            index = shard.first + i
+            kept = frozen_span(shard, index, frozen_place(shard, index))
+            if kept is not None and not shard.plan.params[i].trainable:
+                yield _Needed([kept[0]], [param], kept[1], {})
+
+
+Runs = dict[tuple[int, Any], list[tuple[int, Tensor]]]  # first element and memory of each run
+
+
+def _row_of(held: Any, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    fits = isinstance(held, Tensor) and held.dtype == dtype and held.device == device
+    if fits and held.dim() == 1 and held.numel() == numel and held.is_contiguous():
+        return held
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _value_of(held: Any, form: SavedForm, param: Tensor) -> Tensor:
+    like = param.shape == form.shape
+    fits = isinstance(held, Tensor) and (held.dtype, tuple(held.shape)) == form
+    if fits and held.stride() == (param.stride() if like else held.contiguous().stride()):
+        return held
+    device = param.device if form.shape else torch.device("cpu")
+    found = torch.empty(form.shape, dtype=form.dtype, device=device)
+    return found.as_strided(param.shape, param.stride()) if like else found
+
+
+def _add_room(runs: Runs, needed: _Needed, key: Any, saved: SavedForms) -> None:
+    """Make room for one value of spans that are stepped together."""
+
+    def row_dtype(place: tuple[Span, Tensor]) -> torch.dtype | None:
+        """Tell the dtype of a value that is cut with its parameter; `None` for others."""
+        span, param = place
+        form = saved.get(span.param, {}).get(key)
+        cut = form is not None and not needed.whole and key not in SCALARS
+        return form.dtype if form and cut and form.shape == param.shape else None
+
+    numel = sum(span.numel for span in needed.spans)
+    for dtype, together in groupby(zip(needed.spans, needed.params, strict=True), row_dtype):
+        places = list(together)
+        if dtype is None:
+            for span, param in places:
+                form = saved.get(span.param, {}).get(key)
+                if form is not None and (span.param, key) not in runs:
+                    shared = len(needed.spans) > 1  # by parameters whose saved values may differ
+                    value = _value_of(None if shared else needed.held.get(key), form, param)
+                    runs[span.param, key] = [(0, flatten(value.detach()))]
+            continue
+        size = sum(span.numel for span, _ in places)
+        held = needed.held.get(key) if size == numel else None
+        row = _row_of(held, size, dtype, places[0][1].device)
+        at = 0
+        for span, _ in places:
+            own = row[at : at + span.numel]
+            runs.setdefault((span.param, key), []).append((span.start, own))
+            at += span.numel
+
+
+def room_for_state(
+    state: ShardedState,
+    saved: SavedForms,  # of parameters of this optimizer
+) -> dict[int, dict[Any, TensorShard]]:  # by parameter and key; a copy that no rank steps has none
+    """Make room for what this rank needs of a saved state; nothing travels."""
+    runs = Runs()
+    for needed in _needed(state):
+        keys = [key for span in needed.spans for key in saved.get(span.param, ())]
+        for key in dict.fromkeys(keys):
+            _add_room(runs, needed, key, saved)
+    params = params_of(state.shards)
+    wide = state.local.settings.master_dtype
+    found = dict[int, dict[Any, TensorShard]]()
+    for index, forms in saved.items():
+        param = params[index]
+        found[index] = {}
+        for key, form in forms.items():
+            if key == MASTER and wide in (None, param.dtype):
+                continue
+            like = param
+            if form.shape != param.shape:
+                like = torch.empty(form.shape, device="meta")
+            here = sorted(runs.get((index, key), ()), key=itemgetter(0))
+            device = param.device if form.shape else torch.device("cpu")
+            memory = [run for _, run in here]
+            starts = [start for start, _ in here]
+            found[index][key] = TensorShard(like, memory, starts, True, form.dtype, device)
+    return found
+
 # %% ../../nbs/optim/18_sharded_state_dict.ipynb #5a7e0020
 def shard_parameters(
     shards: Iterable[Shard],  # none of which is alone
@@ -87,4 +204,14 @@ def shard_parameters(
             starts = [start for start, _ in mine]
             param = shard.params[index]
             found[param] = TensorShard(param, [memory for _, memory in mine], starts)
+    return found
+
+
+def in_part(state: Mapping[str, Any], shards: Iterable[Shard]) -> dict[str, Any]:
+    """Put what this rank owns in the place of values that are the memory of parameters."""
+    owned = {(p.data_ptr(), p.dtype, p.shape): own for p, own in shard_parameters(shards).items()}
+    found = dict(state)
+    for key, value in state.items():
+        if type(value) is Tensor and value.numel():
+            found[key] = owned.get((value.data_ptr(), value.dtype, value.shape), value)
     return found

@@ -140,9 +140,21 @@ def _stand_in(piece: Piece) -> Tensor:
     return made
 
 
+_AT_START = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}  # what torch's classes count from
+
+
+def _count_from_start(kind: type, group: dict[str, Any], values: dict[str, Any]) -> None:
+    """Take the step over zeros back: of torch's classes it has changed the counts and nothing else."""
+    if getattr(torch.optim, kind.__name__, None) is not kind:
+        return
+    for key, start in {**_AT_START, "eta": group["lr"]}.items():
+        if isinstance(values.get(key), Tensor):
+            values[key].fill_(start)
+
+
 def state_to_come(local: LocalOptimizers, shards: Iterable[Shard]) -> list[StateEntry]:
-    """Give the rows that the first step would make, in memory of their own: optimizers of the same
-    classes step stand-ins of this rank's pieces, one after the other."""
+    """Give the rows from which the first step of this rank's pieces would start, in memory of their
+    own: optimizers of the same classes step stand-ins, one after the other."""
     pieces = {id(piece.view): piece for shard in shards for piece in shard.pieces}
     entries = list[StateEntry]()
     for kind, optim in local.by_class.items():
@@ -151,7 +163,10 @@ def state_to_come(local: LocalOptimizers, shards: Iterable[Shard]) -> list[State
                 made = _stand_in(piece)
                 other = kind([{**group, "params": [made]}], **local.settings.options(kind))
                 other.step()
-                values = dict(other.state[made]) | ({MASTER: made} if piece.master else {})
+                values = dict(other.state[made])
+                _count_from_start(kind, group, values)
+                if piece.master:
+                    values[MASTER] = made
                 made.grad = None
                 entries.append(StateEntry(piece.spans, piece.whole, values))
     return entries

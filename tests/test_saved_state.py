@@ -1,0 +1,205 @@
+"""What a checkpoint has decides what an optimizer loads: state that is not there yet, that is frozen,
+that was never used, in groups that fit or do not."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import caught_error, run_each
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from zero_nb import (
+    ZeroRedundancyOptimizer,
+    full_optim_state_dict,
+    full_state_dict,
+    load_sharded,
+    run,
+    save_sharded,
+    shard_full_optim_state_dict,
+)
+
+CLASSES = {
+    "AdamW": (optim.AdamW, {}),
+    "amsgrad": (optim.Adam, {"amsgrad": True}),
+    "NAdam": (optim.NAdam, {}),
+    "RAdam": (optim.RAdam, {}),
+    "Adagrad": (optim.Adagrad, {"initial_accumulator_value": 0.1}),
+    "RMSprop": (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    "Rprop": (optim.Rprop, {}),
+    "ASGD": (optim.ASGD, {"t0": 2}),
+    "momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Adafactor": (optim.Adafactor, {}),
+}
+
+
+class Layers(nn.Module):
+    """Runs the layers that it is told to."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.still, self.last = (nn.Linear(6, 6).double() for _ in range(3))
+
+    def forward(self, x, still=True):
+        x = self.first(x).tanh()
+        return self.last(self.still(x) if still else x)
+
+
+def train(model, optimizer, steps, still=True):
+    for i in steps:
+        optimizer.zero_grad()
+        model(torch.full((2, 6), 0.1 * i + 0.3).double(), still).square().mean().backward()
+        optimizer.step()
+
+
+def values(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def steps_of(zero):
+    return {i: int(state["step"]) for i, state in full_state_dict(zero, None)["state"].items()}
+
+
+def from_its_own_state_dict(name, again):
+    kind, options = CLASSES[name]
+    model = Layers()
+    zero = ZeroRedundancyOptimizer(model.parameters(), kind, state_dict_type="sharded", **options)
+    if again:
+        zero.load_state_dict(zero.state_dict())
+    train(model, zero, range(3))
+    return values(model)
+
+
+def test_the_state_that_is_to_come_is_that_of_no_step():
+    cases = {(name, again): (name, again) for name in CLASSES for again in (False, True)}
+    found = run_each(2, from_its_own_state_dict, cases)
+    for name in CLASSES:  # torch casts NAdam's product of momenta when it is loaded
+        tolerance = 1e-9 if name == "NAdam" else 0
+        torch.testing.assert_close(
+            found[name, True][0], found[name, False][0], rtol=0, atol=tolerance
+        )
+
+
+def before_the_first_step(folder, sharded):
+    def make():
+        model = Layers()
+        kind = optim.AdamW
+        made = ZeroRedundancyOptimizer if sharded else (lambda params, kind, **o: kind(params, **o))
+        return model, made(model.parameters(), kind, lr=1e-2)
+
+    model, optimizer = make()
+    save_sharded(folder / f"{sharded}", model, optimizer)
+    train(model, optimizer, range(3))
+    other, resumed = make()
+    train(other, resumed, range(2))  # what it has is given up
+    load_sharded(folder / f"{sharded}", other, resumed)
+    train(other, resumed, range(3))
+    return (values(model) - values(other)).abs().max().item()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_no_state_is_saved_before_the_first_step(folder, sharded):
+    assert run(2, before_the_first_step, folder, sharded) == [0.0, 0.0]
+    assert b"exp_avg" not in (folder / f"{sharded}" / ".metadata").read_bytes()
+
+
+def saves(folder, name, unused):
+    """Train for two steps without a layer, or freeze it after two, and save after three."""
+    model = Layers()
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1e-2)
+    train(model, zero, range(2), still=not unused)
+    model.still.requires_grad_(unused)
+    train(model, zero, range(2, 3), still=not unused)
+    save_sharded(folder / name, model, zero)
+    return goes_on(model, zero)
+
+
+def goes_on(model, zero):
+    """Use and train all layers."""
+    model.still.requires_grad_(True)
+    train(model, zero, range(3, 5))
+    return values(model), steps_of(zero)
+
+
+def loads(folder, name, frozen, warm):
+    model = Layers(1)
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1.0)
+    train(model, zero, range(4 * warm))
+    model.still.requires_grad_(not frozen)
+    load_sharded(folder / name, model, zero)
+    return goes_on(model, zero)
+
+
+@pytest.mark.parametrize("unused", [True, False], ids=["unused", "frozen"])
+def test_state_of_some_parameters_is_loaded_by_optimizers_that_train_others(folder, unused):
+    wanted, counts = run(2, saves, folder, "one", unused)[0]
+    assert [counts[i] for i in (0, 2)] == [5, 2 if unused else 4]
+    for size in (1, 2, 3):
+        cases = {(f, w): (folder, "one", f, w) for f in (False, True) for w in (False, True)}
+        for case, found in run_each(size, loads, cases).items():
+            for got, steps in found:
+                torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12, msg=f"{size} {case}")
+                assert steps == counts, (size, case)
+
+
+def in_groups(model, form):
+    named = dict(model.named_parameters())
+    weights = {k: p for k, p in named.items() if p.dim() == 2}
+    rest = {k: p for k, p in named.items() if p.dim() == 1}
+    if form == "turned":
+        weights = dict(reversed(weights.items()))
+    if form == "one":
+        return [{"params": [*named.items()]}]
+    if form == "moved":
+        rest["first.weight"] = weights.pop("first.weight")
+    groups = [{"params": [*weights.items()], "lr": 0.1}, {"params": [*rest.items()], "lr": 0.2}]
+    return groups[::-1] if form == "turned" else groups
+
+
+def loads_groups(folder, form):
+    model = Layers()
+    zero = ZeroRedundancyOptimizer(in_groups(model, "two"), optim.AdamW)
+    train(model, zero, range(2))
+    save_sharded(folder / form, model, zero)
+    other = Layers(1)
+    mine = ZeroRedundancyOptimizer(in_groups(other, form), optim.AdamW, lr=1.0)
+    before = values(other)
+    said = caught_error(lambda: load_sharded(folder / form, other, mine))
+    unchanged = torch.equal(before, values(other)) and full_state_dict(mine, None)["state"] == {}
+    if form != "turned":
+        return said, unchanged
+    ours, theirs = (full_state_dict(each, None, "name")["state"] for each in (zero, mine))
+    equal = [torch.equal(ours[name]["exp_avg"], theirs[name]["exp_avg"]) for name in ours]
+    return [group["lr"] for group in mine.param_groups], all(equal)
+
+
+def test_groups_are_found_by_their_names_or_refused_before_anything_is_loaded(folder):
+    cases = {form: (folder, form) for form in ("turned", "one", "moved")}
+    found = run_each(2, loads_groups, cases)
+    assert found["turned"] == [([0.2, 0.1], True)] * 2
+    for form, words in (
+        ("one", "1 param groups and the state dict 2"),
+        ("moved", "no counterpart"),
+    ):
+        for (kind, text), unchanged in found[form]:
+            assert kind == "ValueError" and words in text and unchanged, (form, text)
+
+
+def gets_a_group():
+    model = Layers()
+    zero = ZeroRedundancyOptimizer(model.first.parameters(), optim.AdamW)
+    through = DDP(model, find_unused_parameters=True)
+    through(torch.ones(2, 6).double()).sum().backward()
+    zero.step()
+    every = [full_optim_state_dict(through, zero, key_by_name=True)]
+    dist.broadcast_object_list(every)
+    zero.load_state_dict(shard_full_optim_state_dict(every[0], model, model.first.parameters()))
+    zero.add_param_group({"params": model.last.parameters()})
+    alone = caught_error(lambda: shard_full_optim_state_dict({}, model))
+    return sorted(every[0]["state"]), alone
+
+
+def test_torchs_full_state_dict_functions_know_a_wrapped_model_and_leave_no_names():
+    for names, (kind, text) in run(2, gets_a_group):
+        assert names == ["first.bias", "first.weight"]
+        assert kind == "ValueError" and "broadcast it to all ranks" in text
