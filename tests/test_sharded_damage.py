@@ -1,0 +1,265 @@
+"""Sharded checkpoints: what is left of one after whatever may happen to its files, and how a box of a file is read."""
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from common.saving import check
+from common.sharded_saving import content, stepped
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+from zero_nb.checkpoint.files import read_records, records_in
+from zero_nb.checkpoint.folder import (
+    MANIFEST,
+    FolderReader,
+    check_folder,
+    read_box,
+    read_manifest,
+    read_table,
+    sealed,
+    table_checksum,
+)
+from zero_nb.checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded
+from zero_nb.comm.launch import run
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("saved")
+    run(2, lambda: save_sharded(parent / "one", *stepped(), 5))
+    return {path.name: path.read_bytes() for path in (parent / "one").iterdir()}
+
+
+def lay(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+def manifest_with(saved, **changes):
+    """Give a manifest that says something else, as if it had been written so."""
+    content = {**json.loads(saved[MANIFEST]), **changes}
+    del content["crc32"]
+    return {MANIFEST: json.dumps(sealed(content)).encode()}
+
+
+def test_a_manifest_that_says_something_else_is_damaged(folder, saved):
+    lay(folder / "one", saved)
+    step = str(read_manifest(folder / "one")["step"]).encode()
+    other = saved[MANIFEST].replace(b'"step": ' + step, b'"step": 1' + step)
+    assert other != saved[MANIFEST]
+    lay(folder / "one", {MANIFEST: other})
+    with pytest.raises(ValueError, match="is not as it was written; use the checkpoint before it"):
+        read_manifest(folder / "one")
+
+
+@settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    name=st.sampled_from(["__0_0.distcp", "__1_0.distcp", ".metadata", MANIFEST]),
+    where=st.floats(0, 1, exclude_max=True),
+    change=st.sampled_from(["cut", "flip", "drop"]),
+    bit=st.integers(0, 7),
+)
+def test_damage_is_an_error_or_does_not_matter(folder, saved, name, where, change, bit):
+    data = saved[name]
+    at = int(where * len(data))
+    damaged = {
+        "cut": data[:at],
+        "flip": data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :],
+        "drop": data[:at] + data[at + 1 :],
+    }[change]
+    lay(folder / "one", {**saved, name: damaged})
+    model, zero = stepped()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    try:
+        load_sharded(folder / "one", model, zero)
+    except ValueError as error:
+        assert str(folder / "one") in str(error)
+        assert not any(p.any() for p in model.parameters())
+    else:
+        check(content(*stepped()), content(model, zero))
+
+
+def test_damage_names_the_tensor(folder, saved):
+    lay(folder / "one", saved)
+    table = read_table(folder / "one")
+    named = set()
+    for index, info in table.storage_data.items():
+        data = bytearray(saved[info.relative_path])
+        box = folder / "box"
+        box.write_bytes(data[info.offset : info.offset + info.length])
+        records = read_records(box)
+        record = records.get("data/0", records["data.pkl"])
+        data[info.offset + record.offset + record.nbytes // 2] ^= 255
+        lay(folder / "one", {info.relative_path: bytes(data)})
+        with pytest.raises(ValueError, match="is damaged") as error:
+            check_folder(folder / "one")
+        named.add(index.fqn in str(error.value))
+        lay(folder / "one", saved)
+    assert named == {True}
+
+
+def test_a_table_of_contents_runs_no_code(folder, saved):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(folder / "made"),)
+
+    lay(folder / "one", saved | {".metadata": pickle.dumps(Evil())})
+    with pytest.raises(ValueError, match="a table of contents has no"):
+        read_table(folder / "one")
+    lay(folder / "one", saved)
+    model, zero = stepped()
+    table = read_table(folder / "one")
+    [index] = [i for i in table.storage_data if i.fqn == "optimizer.param_groups.0.weight.lr"] or [
+        next(i for i in table.storage_data if i.fqn.endswith("lr"))
+    ]
+    info = table.storage_data[index]
+    evil = Path(folder, "evil")
+    torch.save(Evil(), evil)
+    (folder / "one" / info.relative_path).write_bytes(saved[info.relative_path] + evil.read_bytes())
+    info.offset = len(saved[info.relative_path])
+    info.length = evil.stat().st_size
+    (folder / "one" / ".metadata").write_bytes(pickle.dumps(table))
+    names = json.loads(saved[MANIFEST])["files"]
+    sizes = {name: (folder / "one" / name).stat().st_size for name in names}
+    crc = table_checksum(folder / "one")
+    lay(folder / "one", manifest_with(saved, files=sizes, table_crc32=crc))
+    with pytest.raises(ValueError, match="is not as it was written"):
+        load_sharded(folder / "one", model, zero)
+    assert not (folder / "made").exists()
+
+
+def test_a_table_may_name_members_of_enumerations_and_nothing_else(folder, saved, monkeypatch):
+    lay(folder / "one", saved)
+    table = read_table(folder / "one")
+    by_name = lambda member, protocol: (
+        getattr,
+        (type(member), member.name),
+    )  # as Python 3.11.2 does
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    (folder / "one" / ".metadata").write_bytes(pickle.dumps(table))
+    assert read_table(folder / "one") == table
+
+    class Evil:
+        def __reduce__(self):
+            return getattr, (torch.Size, "__subclasses__")
+
+    (folder / "one" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match="has nothing of"):
+        read_table(folder / "one")
+
+
+def test_a_manifest_names_no_file_elsewhere(folder, saved):
+    files = json.loads(saved[MANIFEST])["files"] | {"../secret": 0}
+    lay(folder / "one", saved | manifest_with(saved, files=files))
+    with pytest.raises(ValueError, match="in another folder"):
+        read_manifest(folder / "one")
+    lay(folder / "one", manifest_with(saved, format=99))
+    with pytest.raises(ValueError, match="has format 99"):
+        read_manifest(folder / "one")
+
+
+def test_the_newest_complete_one_is_found_whatever_the_clock_said(folder, saved):
+    for step, when in ((5, 2_000_000_000), (12, 1_000_000_000), (9, 1_900_000_000)):
+        lay(folder / f"step-{step}", saved | manifest_with(saved, step=step))
+        os.utime(folder / f"step-{step}", (when, when))
+    assert newest_checkpoint(folder).name == "step-12"
+    (folder / "step-12" / "__0_0.distcp").write_bytes(b"cut off")
+    assert newest_checkpoint(folder).name == "step-9"
+    (folder / "step-9" / MANIFEST).write_text("{")
+    assert newest_checkpoint(folder).name == "step-5"
+    (folder / "step-5" / MANIFEST).unlink()
+    assert newest_checkpoint(folder) is None
+    assert newest_checkpoint(folder / "nothing") is None
+
+
+def test_a_box_is_read_as_torch_reads_it():
+    base = torch.arange(24.0)
+    tensors = {
+        **{str(dtype): torch.ones(3, dtype=dtype) for dtype in (torch.float16, torch.uint16)},
+        **{str(d): torch.ones(2, 2).to(d) for d in (torch.float8_e5m2, torch.bfloat16, torch.bool)},
+        "transposed": base.view(4, 6).t(),
+        "channels_last": base.view(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        "part": base[3:9:2],
+        "number": torch.tensor(3, dtype=torch.int32),
+        "complex": torch.view_as_complex(base.view(12, 2)),
+        "empty": torch.empty(0, 3, dtype=torch.int64),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "sparse": torch.eye(3).to_sparse(),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+    }
+    for name, tensor in tensors.items():
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        box = buffer.getbuffer()
+        records = records_in(io.BytesIO(box), name)
+        mine = read_box(box, records)
+        theirs = torch.load(io.BytesIO(box), weights_only=True)
+        same = (mine.dtype, mine.shape, mine.layout) == (theirs.dtype, theirs.shape, theirs.layout)
+        assert same and (mine.is_sparse or mine.stride() == theirs.stride()), name
+        assert repr(mine.detach().resolve_conj()) == repr(theirs.detach().resolve_conj()), name
+        plain = tensor.layout == torch.strided and tensor.numel()
+        if plain and name not in ("parameter", "conjugate"):
+            before = bytes(mine.untyped_storage())
+            at = records["data/0"]
+            for i in range(at.offset, at.offset + at.nbytes):
+                box[i] ^= 1
+            assert bytes(mine.untyped_storage()) != before, name  # it was not copied
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, pytest, [torch.ones(2)]], ids=str)
+def test_a_box_without_a_tensor_is_refused(value):
+    buffer = io.BytesIO()
+    if value is pytest:  # a pickle that would import something
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr("archive/data.pkl", b"cos\nsystem\n(S'false'\ntR.")
+            archive.writestr("archive/version", b"3\n")
+    else:
+        torch.save(value, buffer)
+    box = buffer.getbuffer()
+    with pytest.raises((TypeError, pickle.UnpicklingError, RuntimeError)):
+        read_box(box, records_in(io.BytesIO(box), "box"))
+
+
+def test_a_box_whose_numbers_are_missing_is_refused():
+    """torch.Tensor.set_ makes room for what a storage lacks, and would give what is there by chance."""
+    for numel in (0, 2):
+        buffer = io.BytesIO()
+        torch.save(torch.ones(4), buffer)
+        short = io.BytesIO()
+        with zipfile.ZipFile(buffer) as whole, zipfile.ZipFile(short, "w") as archive:
+            for info in whole.infolist():
+                data = whole.read(info)
+                if info.filename.endswith("data/0"):
+                    data = data[: 4 * numel]
+                archive.writestr(info.filename, data)
+        box = short.getbuffer()
+        with pytest.raises(ValueError, match="not all there"):
+            read_box(box, records_in(io.BytesIO(box), "box"))
+
+
+def test_a_tensor_that_has_no_room_is_the_error_that_is_raised():
+    """Closing the file, which a view in the traceback still used, raised another one in its place."""
+    buffer = io.BytesIO()
+    torch.save(torch.ones(4), buffer)
+    index = SimpleNamespace(fqn="weight")
+    item = SimpleNamespace(type="tensor", storage_index=index, storage_offsets=(0,), lengths=(4,))
+    planner = SimpleNamespace(resolve_tensor=lambda item: torch.empty(3))
+    reader = object.__new__(FolderReader)
+    room = r"weight: \(4,\) was saved, and there is room for \(3,\)"
+    data = memoryview(bytearray(buffer.getbuffer()))
+    with pytest.raises(ValueError, match=room), data as box:
+        reader._read_item(box, item, planner)
