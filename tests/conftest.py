@@ -2,14 +2,19 @@
 
 import os
 import tempfile
+import threading
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from common import take_way
 from common.starter import Starter
+
+from zero_nb.comm import launch
 
 LONG = (
     "cli",
@@ -89,3 +94,20 @@ def compiler():
     for backend in ("eager", "aot_eager"):
         torch.compile(torch.nn.Linear(2, 2), backend=backend)(torch.ones(1, 2))
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def nothing_left():
+    """No test leaves a child, a thread, an open file or a process group."""
+    me = psutil.Process()
+    launch._warm()
+    children = set(me.children(recursive=True))  # other files may share a process for their ranks
+    before, files = threading.active_count(), len(me.open_files())
+    yield
+    assert [
+        child
+        for child in me.children(recursive=True)
+        if child not in children and "resource_tracker" not in " ".join(child.cmdline())
+    ] == []
+    assert (threading.active_count(), len(me.open_files())) == (before, files)
+    assert not dist.is_initialized() and "RANK" not in os.environ
