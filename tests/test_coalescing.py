@@ -16,21 +16,19 @@ from zero_nb.comm.subgroups import clone
 # ---- coalescing ----
 
 
+def random_call(dice: random.Random, size: int) -> tuple[str, torch.dtype, list[int], int]:
+    """Draw a kind, a dtype, the elements of each rank and a root."""
+    kind = dice.choice(["all_reduce", "broadcast", "reduce_scatter", "all_gather"])
+    dtype = dice.choice([torch.float32, torch.bfloat16, torch.int64])
+    uneven = dice.random() < 0.9
+    sizes = [dice.choice([0, 1, 5, 300]) if uneven else _PACK // 4 for _ in range(size)]
+    return kind, dtype, sizes, dice.randrange(size)
+
+
 def coalesced(seed: int, async_ops: bool) -> list[bool]:
     """Run a random block on a new group and the same calls one by one; compare."""
     g, dice = Group(dist.new_group()), random.Random(seed)
-    plan = []
-    for _ in range(dice.randint(1, 30)):
-        kind, dtype = (
-            dice.choice(["all_reduce", "broadcast", "reduce_scatter", "all_gather"]),
-            dice.choice([torch.float32, torch.bfloat16, torch.int64]),
-        )
-        sizes = (
-            [dice.choice([0, 1, 5, 300]) for _ in range(g.size)]
-            if dice.random() < 0.9
-            else [_PACK // 4] * g.size
-        )
-        plan.append((kind, dtype, sizes, dice.randrange(g.size)))
+    plan = [random_call(dice, g.size) for _ in range(dice.randint(1, 30))]
     inputs = [
         ((torch.arange(sum(sizes)) + g.group_rank) % 7).to(dtype) for _, dtype, sizes, _ in plan
     ]
@@ -100,32 +98,37 @@ def test_an_exception_in_a_block_sends_nothing():
     assert run(2, fails) == [(("KeyError", "'lost'"), [1.0] * 4, [2.0] * 4)] * 2
 
 
+def bad_blocks(g: Group, other: Group, x: torch.Tensor):
+    """Give blocks of one group that cannot be, as functions."""
+
+    def unsupported():
+        with coalescing_manager(g):
+            g.gather(x, 0)
+
+    def overlapping():
+        with coalescing_manager(g):
+            [g.all_reduce(t) for t in (x[:5], x[4:])]
+
+    def nested():
+        with coalescing_manager(g), coalescing_manager(other):
+            pass
+
+    def early():
+        with coalescing_manager(g, async_ops=True):
+            g.all_reduce(x).wait()
+
+    def gaps():
+        with coalescing_manager(g):
+            g.all_reduce(x[::2])
+
+    return unsupported, overlapping, nested, early, gaps
+
+
 def test_blocks_that_cannot_be():
     def bad():
         g, x = Group(), torch.ones(8)
         other = clone(g)
-
-        def unsupported():
-            with coalescing_manager(g):
-                g.gather(x, 0)
-
-        def overlapping():
-            with coalescing_manager(g):
-                [g.all_reduce(t) for t in (x[:5], x[4:])]
-
-        def nested():
-            with coalescing_manager(g), coalescing_manager(other):
-                pass
-
-        def early():
-            with coalescing_manager(g, async_ops=True):
-                g.all_reduce(x).wait()
-
-        def gaps():
-            with coalescing_manager(g):
-                g.all_reduce(x[::2])
-
-        errors = [caught_error(f) for f in (unsupported, overlapping, nested, early, gaps)]
+        errors = [caught_error(f) for f in bad_blocks(g, other, x)]
         with coalescing_manager(g):
             g.all_reduce(x)
             other.all_gather(

@@ -21,31 +21,33 @@ def nan(x: torch.Tensor) -> bool:
 # ---- the stand-in ----
 
 
-def test_results_are_there_after_waiting_and_synchronizing_only():
-    def late():
-        g = nccl_like(connect=True)
-        pg, rank = g.process_group, float(dist.get_rank())
-        x, y, z = (torch.full((4,), rank + i) for i in range(3))
-        seen = [g.backends, type(pg).__mro__[1].__name__]
-        waited = pg.allreduce([x])
-        seen.append(nan(x))
-        waited.wait()
-        seen.append(nan(x))  # it only orders the stream
-        synchronize()
-        forgotten, whole = pg.allreduce([y]), torch.tensor([3])
-        synchronize()
-        seen += [x.tolist(), nan(y)]
-        pg.allreduce([whole]).wait()
-        seen.append(whole.item() == torch.iinfo(torch.int64).max)
-        synchronize()  # later works of one stream end after earlier ones
-        seen += [whole.item(), y.tolist(), forgotten.is_completed()]
-        pg.allreduce([z])  # not waited for: the second reads the first's result, on one stream
-        pg.allreduce([z]).wait()
-        synchronize()
-        return [*seen, z.tolist()]
+def results_in_time():
+    """Read results before and after waiting and synchronizing."""
+    g = nccl_like(connect=True)
+    pg, rank = g.process_group, float(dist.get_rank())
+    x, y, z = (torch.full((4,), rank + i) for i in range(3))
+    seen = [g.backends, type(pg).__mro__[1].__name__]
+    waited = pg.allreduce([x])
+    seen.append(nan(x))
+    waited.wait()
+    seen.append(nan(x))  # it only orders the stream
+    synchronize()
+    forgotten, whole = pg.allreduce([y]), torch.tensor([3])
+    synchronize()
+    seen += [x.tolist(), nan(y)]
+    pg.allreduce([whole]).wait()
+    seen.append(whole.item() == torch.iinfo(torch.int64).max)
+    synchronize()  # later works of one stream end after earlier ones
+    seen += [whole.item(), y.tolist(), forgotten.is_completed()]
+    pg.allreduce([z])  # not waited for: the second reads the first's result, on one stream
+    pg.allreduce([z]).wait()
+    synchronize()
+    return [*seen, z.tolist()]
 
+
+def test_results_are_there_after_waiting_and_synchronizing_only():
     assert (
-        run(2, late)
+        run(2, results_in_time)
         == [
             [
                 {"cpu": "nccl"},
@@ -99,49 +101,52 @@ def test_nothing_of_a_block_runs_before_its_end():
     )
 
 
+def block_in_a_block(kind):
+    """Start an uneven collective, which is a block of its own, inside a block; what is there after waiting for
+    both."""
+    g = nccl_like(connect=True)
+    pg, rank = g.process_group, dist.get_rank()
+
+    def parts():
+        return [torch.full((r + 1,), float(rank + 1)) for r in range(2)]
+
+    def uneven(p):
+        if kind == "all_gather":
+            return dist.all_gather(p, p[rank].clone(), group=pg, async_op=True)
+        return dist.reduce_scatter(p[rank], p, group=pg, async_op=True)
+
+    alone = parts()
+    uneven(alone).wait()
+    synchronize()
+    inside, before, after = parts(), torch.ones(1), torch.ones(1)
+    pg._start_coalescing(torch.device("cpu"))
+    pg.allreduce([before])
+    work = uneven(inside)
+    late = pg.allreduce([after])
+    ended = pg._end_coalescing(torch.device("cpu"))
+    work.wait()
+    late.wait()
+    synchronize()
+    lost = [
+        ended is None,
+        nan(inside[1 - rank] if kind == "all_gather" else inside[rank]),
+        nan(before),
+        nan(after),
+    ]
+    pg.allreduce([torch.ones(1)]).wait()  # a later event finds all of them done
+    synchronize()
+    mine = slice(None) if kind == "all_gather" else slice(rank, rank + 1)
+    return (
+        lost,
+        [p.tolist() for p in alone[mine]] == [p.tolist() for p in inside[mine]],
+        after.item(),
+        len(pg.launches),
+    )
+
+
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_an_inner_block_makes_the_outer_one_wait_for_nothing(kind):
-    def blocks():
-        g = nccl_like(connect=True)
-        pg, rank = g.process_group, dist.get_rank()
-
-        def parts():
-            return [torch.full((r + 1,), float(rank + 1)) for r in range(2)]
-
-        def uneven(p):
-            if kind == "all_gather":
-                return dist.all_gather(p, p[rank].clone(), group=pg, async_op=True)
-            return dist.reduce_scatter(p[rank], p, group=pg, async_op=True)
-
-        alone = parts()
-        uneven(alone).wait()
-        synchronize()
-        inside, before, after = parts(), torch.ones(1), torch.ones(1)
-        pg._start_coalescing(torch.device("cpu"))
-        pg.allreduce([before])
-        work = uneven(inside)
-        late = pg.allreduce([after])
-        ended = pg._end_coalescing(torch.device("cpu"))
-        work.wait()
-        late.wait()
-        synchronize()
-        lost = [
-            ended is None,
-            nan(inside[1 - rank] if kind == "all_gather" else inside[rank]),
-            nan(before),
-            nan(after),
-        ]
-        pg.allreduce([torch.ones(1)]).wait()  # a later event finds all of them done
-        synchronize()
-        mine = slice(None) if kind == "all_gather" else slice(rank, rank + 1)
-        return (
-            lost,
-            [p.tolist() for p in alone[mine]] == [p.tolist() for p in inside[mine]],
-            after.item(),
-            len(pg.launches),
-        )
-
-    assert run(2, blocks) == [([True] * 4, True, 2.0, 3)] * 2
+    assert run(2, block_in_a_block, kind) == [([True] * 4, True, 2.0, 3)] * 2
 
 
 def test_the_first_use_is_everybodys():

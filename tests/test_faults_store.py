@@ -295,35 +295,40 @@ def test_late_ranks_are_named_after_few_requests(clock, size, late):
 # ---- L2: a new life on the same store ----
 
 
+def live_and_stop(clock, chance, size, store):
+    """Let ranks meet a few times, and stop them at any moment; some leave a note that they have failed."""
+    ranks = make(size, store)
+    for turn in range(chance.randint(0, 3)):
+        calls = [
+            (
+                f"old {turn}",
+                [chance.choice("ab")] if chance.random() < 0.1 else ["a"],
+                OSError("old") if chance.random() < 0.05 else None,
+            )
+            for _ in range(size)
+        ]
+        if chance.random() < 0.5:
+            calls[chance.choice([0, chance.randrange(size)])] = None
+        clock.limit = chance.choice([0.5, 30])
+        play(
+            clock,
+            ranks,
+            calls,
+            order=chance.sample(range(size), size),
+            until=clock.seconds + chance.choice([1e-4, 0.02, 1, 100]),
+        )
+    for rank in ranks:
+        if rank._wire.met and chance.random() < 0.3:
+            _Notes(rank, rank._wire.life).set("failed", "old words")
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_L2_a_new_life_hears_nothing_of_the_old(clock, seed):
     """Groups are made anew on one store, whatever the ranks of the one before were doing when they were stopped."""
     chance, store = random.Random(seed), dist.HashStore()
     size = chance.choice([2, 3, 17, 40])
-    for _ in range(4):  # lives that end at any moment
-        ranks = make(size, store)
-        for turn in range(chance.randint(0, 3)):
-            calls = [
-                (
-                    f"old {turn}",
-                    [chance.choice("ab")] if chance.random() < 0.1 else ["a"],
-                    OSError("old") if chance.random() < 0.05 else None,
-                )
-                for _ in range(size)
-            ]
-            if chance.random() < 0.5:
-                calls[chance.choice([0, chance.randrange(size)])] = None
-            clock.limit = chance.choice([0.5, 30])
-            play(
-                clock,
-                ranks,
-                calls,
-                order=chance.sample(range(size), size),
-                until=clock.seconds + chance.choice([1e-4, 0.02, 1, 100]),
-            )
-        for rank in ranks:
-            if rank._wire.met and chance.random() < 0.3:
-                _Notes(rank, rank._wire.life).set("failed", "old words")
+    for _ in range(4):
+        live_and_stop(clock, chance, size, store)
     clock.limit, ranks = 30.0, make(size, store)
     for turn in range(3):
         assert (

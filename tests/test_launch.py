@@ -229,28 +229,27 @@ def notebook(*cells):
     return new_notebook(cells=[new_code_cell(cell) for cell in cells])
 
 
-def test_nbconvert_executes_it(tmp_path):
-    import nbformat
+CELLS = (
+    "%load_ext zero_nb.comm.launch\ndef twice(x): return 2 * x\nclass Point: x = 4\nbase = 20",
+    "%%torchrun --nproc 2 --keep --push twice Point base\n#| slow\nimport torch.distributed as"
+    " dist, time\nrank = dist.get_rank()\nprint('one')\nprint('late') if rank else"
+    " time.sleep(0.3)\nprint('two')\ntwice(base) + Point.x + rank",
+    "%%torchrun --keep --out both\nrank, base",
+    "assert both == [(0, 20), (1, 20)]; both",
+    "%%torchrun --keep\nrank = 5",
+    "%%torchrun --keep --bogus\n1",
+    "%%torchrun --keep --nproc 3\n1",
+    "%%torchrun --keep\n1 +",
+    "%%torchrun --keep --push nothing\n1",
+    "%%torchrun --keep\ndef f():\n    if dist.get_rank() == 1: raise KeyError('no')\n   "
+    " dist.barrier()\nf()",
+    "%%torchrun --keep\n1",
+    "%torchrun_stop",
+)
 
-    nb = notebook(
-        "%load_ext zero_nb.comm.launch\ndef twice(x): return 2 * x\nclass Point: x = 4\nbase = 20",
-        "%%torchrun --nproc 2 --keep --push twice Point base\n#| slow\nimport torch.distributed as"
-        " dist, time\nrank = dist.get_rank()\nprint('one')\nprint('late') if rank else"
-        " time.sleep(0.3)\nprint('two')\ntwice(base) + Point.x + rank",
-        "%%torchrun --keep --out both\nrank, base",
-        "assert both == [(0, 20), (1, 20)]; both",
-        "%%torchrun --keep\nrank = 5",
-        "%%torchrun --keep --bogus\n1",
-        "%%torchrun --keep --nproc 3\n1",
-        "%%torchrun --keep\n1 +",
-        "%%torchrun --keep --push nothing\n1",
-        "%%torchrun --keep\ndef f():\n    if dist.get_rank() == 1: raise KeyError('no')\n   "
-        " dist.barrier()\nf()",
-        "%%torchrun --keep\n1",
-        "%torchrun_stop",
-    )
-    path = tmp_path / "small.ipynb"
-    nbformat.write(nb, path)
+
+def execute(path, folder):
+    """Run nbconvert on a notebook, whose cells may fail."""
     command = [
         sys.executable,
         "-m",
@@ -261,15 +260,12 @@ def test_nbconvert_executes_it(tmp_path):
         "--allow-errors",
         str(path),
     ]
-    no_ports = ["--KernelManager.transport=ipc", f"--KernelManager.ip={tmp_path / 'kernel'}"]
+    no_ports = ["--KernelManager.transport=ipc", f"--KernelManager.ip={folder / 'kernel'}"]
     subprocess.run([*command, *no_ports], check=True, timeout=120, capture_output=True)
-    nb = nbformat.read(path, 4)
-    outputs = [cell.outputs for cell in nb.cells]
-    streams = ["".join(o.text for o in out if o.output_type == "stream") for out in outputs]
-    assert streams[1] == "[rank0] one\n[rank0] two\n[rank1] one\n[rank1] late\n[rank1] two\n"
-    assert outputs[1][-1].data["text/plain"] == "[44, 45]" and outputs[2] == [] and outputs[4] == []
-    assert outputs[3][0].data["text/plain"] == "[(0, 20), (1, 20)]"
-    assert "unrecognized arguments: --bogus" in streams[5] + str(outputs[5])
+
+
+def check_errors(outputs):
+    """Each cell that is wrong shows its own error, without the lines that run it."""
     errors = {
         i: "\n".join(o.traceback)
         for i, out in enumerate(outputs)
@@ -293,6 +289,22 @@ def test_nbconvert_executes_it(tmp_path):
         "The kept world is gone, with its variables; the next --keep starts another.",
     ]
     assert "--nproc must say how many ranks" in errors[10]
+
+
+def test_nbconvert_executes_it(tmp_path):
+    import nbformat
+
+    path = tmp_path / "small.ipynb"
+    nbformat.write(notebook(*CELLS), path)
+    execute(path, tmp_path)
+    nb = nbformat.read(path, 4)
+    outputs = [cell.outputs for cell in nb.cells]
+    streams = ["".join(o.text for o in out if o.output_type == "stream") for out in outputs]
+    assert streams[1] == "[rank0] one\n[rank0] two\n[rank1] one\n[rank1] late\n[rank1] two\n"
+    assert outputs[1][-1].data["text/plain"] == "[44, 45]" and outputs[2] == [] and outputs[4] == []
+    assert outputs[3][0].data["text/plain"] == "[(0, 20), (1, 20)]"
+    assert "unrecognized arguments: --bogus" in streams[5] + str(outputs[5])
+    check_errors(outputs)
     nbformat.validate(nb)
 
 

@@ -118,19 +118,13 @@ def outputs(client, source, seen=lambda kind, content: None):
             return found
 
 
-def test_a_table_changes_while_the_ranks_work(tmp_path, manager):
+def check_a_cell_that_reports(client, go):
     """Rank 1 goes on when the test has seen its first report."""
-    manager.start_kernel(cwd=str(tmp_path))
-    client = manager.blocking_client()
-    client.start_channels()
-    client.wait_for_ready(timeout=60)
-    go = tmp_path / "go"
 
     def seen(kind, content):
         if "data" in content and re.search(r"1 +7 +2.5", content["data"]["text/plain"]):
             go.touch()
 
-    outputs(client, "%load_ext zero_nb.comm.launch")
     cell = f"""%%torchrun --nproc 2 --keep
 import os, time
 from zero_nb import report_step
@@ -161,14 +155,27 @@ print("b")
     ]
     assert "last" not in rows[0] and "<svg" in shown[-1]["text/html"]
 
+
+def check_a_rank_that_is_killed(client, reported):
+    """The table says how old the last report of a rank is that is gone."""
     cell = f"""%%torchrun --keep
-while rank and not os.path.exists({str(tmp_path / "reported")!r}): time.sleep(0.01)
+while rank and not os.path.exists({str(reported)!r}): time.sleep(0.01)
 if rank: os.kill(os.getpid(), 9)
 report_step(step=9)
-open({str(tmp_path / "reported")!r}, "w").close()
+open({str(reported)!r}, "w").close()
 """
     found = outputs(client, cell)
     shown = [content["data"] for kind, content in found if "display_data" in kind]
     assert "s ago" in shown[-1]["text/plain"] and "none" in shown[-1]["text/plain"]
     [error] = [content for kind, content in found if kind == "error"]
     assert "SIGKILL" in "\n".join(error["traceback"])
+
+
+def test_a_table_changes_while_the_ranks_work(tmp_path, manager):
+    manager.start_kernel(cwd=str(tmp_path))
+    client = manager.blocking_client()
+    client.start_channels()
+    client.wait_for_ready(timeout=60)
+    outputs(client, "%load_ext zero_nb.comm.launch")
+    check_a_cell_that_reports(client, tmp_path / "go")
+    check_a_rank_that_is_killed(client, tmp_path / "reported")

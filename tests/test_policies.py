@@ -276,6 +276,33 @@ def test_a_rank_of_many_finds_its_moves_without_the_list_of_all():
     assert many < few / 8, "a rank of 1,024 has about one span, a rank of 8 has sixty"
 
 
+def held(plan, rank):
+    """Give the elements that a rank needs under a plan: parameter and number of each."""
+    if rank >= plan.world_size:
+        return set()
+    spans = plan.spans(rank)
+    return {(plan.params[s.param].name, e) for s in spans for e in range(s.start, s.stop)}
+
+
+def check_sources(found, params, before, node):
+    """Each move comes from the nearest rank that has sent least, and brings what is not there; give
+    what every rank gets."""
+    got, sent = [set() for _ in before], [0] * len(before)
+    for m in found:
+        run = {(params[m.span.param].name, e) for e in range(m.span.start, m.span.stop)}
+        assert (
+            run
+            and run <= before[m.source]
+            and not run & (got[m.destination] | before[m.destination])
+        )
+        could = [r for r in range(len(before)) if run <= before[r]]
+        best = [r for r in could if r // node == m.destination // node] or could
+        assert m.source in best and sent[m.source] == min(sent[r] for r in best)
+        got[m.destination] |= run
+        sent[m.source] += m.numel
+    return got
+
+
 @quick
 @given(
     param_lists(12),
@@ -296,34 +323,9 @@ def test_moves_between_grids_give_every_rank_what_it_needs_from_the_nearest(
     )
     ranks, node = range(max(old.world_size, new.world_size)), per_node or min(shard, shard_2)
 
-    def held(plan):
-        def of(rank):
-            return (
-                {
-                    (plan.params[s.param].name, e)
-                    for s in plan.spans(rank)
-                    for e in range(s.start, s.stop)
-                }
-                if rank < plan.world_size
-                else set()
-            )
-
-        return [of(rank) for rank in ranks]
-
-    before, after, found = held(old), held(new), moves(old, new, per_node=per_node)
-    got, sent = [set() for _ in ranks], [0] * len(ranks)
-    for m in found:
-        run = {(later[m.span.param].name, e) for e in range(m.span.start, m.span.stop)}
-        assert (
-            run
-            and run <= before[m.source]
-            and not run & (got[m.destination] | before[m.destination])
-        )
-        could = [r for r in ranks if run <= before[r]]
-        best = [r for r in could if r // node == m.destination // node] or could
-        assert m.source in best and sent[m.source] == min(sent[r] for r in best)
-        got[m.destination] |= run
-        sent[m.source] += m.numel
+    before, after = ([held(plan, rank) for rank in ranks] for plan in (old, new))
+    found = moves(old, new, per_node=per_node)
+    got = check_sources(found, later, before, node)
     assert all(
         got[r] == after[r] - before[r] for r in ranks
     )  # applied, the new plan; and nothing needless

@@ -49,19 +49,40 @@ def world() -> list[int]:
 
 def collectives(group, async_op):
     """Do every kind of collective; returns all results and what should be in the log."""
-    n, rank, ranks = (
-        dist.get_world_size(group),
-        dist.get_rank(group),
-        dist.get_process_group_ranks(group),
-    )
-    x, works, results = torch.arange(12.0) + 100 * rank, [], []
+    x, works, results = torch.arange(12.0) + 100 * dist.get_rank(group), [], []
 
     def do(f, result, *args, **kwargs):
         works.append(f(*args, group=group, async_op=async_op, **kwargs))
         results.append(result)
 
-    def fresh():
-        return x.clone()
+    of_one_tensor(do, group, x)
+    of_a_part_for_each_rank(do, group, x)
+    works.append(dist.barrier(group, async_op=async_op))
+    for work in works:
+        if async_op:
+            assert isinstance(work, dist.Work)
+            work.wait()
+    if dist.get_world_size(group) > 1:
+        results.append(sent_around(group, x))
+    objects = [None] * dist.get_world_size(group)
+    dist.all_gather_object(objects, {"rank": dist.get_rank(group)}, group=group)
+    return results + objects
+
+
+def of_one_tensor(do, group, x):
+    """All ranks start from a tensor, or end with one; the last one is the root."""
+    ranks, t = dist.get_process_group_ranks(group), x.clone()
+    do(dist.all_reduce, t, t)
+    t = x.clone()
+    do(dist.broadcast, t, t, src=ranks[-1])
+    t = x.clone()
+    do(dist.reduce, t if dist.get_rank(group) == len(ranks) - 1 else None, t, dst=ranks[-1])
+
+
+def of_a_part_for_each_rank(do, group, x):
+    """Each rank has a part of what all have, or one for each of the others."""
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    n = len(ranks)
 
     def parts():
         return [torch.full((3,), float(10 * rank + k)) for k in range(n)]
@@ -69,53 +90,56 @@ def collectives(group, async_op):
     def empty():
         return [torch.zeros(12) for _ in range(n)]
 
-    for f in (dist.all_reduce, dist.broadcast, dist.reduce):
-        t = fresh()
-        do(
-            f,
-            t if f is not dist.reduce or rank == n - 1 else None,
-            t,
-            **(
-                {} if f is dist.all_reduce else {"src" if f is dist.broadcast else "dst": ranks[-1]}
-            ),
-        )
     out = empty()
-    do(dist.all_gather, out, out, fresh())
+    do(dist.all_gather, out, out, x.clone())
     flat = torch.zeros(12 * n)
-    do(dist.all_gather_into_tensor, flat, flat, fresh())
+    do(dist.all_gather_into_tensor, flat, flat, x.clone())
     out = torch.zeros(3)
     do(dist.reduce_scatter, out, out, parts())
     out = torch.zeros(3)
     do(dist.reduce_scatter_tensor, out, out, torch.cat(parts()))
     out = torch.zeros(3 * n)
     do(dist.all_to_all_single, out, out, torch.cat(parts()))
-    out = empty()
-    do(dist.gather, out if rank == 0 else None, fresh(), out if rank == 0 else None, dst=ranks[0])
+    out = empty() if rank == 0 else None
+    do(dist.gather, out, x.clone(), out, dst=ranks[0])
     out = torch.zeros(3)
     do(dist.scatter, out, out, parts() if rank == n - 1 else None, src=ranks[-1])
-    works.append(dist.barrier(group, async_op=async_op))
-    for work in works:
-        if async_op:
-            assert isinstance(work, dist.Work)
-            work.wait()
-    if n > 1:
-        got = torch.zeros(12)
-        ops = [
-            dist.isend(fresh(), ranks[(rank + 1) % n], group, 5),
-            dist.irecv(got, ranks[rank - 1], group, 5),
-        ]
-        for op in ops:
-            op.wait()
-        results.append(got)
-    objects = [None] * n
-    dist.all_gather_object(objects, {"rank": rank}, group=group)
-    return results + objects
+
+
+def sent_around(group, x):
+    """Send to the next rank, and receive from the one before."""
+    ranks, rank, got = dist.get_process_group_ranks(group), dist.get_rank(group), torch.zeros(12)
+    ops = [
+        dist.isend(x.clone(), ranks[(rank + 1) % len(ranks)], group, 5),
+        dist.irecv(got, ranks[rank - 1], group, 5),
+    ]
+    for op in ops:
+        op.wait()
+    return got
 
 
 def same(a, b):
     if isinstance(a, list):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return a.equal(b) if isinstance(a, torch.Tensor) else a == b
+
+
+def expected_events(n, rank):
+    """Give kind, bytes, and bytes on the wire of what `collectives` does."""
+    events = [
+        ("all_reduce", 48, share(n, 48, 2)),
+        ("broadcast", 48, share(n, 48)),
+        ("reduce", 48, share(n, 48)),
+        ("all_gather", 48 * n, share(n, 48 * n)),
+        ("all_gather", 48 * n, share(n, 48 * n)),
+        ("reduce_scatter", 12 * n, share(n, 12 * n)),
+        ("reduce_scatter", 12 * n, share(n, 12 * n)),
+        ("all_to_all", 12 * n, share(n, 12 * n)),
+        ("gather", 48 * n, 0 if rank == 0 else 48),
+        ("scatter", 12 * n, 12 * (n - 1) if rank == n - 1 else 0),
+        ("barrier", 0, 0),
+    ]
+    return events + ([("send", 48, 48), ("recv", 48, 0)] if n > 1 else [])
 
 
 def plain_and_recorded(ranks, async_op):
@@ -143,20 +167,7 @@ def plain_and_recorded(ranks, async_op):
         f"test_record.py:{k}"
         for k in range(inspect.getsourcelines(collectives)[1], inspect.getsourcelines(same)[1])
     }
-    expected = [
-        ("all_reduce", 48, share(n, 48, 2)),
-        ("broadcast", 48, share(n, 48)),
-        ("reduce", 48, share(n, 48)),
-        ("all_gather", 48 * n, share(n, 48 * n)),
-        ("all_gather", 48 * n, share(n, 48 * n)),
-        ("reduce_scatter", 12 * n, share(n, 12 * n)),
-        ("reduce_scatter", 12 * n, share(n, 12 * n)),
-        ("all_to_all", 12 * n, share(n, 12 * n)),
-        ("gather", 48 * n, 0 if rank == 0 else 48),
-        ("scatter", 12 * n, 12 * (n - 1) if rank == n - 1 else 0),
-        ("barrier", 0, 0),
-    ]
-    expected += [("send", 48, 48), ("recv", 48, 0)] if n > 1 else []
+    expected = expected_events(n, rank)
     assert [(e.kind, e.bytes, e.wire) for e in logs[1]][: len(expected)] == expected
     return True
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from common.shared_files import files, through
 
-from zero_nb.comm import shared_file, shared_memory, transport
+from zero_nb.comm import agreement, meeting, ranks, shared_file, shared_memory, transport
+from zero_nb.comm import store as store_module
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 
@@ -138,24 +139,34 @@ def test_a_file_that_was_left_is_removed_and_one_in_use_is_not(monkeypatch, tmp_
     ) == ["other", "zero_nb-mine"]
 
 
+class CountedStore:
+    """A store that counts requests and their bytes, but no look whether something is there."""
+
+    def __init__(self, store):
+        self.store, self.requests, self.bytes = store, 0, 0
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.requests += "\0" not in args
+            self.bytes += sum(len(arg) for arg in args if isinstance(arg, str))
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+def connect_on(store, size, r):
+    """Let a rank look for a transport; what it found, and what that has cost on the store."""
+    group = object.__new__(ranks.Ranks)
+    group.group_rank, group.ranks, group.size = r, tuple(range(size)), size
+    group.process_group = CountedStore(store)
+    group._state = group._wire = ranks._State()
+    found = transport.find_transport(meeting._Meeting(group))
+    return found, group.process_group.requests, group.process_group.bytes
+
+
 def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():
     """Counted on a store, with one thread for each of 40 ranks that are on two machines: they find
     out before any of them makes a file."""
-    from zero_nb.comm import agreement, meeting, ranks
-    from zero_nb.comm import store as store_module
-
-    class Counted:
-        def __init__(self, store):
-            self.store, self.requests, self.bytes = store, 0, 0
-
-        def __getattr__(self, name):
-            def call(*args):
-                self.requests += "\0" not in args  # a look whether something is there
-                self.bytes += sum(len(arg) for arg in args if isinstance(arg, str))
-                return getattr(self.store, name)(*args)
-
-            return call
-
     size, store, told_of = 40, dist.HashStore(), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_module, "_store", lambda group: group.process_group)
@@ -164,26 +175,13 @@ def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():
         patch.setattr(
             shared_memory, "_place", lambda _: f"machine {threading.current_thread().name}"
         )
-
-        def rank(r):
-            group = object.__new__(ranks.Ranks)
-            group.group_rank, group.ranks, group.size, group.process_group = (
-                r,
-                tuple(range(size)),
-                size,
-                Counted(store),
-            )
-            group._state = group._wire = ranks._State()
-            told_of.append(
-                (
-                    transport.find_transport(meeting._Meeting(group)),
-                    group.process_group.requests,
-                    group.process_group.bytes,
-                )
-            )
-
         threads = [
-            threading.Thread(target=rank, args=(r,), name=str(r % 2), daemon=True)
+            threading.Thread(
+                target=lambda r: told_of.append(connect_on(store, size, r)),
+                args=(r,),
+                name=str(r % 2),
+                daemon=True,
+            )
             for r in range(size)
         ]
         for t in threads:

@@ -68,20 +68,8 @@ class Lab:
         return found
 
 
-@contextmanager
-def jupyterlab(folder: Path) -> Iterator[Lab]:
-    """Run a JupyterLab for the notebooks in a folder, with settings of its own."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    own = folder.parent / f"{folder.name}-jupyter"
-    own.mkdir()
-    env = {
-        **os.environ,
-        **{f"JUPYTER_{kind}_DIR": str(own / kind) for kind in ("CONFIG", "DATA", "RUNTIME")},
-        MARK: str(folder),
-    }
-    command = [
+def _command(folder: Path, port: int) -> list[str]:
+    return [
         sys.executable,
         "-m",
         "jupyterlab",
@@ -96,8 +84,25 @@ def jupyterlab(folder: Path) -> Iterator[Lab]:
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     ]
+
+
+@contextmanager
+def jupyterlab(folder: Path) -> Iterator[Lab]:
+    """Run a JupyterLab for the notebooks in a folder, with settings of its own."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    own = folder.parent / f"{folder.name}-jupyter"
+    own.mkdir()
+    env = {
+        **os.environ,
+        **{f"JUPYTER_{kind}_DIR": str(own / kind) for kind in ("CONFIG", "DATA", "RUNTIME")},
+        MARK: str(folder),
+    }
     with open(own / "log", "wb") as log:
-        server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        server = subprocess.Popen(
+            _command(folder, port), env=env, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         for _ in range(300):
             assert server.poll() is None, (own / "log").read_text()[-2000:]
