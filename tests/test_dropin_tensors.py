@@ -50,6 +50,37 @@ class Odd(nn.Module):
         ) * self.scale + self.fine.square().sum().float()
 
 
+def odd(kind, options, how):
+    """Train odd parameters both ways; how far they are apart, whether they and their state keep
+    what is odd about them, and our parameters."""
+    plain, sharded = (
+        DDP(Odd(), find_unused_parameters=True),
+        DDP(Odd(), find_unused_parameters=True),
+    )
+    rows = []
+    zero = ZeroRedundancyOptimizer(sharded.parameters(), kind, **options, **how)
+    for model, optimizer in ((plain, kind(plain.parameters(), **options)), (sharded, zero)):
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            model(torch.tensor([dist.get_rank(), 3, step])).backward()
+            optimizer.step()
+        rows.append([p.detach().clone() for p in model.parameters()])
+    tied = sharded.module.head.weight is sharded.module.embed.weight
+    strides = all(
+        p.stride() == q.stride()
+        for p, q in zip(plain.parameters(), sharded.parameters(), strict=True)
+    )
+    zero.consolidate_state_dict(None)
+    shapes = all(
+        v.shape == rows[0][i].shape
+        for i, s in zero.state_dict()["state"].items()
+        for v in s.values()
+        if torch.is_tensor(v) and v.dim()
+    )
+    off = max((a - b).abs().max().item() for a, b in zip(*rows, strict=True) if a.numel())
+    return off, tied, strides, shapes, rows[1]
+
+
 @pytest.mark.parametrize(
     "how", [{}, {"shard": "whole"}, {"parameters_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}]
 )
@@ -59,42 +90,7 @@ def test_odd_parameters(how, name):
         "AdamW": {"lr": 1e-2, "foreach": False, "fused": False},
         "SGD": {"lr": 1e-2, "momentum": 0.9},
     }[name]
-
-    def odd():
-        plain, sharded = (
-            DDP(Odd(), find_unused_parameters=True),
-            DDP(Odd(), find_unused_parameters=True),
-        )
-        kind = getattr(torch.optim, name)
-        rows = []
-        zero = ZeroRedundancyOptimizer(sharded.parameters(), kind, **options, **how)
-        for model, optimizer in ((plain, kind(plain.parameters(), **options)), (sharded, zero)):
-            for step in range(4):
-                optimizer.zero_grad(set_to_none=step % 2 == 0)
-                model(torch.tensor([dist.get_rank(), 3, step])).backward()
-                optimizer.step()
-            rows.append([p.detach().clone() for p in model.parameters()])
-        tied = sharded.module.head.weight is sharded.module.embed.weight
-        strides = all(
-            p.stride() == q.stride()
-            for p, q in zip(plain.parameters(), sharded.parameters(), strict=True)
-        )
-        optimizer.consolidate_state_dict(None)
-        shapes = all(
-            v.shape == rows[0][i].shape
-            for i, s in optimizer.state_dict()["state"].items()
-            for v in s.values()
-            if torch.is_tensor(v) and v.dim()
-        )
-        return (
-            max((a - b).abs().max().item() for a, b in zip(*rows, strict=True) if a.numel()),
-            tied,
-            strides,
-            shapes,
-            rows[1],
-        )
-
-    ranks = run(3, odd)
+    ranks = run(3, odd, getattr(torch.optim, name), options, how)
     assert all(
         off < 1e-5 and tied and strides and shapes for off, tied, strides, shapes, _ in ranks
     )

@@ -209,35 +209,38 @@ def test_step_hooks_get_what_the_call_got_and_can_be_removed():
     )
 
 
+def hook_state_dicts(zero, seen):
+    """Register hooks that write down what they see; two change the state dict that passes."""
+
+    def other_rate(optimizer, state):
+        return {**state, "param_groups": [{**state["param_groups"][0], "lr": 0.5}]}
+
+    def loaded(optimizer):
+        seen.append(("loaded", optimizer.optim.param_groups[0]["params"] != []))
+
+    return [
+        zero.register_state_dict_pre_hook(lambda optimizer: seen.append("pre")),
+        zero.register_state_dict_post_hook(
+            lambda optimizer, state: {**state, "extra": len(state["state"])}
+        ),
+        zero.register_state_dict_post_hook(
+            lambda optimizer, state: seen.append(("post", state["extra"]))
+        ),
+        zero.register_load_state_dict_pre_hook(
+            lambda optimizer, state: seen.append(("load", len(state["state"])))
+        ),
+        zero.register_load_state_dict_pre_hook(other_rate),
+        zero.register_load_state_dict_post_hook(loaded),
+    ]
+
+
 def test_state_dict_hooks_see_the_whole_state_dict_once():
     def hooked():
         zero, seen = ZeroRedundancyOptimizer(network().parameters(), AdamW), []
         for p in zero.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
         zero.step()
-        handles = [
-            zero.register_state_dict_pre_hook(lambda optimizer: seen.append("pre")),
-            zero.register_state_dict_post_hook(
-                lambda optimizer, state: {**state, "extra": len(state["state"])}
-            ),
-            zero.register_state_dict_post_hook(
-                lambda optimizer, state: seen.append(("post", state["extra"]))
-            ),
-            zero.register_load_state_dict_pre_hook(
-                lambda optimizer, state: seen.append(("load", len(state["state"])))
-            ),
-            zero.register_load_state_dict_pre_hook(
-                lambda optimizer, state: {
-                    **state,
-                    "param_groups": [{**state["param_groups"][0], "lr": 0.5}],
-                }
-            ),
-            zero.register_load_state_dict_post_hook(
-                lambda optimizer: seen.append(
-                    ("loaded", optimizer.optim.param_groups[0]["params"] != [])
-                )
-            ),
-        ]
+        handles = hook_state_dicts(zero, seen)
         zero.consolidate_state_dict(None)
         nothing = list(seen)
         state = zero.state_dict()
@@ -245,13 +248,8 @@ def test_state_dict_hooks_see_the_whole_state_dict_once():
         for handle in handles:
             handle.remove()
         zero.consolidate_state_dict(None)
-        return (
-            nothing,
-            seen,
-            "extra" in zero.state_dict(),
-            zero.param_groups[0]["lr"],
-            state["param_groups"][0]["lr"],
-        )
+        rates = zero.param_groups[0]["lr"], state["param_groups"][0]["lr"]
+        return nothing, seen, "extra" in zero.state_dict(), *rates
 
     assert (
         run(2, hooked)

@@ -155,10 +155,8 @@ def test_every_class_trains_as_unsharded_or_is_refused(shapes, hows):
 
 def check_outcomes(ranks, least):
     found = ranks[0]
-    words = (
-        "must be tensors and plain values",
-        "use shard='whole'",
-    )  # of state that only its own rank can read, or that is not element-wise
+    # of state that only its own rank can read, or that is not element-wise
+    words = ("must be tensors and plain values", "use shard='whole'")
     unsaved = {
         name
         for name, o in found.items()

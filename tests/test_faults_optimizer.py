@@ -272,58 +272,98 @@ def both_step(ours, plain, zero, torchs, steps):
         torchs.step()
 
 
+def each(change, first=None):
+    """Make the same change to all parameters of a model, or to the first few."""
+
+    def changed(model):
+        for p in [*model.parameters()][:first]:
+            change(p)
+
+    return changed
+
+
+@torch.no_grad()
+def write(p):
+    p.fill_(0.5)
+
+
+def move(p):
+    p.data = p.data.clone() * 2
+
+
+def halve_by_loading(model):
+    model.load_state_dict({k: v / 2 for k, v in model.state_dict().items()})
+
+
+def freeze_with_zeros(p):
+    p.requires_grad_(False)
+    p.grad.zero_()
+
+
+def drop_gradient(p):
+    p.grad = None
+
+
+WRITES = {
+    "written": each(write),
+    "a copy written through data": each(lambda p: p.data.fill_(0.5)),
+    "moved": each(move),
+    "loaded into the model": halve_by_loading,
+}  # before gradients are there
+CHANGES = {
+    "gradients changed": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "gradients added up": each(lambda p: p.grad.add_(p.grad)),
+    "frozen after backward": each(lambda p: p.requires_grad_(False), 1),
+    "frozen, gradients zero": each(freeze_with_zeros, 2),
+    "unfrozen, no gradient": each(drop_gradient, 2),
+}  # while they are there
+
+
+def set_options(*optimizers):
+    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
+        group.update(lr=0.3, betas=(0.5, 0.6), weight_decay=0.2)
+
+
+def edit_a_group(zero):
+    zero.param_groups[0]["params"] = zero.param_groups[0]["params"][:-1]
+
+
+def append_a_parameter(zero):
+    zero.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
+
+
+EDITS = {
+    "a group edited": edit_a_group,
+    "a parameter appended": append_a_parameter,
+    "a group away": lambda zero: zero.param_groups.clear(),
+}  # which the next step refuses
+STATES = {
+    "state set": lambda zero: setattr(zero, "state", {}),
+    "state cleared": lambda zero: zero.state.clear(),
+}  # which are refused at once
+
+
 def between(what):
     """Do something between two steps, with both optimizers; how far they are apart after more
     steps, and what was said."""
+
+    def nothing(_):
+        pass
+
     wide = torch.float32 if what in ("written", "a copy written through data") else None
     ours, plain, zero, torchs = pair(
         torch.bfloat16 if wide else torch.float32, wide, **({"master_dtype": wide} if wide else {})
     )
     both_step(ours, plain, zero, torchs, range(3))
-    said, models = None, (ours, plain)
-    if what == "written":
-        with torch.no_grad():
-            for model in models:
-                [p.fill_(0.5) for p in model.parameters()]
-    if what == "a copy written through data":
-        [p.data.fill_(0.5) for model in models for p in model.parameters()]
-    if what == "moved":
-        for model in models:
-            for p in model.parameters():
-                p.data = p.data.clone() * 2
-    if what == "loaded into the model":
-        [
-            model.load_state_dict({k: v / 2 for k, v in model.state_dict().items()})
-            for model in models
-        ]
+    for model in (ours, plain):
+        WRITES.get(what, nothing)(model)
     given(ours, plain, step=3)
-    if what == "gradients changed":
-        [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in models]
-    if what == "gradients added up":
-        [p.grad.add_(p.grad) for model in models for p in model.parameters()]
-    if what == "frozen after backward":
-        [next(iter(model.parameters())).requires_grad_(False) for model in models]
-    if what == "frozen, gradients zero":
-        [
-            (p.requires_grad_(False), p.grad.zero_())
-            for model in models
-            for p in [*model.parameters()][:2]
-        ]
-    if what == "unfrozen, no gradient":
-        [setattr(p, "grad", None) for model in models for p in [*model.parameters()][:2]]
+    for model in (ours, plain):
+        CHANGES.get(what, nothing)(model)
     if what == "options":
-        for group in (*zero.param_groups, *torchs.param_groups):
-            group.update(lr=0.3, betas=(0.5, 0.6), weight_decay=0.2)
-    if what == "a group edited":
-        zero.param_groups[0]["params"] = zero.param_groups[0]["params"][:-1]
-    if what == "a parameter appended":
-        zero.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
-    if what == "state set":
-        said = caught(lambda: setattr(zero, "state", {}))
-    if what == "state cleared":
-        said = caught(lambda: zero.state.clear())
-    if what == "a group away":
-        zero.param_groups.clear()
+        set_options(zero, torchs)
+    EDITS.get(what, nothing)(zero)
+    said = caught(lambda: STATES.get(what, nothing)(zero))
     before = torch.get_rng_state()
     said = said or caught(zero.step)
     same = torch.equal(before, torch.get_rng_state()) and all(

@@ -243,41 +243,31 @@ def test_a_group_may_choose_how_it_is_shared_out():
         assert kinds == ["AdamW", "SGD"] and weight == 0.5 and momentum == [None, None, 0.9]
 
 
+def refused(prodigy):
+    """Say what each class that cannot be sharded gives, and what a group that failed has left."""
+    weight, bias = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
+    make, adamw, muon = ZeroRedundancyOptimizer, torch.optim.AdamW, torch.optim.Muon
+    calls = [
+        lambda: make([weight], torch.optim.LBFGS),
+        lambda: make([weight], prodigy),
+        lambda: make([weight, bias], muon),
+        lambda: make([{"params": [weight], "optimizer_class": "Muon"}], adamw),
+        lambda: make([{"params": [weight], "shard": "nowhere"}], adamw),
+    ]
+    errors = [caught_error(call) for call in calls]
+    zero = make([weight], adamw)
+    group = {"params": [bias], "optimizer_class": muon}
+    errors.append(caught_error(lambda: zero.add_param_group(group)))
+    for p in (weight, bias):
+        p.grad = torch.ones_like(p)
+    zero.step()
+    return errors, len(zero.param_groups), list(zero.local.by_class), bias.tolist()
+
+
 def test_classes_that_cannot_be_sharded_are_refused_and_a_failed_group_leaves_nothing(
     pytorch_optimizer,
 ):
-    def refused():
-        weight, bias = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
-        make = ZeroRedundancyOptimizer
-        errors = [
-            caught_error(lambda: make([weight], torch.optim.LBFGS)),
-            caught_error(lambda: make([weight], pytorch_optimizer.Prodigy)),
-        ]
-        errors.append(caught_error(lambda: make([weight, bias], torch.optim.Muon)))
-        errors.append(
-            caught_error(
-                lambda: make([{"params": [weight], "optimizer_class": "Muon"}], torch.optim.AdamW)
-            )
-        )
-        errors.append(
-            caught_error(
-                lambda: make([{"params": [weight], "shard": "nowhere"}], torch.optim.AdamW)
-            )
-        )
-        zero = make([weight], torch.optim.AdamW)
-        errors.append(
-            caught_error(
-                lambda: zero.add_param_group(
-                    {"params": [bias], "optimizer_class": torch.optim.Muon}
-                )
-            )
-        )
-        for p in (weight, bias):
-            p.grad = torch.ones_like(p)
-        zero.step()
-        return errors, len(zero.param_groups), list(zero.local.by_class), bias.tolist()
-
-    for errors, groups, kinds, bias in run(2, refused):
+    for errors, groups, kinds, bias in run(2, refused, pytorch_optimizer.Prodigy):
         kinds_of_error = [kind for kind, _ in errors]
         assert kinds_of_error == ["ValueError"] * 3 + ["TypeError"] + ["ValueError"] * 2
         assert (
@@ -289,67 +279,63 @@ def test_classes_that_cannot_be_sharded_are_refused_and_a_failed_group_leaves_no
         assert groups == 1 and kinds == [torch.optim.AdamW] and bias == [0.0] * 4
 
 
+def with_master_copies(params, how):
+    return ZeroRedundancyOptimizer(
+        params,
+        torch.optim.AdamW,
+        lr=1e-3,
+        fused=False,
+        foreach=False,
+        master_dtype=torch.float32,
+        **how,
+    )
+
+
+def saved_and_loaded(zero, low, high, how):
+    """Give another optimizer of the same parameters with the state of this one."""
+    zero.consolidate_state_dict()
+    saved = [zero.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(saved)
+    assert saved[0]["state"][0]["master_param"].equal(high[0].detach())
+    zero = with_master_copies(low, how)
+    zero.load_state_dict(saved[0])
+    return zero
+
+
+def beside_float32(how):
+    """Step low-precision parameters beside float32 ones; in which steps they are alike, and the bytes of
+    this rank's state and copies."""
+    torch.manual_seed(0)
+    low = [nn.Parameter(torch.randn(s, dtype=torch.bfloat16)) for s in ((9, 7), (5,), (3, 4))]
+    high = [nn.Parameter(p.detach().float()) for p in low]
+    zero = with_master_copies(low, how)
+    plain, same = torch.optim.AdamW(high, lr=1e-3, foreach=False), []
+    for step in range(12):
+        for p, q in zip(low, high, strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+            q.grad = p.grad.float()
+        zero.step()
+        plain.step()
+        if step == 5:  # somebody else writes into a parameter, say a checkpoint of the model
+            with torch.no_grad():
+                low[1][2], high[1][2] = 2.0, 2.0
+        if step == 8:
+            zero = saved_and_loaded(zero, low, high, how)
+        same.append(all(p.equal(q.bfloat16()) for p, q in zip(low, high, strict=True)))
+    values = [v for s in zero.optim.state.values() for v in s.values() if torch.is_tensor(v)]
+    pieces = [piece for shard in zero.shards for piece in shard.pieces]
+    return (
+        same,
+        sum(v.nbytes for v in values if v.dim()),
+        sum(piece.numel * piece.view.itemsize for piece in pieces),
+    )
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("how", [{}, {"parameters_as_bucket_view": True}, {"shard": "whole"}])
 def test_a_master_copy_steps_as_float32_would(size, how):
     """Low-precision parameters are the rounded parameters of a float32 optimizer that saw the same gradients."""
-
-    def steps():
-        torch.manual_seed(0)
-        low = [nn.Parameter(torch.randn(s, dtype=torch.bfloat16)) for s in ((9, 7), (5,), (3, 4))]
-        high = [nn.Parameter(p.detach().float()) for p in low]
-        zero = ZeroRedundancyOptimizer(
-            low,
-            torch.optim.AdamW,
-            lr=1e-3,
-            fused=False,
-            foreach=False,
-            master_dtype=torch.float32,
-            **how,
-        )
-        plain, same = torch.optim.AdamW(high, lr=1e-3, foreach=False), []
-        for step in range(12):
-            for p, q in zip(low, high, strict=True):
-                p.grad = torch.randn(
-                    p.shape, generator=torch.Generator().manual_seed(step)
-                ).bfloat16()
-                q.grad = p.grad.float()
-            zero.step()
-            plain.step()
-            if step == 5:  # somebody else writes into a parameter, say a checkpoint of the model
-                with torch.no_grad():
-                    low[1][2], high[1][2] = 2.0, 2.0
-            if step == 8:
-                zero.consolidate_state_dict()
-                saved = [zero.state_dict() if dist.get_rank() == 0 else None]
-                dist.broadcast_object_list(saved)
-                assert saved[0]["state"][0]["master_param"].equal(high[0].detach())
-                zero = ZeroRedundancyOptimizer(
-                    low,
-                    torch.optim.AdamW,
-                    lr=1e-3,
-                    fused=False,
-                    foreach=False,
-                    master_dtype=torch.float32,
-                    **how,
-                )
-                zero.load_state_dict(saved[0])
-            same.append(all(p.equal(q.bfloat16()) for p, q in zip(low, high, strict=True)))
-        state = sum(
-            v.nbytes
-            for s in zero.optim.state.values()
-            for v in s.values()
-            if torch.is_tensor(v) and v.dim()
-        )
-        return (
-            same,
-            state,
-            sum(
-                piece.numel * piece.view.itemsize for shard in zero.shards for piece in shard.pieces
-            ),
-        )
-
-    ranks = run(size, steps)
+    ranks = run(size, beside_float32, how)
     assert all(all(same) for same, *_ in ranks), ranks[0][0]
     assert (
         sum(state for _, state, _ in ranks) == 2 * 4 * 80
@@ -357,47 +343,49 @@ def test_a_master_copy_steps_as_float32_would(size, how):
     )
 
 
-def test_it_passes_for_an_optimizer():
-    def passes():
-        model = DDP(network())
-        zero = hybrid(model)
-        adamw = ZeroRedundancyOptimizer(network().parameters(), torch.optim.AdamW)
-        schedules = [
-            torch.optim.lr_scheduler.OneCycleLR(
-                adamw, max_lr=0.1, total_steps=5
-            ),  # looks for betas among the defaults
-            torch.optim.lr_scheduler.ReduceLROnPlateau(zero),
-            torch.optim.lr_scheduler.CosineAnnealingLR(zero, 10),
-        ]
-        model(torch.ones(4, 20)).square().mean().backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(model(torch.ones(4, 20)).square().mean()).backward()
-        scaler.step(zero)
-        scaler.update()
-        for p in model.parameters():
-            p.grad = torch.full_like(p, float("inf"))
-        before = [p.detach().clone() for p in model.parameters()]
-        scaler.scale(torch.ones(1))
-        scaler.unscale_(zero)
-        skipped = scaler.step(zero)
-        average = torch.optim.swa_utils.AveragedModel(model.module)
-        average.update_parameters(model.module)
-        attributes = (
-            zero.process_group is dist.group.WORLD,
-            zero.rank,
-            zero.world_size,
-            zero.parameters_as_bucket_view,
-            type(zero.optim).__name__,
-        )
-        return (
-            len(schedules),
-            norm.item() > 0,
-            skipped,
-            all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True)),
-            attributes,
-        )
+def passes():
+    """Give an optimizer to schedulers, clipping, a scaler and an average of the model."""
+    model = DDP(network())
+    zero = hybrid(model)
+    adamw = ZeroRedundancyOptimizer(network().parameters(), torch.optim.AdamW)
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(
+            adamw, max_lr=0.1, total_steps=5
+        ),  # looks for betas among the defaults
+        torch.optim.lr_scheduler.ReduceLROnPlateau(zero),
+        torch.optim.lr_scheduler.CosineAnnealingLR(zero, 10),
+    ]
+    model(torch.ones(4, 20)).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(4, 20)).square().mean()).backward()
+    scaler.step(zero)
+    scaler.update()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float("inf"))
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(zero)
+    skipped = scaler.step(zero)
+    average = torch.optim.swa_utils.AveragedModel(model.module)
+    average.update_parameters(model.module)
+    attributes = (
+        zero.process_group is dist.group.WORLD,
+        zero.rank,
+        zero.world_size,
+        zero.parameters_as_bucket_view,
+        type(zero.optim).__name__,
+    )
+    return (
+        len(schedules),
+        norm.item() > 0,
+        skipped,
+        all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True)),
+        attributes,
+    )
 
+
+def test_it_passes_for_an_optimizer():
     for rank, result in enumerate(run(2, passes)):
         assert result == (3, True, None, True, (True, rank, 2, False, "Muon"))
 
