@@ -31,6 +31,16 @@ FORWARDS = (
 )
 
 
+def in_kind(kind, no_sync):
+    """Give the context of a forward."""
+    kinds = {
+        "no_sync": no_sync,
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+    }
+    return kinds.get(kind, contextlib.nullcontext)()
+
+
 def buffered(seed):
     """Run forwards of every kind in random order, both ways; are outputs and buffers equal on this
     rank after each, and parameters after each step?"""
@@ -53,11 +63,7 @@ def buffered(seed):
         outputs = []
         for net, no_sync in ((ddp, ddp.no_sync), (other, ours.no_sync)):
             net.train(mode == "train")
-            with {
-                "no_sync": no_sync,
-                "no_grad": torch.no_grad,
-                "inference_mode": torch.inference_mode,
-            }.get(kind, contextlib.nullcontext)():
+            with in_kind(kind, no_sync):
                 outputs.append(net(batch(i)))
                 if outputs[-1].requires_grad:
                     outputs[-1].square().mean().backward()
@@ -99,11 +105,7 @@ def in_a_block(seed):
         def forward(what, i, net=net, model=model, optimizer=optimizer, handle=handle, seen=seen):
             mode, _, kind = what.partition(" ")
             net.train(mode == "train")
-            with {
-                "no_sync": handle.no_sync,
-                "no_grad": torch.no_grad,
-                "inference_mode": torch.inference_mode,
-            }.get(kind, contextlib.nullcontext)():
+            with in_kind(kind, handle.no_sync):
                 output = net(batch(i))
                 if output.requires_grad:
                     output.square().mean().backward()

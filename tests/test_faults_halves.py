@@ -336,38 +336,40 @@ def test_reduce_dtype_lets_go_of_what_was_sent(mode, monkeypatch):
     ), held
 
 
-def test_reduce_dtype_that_cannot_work_is_refused_on_every_rank():
-    def refused():
-        module, complex_one = Sums(torch.float32), nn.Linear(2, 2, dtype=torch.complex64)
-        ddp, hooks = DDP(module), default_hooks
-        zero, theirs = (
-            ZeroRedundancyOptimizer(m.parameters(), SGD, lr=0.1) for m in (module, complex_one)
-        )
-        half = torch.bfloat16
-        calls = [
-            lambda: overlap(ddp, zero, reduce_dtype=torch.int32),
-            lambda: data_parallel(module, zero, reduce_dtype="float32"),
-            lambda: overlap(ddp, zero, reduce_dtype=torch.float8_e5m2),
-            lambda: data_parallel(module, zero, reduce_dtype=torch.complex64),
-            lambda: overlap(ddp, zero, hook=hooks.fp16_compress_hook, reduce_dtype=half),
-            lambda: overlap(
-                ddp,
-                zero,
-                hook=lambda state, bucket: hooks.allreduce_hook(None, bucket),
-                reduce_dtype=half,
-            ),
-            lambda: overlap(DDP(complex_one), theirs, reduce_dtype=half),
-            lambda: data_parallel(complex_one, theirs, reduce_dtype=half),
-            lambda: overlap(ddp, zero, reduce_dtype=half if dist.get_rank() else None),
-        ]
-        return [
-            *map(caught_error, calls),
-            caught_error(
-                lambda: overlap(ddp, zero, hook=hooks.allreduce_hook, reduce_dtype=half).detach()
-            ),
-            caught_error(lambda: backward_of(ddp)),
-        ]
+def refused():
+    """Say what each reduce_dtype that cannot work gives; then one that can, and a backward."""
+    module, complex_one = Sums(torch.float32), nn.Linear(2, 2, dtype=torch.complex64)
+    ddp, hooks = DDP(module), default_hooks
+    zero, theirs = (
+        ZeroRedundancyOptimizer(m.parameters(), SGD, lr=0.1) for m in (module, complex_one)
+    )
+    half = torch.bfloat16
+    calls = [
+        lambda: overlap(ddp, zero, reduce_dtype=torch.int32),
+        lambda: data_parallel(module, zero, reduce_dtype="float32"),
+        lambda: overlap(ddp, zero, reduce_dtype=torch.float8_e5m2),
+        lambda: data_parallel(module, zero, reduce_dtype=torch.complex64),
+        lambda: overlap(ddp, zero, hook=hooks.fp16_compress_hook, reduce_dtype=half),
+        lambda: overlap(
+            ddp,
+            zero,
+            hook=lambda state, bucket: hooks.allreduce_hook(None, bucket),
+            reduce_dtype=half,
+        ),
+        lambda: overlap(DDP(complex_one), theirs, reduce_dtype=half),
+        lambda: data_parallel(complex_one, theirs, reduce_dtype=half),
+        lambda: overlap(ddp, zero, reduce_dtype=half if dist.get_rank() else None),
+    ]
+    return [
+        *map(caught_error, calls),
+        caught_error(
+            lambda: overlap(ddp, zero, hook=hooks.allreduce_hook, reduce_dtype=half).detach()
+        ),
+        caught_error(lambda: backward_of(ddp)),
+    ]
 
+
+def test_reduce_dtype_that_cannot_work_is_refused_on_every_rank():
     words = [
         ("TypeError", "torch.int32"),
         ("TypeError", "'float32'"),

@@ -78,23 +78,22 @@ def test_M9_a_scale_is_read_once_a_step(mode):
 # ---- find_unused_parameters: one vector for all ----
 
 
+def look_for_unused(mode, module, zero, group):
+    """Give the model to call, and what steps inside its backward."""
+    interleaved = "interleaved" in mode
+    looks = {"bucket_cap_mb": 0.0005, "find_unused_parameters": True}
+    if mode.startswith("parallel"):
+        return module, data_parallel(module, zero, interleaved=interleaved, **looks)
+    model = DDP(module, process_group=group, **looks)
+    return model, overlap(model, zero, interleaved=interleaved)
+
+
 def asked(mode):
     """Note what an iteration sends, and how many reductions had started when the host read which
     parameters have a gradient."""
     group, module, reads = record(), Blocks(), []
     zero = ZeroRedundancyOptimizer(module.parameters(), SGD, group, lr=0.05)
-    if mode.startswith("parallel"):
-        handle = data_parallel(
-            module,
-            zero,
-            interleaved="interleaved" in mode,
-            bucket_cap_mb=0.0005,
-            find_unused_parameters=True,
-        )
-        model = module
-    else:
-        model = DDP(module, process_group=group, bucket_cap_mb=0.0005, find_unused_parameters=True)
-        handle = overlap(model, zero, interleaved="interleaved" in mode)
+    model, handle = look_for_unused(mode, module, zero, group)
     uses = [(0, 1, 2, 3, 4), (0, 2, 4), (1 + dist.get_rank(), 4), (4, 0), (3,), (0, 4)]
     read, found = torch.Tensor.tolist, []
     for layers in uses:

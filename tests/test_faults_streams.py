@@ -93,6 +93,31 @@ USES = {
 }
 
 
+def attach(kind, model, zero, find_unused_parameters, **setup):
+    """Give the model to call, and what steps inside its backward, if anything does."""
+    looks = {"find_unused_parameters": find_unused_parameters}
+    if kind == "data_parallel":
+        return model, data_parallel(model, zero, **looks, **SMALL, **setup)
+    net = DDP(model, bucket_cap_mb=0.0005, **looks)
+    return net, overlap(net, zero, **setup) if kind == "overlap" else None
+
+
+def accumulate(net, no_sync, scaler, dtype, first, micro):
+    """Run forward and backward of one step, in parts of which only the last one is synchronised."""
+    for m in range(micro):
+        with no_sync() if m < micro - 1 else contextlib.nullcontext():
+            loss = net(batch(first + m).to(dtype)).square().mean()
+            (scaler.scale(loss) if scaler else loss).backward()
+
+
+def take_step(zero, scaler):
+    if scaler:
+        scaler.step(zero)
+        scaler.update()
+    else:
+        zero.step()
+
+
 def on_streams(
     kind="data_parallel",
     make=base,
@@ -110,30 +135,10 @@ def on_streams(
     torch.manual_seed(0)
     model, scaler = make(), torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
     dtype = next(model.parameters()).dtype
-    zero = ZeroRedundancyOptimizer(
-        groups(model),
-        AdamW,
-        two_level(2) if nodes else None,
-        lr=0.05,
-        bucket_cap_mb=0.0005,
-        **(options or {}),
-    )
-    net = (
-        model
-        if kind == "data_parallel"
-        else DDP(model, bucket_cap_mb=0.0005, find_unused_parameters=find_unused_parameters)
-    )
-    if kind == "data_parallel":
-        handle = data_parallel(
-            net,
-            zero,
-            scaler=scaler,
-            find_unused_parameters=find_unused_parameters,
-            **SMALL,
-            **setup,
-        )
-    else:
-        handle = overlap(net, zero, scaler=scaler, **setup) if kind == "overlap" else None
+    given = {"lr": 0.05, "bucket_cap_mb": 0.0005, **(options or {})}
+    zero = ZeroRedundancyOptimizer(groups(model), AdamW, two_level(2) if nodes else None, **given)
+    net, handle = attach(kind, model, zero, find_unused_parameters, scaler=scaler, **setup)
+    no_sync = (handle if kind == "data_parallel" else net).no_sync
     world = World()
     if handle:
         handle.engine.stream = WatchedStream(world)
@@ -141,21 +146,10 @@ def on_streams(
         handle.engine.stream.keep = lambda tensor, stream=None: None
     with world, world.networked():
         for i in range(5):
-            for m in range(micro):
-                with (
-                    (handle if kind == "data_parallel" else net).no_sync()
-                    if m < micro - 1
-                    else contextlib.nullcontext()
-                ):
-                    loss = net(batch(10 * i + m).to(dtype)).square().mean()
-                    (scaler.scale(loss) if scaler else loss).backward()
+            accumulate(net, no_sync, scaler, dtype, 10 * i, micro)
             if look and handle:
                 look(handle, model, zero, world)
-            if scaler:
-                scaler.step(zero)
-                scaler.update()
-            else:
-                zero.step()
+            take_step(zero, scaler)
             if look and not handle:
                 look(handle, model, zero, world)
             zero.zero_grad()

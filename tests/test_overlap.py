@@ -44,16 +44,8 @@ def traffic(interleaved, **more):
         (op, sizes[int(i)]) for i, op in (word.split(":") for word in handle.schedule.collectives)
     ]
     wire = {kind: sum(e.wire for e in outer if e.kind == kind) for kind in names}
-    mine, whole = (
-        8 * sum(sizes)
-        for sizes in zip(
-            *(
-                (b.sizes[b.group.group_rank], b.bucket.numel)
-                for b in handle.step_plan.shard.buckets
-            ),
-            strict=True,
-        )
-    )
+    mine = 8 * sum(b.sizes[b.group.group_rank] for b in handle.step_plan.shard.buckets)
+    whole = sum(sizes)
     assert wire == {
         "reduce_scatter": whole - mine,
         "all_gather": (group.size() - 1) * mine,
@@ -143,28 +135,30 @@ def close(one, other):
     )
 
 
+def fresh(is_sharded, interleaved, state=None):
+    """Make a model and its optimizer, and load what was saved of such a pair."""
+    model = DDP(network(), bucket_cap_mb=CAP)
+    if state:
+        model.module.load_state_dict(state[0])
+    optimizer = (sharded if is_sharded else unsharded)("adamw", model, True)
+    if is_sharded:
+        overlap(model, optimizer, interleaved=interleaved)
+    if state:
+        optimizer.load_state_dict(copy.deepcopy(state[1]))  # torch steps what it was given
+    return model, optimizer
+
+
+def go_on(model, optimizer, steps):
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def resumed(interleaved, at, mixed):
     """Train, save after `at` steps, load into a fresh pair (of the other kind if `mixed`), and go
     on; beside training straight through."""
-
-    def fresh(is_sharded, state=None):
-        model = DDP(network(), bucket_cap_mb=CAP)
-        if state:
-            model.module.load_state_dict(state[0])
-        optimizer = sharded("adamw", model, True) if is_sharded else unsharded("adamw", model, True)
-        if is_sharded:
-            overlap(model, optimizer, interleaved=interleaved)
-        if state:
-            optimizer.load_state_dict(copy.deepcopy(state[1]))  # torch steps what it was given
-        return model, optimizer
-
-    def go_on(model, optimizer, steps):
-        for step in steps:
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    straight, first = fresh(False), fresh(True)
+    straight, first = fresh(False, interleaved), fresh(True, interleaved)
     go_on(*straight, range(at))
     go_on(*first, range(at))
     saved = [
@@ -172,10 +166,8 @@ def resumed(interleaved, at, mixed):
         for model, o in (straight, first)
     ]
     same = close(saved[0][1], saved[1][1])
-    second = (
-        fresh(not mixed, saved[1]),
-        fresh(True, saved[0]),
-    )  # ours goes on as ours or as torch's, and torch's as ours
+    # ours goes on as ours or as torch's, and torch's as ours
+    second = fresh(not mixed, interleaved, saved[1]), fresh(True, interleaved, saved[0])
     for pair in (straight, first, *second):
         go_on(*pair, range(at, at + 4))
     same &= all(close(state_of(straight[1]), state_of(o)) for _, o in (first, *second))

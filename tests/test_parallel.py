@@ -62,44 +62,36 @@ def test_compiled_modules_train_alike():
             assert worst < 1e-9, name
 
 
+def iterate(models, optimizers, steps):
+    for i in steps:
+        for model in models:
+            model(batch(i)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def moved(early):
     """Bring the state from an unsharded AdamW and back to one, in the middle."""
     one, other = network(), network()
     wrapped, optim = DDP(one), AdamW(one.parameters(), lr=1e-2, weight_decay=0.1)
-    for i in range(3):
-        wrapped(batch(i)).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
+    iterate([wrapped], [optim], range(3))
     other.load_state_dict(one.state_dict())
     zero = sharded(one_adamw(other))
     data_parallel(other, zero, interleaved=early, hidden=early, **SMALL)
     first = copy.deepcopy(optim.state_dict())
     zero.load_state_dict(copy.deepcopy(first))
-    for i in range(3, 6):
-        for model in (wrapped, other):
-            model(batch(i)).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
-    zero.load_state_dict(
-        copy.deepcopy(optim.state_dict())
-    )  # while parameters are on their way, and the buckets are planned
-    for i in range(6, 9):
-        for model in (wrapped, other):
-            model(batch(i)).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
+    iterate([wrapped, other], [optim], range(3, 6))
+    # while parameters are on their way, and the buckets are planned
+    zero.load_state_dict(copy.deepcopy(optim.state_dict()))
+    iterate([wrapped, other], [optim], range(6, 9))
     zero.consolidate_state_dict(to=None)
     third = network()
     third.load_state_dict(other.state_dict())
     plain = AdamW(third.parameters(), lr=1e-2, weight_decay=0.1)
     plain.load_state_dict(zero.state_dict())
     again = DDP(third)
-    for i in range(9, 11):
-        for model in (wrapped, other, again):
-            model(batch(i)).square().mean().backward()
-        for o in (optim, plain):
-            o.step()
-            o.zero_grad()
+    iterate([wrapped, other, again], [optim, plain], range(9, 11))
     mine = flatten(one.parameters())
     return float((mine - flatten(other.parameters())).abs().max()), float(
         (mine - flatten(third.parameters())).abs().max()

@@ -45,52 +45,62 @@ class Recomputed(nn.Module):
         return x
 
 
-def bad():
-    rank, out = dist.get_rank(), {}
+def made(model=None, **setup):
+    model = model or network()
+    return data_parallel(model, sharded(one_adamw(model)), **setup)
 
-    def ask(name, f):
-        out[name] = caught(f)
 
-    def made(model=None, **setup):
-        model = model or network()
-        return data_parallel(model, sharded(one_adamw(model)), **setup)
+def without_the_last():
+    model = network()
+    return data_parallel(model, sharded([adamw(list(model.parameters())[:3])]))
 
-    ask("ddp", lambda: data_parallel(wrapped := DDP(network()), sharded(one_adamw(wrapped))))
-    ask("plain optimizer", lambda: data_parallel(model := network(), AdamW(model.parameters())))
-    ask("not a module", lambda: data_parallel([1], sharded(one_adamw(network()))))
-    ask(
-        "missing",
-        lambda: data_parallel(model := network(), sharded([adamw(list(model.parameters())[:3])])),
-    )
-    ask(
-        "strange",
-        lambda: data_parallel(
-            model := network(),
-            sharded([adamw([*model.parameters(), nn.Parameter(torch.ones(3, 4))])]),
-        ),
-    )
-    ask("unknown", lambda: made(bucket_cap=3))
-    ask("apart", lambda: made(bucket_cap_mb=1.0 + rank))
-    ask("negative cap", lambda: made(bucket_cap_mb=-1.0))
-    ask("cap", lambda: made(bucket_cap_mb="big"))
-    ask("cut", lambda: made(cut_mb=0.0))
-    ask("lag", lambda: made(lag=-1))
-    ask("lag of a float", lambda: made(lag=1.5))
-    ask("buffers", lambda: made(buffers="none"))
-    ask("clip", lambda: made(max_grad_norm=-1.0))
-    ask("judges", lambda: made(interleaved=True, max_grad_norm=1.0))
-    ask("scaler", lambda: made(scaler=3))
-    ask("norm", lambda: made(max_grad_norm=1.0, norm_type=0))
+
+def with_a_stranger():
+    model = network()
+    params = [*model.parameters(), nn.Parameter(torch.ones(3, 4))]
+    return data_parallel(model, sharded([adamw(params)]))
+
+
+def with_a_sparse_buffer():
     model = network()
     model.register_buffer("mask", torch.eye(3).to_sparse())
-    ask("sparse buffer", lambda: data_parallel(model, sharded(one_adamw(model))))
+    return made(model)
+
+
+BAD = {
+    "ddp": lambda: made(DDP(network())),
+    "plain optimizer": lambda: data_parallel(model := network(), AdamW(model.parameters())),
+    "not a module": lambda: data_parallel([1], sharded(one_adamw(network()))),
+    "missing": without_the_last,
+    "strange": with_a_stranger,
+    "unknown": lambda: made(bucket_cap=3),
+    "apart": lambda: made(bucket_cap_mb=1.0 + dist.get_rank()),
+    "negative cap": lambda: made(bucket_cap_mb=-1.0),
+    "cap": lambda: made(bucket_cap_mb="big"),
+    "cut": lambda: made(cut_mb=0.0),
+    "lag": lambda: made(lag=-1),
+    "lag of a float": lambda: made(lag=1.5),
+    "buffers": lambda: made(buffers="none"),
+    "clip": lambda: made(max_grad_norm=-1.0),
+    "judges": lambda: made(interleaved=True, max_grad_norm=1.0),
+    "scaler": lambda: made(scaler=3),
+    "norm": lambda: made(max_grad_norm=1.0, norm_type=0),
+    "sparse buffer": with_a_sparse_buffer,
+}
+
+
+def bad():
+    out = {name: caught(f) for name, f in BAD.items()}
     model = network()
     zero = sharded(one_adamw(model))
     data_parallel(model, zero)
-    ask("twice", lambda: data_parallel(model, zero))
-    ask("other optimizer", lambda: data_parallel(model, sharded(one_adamw(model))))
-    ask("closure", lambda: zero.step(found_inf=1))
-    ask("add", lambda: zero.add_param_group({"params": [nn.Parameter(torch.ones(2))]}))
+    later = {
+        "twice": lambda: data_parallel(model, zero),
+        "other optimizer": lambda: made(model),
+        "closure": lambda: zero.step(found_inf=1),
+        "add": lambda: zero.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+    }
+    out |= {name: caught(f) for name, f in later.items()}
     model(batch(0)).square().mean().backward()
     assert replicas(model)
     return out
