@@ -11,16 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error, free_port
-from common.join_participants import Participant
+from common.join_participants import Participant, take_stores_of_groups
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, lr_scheduler
 
 from zero_nb.backward.data_parallel import data_parallel
-from zero_nb.comm import agreement, group_store
-from zero_nb.comm import store as store_module
 from zero_nb.comm.launch import run
-from zero_nb.join import event_feed, event_log
 from zero_nb.join.event_feed import EventFeed
 from zero_nb.join.event_log import EventLog
 from zero_nb.join.failure_detection import explain_wait
@@ -34,10 +31,7 @@ class Alone(Participant):
     """One of four ranks, on a store that others have written to."""
 
     def __init__(self, monkeypatch):
-        for module in (store_module, event_feed, event_log):
-            monkeypatch.setattr(module, "_store", lambda group: group.store)
-        for module in (agreement, group_store):
-            monkeypatch.setattr(module, "_has_no_peers", lambda group: False)
+        take_stores_of_groups(monkeypatch)
         super().__init__(dist.HashStore(), 4, 2)
 
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error, free_port
-from common.join_participants import Counted, Participant
+from common.join_participants import Counted, Participant, take_stores_of_groups
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
-from zero_nb.comm import agreement, group_store
 from zero_nb.comm import store as store_module
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
@@ -138,10 +137,7 @@ def test_M7_errors_are_passed_on():
 def many(monkeypatch, size, leave):
     """Drive a block of `size` ranks by hand; `leave`: the iteration in which each rank leaves.
     Requests by what they are for, and bytes at the end."""
-    for module in (store_module, event_feed, event_log):
-        monkeypatch.setattr(module, "_store", lambda group: group.store)
-    for module in (agreement, group_store):
-        monkeypatch.setattr(module, "_has_no_peers", lambda group: False)
+    take_stores_of_groups(monkeypatch)
     store = dist.HashStore()
     ranks = [Participant(store, size, rank) for rank in range(size)]
     iterating, departing, following, heard = [], [], [], [0] * size
@@ -210,10 +206,7 @@ def test_M7_ranks_that_leave_one_after_the_other(monkeypatch, order):
 @pytest.mark.parametrize("moment", ["claim", "put", "add", "rank_with_data"])
 def test_ranks_that_leave_at_the_same_time_read_what_the_other_did(monkeypatch, moment):
     """The last events of a rank need not wait for others; another rank leaves with fewer at any moment between."""
-    for module in (store_module, event_feed, event_log):
-        monkeypatch.setattr(module, "_store", lambda group: group.store)
-    for module in (agreement, group_store):
-        monkeypatch.setattr(module, "_has_no_peers", lambda group: False)
+    take_stores_of_groups(monkeypatch)
     store = dist.HashStore()
     few, many = (Participant(store, 2, rank).log for rank in range(2))
     for log, count in ((few, 1), (many, 3)):

@@ -3,6 +3,9 @@
 from collections import Counter
 from types import SimpleNamespace
 
+from zero_nb.comm import agreement, group_store
+from zero_nb.comm import store as store_module
+from zero_nb.join import event_feed, event_log
 from zero_nb.join.event_feed import EventStore
 from zero_nb.join.event_log import EventLog
 
@@ -45,6 +48,14 @@ class Counted:
     @property
     def requests(self):
         return sum(count for name, count in self.log.items() if name not in ("events", "bytes"))
+
+
+def take_stores_of_groups(monkeypatch):
+    """Let what a block asks go to the store of its group, also in a group that has no process group."""
+    for module in (store_module, event_feed, event_log):
+        monkeypatch.setattr(module, "_store", lambda group: group.store)
+    for module in (agreement, group_store):
+        monkeypatch.setattr(module, "_has_no_peers", lambda group: False)
 
 
 class Participant:
