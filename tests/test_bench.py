@@ -2,7 +2,6 @@
 
 import csv
 import json
-import mmap
 import os
 import statistics
 import subprocess
@@ -19,11 +18,9 @@ from torch import nn
 from zero_nb.apps import bench, measuring
 from zero_nb.apps.counting import Counts, Makings, count_rank, counts, make_rank, state_bytes
 from zero_nb.apps.measuring import Options, _time_variants, measure, profiles
-from zero_nb.apps.peak_memory import peak_bytes
 from zero_nb.apps.ratios import Spread, paired
 from zero_nb.apps.reports import BenchmarkReport, merged, strays
-from zero_nb.apps.save_turns import WAYS, Checkpoints, SaveTurn
-from zero_nb.apps.tables import HEADS, cells, rows, save_cells, write_report
+from zero_nb.apps.tables import HEADS, cells, rows, write_report
 from zero_nb.apps.targets import Target, verdicts
 from zero_nb.apps.turns import Launch, Turn, _link_bytes, _rounded, time_rank, trace_rank
 from zero_nb.apps.variants import _LARGE, VARIANTS, Variant
@@ -539,71 +536,6 @@ def test_measure_leaves_out_peers_that_do_not_work_and_no_others(monkeypatch):
         measure(options)
 
 
-TURNS = {  # two rounds of one rank, the first call before them
-    "iteration": (None, 2.0, 1.0),
-    "torch-file": (8.0,),
-    "sharded": (None, 1.0, 2.0),
-    "fsdp2": (None, 2.0, 2.0),
-}
-
-
-def turns(slower, risen):
-    """What a rank found that takes longer than another one by a factor."""
-    return [
-        SaveTurn(way, second and second * slower, risen)
-        for way, seconds in TURNS.items()
-        for second in seconds
-    ], 100
-
-
-def test_turns_of_saving_are_those_of_the_slowest_rank():
-    found = Checkpoints.of("linear", [turns(1, 5 << 20), turns(2, 7 << 20), turns(1, None)])
-    assert found.world_size == 3 and found.state == 300
-    assert found.seconds["sharded"] == (2.0, 4.0) and found.seconds["torch-file"] == (16.0,)
-    assert found.first_rank["sharded"] == 5 << 20 and found.other_ranks["sharded"] == 7 << 20
-    assert found.ratio("sharded", "iteration").median == (2 / 4 + 4 / 2) / 2
-    assert found.ratio("sharded", "torch-file").median == 2 / 16  # the round that both have
-    assert found.ratio("sharded", "memory") is None
-    rounds = [0, 3]  # in which a slow way has its turns, of four
-    longer = {"sharded": tuple(float(i) for i in range(1, 5)), "torch-file": (10.0, 20.0)}
-    thin = replace(found, seconds=longer).ratio("torch-file", "sharded")
-    assert thin.median == statistics.median(
-        t / (i + 1) for t, i in zip((10, 20), rounds, strict=True)
-    )
-
-
-def test_saving_in_a_report(tmp_path):
-    two, four = (
-        replace(Checkpoints.of("linear", [turns(1, 7 << 20)]), world_size=n) for n in (2, 4)
-    )
-    report = replace(REPORT, checkpoints=(two, replace(four, first_rank={"file": 128 << 20})))
-    assert BenchmarkReport.from_json(report.to_json()) == report
-    assert BenchmarkReport.from_json(REPORT.to_json().replace(', "checkpoints": []', "")) == REPORT
-    new = replace(REPORT, checkpoints=(replace(two, state=1),))
-    assert merged(report, new).checkpoints == (report.checkpoints[1], new.checkpoints[0])
-    met = {words: (value, answer) for words, _, value, answer in verdicts(report)}
-    assert met["save, sharded / torch-file: linear, worst of 2 and 4 ranks"] == ("0.125", "no")
-    assert met["save, sharded / fsdp2: linear, worst of 2 and 4 ranks"] == ("0.75", "yes")
-    assert met["save, async / iteration: linear, worst of 2 and 4 ranks"][1] == "not measured"
-    assert met["memory of a save, file / 64 MiB"] == ("2", "no")
-    lines = {line[2]: line for line in save_cells(report) if line[1] == "2"}
-    assert lines["save_sharded (`sharded`)"][3:7] == ["1.25", "8.0", "0.75 (0.55 to 0.95)", "7"]
-    write_report(report, tmp_path)
-    assert "| save_sharded (`sharded`) | 1.25 | 8.0 |" in (tmp_path / "table.md").read_text()
-
-
-def test_ways_to_save_and_load_are_measured(tmp_path):
-    flags = ["--quick", "--model", "linear", "--ranks", "2", "--rounds", "1"]
-    bench.run_benchmark([*flags, "--parts", "checkpoints", "--out", str(tmp_path)])
-    [found] = BenchmarkReport.from_json((tmp_path / "report.json").read_text()).checkpoints
-    assert sorted(found.seconds) == sorted(WAYS) and found.world_size == 2
-    assert all(len(times) == 1 and times[0] > 0 for times in found.seconds.values())
-    elements = sum(models(quick=True)["linear"].sizes)
-    assert 8 * elements <= found.state <= 8 * elements + 100
-    if sys.platform == "linux":
-        assert all(risen is not None for risen in found.first_rank.values())
-
-
 def test_makings():
     found = run(1, make_rank, 20, 64, 2)[0]
     assert (found.parameters, found.world_size) == (20, 64)
@@ -622,66 +554,6 @@ def test_state_bytes_of_any_state():
         }
     }
     assert state_bytes(state.values()) == 4 + 40 + 6 and state_bytes([]) == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
-def test_peak_is_above_the_start():
-    def peak():
-        return [
-            peak_bytes(torch.device("cpu"), lambda m=m: torch.ones(m * 250_000)) for m in (100, 20)
-        ]  # the mark is reset
-
-    large, small = run(1, peak)[0]
-    assert 99e6 < large < 102e6 and 19e6 < small < 22e6
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
-def test_peak_counts_memory_that_was_given_back_before():
-    def peak():
-        torch.ones(6_000_000)  # malloc learns to keep chunks of this size
-        kept = [torch.ones(1_000_000) for _ in range(10)]
-        last = torch.ones(1000)  # above them, so that they stay when they are free
-        del kept
-        return (
-            peak_bytes(torch.device("cpu"), lambda: [torch.ones(1_000_000) for _ in range(10)]),
-            last.sum(),
-        )
-
-    assert 38e6 < run(1, peak)[0][0] < 44e6
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
-def test_peak_counts_memory_in_the_heap_of_a_thread():
-    def peak():
-        with pytest.raises(RuntimeError):
-            torch.empty(1 << 55)  # from now on glibc serves this thread from a heap of its own
-        torch.ones(7_900_000)  # and keeps up to 64 MB free at the end of it
-        small = [bytearray(30_000) for _ in range(1500)]
-        del small
-        return peak_bytes(torch.device("cpu"), lambda: torch.ones(5_000_000))
-
-    assert 19e6 < run(1, peak)[0] < 22e6
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
-def test_peak_leaves_out_the_pages_of_files(tmp_path):
-    (tmp_path / "library").write_bytes(bytes(30_000_000))
-
-    def peak():
-        with (
-            open(tmp_path / "library", "rb") as file,
-            mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages,
-        ):
-
-            def work():
-                assert not sum(
-                    pages[::4096]
-                )  # mapped now, as a library's code is when it first runs
-                torch.ones(10_000_000)
-
-            return peak_bytes(torch.device("cpu"), work)
-
-    assert 39e6 < run(1, peak)[0] < 42e6
 
 
 @pytest.mark.parametrize(
@@ -755,17 +627,6 @@ def test_command_runs_under_torchrun(tmp_path):
         found.counts[0].wire == 4 * sum(models(True)["small"].sizes)
         and len(found.launches[0].step["zero1"]) == 2
     )
-
-
-def test_the_stored_report_of_saving_is_of_the_full_model_and_exact():
-    path = Path(__file__).parents[1] / "nbs" / "benchmark" / "checkpoints" / "report.json"
-    found = BenchmarkReport.from_json(path.read_text())
-    assert not found.quick and json.loads(found.to_json()) == json.loads(path.read_text())
-    for n in (2, 4):
-        saving = found.saving("linear", n)
-        elements = sum(models()["linear"].sizes)
-        assert 8 * elements <= saving.state <= 8 * elements + 1000
-        assert sorted(saving.seconds) == sorted(WAYS)
 
 
 def test_the_stored_report_is_of_the_full_models_and_exact():
