@@ -155,6 +155,23 @@ class History:
                 trains = self.chance.random() < 0.5
                 p.requires_grad_(trains), q.requires_grad_(trains)
 
+    def load_where_it_breaks(self, state, here):
+        """Load where a local optimizer fails on one rank, after others perhaps."""
+        optim = [*self.zero.local.by_class.values()][-1]
+        if here:
+            optim.load_state_dict = refuse
+        try:
+            self.zero.load_state_dict(state)
+        finally:
+            vars(optim).pop("load_state_dict", None)
+
+    def load_where_a_hook_fails(self, state, here):
+        hook = self.zero.register_load_state_dict_pre_hook(refuse if here else lambda *_: None)
+        try:
+            self.zero.load_state_dict(state)
+        finally:
+            hook.remove()
+
     def fault(self):
         """Give something that raises on one rank alone, or on all."""
         last = dist.get_rank() == dist.get_world_size() - 1
@@ -168,23 +185,6 @@ class History:
             ],
         }
         strange = {**state, "state": {**state["state"], 99: {}}}
-
-        def broken():  # a local optimizer does not load on one rank, after others perhaps
-            optim = [*self.zero.local.by_class.values()][-1]
-            if last:
-                optim.load_state_dict = refuse
-            try:
-                self.zero.load_state_dict(state)
-            finally:
-                vars(optim).pop("load_state_dict", None)
-
-        def hooked():
-            hook = self.zero.register_load_state_dict_pre_hook(refuse if last else lambda *_: None)
-            try:
-                self.zero.load_state_dict(state)
-            finally:
-                hook.remove()
-
         extra, few = (
             nn.Parameter(torch.ones(3, 3, dtype=self.dtype)),
             nn.Parameter(torch.ones(2, dtype=self.dtype)),
@@ -203,8 +203,8 @@ class History:
             [
                 lambda: self.zero.load_state_dict(noted),
                 lambda: self.zero.load_state_dict(strange),
-                broken,
-                hooked,
+                lambda: self.load_where_it_breaks(state, last),
+                lambda: self.load_where_a_hook_fails(state, last),
                 *adds,
             ]
         )

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "zero_nb"
+TESTS = ROOT / "tests"
 TORCHS = {"grad", "data", "requires_grad", "__class__"}  # attributes that torch's objects have too
 MAKERS = {"__init__", "__post_init__", "__new__", "__setstate__"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -215,6 +216,26 @@ def patched() -> Iterator[str]:
             yield f"{module}:{name}"
 
 
+def long_test_files() -> Iterator[str]:
+    """A test file has at most 700 lines."""
+    for path in sorted(TESTS.glob("test_*.py")):
+        if len(path.read_text(encoding="utf-8").splitlines()) > 700:
+            yield path.name
+
+
+def docstring_length(node: ast.AST) -> int:
+    """Give the lines of a function's docstring."""
+    return length(node.body[0]) if ast.get_docstring(node) is not None else 0
+
+
+def long_test_functions() -> Iterator[str]:
+    """A function of the tests has at most 40 lines, with the functions inside it, beside decorators and docstring."""
+    for path in sorted(TESTS.rglob("*.py")):
+        for name, node in named(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, FUNCTIONS) and length(node) - docstring_length(node) > 40:
+                yield f"{path.relative_to(TESTS)}:{name}"
+
+
 RULES = (
     deep_classes,
     long_functions,
@@ -226,6 +247,8 @@ RULES = (
     paired_assignments,
     swallowed_options,
     patched,
+    long_test_files,
+    long_test_functions,
 )
 
 
