@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ..backward.watch import TransientHook, found_tensors
+from ..join.participants import innermost_participant
 from ..optim.flat import FlatBucket, flatten_like
 from ..optim.local_optimizers import LocalOptimizers
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -151,6 +152,7 @@ class ModelTensors:
         self.module = model.module if isinstance(model, DistributedDataParallel) else model
         self.kept = KeptDigests()
         self.handles: list[RemovableHandle] = []
+        self.kept_in: Any = None  # the `Join` block of the last forward
         # by name: tensors that are compared between ranks, and their version at the beginning
         self.constants: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
@@ -204,23 +206,30 @@ class ModelTensors:
         return found
 
     @property
-    def in_join(self) -> bool:
-        """Whether a `Join` block is around the model."""
-        joinables = (self.model, self.optimizer, self.optimizer.driver)
-        configs = [getattr(joinable, "_join_config", None) for joinable in joinables]
-        return any(config is not None and config.enable for config in configs)
+    def join_block(self) -> Any:  # a participant of our `Join`, or the settings of torch's
+        """What stands for the `Join` block around the model; None: there is none."""
+        for joinable in (self.model, self.optimizer, self.optimizer.driver):
+            if (participant := innermost_participant(joinable)) is not None:
+                return participant
+            config = getattr(joinable, "_join_config", None)
+            if config is not None and config.enable:
+                return config
+        return None
 
     def before_forward(self, when: str) -> None:
         """Look at buffers before a forward."""
-        if not self.in_join:
+        if self.kept_in is None and self.join_block is None:
             self.kept.compare(self.buffers(), when)
 
     def after_forward(self) -> None:
         """Remember buffers."""
+        self.kept_in = self.join_block
         self.kept.keep(self.buffers())
 
     def before_step(self, when: str) -> None:
         """Look at buffers before a step."""
-        self.kept.compare(self.buffers(), when)
-        if self.in_join:  # a rank without data gets those of others, and runs no forward
+        block = self.join_block
+        if self.kept_in is block:
+            self.kept.compare(self.buffers(), when)
+        if block is not None:  # a rank without data gets those of others, and runs no forward
             self.kept.forget([*self.kept.kept])
