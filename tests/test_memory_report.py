@@ -239,7 +239,15 @@ def test_what_is_no_model_is_refused_on_all_ranks():
         model = network()
         zero = optimizer_of(model, "AdamW")
         given = model.parameters() if dist.get_rank() else model
-        return caught_error(lambda: memory_report(given, zero))
+        other = nn.Linear(2, 2) if dist.get_rank() else model
+        return [caught_error(lambda: memory_report(model, zero)) for model in (given, other)]
 
-    for kind, text in run(2, wrong):
+    for (kind, text), (other_kind, other_text) in run(2, wrong):
         assert kind == "TypeError" and "memory_report takes a module and an optimizer" in text
+        assert other_kind == "ValueError" and "are none of the Linear's" in other_text
+
+
+def test_gradients_that_ddp_keeps_in_its_buckets_are_not_said_to_be_free():
+    report = run(2, report_of, "zero1-overlap", "AdamW", 3)[0]
+    row = report.row(0, "gradients")
+    assert row.held == 0 and "a DDP model keeps its own buckets" in row.reason

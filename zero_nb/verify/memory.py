@@ -29,7 +29,7 @@ from ..plan.specs import ITEMSIZE, ParamSpec
 from .same import gather_to_all
 
 # %% auto #0
-__all__ = ['UNEXPLAINED', 'MemoryRow', 'MemoryReport', 'memory_report']
+__all__ = ['UNEXPLAINED', 'MemoryRow', 'MemoryReport', 'check_same_params', 'memory_report']
 
 # %% ../../nbs/verify/05_memory.ipynb #9a720009
 class _Counter:
@@ -248,7 +248,8 @@ UNEXPLAINED = "not explained"
 _LESS = {
     "parameters": "parameters share memory",
     "buffers": "buffers share memory, with each other or with parameters",
-    "gradients": "freed since, by zero_grad or by a step inside backward",
+    "gradients": "no longer in .grad, after zero_grad or a step inside backward; a DDP model keeps its"
+    " own buckets in C++, where they are not seen",
     "state": "parameters that have not had a gradient yet have no state",
     "buckets": "needed inside a step, at its worst moment; DDP's own, in C++, are not seen",
 }
@@ -336,13 +337,25 @@ class MemoryReport:
         return "\n".join([f"| {' | '.join(head)} |", "|--:|:--|--:|--:|:--|", *rows])
 
 # %% ../../nbs/verify/05_memory.ipynb #9a720013
+def check_same_params(what: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a model of which an optimizer has no parameter; it may have those of other models."""
+    own = set(map(id, model.parameters()))
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(id(p) in own for p in given):
+        raise ValueError(
+            f"{what} takes a model and the optimizer of its parameters, and the {len(given)}"
+            f" parameters of the optimizer are none of the {type(model).__name__}'s"
+        )
+
+
 def memory_report(
     model: nn.Module,  # as it is trained: plain, or in DDP
     optimizer: torch.optim.Optimizer,  # of its parameters, sharded or not
 ) -> MemoryReport:  # the same on all ranks
     """Tell what each rank holds now, by category, beside what the plan says; all ranks call this.
 
-    Raises `TypeError` on every rank for what is no module or no optimizer."""
+    Raises `TypeError` on every rank for what is no module or no optimizer, and `ValueError` if the
+    optimizer has none of the model's parameters."""
     sharded = optimizer if isinstance(optimizer, ZeroRedundancyOptimizer) else None
     group = sharded.group if sharded else Group()
     rows: list[MemoryRow] = []
@@ -352,6 +365,7 @@ def memory_report(
                 "memory_report takes a module and an optimizer, got a"
                 f" {type(model).__name__} and a {type(optimizer).__name__}"
             )
+        check_same_params("memory_report", model, optimizer)
         if sharded:
             sharded.wait_for_driver()
         steps = bool(_state_tensors(optimizer))
