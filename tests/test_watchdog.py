@@ -494,6 +494,25 @@ def test_join_is_followed():
         assert all("middle.weight on rank 1" in error for error in found), (mode, found)
 
 
+def written_through_data(what):
+    """Write a buffer or a state tensor as no version counts it, and give the error."""
+    module, training = attached("zero1")
+    watch_divergence(training.call, training.optimizer, every=1)
+    iterate(module, training, 1)
+    training.optimizer.step()
+    tensor = module.norm.running_mean if what == "buffer" else state_of(training, "exp_avg")
+    tensor.data.mul_(0.5)
+    iterate(module, training, 2)
+    return caught(training.optimizer.step)
+
+
+def test_a_write_that_no_version_counts_is_named_as_a_cause():
+    cases = {what: (what,) for what in ("buffer", "state")}
+    for what, found in run_each(2, written_through_data, cases).items():
+        assert f"{what} " in found[0] and "a write that PyTorch counts" in found[0], found
+        assert "under torch.no_grad() instead; else go back" in found[0], found
+
+
 # ---- it goes as it came ----
 
 
@@ -572,6 +591,10 @@ def refused(what):
         "every": lambda: watch_divergence(call, zero, every=0),
         "every differs": lambda: watch_divergence(call, zero, every=2 + rank),
         "kinds": lambda: watch_divergence(call, zero, kinds=("weight",)),
+        "no kinds": lambda: watch_divergence(call, zero, kinds=()),
+        "used up": lambda: watch_divergence(call, zero, kinds=(kind for kind in ("state",))),
+        "a number": lambda: watch_divergence(call, zero, kinds=3),
+        "another": lambda: watch_divergence(DDP(nn.Linear(2, 2)), zero),
         "model": lambda: watch_divergence(module.parameters(), zero),
         "optimizer": lambda: watch_divergence(call, SGD(module.parameters(), 0.1)),
         "plain": lambda: watch_divergence(module, zero),
@@ -585,7 +608,11 @@ def refused(what):
 REFUSALS = {
     "every": "every must be a number of steps",
     "every differs": "every=2",
-    "kinds": "kinds must be of",
+    "kinds": "got ['weight']",
+    "no kinds": "kinds must be one or more of",
+    "used up": "got a generator",
+    "a number": "got a int",
+    "another": "parameters of the optimizer are none of the DistributedDataParallel's",
     "model": "model must be a torch.nn.Module",
     "optimizer": "optimizer must be zero_nb's",
     "plain": "model must be the DistributedDataParallel",

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['DivergenceKind', 'DIVERGENCE_KINDS', 'Divergence', 'DivergenceError', 'ReportSection', 'odd_ones', 'DivergenceReport']
+__all__ = ['DivergenceKind', 'DIVERGENCE_KINDS', 'UNWRITTEN', 'Divergence', 'DivergenceError', 'ReportSection', 'odd_ones',
+           'DivergenceReport']
 
 # %% ../../nbs/verify/09_divergence.ipynb #9a73001d
 DivergenceKind = Literal["parameter", "gradient", "state", "buffer"]
 DIVERGENCE_KINDS: tuple[DivergenceKind, ...] = ("parameter", "gradient", "state", "buffer")
+UNWRITTEN = "bits changed without a write that PyTorch counts"  # a cause
 
 
 def _rank_list(ranks: Sequence[int], most: int = 8) -> str:
@@ -53,6 +55,11 @@ class DivergenceError(RuntimeError):
         if len(found) > 5:
             shown.append(f"... and {len(found) - 5} more")
         advice = "go back to the last checkpoint, and do not trust the memory of that rank"
+        if any(one.cause.startswith(UNWRITTEN) for one in found):
+            advice = (
+                "if your program writes what changed through .data or NumPy, write it under"
+                f" torch.no_grad() instead; else {advice}"
+            )
         super().__init__("\n  ".join(["the ranks diverged:", *shown]) + f"\n{advice}")
 
     def __reduce__(self) -> Any:
@@ -162,7 +169,7 @@ class DivergenceReport:
         text = bytes(fault[1:].contiguous().view(torch.uint8).tolist()).rstrip(b"\0")
         kind, _, name = text.decode(errors="replace").partition("|")
         more = f", and {count - 1} more on this rank" if count > 1 else ""
-        cause = f"bits changed that nothing wrote{more}"
+        cause = f"{UNWRITTEN}{more}"
         yield Divergence(kind, name, (rank,), (), self.steps, cause)
 
     def found(

@@ -32,6 +32,7 @@ from zero_nb.verify.divergence import (
     DivergenceReport,
     ReportSection,
 )
+from .memory import check_same_params
 from .same import gather_to_all
 from .watched_tensors import ModelTensors, WatchedBucket, plain_tensors, state_parts
 
@@ -64,8 +65,14 @@ class WatchOptions:
             )
         if type(self.every) is not int or self.every < 1:
             raise ValueError(f"every must be a number of steps, 1 or more, got {self.every!r}")
-        if unknown := set(self.kinds) - set(DIVERGENCE_KINDS):
-            raise ValueError(f"kinds must be of {DIVERGENCE_KINDS}, got {sorted(unknown)}")
+        if isinstance(self.kinds, str) or not isinstance(self.kinds, Collection):
+            raise TypeError(
+                f"kinds must be a tuple or list of {DIVERGENCE_KINDS}, got a"
+                f" {type(self.kinds).__name__}"
+            )
+        unknown = [kind for kind in self.kinds if kind not in DIVERGENCE_KINDS]
+        if unknown or not self.kinds:
+            raise ValueError(f"kinds must be one or more of {DIVERGENCE_KINDS}, got {unknown}")
         if self.on_divergence is not None and not callable(self.on_divergence):
             raise TypeError(f"on_divergence must be callable, got {self.on_divergence!r}")
         if optimizer.monitor is not None:
@@ -75,6 +82,7 @@ class WatchOptions:
             raise ValueError("model must be the module that data_parallel was given")
         if isinstance(driver, DdpOverlap) and not isinstance(model, DistributedDataParallel):
             raise ValueError("model must be the DistributedDataParallel whose step is overlapped")
+        check_same_params("watch_divergence", model, optimizer)
 
 # %% ../../nbs/verify/11_step_digests.ipynb #9a730028
 def on_all_levels(optimizer: ZeroRedundancyOptimizer, value: Any) -> list[list[Any]]:

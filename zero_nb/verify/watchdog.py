@@ -138,6 +138,10 @@ def watch_divergence(
     forward, at most `every` steps after bits have changed, and names kind, parameter and rank. A
     step reads parameters and gradients once more and this rank's state twice; no collective is
     added, but for two levels of ranks.
+    What a program writes into state, buffers or frozen parameters through `.data` or NumPy is taken
+    for a flip; write it under `torch.no_grad()`. Not found: a flip in a rank's own gradient, in state
+    between a load and the end of the next step, and, in a `Join` block, in a buffer between a step and
+    the next forward.
     Raises `TypeError`, `ValueError` or `RuntimeError` on every rank for what cannot be watched, and
     `DivergenceError` where the ranks do not begin with the same parameters."""
     return DivergenceWatch(model, optimizer, WatchOptions(every, kinds, on_divergence))
