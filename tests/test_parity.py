@@ -1,5 +1,6 @@
 """Agreement of values against every way to differ, and parity against every way to be wrong."""
 
+import functools
 import itertools
 import math
 import random
@@ -21,6 +22,7 @@ from zero_nb.verify.rounding import (
     POSITION,
     STEP,
     SUMMATION,
+    UNREDUCED,
     UNREPEATABLE,
     summation_bound,
 )
@@ -494,6 +496,74 @@ def test_bad_input_is_refused(how, error, text):
     given = {"model_fn": network, "optimizer": ADAMW, "data": batch, "steps": 2, "loss": loss}
     with pytest.raises(error, match=text):
         assert_parity(**{**given, **how})
+
+
+NO_RECIPE = "function of the model that returns (parameters or groups, class, options), got "
+REFUSED_EVERYWHERE = {  # on the ranks of a job; what is given, the error and its words
+    "no steps": ({"steps": 0}, "ValueError", "whole number, 1 or more, got 0"),
+    "half a step": ({"steps": 2.5}, "ValueError", "whole number, 1 or more, got 2.5"),
+    "a text": ({"steps": "3"}, "ValueError", "whole number, 1 or more, got '3'"),
+    "a list": ({"sharded": [1]}, "TypeError", "sharded must be a dict of options, got a list"),
+    "nothing": ({"optimizer": None}, "TypeError", NO_RECIPE + "a NoneType"),
+    "a name": ({"optimizer": "adamw"}, "TypeError", NO_RECIPE + "a str"),
+    "an optimizer": (
+        {"optimizer": lambda m: torch.optim.AdamW(m.parameters())},
+        "TypeError",
+        NO_RECIPE + "one that returns a AdamW",
+    ),
+    "of parameters": (
+        {"optimizer": lambda params: torch.optim.AdamW(params)},
+        "TypeError",
+        NO_RECIPE + "one that raises: optimizer can only optimize Tensors",
+    ),
+    "other steps on each rank": (None, "ValueError", "steps=1"),
+    "no parameters": ({"model_fn": nn.ReLU}, "ValueError", "got a ReLU without any"),
+}
+
+
+def test_what_is_no_recipe_is_an_error_on_all_ranks():
+    def refused(how):
+        given = {"model_fn": network, "optimizer": ADAMW, "data": batch, "loss": loss}
+        if how is None:
+            given["steps"] = 1 + RANK()
+        return caught_error(lambda: check_parity(**{**given, **(how or {})}))
+
+    cases = {name: (how,) for name, (how, *_) in REFUSED_EVERYWHERE.items()}
+    for name, found in run_each(2, refused, cases).items():
+        _, kind, text = REFUSED_EVERYWHERE[name]
+        assert [error[0] for error in found] == [kind] * 2, (name, found)
+        assert all(text in error[1] for error in found), (name, found)
+
+
+class Doubles(nn.Linear):
+    """Writes into its input."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+class Spare(nn.Linear):
+    """Has a parameter that no rank uses."""
+
+    def __init__(self):
+        super().__init__(30, 7)
+        self.spare = nn.Parameter(torch.ones(()))
+
+
+def test_inputs_that_are_written_and_gradients_that_ddp_does_not_average():
+    """Each forward has a batch of its own, also if the same tensor is given in each step."""
+    partial_class = functools.partial(torch.optim.AdamW, lr=1e-2)
+    same = torch.ones(8, 30)
+    cases = {
+        mode: (mode, partial_class, lambda: Doubles(30, 7), lambda s, r: same)
+        for mode in PARITY_MODES
+    }
+    cases["unreduced"] = ("after backward", ADAMW, Spare)
+    found = run_each(2, check, cases)
+    first = found.pop("unreduced")[0].difference
+    assert first.step == 0 and first.cause == f"{UNREDUCED}; without one: spare", first
+    for mode, reports in found.items():
+        assert reports[0].same, (mode, reports[0])
 
 
 SIZES = iter((5, 6) * 9)

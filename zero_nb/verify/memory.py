@@ -27,9 +27,10 @@ from ..plan.setups import Setup
 from ..plan.states import State, state_rule
 from ..plan.specs import ITEMSIZE, ParamSpec
 from .same import gather_to_all
+from .trainings import check_same_params
 
 # %% auto #0
-__all__ = ['UNEXPLAINED', 'MemoryRow', 'MemoryReport', 'check_same_params', 'memory_report']
+__all__ = ['UNEXPLAINED', 'MemoryRow', 'MemoryReport', 'memory_report']
 
 # %% ../../nbs/verify/05_memory.ipynb #9a720009
 class _Counter:
@@ -248,8 +249,7 @@ UNEXPLAINED = "not explained"
 _LESS = {
     "parameters": "parameters share memory",
     "buffers": "buffers share memory, with each other or with parameters",
-    "gradients": "no longer in .grad, after zero_grad or a step inside backward; a DDP model keeps its"
-    " own buckets in C++, where they are not seen",
+    "gradients": "gone from .grad, by zero_grad or a step inside backward; DDP's buckets stay, unseen",
     "state": "parameters that have not had a gradient yet have no state",
     "buckets": "needed inside a step, at its worst moment; DDP's own, in C++, are not seen",
 }
@@ -337,25 +337,13 @@ class MemoryReport:
         return "\n".join([f"| {' | '.join(head)} |", "|--:|:--|--:|--:|:--|", *rows])
 
 # %% ../../nbs/verify/05_memory.ipynb #9a720013
-def check_same_params(what: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a model of which an optimizer has no parameter; it may have those of other models."""
-    own = set(map(id, model.parameters()))
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(id(p) in own for p in given):
-        raise ValueError(
-            f"{what} takes a model and the optimizer of its parameters, and the {len(given)}"
-            f" parameters of the optimizer are none of the {type(model).__name__}'s"
-        )
-
-
 def memory_report(
     model: nn.Module,  # as it is trained: plain, or in DDP
     optimizer: torch.optim.Optimizer,  # of its parameters, sharded or not
 ) -> MemoryReport:  # the same on all ranks
     """Tell what each rank holds now, by category, beside what the plan says; all ranks call this.
 
-    Raises `TypeError` on every rank for what is no module or no optimizer, and `ValueError` if the
-    optimizer has none of the model's parameters."""
+    Raises `TypeError` or `ValueError` on every rank for what is no model and its optimizer."""
     sharded = optimizer if isinstance(optimizer, ZeroRedundancyOptimizer) else None
     group = sharded.group if sharded else Group()
     rows: list[MemoryRow] = []

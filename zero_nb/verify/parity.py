@@ -25,6 +25,7 @@ from zero_nb.verify.rounding import (
     POSITION,
     STEP,
     SUMMATION,
+    UNREDUCED,
     UNREPEATABLE,
     Difference,
     SteppedElements,
@@ -86,10 +87,10 @@ class ParityReport:
 class _Comparison:
     """Two trainings, step for step."""
 
-    def __init__(self, recipe: Recipe, group: Group):
+    def __init__(self, recipe: Recipe, group: Group, steps: int):
         self.group = group
-        with agreeing(group, "making the model and its optimizer"):
-            recipe.check()
+        with agreeing(group, "making the model and its optimizer", lambda: [f"steps={steps}"]):
+            recipe.check(steps)
             self.unsharded = Unsharded(recipe)
         self.sharded = Sharded(recipe)
         self._check_models()
@@ -149,6 +150,8 @@ class _Comparison:
     ) -> Difference | None:
         """Compare gradients with what every order of summation may give."""
         size = self.group.size
+        names = self.unsharded.without_gradient(contribution, self.group)
+        unlike = f"{UNREDUCED}; without one: {', '.join(names[:5])}" if names else UNREPEATABLE
         worst: Difference | None = None
         for (name, p), mine in zip(self.unsharded.params.items(), contribution, strict=True):
             own = torch.zeros_like(p) if mine is None else mine
@@ -157,7 +160,7 @@ class _Comparison:
             self.group.all_reduce(mean)
             self.group.all_reduce(absolute)
             limit = summation_bound(absolute, size, p.dtype)
-            pairs = ((UNREPEATABLE, p.grad), (GRADIENTS, used[name]))
+            pairs = ((unlike, p.grad), (GRADIENTS, used[name]))
             cause = SUMMATION
             for reason, gradient in pairs if used[name] is not None and p.grad is not None else ():
                 gap = (gradient.double() - mean).abs()  # type: ignore[union-attr]
@@ -169,7 +172,7 @@ class _Comparison:
             if found is not None and cause == SUMMATION:
                 words = f"{SUMMATION}: any two orders are at most {limit.max().item():.3g} apart"
                 self.explained.setdefault(SUMMATION, dataclasses.replace(found, cause=words))
-            elif found is not None and (worst is None or cause == UNREPEATABLE):
+            elif found is not None and (worst is None or cause == unlike):
                 worst = found
         return worst
 
@@ -266,7 +269,7 @@ def check_parity(
     with torch.random.fork_rng():
         python = random.getstate()
         try:
-            both = _Comparison(recipe, group)
+            both = _Comparison(recipe, group, steps)
             difference = None
             done = 0
             while done < steps and difference is None:
@@ -282,11 +285,11 @@ def check_parity(
 
 def assert_parity(
     model_fn: Callable[[], nn.Module],  # makes the model, the same each time and on every rank
-    # a class; (class, options); or a function of the model that gives (parameters or groups, class,
-    # options), where a group may name its own `optimizer_class`
+    # a class, or `functools.partial` of one; (class, options); or a function of the model that gives
+    # (parameters or groups, class, options), where a group may name its own `optimizer_class`
     optimizer: Any,
     data: Callable[[int, int], Any],  # of step and rank, both from 0, to a batch
-    steps: int = 5,
+    steps: int = 5,  # 1 or more
     world_size: int = 2,
     *,
     # of model and batch; None: the model is called with the batch (a tuple or dict is unpacked),
@@ -301,8 +304,10 @@ def assert_parity(
 ) -> ParityReport:
     """Train sharded and unsharded on `world_size` new processes, and compare every step bit for bit.
 
+    Each forward gets its own copy of the batch, by `copy.deepcopy`.
     Raises `AssertionError` with the report if there is a difference that rounding does not explain,
-    or if ranks make different models; else what `zero_nb.run` raises."""
+    or if ranks make different models; `TypeError` or `ValueError` for arguments that cannot be used;
+    else what `zero_nb.run` raises."""
     reports = run(
         world_size,
         check_parity,

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['SUMMATION', 'POSITION', 'GRADIENTS', 'UNREPEATABLE', 'STEP', 'BUFFERS', 'MOST_STEPPED_AGAIN', 'summation_bound',
-           'Difference', 'unequal_bits', 'find_difference', 'SteppedElements', 'explained_by_position']
+__all__ = ['SUMMATION', 'POSITION', 'GRADIENTS', 'UNREPEATABLE', 'UNREDUCED', 'STEP', 'BUFFERS', 'MOST_STEPPED_AGAIN',
+           'summation_bound', 'Difference', 'unequal_bits', 'find_difference', 'SteppedElements',
+           'explained_by_position']
 
 # %% ../../nbs/verify/02_rounding.ipynb #9a710024
 SUMMATION = "the order of summation can explain it"
@@ -25,6 +26,10 @@ GRADIENTS = "no order of summation can explain it; ranks have reduced other grad
 UNREPEATABLE = (
     "the model does not repeat itself: the unsharded one gives another gradient for the same batch"
     " and seed, so nothing can be compared; look for generators of its own or state outside buffers"
+)
+UNREDUCED = (
+    "DDP leaves gradients unaveraged where a trained parameter has none; pass"
+    " ddp={'find_unused_parameters': True}"
 )
 STEP = (
     "no order of summation can explain it, for both have stepped with the same gradient; the class"

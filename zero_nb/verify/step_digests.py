@@ -32,8 +32,8 @@ from zero_nb.verify.divergence import (
     DivergenceReport,
     ReportSection,
 )
-from .memory import check_same_params
 from .same import gather_to_all
+from .trainings import check_same_params
 from .watched_tensors import ModelTensors, WatchedBucket, plain_tensors, state_parts
 
 # %% auto #0

@@ -5,6 +5,8 @@
 # %% ../../nbs/verify/03_trainings.ipynb #0be340c1
 from __future__ import annotations
 
+import copy
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +26,17 @@ from ..optim.rules import choose_fused
 from ..optim.arguments import read_params
 
 # %% auto #0
-__all__ = ['PARITY_MODES', 'ParityMode', 'seed_all', 'Recipe', 'trained_params', 'plain_optimizers', 'Unsharded', 'set_all',
-           'Sharded']
+__all__ = ['PARITY_MODES', 'ParityMode', 'seed_all', 'Recipe', 'trained_params', 'check_same_params', 'plain_optimizers',
+           'Unsharded', 'set_all', 'Sharded']
 
 # %% ../../nbs/verify/03_trainings.ipynb #9a71001d
 PARITY_MODES = ("after backward", "overlap", "interleaved", "data_parallel")
 ParityMode = Literal["after backward", "overlap", "interleaved", "data_parallel"]
 _UNLIKE = {"max_grad_norm", "scaler", "hook", "reduce_dtype"}  # options that change the gradient
+_OPTIMIZER = (
+    "optimizer must be a class, functools.partial of a class with options, (class, options), or a"
+    " function of the model that returns (parameters or groups, class, options)"
+)
 
 
 def seed_all(number: int) -> None:
@@ -51,8 +57,13 @@ class Recipe:
     ddp: dict[str, Any]  # options of `DistributedDataParallel`
     options: dict[str, Any]  # of `overlap` or `data_parallel`
 
-    def check(self) -> None:
-        """Refuse what has no unsharded counterpart. Raises `ValueError`."""
+    def check(self, steps: int) -> None:
+        """Refuse what is no option, or has no unsharded counterpart. Raises `ValueError` or `TypeError`."""
+        if type(steps) is not int or steps < 1:
+            raise ValueError(f"steps must be a whole number, 1 or more, got {steps!r}")
+        for name in ("sharded", "ddp", "options"):
+            if not isinstance(given := getattr(self, name), dict):
+                raise TypeError(f"{name} must be a dict of options, got {_type_of(given)}")
         if self.mode not in PARITY_MODES:
             known = ", ".join(map(repr, PARITY_MODES))
             raise ValueError(f"mode must be one of {known}, got {self.mode!r}")
@@ -67,27 +78,46 @@ class Recipe:
             )
 
     def make_model(self) -> nn.Module:
-        """Make the model, the same each time. Raises `TypeError` if it is none."""
+        """Make the model, the same each time. Raises `TypeError` if it is none, and `ValueError` if
+        nothing of it is trained."""
         seed_all(0)
         model = self.model_fn()
         if not isinstance(model, nn.Module):
             raise TypeError(f"model_fn must return a module, got a {type(model).__name__}")
+        if not trained_params(model):
+            raise ValueError(
+                "model_fn must return a model with parameters that require gradients, got a"
+                f" {type(model).__name__} without any"
+            )
         return model
 
     def arguments(self, model: nn.Module) -> tuple[Any, Any, dict[str, Any]]:
-        """Give parameters or groups, class and options."""
+        """Give parameters or groups, class and options. Raises `TypeError` for what gives none."""
         spec = self.optimizer
-        if isinstance(spec, type):
+        got = _type_of(spec)
+        if isinstance(spec, functools.partial) and isinstance(spec.func, type) and not spec.args:
+            spec = (spec.func, spec.keywords)
+        elif isinstance(spec, type):
             spec = (spec, {})
-        if callable(spec):
-            params, kind, options = spec(model)
-        else:
-            kind, options = spec
-            params = model.parameters()
-        return params, kind, dict(options)
+        if isinstance(spec, (tuple, list)) and len(spec) == 2:
+            spec = (model.parameters(), *spec)
+        elif callable(spec):
+            try:
+                spec = spec(model)
+            except TypeError as error:
+                raise TypeError(f"{_OPTIMIZER}, got one that raises: {error}") from error
+            got = f"one that returns {_type_of(spec)}"
+        if isinstance(spec, (tuple, list)) and len(spec) == 3:
+            params, kind, options = spec
+            if isinstance(kind, type) and isinstance(options, Mapping):
+                return params, kind, dict(options)
+        raise TypeError(f"{_OPTIMIZER}, got {got}")
 
     def loss_of(self, model: Any, batch: Any) -> Tensor:
-        """Compute the loss of a batch, a scalar. Raises `TypeError` where the model gives none."""
+        """Compute the loss of a copy of a batch, a scalar, for a model may write into its input.
+
+        Raises `TypeError` where the model gives none."""
+        batch = copy.deepcopy(batch)
         if self.loss is not None:
             return self.loss(model, batch)
         if isinstance(batch, Mapping):
@@ -103,9 +133,25 @@ class Recipe:
         return output if output.dim() == 0 else output.sum()
 
 
+def _type_of(value: Any) -> str:
+    count = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+    return f"a {type(value).__name__}{count}"
+
+
 def trained_params(model: nn.Module) -> dict[str, Tensor]:  # by name
     """Give the parameters that are trained."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def check_same_params(what: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a model of which an optimizer has no parameter; it may have those of other models."""
+    own = set(map(id, model.parameters()))
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(id(p) in own for p in given):
+        raise ValueError(
+            f"{what} takes a model and the optimizer of its parameters, and the {len(given)}"
+            f" parameters of the optimizer are none of the {type(model).__name__}'s"
+        )
 
 # %% ../../nbs/verify/03_trainings.ipynb #9a71001f
 def plain_optimizers(
@@ -163,6 +209,14 @@ class Unsharded:
         found = torch.autograd.grad(loss, [*self.params.values()], allow_unused=True)
         set_all(self.model.buffers(), after)
         return list(found)
+
+    def without_gradient(self, contribution: Sequence[Tensor | None], group: Group) -> list[str]:
+        """Name parameters that have no gradient on some rank, if DDP averages none then."""
+        if self.ddp.find_unused_parameters or self.ddp.static_graph:
+            return []
+        counts = torch.tensor([int(own is None) for own in contribution], device=byte_device(group))
+        group.all_reduce(counts)
+        return [name for name, n in zip(self.params, counts.tolist(), strict=True) if n]
 
     def step(self, gradients: Mapping[str, Tensor | None]) -> None:
         """Step with these gradients, whatever DDP has computed."""
