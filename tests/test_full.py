@@ -646,6 +646,28 @@ def test_a_writer_that_lost_its_name_before_it_had_a_lock_makes_another(folder, 
     assert path.read_text() == "whole" and [file.name for file in folder.iterdir()] == ["last.pt"]
 
 
+def test_a_new_file_that_cannot_take_the_name_of_the_removed_one_is_kept(folder, monkeypatch):
+    path = folder / "last.pt"
+    path.write_text("old")
+
+    def fails(source, target):
+        Path(target).unlink(missing_ok=True)  # the file system removes the old one first
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", fails)
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(OSError, match="the new one") as raised, replacing(path) as beside:
+        beside.write_text("new")
+    assert str(beside) in str(raised.value) and beside.read_text() == "new"
+    with pytest.raises(KeyboardInterrupt), replacing(path):
+        raise KeyboardInterrupt
+    assert beside.read_text() == "new"  # it may be the last copy
+    monkeypatch.undo()
+    with replacing(path) as other:
+        other.write_text("newer")
+    assert [file.name for file in folder.iterdir()] == ["last.pt"]
+
+
 def test_files_of_others_with_names_like_ours_are_left_alone(folder):
     (folder / ".theirs.tmp").mkdir()
     theirs = [folder / ".theirs.tmp" / "data", folder / ".theirs.lock", folder / ".a[1].pt.old.tmp"]

@@ -62,6 +62,15 @@ def test_a_manifest_that_says_something_else_is_damaged(folder, saved):
         read_manifest(folder / "one")
 
 
+@pytest.mark.parametrize("size", [b"Infinity", b"1e999", b"[" * 100_000])
+def test_a_manifest_without_sense_is_damaged(folder, saved, size):
+    lay(folder / "one", saved)
+    other = saved[MANIFEST].replace(b'"files": {', b'"files": {"a": ' + size + b", ")
+    lay(folder / "one", {MANIFEST: other})
+    with pytest.raises(ValueError, match="is damaged"):
+        read_manifest(folder / "one")
+
+
 @settings(
     deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -4,6 +4,7 @@ what was complete stays."""
 import errno
 import itertools
 import os
+import resource
 import sys
 
 import pytest
@@ -17,8 +18,10 @@ from torch import nn
 from torch.optim import AdamW
 
 from zero_nb.checkpoint import sharded
+from zero_nb.checkpoint.async_save import AsyncCheckpointer
 from zero_nb.checkpoint.files import new_folder
 from zero_nb.checkpoint.folder import check_folder
+from zero_nb.checkpoint.full import full_state_dict
 from zero_nb.checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded
 from zero_nb.comm import relays
 from zero_nb.comm.launch import run
@@ -84,6 +87,29 @@ def test_a_failing_disk_is_an_error_on_every_rank_and_leaves_what_was(folder, na
     for said, left, newest in run(2, write_failing, folder, name, error, after):
         assert str(error) in (said or ""), said
         assert left == ["first"] and newest == "second"
+
+
+def limited(parent):
+    """Save in every way while no rank may write a file as large as its part."""
+    model = nn.Linear(300, 300)
+    zero = ZeroRedundancyOptimizer(model.named_parameters(), AdamW)
+    model(torch.ones(1, 300)).sum().backward()
+    zero.step()
+    later = AsyncCheckpointer(model, zero)
+    # the file of the ranks' store is smaller
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    calls = (
+        lambda: save_sharded(parent / "first", model, zero),
+        lambda: later.save(parent / "second").wait(),
+        lambda: full_state_dict(zero, parent / "full.pt"),
+    )
+    return [caught(call) for call in calls]
+
+
+def test_the_error_of_the_disk_is_what_the_disk_said(folder):
+    for said in run(2, limited, folder):
+        assert all("OSError" in words and "File too large" in words for words in said), said
+    assert not [*folder.iterdir()]
 
 
 def bad_calls(parent):

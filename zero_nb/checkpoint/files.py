@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import glob
 import os
+import pickle
 import shutil
 import struct
 import threading
@@ -84,14 +85,21 @@ def _open_beside(path: Path, suffix: str = ".tmp") -> tuple[Path, int]:
 
 
 def _rename_over(beside: Path, path: Path) -> None:
-    """Give a complete file the name of an older one."""
+    """Give a complete file the name of an older one; it is kept if it is the last copy, or removed."""
     there = path.exists()
     try:
-        os.replace(beside, path)
-    except OSError:
-        if not there or path.exists():
-            raise
-        os.rename(beside, path)  # a file system that removed the old one, and then failed
+        try:
+            os.replace(beside, path)
+        except OSError:
+            if not there or path.exists():
+                raise
+            os.rename(beside, path)  # a file system that removed the old one, and then failed
+    except OSError as error:
+        if there and not path.exists():
+            words = f"{error.strerror}; the file system removed the old file; rename {beside}, the new one"
+            raise OSError(error.errno, words, str(path)) from error
+        beside.unlink()
+        raise
 
 
 @contextmanager
@@ -106,16 +114,19 @@ def replacing(
         raise IsADirectoryError(
             errno.EISDIR, "a file is to be written, and a folder is there", str(path)
         )
-    _remove_abandoned(path)
+    if path.exists():  # what was left behind is not the last copy
+        _remove_abandoned(path)
     beside, handle = _open_beside(path)
     try:
-        yield beside
-        os.fsync(handle)
+        try:
+            yield beside
+            os.fsync(handle)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
         _rename_over(beside, path)
         _flush_folder(path.parent)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+        _remove_abandoned(path)
     finally:
         os.close(handle)
 
@@ -154,7 +165,8 @@ def new_folder(
     try:
         beside.mkdir()
         yield beside
-        _flush_folder(beside)
+        for inside, _, _ in os.walk(beside):
+            _flush_folder(Path(inside))
         os.rename(beside, folder)
         _flush_folder(folder.parent)
     except BaseException:
@@ -166,14 +178,8 @@ def new_folder(
 
 # %% ../../nbs/checkpoint/01_files.ipynb #f11e000e
 # what zipfile raises for bytes that make no sense
-_NO_ARCHIVE = (
-    zipfile.BadZipFile,
-    struct.error,
-    EOFError,
-    NotImplementedError,
-    OverflowError,
-    ValueError,
-)
+_NO_ARCHIVE = (zipfile.BadZipFile, struct.error, EOFError, RuntimeError, OverflowError, ValueError)
+_LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, 2)  # a file before torch 1.6 begins so
 
 
 class Record(NamedTuple):
@@ -226,6 +232,12 @@ def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
                     places.append(offset + info.file_size + 4)
                 found[name] = Record(offset, info.file_size, info.CRC, tuple(places))
     except _NO_ARCHIVE as error:
+        file.seek(0)
+        if file.read(len(_LEGACY)) == _LEGACY:
+            raise ValueError(
+                f"{path} has torch.save's format from before torch 1.6, which has no checksums; load it"
+                " with torch.load, and save it with torch.save and no _use_new_zipfile_serialization"
+            ) from error
         raise ValueError(
             f"{path} is no file of torch.save, or it was cut off ({error}); use the checkpoint before it"
         ) from error
@@ -270,13 +282,17 @@ _crc_before: list[bool] = []  # what the user has chosen, once for each writer u
 
 @contextmanager
 def with_checksums() -> Iterator[None]:
-    """Let torch write checksums, in all threads."""
+    """Let torch write checksums, in all threads. Raises `OSError` as the disk does."""
     options = torch.serialization
     with _CRC_LOCK:
         _crc_before.append(_crc_before[0] if _crc_before else options.get_crc32_options())
         options.set_crc32_options(True)
     try:
         yield
+    except RuntimeError as error:
+        if isinstance(disk := error.__context__, OSError):
+            raise OSError(disk.errno, disk.strerror) from error
+        raise
     finally:
         with _CRC_LOCK:
             before = _crc_before.pop()

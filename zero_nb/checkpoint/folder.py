@@ -35,8 +35,8 @@ from ..comm.objects import MemoryFile, load
 
 # %% auto #0
 __all__ = ['MANIFEST', 'FORMAT', 'TABLE', 'Files', 'DCP', 'table_checksum', 'sealed', 'write_manifest', 'read_manifest',
-           'import_dcp', 'check_available', 'read_table', 'StoredNumbers', 'read_box', 'check_files', 'check_folder',
-           'FolderReader', 'PlainPlanner']
+           'import_dcp', 'check_available', 'read_table', 'StoredNumbers', 'read_box', 'mapped_file', 'check_files',
+           'check_folder', 'FolderReader', 'PlainPlanner']
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a20007
 MANIFEST = "manifest.json"
@@ -75,26 +75,26 @@ def write_manifest(
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a checkpoint's manifest, and look whether its files are there.
 
-    Raises `ValueError` if the checkpoint is not complete, or of a later version."""
+    Raises `ValueError` if the checkpoint is not complete, or of another format."""
     path = Path(folder, MANIFEST)
     if not path.is_file():
         raise ValueError(
             f"{folder} is no complete checkpoint: it has no {MANIFEST}, which is written last; use"
             " the checkpoint before it"
         )
+    data = path.read_bytes()
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(data)
         form = found["format"]
         files = {name: int(size) for name, size in found["files"].items()}
         crc = str(found["table_crc32"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # bytes that make no sense raise anything
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     if form != FORMAT:
         raise ValueError(
-            f"{path} has format {form!r}, and this version reads {FORMAT}; update zero_nb"
+            f"{path} has format {form!r}, and this version reads {FORMAT}; use the zero_nb that wrote it"
         )
-    said = found.pop("crc32", None)
-    if said != sealed(found)["crc32"]:
+    if found.pop("crc32", None) != sealed(found)["crc32"]:
         raise ValueError(
             f"{path} is damaged: it is not as it was written; use the checkpoint before it"
         )
@@ -282,13 +282,13 @@ def read_box(
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a2000b
 @contextmanager
-def _mapped(path: Path) -> Iterator[mmap.mmap]:
+def mapped_file(path: Path) -> Iterator[mmap.mmap]:
     """Map a file, whose pages the system reads when they are asked for; what is written stays here."""
-    with (
-        open(path, "rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped,
-    ):
-        yield mapped
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise ValueError(f"{path} is damaged: it is empty; use the checkpoint before it")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+            yield mapped
 
 
 @contextmanager
@@ -363,7 +363,7 @@ def check_files(
     with ThreadPoolExecutor(_threads()) as pool:  # zlib lets other threads run
         for name, mine in groupby(_share(boxes, part), lambda box: box[1].relative_path):
             indices, places = zip(*mine, strict=True)
-            with _mapped(Path(folder, name)) as mapped:
+            with mapped_file(Path(folder, name)) as mapped:
                 whole = [*pool.map(partial(_is_whole_at, mapped), places)]
             if not all(whole):
                 raise ValueError(
@@ -404,7 +404,7 @@ class FolderReader(_FileSystemReader):
             return super().read_data(plan, planner)  # compressed: only DCP knows how
         places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
         for name, items in groupby(places, lambda place: place[0].relative_path):
-            with _mapped(Path(self.path, name)) as mapped:
+            with mapped_file(Path(self.path, name)) as mapped:
                 for info, item in items:
                     with _box(mapped, info) as box:
                         self._read_item(box, item, planner)

@@ -85,8 +85,8 @@ class SkeletonFile:
             Any, Tensor
         ],  # tensors of it that are written later, each in memory of its own
     ):
-        with with_checksums(), torch.serialization.skip_data():
-            torch.save(content, path)
+        with with_checksums(), torch.serialization.skip_data(), open(path, "wb") as file:
+            torch.save(content, file)  # given a path, torch does not say what the disk said
         records = read_records(path)
         keys = {tensor.untyped_storage()._cdata: key for key, tensor in later.items()}
         self._records = dict[Any, Record]()
