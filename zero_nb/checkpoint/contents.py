@@ -5,19 +5,19 @@
 # %% ../../nbs/checkpoint/08_contents.ipynb #f73f70a5
 from __future__ import annotations
 
-import mmap
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .folder import MANIFEST, read_manifest, read_table
+from .folder import MANIFEST, mapped_file, read_manifest, read_table
 from .names import by_index
 from .saved_tensors import Part, SavedTensor, load_saved, replace_tensors
 from ..comm.objects import MemoryFile
 
 # %% auto #0
-__all__ = ['Checkpoint', 'choose_state', 'find_weights', 'describe_file', 'describe_folder']
+__all__ = ['Checkpoint', 'choose_state', 'find_weights', 'describe_file', 'describe_folder', 'check_alike']
 
 # %% ../../nbs/checkpoint/08_contents.ipynb #f04a000e
 @dataclass(frozen=True, eq=False)
@@ -72,6 +72,34 @@ def _find_states(content: Any, where: str = "") -> Iterator[tuple[str, dict[str,
         yield from _find_states(member, f"{where}.{key}" if where else str(key))
 
 
+def _check_param_groups(path: Path, groups: Sequence[Any]) -> list[Any]:  # all parameters
+    """Refuse param groups in which a parameter, or its name, is missing or there twice; `ValueError`."""
+    found: dict[str, list[Any]] = {"parameter": [], "name": []}
+    for number, group in enumerate(groups):
+        params = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(params, (list, tuple)):
+            raise ValueError(
+                f"{path}: param group {number} must have a list 'params'; got {group!r:.80}"
+            )
+        names = group.get("param_names", ())
+        texts = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        if "param_names" in group and not (texts and len(names) == len(params)):
+            raise ValueError(
+                f"{path}: 'param_names' of param group {number} must be a list of {len(params)} texts,"
+                f" one for each parameter; got {names!r:.80}"
+            )
+        found["parameter"] += params
+        found["name"] += names
+    for kind, members in found.items():
+        for member, count in Counter(members).items():
+            if count > 1:
+                raise ValueError(
+                    f"{path} has {kind} {member!r} {count} times in its param groups, and once is right;"
+                    " save it again from an optimizer whose parameters and names are all different"
+                )
+    return found["parameter"]
+
+
 def choose_state(path: Path, content: Any, key: str | None) -> dict[str, Any]:
     """Give the state dict in what was saved, by index. Raises `ValueError` if there is none, or a choice."""
     found = dict(_find_states(content))
@@ -90,18 +118,23 @@ def choose_state(path: Path, content: Any, key: str | None) -> dict[str, Any]:
     if key is None and len(found) > 1:
         raise ValueError(f"{path} holds {len(found)} state dicts, {named}; choose one by its key")
     full = found[key or next(iter(found))]
-    params = {param for group in full["param_groups"] for param in group["params"]}
-    strange = [param for param in full["state"] if isinstance(param, int) and param not in params]
+    params = _check_param_groups(path, full["param_groups"])
+    strange = [
+        param for param in full["state"] if isinstance(param, int) and param not in {*params}
+    ]
     if strange:
         raise ValueError(
             f"{path} has state of parameter {strange[0]}, which is in none of its param groups"
         )
-    named_groups = all(isinstance(param, str) for param in params)
-    return (
-        by_index(full, [group["params"] for group in full["param_groups"]])
-        if named_groups
-        else full
-    )
+    if all(isinstance(param, str) for param in params):
+        return by_index(full, [group["params"] for group in full["param_groups"]])
+    index = {param: i for i, param in enumerate(params)}  # torch numbers them so; others may not
+    state = {index.get(param, param): values for param, values in full["state"].items()}
+    groups = [
+        {**group, "params": [index[param] for param in group["params"]]}
+        for group in full["param_groups"]
+    ]
+    return {**full, "state": state, "param_groups": groups}
 
 
 _MODELS = ("model", "module", "model_state_dict", "state_dict", "net")
@@ -144,13 +177,15 @@ def _put(tree: dict[Any, Any], keys: Sequence[Any], value: Any) -> None:
 
 
 def _with_lists(tree: Any) -> Any:
-    """Make lists of dicts whose keys are the numbers from 0."""
+    """Make lists of dicts whose keys are the numbers from 0, and the empty state that DCP does not write."""
     if not isinstance(tree, dict):
         return tree
     members = {key: _with_lists(member) for key, member in tree.items()}
     numbers = [key for key in members if isinstance(key, int)]
     if numbers and sorted(numbers) == list(range(len(members))):
         return [members[i] for i in range(len(members))]
+    if isinstance(members.get("param_groups"), list):
+        return {"state": {}, **members}
     return members
 
 
@@ -159,11 +194,7 @@ def _read_boxes(
 ) -> Iterator[Any]:
     """Give the values in one file of a folder: fully qualified name, and value or part."""
     path = folder / name
-    with (
-        open(path, "rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as data,
-    ):
+    with mapped_file(path) as mapped, memoryview(mapped) as data:
         for index, info in held:
             if getattr(info, "transform_descriptors", None):
                 raise ValueError(
@@ -204,3 +235,25 @@ def describe_folder(folder: Path, key: str | None) -> Checkpoint:
     return Checkpoint(
         folder, "sharded", choose_state(folder, content, key), find_weights(content), about
     )
+
+# %% ../../nbs/checkpoint/08_contents.ipynb #a11ce002
+def check_alike(
+    ranks: Sequence[Mapping[Any, Any]],  # what each rank has saved under one name
+    what: str,  # that it is, for the error
+) -> None:
+    """Refuse ranks of which one has another key, or another value where all have one; `ValueError`."""
+
+    def form(value: Any) -> str:
+        if isinstance(value, SavedTensor) and len(value.shape) == 1:
+            return f"a piece of a vector of {value.dtype}"
+        return repr(replace_tensors(value, lambda name, tensor: tensor.read().tolist()))
+
+    first, *others = [{key: form(value) for key, value in rank.items()} for rank in ranks]
+    for rank, other in enumerate(others, 1):
+        for key in {**first, **other}:
+            mine, theirs = (forms.get(key, "missing") for forms in (first, other))
+            if mine != theirs:
+                raise ValueError(
+                    f"{key!r} of {what} is {mine:.80} in rank 0's file and {theirs:.80} in rank {rank}'s;"
+                    " are these files of one save?"
+                )

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +21,10 @@ import torch
 from torch import Tensor
 
 from .files import records_in
+from ..optim.tensor_shard import boxes
 
 # %% auto #0
-__all__ = ['SLAB', 'Part', 'SavedTensor', 'replace_tensors', 'load_saved']
+__all__ = ['SLAB', 'Part', 'SavedTensor', 'reading', 'replace_tensors', 'load_saved']
 
 # %% ../../nbs/checkpoint/07_saved_tensors.ipynb #f04a0007
 SLAB = 1 << 26  # bytes
@@ -81,21 +84,16 @@ class SavedTensor:
         return self.numel * self.dtype.itemsize
 
     def slabs(self, limit: int = SLAB) -> Iterator[tuple[int, Tensor]]:
-        """Read all elements, row by row and a bounded number at a time: the first one's number, and
+        """Read all elements in order, at most `limit` bytes at a time: the first one's number, and
         1-D memory. Raises `ValueError` if elements are missing."""
         if not self.numel:
             return
-        dim = next((d for d, size in enumerate(self.shape) if size > 1), None)
-        if dim is None:
-            yield 0, self.box((0,) * len(self.shape), self.shape).reshape(-1)
-            return
-        row = math.prod(self.shape[dim + 1 :])
-        rows = max(1, limit // (row * self.dtype.itemsize))
-        for first in range(0, self.shape[dim], rows):
-            size = min(rows, self.shape[dim] - first)
-            sizes = (*self.shape[:dim], size, *self.shape[dim + 1 :])
-            origin = (*[0] * dim, first, *[0] * (len(self.shape) - dim - 1))
-            yield first * row, self.box(origin, sizes).reshape(-1)
+        step = max(1, limit // self.dtype.itemsize)
+        rows = (math.prod(self.shape[dim:]) for dim in range(len(self.shape) + 1))
+        step -= step % next(row for row in rows if row <= step)  # whole rows, if one is no larger
+        for first in range(0, self.numel, step):
+            for box in boxes(first, min(first + step, self.numel), self.shape):
+                yield box.first, self.box(box.offsets, box.sizes).reshape(-1)
 
     def box(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Read a box. Raises `ValueError` if elements are missing."""
@@ -129,6 +127,38 @@ class SavedTensor:
         return whole
 
 # %% ../../nbs/checkpoint/07_saved_tensors.ipynb #f04a000b
+def _explain(error: Exception) -> str:
+    """Say what is wrong with a file, in a line."""
+    if isinstance(error, RecursionError):
+        return "it holds itself, or is nested too deeply"
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    words = str(error).rpartition("WeightsUnpickler error: ")[2]
+    if isinstance(error, pickle.UnpicklingError) and (found := re.search(r"GLOBAL (\S+)", words)):
+        return (
+            f"it holds an object of {found[1]}, and only plain values and tensors are read; save those"
+            " alone"
+        )
+    kind = "" if type(error) is ValueError else f" ({type(error).__name__})"
+    return f"{words}{kind}".replace("\n", " ")
+
+
+@contextmanager
+def reading(
+    path: str | os.PathLike[str],
+    words: str = "cannot be read",  # that the error says of it
+) -> Iterator[None]:
+    """Raise a `ValueError` that names the file, whatever bytes that make no sense raise in the block."""
+    try:
+        yield
+    except (OSError, MemoryError, ImportError):
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        raise ValueError(f"{path} {words}: {_explain(error)}") from error
+
+
 def replace_tensors(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
     """Replace the tensors of a structure, which are here or in files, by what `change` makes of each
     one's place and the tensor."""
@@ -187,11 +217,7 @@ def load_saved(
             )
     file.seek(0)
     allowed = torch.serialization.safe_globals([*classes]) if classes else nullcontext()
-    try:
+    with reading(path):
         with allowed, _without_elements():
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # bytes that make no sense raise anything
-        raise ValueError(f"{path} cannot be read: {error}".partition("\n")[0]) from error
-    return replace_tensors(content, lambda name, tensor: _describe(tensor, path, base))
+        return replace_tensors(content, lambda name, tensor: _describe(tensor, path, base))
