@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import shutil
 import struct
 import zipfile
@@ -252,6 +253,7 @@ def test_slabs_put_boxes_of_any_form_together(folder, shape, dim, cut, limit, dt
     assert [first for first, _ in found] == [
         *itertools.accumulate((len(slab) for _, slab in found[:-1]), initial=0)
     ]
+    assert max(slab.nbytes for _, slab in found) <= max(limit, dtype.itemsize)
     if len(boxes) == 2:
         lacking = SavedTensor(dtype, saved.shape, saved.parts[:1])
         with pytest.raises(ValueError, match="elements"):
@@ -392,6 +394,156 @@ def test_what_is_missing_or_does_not_fit_is_said(folder):
     assert not (folder / "out").exists()
 
 
+def edited(path, change):
+    data = torch.load(path, weights_only=False)
+    change(data)
+    torch.save(data, path)
+
+
+RANKS = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+
+
+def other_files_of_ranks(inside):
+    """Give what may happen to a folder of DeepSpeed's, and what is said of it."""
+    one, two = (inside / name for name in RANKS)
+    model = inside / "mp_rank_00_model_states.pt"
+    latest = inside.parent / "latest"
+
+    def swap():
+        content = one.read_bytes()
+        one.write_bytes(two.read_bytes())
+        two.write_bytes(content)
+
+    def state(path, change):
+        edited(path, lambda data: change(data["optimizer_state_dict"]["base_optimizer_state"]))
+
+    def rename(data):
+        shapes = data["param_shapes"][0]
+        shapes["strange"] = shapes.pop("a.weight")
+
+    return [
+        (swap, "differs between the ranks' files and the model's"),
+        (lambda: shutil.copy(one, two), "differs between the ranks' files and the model's"),
+        (lambda: shutil.copy(one, inside / f"bf16_{two.name}"), "remove one save's"),
+        (
+            lambda: state(one, lambda base: base["state"][0].pop("exp_avg")),
+            "'exp_avg' of the state",
+        ),
+        (lambda: state(two, lambda base: base["state"][1].update(step=9)), "'step' of the state"),
+        (
+            lambda: state(two, lambda base: base["param_groups"][1].update(lr=9)),
+            "'lr' of param group",
+        ),
+        (lambda: edited(model, rename), "'strange' has shape .* None in the module"),
+        (
+            lambda: edited(model, lambda data: data["param_shapes"][0].popitem()),
+            "has 1 parameters in",
+        ),
+        (lambda: latest.write_text("global_step9"), "latest must name a folder in"),
+        (lambda: latest.write_text("../ds/global_step3"), "latest must name a folder in"),
+        (lambda: latest.write_bytes(b"\xff\xfe"), "latest cannot be read"),
+    ]
+
+
+def test_files_of_deepspeed_that_are_not_of_one_save_are_refused(folder, samples):
+    ds = folder / "ds"
+    count = len(other_files_of_ranks(ds / "global_step3"))
+    for number in range(count):
+        shutil.copytree(samples / "deepspeed", ds)
+        damage, words = other_files_of_ranks(ds / "global_step3")[number]
+        damage()
+        with pytest.raises(ValueError, match=words):
+            verify_checkpoint(ds)
+        shutil.rmtree(ds)
+
+
+@pytest.mark.parametrize("lacks", ["a.weight", "b.weight"])
+def test_deepspeed_takes_no_group_in_which_a_parameter_was_never_stepped(folder, lacks):
+    model = Net()
+    optimizer = AdamW(model.named_parameters(), lr=1e-2)
+    for name, p in model.named_parameters():
+        p.grad = None if name == lacks else torch.ones_like(p)
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "opt": optimizer.state_dict()}, folder / "source.pt")
+    with pytest.raises(ValueError, match=f"'{lacks}' has no state where others"):
+        convert_checkpoint(folder / "source.pt", folder / "ds", "deepspeed")
+    assert not (folder / "ds").exists()
+
+
+def test_names_that_are_there_twice_or_are_none_are_refused(folder):
+    path = folder / "source.pt"
+    for names, words in (
+        (["a", "a"], "has name 'a' 2 times"),
+        (["a", "c"], "has name 'c' 2 times"),  # in two groups
+        (["a"], "a list of 2 texts"),
+        (["a", "b", "d"], "a list of 2 texts"),
+        ([0, 1], "a list of 2 texts"),
+        ("ab", "a list of 2 texts"),
+        (None, "a list of 2 texts"),
+    ):
+        groups = [
+            {"params": [0, 1], "param_names": names},
+            {"params": [2], "param_names": ["c"]},
+        ]
+        torch.save({"state": {0: {"x": 1}}, "param_groups": groups}, path)
+        with pytest.raises(ValueError, match=words):
+            convert_checkpoint(path, folder / "out.pt", key_by="name")
+    groups = [{"params": [7, 5]}]  # torch counts from 0, others need not
+    torch.save({"state": {5: {"x": 1}, "all": {"x": 2}}, "param_groups": groups}, path)
+    with pytest.raises(ValueError, match="names must be 2 different texts"):
+        convert_checkpoint(path, folder / "out.pt", names="ab")
+    convert_checkpoint(path, folder / "out.pt", names=["a", "b"], key_by="name")
+    assert torch.load(folder / "out.pt")["state"] == {"b": {"x": 1}, "all": {"x": 2}}
+
+
+def sgd_without_state(folder):
+    model = Net()
+    save_sharded(
+        folder / "sgd", model, ZeroRedundancyOptimizer(model.named_parameters(), SGD, lr=1.0)
+    )
+
+
+def test_a_folder_of_an_optimizer_without_state_is_described_and_rewritten(folder):
+    run(2, sgd_without_state, folder)
+    convert_checkpoint(folder / "sgd", folder / "out.pt")
+    assert torch.load(folder / "out.pt")["state"] == {}
+
+
+@pytest.mark.parametrize("form", [*TARGETS])
+def test_what_is_written_is_on_the_disk_and_no_other_job_takes_it(folder, monkeypatch, form):
+    flushed = set()
+    fsync = os.fsync
+    target = folder / TARGETS[form]
+    others = []
+
+    def advance(nbytes):
+        if not others:
+            others.append(form)
+            if form in ("full", "safetensors"):  # another job writes the same file meanwhile
+                convert_checkpoint(DEEPSPEED / "fp32", target)
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (flushed.add(os.fstat(fd).st_ino), fsync(fd)))
+    convert_checkpoint(DEEPSPEED / "fp32", target, form, ranks=2, advance=advance)
+    written = [target, *target.rglob("*")]
+    assert [path for path in written if path.stat().st_ino not in flushed] == []
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in written if path.is_file()} == {0o666 & ~umask}
+    verify_checkpoint(target)
+
+
+def limited(parent, form):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    with pytest.raises(OSError) as raised:
+        convert_checkpoint(DEEPSPEED / "fp32", parent / TARGETS[form], form, check=False)
+    return raised.value.errno, [path.name for path in parent.iterdir()]
+
+
+@pytest.mark.parametrize("form", [*TARGETS])
+def test_the_error_of_the_disk_is_what_the_disk_said(folder, form):
+    assert run(1, limited, folder, form) == [(errno.EFBIG, [])]
+
+
 @pytest.mark.parametrize("form", [*TARGETS])
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch, form, after):
@@ -408,6 +560,22 @@ def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch, form, after):
     with pytest.raises(OSError, match="No space left"):
         convert_checkpoint(folder / "source.safetensors", folder / TARGETS[form], form, check=False)
     assert [p.name for p in folder.iterdir()] == ["source.safetensors"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="Linux tells what is mapped")
+def test_a_conversion_keeps_few_files_mapped(folder):
+    model = nn.Sequential(*[nn.Linear(50, 50) for _ in range(10)])
+    torch.save(
+        {"model": model.state_dict(), "o": AdamW(model.named_parameters()).state_dict()},
+        folder / "a.pt",
+    )
+    mapped = []
+    convert_checkpoint(
+        folder / "a.pt",
+        folder / "b",
+        advance=lambda _: mapped.append(Path("/proc/self/maps").read_text().count("a.pt")),
+    )
+    assert len(mapped) >= 20 and max(mapped) <= 2
 
 
 def peak_of_a_conversion(source, target, form):

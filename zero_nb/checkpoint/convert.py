@@ -12,19 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .contents import Checkpoint
 from .deepspeed_files import write_deepspeed
 from .files import check_file
 from .folder import MANIFEST, check_files, check_folder
 from zero_nb.checkpoint.formats import (
     FORMATS,
+    deepspeed_copies,
     describe_checkpoint,
     rank_files,
     read_header,
     read_weights,
 )
 from .names import KEYS
-from .saved_tensors import SavedTensor
+from .saved_tensors import SLAB, SavedTensor, reading
 from zero_nb.checkpoint.slab_writers import (
     Advance,
     tensor_crc32,
@@ -40,7 +43,8 @@ __all__ = ['verify_checkpoint', 'convert_checkpoint']
 # %% ../../nbs/checkpoint/12_convert.ipynb #c05a0012
 def _check_safetensors(path: Path, advance: Advance) -> None:
     tensors, metadata = read_header(path)
-    wanted = json.loads(metadata["crc32"])
+    with reading(path, "is damaged: its checksums cannot be read"):
+        wanted = dict(json.loads(metadata["crc32"]))
     for name, tensor in tensors.items():
         crc = tensor_crc32(tensor, advance)
         if crc != wanted.get(name):
@@ -48,6 +52,23 @@ def _check_safetensors(path: Path, advance: Advance) -> None:
                 f"{path} is damaged: {name} has checksum {crc} where the file says {wanted.get(name)};"
                 " use the checkpoint before it"
             )
+
+
+def _check_copies(folder: Path) -> None:
+    """Compare the weights in DeepSpeed's files of ranks with those in its model's file."""
+    for name, copy, weight in deepspeed_copies(folder):
+        count = SLAB // 8  # elements of at most eight bytes
+        pairs = zip(
+            copy.slabs(count * copy.dtype.itemsize),
+            weight.slabs(count * weight.dtype.itemsize),
+            strict=True,
+        )
+        for (_, mine), (_, theirs) in pairs:
+            if not torch.allclose(mine.to(theirs.dtype), theirs, rtol=0, atol=0, equal_nan=True):
+                raise ValueError(
+                    f"{folder} is damaged: {name!r} differs between the ranks' files and the model's;"
+                    " each rank's file must be its own, and all of one save"
+                )
 
 
 def _check_parts(check: Callable[..., Any], path: Path, count: int, advance: Advance) -> None:
@@ -62,7 +83,7 @@ def verify_checkpoint(
     key: str | None = None,  # which state dict, where there are several
     advance: Advance = lambda nbytes: None,  # is told how many more bytes were checked
 ) -> Checkpoint:
-    """Compare all of a checkpoint with its checksums.
+    """Compare all of a checkpoint with its checksums, and the two copies of the weights in DeepSpeed's.
 
     Raises `ValueError` that names what is damaged, or says that there are no checksums."""
     found = describe_checkpoint(path, key)
@@ -78,6 +99,8 @@ def verify_checkpoint(
         )
         for file in files:
             _check_parts(check_file, file, 8, advance)
+        if path.is_dir():
+            _check_copies(path)
     return found
 
 # %% ../../nbs/checkpoint/12_convert.ipynb #c05a0014
@@ -91,10 +114,11 @@ def _with_names(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
     """Name the parameters."""
     groups = checkpoint.optimizer["param_groups"]
     count = sum(len(group["params"]) for group in groups)
-    if len({*names}) != count or len(names) != count:
+    texts = not isinstance(names, str) and all(isinstance(name, str) for name in names)
+    if not texts or len({*names}) != count or len(names) != count:
         raise ValueError(
-            f"names must be {count} different ones, one for each parameter, got {len(names)}"
-            f" ({len({*names})} different)"
+            f"names must be {count} different texts, one for each parameter, got {len(names)}"
+            f" ({len({*names})} different): {names!r:.80}"
         )
     rest = iter(names)
     named = [{**group, "param_names": [next(rest) for _ in group["params"]]} for group in groups]
@@ -105,7 +129,7 @@ def _check_weights(checkpoint: Checkpoint) -> None:
     """Refuse state that is of another shape than its weight."""
     names = checkpoint.names or []
     for param, key, value in checkpoint.values() if names else ():
-        weight = checkpoint.model.get(names[param])
+        weight = checkpoint.model.get(names[param]) if isinstance(param, int) else None
         if not isinstance(value, SavedTensor) or not isinstance(weight, SavedTensor):
             continue
         of_elements = value.shape != () and value.numel == weight.numel

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .contents import Checkpoint
-from .files import new_folder
+from .files import new_folder, replacing
 from .saved_tensors import SLAB, SavedTensor
 from .skeleton import SkeletonFile, TensorForm, check_room, unbacked
 from .slab_writers import Advance, bytes_of, names_in, write_file
@@ -76,14 +76,21 @@ def _vector(checkpoint: Checkpoint, group: Mapping[str, Any]) -> _Vector:
     params = group["params"]
     names = group["param_names"]
     every = [checkpoint.optimizer["state"].get(param, {}) for param in params]
-    keys = [key for key in every[0] if key != MASTER]
+    keys = dict.fromkeys(key for state in every for key in state if key != MASTER)
     values = dict[Any, list[SavedTensor]]()
     common = dict[Any, Any]()
     weights = [
         state.get(MASTER, checkpoint.model[name]) for state, name in zip(every, names, strict=True)
     ]
+    idle = [name for name, state in zip(names, every, strict=True) if not {*state} - {MASTER}]
+    if 0 < len(idle) < len(names):
+        raise ValueError(
+            f"DeepSpeed steps a param group as one vector, and {idle[0]!r} has no state where others of"
+            " its group have; leave parameters that are never stepped out of the optimizer, or give"
+            " them a group of their own, or use another format"
+        )
     for key in keys:
-        found = [state.get(key) for state in every]
+        found = [state.get(key, ...) for state in every]
         alike = [
             isinstance(value, SavedTensor) and value.shape == weight.shape and key != "step"
             for value, weight in zip(found, weights, strict=True)
@@ -215,7 +222,8 @@ def write_deepspeed(checkpoint: Checkpoint, target: Path, ranks: int, advance: A
         check_room(folder, checkpoint.nbytes)
         inside = folder / f"global_step{model['global_steps']}"
         inside.mkdir()
-        (folder / "latest").write_text(inside.name, encoding="utf-8")
+        with replacing(folder / "latest") as latest:
+            latest.write_text(inside.name, encoding="utf-8")
         write_file(model, inside / "mp_rank_00_model_states.pt", advance)
         for rank in range(ranks):
             name = f"{'bf16_' if half else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"

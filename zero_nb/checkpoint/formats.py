@@ -10,7 +10,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,20 @@ from torch import Tensor
 
 from zero_nb.checkpoint.contents import (
     Checkpoint,
+    check_alike,
     choose_state,
     describe_file,
     describe_folder,
     find_weights,
 )
 from .folder import MANIFEST, TABLE
-from .saved_tensors import Part, SavedTensor, load_saved
+from .saved_tensors import Part, SavedTensor, load_saved, reading
 from ..optim.state_entry import MASTER
 from ..optim.tensor_shard import boxes
 
 # %% auto #0
 __all__ = ['METADATA', 'FORMATS', 'encode', 'decode', 'import_safetensors', 'read_header', 'header_checksum', 'deepspeed_folder',
-           'rank_files', 'format_of', 'describe_checkpoint', 'read_weights']
+           'rank_files', 'deepspeed_copies', 'format_of', 'describe_checkpoint', 'read_weights']
 
 # %% ../../nbs/checkpoint/09_formats.ipynb #f04a0014
 METADATA = "zero_nb"  # key of the metadata that has the structure
@@ -109,14 +110,12 @@ def _dtype_of(name: str, path: Path) -> torch.dtype:
 def read_header(path: Path) -> tuple[dict[str, SavedTensor], dict[str, str]]:  # and the metadata
     """Tell which tensors a `.safetensors` file has. Raises `ValueError` if it is damaged."""
     safetensors = import_safetensors()
-    try:
+    with reading(path, "is no file of safetensors, or it is damaged"):
         with safetensors.safe_open(path, "pt") as opened:
             metadata = dict(opened.metadata() or {})
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
-    except (safetensors.SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is no file of safetensors, or it is damaged: {error}") from error
     found = dict[str, SavedTensor]()
     for name, entry in header.items():
         if name != "__metadata__":
@@ -153,10 +152,8 @@ def _read_safetensors(path: Path, key: str | None) -> Checkpoint:
             f"{path} is damaged: its header has checksum {found} where it says"
             f" {metadata['header_crc32']}; use the checkpoint before it"
         )
-    try:
+    with reading(path, "is damaged: its metadata cannot be read"):
         content = decode(json.loads(metadata[METADATA]), tensors)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: its metadata cannot be read ({error})") from error
     about = {name: text for name, text in metadata.items() if name not in _OWN}
     return Checkpoint(
         path, "safetensors", choose_state(path, content, key), find_weights(content), about
@@ -182,21 +179,30 @@ _CLASSES = (
 
 
 def deepspeed_folder(path: Path) -> Path:
-    """Give the folder that `latest` names, or the folder itself."""
+    """Give the folder that `latest` names, or the folder itself. Raises `ValueError` if it leads elsewhere."""
     latest = path / "latest"
-    return path / latest.read_text(encoding="utf-8").strip() if latest.is_file() else path
+    if not latest.is_file():
+        return path
+    with reading(latest):
+        name = Path(latest.read_text(encoding="utf-8").strip())
+    if not name.parts or name.is_absolute() or ".." in name.parts or not (path / name).is_dir():
+        raise ValueError(
+            f"{latest} must name a folder in {path}, and names {str(name)!r:.80}; write the name of one"
+            " that is there into it"
+        )
+    return path / name
 
 
 def rank_files(folder: Path) -> list[Path]:
-    """Give the files of DeepSpeed's ranks, in the order of the ranks; `ValueError` if one is not there."""
+    """Give the files of DeepSpeed's ranks, in the order of the ranks; `ValueError` unless each has one."""
     found = dict[int, Path]()
     for path in folder.glob("*_optim_states.pt"):
         if match := _RANK_FILE.fullmatch(path.name):
             if int(match[2]):
-                raise ValueError(
-                    f"{folder} was written with tensor parallelism, which cannot be read"
-                )
-            found[int(match[1])] = path
+                raise ValueError(f"{folder} has tensor parallelism, which cannot be read")
+            other = found.setdefault(int(match[1]), path)
+            if other != path:
+                raise ValueError(f"{folder} has {other.name} and {path.name}; remove one save's")
     if sorted(found) != list(range(len(found))):
         raise ValueError(f"{folder} lacks files of ranks: it has those of {sorted(found)}")
     return [path for _, path in sorted(found.items())]
@@ -247,6 +253,23 @@ def _state_of_group(
     return found
 
 
+def _places(
+    rank: Mapping[str, Any], number: int, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, tuple[int, ...], int]]:  # name, shape, first element
+    """Tell where the parameters of a group are in its vector."""
+    every = rank.get("param_alignment_paddings")
+    paddings = every[number] if every else [0] * len(shapes)
+    if len(paddings) != len(shapes):
+        raise ValueError(
+            f"param group {number} has {len(shapes)} parameters in the model's file and"
+            f" {len(paddings)} in rank 0's; are these files of one save?"
+        )
+    start = 0
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        yield name, shape, start
+        start += math.prod(shape) + padding
+
+
 def _param_states(
     ranks: Sequence[dict[str, Any]],
     number: int,
@@ -256,11 +279,9 @@ def _param_states(
     """Give the state of the parameters of one group, by name."""
     vectors = [rank["single_partition_of_fp32_groups"][number] for rank in ranks]
     states = _state_of_group(ranks, number)
-    every = ranks[0].get("param_alignment_paddings")
-    paddings = every[number] if every else [0] * len(shapes)
+    check_alike(states, f"the state of param group {number}")
     found = dict[str, dict[Any, Any]]()
-    start = 0
-    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+    for name, shape, start in _places(ranks[0], number, shapes):
         values = found[name] = {}
         for key, value in states[0].items():
             if isinstance(value, SavedTensor) and len(value.shape) == 1:
@@ -275,12 +296,11 @@ def _param_states(
             values["step"] = torch.tensor(float(count), device="cpu")
         if name in masters:
             values[MASTER] = _cut_vector(vectors, start, shape)
-        start += math.prod(shape) + padding
     return found
 
 
-def _read_deepspeed(path: Path, key: str | None) -> Checkpoint:
-    folder = deepspeed_folder(path)
+def _load_ranks(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Give what the model's file has, and what each rank's has."""
     files = rank_files(folder)
     model = _load_deepspeed(folder / "mp_rank_00_model_states.pt")
     ranks = [_load_deepspeed(file)["optimizer_state_dict"] for file in files]
@@ -291,14 +311,38 @@ def _read_deepspeed(path: Path, key: str | None) -> Checkpoint:
         raise ValueError(
             f"{folder} has {len(ranks)} files of ranks and was written by {model['dp_world_size']}"
         )
+    for name, shape in (each for shapes in model["param_shapes"] for each in shapes.items()):
+        held = getattr(model["module"].get(name), "shape", None)
+        if held != tuple(shape):
+            raise ValueError(
+                f"{folder}: {name!r} has shape {tuple(shape)} in param_shapes and {held} in the module; are"
+                " these of one model?"
+            )
+    return model, ranks
+
+
+def deepspeed_copies(folder: Path) -> Iterator[tuple[str, SavedTensor, SavedTensor]]:
+    """Give each parameter's name, its weight in 32 bits from the ranks' files, and the module's weight."""
+    model, ranks = _load_ranks(folder)
+    for number, shapes in enumerate(model["param_shapes"]):
+        vectors = [rank["single_partition_of_fp32_groups"][number] for rank in ranks]
+        for name, shape, start in _places(ranks[0], number, shapes):
+            yield name, _cut_vector(vectors, start, tuple(shape)), model["module"][name]
+
+
+def _read_deepspeed(path: Path, key: str | None) -> Checkpoint:
+    folder = deepspeed_folder(path)
+    model, ranks = _load_ranks(folder)
     weights = model["module"]
     masters = {name for name, w in weights.items() if getattr(w, "dtype", None) != torch.float32}
     state = dict[int, Any]()
     groups = list[dict[str, Any]]()
     for number, shapes in enumerate(model["param_shapes"]):
-        options = dict(ranks[0]["base_optimizer_state"]["param_groups"][number])
-        params = range(len(state), len(state) + len(shapes))
         by_name = _param_states(ranks, number, shapes, masters)
+        every = [rank["base_optimizer_state"]["param_groups"][number] for rank in ranks]
+        check_alike(every, f"param group {number}")
+        options = dict(every[0])
+        params = range(len(state), len(state) + len(shapes))
         state |= dict(zip(params, by_name.values(), strict=True))
         groups.append({**options, "params": [*params], "param_names": [*by_name]})
     about = {name: model[name] for name in ("ds_version", "dp_world_size", "global_steps")}
@@ -326,6 +370,8 @@ def format_of(path: str | os.PathLike[str]) -> str:
             f"{path} is a folder without {TABLE} (torch.distributed.checkpoint) and without"
             " *_optim_states.pt (DeepSpeed)"
         )
+    if path.exists() and not path.is_file():  # a device or a pipe may never end
+        raise ValueError(f"{path} must be a file or a folder, and it is a device or a pipe")
     with open(path, "rb") as file:
         head = file.read(9)
     return "safetensors" if head[8:] == b"{" else "full"
@@ -341,13 +387,8 @@ def describe_checkpoint(
     `OSS`, `full_state_dict`), a folder of `torch.distributed.checkpoint`, `.safetensors`, a folder of
     DeepSpeed's ZeRO stages 1 and 2. No code in them is run. Raises `ValueError` for what cannot be read."""
     form = format_of(path)
-    try:
+    with reading(path, f"is of format {form!r}, and damaged or of another version"):
         return FORMATS[form](Path(path), key)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(
-            f"{path} looks like a checkpoint of format {form!r} and is not built like one"
-            f" ({type(error).__name__}: {error}); is it damaged, or of another version?"
-        ) from error
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -113,9 +113,25 @@ def tensor_crc32(tensor: SavedTensor | Tensor, advance: Advance) -> str:
     return f"{crc:08x}"
 
 
+def _header(forms: Mapping[str, TensorForm], metadata: Mapping[str, str]) -> bytes:
+    """Give the beginning of a file of safetensors. Raises `ValueError` for a dtype that it does not have."""
+    names = {dtype: name for name, dtype in import_safetensors().torch._TYPES.items()}
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    first = 0
+    for name in sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name)):
+        dtype, shape, _ = forms[name]
+        if dtype not in names:
+            raise ValueError(f"{name} is of {dtype}, and safetensors has none; use another format")
+        stop = first + forms[name].nbytes
+        entries[name] = {"dtype": names[dtype], "shape": [*shape], "data_offsets": [first, stop]}
+        first = stop
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def write_safetensors(checkpoint: Checkpoint, target: Path, advance: Advance) -> None:
     """Write a file of safetensors. Raises `ImportError` without the library."""
-    safetensors = import_safetensors()
     found = dict[str, Any]()
     content = {"optimizer": checkpoint.optimizer, "model": checkpoint.model}
     structure = json.dumps(encode(content, found))
@@ -123,23 +139,23 @@ def write_safetensors(checkpoint: Checkpoint, target: Path, advance: Advance) ->
         name: TensorForm(value.dtype, value.shape, row_major(value.shape))
         for name, value in found.items()
     }
-    check_room(target, sum(form.nbytes for form in forms.values()))
+    nbytes = sum(form.nbytes for form in forms.values())
+    check_room(target, nbytes)
     checksums = {name: tensor_crc32(value, lambda nbytes: None) for name, value in found.items()}
     metadata = {METADATA: structure, "crc32": json.dumps(checksums)}
     metadata["header_crc32"] = header_checksum(forms, metadata)
-    with replacing(target) as beside:
-        safetensors.torch.save_file(unbacked(forms), beside, metadata)
+    header = _header(forms, metadata)
+    with replacing(target) as beside, open(beside, "r+b") as file:
+        file.write(header)
+        file.truncate(len(header) + nbytes)
         places, _ = read_header(beside)
-        with open(beside, "r+b") as file:
-            for name, value in found.items():
-                slabs = (
-                    value.slabs() if isinstance(value, SavedTensor) else [(0, value.reshape(-1))]
-                )
-                for first, slab in slabs:
-                    data = bytes_of(slab)
-                    file.seek(places[name].parts[0].offset + first * value.dtype.itemsize)
-                    file.write(data.numpy().data)
-                    advance(len(data))
+        for name, value in found.items():
+            slabs = value.slabs() if isinstance(value, SavedTensor) else [(0, value.reshape(-1))]
+            for first, slab in slabs:
+                data = bytes_of(slab)
+                file.seek(places[name].parts[0].offset + first * value.dtype.itemsize)
+                file.write(data.numpy().data)
+                advance(len(data))
 
 # %% ../../nbs/checkpoint/10_slab_writers.ipynb #c05a000b
 _TORCH_DCP: Any = import_dcp()
@@ -151,10 +167,14 @@ class _RankPlanner(_DefaultSavePlanner):
     """Plans what one rank writes, and reads it when it is written."""
 
     def __init__(
-        self, boxes_of_rank: Callable[[Mapping[str, SavedTensor]], Boxes], advance: Advance
+        self,
+        boxes_of_rank: Callable[[Mapping[str, SavedTensor]], Boxes],
+        buffer: torch.UntypedStorage,  # of a slab
+        advance: Advance,
     ):
         super().__init__()
         self.boxes_of_rank = boxes_of_rank
+        self.buffer = buffer
         self.advance = advance
 
     def create_local_plan(self) -> Any:
@@ -185,7 +205,9 @@ class _RankPlanner(_DefaultSavePlanner):
         chunk = write_item.tensor_data.chunk
         found = tensor.box(chunk.offsets, chunk.sizes)
         self.advance(found.nbytes)
-        return found.contiguous()
+        place = torch.empty(0, dtype=found.dtype, device="cpu")
+        place.set_(self.buffer[: found.nbytes], 0, found.shape, row_major(found.shape))
+        return place.copy_(found)
 
 # %% ../../nbs/checkpoint/10_slab_writers.ipynb #c05a000d
 def _boxes_of(tensor: SavedTensor, start: int, stop: int) -> Iterator[tuple[Any, Any]]:
@@ -213,12 +235,13 @@ def _boxes_of_rank(saved: Mapping[str, SavedTensor], ranks: int, rank: int) -> B
 
 def _write_ranks(content: Any, folder: Path, ranks: int, advance: Advance) -> None:
     """Let DCP write what each of some ranks would."""
-    writer = _TORCH_DCP.FileSystemWriter(folder)
+    writer = _TORCH_DCP.FileSystemWriter(folder, per_thread_copy_ahead=0)  # one box at a time
     writer.set_up_storage_writer(True)
+    buffer = torch.empty(SLAB, dtype=torch.uint8, device="cpu").untyped_storage()
     planners = list[_RankPlanner]()
     for rank in range(ranks):
         mine = lambda saved, rank=rank: _boxes_of_rank(saved, ranks, rank)
-        planner = _RankPlanner(mine, advance)
+        planner = _RankPlanner(mine, buffer, advance)
         planner.set_up_planner(content, writer.storage_meta(), rank == 0)
         planners.append(planner)
     plans = [writer.prepare_local_plan(planner.create_local_plan()) for planner in planners]
