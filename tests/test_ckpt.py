@@ -1,16 +1,22 @@
 """`zero-nb ckpt` on checkpoints of the main job, as a user calls it."""
 
+import os
+
 import pytest
 import torch
 from common.commands import refused
 from common.jobs import lives
 from common.saving import damage
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim import AdamW
 
 from zero_nb.apps import cli
 from zero_nb.apps.checkpoints import read_checkpoint
 from zero_nb.apps.config import TrainConfig
 from zero_nb.apps.gpt import GPT
 from zero_nb.apps.sides import make_optimizer
+from zero_nb.checkpoint.formats import header_checksum
 from zero_nb.checkpoint.sharded import newest_checkpoint
 
 
@@ -94,3 +100,53 @@ def test_a_mistake_is_one_line_and_leaves_nothing(made, capsys, tmp_path):
         assert status == 2 and says in told and "Traceback" not in told
         assert told.strip().count("\n") == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other"]
+
+
+class Foreign:
+    """A class that a reader of files does not have."""
+
+
+def sealed(path, structure, crc32):
+    """Write a file of safetensors whose metadata has the checksum that it needs, and perhaps no sense."""
+    tensors = {"a": torch.ones(2)}
+    metadata = {"zero_nb": structure, "crc32": crc32}
+    save_file(tensors, path, metadata | {"header_crc32": header_checksum(tensors, metadata)})
+
+
+def test_what_makes_no_sense_is_one_line(capsys, tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    torch.save(state, tmp_path / "good.pt")
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(state | {"x": Foreign()}, tmp_path / "foreign.pt")
+    state["param_groups"].append({"params": [], "x": state["param_groups"]})
+    torch.save(state, tmp_path / "cycle.pt")
+    deep = "[" * 100_000
+    empty = '{"dict": [["state", {"dict": []}], ["param_groups", []]]}'
+    for name, metadata in {
+        "deep": (deep, "{}"),
+        "sums": (empty, deep),
+        "list": (empty, "[1]"),
+    }.items():
+        sealed(tmp_path / f"{name}.safetensors", *metadata)
+    (tmp_path / "names").write_text("weight\nbias")  # whose last line does not end
+    called(capsys, "convert", tmp_path / "good.pt", tmp_path / "out", "--names", tmp_path / "names")
+    (tmp_path / "out" / "manifest.json").unlink()
+    (tmp_path / "out" / "__0_0.distcp").write_bytes(b"")
+    os.mkfifo(tmp_path / "pipe")
+    for name, says in {
+        "old.pt": "torch.save's format from before torch 1.6",
+        "foreign.pt": f"holds an object of {__name__}.Foreign",
+        "cycle.pt": "holds itself",
+        "deep.safetensors": "metadata cannot be read",
+        "sums.safetensors": "checksums cannot be read",
+        "list.safetensors": "checksums cannot be read",
+        "out": "__0_0.distcp is damaged: it is empty",
+        "pipe": "it is a device or a pipe",
+    }.items():
+        status, told, _ = refused(capsys, "ckpt", "verify", str(tmp_path / name))
+        assert status == 2 and says in told and str(tmp_path / name) in told, told
+        assert told.strip().count("\n") == 0 and "likely succeed" not in told

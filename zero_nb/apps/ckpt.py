@@ -20,7 +20,7 @@ from ..checkpoint.slab_writers import Advance
 from ..checkpoint.contents import Checkpoint
 from ..checkpoint.formats import FORMATS, describe_checkpoint
 from ..checkpoint.names import KEYS
-from ..checkpoint.saved_tensors import SavedTensor
+from ..checkpoint.saved_tensors import SavedTensor, reading
 
 # %% auto #0
 __all__ = ['add_ckpt_arguments', 'run_ckpt']
@@ -156,6 +156,11 @@ def _verify(options: argparse.Namespace, console: Any) -> None:
     )
 
 
+def _read_names(path: Path) -> list[str]:
+    with reading(path):
+        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+
+
 def _rewrite(options: argparse.Namespace, console: Any) -> None:
     given = vars(options)
     if options.check:
@@ -171,7 +176,7 @@ def _rewrite(options: argparse.Namespace, console: Any) -> None:
             key=options.key,
             key_by=given.get("by", "index"),
             ranks=given.get("ranks", 1),
-            names=Path(names).read_text(encoding="utf-8").split("\n")[:-1] if names else None,
+            names=_read_names(Path(names)) if names else None,
             model=given.get("model"),
             check=False,
             advance=advance,
