@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -193,9 +195,35 @@ class TensorShard(Tensor):
         return self.map(Tensor.clone)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        _check_saved_whole(sum(map(len, self.runs)), self.numel())
         like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         runs = [run.clone() for run in self.runs]  # a view would bring all that it views
         return TensorShard, (like, runs, self.starts, self.writes, self.dtype, self.device)
+
+# %% ../../nbs/optim/10_tensor_shard.ipynb #9c4e71b5
+def _torch_save_writes() -> bool:
+    """Tell whether `torch.save` pickles something now, other than to send it to another rank."""
+    caller: FrameType | None = sys._getframe(1)
+    within = False
+    while caller is not None:
+        module = caller.f_globals.get("__name__", "")
+        if within and module != "torch.serialization":
+            return not module.startswith("zero_nb.comm.")
+        within = module == "torch.serialization"
+        caller = caller.f_back
+    return False
+
+
+def _check_saved_whole(held: int, total: int) -> None:  # elements
+    """Refuse to let `torch.save` write a part of a tensor as if it were all of it; `ValueError`."""
+    if held < total and _torch_save_writes():
+        raise ValueError(
+            f"torch.save writes what one rank has, and of a tensor of {total} elements this rank"
+            f" has {held}; save a state dict of type 'sharded' by torch.distributed.checkpoint or"
+            " save_sharded() on all ranks, or make the optimizer with state_dict_type='full' for"
+            " accelerate.save_state and for code that calls state_dict() on all ranks, or with"
+            " 'consolidated' for one rank that saves after consolidate_state_dict()"
+        )
 
 # %% ../../nbs/optim/10_tensor_shard.ipynb #5a1e0011
 def _copy_runs(into: TensorShard, value: Any, non_blocking: bool = False) -> TensorShard:
