@@ -19,9 +19,9 @@ from ..comm.groups import Group
 from ..comm.subgroups import TwoLevel, two_level
 
 # %% auto #0
-__all__ = ['STATE_DICT_TYPES', 'without_state_dict_hooks', 'call_hooks', 'StepWithoutData', 'find_groups', 'History', 'Giving',
-           'known_type', 'check_not_overlapped', 'copy_state_dict', 'describe_keys', 'describe_missing',
-           'is_wanted_whole', 'laid_out_by_rows', 'StateByClass']
+__all__ = ['STATE_DICT_TYPES', 'without_state_dict_hooks', 'call_hooks', 'StepWithoutData', 'find_groups', 'History',
+           'Consolidated', 'Giving', 'known_type', 'find_receiver', 'check_not_overlapped', 'copy_state_dict',
+           'describe_keys', 'describe_missing', 'is_wanted_whole', 'laid_out_by_rows', 'StateByClass']
 
 # %% ../../nbs/optim/23_torch_interface.ipynb #2b8e32fb
 @contextmanager
@@ -95,6 +95,18 @@ class History(NamedTuple):
     has_state: bool = False  # whether something was stepped or loaded
 
 
+class Consolidated(NamedTuple):
+    """What was brought together since the last step."""
+
+    state_dict: dict[str, Any] | None = None  # without its groups; None where it was not brought
+    everywhere: bool = False  # all ranks have it, and each knows that
+
+    def add(self, state_dict: dict[str, Any] | None, to: int | None) -> Consolidated:
+        """Give what is here after another consolidation, to a rank or (None) to all."""
+        found = self.state_dict if state_dict is None else state_dict
+        return Consolidated(found, self.everywhere or to is None)
+
+
 class Giving(NamedTuple):
     """How `state_dict` gives the state."""
 
@@ -108,6 +120,23 @@ def known_type(state_dict_type: str) -> str:
         known = ", ".join(map(repr, STATE_DICT_TYPES))
         raise ValueError(f"state_dict_type must be one of {known}, got {state_dict_type!r}")
     return state_dict_type
+
+
+def find_receiver(
+    state_dict_type: str,
+    to: int | None,  # as `consolidate_state_dict` was asked
+) -> int | None:  # None: all ranks
+    """Tell which rank the whole state goes to, so that `state_dict` finds it; `RuntimeError` for
+    type "sharded", of which `state_dict` gives something else."""
+    if state_dict_type == "sharded":
+        raise RuntimeError(
+            "consolidate_state_dict() brings the whole state together, and state_dict() of type"
+            " 'sharded' gives parts; for code that calls both, as Lightning and"
+            " consolidate_before_save() do, make the optimizer with state_dict_type='consolidated',"
+            " or call both inside `with optimizer.giving_state_dicts('consolidated')`; save parts by"
+            " torch.distributed.checkpoint or save_sharded()"
+        )
+    return None if state_dict_type == "full" else to
 
 
 def check_not_overlapped(driver: Driver) -> None:
@@ -127,7 +156,9 @@ def copy_state_dict(
         raise RuntimeError(
             f"rank {group.global_rank} holds no consolidated state; call"
             " consolidate_state_dict(to=...) on all ranks after the last step, and state_dict() on"
-            " the rank it went to"
+            " the rank it went to; for code that calls state_dict() on all ranks, make the optimizer"
+            " with state_dict_type='sharded' (torch.distributed.checkpoint, with its"
+            " get_optimizer_state_dict) or 'full' (accelerate)"
         )
     state = {i: dict(s) if isinstance(i, int) else s for i, s in full["state"].items()}
     return {**full, "state": state, "param_groups": [dict(g) for g in param_groups]}
