@@ -40,6 +40,8 @@ from torch.optim import AdamW
 
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
+from zero_nb.comm.objects import dump
+from zero_nb.comm.objects import load as load_object
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.optim.tensor_shard import TensorShard, boxes
 
@@ -302,8 +304,35 @@ def plain_and_full():
     return attached.optimizer.state_dict_type
 
 
+def asked_alone():
+    """What one rank gets from `state_dict()` of type "full" when the others do not call it."""
+    attached = begin(RECIPES["AdamW"], "zero1", "full")
+    optimizer, rank = attached.optimizer, Group().group_rank
+    found = []
+    for to in (0, 1, None):  # Lightning consolidates to rank 0, and then asks that rank alone
+        train(attached, inputs(RECIPES["AdamW"], 1))
+        with optimizer.giving_state_dicts("consolidated"):
+            optimizer.consolidate_state_dict(0)  # rank 0 has it, but does not go on without rank 1
+        wanted = optimizer.state_dict()
+        train(attached, inputs(RECIPES["AdamW"], 1))
+        optimizer.consolidate_state_dict(to)
+        with optimizer.giving_state_dicts("consolidated"):
+            optimizer.consolidate_state_dict(0)  # and rank 1 keeps what it has
+        got = optimizer.state_dict() if rank == (to or 0) else None
+        found.append(
+            got and [got["state"][0]["step"] - wanted["state"][0]["step"], len(got["state"])]
+        )
+    return found
+
+
 def test_a_full_state_dict_is_an_unsharded_optimizers_on_every_rank():
     assert run(3, plain_and_full) == ["full"] * 3
+
+
+def test_a_full_state_dict_is_there_on_one_rank_alone_after_a_consolidation():
+    first, second = run(2, asked_alone)
+    got = [len(inputs(RECIPES["AdamW"], 1)), len([*network().parameters()])]
+    assert (first, second) == ([got, None, got], [None, got, None])
 
 
 def shards():
@@ -356,7 +385,9 @@ def bad():
     weight = next(v["exp_avg"] for v in state["state"].values())
     other = ZeroRedundancyOptimizer(recipe.model().parameters(), AdamW, shard="whole")
     before = len(other.optim.state)
-    images = ZeroRedundancyOptimizer(convolutions().parameters(), AdamW, state_dict_type="sharded")
+    images_model = convolutions()
+    images = ZeroRedundancyOptimizer(images_model.parameters(), AdamW, state_dict_type="sharded")
+    whole = ZeroRedundancyOptimizer(images_model.parameters(), AdamW)
     rows = ZeroRedundancyOptimizer(
         convolutions().to(memory_format=torch.contiguous_format).parameters(), AdamW
     )
@@ -372,27 +403,30 @@ def bad():
         caught(lambda: weight.tolist()),
         caught(lambda: other.load_state_dict(state)),
         caught(lambda: rows.load_state_dict(images.state_dict())),
+        caught(lambda: optimizer.consolidate_state_dict(0)),
+        caught(lambda: get_optimizer_state_dict(images_model, whole)),
         str(before - len(other.optim.state)),
     ]
 
 
 def test_bad_input_is_an_error_on_every_rank():
-    for unknown, all_, differ, needs, listed, missing, order, changed in run(2, bad):
+    for unknown, all_, differ, needs, listed, missing, order, *types, changed in run(2, bad):
         assert "must be one of 'consolidated', 'full', 'sharded', got 'shard'" in unknown
         assert "got 'all'" in all_ and "state_dict_type" in differ
         assert "needs all elements" in needs and listed
         assert "load it by torch.distributed.checkpoint" in missing and changed == "0"
         assert "has strides" in order and "state_dict() of this optimizer" in order
+        assert "state_dict() of type 'sharded' gives parts" in types[0]
+        assert "state_dict_type='sharded' (torch.distributed.checkpoint" in types[1]
 
 
 def test_a_shard_is_copied_pickled_and_moved_with_its_runs_only():
     memory = torch.arange(1000.0)
     shard = TensorShard(torch.empty(5, 7), [memory[3:9], memory[20:22]], [3, 20], writes=False)
-    written = io.BytesIO()
-    torch.save(shard, written)
-    assert written.tell() < 3000  # and not all that the runs are views of
-    read = torch.load(io.BytesIO(written.getvalue()), weights_only=False)
-    for other in (read, pickle.loads(pickle.dumps(shard)), copy.deepcopy(shard), shard.clone()):
+    written = pickle.dumps(shard)
+    assert len(written) < 3000  # and not all that the runs are views of
+    sent = load_object(dump(shard, weights_only=False), None, False)
+    for other in (pickle.loads(written), sent, copy.deepcopy(shard), shard.clone()):
         assert other.shape == (5, 7) and other.starts == [3, 20] and not other.writes
         for a, b in zip(other.runs, shard.runs, strict=True):
             assert a.equal(b) and a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
@@ -407,6 +441,12 @@ def test_a_shard_is_copied_pickled_and_moved_with_its_runs_only():
             target.copy_(stranger)
     with pytest.raises(RuntimeError, match="needs all elements"):
         shard.sum()
+    # a file of one rank's runs would lack the others'
+    with pytest.raises(
+        ValueError, match="of 35 elements this rank has 8; save a state dict of type"
+    ):
+        torch.save({"state": [shard]}, io.BytesIO())
+    torch.save(TensorShard.of(memory), io.BytesIO())
 
 
 @settings(deadline=None)

@@ -49,7 +49,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     initialized = True  # for code that asks torch's class
     monitor: StepMonitor | None = None  # sees what is stepped (verify/12_watchdog)
     _driver: Driver | None = None  # that was attached
-    _consolidated: dict[str, Any] | None = None  # without its groups, until the next step
+    _consolidated = torch_interface.Consolidated()  # until the next step
     _opt_called = False  # a scheduler of torch looks for this
     _history = History()
     _giving = torch_interface.Giving()
@@ -198,7 +198,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             self.local.keep_groups(groups)
             raise
         mark_plans_agreed(self.group, self.shards[shards:])
-        self._consolidated = None  # it lacks the group
+        self._consolidated = torch_interface.Consolidated()  # it lacks the group
 
     def _describe(self) -> list[str]:
         return describe_plan(self.local.rules, self.param_groups, self.shards)
@@ -247,18 +247,23 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
 
     def consolidate_state_dict(
         self,
-        to: int | None = 0,  # group rank that receives; None: all of them
+        # group rank that receives; None, and always with `state_dict_type="full"`: all of them
+        to: int | None = 0,
     ) -> None:
-        """Bring the whole state to one rank's memory (CPU), for `state_dict`; all ranks call this."""
+        """Bring the whole state to one rank's memory (CPU), for `state_dict`; all ranks call this.
+
+        Raises `RuntimeError` with `state_dict_type="sharded"`."""
+        self._consolidate(torch_interface.find_receiver(self.state_dict_type, to))
+
+    def _consolidate(self, to: int | None) -> None:
         self.wait_for_driver()
-        full = gather_state(self.sharded_state, to)
-        if full is not None:
-            self._consolidated = full
+        self._consolidated = self._consolidated.add(gather_state(self.sharded_state, to), to)
 
     @property
     def state_dict_type(self) -> str:
         """What `state_dict` gives: `"consolidated"`, the whole state where `consolidate_state_dict`
-        brought it, as torch's class; `"full"`, the whole state on all ranks, which all call it;
+        brought it, as torch's class; `"full"`, the whole state on all ranks, which all call it, or
+        any of them after `consolidate_state_dict` and before the next step;
         `"sharded"`, a `TensorShard` of each value on all ranks, which all call it, for
         `torch.distributed.checkpoint`."""
         return self._giving.state_dict_type
@@ -301,9 +306,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         whole = self._history.has_state and torch_interface.is_wanted_whole()
         if kind == "sharded" and whole:
             kind = "full"
-        if kind == "full" and self._history.has_state:
-            self.consolidate_state_dict(to=None)
-        found = self._consolidated
+        if kind == "full" and self._history.has_state and not self._consolidated.everywhere:
+            self._consolidate(None)
+        found = self._consolidated.state_dict
         if kind == "sharded":
             found = shard_state(self.sharded_state, not self._history.has_state)
         elif not self._history.has_state:
@@ -333,7 +338,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
                 load = StateLoad(self.sharded_state, read, self._giving.taken)
                 with torch_interface.without_state_dict_hooks(self):
                     super().load_state_dict({**read, "state": {}})
-                self._consolidated = None
+                self._consolidated = torch_interface.Consolidated()
                 load.finish()
                 self._history = self._history._replace(has_state=bool(read["state"]))
         except Exception:  # on any rank
@@ -359,8 +364,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         """Be shared by the ranks of other groups, to which the state has moved (checkpoint/16_reshard)."""
         self.sharded_state.change_groups(groups)
         self._share_among(groups)
+        self._consolidated = self._consolidated._replace(everywhere=False)  # a rank may be new
         if history != self.history:
-            self._consolidated = None
+            self._consolidated = torch_interface.Consolidated()
             self._history = history
             self._opt_called = history.stepped_groups > 0
 
@@ -372,7 +378,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     def note_step(self) -> None:
         """Note a step: what was consolidated before it is of the past, and a scheduler may go on,
         also where a driver has taken it."""
-        self._consolidated = None
+        self._consolidated = torch_interface.Consolidated()
         self._opt_called = True
         if not self._history.has_state:
             self._history = self._history._replace(has_state=True)
