@@ -40,7 +40,7 @@ def samples():
     ]
 
 
-def trained(folder, resume, kind, **options):
+def trained(folder, resume, kind, callback=None, **options):
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     class ShardedTrainer(Trainer):
@@ -55,6 +55,8 @@ def trained(folder, resume, kind, **options):
     )
     trainer = ShardedTrainer(Net(), arguments, train_dataset=samples(), eval_dataset=samples()[:8])
     trainer.remove_callback(PrinterCallback)
+    if callback is not None:
+        trainer.add_callback(callback)
     trainer.add_callback(consolidate_before_save())
     trainer.train(resume_from_checkpoint=resume and str(Path(folder, resume)))
     return [p.detach() for p in trainer.model.parameters()]
@@ -62,6 +64,11 @@ def trained(folder, resume, kind, **options):
 
 def sharded(model):
     return ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+
+
+def sharded_as(state_dict_type):
+    make = ZeroRedundancyOptimizer
+    return lambda model: make(model.parameters(), AdamW, lr=1e-2, state_dict_type=state_dict_type)
 
 
 def plain(model):
@@ -87,6 +94,40 @@ def test_the_trainer_saves_and_resumes_bit_for_bit(options):
             assert all(torch.equal(a, b) for a, b in zip(unbroken, resumed, strict=True))
 
 
+def decided_late(folder):
+    """Save when another callback says so, after step 3 in `on_log` and step 4 in `on_evaluate`."""
+    from transformers import TrainerCallback
+
+    class Decides(TrainerCallback):
+        def on_log(self, args, state, control, **_):
+            control.should_save |= state.global_step == 3
+
+        def on_evaluate(self, args, state, control, **_):
+            control.should_save = True
+
+    trained(
+        folder,
+        None,
+        sharded_as("full"),
+        Decides(),
+        max_steps=4,
+        save_steps=100,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=4,
+    )
+    return caught(lambda: trained(folder, None, sharded_as("sharded"), max_steps=4))
+
+
+def test_the_trainer_saves_when_another_callback_says_so():
+    with tempfile.TemporaryDirectory() as folder:
+        for message in run(2, decided_late, folder, timeout=120):
+            assert "state_dict() of type 'sharded' gives parts" in message
+        for step in (3, 4):
+            state = torch.load(Path(folder, f"checkpoint-{step}", "optimizer.pt"))["state"]
+            assert state[0]["step"] == step and state[0]["exp_avg"].shape == (33, 12)
+
+
 def refused(folder):
     return caught(lambda: trained(folder, None, plain))
 
@@ -98,12 +139,12 @@ def test_the_callback_says_that_it_is_beside_another_optimizer():
     assert "AdamW" in caught(lambda: unwrap(plain(Net())))
 
 
-def accelerated(folder, resume):
+def accelerated(folder, resume, kind="full"):
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model = Net()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2, state_dict_type="full")
+    optimizer = sharded_as(kind)(model)
     model, optimizer = accelerator.prepare(model, optimizer)
     if resume:
         accelerator.load_state(folder)
@@ -123,6 +164,19 @@ def test_accelerate_saves_and_resumes_bit_for_bit(ranks):
         [unbroken, _] = run(2, accelerated, folder, False, timeout=120)
         for resumed in run(ranks, accelerated, folder, True, timeout=120):
             assert all(torch.equal(a, b) for a, b in zip(unbroken, resumed, strict=True))
+
+
+def saved_in_parts(folder):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(Net(), sharded_as("sharded")(Net()))
+    return caught(lambda: accelerator.save_state(folder))
+
+
+def test_accelerate_does_not_save_one_ranks_part_as_the_whole(tmp_path):
+    [message, _] = run(2, saved_in_parts, tmp_path, timeout=120)
+    assert "state_dict_type='full' for accelerate.save_state" in message
 
 
 def lightning_module(overlapped, kind):
@@ -199,6 +253,22 @@ def test_lightning_saves_and_resumes_bit_for_bit(overlapped, tmp_path):
             assert all(torch.equal(a, b) for a, b in zip(unbroken, resumed, strict=True)), name
             worst = max((a - b).abs().max() for a, b in zip(wanted, unbroken, strict=True))
             assert worst < 1e-6, (name, worst)  # of the norm that clips, the order is another
+
+
+def test_lightning_takes_full_state_dicts_and_is_told_what_to_do_with_parts(tmp_path):
+    pytest.importorskip("pytorch_lightning")
+
+    def all_types():
+        unbroken, resumed = [
+            fitted(tmp_path / "full", resume, False, sharded_as("full"), {})
+            for resume in (False, True)
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(unbroken, resumed, strict=True))
+        parts = lambda: fitted(tmp_path / "parts", False, False, sharded_as("sharded"), {})
+        return caught(parts)
+
+    for message in run(2, all_types, timeout=120):
+        assert "make the optimizer with state_dict_type='consolidated'" in message
 
 
 def test_lightning_is_told_to_leave_clipping_to_overlap(tmp_path):

@@ -30,28 +30,39 @@ def unwrap(optimizer: Any) -> ZeroRedundancyOptimizer:
 
 def consolidate_before_save() -> Any:  # a `transformers.TrainerCallback`
     """Give a callback for `Trainer.add_callback`, which brings the state to the ranks that save, when
-    they are about to. Add it after callbacks that decide to save."""
+    they are about to. Add it after callbacks that set `control.should_save`, which they may do at
+    the end of a step or an epoch, in `on_log` and in `on_evaluate`."""
     from transformers import TrainerCallback
 
     class ConsolidateBeforeSave(TrainerCallback):
         """Calls `consolidate_state_dict` on all ranks."""
 
-        def consolidate(self, args: Any, optimizer: Any) -> None:
+        step: int | None = None  # the last one after which it did
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.step = None  # a Trainer that trains again counts from 0 again
+
+        def consolidate(self, args: Any, state: Any, optimizer: Any) -> None:
+            # before a training there is no optimizer, and no checkpoint
+            if optimizer is None or self.step == state.global_step:
+                return
             # with save_on_each_node the first rank of each node saves
             unwrap(optimizer).consolidate_state_dict(None if args.save_on_each_node else 0)
+            self.step = state.global_step
 
         def on_step_end(
             self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
         ) -> None:
             if control.should_save:
-                self.consolidate(args, optimizer)
+                self.consolidate(args, state, optimizer)
 
         on_epoch_end = on_step_end
+        on_log = on_step_end
 
         def on_evaluate(
             self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
         ) -> None:
-            if args.save_strategy == "best" and optimizer is not None:
-                self.consolidate(args, optimizer)
+            if control.should_save or args.save_strategy == "best":
+                self.consolidate(args, state, optimizer)
 
     return ConsolidateBeforeSave()
