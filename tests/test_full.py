@@ -29,10 +29,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import SGD, Adam, AdamW
 
-from zero_nb.checkpoint import files
-from zero_nb.checkpoint.async_save import AsyncCheckpointer
-from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
-from zero_nb.checkpoint.files import check_file, new_folder, read_records, replacing
+from zero_nb.checkpoint.files import check_file, read_records
 from zero_nb.checkpoint.full import (
     full_optim_state_dict,
     full_state_dict,
@@ -40,7 +37,6 @@ from zero_nb.checkpoint.full import (
     read_full,
     shard_full_optim_state_dict,
 )
-from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
@@ -626,86 +622,3 @@ def test_fsdps_functions_refuse_groups_that_do_not_fit():
     ):
         with pytest.raises(ValueError, match=words):
             what()
-
-
-def test_a_writer_that_lost_its_name_before_it_had_a_lock_makes_another(folder, monkeypatch):
-    path = folder / "last.pt"
-    real = files._lock
-    taken = []
-
-    def lock(handle, wait):
-        if wait and not taken:  # another job takes the file for abandoned just then
-            taken.extend(folder.glob(".last.pt.*.tmp"))
-            taken[0].unlink()
-        return real(handle, wait)
-
-    monkeypatch.setattr(files, "_lock", lock)
-    with replacing(path) as beside:
-        beside.write_text("whole")
-    assert taken and beside != taken[0]
-    assert path.read_text() == "whole" and [file.name for file in folder.iterdir()] == ["last.pt"]
-
-
-def test_a_new_file_that_cannot_take_the_name_of_the_removed_one_is_kept(folder, monkeypatch):
-    path = folder / "last.pt"
-    path.write_text("old")
-
-    def fails(source, target):
-        Path(target).unlink(missing_ok=True)  # the file system removes the old one first
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "replace", fails)
-    monkeypatch.setattr(os, "rename", fails)
-    with pytest.raises(OSError, match="the new one") as raised, replacing(path) as beside:
-        beside.write_text("new")
-    assert str(beside) in str(raised.value) and beside.read_text() == "new"
-    with pytest.raises(KeyboardInterrupt), replacing(path):
-        raise KeyboardInterrupt
-    assert beside.read_text() == "new"  # it may be the last copy
-    monkeypatch.undo()
-    with replacing(path) as other:
-        other.write_text("newer")
-    assert [file.name for file in folder.iterdir()] == ["last.pt"]
-
-
-def test_files_of_others_with_names_like_ours_are_left_alone(folder):
-    (folder / ".theirs.tmp").mkdir()
-    theirs = [folder / ".theirs.tmp" / "data", folder / ".theirs.lock", folder / ".a[1].pt.old.tmp"]
-    left = folder / f".a[1].pt.{'0f' * 16}.tmp"  # of a writer that was killed
-    for path in (*theirs, left):
-        path.write_text("x")
-    with replacing(folder / "a[1].pt") as beside:
-        beside.write_text("whole")
-    with new_folder(folder / "step-1") as made:
-        (made / "part").write_text("whole")
-    assert all(path.read_text() == "x" for path in theirs) and not left.exists()
-    assert (folder / "step-1" / "part").read_text() == (folder / "a[1].pt").read_text() == "whole"
-
-
-def saved_without_checksums(folder):
-    """Save in every way while torch is told to write no checksums, and read what was written."""
-    torch.serialization.set_crc32_options(False)
-    model = nn.Linear(30, 20)
-    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), AdamW)
-    model(torch.ones(2, 30)).sum().backward()
-    optimizer.step()
-    full_state_dict(optimizer, to=folder / "full.pt")
-    save_sharded(folder / "sharded", model, optimizer)
-    with AsyncCheckpointer(model, optimizer) as checkpoints:
-        checkpoints.save(folder / "later", 1)
-        optimizer.zero_grad()
-    kept = torch.serialization.get_crc32_options()
-    if dist.get_rank() == 0:
-        check_file(folder / "full.pt")
-        for form in ("again.pt", "again"):
-            convert_checkpoint(folder / "sharded", folder / form)
-            verify_checkpoint(folder / form)
-    load_sharded(folder / "sharded", model, optimizer)
-    load_sharded(folder / "later", model, optimizer)
-    return kept
-
-
-def test_checkpoints_have_checksums_also_where_torch_writes_none(folder):
-    assert run(2, saved_without_checksums, folder) == [False, False]
-    torch.save({"a": torch.ones(3)}, folder / "plain.pt")
-    check_file(folder / "plain.pt")

@@ -188,8 +188,9 @@ def test_the_newest_complete_one_is_found_whatever_the_clock_said(folder, saved)
     assert newest_checkpoint(folder).name == "step-12"
     (folder / "step-12" / "__0_0.distcp").write_bytes(b"cut off")
     assert newest_checkpoint(folder).name == "step-9"
-    (folder / "step-9" / MANIFEST).write_text("{")
-    assert newest_checkpoint(folder).name == "step-5"
+    for damage in ({MANIFEST: b"{"}, manifest_with(saved, step=float("inf"))):
+        lay(folder / "step-9", damage)
+        assert newest_checkpoint(folder).name == "step-5"
     (folder / "step-5" / MANIFEST).unlink()
     assert newest_checkpoint(folder) is None
     assert newest_checkpoint(folder / "nothing") is None
