@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .folder import MANIFEST, mapped_file, read_manifest, read_table
-from .names import by_index
+from .names import by_index, lay_out
 from .saved_tensors import Part, SavedTensor, load_saved, replace_tensors
 from ..comm.objects import MemoryFile
 
@@ -170,25 +170,6 @@ def describe_file(path: Path, key: str | None) -> Checkpoint:
     return Checkpoint(path, "full", choose_state(path, content, key), find_weights(content), about)
 
 # %% ../../nbs/checkpoint/08_contents.ipynb #f04a0011
-def _put(tree: dict[Any, Any], keys: Sequence[Any], value: Any) -> None:
-    for key in keys[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[keys[-1]] = value
-
-
-def _with_lists(tree: Any) -> Any:
-    """Make lists of dicts whose keys are the numbers from 0, and the empty state that DCP does not write."""
-    if not isinstance(tree, dict):
-        return tree
-    members = {key: _with_lists(member) for key, member in tree.items()}
-    numbers = [key for key in members if isinstance(key, int)]
-    if numbers and sorted(numbers) == list(range(len(members))):
-        return [members[i] for i in range(len(members))]
-    if isinstance(members.get("param_groups"), list):
-        return {"state": {}, **members}
-    return members
-
-
 def _read_boxes(
     folder: Path, name: str, held: Sequence[tuple[Any, Any]], table: Any
 ) -> Iterator[Any]:
@@ -224,14 +205,14 @@ def describe_folder(folder: Path, key: str | None) -> Checkpoint:
                 parts.setdefault(fqn, []).append(found)
             else:
                 values[fqn] = found
-    content = dict[Any, Any]()
+    laid = list[tuple[Sequence[Any], Any]]()
     for fqn, form in table.state_dict_metadata.items():
         value = values.get(fqn)
         if hasattr(form, "size"):
             shape = tuple(form.size)
             value = SavedTensor(form.properties.dtype, shape, tuple(parts.get(fqn, ())))
-        _put(content, (table.planner_data or {}).get(fqn, (fqn,)), value)
-    content = _with_lists(content)
+        laid.append(((table.planner_data or {}).get(fqn, (fqn,)), value))
+    content = lay_out(laid)
     return Checkpoint(
         folder, "sharded", choose_state(folder, content, key), find_weights(content), about
     )

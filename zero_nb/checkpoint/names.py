@@ -171,23 +171,26 @@ def entries_below(table: Any, root: str) -> list[SavedEntry]:  # whose paths beg
 
 
 def lay_out(values: Iterable[tuple[Sequence[Any], Any]]) -> dict[Any, Any]:
-    """Put values where their keys lead; what has the keys 0, 1, 2 and so on becomes a list."""
+    """Put values where their keys lead; what has the keys 0, 1, 2 and so on becomes a list, and a state
+    dict has its state, of which a table does not say that it is empty."""
     root = dict[Any, Any]()
     for path, value in values:
         tree = root
         for key in path[:-1]:
             tree = tree.setdefault(key, {})
         tree[path[-1]] = value
-    return {key: _with_numbers(member) for key, member in root.items()}
+    return dict(_with_lists(root))
 
 
-def _with_numbers(tree: Any) -> Any:
+def _with_lists(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
-    members = {key: _with_numbers(member) for key, member in tree.items()}
+    members = {key: _with_lists(member) for key, member in tree.items()}
     numbers = [key for key in members if isinstance(key, int)]
     if numbers and sorted(numbers) == list(range(len(members))):
         return [members[i] for i in range(len(members))]
+    if isinstance(members.get("param_groups"), list):
+        return {"state": {}, **members}
     return members
 
 

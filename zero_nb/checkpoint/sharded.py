@@ -322,16 +322,18 @@ def load_sharded(
     return extra[0]
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a20010
+def _step_of(child: Path) -> int | None:  # None: it is no complete checkpoint
+    try:
+        whole = not child.name.startswith(".") and (child / MANIFEST).is_file()
+        return int(read_manifest(child)["step"]) if whole else None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None  # damaged, or not ours to read
+
+
 def newest_checkpoint(
     parent: str | os.PathLike[str],  # has a folder for each checkpoint
 ) -> Path | None:
     """Give the complete checkpoint of the largest step; `None` if there is none."""
-    found = list[tuple[int, str]]()
-    for child in Path(parent).glob("*"):
-        if child.name.startswith(".") or not (child / MANIFEST).is_file():
-            continue
-        try:
-            found.append((int(read_manifest(child)["step"]), child.name))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # it is damaged
+    steps = [(_step_of(child), child.name) for child in Path(parent).glob("*")]
+    found = [(step, name) for step, name in steps if step is not None]
     return Path(parent, max(found)[1]) if found else None
