@@ -353,8 +353,8 @@ def memory_report(
                 "memory_report takes a module and an optimizer, got a"
                 f" {type(model).__name__} and a {type(optimizer).__name__}"
             )
-        check_same_params("memory_report", model, optimizer)
-        if sharded:
+        if sharded:  # a plain optimizer may step copies
+            check_same_params("memory_report", model, sharded)
             sharded.wait_for_driver()
         steps = bool(_state_tensors(optimizer))
         pooled = _pooled(optimizer)
