@@ -16,6 +16,7 @@ from zero_nb import (
     run,
     save_sharded,
     shard_full_optim_state_dict,
+    two_level,
 )
 
 CLASSES = {
@@ -197,6 +198,17 @@ def gets_a_group():
     zero.add_param_group({"params": model.last.parameters()})
     alone = caught_error(lambda: shard_full_optim_state_dict({}, model))
     return sorted(every[0]["state"]), alone
+
+
+def held_with_two_levels():
+    model = Layers()
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, two_level(2))
+    train(DDP(model), zero, range(1))
+    return len(full_optim_state_dict(model, zero).get("state", ()))
+
+
+def test_with_two_levels_one_rank_has_the_full_state_dict():
+    assert run(4, held_with_two_levels) == [6, 0, 0, 0]
 
 
 def test_torchs_full_state_dict_functions_know_a_wrapped_model_and_leave_no_names():

@@ -186,7 +186,7 @@ def full_optim_state_dict(
     # what the optimizer was made with: param groups or parameters; None: `model.parameters()`
     optim_input: Any = None,
     key_by_name: bool = False,
-) -> dict[str, Any]:  # on group rank 0; empty elsewhere
+) -> dict[str, Any]:  # on the first rank, with two levels that of the first node; empty elsewhere
     """Give the whole state of the optimizer on one rank, with the model's names; all ranks call this.
 
     Raises `ValueError` if parameters are not the model's, or groups do not fit. Source: the function of this name of
@@ -199,6 +199,8 @@ def full_optim_state_dict(
         _check_fits(names, optim.param_groups)
     if isinstance(optim, ZeroRedundancyOptimizer):
         full = full_state_dict(optim)
+        if optim.replica_group is not None and optim.replica_group.group_rank:
+            full = None  # the first node has it
     else:
         full = optim.state_dict() if group.group_rank == 0 else None
     if full is None:
