@@ -119,9 +119,8 @@ def choose_state(path: Path, content: Any, key: str | None) -> dict[str, Any]:
         raise ValueError(f"{path} holds {len(found)} state dicts, {named}; choose one by its key")
     full = found[key or next(iter(found))]
     params = _check_param_groups(path, full["param_groups"])
-    strange = [
-        param for param in full["state"] if isinstance(param, int) and param not in {*params}
-    ]
+    known = {*params}
+    strange = [param for param in full["state"] if isinstance(param, int) and param not in known]
     if strange:
         raise ValueError(
             f"{path} has state of parameter {strange[0]}, which is in none of its param groups"
