@@ -1,11 +1,18 @@
 """What a checkpoint has decides what an optimizer loads: state that is not there yet, that is frozen,
 that was never used, in groups that fit or do not."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error, run_each
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_nb import (
@@ -13,6 +20,7 @@ from zero_nb import (
     full_optim_state_dict,
     full_state_dict,
     load_sharded,
+    overlap,
     run,
     save_sharded,
     shard_full_optim_state_dict,
@@ -79,6 +87,52 @@ def test_the_state_that_is_to_come_is_that_of_no_step():
         torch.testing.assert_close(
             found[name, True][0], found[name, False][0], rtol=0, atol=tolerance
         )
+
+
+def through_dcp(kind, full, attached, name):
+    """Let torch read the state before the first step and set what it got, then train."""
+    optimizer_class, options = CLASSES[name]
+    model = DDP(Layers())
+    kind, options = {"state_dict_type": kind}, {"lr": 1e-2, **options}
+    zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **kind, **options)
+    if attached:
+        overlap(model, zero)
+    whole = StateDictOptions(full_state_dict=full)
+    got = []
+    said = caught_error(lambda: got.append(get_optimizer_state_dict(model, zero, options=whole)))
+    for state_dict in got:
+        set_optimizer_state_dict(model, zero, state_dict, options=whole)
+    plain = Layers()
+    train(model, zero, range(3))
+    train(plain, optimizer_class(plain.parameters(), **options), range(3))
+    values_of = [type(value) for s in got for d in s["state"].values() for value in d.values()]
+    gap = (values(model) - values(plain)).abs().max().item()
+    return gap, said and said[1], sorted({kind.__name__ for kind in values_of})
+
+
+def test_torchs_functions_step_nothing_before_the_first_step():
+    kinds = ("consolidated", "full", "sharded")
+    names = ("AdamW", "momentum", "Adagrad")
+    cases = {case: case for case in product(kinds, (False, True), (False, True), names)}
+    for (kind, full, *_), found in run_each(2, through_dcp, cases).items():
+        for gap, said, types in found:
+            assert gap < 1e-12
+            if kind == "consolidated":
+                assert "holds no consolidated state" in said
+            else:
+                parts = kind == "sharded" and not full
+                assert said is None and types == ["TensorShard" if parts else "Tensor"]
+
+
+def gathers_to(receivers):
+    zero = ZeroRedundancyOptimizer(Layers().parameters(), optim.AdamW, state_dict_type="full")
+    return [caught_error(lambda to=to: zero.consolidate_state_dict(to)) for to in receivers]
+
+
+def test_who_receives_is_checked_for_every_type():
+    for number, kind, right in run(2, gathers_to, (7, "one", 1)):
+        assert number[0] == "ValueError" and "0 to 1, got 7" in number[1]
+        assert kind[0] == "TypeError" and "got 'one'" in kind[1] and right is None
 
 
 def before_the_first_step(folder, sharded):

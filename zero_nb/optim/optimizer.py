@@ -223,10 +223,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     @property
     def state(self) -> Any:
         """This rank's part of the state, by class; whole it is in `state_dict`. Before the first
-        step it is empty on every rank, but for `state_dict_type="sharded"`, which knows the state
-        that is to come."""
+        step it is empty on every rank, but not for DCP, which would step over zeros."""
         self.wait_for_driver()
-        known = self._history.has_state or self.state_dict_type == "sharded"
+        known = self._history.has_state or torch_interface.asked_by_dcp("_init_optim_state")
         by_class = vars(self)["local"].by_class if known and "local" in vars(self) else {}
         found = {kind.__name__: optim.state for kind, optim in by_class.items()}
         return torch_interface.StateByClass(found, self._state_keys)
@@ -253,7 +252,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         """Bring the whole state to one rank's memory (CPU), for `state_dict`; all ranks call this.
 
         Raises `RuntimeError` with `state_dict_type="sharded"`."""
-        self._consolidate(torch_interface.find_receiver(self.state_dict_type, to))
+        self._consolidate(torch_interface.find_receiver(self.state_dict_type, to, self.group))
 
     def _consolidate(self, to: int | None) -> None:
         self.wait_for_driver()
@@ -302,16 +301,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         groups = self.groups_to_save()
-        kind = self.state_dict_type
-        whole = self._history.has_state and torch_interface.is_wanted_whole()
-        if kind == "sharded" and whole:
-            kind = "full"
-        if kind == "full" and self._history.has_state and not self._consolidated.everywhere:
+        asked = torch_interface.asked_by_dcp("_get_optim_state_dict")
+        whole = bool(asked) and asked["info"].full_state_dict
+        kind = "full" if whole and self.state_dict_type == "sharded" else self.state_dict_type
+        fresh = not self._history.has_state
+        if kind == "full" and not fresh and not self._consolidated.everywhere:
             self._consolidate(None)
         found = self._consolidated.state_dict
         if kind == "sharded":
-            found = shard_state(self.sharded_state, not self._history.has_state)
-        elif not self._history.has_state:
+            found = shard_state(self.sharded_state, fresh)
+        elif kind == "full" and fresh and asked:
+            found = gather_state(self.sharded_state, None, "state_dict", fresh=True)
+        elif fresh and not asked:
             found = self.sharded_state.without_steps()
         full = torch_interface.copy_state_dict(found, groups, self.group)
         if whole:

@@ -113,13 +113,14 @@ def describe_whole(
     state: ShardedState,
     what: str,  # for error messages
     check: Callable[[], int],  # gives the group rank that receives, or raises what is wrong
+    fresh: bool = False,  # nothing was stepped or loaded: the state that is to come
 ) -> WholeState:
     """Learn what the whole state consists of; all ranks call this.
 
     Raises as `describe_saved`, and `RuntimeError` on all ranks if they differ in state of no parameter."""
     group = state.groups[0]
     root = list[int]()
-    own, forms = describe_saved(state, what, lambda: root.append(check()))
+    own, forms = describe_saved(state, what, lambda: root.append(check()), fresh)
     drop_unstepped(group, own, forms, byte_device(group, own.params[0].device))
     objects, common = _gather_objects(group, own, forms, *root)
     return WholeState(own, forms, values_of(forms, own.params), objects, common)
@@ -140,13 +141,14 @@ def gather_state(
     state: ShardedState,
     to: int | None,  # group rank that receives; None: all of them
     what: str = "consolidate_state_dict",  # for error messages
+    fresh: bool = False,  # nothing was stepped or loaded: bring the state that is to come
 ) -> dict[str, Any] | None:  # a state dict without its groups; None on other ranks
     """Bring the whole state to memory (CPU); all ranks call this.
 
     Raises on all ranks: `TypeError` or `ValueError` if `to` is no rank of the group, `RuntimeError` if there are
     parts of a state only."""
     group = state.groups[0]
-    whole = describe_whole(state, f"{what}(to={to})", lambda: check_destination(group, to))
+    whole = describe_whole(state, f"{what}(to={to})", lambda: check_destination(group, to), fresh)
     root = check_destination(group, to)
     receives = group.group_rank == root
     found = list[MemoryTarget]()

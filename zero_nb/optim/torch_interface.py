@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,11 +17,12 @@ from torch import Tensor
 from .driver import Driver
 from ..comm.groups import Group
 from ..comm.subgroups import TwoLevel, two_level
+from .saved_state import check_destination
 
 # %% auto #0
 __all__ = ['STATE_DICT_TYPES', 'without_state_dict_hooks', 'call_hooks', 'StepWithoutData', 'find_groups', 'History',
            'Consolidated', 'Giving', 'known_type', 'find_receiver', 'check_not_overlapped', 'copy_state_dict',
-           'describe_keys', 'describe_missing', 'is_wanted_whole', 'laid_out_by_rows', 'StateByClass']
+           'describe_keys', 'describe_missing', 'asked_by_dcp', 'laid_out_by_rows', 'StateByClass']
 
 # %% ../../nbs/optim/23_torch_interface.ipynb #2b8e32fb
 @contextmanager
@@ -125,6 +126,7 @@ def known_type(state_dict_type: str) -> str:
 def find_receiver(
     state_dict_type: str,
     to: int | None,  # as `consolidate_state_dict` was asked
+    group: Group,
 ) -> int | None:  # None: all ranks
     """Tell which rank the whole state goes to, so that `state_dict` finds it; `RuntimeError` for
     type "sharded", of which `state_dict` gives something else."""
@@ -136,7 +138,11 @@ def find_receiver(
             " or call both inside `with optimizer.giving_state_dicts('consolidated')`; save parts by"
             " torch.distributed.checkpoint or save_sharded()"
         )
-    return None if state_dict_type == "full" else to
+    if state_dict_type == "full":
+        with suppress(TypeError, ValueError):  # what is no rank is refused on all ranks together
+            check_destination(group, to)
+            return None
+    return to
 
 
 def check_not_overlapped(driver: Driver) -> None:
@@ -181,12 +187,21 @@ def describe_missing(optimizer: Any, name: str) -> str:
     )
 
 # %% ../../nbs/optim/23_torch_interface.ipynb #70b85bcf
-def is_wanted_whole() -> bool:
-    """Tell whether `get_optimizer_state_dict(..., full_state_dict=True)` calls the caller."""
+_DCP = "torch.distributed.checkpoint.state_dict"
+
+
+def asked_by_dcp(
+    what: str,  # name of a function of `torch.distributed.checkpoint.state_dict`
+) -> dict[str, Any]:  # its variables; empty where it is not the one
+    """Tell whether a function of torch calls the caller, alone or through one that wraps the optimizer."""
     frame = sys._getframe(2)
-    options = frame.f_locals.get("info")
-    asks = frame.f_code.co_name == "_get_optim_state_dict"
-    return asks and bool(getattr(options, "full_state_dict", False))
+    for _ in range(3):
+        if frame.f_code.co_name == what and frame.f_globals.get("__name__") == _DCP:
+            return frame.f_locals
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return {}
 
 
 def laid_out_by_rows(state: dict[Any, Any]) -> dict[Any, Any]:
