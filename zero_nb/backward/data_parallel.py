@@ -124,7 +124,7 @@ class DataParallel(InBackward, _Joinable):
         self.buffers = BufferSync(module, optimizer, options.buffers)
         self.torch_join = TorchJoinHook(self)
         broadcast_from(module, optimizer)
-        self.engine = StepEngine(optimizer, options)
+        self.engine = StepEngine(optimizer, options, options.find_unused_parameters)
         self.planner = BucketPlanner(module, self.engine, options)
         self.reducer = ParallelReducer(self, self.planner)
         self.watch = BackwardWatch(module, self, optimizer.groups)

@@ -29,7 +29,8 @@ from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.shard import Shard, storage_snapshot
 
 # %% auto #0
-__all__ = ['completed_future', 'DdpTraits', 'read_traits', 'find_join_trouble', 'Arrival', 'DdpBackward', 'DdpPlanner']
+__all__ = ['completed_future', 'DdpTraits', 'read_traits', 'find_join_trouble', 'in_own_backward', 'Arrival', 'DdpBackward',
+           'DdpPlanner']
 
 # %% ../../nbs/backward/06_ddp_backward.ipynb #00a76bb1
 def completed_future(value: Tensor) -> Any:  # torch.futures.Future
@@ -83,6 +84,11 @@ def find_join_trouble(
     return ""
 
 # %% ../../nbs/backward/06_ddp_backward.ipynb #dd8ff78b
+def in_own_backward(contribution: Contribution) -> bool:
+    """Tell whether this rank's own data is in a backward of autograd."""
+    return contribution == "own" and torch._C._current_graph_task_id() >= 0
+
+
 class Arrival(NamedTuple):
     """A bucket of DDP that has come."""
 

@@ -26,6 +26,7 @@ from zero_nb.backward.ddp_backward import (
     DdpPlanner,
     completed_future,
     find_join_trouble,
+    in_own_backward,
     read_traits,
 )
 from zero_nb.backward.engine import (
@@ -79,12 +80,12 @@ class DdpOverlap(InBackward):
     backward: DdpBackward | None = None  # in progress
     contribution: Contribution = "own"
     is_in_torchs_join = False  # where DDP reads what is in `.grad` on ranks without data
+    averages = True  # the last forward was not in `no_sync`
     # by id of a parameter: the average that a hook of the user's left, and its version
     kept: Mapping[int, Any] = MappingProxyType({})
 
     def __init__(self, ddp: Any, optimizer: Any, options: OverlapOptions, registers: bool = True):
-        known = isinstance(optimizer, ZeroRedundancyOptimizer)
-        groups = optimizer.groups if known else Group()
+        groups = optimizer.groups if isinstance(optimizer, ZeroRedundancyOptimizer) else Group()
         with agreeing(groups, "overlapping the step", lambda: [options.described]):
             check_pair(options, ddp, optimizer)
             self.switch = find_switch(ddp) or CommHookSwitch(ddp.process_group)
@@ -93,7 +94,7 @@ class DdpOverlap(InBackward):
         self.options = options
         self.traits = read_traits(ddp, optimizer.params())
         self.groups = (*optimizer.groups, self.traits.ranks)  # who would wait if this rank failed
-        self.engine = StepEngine(optimizer, options)
+        self.engine = StepEngine(optimizer, options, self.traits.finds_unused)
         self.planner = DdpPlanner(self.engine, options, self.traits)
         self.watch = BackwardWatch(ddp, self, self.groups)
         optimizer.attach(self)
@@ -106,6 +107,8 @@ class DdpOverlap(InBackward):
 
     def on_bucket(self, bucket: Any, state: Any) -> Any:  # a future, for DDP
         """Take a bucket that all of this rank's gradients are in."""
+        if not (self.averages or self.backward) and in_own_backward(self.contribution):
+            return completed_future(bucket.buffer())
         try:
             with torch.no_grad():
                 backward = self.backward or self._begin()
@@ -195,6 +198,7 @@ class DdpOverlap(InBackward):
     def before_forward(self, module: nn.Module) -> None:
         """Refuse a forward that this rank, or ranks without data, cannot train with."""
         if torch.is_grad_enabled():
+            self.averages = bool(module.require_backward_grad_sync)
             self.engine.markers.remove()  # the next backward adds to what is there
             self.watch.check_last_backward(self.backward is not None)
         self.is_in_torchs_join = in_torchs_join(module) or in_torchs_join(self.optimizer)

@@ -158,13 +158,18 @@ _MANY = (
 class StepEngine:
     """What a step inside backward needs beside its buckets, and what `step` checks when it is called."""
 
-    def __init__(self, optimizer: ZeroRedundancyOptimizer, options: StepOptions):
+    def __init__(
+        self,
+        optimizer: ZeroRedundancyOptimizer,
+        options: StepOptions,
+        finds_unused: bool = False,  # parameters may get no gradient
+    ):
         device = optimizer.join_device
         self.optimizer = optimizer
         self.params = optimizer.params()  # they stay the same while a driver is attached
         self.options = options
         self.stream = SideStream(device) if device.type == "cuda" else None  # where steps run
-        self.markers = SteppedGradients()
+        self.markers = SteppedGradients(finds_unused)
         # whether the optimizer's classes may step bucket by bucket; False once one was seen to count
         self.steps_per_bucket = True
         self.has_stepped = False  # so that this is known

@@ -46,8 +46,24 @@ class GradientListeners:
         for j in self.handles.keys() - wanted:
             self.handles.pop(j).remove()
         for j in wanted - self.handles.keys():
-            hook = partial(self.on_gradient, j)
-            self.handles[j] = self.params[j].register_post_accumulate_grad_hook(hook)
+            self._listen_to(j)
+
+    def _listen_to(self, index: int) -> None:
+        hook = partial(self.on_gradient, index)
+        self.handles[index] = self.params[index].register_post_accumulate_grad_hook(hook)
+
+    def come_last(self) -> None:
+        """Be called after the hooks that a user has registered since: they may change the gradient."""
+        for j, handle in list(self.handles.items()):
+            hooks: Any = self.params[j]._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != handle.id:
+                handle.remove()
+                self._listen_to(j)
+
+    def has_others(self, index: int) -> bool:
+        """Tell whether a user has hooks on a parameter that read its gradient."""
+        hooks: Any = self.params[index]._post_accumulate_grad_hooks
+        return len(hooks or ()) > (index in self.handles)
 
 # %% ../../nbs/backward/10_gradients.ipynb #9bfa42e8
 class ArrivalOrder:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,16 +34,30 @@ class AccumulatedGradients:
         self.params = params
         self.stream = stream
         self.stashed: dict[int, Tensor] = {}  # by parameter
+        self.handles: dict[int, Any] = {}  # of those that get it back when a gradient comes
 
-    def stash(self) -> None:
-        """Take the gradients out of the parameters."""
+    def stash(self, has_hooks: Callable[[int], bool] = lambda index: False) -> None:
+        """Take the gradients out of the parameters; where hooks read the sum, only until one comes."""
         for j, p in enumerate(self.params):
-            if p.grad is not None and p.requires_grad:
-                self.stashed[j], p.grad = p.grad, None
+            if p.grad is None or not p.requires_grad:
+                continue
+            self.stashed[j] = p.grad
+            p.grad = None
+            if has_hooks(j):
+                self.handles[j] = p.register_hook(partial(self._give_back, j))
+
+    def _give_back(self, index: int, gradient: Tensor) -> None:
+        if index in self.stashed:
+            self.params[index].grad = self._take(index)
+
+    def _take(self, index: int) -> Tensor:
+        if index in self.handles:
+            self.handles.pop(index).remove()
+        return self.stashed.pop(index)
 
     def restore(self, indices: Iterable[int]) -> None:
         """Give parameters back what was stashed, with what has come since added to it."""
-        found = {j: self.stashed.pop(j) for j in indices if j in self.stashed}
+        found = {j: self._take(j) for j in indices if j in self.stashed}
         sums = []
         news = []
         for j, old in found.items():

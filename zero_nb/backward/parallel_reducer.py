@@ -35,6 +35,12 @@ class StepObserver(Protocol):
         """Do what has to come before anything is sent."""
 
 # %% ../../nbs/backward/15_parallel_reducer.ipynb #0b689873
+_ONLY_ADDED_UP = (
+    "step() found gradients that were added up in no_sync(), or before data_parallel(), and that no"
+    " backward has averaged: run the last backward before step() outside no_sync()"
+)
+
+
 class ParallelReducer:
     """Follows each backward, sends gradients as they arrive, and steps when it is over."""
 
@@ -59,8 +65,9 @@ class ParallelReducer:
         if not self.require_sync or self.backward is not None:
             return
         if on_backward_end(self._end_of_backward, self.groups):
+            self.listeners.come_last()
             self.backward = self._make_backward(exact=True)
-            self.backward.accumulated.stash()
+            self.backward.accumulated.stash(self.listeners.has_others)
 
     @staticmethod
     def on_gradient(reducer: ref[ParallelReducer], index: int, param: Tensor) -> None:
@@ -110,7 +117,8 @@ class ParallelReducer:
         if backward is None:
             self.engine.markers.remove()
             on_backward_end(self.finish, self.groups)  # not called where there is no backward
-            backward = self._make_backward(not self.may_have_leftovers, contribution)
+            leftovers = self.may_have_leftovers or self.planner.options.find_unused_parameters
+            backward = self._make_backward(not leftovers, contribution)
             self.backward = backward
         self.planner.start(backward)
         return backward
@@ -140,12 +148,14 @@ class ParallelReducer:
         self.finish()
 
     def has_unheard_gradients(self) -> bool:
-        """Whether gradients have come that no hook has reported."""
-        if self.may_have_leftovers or self.engine.options.scales:
-            return False
+        """Whether gradients have come that no hook has reported; `RuntimeError` for those of `no_sync`."""
         if self.planner.map is None:  # there was no backward yet
-            return any(p.grad is not None for p in self.engine.params if p.requires_grad)
-        return bool(self.planner.map.with_gradient())
+            found = any(p.grad is not None for p in self.engine.params if p.requires_grad)
+        else:
+            found = bool(self.planner.map.with_gradient())
+        if found and self.may_have_leftovers:
+            raise RuntimeError(_ONLY_ADDED_UP)
+        return found and not self.engine.options.scales
 
     def drop(self) -> None:
         """Forget a backward that sent nothing, or failed."""

@@ -36,6 +36,7 @@ class SteppedGradient(Tensor):
 
     param: Callable[[], Tensor | None]  # a weak reference
     found_inf: bool | None
+    keeps_zeros: bool
     # attributes are answered as of any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -47,6 +48,7 @@ class SteppedGradient(Tensor):
         found_inf: bool | None = None,  # what a scaler finds; None: there is none that may look
         dtype: torch.dtype | None = None,  # None, as for what follows: that of the parameter
         device: torch.device | None = None,
+        keeps_zeros: bool = False,  # `zero_grad(set_to_none=False)` leaves zeros, else nothing
     ) -> SteppedGradient:
         """Make one for a parameter."""
         made: Any = Tensor._make_wrapper_subclass(
@@ -58,6 +60,7 @@ class SteppedGradient(Tensor):
         )
         made.param = param
         made.found_inf = found_inf
+        made.keeps_zeros = keeps_zeros
         return made
 
     def note_found_inf(self, found_inf: bool | None) -> None:
@@ -78,6 +81,14 @@ class SteppedGradient(Tensor):
         """Give the parameter a gradient, or none, in the place of this one."""
         if (param := self.param()) is not None and param.grad is self:
             param.grad = grad
+
+    def zero(self) -> None:
+        """Give the parameter zeros in the place of this one, or none where nobody could tell."""
+        param = self.param()
+        if param is None or not self.keeps_zeros:
+            self.leave()
+        else:
+            self.leave(torch.zeros_like(param))
 
     @property
     def data(self) -> Tensor:
@@ -119,7 +130,7 @@ class SteppedGradient(Tensor):
 
 # %% ../../nbs/backward/02_stepped_gradients.ipynb #5bc9e2e5
 def _zero(args: Any, kwargs: Any) -> Any:  # zero_grad(set_to_none=False)
-    args[0].leave()
+    args[0].zero()
     return args[0]
 
 
@@ -128,13 +139,14 @@ def _zero_all(args: Any, kwargs: Any) -> None:
         torch._foreach_zero_(real)
     for t in args[0]:
         if isinstance(t, SteppedGradient):
-            t.leave()
+            t.zero()
 
 
 def _convert(args: Any, kwargs: Any) -> Any:  # Module.to
-    return SteppedGradient(
-        args[0], args[0].param, args[0].found_inf, kwargs.get("dtype"), kwargs.get("device")
-    )
+    mark = args[0]
+    dtype = kwargs.get("dtype")
+    device = kwargs.get("device")
+    return SteppedGradient(mark, mark.param, mark.found_inf, dtype, device, mark.keeps_zeros)
 
 
 def _accumulate(args: Any, kwargs: Any) -> Any:  # autograd adds a gradient of another backward
@@ -172,7 +184,13 @@ def unstepped_grad(param: Tensor) -> Tensor | None:
 class SteppedGradients:
     """Puts markers where gradients were, and takes them away before others come."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        # a parameter whose gradient is zero is stepped, one without is not: where parameters may be
+        # unused, `zero_grad(set_to_none=False)` leaves zeros
+        keeps_zeros: bool = False,
+    ):
+        self.keeps_zeros = keeps_zeros
         self.made: dict[int, SteppedGradient] = {}  # by id of the parameter
         self.placed: list[Tensor] = []  # parameters
         self.unseen = False  # by `check`, since they were placed
@@ -203,7 +221,8 @@ class SteppedGradients:
             raise RuntimeError(GRADIENTS_CHANGED)
 
     def _make(self, param: Tensor, found_inf: bool | None) -> SteppedGradient:
-        mark = SteppedGradient(param, weakref.ref(param), found_inf)
+        zeros = self.keeps_zeros
+        mark = SteppedGradient(param, weakref.ref(param), found_inf, keeps_zeros=zeros)
         self.made[id(param)] = mark
         return mark
 

@@ -266,8 +266,9 @@ class StepOptions:
             scale = self.scaler.get_scale()  # once for all, since it waits for the device
             for grad_shard in grad_shards:
                 grad_shard.div_(scale)
-            if not torch.isfinite(norm_of(group, grad_shards, float("inf"))):
-                return False, None
+            largest = norm_of(group, grad_shards, float("inf"))
+            if not torch.isfinite(largest):
+                return False, None if self.max_grad_norm is None else largest
         if self.max_grad_norm is None:
             return True, None
         return True, clip_parts(group, grad_shards, self.max_grad_norm, self.norm_type)
