@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_nb.apps.peak_memory import peak_bytes
 from zero_nb.checkpoint.folder import FolderReader, read_manifest
-from zero_nb.checkpoint.sharded import load_sharded, save_sharded, tight
+from zero_nb.checkpoint.sharded import load_sharded, save_sharded
+from zero_nb.checkpoint.skeleton import tight
 from zero_nb.comm import relays
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer

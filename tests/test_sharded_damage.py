@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from common.commands import refused
+from common.errors import caught
 from common.saving import check
 from common.sharded_saving import content, stepped
 from hypothesis import HealthCheck, given, settings
@@ -17,18 +19,23 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
+from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
 from zero_nb.checkpoint.files import read_records, records_in
 from zero_nb.checkpoint.folder import (
     MANIFEST,
+    TABLE,
     FolderReader,
+    as_json,
     check_folder,
-    read_box,
+    describe_files,
+    describe_table,
     read_manifest,
     read_table,
     sealed,
-    table_checksum,
 )
+from zero_nb.checkpoint.formats import describe_checkpoint
 from zero_nb.checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded
+from zero_nb.checkpoint.skeleton import read_box
 from zero_nb.comm.launch import run
 
 
@@ -102,6 +109,39 @@ def test_damage_is_an_error_or_does_not_matter(folder, saved, name, where, chang
         check(content(*stepped()), content(model, zero))
 
 
+MIXTURES = {
+    "a file of another save": ("one", {"__0_0.distcp": "two/__0_0.distcp"}),
+    "a file of another rank": ("cut", {"__2_0.distcp": "cut/__3_0.distcp"}),
+    "what lists the files": ("one", {name: f"two/{name}" for name in (MANIFEST, TABLE)}),
+}
+
+
+def test_files_of_another_save_or_rank_are_refused(folder, capsys):
+    """Each of them has the size that it should have, and is whole."""
+
+    def refusals(name):
+        load = lambda: load_sharded(folder / name, *stepped())
+        return [caught(load), caught(lambda: verify_checkpoint(folder / name))]
+
+    model, zero = stepped()
+    for step, name in enumerate(("one", "two")):
+        save_sharded(folder / name, model, zero, step)
+        zero.step()
+    convert_checkpoint(folder / "one", folder / "cut", ranks=6)
+    for name, (whole, copies) in MIXTURES.items():
+        before = {path.name: path.read_bytes() for path in (folder / whole).iterdir()}
+        lay(folder / name, before | {to: (folder / of).read_bytes() for to, of in copies.items()})
+        for path in (folder / name).iterdir():
+            assert path.name == MANIFEST or path.stat().st_size == len(before[path.name]), path
+        status, told, _ = refused(capsys, "ckpt", "verify", str(folder / name))
+        assert status == 2
+        for words in (told, caught(lambda: describe_checkpoint(folder / name))):
+            assert "it may be of another checkpoint, or of another rank" in words, name
+    for found in zip(*run(2, lambda: [*map(refusals, MIXTURES)]), strict=True):
+        assert all("ValueError" in words for ranks in found for words in ranks), found
+    assert newest_checkpoint(folder).name == "two"  # of the same step as "what lists the files"
+
+
 def test_damage_names_the_tensor(folder, saved):
     lay(folder / "one", saved)
     table = read_table(folder / "one")
@@ -142,10 +182,9 @@ def test_a_table_of_contents_runs_no_code(folder, saved):
     info.offset = len(saved[info.relative_path])
     info.length = evil.stat().st_size
     (folder / "one" / ".metadata").write_bytes(pickle.dumps(table))
-    names = json.loads(saved[MANIFEST])["files"]
-    sizes = {name: (folder / "one" / name).stat().st_size for name in names}
-    crc = table_checksum(folder / "one")
-    lay(folder / "one", manifest_with(saved, files=sizes, table_crc32=crc))
+    files = describe_files(folder / "one", table.storage_data.values())
+    files[TABLE] = describe_table(folder / "one")
+    lay(folder / "one", manifest_with(saved, files=as_json(files)))
     with pytest.raises(ValueError, match="is not as it was written"):
         load_sharded(folder / "one", model, zero)
     assert not (folder / "made").exists()
@@ -172,7 +211,7 @@ def test_a_table_may_name_members_of_enumerations_and_nothing_else(folder, saved
 
 
 def test_a_manifest_names_no_file_elsewhere(folder, saved):
-    files = json.loads(saved[MANIFEST])["files"] | {"../secret": 0}
+    files = json.loads(saved[MANIFEST])["files"] | {"../secret": {"nbytes": 0, "crc32": ""}}
     lay(folder / "one", saved | manifest_with(saved, files=files))
     with pytest.raises(ValueError, match="in another folder"):
         read_manifest(folder / "one")

@@ -58,8 +58,7 @@ def _overview(found: Checkpoint) -> list[tuple[str, str]]:
         ("weights", f"{len(found.model)} tensors" if found.model else "none"),
     ]
     said = {name: v for name, v in found.about.items() if isinstance(v, (int, float, str))}
-    for name in ("format", "crc32", "table_crc32"):  # of the manifest itself
-        said.pop(name, None)
+    said.pop("format", None)  # of the manifest itself
     return rows + [(name, f"{value!s:.60}") for name, value in said.items()]
 
 

@@ -26,9 +26,9 @@ from zero_nb.checkpoint.sharded import (
     finish_save,
     open_save,
     plan_save,
-    tight,
     write_part,
 )
+from .skeleton import tight
 from ..comm.agreement import agreeing
 from ..comm.group_store import GroupStore, timeout_seconds
 from ..comm.groups import Group

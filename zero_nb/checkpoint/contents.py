@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .folder import MANIFEST, mapped_file, read_manifest, read_table
+from .folder import MANIFEST, check_listed, mapped_file, read_table
 from .names import by_index, lay_out
 from .saved_tensors import Part, SavedTensor, load_saved, replace_tensors
 from ..comm.objects import MemoryFile
@@ -191,7 +191,7 @@ def _read_boxes(
 
 def describe_folder(folder: Path, key: str | None) -> Checkpoint:
     """Describe a folder of DCP. Raises `ValueError` if it is damaged, or holds no state dict."""
-    about = read_manifest(folder) if (folder / MANIFEST).exists() else {}
+    about = check_listed(folder) if (folder / MANIFEST).exists() else {}
     table = read_table(folder)
     by_file = dict[str, list[tuple[Any, Any]]]()
     for index, info in (table.storage_data or {}).items():

@@ -13,8 +13,7 @@ import pickle
 import sys
 import zipfile
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum, EnumMeta
@@ -26,29 +25,52 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.futures import Future
 
 import zero_nb
-from .files import Record, crc_of, records_in
+from .files import crc_of, records_in
+from .skeleton import read_box
 from ..comm.objects import MemoryFile, load
 
 # %% auto #0
-__all__ = ['MANIFEST', 'FORMAT', 'TABLE', 'Files', 'DCP', 'table_checksum', 'sealed', 'write_manifest', 'read_manifest',
-           'import_dcp', 'check_available', 'read_table', 'StoredNumbers', 'read_box', 'mapped_file', 'check_files',
-           'check_folder', 'FolderReader', 'PlainPlanner']
+__all__ = ['MANIFEST', 'FORMAT', 'TABLE', 'Files', 'DCP', 'FileEntry', 'describe_table', 'as_json', 'listed_files', 'sealed',
+           'write_manifest', 'read_manifest', 'import_dcp', 'check_available', 'read_table', 'mapped_file',
+           'describe_files', 'check_listed', 'check_files', 'check_folder', 'FolderReader', 'PlainPlanner']
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a20007
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 TABLE = ".metadata"
-Files = dict[str, int]  # size in bytes, by name
 
 
-def table_checksum(folder: Path) -> str:
-    """Take the CRC-32 of the table of contents."""
+class FileEntry(NamedTuple):
+    """What a manifest says of a file."""
+
+    nbytes: int
+    crc32: str  # of the table of contents, or of the directories in a data file; eight hex digits
+
+
+Files = dict[str, FileEntry]  # by name
+
+
+def describe_table(folder: Path) -> FileEntry:
+    """Take size and CRC-32 of the table of contents."""
     with open(folder / TABLE, "rb") as file:
-        return f"{crc_of(file, os.fstat(file.fileno()).st_size):08x}"
+        nbytes = os.fstat(file.fileno()).st_size
+        return FileEntry(nbytes, f"{crc_of(file, nbytes):08x}")
+
+
+def as_json(files: Files) -> dict[str, Any]:
+    """Give what JSON keeps of files; `listed_files` reads it."""
+    return {name: entry._asdict() for name, entry in sorted(files.items())}
+
+
+def listed_files(content: Mapping[str, Any]) -> Files:
+    """Give the files that a manifest lists. Raises anything for what makes no sense."""
+    return {
+        name: FileEntry(int(entry["nbytes"]), str(entry["crc32"]))
+        for name, entry in content["files"].items()
+    }
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,17 +81,37 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_manifest(
     folder: Path,
-    files: Files,
+    files: Files,  # data files
     more: Mapping[str, Any],  # that it says besides
 ) -> None:
     """Write the manifest of a folder that is complete but for it."""
     versions = {"zero_nb": zero_nb.__version__, "torch": torch.__version__, "python": sys.version}
-    table = {"table_crc32": table_checksum(folder), "files": dict(sorted(files.items()))}
-    content = {"format": FORMAT, "versions": versions, **more, **table}
+    every = as_json({**files, TABLE: describe_table(folder)})
+    content = {"format": FORMAT, "versions": versions, **more, "files": every}
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
         json.dump(sealed(content), file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _read_content(path: Path) -> tuple[dict[str, Any], Files]:
+    """Read a manifest, and compare it with its own checksum."""
+    data = path.read_bytes()
+    try:
+        found = json.loads(data)
+        form = found["format"]
+        files = listed_files(found) if form == FORMAT else {}
+    except Exception as error:  # bytes that make no sense raise anything
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    if form != FORMAT:
+        raise ValueError(
+            f"{path} has format {form!r}, and this version reads {FORMAT}; use the zero_nb that wrote it"
+        )
+    if found.pop("crc32", None) != sealed(found)["crc32"]:
+        raise ValueError(
+            f"{path} is damaged: it is not as it was written; use the checkpoint before it"
+        )
+    return found, files
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -82,33 +124,18 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
             f"{folder} is no complete checkpoint: it has no {MANIFEST}, which is written last; use"
             " the checkpoint before it"
         )
-    data = path.read_bytes()
-    try:
-        found = json.loads(data)
-        form = found["format"]
-        files = {name: int(size) for name, size in found["files"].items()}
-        crc = str(found["table_crc32"])
-    except Exception as error:  # bytes that make no sense raise anything
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-    if form != FORMAT:
-        raise ValueError(
-            f"{path} has format {form!r}, and this version reads {FORMAT}; use the zero_nb that wrote it"
-        )
-    if found.pop("crc32", None) != sealed(found)["crc32"]:
-        raise ValueError(
-            f"{path} is damaged: it is not as it was written; use the checkpoint before it"
-        )
-    for name, size in files.items():
+    found, files = _read_content(path)
+    for name, entry in files.items():
         part = Path(folder, name)
         if part.parent != Path(folder):
             raise ValueError(f"{path} is damaged: it names {name!r}, which is in another folder")
         there = part.stat().st_size if part.is_file() else None
-        if there != size:
+        if there != entry.nbytes:
             raise ValueError(
-                f"{folder} is damaged: {name} should have {size} bytes and"
+                f"{folder} is damaged: {name} should have {entry.nbytes} bytes and"
                 f" {'is not there' if there is None else f'has {there}'}; use the checkpoint before it"
             )
-    if TABLE not in files or table_checksum(Path(folder)) != crc:
+    if TABLE not in files or describe_table(Path(folder)) != files[TABLE]:
         raise ValueError(
             f"{folder} is damaged: {TABLE} is not as it was written; use the checkpoint before it"
         )
@@ -192,95 +219,7 @@ def read_table(folder: str | os.PathLike[str]) -> Any:
     table.storage_meta = getattr(table, "storage_meta", None) or DCP.metadata.StorageMeta()
     return table
 
-# %% ../../nbs/checkpoint/05_folder.ipynb #54a20212
-_STORAGES = {
-    "BFloat16Storage": torch.bfloat16,
-    "BoolStorage": torch.bool,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "ShortStorage": torch.int16,
-    "UntypedStorage": torch.uint8,  # of a dtype that the pickle names
-}  # a pickle names these classes of torch's, each of which has a dtype
-
-
-class StoredNumbers(NamedTuple):
-    """Memory in a box that tensors are views of."""
-
-    dtype: torch.dtype
-    memory: torch.UntypedStorage
-
-
-def _view_of(numbers: StoredNumbers, offset: int, shape: Any, stride: Any, *rest: Any) -> Tensor:
-    """Do what torch's function does that stands in the pickle of a tensor."""
-    if any(isinstance(each, dict) and each for each in rest):
-        raise pickle.UnpicklingError("it is conjugate or negative, or has hooks")
-    dtype = next((each for each in rest if isinstance(each, torch.dtype)), numbers.dtype)
-    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    if all(shape) and (last + 1) * dtype.itemsize > numbers.memory.nbytes():
-        raise ValueError("its numbers are not all there")  # torch would make room for them
-    return torch.empty(0, dtype=dtype).set_(numbers.memory, offset, shape, stride)
-
-
-class _BoxUnpickler(pickle.Unpickler):
-    """Reads a pickle of one tensor, as a view of where its numbers lie; `UnpicklingError` for all else."""
-
-    def __init__(self, box: memoryview, records: Mapping[str, Record]):
-        at = records["data.pkl"]
-        super().__init__(io.BytesIO(box[at.offset : at.offset + at.nbytes]))
-        self.box = box
-        self.records = records
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Give what stands for a name of torch's."""
-        if (module, name) in (
-            ("torch._utils", "_rebuild_tensor_v2"),
-            ("torch._utils", "_rebuild_tensor_v3"),
-        ):
-            return _view_of
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
-        if module in ("torch", "torch.storage") and name in _STORAGES:
-            return _STORAGES[name]
-        raise pickle.UnpicklingError(f"a box of one tensor has no {module}.{name}")
-
-    def persistent_load(self, pid: Any) -> StoredNumbers:
-        """Give the memory that a tensor is a view of."""
-        _, dtype, key, *_ = pid
-        record = self.records[f"data/{key}"]
-        if not record.nbytes:
-            return StoredNumbers(dtype, torch.UntypedStorage(0))
-        data = self.box[record.offset : record.offset + record.nbytes]
-        return StoredNumbers(dtype, torch.frombuffer(data, dtype=torch.uint8).untyped_storage())
-
-
-def read_box(
-    box: memoryview,  # an archive of `torch.save`, which must stay where it is
-    records: Mapping[str, Record],  # of the archive
-) -> Tensor:  # its numbers are read where they lie, if it is a plain tensor
-    """Give the tensor in a box. Raises anything for bytes that make no sense."""
-    order = records.get("byteorder")
-    native = sys.byteorder.encode()
-    try:
-        if order is not None and box[order.offset : order.offset + order.nbytes] != native:
-            raise pickle.UnpicklingError("a machine with the other byte order wrote it")
-        found = _BoxUnpickler(box, records).load()
-    except pickle.UnpicklingError:  # quantized, sparse or of a subclass
-        found = load(box, "cpu", weights_only=True)
-    if not isinstance(found, Tensor):
-        raise TypeError(f"a box of a tensor has a {type(found).__name__}")
-    return found
-
-# %% ../../nbs/checkpoint/05_folder.ipynb #54a2000b
+# %% ../../nbs/checkpoint/05_folder.ipynb #54a2021b
 @contextmanager
 def mapped_file(path: Path) -> Iterator[mmap.mmap]:
     """Map a file, whose pages the system reads when they are asked for; what is written stays here."""
@@ -305,6 +244,62 @@ def _box(
         mapped.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
 
+_BEHIND = 98  # bytes of an archive behind its directory
+
+
+def _directory(box: memoryview) -> memoryview:
+    """Give the end of an archive of `torch.save`, which lists its records with their checksums."""
+    nbytes = int.from_bytes(box[-10:-6], "little")
+    return box[-(nbytes + _BEHIND) :]
+
+
+def describe_files(
+    folder: str | os.PathLike[str],
+    places: Iterable[Any],  # of all boxes of some files, as in the table of contents
+) -> Files:
+    """Take size and checksum of data files, of which nothing but the directories is read."""
+    ordered = sorted(places, key=lambda place: (place.relative_path, place.offset))
+    found = Files()
+    for name, held in groupby(ordered, lambda place: place.relative_path):
+        crc = 0
+        with mapped_file(Path(folder, name)) as mapped:
+            for place in held:
+                with _box(mapped, place) as box:
+                    crc = zlib.crc32(_directory(box), crc)
+            found[name] = FileEntry(len(mapped), f"{crc:08x}")
+    return found
+
+
+def _check_directories(
+    folder: str | os.PathLike[str],
+    manifest: Mapping[str, Any],
+    places: Sequence[Any],  # of all boxes of the files to look at
+) -> None:
+    """Refuse data files that are not those of a manifest; `ValueError`."""
+    said = listed_files(manifest)
+    other = {place.relative_path for place in places} - said.keys()
+    if other:
+        raise ValueError(f"{folder} is damaged: {min(other)} is not in its {MANIFEST}")
+    for name, entry in describe_files(folder, places).items():
+        if entry != said[name]:
+            raise ValueError(
+                f"{folder} is damaged: {name} is not as it was written: its directories have checksum"
+                f" {entry.crc32}, and {MANIFEST} says {said[name].crc32}; it may be of another"
+                " checkpoint, or of another rank; use the checkpoint before it"
+            )
+
+
+def check_listed(
+    folder: str | os.PathLike[str],
+) -> dict[str, Any]:  # the manifest
+    """Compare a checkpoint with its manifest, and read none of its tensors.
+
+    Raises `ValueError` if the checkpoint is not complete, or a file is another one."""
+    found = read_manifest(folder)
+    _check_directories(folder, found, [*(read_table(folder).storage_data or {}).values()])
+    return found
+
+# %% ../../nbs/checkpoint/05_folder.ipynb #54a2000b
 def _is_whole(box: memoryview) -> bool:
     """Tell whether a box can be read, and all of its bytes are as they were."""
     try:
@@ -351,17 +346,15 @@ def _threads() -> int:  # one to four
     return max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def check_files(
-    folder: str | os.PathLike[str],
-    part: tuple[int, int] = (0, 1),  # of the boxes, which one of how many parts is checked
-) -> set[str]:  # names of all files that the table of contents has
-    """Compare the files of a folder with their checksums; it may have no manifest.
-
-    Raises `ValueError` that names what is damaged."""
+def _boxes_in(folder: str | os.PathLike[str]) -> list[tuple[Any, Any]]:  # index, and place
+    """Read which boxes a folder has, in the order in which they lie in the files."""
     boxes = [*(read_table(folder).storage_data or {}).items()]
-    boxes.sort(key=lambda box: (box[1].relative_path, box[1].offset))
+    return sorted(boxes, key=lambda box: (box[1].relative_path, box[1].offset))
+
+
+def _check_boxes(folder: str | os.PathLike[str], boxes: Sequence[tuple[Any, Any]]) -> None:
     with ThreadPoolExecutor(_threads()) as pool:  # zlib lets other threads run
-        for name, mine in groupby(_share(boxes, part), lambda box: box[1].relative_path):
+        for name, mine in groupby(boxes, lambda box: box[1].relative_path):
             indices, places = zip(*mine, strict=True)
             with mapped_file(Path(folder, name)) as mapped:
                 whole = [*pool.map(partial(_is_whole_at, mapped), places)]
@@ -370,7 +363,16 @@ def check_files(
                     f"{folder} is damaged: {indices[whole.index(False)].fqn} in {name} is not as it"
                     " was written; use the checkpoint before it"
                 )
-    return {info.relative_path for _, info in boxes}
+
+
+def check_files(
+    folder: str | os.PathLike[str],  # that has no manifest
+    part: tuple[int, int] = (0, 1),  # of the boxes, which one of how many parts is checked
+) -> None:
+    """Compare the files of a folder with the checksums in them.
+
+    Raises `ValueError` that names what is damaged."""
+    _check_boxes(folder, _share(_boxes_in(folder), part))
 
 
 def check_folder(
@@ -381,9 +383,11 @@ def check_folder(
 
     Raises `ValueError` that names what is damaged."""
     found = read_manifest(folder)
-    other = check_files(folder, part) - {*found["files"]}
-    if other:
-        raise ValueError(f"{folder} is damaged: {min(other)} is not in its {MANIFEST}")
+    boxes = _boxes_in(folder)
+    mine = _share(boxes, part)
+    names = {place.relative_path for _, place in mine}
+    _check_directories(folder, found, [at for _, at in boxes if at.relative_path in names])
+    _check_boxes(folder, mine)
     return found
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a20215

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,22 +21,26 @@ from .files import new_folder, with_checksums
 from zero_nb.checkpoint.folder import (
     DCP,
     MANIFEST,
-    TABLE,
+    Files,
     check_available,
     FolderReader,
     PlainPlanner,
+    as_json,
     check_folder,
+    check_listed,
+    describe_files,
+    listed_files,
     read_manifest,
     write_manifest,
 )
 from .names import SavedOptimizer, state_to_save
+from .skeleton import tight
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..comm.objects import broadcast_object_list, gather_object, scatter_object_list
 from ..comm.payloads import byte_device
 from ..comm.relays import _hosts
 from ..optim.driver import gather_parameters
-from ..optim.flat import flatten
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.shard import Shard
 from ..optim.sharded_state_dict import in_part
@@ -44,8 +48,8 @@ from ..optim.state import end_groups
 from ..optim.tensor_shard import TensorShard
 
 # %% auto #0
-__all__ = ['PlannedSave', 'plan_save', 'tight', 'write_part', 'finish_save', 'check_extra', 'open_save', 'save_sharded',
-           'load_sharded', 'newest_checkpoint']
+__all__ = ['PlannedSave', 'plan_save', 'write_part', 'finish_save', 'check_extra', 'open_save', 'save_sharded', 'load_sharded',
+           'newest_checkpoint']
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a2000d
 def _model_state(model: nn.Module) -> dict[str, Any]:
@@ -106,27 +110,10 @@ def plan_save(
     return PlannedSave(writer, planner, planner.finish_plan(mine[0]), every or (), table)
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a20102
-def tight(tensor: Tensor) -> Tensor:
-    """Give a dense tensor on the CPU a storage of its own, of the same memory, that holds nothing else."""
-    tensor = tensor.detach()
-    ours = type(tensor) is Tensor and tensor.is_cpu and tensor.layout == torch.strided
-    if not ours or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        return tensor
-    try:
-        flatten(tensor)
-    except ValueError:  # it has gaps
-        return tensor
-    first = tensor.storage_offset() * tensor.itemsize
-    memory = tensor.untyped_storage()[first : first + tensor.nbytes]
-    return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-        memory, 0, tensor.shape, tensor.stride()
-    )
-
-
 def write_part(
     planned: PlannedSave,
     read: Callable[[Any], Any],  # gives what an item of the plan writes
-) -> str:  # where each item is, for `finish_save`
+) -> str:  # where each item is, and the file's checksum; for `finish_save`
     """Write this rank's file, and flush it to the disk."""
 
     def resolve(item: Any) -> Any:
@@ -138,14 +125,16 @@ def write_part(
     with with_checksums():
         written = planned.writer.write_data(planned.plan, data).wait()
     found = [(places[each.index], each.storage_data) for each in written]
-    return json.dumps([[i, at.relative_path, at.offset, at.length] for i, at in found])
+    files = describe_files(planned.writer.path, [at for _, at in found])
+    items = [[i, at.relative_path, at.offset, at.length] for i, at in found]
+    return json.dumps({"items": items, "files": as_json(files)})
 
 
-def _results(plan: Any, part: str) -> list[Any]:
+def _results(plan: Any, items: Sequence[Sequence[Any]]) -> list[Any]:
     make = DCP.filesystem._StorageInfo
     return [
         DCP.storage.WriteResult(plan.items[i].index, length, make(name, offset, length))
-        for i, name, offset, length in json.loads(part)
+        for i, name, offset, length in items
     ]
 
 
@@ -158,16 +147,18 @@ def finish_save(
 
     Raises `FileNotFoundError` if it does not see the files of the others."""
     folder = Path(planned.writer.path)
-    results = [_results(plan, part) for plan, part in zip(planned.every, parts, strict=True)]
-    files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    for rank, found in enumerate(results):
-        for name in {each.storage_data.relative_path for each in found} - {*files}:
+    written = [json.loads(part) for part in parts]
+    visible = {path.name for path in folder.iterdir()}
+    files = Files()
+    for rank, part in enumerate(written):
+        files |= listed_files(part)
+        for name in part["files"].keys() - visible:
             raise FileNotFoundError(
                 f"{name} was written by group rank {rank}, and the first rank does not see it in"
                 f" {folder.parent}; all ranks need one file system"
             )
-    planned.writer.finish(planned.table, results)
-    files[TABLE] = (folder / TABLE).stat().st_size
+    items = [part["items"] for part in written]
+    planned.writer.finish(planned.table, [*map(_results, planned.every, items)])
     write_manifest(folder, files, more)
 
 
@@ -330,10 +321,19 @@ def _step_of(child: Path) -> int | None:  # None: it is no complete checkpoint
         return None  # damaged, or not ours to read
 
 
+def _is_of_one_save(folder: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return bool(check_listed(folder))
+    return False
+
+
 def newest_checkpoint(
     parent: str | os.PathLike[str],  # has a folder for each checkpoint
 ) -> Path | None:
-    """Give the complete checkpoint of the largest step; `None` if there is none."""
+    """Give the complete checkpoint of the largest step; `None` if there is none.
+
+    Compares files with their manifest by size and by the checksums of their directories, and reads no tensors."""
     steps = [(_step_of(child), child.name) for child in Path(parent).glob("*")]
     found = [(step, name) for step, name in steps if step is not None]
-    return Path(parent, max(found)[1]) if found else None
+    folders = (Path(parent, name) for _, name in sorted(found, reverse=True))
+    return next(filter(_is_of_one_save, folders), None)

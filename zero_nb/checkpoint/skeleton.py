@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import errno
+import io
 import math
 import mmap
 import os
+import pickle
 import queue
 import shutil
+import sys
 import zlib
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,10 +31,12 @@ from zero_nb.checkpoint.files import (
     storages_in,
     with_checksums,
 )
+from ..comm.objects import load
+from ..optim.flat import flatten
 from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
-__all__ = ['TensorForm', 'unbacked', 'SkeletonFile', 'check_room', 'FileTarget']
+__all__ = ['TensorForm', 'unbacked', 'SkeletonFile', 'check_room', 'FileTarget', 'tight', 'StoredNumbers', 'read_box']
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110007
 class TensorForm(NamedTuple):
@@ -196,3 +202,108 @@ class FileTarget:
         """Let go of the file."""
         self._thread.shutdown(wait=True)
         self.file.close()
+
+# %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110a01
+def tight(tensor: Tensor) -> Tensor:
+    """Give a dense tensor on the CPU a storage of its own, of the same memory, that holds nothing else."""
+    tensor = tensor.detach()
+    ours = type(tensor) is Tensor and tensor.is_cpu and tensor.layout == torch.strided
+    if not ours or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    try:
+        flatten(tensor)
+    except ValueError:  # it has gaps
+        return tensor
+    first = tensor.storage_offset() * tensor.itemsize
+    memory = tensor.untyped_storage()[first : first + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+        memory, 0, tensor.shape, tensor.stride()
+    )
+
+# %% ../../nbs/checkpoint/02_skeleton.ipynb #54a20212
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+    "UntypedStorage": torch.uint8,  # of a dtype that the pickle names
+}  # a pickle names these classes of torch's, each of which has a dtype
+
+
+class StoredNumbers(NamedTuple):
+    """Memory in a box that tensors are views of."""
+
+    dtype: torch.dtype
+    memory: torch.UntypedStorage
+
+
+def _view_of(numbers: StoredNumbers, offset: int, shape: Any, stride: Any, *rest: Any) -> Tensor:
+    """Do what torch's function does that stands in the pickle of a tensor."""
+    if any(isinstance(each, dict) and each for each in rest):
+        raise pickle.UnpicklingError("it is conjugate or negative, or has hooks")
+    dtype = next((each for each in rest if isinstance(each, torch.dtype)), numbers.dtype)
+    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if all(shape) and (last + 1) * dtype.itemsize > numbers.memory.nbytes():
+        raise ValueError("its numbers are not all there")  # torch would make room for them
+    return torch.empty(0, dtype=dtype).set_(numbers.memory, offset, shape, stride)
+
+
+class _BoxUnpickler(pickle.Unpickler):
+    """Reads a pickle of one tensor, as a view of where its numbers lie; `UnpicklingError` for all else."""
+
+    def __init__(self, box: memoryview, records: Mapping[str, Record]):
+        at = records["data.pkl"]
+        super().__init__(io.BytesIO(box[at.offset : at.offset + at.nbytes]))
+        self.box = box
+        self.records = records
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Give what stands for a name of torch's."""
+        if (module, name) in (
+            ("torch._utils", "_rebuild_tensor_v2"),
+            ("torch._utils", "_rebuild_tensor_v3"),
+        ):
+            return _view_of
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        raise pickle.UnpicklingError(f"a box of one tensor has no {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> StoredNumbers:
+        """Give the memory that a tensor is a view of."""
+        _, dtype, key, *_ = pid
+        record = self.records[f"data/{key}"]
+        if not record.nbytes:
+            return StoredNumbers(dtype, torch.UntypedStorage(0))
+        data = self.box[record.offset : record.offset + record.nbytes]
+        return StoredNumbers(dtype, torch.frombuffer(data, dtype=torch.uint8).untyped_storage())
+
+
+def read_box(
+    box: memoryview,  # an archive of `torch.save`, which must stay where it is
+    records: Mapping[str, Record],  # of the archive
+) -> Tensor:  # its numbers are read where they lie, if it is a plain tensor
+    """Give the tensor in a box. Raises anything for bytes that make no sense."""
+    order = records.get("byteorder")
+    native = sys.byteorder.encode()
+    try:
+        if order is not None and box[order.offset : order.offset + order.nbytes] != native:
+            raise pickle.UnpicklingError("a machine with the other byte order wrote it")
+        found = _BoxUnpickler(box, records).load()
+    except pickle.UnpicklingError:  # quantized, sparse or of a subclass
+        found = load(box, "cpu", weights_only=True)
+    if not isinstance(found, Tensor):
+        raise TypeError(f"a box of a tensor has a {type(found).__name__}")
+    return found

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from .contents import Checkpoint
 from .files import new_folder, replacing, with_checksums
-from .folder import check_available, import_dcp, write_manifest
+from zero_nb.checkpoint.folder import (
+    Files,
+    check_available,
+    describe_files,
+    import_dcp,
+    write_manifest,
+)
 from zero_nb.checkpoint.formats import (
     METADATA,
     encode,
@@ -233,7 +239,7 @@ def _boxes_of_rank(saved: Mapping[str, SavedTensor], ranks: int, rank: int) -> B
     return found
 
 
-def _write_ranks(content: Any, folder: Path, ranks: int, advance: Advance) -> None:
+def _write_ranks(content: Any, folder: Path, ranks: int, advance: Advance) -> Files:
     """Let DCP write what each of some ranks would."""
     writer = _TORCH_DCP.FileSystemWriter(folder, per_thread_copy_ahead=0)  # one box at a time
     writer.set_up_storage_writer(True)
@@ -251,6 +257,7 @@ def _write_ranks(content: Any, folder: Path, ranks: int, advance: Advance) -> No
         with with_checksums():
             written.append(writer.write_data(planner.finish_plan(plan), planner).wait())
     writer.finish(table, written)
+    return describe_files(folder, [each.storage_data for found in written for each in found])
 
 
 def write_sharded(checkpoint: Checkpoint, target: Path, ranks: int, advance: Advance) -> None:
@@ -263,7 +270,6 @@ def write_sharded(checkpoint: Checkpoint, target: Path, ranks: int, advance: Adv
     with new_folder(target) as folder:
         check_room(folder, checkpoint.nbytes)
         content = {"model": checkpoint.model, "optimizer": named}
-        _write_ranks(content, folder, ranks, advance)
-        files = {path.name: path.stat().st_size for path in folder.iterdir()}
+        files = _write_ranks(content, folder, ranks, advance)
         more: dict[str, Any] = {"step": 0, "extra": None, "world_size": ranks, **about}
         write_manifest(folder, files, more)
