@@ -394,6 +394,34 @@ def test_what_is_missing_or_does_not_fit_is_said(folder):
     assert not (folder / "out").exists()
 
 
+def test_what_is_no_plain_tensor_or_no_state_is_refused_by_its_place(folder):
+    """The view of the memory of a conjugate was taken for the tensor."""
+    conjugate = torch.ones(2, dtype=torch.complex64).conj()
+    groups = [{"params": [0], "lr": 1.0}]
+    for value, words in (
+        (conjugate, "is a conjugate view"),
+        (conjugate.imag, "is a negative view"),
+        (torch.eye(2).to_sparse(), "is of layout torch.sparse_coo"),
+        (torch.ones(2, device="meta"), "is on the meta device"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "is quantized"),
+    ):
+        torch.save({"state": {0: {"exp_avg": value}}, "param_groups": groups}, folder / "odd.pt")
+        with pytest.raises(
+            ValueError, match=rf"odd.pt .* at \['state'\]\[0\]\['exp_avg'\] .*{words}"
+        ):
+            convert_checkpoint(folder / "odd.pt", folder / "out.pt")
+    for state in (None, 5):
+        torch.save({"state": {0: state}, "param_groups": groups}, folder / "odd.pt")
+        with pytest.raises(ValueError, match=f"odd.pt: the state of 0 must be a dict, got {state}"):
+            verify_checkpoint(folder / "odd.pt")
+    torch.save({"state": {}, "param_groups": groups}, folder / "odd.pt")
+    with open(folder / "odd.pt", "ab") as file:
+        file.write(b"more")
+    with pytest.raises(ValueError, match=r"odd.pt .*bytes follow its end"):
+        verify_checkpoint(folder / "odd.pt")
+    assert not (folder / "out.pt").exists()
+
+
 def edited(path, change):
     data = torch.load(path, weights_only=False)
     change(data)

@@ -125,6 +125,9 @@ def choose_state(path: Path, content: Any, key: str | None) -> dict[str, Any]:
         raise ValueError(
             f"{path} has state of parameter {strange[0]}, which is in none of its param groups"
         )
+    for param in known & full["state"].keys():
+        if not isinstance(values := full["state"][param], dict):
+            raise ValueError(f"{path}: the state of {param!r} must be a dict, got {values!r:.40}")
     if all(isinstance(param, str) for param in params):
         return by_index(full, [group["params"] for group in full["param_groups"]])
     index = {param: i for i, param in enumerate(params)}  # torch numbers them so; others may not

@@ -201,6 +201,7 @@ def _read_at(file: Any, offset: int, form: str) -> tuple[int, ...]:
 # where in a header are flags and method, the lengths, and the name; the form of the lengths
 _BEFORE_RECORD = (6, 26, 30, "<HH")
 _IN_DIRECTORY = (8, 28, 46, "<HHH")
+_END = b"PK\x05\x06"  # how the last record of an archive begins, which has 22 bytes
 
 
 def _header_at(
@@ -216,6 +217,8 @@ def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
     found = dict[str, Record]()
     try:
         with zipfile.ZipFile(file) as archive:
+            if _read_at(file, file.seek(0, os.SEEK_END) - 22, "<4s") != (_END,):
+                raise zipfile.BadZipFile("bytes follow its end")
             entry = archive.start_dir
             named = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             for name, info in named.items() if "data.pkl" in named else ():

@@ -172,12 +172,25 @@ def replace_tensors(value: Any, change: Callable[[str, Any], Any], name: str = "
     return value
 
 
+def _check_in_file(path: Path, name: str, value: Tensor) -> None:
+    """Refuse a tensor whose elements are not just in its file; `ValueError`."""
+    kinds = {
+        f"of layout {value.layout}": value.layout != torch.strided,
+        "quantized": value.is_quantized,
+        "on the meta device": value.device.type == "meta",
+        "a conjugate view": value.is_conj(),
+        "a negative view": value.is_neg(),
+    }
+    for kind in (kind for kind, is_it in kinds.items() if is_it):
+        raise ValueError(
+            f"{path} holds a tensor{f' at {name}' if name else ''} that is {kind}; only plain ones can"
+            " be read; save it as a dense one with its elements (to_dense, dequantize, resolve_conj,"
+            " resolve_neg)"
+        )
+
+
 def _describe(value: Tensor, path: Path, base: int) -> SavedTensor:
     """Tell where the elements of a tensor are that has none."""
-    if value.layout != torch.strided or value.is_quantized:
-        raise ValueError(
-            f"{path} holds a tensor of layout {value.layout}; only plain ones can be read"
-        )
     if not value.numel():
         return SavedTensor(value.dtype, tuple(value.shape), ())
     storage: Any = value.untyped_storage()
@@ -217,7 +230,16 @@ def load_saved(
             )
     file.seek(0)
     allowed = torch.serialization.safe_globals([*classes]) if classes else nullcontext()
-    with reading(path):
-        with allowed, _without_elements():
-            content = torch.load(file, map_location="cpu", weights_only=True)
+    check = lambda name, tensor: _check_in_file(path, name, tensor)
+    with reading(path), allowed:
+        try:
+            with _without_elements():
+                content = torch.load(file, map_location="cpu", weights_only=True)
+        except NotImplementedError:  # a quantized tensor has elements, or is none
+            file.seek(0)
+            given = file if base else path
+            whole = torch.load(given, map_location="cpu", weights_only=True, mmap=not base)
+            replace_tensors(whole, check)
+            raise
+        replace_tensors(content, check)
         return replace_tensors(content, lambda name, tensor: _describe(tensor, path, base))
