@@ -501,6 +501,10 @@ def foreign(state):
         "shape": entry(exp_avg=torch.ones(7)),
         "stranger": {**state, "state": {**state["state"], 9: {"step": 1}}},
         "text": {**state, "state": "exp_avg"},
+        "groups by name": {**state, "param_groups": {"all": group}},
+        "no params": {**state, "param_groups": [{"lr": 1.0}]},
+        "nothing": {**state, "state": {0: None}},
+        "a number": {**state, "state": {0: 5}},
     }
 
 
@@ -520,10 +524,13 @@ def test_what_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(folder,
     (folder / "empty.pt").write_bytes(b"")
     shutil.make_archive(str(folder / "archive"), "zip", folder, "empty.pt")
     (folder / "archive.zip").rename(folder / "archive.pt")
-    names = [*states, "empty", "archive", "not there"]
+    (folder / "longer.pt").write_bytes(saved[0] + b"more")
+    names = [*states, "empty", "archive", "longer", "not there"]
     for found, same in run(2, load_foreign, folder, names):
         assert same
-        assert all(found.values()), found
+        for name, said in found.items():
+            error = "FileNotFoundError" if name == "not there" else "ValueError"
+            assert said.startswith(error) and str(folder / f"{name}.pt") in said, said
         assert "No such file" in found["not there"] and "has no data.pkl" in found["archive"]
 
 

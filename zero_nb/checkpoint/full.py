@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,18 @@ def read_full(
     return full
 
 
+@contextmanager
+def _naming_file(source: _Source | Mapping[str, Any]) -> Iterator[None]:
+    """Raise a `ValueError` that names the file for a state dict in it that makes no sense, or does not fit."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        named = isinstance(error, ValueError) and str(source) in str(error)
+        if named or isinstance(source, Mapping):
+            raise
+        raise ValueError(f"{source} cannot be loaded: {error}") from error
+
+
 def load_full_state_dict(
     optimizer: ZeroRedundancyOptimizer,
     source: _Source | Mapping[str, Any],  # a file that all ranks can read, or a full state dict
@@ -152,13 +164,14 @@ def load_full_state_dict(
     state dict, or if groups or shapes do not fit, `OSError` if it cannot be opened."""
     group = optimizer.group
     found = list[dict[str, Any]]()
-    with agreeing(optimizer.groups, "load_full_state_dict"):
+    with agreeing(optimizer.groups, "load_full_state_dict"), _naming_file(source):
         part = (group.group_rank, group.size)
         full = dict(source) if isinstance(source, Mapping) else read_full(source, part)
         groups = optimizer.param_groups
         named = all("param_names" in g for g in groups)
         found.append(by_index(full, [g["param_names"] for g in groups]) if named else full)
-    optimizer.load_state_dict(found[0])
+    with _naming_file(source):
+        optimizer.load_state_dict(found[0])
 
 # %% ../../nbs/checkpoint/04_full.ipynb #f0110017
 def _names_by_group(
