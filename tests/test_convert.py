@@ -564,12 +564,12 @@ def limited(parent, form):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     with pytest.raises(OSError) as raised:
         convert_checkpoint(DEEPSPEED / "fp32", parent / TARGETS[form], form, check=False)
-    return raised.value.errno, [path.name for path in parent.iterdir()]
+    return raised.value.errno, raised.value.filename, [path.name for path in parent.iterdir()]
 
 
 @pytest.mark.parametrize("form", [*TARGETS])
 def test_the_error_of_the_disk_is_what_the_disk_said(folder, form):
-    assert run(1, limited, folder, form) == [(errno.EFBIG, [])]
+    assert run(1, limited, folder, form) == [(errno.EFBIG, str(folder / TARGETS[form]), [])]
 
 
 @pytest.mark.parametrize("form", [*TARGETS])

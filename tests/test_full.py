@@ -348,7 +348,8 @@ def full_disk(path):
 
 def test_a_full_disk_is_found_before_anything_is_sent(folder):
     for said in run(2, full_disk, folder / "last.pt"):
-        assert "0 MiB are free" in said
+        assert "takes 10,688 bytes and 1,000 bytes are free" in said
+        assert str(folder / "last.pt") in said and ".tmp" not in said
     assert not [*folder.iterdir()]
 
 

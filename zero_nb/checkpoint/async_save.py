@@ -28,7 +28,7 @@ from zero_nb.checkpoint.sharded import (
     plan_save,
     write_part,
 )
-from .skeleton import tight
+from .skeleton import naming_target, tight
 from ..comm.agreement import agreeing
 from ..comm.group_store import GroupStore, timeout_seconds
 from ..comm.groups import Group
@@ -177,11 +177,12 @@ class Saving:
     def _run(self, write: Callable[[], str], finish: Callable[[Sequence[str]], None]) -> None:
         note = _NOT_WRITTEN
         try:
-            note = write()
+            with naming_target(self.folder):
+                note = write()
         except Exception as error:
             self._outcome.fail_part(error)
         try:
-            with self._opened:
+            with naming_target(self.folder), self._opened:
                 self._notes.put(str(self._group.group_rank), note)
                 if self._group.group_rank == 0:
                     self._complete(finish)

@@ -28,6 +28,7 @@ from zero_nb.checkpoint.formats import (
 )
 from .names import KEYS
 from .saved_tensors import SLAB, SavedTensor, reading
+from .skeleton import naming_target
 from zero_nb.checkpoint.slab_writers import (
     Advance,
     tensor_crc32,
@@ -175,10 +176,11 @@ def convert_checkpoint(
         names_in(found)  # an error before anything large is read
     if check:
         verify_checkpoint(source, key)
-    if format == "full":
-        write_full_file(found, target, key_by, advance)
-    elif format == "safetensors":
-        write_safetensors(found, target, advance)
-    else:
-        write = write_sharded if format == "sharded" else write_deepspeed
-        write(found, target, ranks, advance)
+    with naming_target(target):
+        if format == "full":
+            write_full_file(found, target, key_by, advance)
+        elif format == "safetensors":
+            write_safetensors(found, target, advance)
+        else:
+            write = write_sharded if format == "sharded" else write_deepspeed
+            write(found, target, ranks, advance)

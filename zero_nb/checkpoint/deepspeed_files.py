@@ -219,7 +219,7 @@ def write_deepspeed(checkpoint: Checkpoint, target: Path, ranks: int, advance: A
     half = any(getattr(weight, "dtype", None) == torch.bfloat16 for weight in weights.values())
     model = _model_file(checkpoint, vectors, ranks)
     with new_folder(target) as folder:
-        check_room(folder, checkpoint.nbytes)
+        check_room(target, checkpoint.nbytes)
         inside = folder / f"global_step{model['global_steps']}"
         inside.mkdir()
         with replacing(folder / "latest") as latest:

@@ -22,6 +22,7 @@ from zero_nb.checkpoint.skeleton import (
     SkeletonFile,
     TensorForm,
     check_room,
+    naming_target,
     unbacked,
 )
 from ..comm.agreement import agreeing
@@ -79,7 +80,11 @@ def _with_groups(
 
 # %% ../../nbs/checkpoint/04_full.ipynb #f011000d
 def _open_target(
-    path: Path, whole: WholeState, groups: list[dict[str, Any]], key_by: str
+    path: Path,
+    beside: Path,  # where it is written until it is complete
+    whole: WholeState,
+    groups: list[dict[str, Any]],
+    key_by: str,
 ) -> FileTarget:
     forms = {
         (value.param, value.form.key): TensorForm(
@@ -90,7 +95,7 @@ def _open_target(
     check_room(path, sum(form.nbytes for form in forms.values()))
     holes = unbacked(forms)
     content = _with_groups(whole.put_together(holes), groups, key_by)
-    return FileTarget(SkeletonFile(path, content, holes))
+    return FileTarget(SkeletonFile(beside, content, holes))
 
 
 def _write_full(
@@ -104,14 +109,14 @@ def _write_full(
         whole = describe_whole(optimizer.sharded_state, f"full_state_dict(to={path})", lambda: 0)
     with ExitStack() as opened:
         target: FileTarget | None = None
-        with agreeing(every, f"opening {path}"):
+        with agreeing(every, f"opening {path}"), naming_target(path):
             if whole is not None and optimizer.group.group_rank == 0:
                 beside = opened.enter_context(replacing(path))
-                target = _open_target(beside, whole, groups, key_by)
+                target = _open_target(path, beside, whole, groups, key_by)
                 opened.callback(target.close)
         if whole is not None:
             gather_values(optimizer.sharded_state, whole.own, whole.values, 0, target)
-        with agreeing(every, f"writing {path}"):
+        with agreeing(every, f"writing {path}"), naming_target(path):
             if target is not None:
                 target.finish()
             opened.close()

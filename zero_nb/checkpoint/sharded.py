@@ -34,7 +34,7 @@ from zero_nb.checkpoint.folder import (
     write_manifest,
 )
 from .names import SavedOptimizer, state_to_save
-from .skeleton import tight
+from .skeleton import naming_target, tight
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..comm.objects import broadcast_object_list, gather_object, scatter_object_list
@@ -216,11 +216,11 @@ def save_sharded(
         beside, more = open_save(folder, optimizer, step, extra, group, opened)
         planned = plan_save(beside, model, optimizer, group)
         part = list[str]()
-        with agreeing(group, f"saving {folder}"):
+        with agreeing(group, f"saving {folder}"), naming_target(folder):
             part.append(write_part(planned, planned.planner.resolve_data))
         parts: list[Any] | None = [""] * group.size if group.group_rank == 0 else None
         gather_object(part[0], parts, group=group, group_dst=0)
-        with agreeing(group, f"finishing {folder}"):
+        with agreeing(group, f"finishing {folder}"), naming_target(folder):
             if parts is not None:
                 finish_save(planned, parts, more)
             opened.close()

@@ -16,8 +16,9 @@ import shutil
 import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,7 +37,8 @@ from ..optim.flat import flatten
 from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
-__all__ = ['TensorForm', 'unbacked', 'SkeletonFile', 'check_room', 'FileTarget', 'tight', 'StoredNumbers', 'read_box']
+__all__ = ['TensorForm', 'unbacked', 'SkeletonFile', 'check_room', 'naming_target', 'FileTarget', 'tight', 'StoredNumbers',
+           'read_box']
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110007
 class TensorForm(NamedTuple):
@@ -139,16 +141,33 @@ class SkeletonFile:
         os.close(self._file)
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #a3a7c80a
-def check_room(path: Path, nbytes: int) -> None:
+def check_room(
+    path: Path,  # that the file or folder will have
+    nbytes: int,
+) -> None:
     """Refuse to write more than there is room for, before anything is written; `OSError`."""
     free = shutil.disk_usage(path.parent).free
     if free < nbytes:
         raise OSError(
             errno.ENOSPC,
-            f"the state takes {nbytes / 2**20:.0f} MiB and {free / 2**20:.0f} MiB are free; the file"
-            " that is there stays as it is",
+            f"the state takes {nbytes:,} bytes and {free:,} bytes are free; make room, or write it to"
+            " another disk",
             str(path),
         )
+
+
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no read raises these
+
+
+@contextmanager
+def naming_target(path: Path) -> Iterator[None]:
+    """Let an error of writing name the target, where it names nothing or a temporary file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _WRITE_ERRORS:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110202
 _BUFFERS = 3

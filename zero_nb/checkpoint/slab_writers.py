@@ -77,7 +77,6 @@ def write_file(
 ) -> None:
     """Write a file of `torch.save`, a slab at a time."""
     saved, forms = _take_tensors(content)
-    check_room(path, sum(form.nbytes for form in forms.values()))
     holes = unbacked(forms)
     skeleton = replace_tensors(content, lambda name, value: holes.get(name, value))
     with closing(SkeletonFile(path, skeleton, holes)) as file:
@@ -94,6 +93,8 @@ def write_full_file(checkpoint: Checkpoint, target: Path, key_by: str, advance: 
     full = checkpoint.optimizer
     if key_by == "name":
         full = by_name(full, names_in(checkpoint))
+    _, forms = _take_tensors(full)
+    check_room(target, sum(form.nbytes for form in forms.values()))
     with replacing(target) as beside:
         write_file(full, beside, advance)
 
@@ -268,7 +269,7 @@ def write_sharded(checkpoint: Checkpoint, target: Path, ranks: int, advance: Adv
         name: checkpoint.about[name] for name in ("step", "extra") if name in checkpoint.about
     }
     with new_folder(target) as folder:
-        check_room(folder, checkpoint.nbytes)
+        check_room(target, checkpoint.nbytes)
         content = {"model": checkpoint.model, "optimizer": named}
         files = _write_ranks(content, folder, ranks, advance)
         more: dict[str, Any] = {"step": 0, "extra": None, "world_size": ranks, **about}
