@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .pieces import SCALARS
 from .rules import ELEMENTWISE, Rule, is_torchs
 
 # %% auto #0
-__all__ = ['ELEMENTS', 'OPTIONAL', 'read_state', 'describe_state']
+__all__ = ['ELEMENTS', 'OPTIONAL', 'COUNTS', 'read_state', 'describe_state']
 
 # %% ../../nbs/optim/07_state_dict_check.ipynb #eb32900b
 ELEMENTS = {
@@ -29,15 +30,26 @@ ELEMENTS = {
     "Rprop": ("prev", "step_size"),
     "SGD": (),
 }  # keys of one value for each element
-OPTIONAL = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}  # such a key that an option brings
+OPTIONAL = {
+    "Adam": {"amsgrad": "max_exp_avg_sq"},
+    "AdamW": {"amsgrad": "max_exp_avg_sq"},
+    "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
+}  # such keys that an option brings
+COUNTS = {
+    **dict.fromkeys(ELEMENTS, ("step",)),
+    "ASGD": ("step", "eta", "mu"),
+    "NAdam": ("step", "mu_product"),
+    "SGD": (),
+}  # keys of one number for all elements
 
 
 def _needed_keys(rule: Rule, group: dict[str, Any]) -> tuple[str, ...]:
     """Name the values for each element that a class of torch keeps with the options of a group."""
     if not is_torchs(rule.optimizer_class, ELEMENTWISE):
         return ()
-    brought = [key for option, key in OPTIONAL.items() if group.get(option)]
-    return (*ELEMENTS[rule.optimizer_class.__name__], *brought)
+    name = rule.optimizer_class.__name__
+    brought = [key for option, key in OPTIONAL.get(name, {}).items() if group.get(option)]
+    return (*ELEMENTS[name], *brought)
 
 
 def _check_value(
@@ -67,8 +79,8 @@ def _check_entry(what: str, entry: Any, param: Tensor, rule: Rule, group: dict[s
     name = rule.optimizer_class.__name__
     known = is_torchs(rule.optimizer_class, ELEMENTWISE)
     elements = _needed_keys(rule, group)
-    counted = ("step",) if known and name != "SGD" else ()
-    missing = [key for key in (*elements, *counted) if key not in entry]
+    counts = COUNTS[name] if known else ()
+    missing = [key for key in (*elements, *counts) if key not in entry]
     if missing:
         raise ValueError(
             f"the state of {what} must hold {missing[0]!r} for {name}, got {list(entry)}; load a"
@@ -78,10 +90,23 @@ def _check_entry(what: str, entry: Any, param: Tensor, rule: Rule, group: dict[s
         where = f"state {key!r} of {what}"
         _check_value(where, value, param, key in elements)
         single = isinstance(value, Tensor) and value.numel() == 1
-        if known and key == "step" and not (single or isinstance(value, (int, float))):
+        if known and key in SCALARS and not (single or isinstance(value, (int, float))):
             raise ValueError(f"{where} must be one number, got {value!r:.60}")
 
 # %% ../../nbs/optim/07_state_dict_check.ipynb #8932ce15
+def _class_options(
+    optimizer_class: type[torch.optim.Optimizer],
+) -> tuple[set[str], dict[str, Any]]:  # what a group must have, and what else it is given
+    """Tell which options a class of torch needs in a state dict, and which it fills in itself."""
+    if getattr(torch.optim, optimizer_class.__name__, None) is not optimizer_class:
+        return set(), {}
+    stand_in = torch.nn.Parameter(torch.zeros(1, 1))
+    optimizer: Any = optimizer_class([stand_in])
+    optimizer.__setstate__({"state": {}, "param_groups": [{"params": [stand_in]}]})
+    [filled] = optimizer.param_groups
+    return set(optimizer.defaults) - set(filled), filled
+
+
 def _check_groups(given: Any, ours: list[dict[str, Any]], rules: list[Rule]) -> None:
     if not isinstance(given, list) or not all(
         isinstance(g, dict) and isinstance(g.get("params"), (list, tuple)) for g in given
@@ -101,17 +126,8 @@ def _check_groups(given: Any, ours: list[dict[str, Any]], rules: list[Rule]) -> 
                 f" optimizer's group: group {i} has {len(theirs['params'])} parameters, this"
                 f" optimizer has {len(group['params'])}"
             )
-        numbers = [
-            k
-            for k, v in group.items()
-            if k in ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "rho")
-            and v is not None
-        ]
-        missing = [
-            k
-            for k in numbers
-            if k not in theirs and rule.optimizer_class.__module__.startswith("torch.optim.")
-        ]
+        needed, _ = _class_options(rule.optimizer_class)
+        missing = [k for k in group if k in needed and k not in theirs]
         if missing:
             raise ValueError(
                 f"group {i} of the state dict has no {missing[0]!r}, got {list(theirs)}; "
@@ -159,6 +175,11 @@ def _split_state(
     return by_key, common
 
 
+def _with_filled(rule: Rule, theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    _, filled = _class_options(rule.optimizer_class)
+    return {k: v for k, v in filled.items() if k in ours} | theirs
+
+
 def read_state(
     state_dict: Any,  # of an unsharded optimizer; left as it is
     ours: list[dict[str, Any]],  # the optimizer's param groups
@@ -172,6 +193,10 @@ def read_state(
     _check_form(state_dict)
     given = state_dict["param_groups"]
     _check_groups(given, ours, rules)
+    given = [
+        _with_filled(rule, theirs, group)
+        for rule, theirs, group in zip(rules, given, ours, strict=True)
+    ]
     places = [
         (key, p, rule, theirs)
         for theirs, group, rule in zip(given, ours, rules, strict=True)
@@ -182,7 +207,7 @@ def read_state(
         if key in by_key:
             _check_entry(f"parameter {key!r}", by_key[key], p, rule, theirs)
     by_index = {i: by_key[key] for i, (key, *_) in enumerate(places) if key in by_key}
-    return {**state_dict, "state": by_index | common}
+    return {**state_dict, "state": by_index | common, "param_groups": given}
 
 # %% ../../nbs/optim/07_state_dict_check.ipynb #2f9785ee
 def describe_state(state_dict: dict[str, Any]) -> list[str]:
