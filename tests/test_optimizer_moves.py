@@ -7,12 +7,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught_error
+from common import caught_error, run_each
 from common.afresh import measures_memory, run_afresh
 from common.counting import calls
 from common.training import difference
 from torch import nn
 
+from zero_nb import full_state_dict
 from zero_nb.apps.peak_memory import peak_bytes
 from zero_nb.backward.ddp_buckets import plan_buckets
 from zero_nb.comm.launch import run
@@ -64,7 +65,7 @@ def beside_plain(scenario, steps=9):
                 for x in (p, q):
                     scenario(step, i, x)
                     x.grad = (
-                        grad.clone()
+                        torch.empty_like(x).copy_(grad)  # laid out as autograd does
                         if x.requires_grad and not (scenario is absent and absent(step, i, x))
                         else None
                     )
@@ -113,6 +114,16 @@ def moved(step, i, p):
         p.data = p.data.clone()
 
 
+def relaid(step, i, p):
+    """Store matrices by columns, some of them frozen at first, and later by rows again."""
+    if step == 0:
+        p.requires_grad_(i != 6)
+    if step == 4:
+        p.requires_grad_(True)
+    if step in (2, 6) and p.dim() == 2:
+        p.data = p.data.t().contiguous().t() if step == 2 else p.data.contiguous()
+
+
 def written(step, i, p):
     """Write into some, as loading a checkpoint of the model does."""
     with torch.no_grad():
@@ -121,7 +132,7 @@ def written(step, i, p):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("scenario", [absent, frozen, moved, written])
+@pytest.mark.parametrize("scenario", [absent, frozen, moved, relaid, written])
 def test_what_may_change_between_steps(scenario, size):
     ranks = run(size, beside_plain, scenario)
     for name in KINDS:
@@ -131,6 +142,54 @@ def test_what_may_change_between_steps(scenario, size):
         assert all(rank[name][3].equal(ranks[0][name][3]) for rank in ranks), (
             f"{name}: replicas differ"
         )
+
+
+def read_and_loaded_between(how, master):
+    """Change the memory format of a model, and save and load the state before the next step."""
+    torch.manual_seed(0)
+    weight, other = nn.Parameter(torch.randn(6, 50)), nn.Parameter(torch.randn(7))
+    if master:
+        weight, other = (nn.Parameter(p.detach().bfloat16()) for p in (weight, other))
+    copies = [nn.Parameter(p.detach().float()) for p in (weight, other)]
+    zero = ZeroRedundancyOptimizer(
+        [weight, other], torch.optim.AdamW, lr=0.1, master_dtype=master, **how
+    )
+    plain = torch.optim.AdamW(copies, lr=0.1)
+    found = []
+    for step in range(6):
+        grads = [torch.randn(p.shape).to(weight.dtype) for p in copies]
+        for p, q, g in zip((weight, other), copies, grads, strict=True):
+            p.grad, q.grad = torch.empty_like(p).copy_(g), g.float()
+        zero.step()
+        plain.step()
+        if step in (1, 3):
+            by_columns = step == 1
+            weight.data = (
+                weight.data.t().contiguous().t() if by_columns else weight.data.contiguous()
+            )
+            saved = full_state_dict(zero, None)
+            rows = {i: {k: v.contiguous() for k, v in s.items()} for i, s in saved["state"].items()}
+            for i, p in enumerate(copies):
+                want = dict(plain.state[p])
+                if master:
+                    want["master_param"] = p.detach()
+                found += [difference([want[k]], [v]) for k, v in rows[i].items()]
+            if not by_columns:  # in another layout than the parameter's
+                rows[0] = {k: v.t().contiguous().t() if v.dim() else v for k, v in rows[0].items()}
+            zero.load_state_dict({**saved, "state": rows})
+    return max(found), difference([p.detach().float() for p in (weight, other)], copies)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_state_follows_its_parameters_into_another_memory_format(size):
+    cases = {
+        (shard, master): ({"shard": shard}, master)
+        for shard in ("auto", "whole")
+        for master in (None, torch.float32)
+    }
+    for (_, master), ranks in run_each(size, read_and_loaded_between, cases).items():
+        for state, params in ranks:
+            assert state < 1e-6 and params < (1e-2 if master else 1e-6), (state, params)
 
 
 def test_a_step_that_fails_changes_nothing_and_can_be_repeated():

@@ -1,11 +1,13 @@
 """What a checkpoint has decides what an optimizer loads: state that is not there yet, that is frozen,
 that was never used, in groups that fit or do not."""
 
+import copy
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from common import caught_error, run_each
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import (
@@ -122,6 +124,109 @@ def test_torchs_functions_step_nothing_before_the_first_step():
             else:
                 parts = kind == "sharded" and not full
                 assert said is None and types == ["TensorShard" if parts else "Tensor"]
+
+
+def one_step(kind, state_dict, params):
+    """Load a state dict into an optimizer and train; give the parameters, or None for what cannot."""
+    zero = kind(params)
+    try:
+        zero.load_state_dict(copy.deepcopy(state_dict))
+        params[0].grad = torch.ones_like(params[0])
+        zero.step()
+    except Exception as error:
+        return type(error), params
+    return None, params
+
+
+def loads_other_classes():
+    """Load the state of each class into each, plain and sharded; give the pairs that go differently."""
+    wrong = []
+    for (one, (before, options)), (other, (after, theirs)) in product(CLASSES.items(), repeat=2):
+        weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+        plain = before([weight], **options)
+        weight.grad = torch.ones_like(weight)
+        plain.step()
+
+        def sharded(params, after=after, theirs=theirs):
+            return ZeroRedundancyOptimizer(params, after, **theirs)
+
+        def unsharded(params, after=after, theirs=theirs):
+            return after(params, **theirs)
+
+        start = weight.detach().clone()
+        failed, [want] = one_step(unsharded, plain.state_dict(), [nn.Parameter(start.clone())])
+        refused, [got] = one_step(sharded, plain.state_dict(), [nn.Parameter(start.clone())])
+        fits = refused is None and torch.allclose(got, want) if failed is None else refused
+        if not (fits is True or (fits is ValueError and got.equal(start))):
+            wrong.append((one, other, failed, refused))
+    return wrong
+
+
+def loads_a_folder_of_another_class(folder):
+    model = Layers()
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
+    train(model, zero, range(2))
+    save_sharded(folder / "one", model, zero)
+    other = Layers(1)
+    mine = ZeroRedundancyOptimizer(other.parameters(), optim.NAdam)
+    train(other, mine, range(1))
+    before = values(other), full_state_dict(mine, None)
+    said = caught_error(lambda: load_sharded(folder / "one", other, mine))
+    after = full_state_dict(mine, None)["state"]
+    same = [
+        torch.equal(v, after[i][k]) for i, s in before[1]["state"].items() for k, v in s.items()
+    ]
+    return said, torch.equal(before[0], values(other)) and all(same)
+
+
+def test_state_of_another_class_trains_as_torch_does_or_changes_nothing(folder):
+    assert run(2, loads_other_classes) == [[], []]
+    for (kind, text), unchanged in run(2, loads_a_folder_of_another_class, folder):
+        assert kind == "ValueError" and "no 'momentum_decay'" in text and unchanged
+
+
+def saves_what_is_trained(folder, master, frozen):
+    """Save a model of which a layer never has a gradient, in folders and by torch."""
+    model = Layers().to(torch.bfloat16 if master else torch.float64)
+    model.still.requires_grad_(not frozen)
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), optim.AdamW, master_dtype=master, state_dict_type="sharded"
+    )
+    for p in (*model.first.parameters(), *model.last.parameters()):
+        p.grad = torch.ones_like(p)
+    zero.step()
+    save_sharded(folder / "ours", model, zero)
+    dcp.save({"zero": zero.state_dict()}, checkpoint_id=folder / "dcp")
+
+
+def loads_what_was_trained(folder, master, frozen):
+    found = []
+    for way in ("ours", "dcp"):
+        model = Layers(1).to(torch.bfloat16 if master else torch.float64)
+        model.still.requires_grad_(not frozen)
+        zero = ZeroRedundancyOptimizer(
+            model.parameters(), optim.AdamW, master_dtype=master, state_dict_type="sharded"
+        )
+        if way == "ours":
+            load_sharded(folder / way, model, zero)
+        elif frozen:  # of a layer that could be trained torch wants state
+            state = {"zero": zero.state_dict()}
+            dcp.load(state, checkpoint_id=folder / way)
+            zero.load_state_dict(state["zero"])
+        else:
+            continue
+        found.append(sorted(steps_of(zero)))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_a_layer_without_gradients_has_no_state(folder, sizes):
+    for i, (master, frozen) in enumerate(product((None, torch.float32), (False, True))):
+        case = folder / str(i)
+        case.mkdir(parents=True)
+        run(sizes[0], saves_what_is_trained, case, master, frozen)
+        for found in run(sizes[1], loads_what_was_trained, case, master, frozen):
+            assert found == [[0, 1, 4, 5]] * (2 if frozen else 1), (master, frozen)
 
 
 def gathers_to(receivers):

@@ -188,6 +188,8 @@ def reshard(
     request = ReshardRequest(process_group, shard, bucket_cap_mb)
     if same and isinstance(getattr(optimizer, "driver", None), LeftGroup):
         optimizer.wait_for_driver()  # raises: the ranks that it has left do not call
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.sharded_state.follow_layouts()
     with agreeing(ranks, "reshard", lambda: describe_request(optimizer, request)):
         check_free(optimizer)
         change = Resharding(optimizer, request, ranks)

@@ -239,8 +239,6 @@ def _load_boxes(folder: Any, into: dict[str, Any], group: Group) -> None:
 
 def _make_room(folder: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> SavedOptimizer:
     """Make room for an optimizer's state; `ValueError` if the optimizer cannot have it."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.wait_for_driver()
     reader = FolderReader(folder)
     planner = PlainPlanner()
     table = reader.read_metadata()
@@ -298,6 +296,9 @@ def load_sharded(
     with agreeing(group, "load_sharded", lambda: [f"folder={folder}"]):
         check_available()
         extra.append(check_folder(folder, (group.group_rank, group.size)).get("extra"))
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.wait_for_driver()
+        optimizer.sharded_state.follow_layouts()  # before what is read is put where state lies
     with agreeing(group, f"making room for {folder}"):  # all of it has been checked
         whole |= _model_state(model)
         found.append(_make_room(folder, model, optimizer))

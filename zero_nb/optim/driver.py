@@ -123,8 +123,8 @@ class AfterBackward:
         optimizer = self.optimizer
         local = optimizer.local
         why = "for parameters that were frozen, unfrozen or moved"
-        shards = [shard for shard in optimizer.shards if not shard.alone]
-        shards = [optimizer.replan([s], why) if s.changed() else s for s in shards]
+        shards = [optimizer.replan([s], why) if s.changed() else s for s in [*optimizer.shards]]
+        shards = [shard for shard in shards if not shard.alone]
         first = optimizer.is_first_step
         monitor = optimizer.monitor
         stepping = False

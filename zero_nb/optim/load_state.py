@@ -31,8 +31,8 @@ from ..plan.bucket import EvenCuts, Place, Slot
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['cut_values', 'cut_for_pieces', 'deal_to_pieces', 'split_state_dict', 'give_state', 'snapshot', 'frozen_place',
-           'frozen_span', 'freeze_state']
+__all__ = ['cut_values', 'laid_out_as', 'cut_for_pieces', 'deal_to_pieces', 'split_state_dict', 'give_state', 'snapshot',
+           'frozen_place', 'place_on_one_rank', 'frozen_span', 'freeze_state']
 
 # %% ../../nbs/optim/14_load_state.ipynb #8abd191e
 def cut_values(
@@ -44,7 +44,7 @@ def cut_values(
     taken: bool = False,  # nobody else has shards among them
 ) -> dict[str, Any]:
     """Take the state of a span out of the whole parameter's: what there is of each element as views,
-    all else as copies, but for what is taken.
+    all else as copies, but for what is taken. Of a whole parameter it is laid out as the parameter.
 
     Raises `ValueError` if a value has another shape than the parameter."""
     out = {}
@@ -55,12 +55,23 @@ def cut_values(
                 f"state {key!r} of parameter {span.param} has shape {tuple(value.shape)}, the parameter"
                 f" has {tuple(param.shape)}; load a state dict of the same model"
             )
+        one = whole and taken  # pieces of a parameter that is cut share a value, as `step`
         if rows and not whole and value.shape == param.shape:
             out[key] = _elements(value, span, param)
-        else:
-            one = whole and taken  # pieces of a parameter that is cut share a value, as `step`
-            out[key] = value.whole(not one) if isinstance(value, TensorShard) else deepcopy(value)
+            continue
+        own = value.whole(not one) if isinstance(value, TensorShard) else value
+        own = laid_out_as(own, param)
+        out[key] = deepcopy(value) if own is value else own
     return out
+
+
+def laid_out_as(value: Any, param: Tensor) -> Any:
+    """Lay a value out as its parameter, if it has the same shape; else, and where it lies so, give
+    it back. Torch's fused kernels read both in the order of memory, whatever their strides."""
+    if type(value) is not Tensor or value.shape != param.shape or value.stride() == param.stride():
+        return value
+    made = torch.empty_like(param, dtype=value.dtype, device=value.device, requires_grad=False)
+    return made.copy_(value.detach())
 
 
 def _elements(value: Tensor, span: Span, param: Tensor) -> Tensor:  # 1-D view
@@ -233,14 +244,22 @@ def snapshot(local: LocalOptimizers, shards: Sequence[Shard]) -> Callable[[], No
 # %% ../../nbs/optim/14_load_state.ipynb #c26f0548
 def frozen_place(shard: Shard, index: int) -> list[Place]:  # none if all ranks keep all: no element
     """Tell which ranks keep the state of a parameter that no rank steps."""
-    place = index - shard.first
-    numel = shard.params[place].numel()
+    one = place_on_one_rank(shard, index)
+    numel = one.slot.numel
+    size = shard.group.size
+    if shard.merges[one.slot.param]:
+        one = Place(one.slot, EvenCuts(-(-numel // size), numel, size))
+    return [one] if numel else []
+
+
+def place_on_one_rank(shard: Shard, index: int) -> Place:  # a different one for the next parameter
+    """Give a place for all of a parameter's state."""
+    numel = shard.params[index - shard.first].numel()
     size = shard.group.size
     keeper = index % size
-    bounds: Sequence[int] = [0] * (keeper + 1) + [numel] * (size - keeper)
-    if shard.merges[place]:
-        bounds = EvenCuts(-(-numel // size), numel, size)
-    return [Place(Slot(place, 0, numel, 0), bounds)] if numel else []
+    return Place(
+        Slot(index - shard.first, 0, numel, 0), [0] * (keeper + 1) + [numel] * (size - keeper)
+    )
 
 
 def frozen_span(

@@ -323,6 +323,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         """Load the state dict of an unsharded optimizer, or of this one at any world size; all
         ranks call this with the same one."""
         self.wait_for_driver()
+        self.sharded_state.follow_layouts()
         load: StateLoad | None = None
         before = (self.param_groups, self._consolidated, self._history)
 

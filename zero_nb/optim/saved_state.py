@@ -18,7 +18,7 @@ from ..comm.objects import broadcast_object_list, dump, load
 from ..comm.payloads import byte_device, gather_bytes
 from .state import ShardedState
 from .state_entry import CommonState, split_common
-from .state_forms import Forms, OwnState, describe_saved, drop_unstepped
+from .state_forms import Forms, OwnState, describe_saved
 from zero_nb.optim.state_runs import (
     MemoryTarget,
     Values,
@@ -121,7 +121,6 @@ def describe_whole(
     group = state.groups[0]
     root = list[int]()
     own, forms = describe_saved(state, what, lambda: root.append(check()), fresh)
-    drop_unstepped(group, own, forms, byte_device(group, own.params[0].device))
     objects, common = _gather_objects(group, own, forms, *root)
     return WholeState(own, forms, values_of(forms, own.params), objects, common)
 

@@ -43,9 +43,11 @@ def storage_snapshot(
     params: Iterable[Tensor],
     grads: bool = False,  # a parameter that is frozen and has a gradient counts as trained, as for `torch.optim`
 ) -> list[Any]:
-    """Note what a plan and its buckets depend on and a user may change: where parameters are, and which are frozen."""
+    """Note what a plan and its buckets depend on and a user may change: where parameters are, in
+    which order of memory, and which are frozen."""
     return [
-        p.data_ptr() if p.requires_grad or (grads and p.grad is not None) else None for p in params
+        (p.data_ptr() if p.requires_grad or (grads and p.grad is not None) else None, p.stride())
+        for p in params
     ]
 
 # %% ../../nbs/optim/04_shard.ipynb #a7c94f66
@@ -79,6 +81,7 @@ class Shard:
         self.groups = groups
         self.borrows = borrows
         self.alone = borrows and group.size == 1 and not as_views and master_dtype is None
+        self.strides = [p.stride() for p in params]  # in whose order the state lies
         if not self.alone:  # a plan that cannot be made is an error before anything has moved
             self.plan = plan()
 
@@ -112,8 +115,20 @@ class Shard:
         ]
 
     def changed(self) -> bool:
-        """Tell whether the user has frozen, unfrozen or moved parameters since the buckets were made."""
-        return not self.alone and self.snapshot != storage_snapshot(self.params, self.borrows)
+        """Tell whether the user has frozen, unfrozen, moved or laid out parameters otherwise since the
+        buckets were made."""
+        if self.alone:  # only state that lies otherwise than its parameter must move
+            return self.strides != [p.stride() for p in self.params]
+        return self.snapshot != storage_snapshot(self.params, self.borrows)
+
+    def relaid(self) -> dict[int, tuple[int, ...]]:  # by index in the optimizer: strides before
+        """List the parameters whose memory format the user has changed since their state was laid out."""
+        pairs = enumerate(zip(self.strides, self.params, strict=True), self.first)
+        return {i: strides for i, (strides, p) in pairs if strides != p.stride()}
+
+    def note_strides(self) -> None:
+        """Note that the state lies as the parameters do now."""
+        self.strides = [p.stride() for p in self.params]
 
     def let_go(self) -> None:
         """Give up pieces and buckets; the parameters keep what is in them."""

@@ -5,7 +5,7 @@
 # %% ../../nbs/optim/16_state.ipynb #a3dce1dc
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,14 @@ from zero_nb.optim.load_state import (
 from .local_optimizers import LocalOptimizers, describe_plan, make_shard
 from .shard import Shard, release_step_memory
 from .state_entry import CommonState, StateEntry, read_common, split_common
-from .state_exchange import casts_of, exchange_state, prepare_sends
+from zero_nb.optim.state_exchange import (
+    casts_of,
+    exchange_state,
+    prepare_sends,
+    reorder_rows,
+    reordered,
+    write_row,
+)
 from zero_nb.optim.state_plan import (
     FrozenState,
     StatePlan,
@@ -36,8 +43,10 @@ from zero_nb.optim.state_plan import (
     read_entries,
     stepped_by,
 )
+from ..plan.bucket import Place
 from ..plan.bucket_plan import BucketPlan
 from ..plan.moves import moves_of
+from ..plan.shards import Span
 
 # %% auto #0
 __all__ = ['uneven_error', 'count_state', 'check_complete', 'end_groups', 'mark_plans_agreed', 'replace_shards', 'ShardedState',
@@ -147,6 +156,51 @@ class ShardedState:
         """Replace the state of frozen parameters."""
         self.frozen = frozen
 
+    def follow_layouts(self) -> None:
+        """Put the state into the order in which its parameters lie in memory, after the user has
+        changed their memory format; all ranks call this.
+
+        Raises on all ranks: `ValueError` if they have changed it differently."""
+        for shard in self.shards:
+            strides = shard.relaid()
+            if not strides:
+                continue
+            self._reorder(shard, strides)
+            shard.note_strides()
+
+    def _reorder(self, shard: Shard, strides: Mapping[int, Sequence[int]]) -> None:
+        group = self.groups[0]
+        params = params_of(self.shards)
+        device = byte_device(group, params[0].device)
+        entries = list[StateEntry]()
+        why = "for parameters whose memory format has changed"
+        with agreeing(
+            self.groups,
+            f"laying out the state {why}",
+            lambda: [f"parameter {i}: {old} to {params[i].stride()}" for i, old in strides.items()],
+        ):
+            for entry in read_entries(self.local, [shard], self.frozen):
+                entries += [part for part in entry.split() if part.spans[0].param in strides]
+        counts = count_state(group, params, entries, device)
+        if group.backend(device) == "fake":  # of simulated ranks nothing comes
+            return
+        with agreeing(self.groups, f"looking for all parts of the state {why}"):
+            check_complete(counts, params, entries)
+        plan = self.plan()
+        places = dict[int, Sequence[Place]]()  # of what lies in several parts
+        for span in [Span(i, 0, params[i].numel()) for i in strides]:
+            if len([*plan.owners_of(span)]) > 1:
+                places[span.param] = plan.places_of(span)
+        rows = [entry for entry in entries if not entry.whole]  # what is whole has its own strides
+        try:
+            for row in [row for row in rows if row.spans[0].param not in places]:
+                write_row(row, [reordered(row, shard, strides)])
+            rows = [row for row in rows if row.spans[0].param in places]
+            reorder_rows(group, rows, shard, places, strides, device)
+        except Exception as error:
+            end_groups(self.groups, error)
+            raise
+
     def plan(self) -> StatePlan:
         """Tell which rank holds what; equal on all ranks."""
         return StatePlan(self.groups[0].size, tuple(self.shards), self.frozen.places)
@@ -167,6 +221,7 @@ class ShardedState:
         plan: Callable[[], BucketPlan] | None,  # None: as `make_shard` plans
     ) -> Shard:
         """Make one shard of several, by a new plan, and move their state to its new owners."""
+        self.follow_layouts()
         local = self.local
         group = self.groups[0]
         entries = list[StateEntry]()

@@ -16,18 +16,21 @@ from torch import Tensor
 
 from ..comm.groups import Group
 from ..comm.payloads import exchange_bytes
-from .load_state import cut_values
+from .flat import flatten_like
+from .load_state import cut_values, laid_out_as, place_on_one_rank
 from .pieces import Piece
 from .shard import Shard
 from .state_entry import MASTER, StateEntry, is_row, own_value
 from .state_message import pack_entries, unpack_entries
-from .state_plan import stepped_by
-from ..plan.moves import Move, RankMoves
+from .state_plan import StatePlan, stepped_by
+from ..plan.bucket import Place
+from ..plan.moves import Move, RankMoves, moves_of
 from ..plan.shards import Span
 from ..plan.specs import ParamTable
 
 # %% auto #0
-__all__ = ['Outgoing', 'ROUND', 'Cast', 'casts_of', 'prepare_sends', 'assemble', 'exchange_state', 'exchange_frozen']
+__all__ = ['Outgoing', 'ROUND', 'Cast', 'casts_of', 'prepare_sends', 'assemble', 'exchange_state', 'exchange_frozen', 'reordered',
+           'reorder_rows', 'write_row']
 
 # %% ../../nbs/optim/15_state_exchange.ipynb #6d2dbe52
 class Cast(NamedTuple):
@@ -180,7 +183,7 @@ def assemble(
         # `check_complete` has looked before
         return {}
     if entries[0].whole:
-        return entries[0].values
+        return {key: laid_out_as(value, param) for key, value in entries[0].values.items()}
     values = dict[str, Any]()
     for key, value in entries[0].values.items():
         if not is_row(value):
@@ -240,3 +243,61 @@ def exchange_frozen(
         joined = {k: torch.cat(v) if is_row(v[0]) else v[0] for k, v in values.items()}
         kept.append(StateEntry([span], False, joined))
     return kept
+
+# %% ../../nbs/optim/15_state_exchange.ipynb #5b70c1e1
+def reordered(
+    row: StateEntry,  # of all elements of a parameter
+    shard: Shard,
+    strides: Mapping[int, Sequence[int]],  # in whose order they lie, by index in the optimizer
+) -> StateEntry:
+    """Bring a row into the order in which its parameter lies in memory now."""
+    [span] = row.spans
+    param = shard.params[span.param - shard.first]
+    values = dict(row.values)
+    for key, value in row.values.items():
+        if is_row(value):
+            before = value.as_strided(param.shape, strides[span.param], value.storage_offset())
+            values[key] = flatten_like(before, param)
+    return StateEntry([span], False, values)
+
+
+def reorder_rows(
+    group: Group,  # ranks that share the state; all call this
+    rows: Sequence[StateEntry],  # of one span each; views of this rank's memory, which is written
+    shard: Shard,
+    # where the state of these parameters lies; each in several parts
+    places: Mapping[int, Sequence[Place]],
+    strides: Mapping[int, Sequence[int]],  # in whose order it lies, by index in the optimizer
+    device: torch.device,  # where bytes travel
+) -> None:
+    """Bring rows into the order in which their parameters lie in memory now."""
+    me = group.group_rank
+    before = StatePlan(group.size, (), places)
+    gathered = StatePlan(group.size, (), {i: [place_on_one_rank(shard, i)] for i in places})
+    there = moves_of(me, before, gathered)
+    back = moves_of(me, gathered, before)
+    whole = [
+        reordered(entry, shard, strides)
+        for entry in exchange_frozen(group, rows, shard, there, device)
+    ]
+    leaving: list[tuple[int, Callable[[], StateEntry]]] = [
+        (move.destination, partial(_cut_entry, entry, shard, move.span))
+        for entry in whole
+        for move in back.sends.get(entry.spans[0], ())
+    ]
+    sources = {move.source for coming in back.receives.values() for move in coming}
+    found = _exchange_entries(group, leaving, sources, device)
+    for row in rows:
+        write_row(row, found.get(row.spans[0].param, ()))
+
+
+def write_row(row: StateEntry, parts: Iterable[StateEntry]) -> None:
+    """Write parts of a parameter's state into the memory of a row."""
+    [span] = row.spans
+    for part in parts:
+        [own] = part.spans
+        where = slice(own.start - span.start, own.stop - span.start)
+        if span.start <= own.start and own.stop <= span.stop:
+            for key, value in part.values.items():
+                if is_row(value):
+                    row.values[key][where].copy_(value)

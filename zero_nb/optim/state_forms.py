@@ -16,7 +16,7 @@ from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..comm.objects import broadcast_object_list, gather_object
 from ..comm.payloads import byte_device
-from .flat import flatten
+from .flat import flatten, flatten_like
 from .local_optimizers import LocalOptimizers
 from .pieces import Piece, refreshed
 from .shard import Shard
@@ -25,8 +25,7 @@ from .state_entry import MASTER, CommonState, StateEntry, is_row, read_common
 from .state_plan import params_of, read_entries
 
 # %% auto #0
-__all__ = ['Forms', 'ValueForm', 'is_without_gaps', 'form_of', 'OwnState', 'state_to_come', 'keys_to_come', 'drop_unstepped',
-           'describe_saved']
+__all__ = ['Forms', 'ValueForm', 'is_without_gaps', 'form_of', 'OwnState', 'state_to_come', 'keys_to_come', 'describe_saved']
 
 # %% ../../nbs/optim/17_state_forms.ipynb #5a7e0007
 class ValueForm(NamedTuple):
@@ -118,15 +117,18 @@ class OwnState:
         row = flatten(value.detach() if is_without_gaps(value) else value.detach().contiguous())
         if key != MASTER:
             return row[start - first : stop - first] if is_row(value) else row
-        param = flatten(self.params[index].detach())[start:stop]
-        return refreshed(row[start - first : stop - first], param)
+        param = self.params[index].detach()
+        ordered = flatten_like(param, value) if entry.whole else flatten(param)
+        return refreshed(row[start - first : stop - first], ordered[start:stop])
 
     def updates(self, index: int) -> bool:
         """Tell whether master copies that are here say more than their parameter does."""
         for entry in self.by_param.get(index, ()):
             [(_, start, stop)] = entry.spans
             copy = self.read(index, MASTER, start, stop)
-            if not copy.equal(flatten(self.params[index].detach())[start:stop].to(copy.dtype)):
+            param = self.params[index].detach()
+            ordered = flatten_like(param, entry.values[MASTER]) if entry.whole else flatten(param)
+            if not copy.equal(ordered[start:stop].to(copy.dtype)):
                 return True
         return False
 
@@ -152,6 +154,10 @@ def _count_from_start(kind: type, group: dict[str, Any], values: dict[str, Any])
             values[key].fill_(start)
 
 
+def _is_trained(piece: Piece) -> bool:  # a class of torch skips what has no gradient
+    return any(p.requires_grad or p.grad is not None for p in piece.params)
+
+
 def state_to_come(local: LocalOptimizers, shards: Iterable[Shard]) -> list[StateEntry]:
     """Give the rows from which the first step of this rank's pieces would start, in memory of their
     own: optimizers of the same classes step stand-ins, one after the other."""
@@ -159,7 +165,7 @@ def state_to_come(local: LocalOptimizers, shards: Iterable[Shard]) -> list[State
     entries = list[StateEntry]()
     for kind, optim in local.by_class.items():
         for group in optim.param_groups:
-            for piece in [pieces[id(view)] for view in group["params"]]:
+            for piece in filter(_is_trained, [pieces[id(view)] for view in group["params"]]):
                 made = _stand_in(piece)
                 other = kind([{**group, "params": [made]}], **local.settings.options(kind))
                 other.step()
@@ -229,7 +235,7 @@ def _merge_forms(group: Group, forms: Forms, device: torch.device) -> Forms:
     return _forms_in(together[0])
 
 
-def drop_unstepped(group: Group, own: OwnState, forms: Forms, device: torch.device) -> None:
+def _drop_unstepped(group: Group, own: OwnState, forms: Forms, device: torch.device) -> None:
     """Leave out master copies that say no more than their parameter, which was never stepped."""
     masters = [index for index, form in forms.items() if [f.key for f in form] == [MASTER]]
     if not masters:
@@ -251,6 +257,7 @@ def describe_saved(
 
     Raises on all ranks: what `check` raises, `TypeError` or `ValueError` for values that cannot be saved,
     `RuntimeError` if there are parts of a state only."""
+    state.follow_layouts()
     group = state.groups[0]
     params = params_of(state.shards)
     device = byte_device(group, params[0].device)
@@ -274,4 +281,5 @@ def describe_saved(
         if not simulated:
             check_complete(counts, params, own.entries())
             own.check(forms)
+    _drop_unstepped(group, own, forms, device)
     return own, forms
