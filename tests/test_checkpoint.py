@@ -446,7 +446,11 @@ def test_a_shard_is_copied_pickled_and_moved_with_its_runs_only():
         ValueError, match="of 35 elements this rank has 8; save a state dict of type"
     ):
         torch.save({"state": [shard]}, io.BytesIO())
-    torch.save(TensorShard.of(memory), io.BytesIO())
+    buffer = io.BytesIO()
+    torch.save(TensorShard.of(memory.t()), buffer)  # whole: a plain tensor
+    buffer.seek(0)
+    loaded = torch.load(buffer)
+    assert type(loaded) is torch.Tensor and loaded.equal(memory.t())
 
 
 @settings(deadline=None)
