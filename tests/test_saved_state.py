@@ -185,6 +185,20 @@ def test_state_of_another_class_trains_as_torch_does_or_changes_nothing(folder):
         assert kind == "ValueError" and "no 'momentum_decay'" in text and unchanged
 
 
+def asks_on_one_rank_only():
+    model = Layers()
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, state_dict_type="full")
+    train(model, zero, range(1))
+    if dist.get_rank() == 0:
+        return caught_error(zero.state_dict)
+    return caught_error(model.zero_grad)
+
+
+def test_a_full_state_dict_on_one_rank_only_is_named_as_the_call_it_is():
+    (kind, text), _ = run(2, asks_on_one_rank_only, group_timeout=2)
+    assert kind == "RuntimeError" and "state_dict() of type 'full', which all ranks must" in text
+
+
 def saves_what_is_trained(folder, master, frozen):
     """Save a model of which a layer never has a gradient, in folders and by torch."""
     model = Layers().to(torch.bfloat16 if master else torch.float64)

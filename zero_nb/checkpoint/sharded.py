@@ -288,7 +288,7 @@ def load_sharded(
 
     On several machines, and on GPUs, each rank reads the parameters that it owns, and an all-gather brings the others.
     Raises on all ranks, before anything is loaded: `ValueError` if the checkpoint is damaged, not complete, or does not
-    fit. Source: `torch.distributed.checkpoint.load`."""
+    fit. A hook before `load_state_dict` sees numbers in their place. Source: `torch.distributed.checkpoint.load`."""
     group = Group(process_group)
     extra = list[Any]()
     found = list[SavedOptimizer]()

@@ -254,9 +254,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         Raises `RuntimeError` with `state_dict_type="sharded"`."""
         self._consolidate(torch_interface.find_receiver(self.state_dict_type, to, self.group))
 
-    def _consolidate(self, to: int | None) -> None:
+    def _consolidate(self, to: int | None, what: str = "consolidate_state_dict") -> None:
         self.wait_for_driver()
-        self._consolidated = self._consolidated.add(gather_state(self.sharded_state, to), to)
+        self._consolidated = self._consolidated.add(gather_state(self.sharded_state, to, what), to)
 
     @property
     def state_dict_type(self) -> str:
@@ -306,7 +306,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         kind = "full" if whole and self.state_dict_type == "sharded" else self.state_dict_type
         fresh = not self._history.has_state
         if kind == "full" and not fresh and not self._consolidated.everywhere:
-            self._consolidate(None)
+            self._consolidate(None, torch_interface.ALL_CALL)
         found = self._consolidated.state_dict
         if kind == "sharded":
             found = shard_state(self.sharded_state, fresh)

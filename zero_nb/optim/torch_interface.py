@@ -20,7 +20,7 @@ from ..comm.subgroups import TwoLevel, two_level
 from .saved_state import check_destination
 
 # %% auto #0
-__all__ = ['STATE_DICT_TYPES', 'without_state_dict_hooks', 'call_hooks', 'StepWithoutData', 'find_groups', 'History',
+__all__ = ['STATE_DICT_TYPES', 'ALL_CALL', 'without_state_dict_hooks', 'call_hooks', 'StepWithoutData', 'find_groups', 'History',
            'Consolidated', 'Giving', 'known_type', 'find_receiver', 'check_not_overlapped', 'copy_state_dict',
            'describe_keys', 'describe_missing', 'asked_by_dcp', 'laid_out_by_rows', 'StateByClass']
 
@@ -87,6 +87,10 @@ def find_groups(process_group: Any) -> Sequence[Group]:
 
 # %% ../../nbs/optim/23_torch_interface.ipynb #70b85bcd
 STATE_DICT_TYPES = ("consolidated", "full", "sharded")
+ALL_CALL = (
+    "state_dict() of type 'full', which all ranks must call (with the Trainer of transformers,"
+    " consolidate_before_save() lets them); it calls consolidate_state_dict"
+)  # where a rank waits for the others
 
 
 class History(NamedTuple):
