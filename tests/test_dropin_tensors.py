@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from common import largest_gap
+from common import largest_gap, run_each
 from common.devices import GPU, cuda
 from common.dropin import agree, batches, flat, network
 from torch import nn
@@ -307,3 +307,34 @@ def test_the_keys_that_loading_asks_for_are_those_that_torch_keeps(name):
         elements = {k for k, v in state.items() if v.shape == p.shape}
         assert elements == {*ELEMENTS[name], *([key] if key else [])}
         assert state.keys() - elements == {*COUNTS[name]}
+
+
+def stepped_by(make, turned):
+    """Step a matrix and an image's weights on gradients that lie otherwise than they do."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (6, 4, 3, 3))]
+    optimizer = make(params)
+    for _ in range(3):
+        for p in params:
+            gradient = torch.randn(p.shape[::-1]).permute(*reversed(range(p.dim())))
+            p.grad = gradient if turned else gradient.contiguous()
+        optimizer.step()
+    return flat(params)
+
+
+def turned_gradients(kind, shard, bucket_cap_mb):
+    make = functools.partial(
+        ZeroRedundancyOptimizer, optimizer_class=kind, shard=shard, bucket_cap_mb=bucket_cap_mb
+    )
+    return [float((stepped_by(make, t) - stepped_by(kind, False)).abs().max()) for t in (0, 1)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_may_lie_otherwise_than_their_parameters(size):
+    kinds = (AdamW, torch.optim.Adagrad, torch.optim.SGD)
+    cases = [
+        (kind, shard, cap) for kind in kinds for shard in ("auto", "greedy") for cap in (1, 1e-4)
+    ]
+    found = run_each(size, turned_gradients, {case: case for case in cases})
+    for case, ranks in found.items():
+        assert all(gap < 1e-6 for rank in ranks for gap in rank), (case, ranks)

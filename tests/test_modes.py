@@ -196,8 +196,7 @@ class Unsharded:
                     p.copy_(master)
 
     def zero_grad(self, set_to_none=True):
-        for p in self.params:
-            p.grad = None
+        SGD(self.params).zero_grad(set_to_none)
 
     def states(self):
         """Give each parameter's state, in the order of the groups."""
@@ -494,7 +493,6 @@ class Training:
         self.module = feature.build()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
         self.handle: Any = None
-        self.leaves_gradients = mode is None or mode.attaches is None or "hook" in mode.options
         if mode is None:
             self.call: Any = DDP(self.module, process_group=group, **feature.ddp)
             self.optimizer: Any = Unsharded(feature.groups(self.module), feature.masters)
@@ -540,8 +538,7 @@ class Training:
             self.step()
         for scheduler in self.schedulers:
             scheduler.step()
-        # a gradient that is zero is stepped, and one that is None is not
-        to_none = self.leaves_gradients or step % 2 == 0
+        to_none = step % 2 == 0  # a gradient that is zero is stepped, and one that is None is not
         self.optimizer.zero_grad(set_to_none=to_none)
         if to_none:
             assert all(p.grad is None for p in self.module.parameters()), "a gradient is left"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -29,7 +29,7 @@ from ..plan.specs import ParamSpec, ParamTable
 from .trial import find_trouble
 
 # %% auto #0
-__all__ = ['make_shard', 'LocalOptimizers', 'describe_plan', 'check_classes', 'take_groups']
+__all__ = ['make_shard', 'lay_out_gradients', 'LocalOptimizers', 'describe_plan', 'check_classes', 'take_groups']
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #2d9d8972
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
@@ -132,6 +132,16 @@ def _local_group(
     return local
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #15fad17b
+def lay_out_gradients(params: Iterable[Tensor]) -> None:
+    """Lay gradients out as what is stepped with them, where a user has set others: torch's fused
+    kernels read both in the order of memory, whatever their strides."""
+    for p in params:
+        grad = p.grad
+        if grad is not None and grad.stride() != p.stride():
+            made = torch.empty_like(p, dtype=grad.dtype, requires_grad=False)
+            p.grad = made.copy_(grad.detach())
+
+
 @dataclass(eq=False)
 class LocalOptimizers:
     """The torch optimizers of this rank, by class; they step this rank's pieces."""
@@ -199,6 +209,9 @@ class LocalOptimizers:
 
     def step(self, **kwargs: Any) -> Any:  # what the first optimizer returns
         """Step what has a gradient."""
+        for group in self.groups():
+            if group.get("fused"):
+                lay_out_gradients(group["params"])
         returned = [optim.step(**kwargs) for optim in self.by_class.values()]
         return returned[0]
 

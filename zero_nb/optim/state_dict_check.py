@@ -177,7 +177,7 @@ def _split_state(
 
 def _with_filled(rule: Rule, theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     _, filled = _class_options(rule.optimizer_class)
-    return {k: v for k, v in filled.items() if k in ours} | theirs
+    return theirs | {k: v for k, v in filled.items() if k in ours and k not in theirs}
 
 
 def read_state(
