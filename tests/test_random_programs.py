@@ -57,6 +57,7 @@ def drawn(seed):
         iterations.append(
             {
                 "to_none": draw.random() < 0.5,
+                "leaves": draw.random() < 0.5,  # `no_sync` after forward, before backward
                 "forwards": 0 if unused else draw.choice((0, 0, 1)),  # without a backward
                 "dropped": dropped,  # backwards in `no_sync` whose gradients are cleared
                 "uses": [not unused or draw.random() < 0.5 for _ in range(dropped + kept + 1)],
@@ -88,7 +89,11 @@ def performed(mode, program):
         *adding, (batch, use) = zip(batches, what["uses"], strict=True)
         for i, (x, used) in enumerate(adding):
             with no_sync():
-                model(x, used).square().mean().backward()
+                loss = model(x, used).square().mean()
+                if not what["leaves"]:
+                    loss.backward()
+            if what["leaves"]:
+                loss.backward()
             if i + 1 == what["dropped"]:
                 optimizer.zero_grad()
         model(batch, use).square().mean().backward()

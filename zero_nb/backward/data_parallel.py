@@ -114,6 +114,7 @@ class DataParallel(InBackward, _Joinable):
     observers: tuple[StepObserver, ...] = ()  # blocks of join/15_join, the innermost one last
     arriving: ArrivingParameters | None = None  # with `hidden`: after the last step
     stepped = False  # since the last call of `step`
+    averages = True  # the last forward was not in `no_sync`
 
     def __init__(self, module: nn.Module, optimizer: Any, options: DataParallelOptions):
         _check_on_all_ranks(module, optimizer, options)
@@ -145,6 +146,7 @@ class DataParallel(InBackward, _Joinable):
         averages = torch.is_grad_enabled() and self.reducer.require_sync
         joined = in_torchs_join(self) or in_torchs_join(self.optimizer)
         if torch.is_grad_enabled():
+            self.averages = averages
             self.engine.markers.remove()  # the next backward adds to what is there
         if averages:
             self.watch.check_last_backward(self.reducer.backward is not None)
@@ -212,7 +214,7 @@ class DataParallel(InBackward, _Joinable):
             self.engine.wait()  # a caller may read state
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let gradients add up on each rank; the first backward after the block averages what has come together."""
+        """Let gradients of forwards in the block add up on each rank; a later backward averages what came together."""
         return self.reducer.no_sync()
 
     def leave(self) -> None:
@@ -250,9 +252,7 @@ class DataParallel(InBackward, _Joinable):
         """Give the hook with which torch's `Join` lets a rank without data go on."""
         return self.torch_join.checked(**kwargs)
 
-    join_device = property(
-        lambda self: self.optimizer.join_device, doc="Where `Join` counts ranks."
-    )
+    join_device = property(lambda self: self.optimizer.join_device, doc="Where `Join` counts.")
     join_process_group = property(lambda self: self.torch_join.process_group)
 
 # %% ../../nbs/backward/16_data_parallel.ipynb #c9a6589e

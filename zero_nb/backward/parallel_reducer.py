@@ -62,7 +62,7 @@ class ParallelReducer:
 
     def watch(self) -> None:
         """Note that backward begins, with the gradient of the module's output."""
-        if not self.require_sync or self.backward is not None:
+        if not (self.require_sync and self.handle.averages) or self.backward is not None:
             return
         if on_backward_end(self._end_of_backward, self.groups):
             self.listeners.come_last()
@@ -73,7 +73,7 @@ class ParallelReducer:
     def on_gradient(reducer: ref[ParallelReducer], index: int, param: Tensor) -> None:
         """Note a gradient, and send the buckets that it fills."""
         self = reducer()
-        if self is None or not self.require_sync:
+        if self is None or not (self.require_sync and self.handle.averages):
             return
         creates_graph = torch.is_grad_enabled()
         stream = self.engine.stream
