@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import take_way
+from common.sampling import resting
 from common.starter import Starter
 
 from zero_nb.comm import launch
@@ -42,9 +43,16 @@ if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def pytest_collection_modifyitems(items):
-    """Begin with files of few tests that take long, and go on with those of many: no worker of
+def pytest_collection_modifyitems(config, items):
+    """Of the whole suite, leave out the cases whose turn it is not, unless `ZERO_NB_ALL` is set.
+
+    Begin with files of few tests that take long, and go on with those of many: no worker of
     pytest-xdist is left with a long file when the others have nothing to do."""
+    whole = config.args == config.getini("testpaths") and not config.option.keyword
+    if whole and not os.environ.get("ZERO_NB_ALL"):
+        late = resting(items)
+        config.hook.pytest_deselected(items=late)
+        items[:] = [item for item in items if item not in late]
     tests = Counter(item.path for item in items)
     long = {f"test_{name}" for name in LONG}
     items.sort(key=lambda item: (item.path.stem not in long, -tests[item.path]))

@@ -96,6 +96,7 @@ def planned_state(model, view, n):
     return max(map(of, range(n))), len(buckets)
 
 
+@pytest.mark.turns(3)
 def test_state_is_what_the_plan_says(world):
     n, found = world
     for name, model in models(quick=True).items():
@@ -151,6 +152,7 @@ def test_full_size_models_are_those_of_the_issue():
     assert full.keys() == models(quick=True).keys()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", models())
 def test_every_variant_trains_the_same_model(name):
     variants = tuple(v for v in OURS if v != "floor")

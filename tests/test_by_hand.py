@@ -45,6 +45,7 @@ def test_the_file_imports_torch_only_and_is_as_short_as_the_page_says():
     assert both[0] <= 120 and len(sources("code")) + len(sources("markdown")) <= 40
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_file_trains_as_ddp_does(world_size, tmp_path):
     script = tmp_path / "by_hand.py"

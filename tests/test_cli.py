@@ -26,6 +26,7 @@ TINY = [
     "--steps=4",
     "--eval-every=2",
     "--sample=8",
+    "--vocabulary=256",
     "--rounds=1",
 ]
 FAILS_ON_RANK_1 = """

@@ -229,6 +229,7 @@ def test_unequal_parts_of_any_dtype(size):
         assert found == {case: [] for case in cases}
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_parts_of_many_chunks(size):

@@ -123,34 +123,36 @@ def outcome(name, shapes, how, wanted, useless):
     return "same" if apart < 1e-5 else "differs", apart, None
 
 
-def outcomes(shapes, hows):
-    """Give the outcome of every class, for each way to shard it."""
+def outcomes(names, shapes, hows):
+    """Give the outcome of each class, for each way to shard it."""
     torch.set_num_threads(1)
     found = [{} for _ in hows]
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in classes():
+        for name in names:
             unsharded = trained_unsharded(name, shapes)
             for mine, (how, _) in zip(found, hows, strict=True):
                 mine[name] = outcome(name, shapes, how, *unsharded)
     return found
 
 
-WAYS = [
-    ({}, 95),
-    ({"shard": "even"}, 40),
-    ({"shard": "greedy", "parameters_as_bucket_view": True}, 95),
+PARTS = 4
+WAYS = [  # and how many classes of a part train
+    ({}, 20),
+    ({"shard": "even"}, 8),
+    ({"shard": "greedy", "parameters_as_bucket_view": True}, 20),
 ]
 
 
-@pytest.mark.parametrize(
-    "shapes, hows", [(SHAPES, WAYS), (MATRICES, WAYS[:1])], ids=["all", "matrices"]
-)
-def test_every_class_trains_as_unsharded_or_is_refused(shapes, hows):
-    classes()
-    ranks = run(2, outcomes, shapes, hows, timeout=300)
-    for i, (_, least) in enumerate(hows):
-        check_outcomes([rank[i] for rank in ranks], least)
+@pytest.mark.turns(PARTS)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_class_trains_as_unsharded_or_is_refused(part):
+    assert len(classes()) >= 126
+    names = [*classes()][part::PARTS]
+    for shapes, hows in ((SHAPES, WAYS), (MATRICES, WAYS[:1])):
+        ranks = run(2, outcomes, names, shapes, hows, timeout=300)
+        for i, (_, least) in enumerate(hows):
+            check_outcomes([rank[i] for rank in ranks], least)
 
 
 def check_outcomes(ranks, least):
@@ -167,16 +169,14 @@ def check_outcomes(ranks, least):
         for name, o in found.items()
         if o[0] in ("differs", "trains", "fails") and name not in unsaved
     } == {}, "silently different"
-    assert len(unsaved) <= 6, "an error only while training"
+    assert len(unsaved) <= 3, "an error only while training"
     assert {
         name: (o[0], other[name][0])
         for other in ranks
         for name, o in found.items()
         if other[name][0] != o[0]
     } == {}, "ranks do not agree"
-    assert sum(o[0] == "same" for o in found.values()) >= least and len(found) >= 126, (
-        "most classes are of use"
-    )
+    assert sum(o[0] == "same" for o in found.values()) >= least, "most classes are of use"
     reasons = (
         "draws random numbers",
         "steps a parameter differently",

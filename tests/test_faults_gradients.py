@@ -385,6 +385,7 @@ def goes_on(mode, loop, clears):
     return worst
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_H4_what_never_looks_at_gradients_goes_on(mode):
     """With zero_grad of both kinds, and without."""
@@ -457,6 +458,7 @@ def compiled_again(mode, backend):
     return worst
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("mode", ["overlap", "parallel"])

@@ -485,6 +485,7 @@ print("the end")
 """
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("way", ["interactive", "torchrun"])
 def test_quiet_end_of_a_program_that_destroys_no_group(way, tmp_path):
     """What lives at the end of a process, works nobody waited for included, has destructors; none

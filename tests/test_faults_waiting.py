@@ -58,6 +58,7 @@ def loaded(setup):
     return right
 
 
+@pytest.mark.turns(3)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("mode", MODES)
 def test_M3_workers_of_a_loader_read_the_parameters_after_the_step(mode):

@@ -92,11 +92,13 @@ def round_trip(folder, recipe, modes, ranks):
         check(wanted, got, limit)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_goes_on_from_a_file_on_other_ranks(folder, mode):
     round_trip(folder, RECIPES["AdamW"], (mode, mode), (2, 3))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_class_goes_on_from_a_file_in_another_mode(folder, name):
     round_trip(folder, RECIPES[name], ("zero2", "zero1-overlap"), (3, 2))
@@ -600,6 +602,7 @@ def net_load(folder, kind, sharded):
     return lrs, net_steps(model, optimizer, 1)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("kind", [Adam, SGD])
 @pytest.mark.parametrize("ways", [(True, True), (True, False), (False, True)], ids=str)

@@ -201,6 +201,7 @@ def names(kind: str, said: str) -> bool:
     return what in said and "failed:" in said
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_a_peer_killed_during_a_collective(kind, tmp_path):
     """Every other rank says what was running, in time: six jobs for each of nine kinds."""
@@ -224,6 +225,7 @@ def test_a_peer_killed_during_a_collective(kind, tmp_path):
     assert all(names(kind, heard[job, rank].get()) for job, rank in heard if rank < 2)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
 def test_a_process_whose_peer_was_killed_exits_normally(starter, kind, tmp_path):

@@ -304,11 +304,13 @@ def histories(seeds, befores=None):
     return found
 
 
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("start", range(0, 40, 10))
 @pytest.mark.parametrize("first, second", [(1, 3), (2, 4), (3, 2), (4, 1)])
 def test_any_history_ends_where_the_unsharded_optimizer_ends_also_at_another_world_size(
-    first, second
+    first, second, start
 ):
-    seeds = range(100 * first, 100 * first + 40)
+    seeds = range(100 * first + start, 100 * first + start + 10)
     before = run(first, histories, seeds, timeout=300)
     after = run(second, histories, seeds, [saved for *_, saved in before[0]], timeout=300)
     for ranks in (before, after):

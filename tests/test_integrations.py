@@ -75,6 +75,7 @@ def plain(model):
     return AdamW(model.parameters(), lr=1e-2)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "options",
     [

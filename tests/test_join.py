@@ -68,6 +68,7 @@ def uneven(counts, by, kind="ours", turned=False, **options):
     return flatten(model), join.attendance.batches, model._join_config.enable
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "counts", [(0, 1, 5, 17), (17, 5, 1, 0), (3, 3, 3), (2, 0), (4, 2, 4), (3,), (0, 0)], ids=str
 )
@@ -194,6 +195,7 @@ def loop(counts, every=1, clip=None, by="samples", norm=False, hook=None, kind="
     return flatten(model), [b.clone() for b in model.buffers()]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("by", ["world_size", "active", "samples"])
 @pytest.mark.parametrize(
     "options",

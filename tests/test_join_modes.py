@@ -71,6 +71,7 @@ def driven(
     )
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("counts", "by"),
     [

@@ -302,6 +302,7 @@ def test_again_and_again():
         assert run(2 + i % 3, f, timeout=60) == [32.0] * (2 + i % 3)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "source, error, text",
     [

@@ -57,6 +57,7 @@ def report_of(mode, name, steps=2):
     return memory_report(attached.call, attached.optimizer)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_state_is_what_the_plan_says_to_the_byte(size):
     cases = {

@@ -78,6 +78,7 @@ def beside_ddp():
     return out
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_the_unsharded_optimizer_on_the_same_gradients(size):
     total = sum(p.numel() for p in network().parameters())
@@ -104,6 +105,7 @@ def test_equals_the_unsharded_optimizer_on_the_same_gradients(size):
 ONE_PROCESS = ["AdamW-fused", "Adam-plain", "SGD-fused", "RMSprop", "Adagrad"]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_equals_one_process_on_the_whole_batch(size):
     def ranks(name):

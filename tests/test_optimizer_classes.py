@@ -102,6 +102,7 @@ def whole_beside_ddp(as_views, third_party):
     return out
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("as_views", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_whole_parameters_equal_the_unsharded_optimizer(size, as_views, pytorch_optimizer):

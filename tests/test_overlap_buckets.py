@@ -106,6 +106,7 @@ def test_memory_does_not_rise_while_buckets_settle():
     assert max(run(2, peak)) < 3.5  # parameters, gradients, and half of two moments
 
 
+@pytest.mark.turns(3)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_many_iterations_end_and_replicas_agree(size):

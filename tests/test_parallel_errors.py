@@ -173,6 +173,7 @@ def trapped(where, setup, at, nodes=False):
     return caught(go)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -305,6 +306,7 @@ def long():
     return replicas(model)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("way")
 def test_hundreds_of_iterations_without_a_hang():
     assert all(run(3, long, timeout=90))

@@ -240,6 +240,7 @@ def vocabulary(early, pieces=4):
     return peak_bytes(torch.device("cpu"), train) / (2000 * 4800 * 4)
 
 
+@pytest.mark.turns(2)
 @measures_memory
 @pytest.mark.usefixtures("small_pool", "way")
 def test_a_gradient_that_is_cut_in_a_few_pieces_is_reduced_where_it_lies():

@@ -295,6 +295,7 @@ def check(mode, optimizer, model_fn=network, data=batch, **how):
     return report
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_sharded_training_is_the_unsharded_one(size):
     cases = {
@@ -407,6 +408,7 @@ WRONG = {  # what is trained, and what must be said: step, place and cause
 }
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("sgd_with_hooks")
 @pytest.mark.parametrize("mode", PARITY_MODES)
 def test_what_is_wrong_is_found_and_named(mode):

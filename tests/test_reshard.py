@@ -127,6 +127,7 @@ def same_state(found, wanted, exact):
             assert value == other[key], key
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "one element, stride 2"])
 def test_histories_of_ranks_and_plans_train_what_one_process_trains(name):
     recipe = RECIPES[name]
@@ -599,6 +600,7 @@ WRONG = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("what", WRONG, ids=lambda what: what.__name__)
 def test_mistakes_are_errors_on_every_rank_and_change_nothing(what):
     [(_, alone)] = run(1, caught_in, lambda *_: None)

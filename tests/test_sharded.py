@@ -50,11 +50,13 @@ def round_trip(folder, recipe, modes, ranks, machines=1):
         check(wanted, got, limit)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("ranks", [*itertools.product((1, 2, 3, 4), repeat=2)], ids=str)
 def test_any_number_of_ranks_goes_on_at_any_other(folder, ranks):
     round_trip(folder / "one", RECIPES["Muon and AdamW"], ("zero1", "zero1"), ranks)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_goes_on_in_the_next_one(folder, mode):
     modes = [*MODES]
@@ -62,6 +64,7 @@ def test_every_mode_goes_on_in_the_next_one(folder, mode):
     round_trip(folder / "one", RECIPES["AdamW"], (mode, other), (2, 3), machines=2)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_class_goes_on(folder, name):
     round_trip(folder / "one", RECIPES[name], ("zero2", "zero1-overlap"), (3, 2), machines=2)

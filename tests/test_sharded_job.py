@@ -29,6 +29,7 @@ def names(out):
     return [path.name for path in saved_checkpoints(str(out))]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "mode, optimizer, dtype",
     [
@@ -131,6 +132,7 @@ def killed(place, config):
     train_rank(config)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "place, left",
     [

@@ -191,6 +191,7 @@ ROUGH = {  # what last bits of gradients become
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_resumed_equals_uninterrupted(optimizer, tmp_path):
     chosen = {"optimizer": optimizer, "optimizer_args": OPTIMIZERS[optimizer]}
@@ -245,6 +246,7 @@ def losses_in_lives(folder, mode, *lives):
     return reports[0].losses["zero_nb"]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_resumes_to_the_bit(mode, tmp_path):
     whole = losses_in_lives(tmp_path / "whole", mode, (3, 6))
@@ -272,6 +274,7 @@ def counted(config):
     return report, rows, sum(blocks)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_accumulating_and_recomputing_change_no_step(mode, tmp_path):
     clip = 0.0 if mode == "zero2-interleaved" else 1.0
@@ -315,6 +318,7 @@ def test_auto_takes_what_suits_the_machine(monkeypatch):
     assert choose_mode(auto, cpu, two)[0] == "zero1-overlap"
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_class_of_the_users_and_muon_resume_in_every_mode(mode, tmp_path):
     clip = 0.0 if mode == "zero2-interleaved" else 1.0
@@ -328,6 +332,7 @@ def test_a_class_of_the_users_and_muon_resume_in_every_mode(mode, tmp_path):
         assert again[0].losses["zero_nb"] == whole[0].losses["zero_nb"]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_bfloat16_steps_float32_copies_and_resumes_in_every_mode(mode, tmp_path):
     chosen = {**TINY, "mode": mode, "clip": 0.0, "dtype": "bfloat16", "horizon": 6}

@@ -93,6 +93,7 @@ why = missing()
 IN_BACKWARD = [name for name, mode in MODES.items() if mode.attaches]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.skipif(bool(why), reason=why)
 @pytest.mark.parametrize("per_side", [1, 2])
 def test_bytes_between_two_machines(per_side):

@@ -101,6 +101,7 @@ def test_a_prompt_may_end_within_a_token(corpus):
     assert len(pairs.beginning_with(space)) > 10
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])
 def test_resumed_equals_uninterrupted(checkpoint, tmp_path):
     chosen = {**PAIRS, "checkpoint": checkpoint}

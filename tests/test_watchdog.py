@@ -187,6 +187,7 @@ def places(mode, size):
             yield what, 3, 4, LAST, 0 if what == "parameter" else 1
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_flipped_bit_is_found_in_time_on_all_ranks(size):
     cases = {(mode, *place): (mode, *place) for mode in MODES for place in places(mode, size)}
@@ -195,6 +196,7 @@ def test_a_flipped_bit_is_found_in_time_on_all_ranks(size):
         check_found(case, found, every, step, what, rank, size)
 
 
+@pytest.mark.turns(2)
 def test_other_optimizers_and_ways_to_attach(way):
     cases = {
         (mode, what, optimizer): (mode, what, 2, 4, LAST, 1, optimizer)

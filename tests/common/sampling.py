@@ -1,14 +1,15 @@
-"""Some of all combinations, in which every two values come together."""
+"""A part of all cases, another one on another day."""
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from random import Random
 from typing import Any
 
-# another sample on another day; all workers of pytest and all ranks have the same
-SEED = int(os.environ.get("ZERO_NB_SEED", date.today().toordinal()))
+# all workers of pytest and all ranks have the same, also at midnight
+SEED = int(os.environ.setdefault("ZERO_NB_SEED", str(date.today().toordinal())))
 
 
 def pairs(case: Sequence[Any]) -> set[Any]:
@@ -39,3 +40,25 @@ def covering(
         cases.append(max(candidates, key=lambda case: len(pairs(case) & left)))
         left -= pairs(cases[-1])
     return cases
+
+
+def today(name: str, count: int, turns: int) -> set[int]:
+    """Choose about one in `turns` of the cases of a test: on as many days that follow each other,
+    each case once. Which cases share a day depends on the name alone."""
+    deck = [*range(count)]
+    Random(name).shuffle(deck)
+    return {*deck[SEED % turns :: turns]}
+
+
+def resting(items: Iterable[Any]) -> set[Any]:
+    """Give the cases of tests marked `turns` that another day runs."""
+    cases: dict[tuple[str, int], list[Any]] = defaultdict(list)
+    for item in items:
+        if marker := item.get_closest_marker("turns"):
+            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
+    return {
+        item
+        for (name, turns), mine in cases.items()
+        for i, item in enumerate(mine)
+        if i not in today(name, len(mine), turns)
+    }

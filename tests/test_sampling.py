@@ -1,0 +1,47 @@
+"""Which cases a day runs."""
+
+import itertools
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+from common import sampling
+
+
+@dataclass(frozen=True)
+class Item:
+    nodeid: str
+    turns: int | None
+
+    def get_closest_marker(self, name):
+        assert name == "turns"
+        return None if self.turns is None else SimpleNamespace(args=(self.turns,))
+
+
+ITEMS = [Item(f"a.py::marked[{i}]", 3) for i in range(10)]
+ITEMS += [Item(f"a.py::alike[{i}]", 3) for i in range(10)]
+ITEMS += [Item("a.py::few[0]", 4), Item("a.py::few[1]", 4), Item("b.py::free", None)]
+
+
+def runs(monkeypatch, day):
+    monkeypatch.setattr(sampling, "SEED", day)
+    return [item.nodeid for item in ITEMS if item not in sampling.resting(ITEMS)]
+
+
+@pytest.mark.parametrize("start", [0, 739_000])
+def test_each_case_has_its_day_and_what_is_not_marked_has_all(monkeypatch, start):
+    days = [runs(monkeypatch, start + day) for day in range(12)]
+    for turns, name in ((3, "marked"), (3, "alike"), (4, "few")):
+        for first in range(len(days) - turns + 1):
+            seen = itertools.chain(*days[first : first + turns])
+            mine = sorted(item for item in seen if f"::{name}[" in item)
+            assert mine == sorted(item.nodeid for item in ITEMS if f"::{name}[" in item.nodeid)
+    assert all("b.py::free" in day for day in days)
+    assert all(len([item for item in day if "::marked" in item]) in (3, 4) for day in days)
+
+
+def test_the_cases_of_a_day_are_not_at_equal_distances(monkeypatch):
+    numbers = [
+        [int(item[-2]) for item in runs(monkeypatch, day) if "::marked" in item] for day in range(3)
+    ]
+    assert any(b - a != 3 for day in numbers for a, b in itertools.pairwise(day))
