@@ -10,6 +10,7 @@ job's text is Python's own library, and tracebacks and warnings differ.
 """
 
 import argparse
+import importlib
 import json
 import math
 import multiprocessing
@@ -41,6 +42,9 @@ PASSING = {
     r"Matplotlib v[\d.]+": "Matplotlib",
 }
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
+
+# by the process that forks one for each notebook: most of them would import these, for 2 s
+ALREADY_IMPORTED = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "matplotlib.pyplot")
 
 
 def shown(outputs: list[dict[str, Any]]) -> list[str]:
@@ -186,7 +190,8 @@ def main() -> None:
     given = parser.parse_args()
     every = (p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
     paths = sorted(path.absolute() for path in given.paths or every)
-    import torch  # noqa: F401  # once, for the processes that are forked
+    for module in ALREADY_IMPORTED:
+        importlib.import_module(module)
 
     results = sorted(in_processes(paths, given.workers))
     failed = [path for path, wrong, _ in results if wrong]
