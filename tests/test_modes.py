@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +78,13 @@ class Recomputed(nn.Module):
         for layer in self.inside:
             x = checkpoint(lambda y, layer=layer: layer(y).tanh(), x, use_reentrant=self.reentrant)
         return x
+
+
+class Concealing(Recomputed):
+    """Returns what no hook can be put on."""
+
+    def forward(self, x):
+        return SimpleNamespace(output=super().forward(x))
 
 
 class Recurrent(nn.Module):
@@ -267,6 +275,10 @@ def recomputed(training, step):
     training.backward(checkpoint(training.call, inputs, use_reentrant=False))
 
 
+def concealed(training, step):
+    training.backward(training.call(batch(step)).output)
+
+
 def equal_data(training, step):
     """Give all ranks the same data, so that no order of additions matters."""
     data = torch.randn(6, 12, generator=torch.Generator().manual_seed(step)).bfloat16()
@@ -438,6 +450,12 @@ FEATURES = {
     "tied weights": Feature(build=Tied),
     "checkpoints": Feature(build=lambda: Recomputed(False)),
     "reentrant checkpoints": Feature(build=lambda: Recomputed(True), iterate=accumulated),
+    "reentrant checkpoints, many buckets": Feature(
+        build=lambda: Concealing(True),
+        iterate=concealed,
+        ddp={"bucket_cap_mb": 1e-6},
+        parallel={"bucket_cap_mb": 1e-6},
+    ),
     "checkpoint of the whole": Feature(iterate=recomputed),
     "GRU": Feature(build=Recurrent, reads_elsewhere=True),
     "attention": Feature(build=Attending),

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from threading import Lock, Thread
 from typing import Any, Protocol
 
@@ -19,8 +20,8 @@ from ..comm.ending import fail
 from ..comm.groups import Group
 
 # %% auto #0
-__all__ = ['wait_for_reports', 'BackwardEnd', 'on_backward_end', 'fail_peers_on_error', 'found_tensors', 'TransientHook',
-           'WatchListener', 'BackwardWatch']
+__all__ = ['wait_for_reports', 'queue_end', 'BackwardEnd', 'on_backward_end', 'fail_peers_on_error', 'found_tensors',
+           'TransientHook', 'WatchListener', 'BackwardWatch']
 
 # %% ../../nbs/backward/01_watch.ipynb #af8357e4
 _REPORTS: set[Thread] = set()  # that tell other ranks of a backward that failed here
@@ -40,6 +41,31 @@ def _report_failure(groups: Group | Sequence[Group]) -> None:
             groups,
             RuntimeError("backward() did not come to its end; look at the output of this rank"),
         )
+
+
+def queue_end(call: Callable[[], None]) -> None:
+    """Have something called at the end of the backward in progress; `RuntimeError` if there is none.
+
+    A backward that runs inside a node of another one, as a reentrant checkpoint's does, is a part of
+    it: the call then waits for the end of the other."""
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_call_or_pass_on, call))
+
+
+def _call_or_pass_on(call: Callable[[], None]) -> None:
+    outer = torch._C._current_autograd_node()  # in which the backward ran that has ended
+    following = [] if outer is None else [node for node, _ in outer.next_functions if node]
+    if not following:
+        call()
+        return
+    handles: list[Any] = []
+
+    def pass_on(gradients: Any) -> None:  # the other backward goes on
+        if handles:
+            queue_end(call)
+        while handles:
+            handles.pop().remove()
+
+    handles += [node.register_prehook(pass_on) for node in following]
 
 
 class BackwardEnd:
@@ -78,7 +104,7 @@ def on_backward_end(
     """Have something called at the end of the backward in progress."""
     end = BackwardEnd(call, groups)
     try:
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        queue_end(end)
     except RuntimeError:
         end.cancel()
         return False

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..backward.watch import TransientHook, found_tensors
+from ..backward.watch import TransientHook, found_tensors, queue_end
 from .event_log import JoinEvent
 from .gradient_record import _CHANGED_GRADIENTS, GradientRecord
 from .participants import ConfigGuard, Session
@@ -164,8 +164,7 @@ class BackwardListener:
         """Note that a backward begins; `arrived`: with a gradient that is in its place already."""
         self.is_running = True
         self.record.begin(arrived)
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(self.end))  # after what DDP does at the end of a backward
+        queue_end(lambda: queue_end(self.end))  # after what DDP does at the end of a backward
 
     def end(self) -> None:
         """Remember the gradients that a backward has left."""
