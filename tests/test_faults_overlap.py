@@ -287,6 +287,28 @@ def test_options_that_are_changed_between_backward_and_step_are_an_error(mode):
         assert late and late[0] == "RuntimeError" and "lr changed after backward()" in late[1]
 
 
+def written_in_backward(mode):
+    """Write the learning rate in a hook on the gradient that comes last; give the error of backward."""
+    module = Blocks()
+    zero = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=0.05)
+    model, _ = attach(mode, module, zero)
+    for step in range(3):  # in the first ones, nothing may be stepped before backward is over
+        plain_loss(model, step).backward()
+        zero.step()
+        zero.zero_grad()
+    first = next(module.parameters())
+    first.register_hook(lambda gradient: zero.param_groups[0].update(lr=0.01))
+    return caught_error(lambda: plain_loss(model, 3).backward())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_options_that_are_written_while_backward_runs_are_an_error(mode):
+    """Some buckets may have been stepped with the old ones, and the new ones would be lost."""
+    for kind, words in run(2, written_in_backward, mode):
+        assert kind == "RuntimeError"
+        assert "lr changed while the step was taken" in words
+
+
 def test_a_learning_rate_in_a_tensor_may_be_changed_after_step():
     def both():
         module, found = Sums(torch.float32), []

@@ -21,6 +21,7 @@ from ..comm.groups import Group
 from ..optim.driver import AfterBackward, SideStream, StepOptions, read_options, write_options
 from ..optim.flat import FlatBucket
 from ..optim.iteration import Iteration, Reduction, StepPlan
+from ..optim.local_optimizers import check_options, snapshot_options
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.param_specs import specs
 from ..plan.schedule import Schedule
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # %% auto #0
-__all__ = ['Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'cut_in_place', 'snapshot_options', 'changed_options',
-           'check_not_driven', 'check_complex', 'StepEngine', 'InBackward', 'in_torchs_join', 'check_torchs_join']
+__all__ = ['Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'cut_in_place', 'check_not_driven', 'check_complex',
+           'StepEngine', 'InBackward', 'in_torchs_join', 'check_torchs_join']
 
 # %% ../../nbs/backward/03_engine.ipynb #bcb158cc
 def mean_dtype(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
@@ -97,28 +98,6 @@ def cut_in_place(optimizer: ZeroRedundancyOptimizer) -> Policy:
     rules = optimizer.local.rules
     policies = [even if rule.policy is runs else rule.policy for rule in rules]
     return partial(mixed, choose=by_group(*policies))
-
-# %% ../../nbs/backward/03_engine.ipynb #785dc1ae
-def snapshot_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Write down the options of an optimizer's groups, without a look at what is on a device."""
-    found = []
-    for group in optimizer.param_groups:
-        options: dict[str, Any] = {}
-        for key, value in group.items():
-            if isinstance(value, Tensor):
-                options[key] = (id(value), value._version)
-            elif key not in ("params", "param_names"):
-                options[key] = value
-        found.append(options)
-    return found
-
-
-def changed_options(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """Name the options that differ between two snapshots."""
-    changed: set[str] = set()
-    for old, new in zip(before, now, strict=False):
-        changed.update(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
-    return sorted(changed)
 
 # %% ../../nbs/backward/03_engine.ipynb #756a8232
 def check_not_driven(optimizer: ZeroRedundancyOptimizer) -> None:
@@ -240,7 +219,7 @@ class StepEngine:
     def note_step(self) -> None:
         """Note that a backward has stepped, or has found that it must not, and with which options."""
         self.optimizer.note_step()
-        self.options_used = snapshot_options(self.optimizer)
+        self.options_used = snapshot_options(self.optimizer.param_groups)
 
     def count_step(self) -> None:
         """Count a step of this rank's own backward."""
@@ -259,12 +238,8 @@ class StepEngine:
             )
         used = self.options_used
         self.options_used = None
-        if used is not None and (now := snapshot_options(self.optimizer)) != used:
-            raise RuntimeError(
-                f"{', '.join(changed_options(used, now)) or 'param_groups'} changed after"
-                " backward() had taken the step, which comes too late: write options before"
-                " backward(), and call a scheduler after step()"
-            )
+        if used is not None:
+            check_options(self.optimizer.param_groups, used, "after backward() had taken the step")
         self.markers.check()
 
     def check_count(self) -> bool:  # whether there was a step since the last call

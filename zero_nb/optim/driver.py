@@ -137,10 +137,10 @@ class AfterBackward:
                     self._show_before_step(monitor)
                 for shard in shards:
                     lend_pieces(local.by_class.values(), shard)
-                local.pull_options(optimizer.param_groups)
+                pulled = local.pull_options(optimizer.param_groups)
                 stepping = True
                 returned = local.step(**kwargs)
-                local.push_options(optimizer.param_groups)
+                local.push_options(optimizer.param_groups, pulled)
         except Exception as error:
             self._end_failed_step(shards, stepping, None if first else error)
             raise

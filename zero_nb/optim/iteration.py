@@ -274,7 +274,8 @@ class Iteration:
             monitor.begin_step([plan.shard])
         self._reducing = InFlight(Phase.REDUCING, BucketRun.wait_reduced)
         optimizer = plan.optimizer
-        optimizer.local.pull_options(optimizer.param_groups)  # a scheduler may have changed them
+        # a scheduler may have changed them
+        self.pulled = optimizer.local.pull_options(optimizer.param_groups)
 
     def arrive(self, index: int, gradient: Tensor) -> None:
         """Take the gradient of a bucket, and do what the schedule has before the next one."""
@@ -308,7 +309,7 @@ class Iteration:
                 self._do(op, i)
         # now: a scheduler may write others before the parameters have arrived
         optimizer = self.plan.optimizer
-        optimizer.local.push_options(optimizer.param_groups)
+        optimizer.local.push_options(optimizer.param_groups, self.pulled)
         return True
 
     def step(self, runs: Sequence[BucketRun], always: bool = False) -> None:

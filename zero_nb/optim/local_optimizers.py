@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -20,7 +20,7 @@ from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import pack
 from ..comm.groups import Group
 from .param_specs import specs
-from .pieces import Piece
+from .pieces import Piece, lay_out_gradients
 from .shard import Shard, release_step_memory
 from .rules import Rule, Settings, choose_fused, is_known
 from ..plan.balancing import by_group, mixed
@@ -29,7 +29,7 @@ from ..plan.specs import ParamSpec, ParamTable
 from .trial import find_trouble
 
 # %% auto #0
-__all__ = ['make_shard', 'lay_out_gradients', 'LocalOptimizers', 'describe_plan', 'check_classes', 'take_groups']
+__all__ = ['snapshot_options', 'check_options', 'make_shard', 'LocalOptimizers', 'describe_plan', 'check_classes', 'take_groups']
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #2d9d8972
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
@@ -40,6 +40,37 @@ def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
         )
         if "fused" in theirs:
             ours.setdefault("fused", None)
+
+
+def snapshot_options(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write down the options of param groups, without a look at what is on a device."""
+    found = []
+    for group in param_groups:
+        options: dict[str, Any] = {}
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                options[key] = (id(value), value._version)
+            elif key not in ("params", "param_names"):
+                options[key] = value
+        found.append(options)
+    return found
+
+
+def check_options(
+    param_groups: list[dict[str, Any]],
+    before: list[dict[str, Any]],  # a snapshot
+    when: str,
+) -> None:
+    """Refuse options that were written since a snapshot, too late for a step."""
+    now = snapshot_options(param_groups)
+    changed: set[str] = set()
+    for old, new in zip(before, now, strict=False):
+        changed.update(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    if now != before:
+        raise RuntimeError(
+            f"{', '.join(sorted(changed)) or 'param_groups'} changed {when}, which comes too late:"
+            " write options before backward(), and call a scheduler after step()"
+        )
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #6be4ee52
 def _plan_groups(
@@ -132,16 +163,6 @@ def _local_group(
     return local
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #15fad17b
-def lay_out_gradients(params: Iterable[Tensor]) -> None:
-    """Lay gradients out as what is stepped with them, where a user has set others: torch's fused
-    kernels read both in the order of memory, whatever their strides."""
-    for p in params:
-        grad = p.grad
-        if grad is not None and grad.stride() != p.stride():
-            made = torch.empty_like(p, dtype=grad.dtype, requires_grad=False)
-            p.grad = made.copy_(grad.detach())
-
-
 @dataclass(eq=False)
 class LocalOptimizers:
     """The torch optimizers of this rank, by class; they step this rank's pieces."""
@@ -188,8 +209,8 @@ class LocalOptimizers:
         left = {kind: iter(optim.param_groups) for kind, optim in self.by_class.items()}
         return [next(left[rule.optimizer_class]) for rule in self.rules]
 
-    def pull_options(self, param_groups: list[dict[str, Any]]) -> None:
-        """Take over the user's options, which a scheduler may have changed."""
+    def pull_options(self, param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Take over the user's options, which a scheduler may have changed; gives a snapshot of them."""
         local = self.groups()
         _copy_options(param_groups, local)
         for theirs, ours in zip(param_groups, local, strict=True):
@@ -197,9 +218,16 @@ class LocalOptimizers:
                 ours["fused"] = theirs["fused"]
             elif theirs.get("foreach") is not None and ours.get("fused"):
                 ours["fused"] = False
+        return snapshot_options(param_groups)
 
-    def push_options(self, param_groups: list[dict[str, Any]]) -> None:
-        """Show the user what a step has changed in the local options."""
+    def push_options(
+        self,
+        param_groups: list[dict[str, Any]],
+        pulled: list[dict[str, Any]] | None = None,  # a snapshot, of before a step
+    ) -> None:
+        """Show the user what a step has changed in the local options, unless the user has written others."""
+        if pulled is not None:
+            check_options(param_groups, pulled, "while the step was taken")
         _copy_options(self.groups(), param_groups)
 
     def defaults(self) -> dict[str, Any]:

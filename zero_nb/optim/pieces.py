@@ -24,7 +24,7 @@ from ..plan.shards import Span
 
 # %% auto #0
 __all__ = ['SCALARS', 'Piece', 'refreshed', 'HoldsPieces', 'per_element', 'split_piece', 'lend_pieces', 'lend_bucket',
-           'reclaim_pieces', 'record_versions']
+           'reclaim_pieces', 'record_versions', 'lay_out_gradients']
 
 # %% ../../nbs/optim/03_pieces.ipynb #fd1ae5c5
 @dataclass(eq=False)
@@ -296,3 +296,13 @@ def record_versions(pieces: Iterable[Piece]) -> None:
     for piece in pieces:
         if piece.master:
             piece.record_versions()
+
+# %% ../../nbs/optim/03_pieces.ipynb #93ad7b25
+def lay_out_gradients(params: Iterable[Tensor]) -> None:
+    """Lay gradients out as what is stepped with them, where a user has set others: torch's fused
+    kernels read both in the order of memory, whatever their strides."""
+    for p in params:
+        grad = p.grad
+        if grad is not None and grad.stride() != p.stride():
+            made = torch.empty_like(p, dtype=grad.dtype, requires_grad=False)
+            p.grad = made.copy_(grad.detach())
