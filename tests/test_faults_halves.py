@@ -358,6 +358,7 @@ def refused():
         ),
         lambda: overlap(DDP(complex_one), theirs, reduce_dtype=half),
         lambda: data_parallel(complex_one, theirs, reduce_dtype=half),
+        lambda: overlap(DDP(complex_one), theirs, hook=hooks.bf16_compress_hook),
         lambda: overlap(ddp, zero, reduce_dtype=half if dist.get_rank() else None),
     ]
     return [
@@ -377,6 +378,7 @@ def test_reduce_dtype_that_cannot_work_is_refused_on_every_rank():
         ("TypeError", "complex64"),
         ("ValueError", "fp16_compress_hook both say"),
         ("ValueError", "both say"),
+        ("ValueError", "imaginary"),
         ("ValueError", "imaginary"),
         ("ValueError", "imaginary"),
         ("ValueError", "disagree"),

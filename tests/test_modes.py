@@ -80,6 +80,20 @@ class Recomputed(nn.Module):
         return x
 
 
+class Waves(nn.Module):
+    """Has complex parameters beside real ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(9)
+        self.real = nn.Linear(12, 9).double()
+        self.first = nn.Parameter(torch.randn(9, 5, dtype=torch.complex128))
+        self.last = nn.Parameter(torch.randn(5, 7, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (torch.complex(self.real(x), self.real(x).sin()) @ self.first @ self.last).abs()
+
+
 class Concealing(Recomputed):
     """Returns what no hook can be put on."""
 
@@ -175,6 +189,11 @@ class Counting(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p -= group["lr"] / count * p.grad.sign()
+
+
+def numbers(value: Tensor) -> Tensor:
+    """Give complex numbers as pairs of real ones."""
+    return torch.view_as_real(value) if value.is_complex() else value
 
 
 class Unsharded:
@@ -457,6 +476,8 @@ FEATURES = {
         parallel={"bucket_cap_mb": 1e-6},
     ),
     "checkpoint of the whole": Feature(iterate=recomputed),
+    "complex": Feature(build=Waves),
+    "complex, clipped": Feature(build=Waves, clip=(0.05, 2.0)),
     "GRU": Feature(build=Recurrent, reads_elsewhere=True),
     "attention": Feature(build=Attending),
     "BatchNorm": Feature(build=normed, iterate=accumulated),
@@ -598,7 +619,7 @@ class Training:
         values.append(torch.tensor(self.scaler.get_scale()))
         if self.norm is not None and self.norm.isfinite():
             values.append(self.norm)
-        return torch.cat([value.detach().double().flatten() for value in values])
+        return torch.cat([numbers(value.detach()).double().flatten() for value in values])
 
     def states(self) -> list[dict[str, Any]]:
         if self.mode is None:
@@ -630,7 +651,7 @@ def state_gap(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
         if a.keys() != b.keys() - {"master_param"}:
             return float("inf")
         for key, value in a.items():
-            pair = [torch.as_tensor(v).double() for v in (value, b[key])]
+            pair = [numbers(torch.as_tensor(v)).double() for v in (value, b[key])]
             if pair[0].numel():
                 worst = max(worst, float((pair[0] - pair[1]).abs().max()))
     return worst
@@ -654,7 +675,7 @@ def beside_ddp(name: str, modes: Mapping[str, Mode]) -> dict[str, tuple[float, f
             continue
         training = Training(feature, how, group, shared)
         ours, state = training.train()
-        last = flatten(training.module)
+        last = flatten(map(numbers, training.module.parameters()))
         gaps = [float((theirs[step] - ours[step]).abs().max()) for step in theirs]
         found[mode] = max(gaps), state_gap(their_state, state), last
     return found

@@ -78,7 +78,7 @@ def _check_kinds(options: OverlapOptions, ddp: Any, optimizer: Any) -> None:
     if options.hook is not None and not callable(options.hook):
         raise TypeError(f"hook must be a comm hook as DDP takes it, got {options.hook!r}")
     options.check()
-    check_complex(options, optimizer)
+    check_complex(options.wire_dtype, optimizer)
 
 
 def _check_params(ddp: Any, optimizer: ZeroRedundancyOptimizer) -> None:

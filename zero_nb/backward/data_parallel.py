@@ -99,7 +99,7 @@ def _check_on_all_ranks(module: Any, optimizer: Any, options: DataParallelOption
         _check_module(module, optimizer)
         check_buffers(module)
         options.check()
-        check_complex(options, optimizer)
+        check_complex(options.reduce_dtype, optimizer)
         _check_together(module, optimizer, options)
 
 # %% ../../nbs/backward/16_data_parallel.ipynb #541b64b8

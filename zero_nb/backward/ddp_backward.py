@@ -98,6 +98,10 @@ class Arrival(NamedTuple):
     future: Any  # of what DDP is to write into gradients
 
 
+def _as_complex(buffer: Tensor) -> Tensor:  # DDP gives complex numbers as pairs of real ones
+    return torch.view_as_complex(buffer.view(-1, 2))
+
+
 def _wait_future(future: Any) -> Iterator[None]:  # as the steps of a collective
     yield
     future.wait()
@@ -152,7 +156,10 @@ class DdpBackward:
         used = []
         if self.traits.finds_unused:
             used = [self.sends_gradients and p.grad is not None for p in bucket.parameters()]
-        self.arrivals.append(Arrival(params, used, bucket.buffer(), future))
+        buffer = bucket.buffer()
+        if self.traits.params[params[0]].is_complex():
+            buffer = _as_complex(buffer)
+        self.arrivals.append(Arrival(params, used, buffer, future))
 
     def pass_on(self, j: int) -> None:
         """Give the buckets of the plan that bucket `j` of DDP holds to the iteration."""
@@ -208,10 +215,13 @@ class DdpBackward:
             self.unused[param] = not count
 
     def _hook_result(self, i: int) -> Tensor:  # this rank's part of what the user's hook has made
-        future = self.arrivals[self.layout.source[i]].future
+        arrival = self.arrivals[self.layout.source[i]]
+        future = arrival.future
         Work(_wait_future(future), "the comm hook", self.traits.ranks).wait()
         result = future.value()
         whole = result[0] if isinstance(result, list) else result
+        if arrival.buffer.is_complex():
+            whole = _as_complex(whole)
         return self.layout.take(i, whole)[self.buckets[i].own_slice]
 
 # %% ../../nbs/backward/06_ddp_backward.ipynb #274c0af6

@@ -68,7 +68,7 @@ class DdpLayout:
 
     # of each bucket of DDP: indices of its parameters, in the order in which they lie
     filled: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]  # elements of each bucket of DDP
+    sizes: tuple[int, ...]  # real numbers in each bucket of DDP
     source: tuple[int, ...]  # of each bucket of the plan: the bucket of DDP that it is made of
     copies: tuple[tuple[Copy, ...], ...]  # of each bucket of the plan: where it lies there
     numels: tuple[int, ...]  # elements of each bucket of the plan, with padding
@@ -123,6 +123,9 @@ def find_layout(
             bucket_of[i] = j
             offsets[i] = sizes[j]
             sizes[j] += params[i].numel()
+    for j, members in enumerate(filled):
+        if params[members[0]].is_complex():
+            sizes[j] *= 2
     source = tuple(bucket_of[bucket.slots[0].param] for bucket in plan.buckets)
     buckets_in: list[list[int]] = [[] for _ in filled]
     for i, j in enumerate(source):

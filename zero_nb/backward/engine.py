@@ -111,15 +111,20 @@ def check_not_driven(optimizer: ZeroRedundancyOptimizer) -> None:
         )
 
 
-def check_complex(options: StepOptions, optimizer: ZeroRedundancyOptimizer) -> None:
+def check_complex(
+    wire_dtype: torch.dtype
+    | Literal["custom"]
+    | None,  # as for `start_mean`; "custom": a hook casts
+    optimizer: ZeroRedundancyOptimizer,
+) -> None:
     """Refuse to cast complex gradients, which would lose their imaginary part."""
-    if options.reduce_dtype is None:
+    if wire_dtype in (None, "custom"):
         return
     for p in specs(optimizer.param_groups):
         if p.dtype.startswith("complex"):
             raise ValueError(
-                f"{p.name} is {p.dtype}, and reduce_dtype={options.reduce_dtype} has no imaginary"
-                " part; leave reduce_dtype out"
+                f"{p.name} is {p.dtype}, and gradients that are sent in {wire_dtype} have no imaginary"
+                " part; leave out reduce_dtype, or the hook that casts them"
             )
 
 # %% ../../nbs/backward/03_engine.ipynb #4c3b4b2f

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import is_
 from typing import Any, Protocol
 
@@ -201,12 +201,12 @@ def norm_of(
     """Compute the norm of a sharded gradient.
 
     Source: `torch.nn.utils.get_total_norm`, over all ranks."""
-    dtype = reduce(
-        torch.promote_types, (part.dtype for part in parts), torch.float32
-    )  # also of a rank that owns nothing
+    # also of a rank that owns nothing
+    dtype = reduce(torch.promote_types, (part.dtype.to_real() for part in parts), torch.float32)
+    widened = partial(torch.promote_types, dtype)  # complex numbers stay complex
     every = torch.zeros(group.size, dtype=dtype, device=parts[0].device)
     norms = [
-        torch.linalg.vector_norm(part, norm_type, dtype=dtype).to(every.device)
+        torch.linalg.vector_norm(part, norm_type, dtype=widened(part.dtype)).to(every.device)
         for part in parts
         if part.numel()
     ]
