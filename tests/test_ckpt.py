@@ -93,7 +93,10 @@ def test_a_mistake_is_one_line_and_leaves_nothing(made, capsys, tmp_path):
         (("verify", broken), "is not as it was written"),
         (("merge", broken, tmp_path / "broken.pt"), "is not as it was written"),
         (("merge", folder, tmp_path / "to"), "the target must be one file"),
-        (("reshard", folder, tmp_path / "to", "--ranks", "0"), "must be at least 1, got 0"),
+        (
+            ("reshard", folder, tmp_path / "to", "--ranks", "0"),
+            "must be a whole number, at least 1, got 0",
+        ),
         (("inspect", folder, "--key", "optimiser"), "optimiser"),
     ):
         status, told, _ = refused(capsys, "ckpt", *map(str, words))

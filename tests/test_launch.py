@@ -98,6 +98,24 @@ def test_run_in_a_thread():
     assert got == [0, 1]
 
 
+def test_run_in_a_thread_of_a_pool():
+    """As `asyncio.to_thread` does; the pool's threads are the caller's, and a rank has others of its own."""
+
+    def ranks():
+        with ThreadPoolExecutor(1) as own:
+            return own.submit(dist.get_rank).result()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run, 2, ranks).result() == [0, 1]
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan"), "60"])
+def test_a_time_limit_that_makes_no_sense_is_refused(seconds):
+    for name in ("timeout", "group_timeout"):
+        with pytest.raises(ValueError, match=f"^{name} must be a positive number of seconds"):
+            run(1, rank, **{name: seconds})
+
+
 def test_ranks_may_fork_and_start_processes():
     def f():
         loader = torch.utils.data.DataLoader(

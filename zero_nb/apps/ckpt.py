@@ -198,10 +198,9 @@ _COMMANDS = {
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text}")
+    return int(text)
 
 
 def add_ckpt_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,6 +29,7 @@ from zero_nb.comm.rank_process import (
     _backend,
     _enter,
     _finish_threads,
+    _forget_pools,
     _leave,
     _replace_streams,
 )
@@ -45,7 +46,7 @@ def _warm() -> None:
         importlib.import_module(name)
 
 
-def _check_run(n: int, f: Callable) -> None:
+def _check_run(n: int, f: Callable, timeout: float, group_timeout: float | None) -> None:
     instead = "use %%torchrun (from `%load_ext zero_nb.comm.launch`) or torchrun"
     if not dist.is_available():
         raise RuntimeError(
@@ -60,6 +61,11 @@ def _check_run(n: int, f: Callable) -> None:
         raise TypeError(
             f"f must be a function, which each rank calls, not a {type(f).__qualname__}"
         )
+    for name, limit in (("timeout", timeout), ("group_timeout", group_timeout)):
+        if name == "group_timeout" and limit is None:
+            continue
+        if not isinstance(limit, (int, float)) or not 0 < limit < float("inf"):
+            raise ValueError(f"{name} must be a positive number of seconds, not {limit!r}")
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "run() forks its ranks, and CUDA, in use in this process, does not survive a fork;"
@@ -99,6 +105,7 @@ def _forked(job: _Job, rank: int, streams: tuple[Any, Any]) -> NoReturn:
     """Be one rank of a job."""
     gc.freeze()  # what the caller left behind is the caller's to collect
     gc.enable()
+    _forget_pools()
     os.setpgid(0, 0)  # so that ending this rank can end what it has started
     # a connection closes only when all processes have closed its end
     for i, (ours, theirs) in enumerate(job.pipes):
@@ -139,7 +146,7 @@ def run(
     Raises what the first failing rank raised, from a `RankTraceback`; `TimeoutError`;
     `RuntimeError` for a rank that dies.
     """
-    _check_run(n, f)
+    _check_run(n, f, timeout, group_timeout)
     _warm()
     chosen = _backend(n, backend)
     limit = timeout + 60 if group_timeout is None else group_timeout

@@ -147,6 +147,14 @@ def _enter(backend: str, place: str = "env://", seconds: float | None = None) ->
     )
 
 
+def _forget_pools() -> None:
+    """Let go of the thread pools of the process that was forked, whose threads are not here; Python
+    would wait for them."""
+    pools = sys.modules.get("concurrent.futures.thread")
+    if pools is not None:
+        pools._threads_queues.clear()
+
+
 def _finish_threads() -> None:
     """Wait for the threads that a program waits for when it ends, such as one that writes a checkpoint."""
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends a process
