@@ -18,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_nb.apps.peak_memory import peak_bytes
 from zero_nb.checkpoint.folder import FolderReader, read_manifest
+from zero_nb.checkpoint.full import full_state_dict
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.checkpoint.skeleton import tight
 from zero_nb.comm import relays
 from zero_nb.comm.launch import run
+from zero_nb.comm.subgroups import two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -316,3 +318,34 @@ def test_groups_of_ranks_save_and_load_on_their_own(folder):
     for rank, (extra, wanted, got, size) in enumerate(run(4, in_groups, folder)):
         assert (extra, size) == (rank % 2, 2)
         assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+
+
+def saves_again(folder):
+    """Save two levels of ranks, load that, and a state dict whose keys differ in order; save each."""
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 20))
+        return model, ZeroRedundancyOptimizer(model.parameters(), AdamW, two_level(2))
+
+    model, zero = make()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    zero.step()
+    save_sharded(folder / "first", model, zero)
+    wanted = full_state_dict(zero, to=None)
+    again, other = make()
+    load_sharded(folder / "first", again, other)
+    save_sharded(folder / "second", again, other)
+    resumed = full_state_dict(other, to=None)
+    turned = {i: dict(reversed(values.items())) for i, values in wanted["state"].items() if i % 2}
+    other.load_state_dict({**wanted, "state": wanted["state"] | turned})
+    return wanted, resumed, full_state_dict(other, to=None)
+
+
+def test_state_is_saved_again_whatever_the_order_of_its_keys(folder):
+    for wanted, *others in run(4, saves_again, folder):
+        for got in others:
+            for index, values in wanted["state"].items():
+                assert [*got["state"][index]] == [*values]
+                assert all(torch.equal(got["state"][index][key], values[key]) for key in values)

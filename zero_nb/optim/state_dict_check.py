@@ -33,7 +33,7 @@ ELEMENTS = {
 OPTIONAL = {
     "Adam": {"amsgrad": "max_exp_avg_sq"},
     "AdamW": {"amsgrad": "max_exp_avg_sq"},
-    "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
+    "RMSprop": {"momentum": "momentum_buffer", "centered": "grad_avg"},
 }  # such keys that an option brings
 COUNTS = {
     **dict.fromkeys(ELEMENTS, ("step",)),
@@ -180,13 +180,25 @@ def _with_filled(rule: Rule, theirs: dict[str, Any], ours: dict[str, Any]) -> di
     return theirs | {k: v for k, v in filled.items() if k in ours and k not in theirs}
 
 
+def _in_order(entry: dict[Any, Any], rule: Rule) -> dict[Any, Any]:
+    """Give the state of a parameter in the order in which torch's class makes it; of another class,
+    or what that one does not make, by name."""
+    name = rule.optimizer_class.__name__
+    made = list[str]()
+    if is_torchs(rule.optimizer_class, ELEMENTWISE):
+        made += [*COUNTS[name], *ELEMENTS[name], *OPTIONAL.get(name, {}).values()]
+    known = [key for key in made if key in entry]
+    others = sorted(entry.keys() - {*known}, key=str)
+    return {key: entry[key] for key in (*known, *others)}
+
+
 def read_state(
     state_dict: Any,  # of an unsharded optimizer; left as it is
     ours: list[dict[str, Any]],  # the optimizer's param groups
     rules: list[Rule],  # of these groups
 ) -> dict[
     str, Any
-]:  # the same, with its state by the parameters' index; state of no parameter keeps its key, a text
+]:  # the same: state by the parameters' index, its keys in one order; of no parameter by its key, a text
     """Check a state dict against an optimizer.
 
     Raises `TypeError` or `ValueError` with the first thing that does not fit."""
@@ -206,7 +218,11 @@ def read_state(
     for key, p, rule, theirs in places:
         if key in by_key:
             _check_entry(f"parameter {key!r}", by_key[key], p, rule, theirs)
-    by_index = {i: by_key[key] for i, (key, *_) in enumerate(places) if key in by_key}
+    by_index = {
+        i: _in_order(by_key[key], rule)
+        for i, (key, _, rule, _) in enumerate(places)
+        if key in by_key
+    }
     return {**state_dict, "state": by_index | common, "param_groups": given}
 
 # %% ../../nbs/optim/07_state_dict_check.ipynb #2f9785ee

@@ -97,12 +97,12 @@ class OwnState:
     def check(self, forms: Forms) -> None:
         """Refuse parts whose values look otherwise than those of the first part; `RuntimeError`."""
         for index, entries in self.by_param.items():
-            wanted = forms.get(index, ())
-            keys = [form.key for form in wanted]
+            wanted = {form.key: form for form in forms.get(index, ())}
             for entry in entries:
-                if [*entry.values] != keys:
+                if entry.values.keys() != wanted.keys():
                     raise uneven_error(index, "its parts do not all have state")
-                for form, (key, value) in zip(wanted, entry.values.items(), strict=True):
+                for key, value in entry.values.items():
+                    form = wanted[key]
                     own = form_of(key, value, entry.whole)._replace(plain=form.plain)
                     if own != form:
                         raise uneven_error(
