@@ -4,6 +4,7 @@ and what is left of a file after whatever may happen to it."""
 import errno
 import os
 import shutil
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -630,6 +631,31 @@ def test_fsdps_functions_refuse_groups_that_do_not_fit():
         ),
         (lambda: shard_full_optim_state_dict(full, model, [*merged, two[0]]), "no counterpart"),
         (lambda: shard_full_optim_state_dict(full, Net(), two), "none of the model's"),
+        (
+            lambda: shard_full_optim_state_dict(optimizer.state_dict(), model, model.groups(True)),
+            "param group 0 has 2 parameters and that of the state dict 1",
+        ),
+        (
+            lambda: shard_full_optim_state_dict({"param_groups": []}, model),
+            "must be a full optimizer state dict",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             what()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_full_state_dict_is_a_copy(sharded):
+    model = Net()
+    lr = torch.tensor(1e-2)
+    optimizer = AdamW(model.parameters(), lr)
+    if sharded:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=lr)
+    net_steps(model, optimizer, 0)
+    full = full_optim_state_dict(model, optimizer)
+    wanted = deepcopy(full)
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+    net_steps(model, optimizer, 0)
+    assert full["param_groups"][0]["lr"] == wanted["param_groups"][0]["lr"]
+    for index, values in wanted["state"].items():
+        assert all(full["state"][index][key].equal(value) for key, value in values.items())

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .files import check_file, replacing
 from .names import KEYS, by_index, by_name, names_in_groups, names_of_params
@@ -47,6 +48,17 @@ def _check_arguments(optimizer: ZeroRedundancyOptimizer, to: Any, key_by: str) -
         names_of_params(optimizer.param_groups)
 
 
+def _own_copy(value: Any, device: str | None = None) -> Any:  # None: where each tensor is
+    if isinstance(value, Tensor):
+        return value.detach().to(device or value.device, copy=True)
+    if isinstance(value, dict):
+        return {key: _own_copy(member, device) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        members = [_own_copy(member, device) for member in value]
+        return members if isinstance(value, list) else tuple(members)
+    return deepcopy(value)
+
+
 def full_state_dict(
     optimizer: ZeroRedundancyOptimizer,
     to: int | _Source | None = 0,  # group rank that receives; None: all of them; or a file to write
@@ -64,7 +76,7 @@ def full_state_dict(
     given = [f"to={to}, key_by={key_by}"]
     with agreeing(optimizer.groups, "full_state_dict", lambda: given):
         _check_arguments(optimizer, to, key_by)
-    groups = optimizer.groups_to_save()
+    groups = _own_copy(optimizer.groups_to_save())
     if isinstance(to, (str, os.PathLike)):
         _write_full(optimizer, Path(to), groups, key_by)
         return None
@@ -205,7 +217,8 @@ def full_optim_state_dict(
     optim_input: Any = None,
     key_by_name: bool = False,
 ) -> dict[str, Any]:  # on the first rank, with two levels that of the first node; empty elsewhere
-    """Give the whole state of the optimizer on one rank, with the model's names; all ranks call this.
+    """Give a copy of the whole state of the optimizer on one rank (CPU), with the model's names; all
+    ranks call this.
 
     Raises `ValueError` if parameters are not the model's, or groups do not fit. Source: the function of this name of
     `torch.distributed.fsdp.FullyShardedDataParallel`."""
@@ -220,7 +233,10 @@ def full_optim_state_dict(
         if optim.replica_group is not None and optim.replica_group.group_rank:
             full = None  # the first node has it
     else:
-        full = optim.state_dict() if group.group_rank == 0 else None
+        full = None
+        if group.group_rank == 0:
+            found = optim.state_dict()
+            full = {**_own_copy(found, "cpu"), "param_groups": _own_copy(found["param_groups"])}
     if full is None:
         return {}
     groups = [
@@ -240,7 +256,7 @@ def shard_full_optim_state_dict(
 
     Raises `ValueError` where groups do not fit. Source: the function of this name of
     `torch.distributed.fsdp.FullyShardedDataParallel`."""
-    if "param_groups" not in full:
+    if not {"state", "param_groups"} <= full.keys():
         raise ValueError(
             "full must be a full optimizer state dict, which full_optim_state_dict gives on group"
             f" rank 0 only, got {sorted(full)}; broadcast it to all ranks"

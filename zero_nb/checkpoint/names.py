@@ -126,6 +126,12 @@ def by_index(
             " groups as they were when the state was saved"
         )
     if any(saved is None for saved, _ in given):
+        for number, (wanted, (_, group)) in enumerate(zip(names, given, strict=True)):
+            if len(wanted) != len(group["params"]):
+                raise ValueError(
+                    f"param group {number} has {len(wanted)} parameters and that of the state dict"
+                    f" {len(group['params'])}; make the groups as they were when the state was saved"
+                )
         return dict(full)
     saved = [(found, group) for found, group in given if found is not None]
     state = dict(full["state"])
