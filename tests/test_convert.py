@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common.saving import RECIPES, begin, check, half, inputs, parameters, train
+from common.saving import RECIPES, begin, check, half, inputs, parameters, same, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -62,21 +62,6 @@ def content(path):
         for g in optimizer["param_groups"]
     ]
     return state, groups, model
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            same(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert type(one) is type(other) and len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            same(a, b)
-    else:
-        assert one == other
 
 
 def save(folder, recipe, mode):
@@ -657,7 +642,8 @@ def torchs_own(folder):
     model = fully_shard(
         nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 5)), reshard_after_forward=False
     )
-    optimizer = AdamW(model.parameters(), lr=1e-2)
+    first, *others = model.parameters()
+    optimizer = AdamW([{"params": [first], "weight_decay": 0.1}, {"params": others}], lr=1e-2)
     model(torch.ones(3, 12)).sum().backward()
     optimizer.step()
     parts = {
@@ -665,6 +651,9 @@ def torchs_own(folder):
         "optim": get_optimizer_state_dict(model, optimizer),
     }
     dcp.save({"app": parts}, checkpoint_id=folder / "fsdp")
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    parts["optim"] = get_optimizer_state_dict(model, optimizer, options=flat)
+    dcp.save(parts, checkpoint_id=folder / "flat")
     whole = get_optimizer_state_dict(
         model, optimizer, options=StateDictOptions(full_state_dict=True)
     )
@@ -684,6 +673,7 @@ def test_files_that_others_wrote_are_read(folder):
         got = torch.load(folder / f"{form}.pt")
         same(dict(state), got["state"])
     assert len(read_weights(folder / "theirs.pt")) == len(read_weights(folder / "fsdp")) == 4
+    same(content(folder / "fsdp"), content(folder / "flat"))
     with pytest.raises(ValueError, match=r"which are 'app\.optim'"):
         describe_checkpoint(folder / "fsdp", "optim")
     plain = AdamW(nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 5)).parameters(), lr=1.0)

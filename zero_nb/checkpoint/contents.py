@@ -17,7 +17,43 @@ from .saved_tensors import Part, SavedTensor, load_saved, replace_tensors
 from ..comm.objects import MemoryFile
 
 # %% auto #0
-__all__ = ['Checkpoint', 'choose_state', 'find_weights', 'describe_file', 'describe_folder', 'check_alike']
+__all__ = ['nested_state', 'Checkpoint', 'choose_state', 'find_weights', 'describe_file', 'describe_folder', 'check_alike']
+
+# %% ../../nbs/checkpoint/08_contents.ipynb #5b1f0c22
+def _form_of_saved(value: Any) -> str:  # equal for equal values
+    return repr(replace_tensors(value, lambda name, tensor: tensor.read().tolist()))
+
+
+def _is_flat(content: dict[Any, Any]) -> bool:
+    roots = {str(key).partition(".")[0] for key in content if "." in str(key)}
+    return "param_groups" in roots <= {"param_groups", "state"} and not roots & content.keys()
+
+
+def nested_state(content: dict[Any, Any]) -> dict[Any, Any]:
+    """Give a state dict that torch has flattened as it was before; other content as it is.
+
+    Raises `ValueError` for state of a parameter without options. Source:
+    `StateDictOptions.flatten_optimizer_state_dict` of `torch.distributed.checkpoint`."""
+    if not _is_flat(content):
+        return content
+    places = [(key.split(".", 1), value) for key, value in content.items()]
+    options = dict[str, dict[str, Any]]()  # by parameter
+    for path, value in ((path, value) for (root, path), value in places if root != "state"):
+        name, _, option = path.rpartition(".")
+        options.setdefault(name, {})[option] = value
+    state = list[tuple[Sequence[str], Any]]()
+    for path, value in ((path, value) for (root, path), value in places if root == "state"):
+        name = path
+        while name and name not in options:
+            name = name.rpartition(".")[0]
+        if not name:
+            raise ValueError(f"'state.{path}' is of a parameter that has no options beside it")
+        state.append(((name, *path[len(name) + 1 :].split(".")), value))
+    groups = dict[str, dict[str, Any]]()  # by their options
+    for name, own in options.items():
+        group = groups.setdefault(_form_of_saved(own), {**own, "params": []})
+        group["params"].append(name)
+    return {"state": lay_out(state), "param_groups": [*groups.values()]}
 
 # %% ../../nbs/checkpoint/08_contents.ipynb #f04a000e
 @dataclass(frozen=True, eq=False)
@@ -65,6 +101,7 @@ def _find_states(content: Any, where: str = "") -> Iterator[tuple[str, dict[str,
     """Find the state dicts of optimizers in what was saved, with the keys that lead there."""
     if not isinstance(content, dict):
         return
+    content = nested_state(content)
     if _is_state(content):
         yield where, content
         return
@@ -145,7 +182,7 @@ _MODELS = ("model", "module", "model_state_dict", "state_dict", "net")
 def find_weights(content: Any) -> dict[str, Any]:
     """Find the weights: a dict of tensors that has no state dict of an optimizer in it, as far out
     as there is one."""
-    if not isinstance(content, dict) or _is_state(content):
+    if not isinstance(content, dict) or _is_state(nested_state(content)):
         return {}
     members = {key: value for key, value in content.items() if isinstance(value, dict)}
     found = {
@@ -229,7 +266,7 @@ def check_alike(
     def form(value: Any) -> str:
         if isinstance(value, SavedTensor) and len(value.shape) == 1:
             return f"a piece of a vector of {value.dtype}"
-        return repr(replace_tensors(value, lambda name, tensor: tensor.read().tolist()))
+        return _form_of_saved(value)
 
     first, *others = [{key: form(value) for key, value in rank.items()} for rank in ranks]
     for rank, other in enumerate(others, 1):
