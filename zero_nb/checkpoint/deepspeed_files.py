@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from .contents import Checkpoint
 from .files import new_folder, replacing
-from .saved_tensors import SLAB, SavedTensor
+from .saved_tensors import SLAB, SavedTensor, replace_tensors
 from .skeleton import SkeletonFile, TensorForm, check_room, unbacked
-from .slab_writers import Advance, bytes_of, names_in, write_file
+from .slab_writers import Advance, bytes_of, in_memory, names_in, write_file
 from ..optim.state_entry import MASTER
 from ..optim.tensor_shard import boxes
 
@@ -53,6 +54,10 @@ class _Vector:
         """Number of elements."""
         return sum(map(math.prod, self.shapes.values()))
 
+    def dtype(self, key: Any) -> torch.dtype:
+        """Give the dtype that has all numbers of a value: parameters of a group may differ in it."""
+        return reduce(torch.promote_types, [tensor.dtype for tensor in self.values[key]])
+
     def partition(self, ranks: int) -> int:
         """Give the number of elements of a rank's piece, with padding."""
         return -(-self.numel // (2 * ranks)) * 2
@@ -72,16 +77,25 @@ class _Vector:
             before += tensor.numel
 
 
-def _vector(checkpoint: Checkpoint, group: Mapping[str, Any]) -> _Vector:
-    params = group["params"]
-    names = group["param_names"]
-    every = [checkpoint.optimizer["state"].get(param, {}) for param in params]
-    keys = dict.fromkeys(key for state in every for key in state if key != MASTER)
-    values = dict[Any, list[SavedTensor]]()
-    common = dict[Any, Any]()
-    weights = [
-        state.get(MASTER, checkpoint.model[name]) for state, name in zip(every, names, strict=True)
-    ]
+def _check_dtype(what: str, tensor: SavedTensor) -> None:
+    if tensor.dtype.is_complex or tensor.dtype.itemsize > 4:
+        raise ValueError(
+            f"DeepSpeed keeps real numbers of at most 32 bits, and {what} is of {tensor.dtype}; cast model"
+            " and state to torch.float32 and save them again, or use another format"
+        )
+
+
+def _are_one(values: Sequence[Any]) -> bool:
+    """Tell whether parameters have the same value: a number, or another one without elements."""
+    first, *others = values
+    unread = list[str]()
+    if not isinstance(first, Tensor):
+        replace_tensors(first, lambda name, tensor: unread.append(name))
+    return not unread and all(type(first) is type(v) and bool(first == v) for v in others)
+
+
+def _check_stepped(names: Sequence[str], every: Sequence[Mapping[Any, Any]]) -> None:
+    """Refuse a group in which some parameters have state and others have none."""
     idle = [name for name, state in zip(names, every, strict=True) if not {*state} - {MASTER}]
     if 0 < len(idle) < len(names):
         raise ValueError(
@@ -89,27 +103,37 @@ def _vector(checkpoint: Checkpoint, group: Mapping[str, Any]) -> _Vector:
             " its group have; leave parameters that are never stepped out of the optimizer, or give"
             " them a group of their own, or use another format"
         )
+
+
+def _vector(checkpoint: Checkpoint, group: Mapping[str, Any]) -> _Vector:
+    names = group["param_names"]
+    every = [checkpoint.optimizer["state"].get(param, {}) for param in group["params"]]
+    _check_stepped(names, every)
+    keys = dict.fromkeys(key for state in every for key in state if key != MASTER)
+    values = dict[Any, list[SavedTensor]]()
+    common = dict[Any, Any]()
+    weights = {
+        name: state.get(MASTER, checkpoint.model[name])
+        for name, state in zip(names, every, strict=True)
+    }
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    for name, weight in weights.items():
+        _check_dtype(f"the weight {name!r}", weight)
     for key in keys:
-        found = [state.get(key, ...) for state in every]
-        alike = [
-            isinstance(value, SavedTensor) and value.shape == weight.shape and key != "step"
-            for value, weight in zip(found, weights, strict=True)
-        ]
-        first, *others = [
-            v.read() if isinstance(v, SavedTensor) and not v.shape else v for v in found
-        ]
-        if all(alike):
-            values[key] = found
-        elif all(type(first) is type(other) and bool(first == other) for other in others):
-            common[key] = first
-        else:
+        found = {name: state.get(key, ...) for name, state in zip(names, every, strict=True)}
+        if key != "step" and all(getattr(v, "shape", ...) == shapes[n] for n, v in found.items()):
+            for name, value in found.items():
+                _check_dtype(f"state {key!r} of {name!r}", value)
+            values[key] = [*found.values()]
+            continue
+        numbers = [in_memory(v) if getattr(v, "shape", ...) == () else v for v in found.values()]
+        if not _are_one(numbers):
             raise ValueError(
                 f"DeepSpeed steps a param group as one vector, and state {key!r} of {names[0]!r} and its"
                 " group is neither a number for each element nor one for all; use another format"
             )
-    return _Vector(
-        {n: w.shape for n, w in zip(names, weights, strict=True)}, values, common, weights
-    )
+        common[key] = numbers[0]
+    return _Vector(shapes, values, common, [*weights.values()])
 
 # %% ../../nbs/checkpoint/11_deepspeed_files.ipynb #c05a0010
 def _rank_content(
@@ -124,13 +148,13 @@ def _rank_content(
     for number, (vector, group) in enumerate(zip(vectors, groups, strict=True)):
         size = vector.partition(ranks)
         covered = max(0, min(size, vector.numel - rank * size))
-        for key, tensors in vector.values.items():
-            forms[number, key] = TensorForm(tensors[0].dtype, (size,), (1,))
+        for key in vector.values:
+            forms[number, key] = TensorForm(vector.dtype(key), (size,), (1,))
         forms[number, MASTER] = TensorForm(torch.float32, (covered,), (1,))
         places: dict[Any, Any] = dict.fromkeys(vector.values)
         state[number] = places | vector.common
         kept = {name: v for name, v in group.items() if name not in ("params", "param_names")}
-        options.append({**kept, "params": [number]})
+        options.append({**in_memory(kept), "params": [number]})
     paddings = [rank == ranks - 1 and v.partition(ranks) * ranks - v.numel for v in vectors]
     content = {
         "dynamic_loss_scale": False,
@@ -203,6 +227,18 @@ def _model_file(checkpoint: Checkpoint, vectors: Sequence[_Vector], ranks: int) 
     }
 
 
+def _check_only_params(checkpoint: Checkpoint) -> None:
+    """Refuse state of no parameter, for which the files have no place."""
+    known = {i for group in checkpoint.optimizer["param_groups"] for i in group["params"]}
+    others = [*(checkpoint.optimizer.keys() - {"state", "param_groups"})]
+    others += checkpoint.optimizer["state"].keys() - known
+    if others:
+        raise ValueError(
+            f"DeepSpeed's files have state of parameters only, and {checkpoint.path} has {others[0]!r} of"
+            " the optimizer as a whole; use another format"
+        )
+
+
 def write_deepspeed(checkpoint: Checkpoint, target: Path, ranks: int, advance: Advance) -> None:
     """Write DeepSpeed's folder for a number of ranks. Raises `ValueError` for what it cannot hold."""
     weights = checkpoint.model
@@ -214,6 +250,7 @@ def write_deepspeed(checkpoint: Checkpoint, target: Path, ranks: int, advance: A
             f"DeepSpeed's files hold the weights, and {checkpoint.path} has none of {missing[0]!r}; give"
             " model=, a file of them"
         )
+    _check_only_params(checkpoint)
     groups = checkpoint.optimizer["param_groups"]
     vectors = [_vector(checkpoint, group) for group in groups]
     half = any(getattr(weight, "dtype", None) == torch.bfloat16 for weight in weights.values())

@@ -342,8 +342,9 @@ def _read_deepspeed(path: Path, key: str | None) -> Checkpoint:
         every = [rank["base_optimizer_state"]["param_groups"][number] for rank in ranks]
         check_alike(every, f"param group {number}")
         options = dict(every[0])
-        params = range(len(state), len(state) + len(shapes))
-        state |= dict(zip(params, by_name.values(), strict=True))
+        first = sum(len(group["params"]) for group in groups)
+        params = range(first, first + len(shapes))
+        state |= {i: own for i, own in zip(params, by_name.values(), strict=True) if own}
         groups.append({**options, "params": [*params], "param_names": [*by_name]})
     about = {name: model[name] for name in ("ds_version", "dp_world_size", "global_steps")}
     full = {"state": state, "param_groups": groups}

@@ -41,7 +41,7 @@ from ..plan.policies import even
 from ..plan.specs import ParamSpec
 
 # %% auto #0
-__all__ = ['Advance', 'Boxes', 'row_major', 'bytes_of', 'write_file', 'write_full_file', 'names_in', 'tensor_crc32',
+__all__ = ['Advance', 'Boxes', 'row_major', 'bytes_of', 'in_memory', 'write_file', 'write_full_file', 'names_in', 'tensor_crc32',
            'write_safetensors', 'write_sharded']
 
 # %% ../../nbs/checkpoint/10_slab_writers.ipynb #c05a0007
@@ -56,6 +56,12 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def bytes_of(memory: Tensor) -> Tensor:
     """Give a tensor's memory, uint8 and 1-D."""
     return flatten(memory.contiguous()).view(torch.uint8)
+
+
+def in_memory(content: Any) -> Any:
+    """Read the tensors of a structure, which are small."""
+    read = lambda name, value: value.read() if isinstance(value, SavedTensor) else value
+    return replace_tensors(content, read)
 
 
 def _take_tensors(content: Any) -> tuple[dict[str, SavedTensor], dict[str, TensorForm]]:
@@ -261,6 +267,16 @@ def _write_ranks(content: Any, folder: Path, ranks: int, advance: Advance) -> Fi
     return describe_files(folder, [each.storage_data for found in written for each in found])
 
 
+def _listed_in_memory(content: Any) -> Any:
+    """Read the tensors in lists and tuples, which DCP packs as they are unless there is a dict among their
+    members; such are options, as the betas of Adam."""
+    if isinstance(content, dict):
+        return {key: _listed_in_memory(member) for key, member in content.items()}
+    if isinstance(content, list) and any(isinstance(member, dict) for member in content):
+        return [_listed_in_memory(member) for member in content]
+    return in_memory(content) if isinstance(content, (list, tuple)) else content
+
+
 def write_sharded(checkpoint: Checkpoint, target: Path, ranks: int, advance: Advance) -> None:
     """Write a folder of `torch.distributed.checkpoint` as that many ranks would."""
     check_available()
@@ -270,7 +286,7 @@ def write_sharded(checkpoint: Checkpoint, target: Path, ranks: int, advance: Adv
     }
     with new_folder(target) as folder:
         check_room(target, checkpoint.nbytes)
-        content = {"model": checkpoint.model, "optimizer": named}
+        content = _listed_in_memory({"model": checkpoint.model, "optimizer": named})
         files = _write_ranks(content, folder, ranks, advance)
         more: dict[str, Any] = {"step": 0, "extra": None, "world_size": ranks, **about}
         write_manifest(folder, files, more)

@@ -1,0 +1,87 @@
+"""What a conversion may lose without a word: numbers that a format does not hold, and tensors where none are
+expected."""
+
+import pytest
+import torch
+from common.saving import same
+from torch import nn
+from torch.optim import Adafactor, AdamW
+
+from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
+
+TARGETS = {
+    "full": "out.pt",
+    "safetensors": "out.safetensors",
+    "sharded": "out",
+    "deepspeed": "deepspeed",
+}
+
+
+def stepped(model, kind=AdamW, groups=None, **options):
+    optimizer = kind(groups or model.named_parameters(), lr=1e-2, **options)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return model.state_dict(), optimizer.state_dict()
+
+
+def test_deepspeed_takes_nothing_that_its_files_do_not_hold(folder):
+    source = folder / "source.pt"
+    model = nn.Linear(3, 2)
+
+    def state(change):
+        weights, full = stepped(nn.Linear(3, 2))
+        change(full)
+        return weights, full
+
+    wide = torch.zeros(2, dtype=torch.float64)
+    alone = [{"params": [("weight", model.weight)]}, {"params": [("bias", model.bias)]}]
+    for (weights, full), words in (
+        (stepped(nn.Linear(3, 2).double()), "the weight 'weight' is of torch.float64; cast"),
+        (stepped(nn.Linear(3, 2).to(torch.complex64)), "'weight' is of torch.complex64; cast"),
+        (
+            state(lambda full: full["state"][1].update(exp_avg=wide)),
+            "state 'exp_avg' of 'bias' is of torch.float64; cast",
+        ),
+        (state(lambda full: full["state"].update(k=3)), "has 'k' of the optimizer as a whole"),
+        (state(lambda full: full.update(k=3)), "has 'k' of the optimizer as a whole"),
+        (stepped(model, Adafactor, alone), "neither a number for each element nor one for all"),
+    ):
+        torch.save({"model": weights, "optimizer": full}, source)
+        with pytest.raises(ValueError, match=words):
+            convert_checkpoint(source, folder / "ds", "deepspeed")
+        assert [path.name for path in folder.iterdir()] == [source.name]
+
+
+def test_a_group_of_two_dtypes_is_not_rounded_for_deepspeed(folder):
+    model = nn.Sequential(nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2))
+    weights, full = stepped(model)
+    full["state"][2]["exp_avg"] += 1e-6
+    torch.save({"model": weights, "optimizer": full}, folder / "source.pt")
+    convert_checkpoint(folder / "source.pt", folder / "ds", "deepspeed", ranks=2)
+    convert_checkpoint(folder / "ds", folder / "out.pt")
+    got = torch.load(folder / "out.pt")["state"]
+    for index, values in full["state"].items():
+        assert all(got[index][key].equal(value.float()) for key, value in values.items())
+
+
+@pytest.mark.parametrize("form", [*TARGETS])
+def test_tensors_in_options_are_plain_in_every_format(folder, form):
+    weights, full = stepped(nn.Linear(3, 2))
+    numbers = {"lr": torch.tensor(0.5), "betas": (torch.tensor(0.9), torch.tensor(0.99))}
+    full["param_groups"][0].update(numbers, mixed=[torch.arange(3), 1], named={"a": torch.ones(2)})
+    torch.save({"model": weights, "optimizer": full}, folder / "source.pt")
+    convert_checkpoint(folder / "source.pt", folder / TARGETS[form], form, ranks=2)
+    verify_checkpoint(folder / TARGETS[form])
+    convert_checkpoint(folder / TARGETS[form], folder / "again.pt")
+    same(full, torch.load(folder / "again.pt", weights_only=True))
+
+
+def test_deepspeeds_folder_of_an_optimizer_before_its_first_step(folder):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    groups = [{"params": [*layer.named_parameters(str(i))]} for i, layer in enumerate(model)]
+    full = AdamW(groups).state_dict()
+    torch.save({"model": model.state_dict(), "optimizer": full}, folder / "source.pt")
+    convert_checkpoint(folder / "source.pt", folder / "ds", "deepspeed")
+    convert_checkpoint(folder / "ds", folder / "out.pt")
+    same(full, torch.load(folder / "out.pt"))
