@@ -309,6 +309,37 @@ def test_options_that_are_written_while_backward_runs_are_an_error(mode):
         assert "lr changed while the step was taken" in words
 
 
+def left_out(cap, before):
+    """Leave out a layer after some iterations; give the error."""
+    layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    class Some(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x, count):
+            for layer in self.layers[3 - count :]:
+                x = layer(x)
+            return x
+
+    model = DDP(Some(), bucket_cap_mb=cap)
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    overlap(model, zero)
+    for count in (3,) * before + (2,):
+        error = caught_error(lambda count=count: model(torch.ones(1, 3), count).sum().backward())
+        error = error or caught_error(zero.step)
+        zero.zero_grad()
+    return error
+
+
+@pytest.mark.parametrize(("cap", "before"), [(25, 0), (25, 3), (1e-6, 0), (1e-6, 3)])
+def test_a_layer_that_is_left_out_is_an_error_that_names_ddps_option(cap, before):
+    for kind, words in run(2, left_out, cap, before):
+        assert kind in ("RuntimeError", "ValueError")
+        assert "find_unused_parameters=True" in words
+
+
 def test_a_learning_rate_in_a_tensor_may_be_changed_after_step():
     def both():
         module, found = Sums(torch.float32), []

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from .comm_hook import OverlapOptions
-from .ddp_buckets import DdpLayout, find_layout, plan_buckets, split_like_ddp
+from zero_nb.backward.ddp_buckets import (
+    LEFT_OUT,
+    DdpLayout,
+    find_layout,
+    plan_buckets,
+    split_like_ddp,
+)
 from zero_nb.backward.engine import (
     Contribution,
     StepEngine,
@@ -272,6 +278,9 @@ class DdpPlanner:
         if backward.iteration is None:
             stepped = self._run_late(backward)
         else:
+            missing = len(self.layout.filled) - len(backward.arrivals)
+            if missing:
+                raise RuntimeError(f"DDP has not filled {missing} of its buckets; {LEFT_OUT}")
             backward.exchange_used()
             stepped = self.engine.finish(backward.iteration, late=False)
         backward.end()

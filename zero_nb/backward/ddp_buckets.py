@@ -18,9 +18,15 @@ from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import adopt
 
 # %% auto #0
-__all__ = ['Copy', 'split_like_ddp', 'plan_buckets', 'DdpLayout', 'find_layout']
+__all__ = ['LEFT_OUT', 'Copy', 'split_like_ddp', 'plan_buckets', 'DdpLayout', 'find_layout']
 
 # %% ../../nbs/backward/04_ddp_buckets.ipynb #c27e05e6
+LEFT_OUT = (
+    "pass find_unused_parameters=True to DDP where a forward leaves parameters out, and wrap the"
+    " model again where layers were replaced or unfrozen"
+)
+
+
 def split_like_ddp(
     buckets: Sequence[Sequence[int]],  # indices of parameters
     params: Sequence[Tensor],
@@ -52,8 +58,7 @@ def plan_buckets(optimizer: ZeroRedundancyOptimizer, filled: Sequence[Sequence[i
     for i, p in enumerate(params):
         if p.trainable and i not in reduced:
             raise ValueError(
-                f"{p.name} is trained, but the model does not reduce its gradient: it was frozen"
-                " when DDP was made, or is not in the model; wrap the model again"
+                f"{p.name} is trained, but the model does not reduce its gradient: {LEFT_OUT}"
             )
     size = optimizer.group.size
     return adopt(params, size, trained, policy=cut_in_place(optimizer), align=16, pad=False)

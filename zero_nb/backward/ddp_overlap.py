@@ -21,6 +21,7 @@ from zero_nb.backward.comm_hook import (
     check_pair,
     find_switch,
 )
+from .ddp_buckets import LEFT_OUT
 from zero_nb.backward.ddp_backward import (
     DdpBackward,
     DdpPlanner,
@@ -52,7 +53,7 @@ __all__ = ['check_leftovers', 'DdpOverlap', 'find_overlap', 'advise_views', 'ove
 _NOT_AVERAGED = (
     "step() found gradients that did not come through DDP's hook, so they are not averaged:"
     " register the hook, and run the last backward before step() through the wrapped model and"
-    " outside no_sync()"
+    f" outside no_sync(); {LEFT_OUT}"
 )
 
 
