@@ -24,6 +24,7 @@ from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
 from zero_nb.comm.simulation import simulate
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+from zero_nb.optim.rules import ELEMENTWISE
 
 # ---- M9: reads of the host ----
 
@@ -551,6 +552,78 @@ def seen_by_one():
 
 def test_all_ranks_step_at_once_if_a_class_counts_on_one():
     assert run(2, seen_by_one) == [False] * 2
+
+
+class FusedSGD(SGD):
+    """A class that is not known, with the attribute that torch's clears in the first step."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, fused=True, **options)
+
+
+OF_ONE = [
+    *((getattr(torch.optim, name), {}) for name in sorted(ELEMENTWISE | {"Adafactor"})),
+    *((kind, {"fused": True}) for kind in (SGD, torch.optim.Adagrad, torch.optim.AdamW)),
+    (FusedSGD, {}),
+]
+
+
+def stepped_by_one(mode, kind, options):
+    """Train beside unsharded classes a parameter that one of two ranks owns, the only one of its
+    class; give what differs, and whether buckets were stepped one by one."""
+    module, plain = (Mixed().double() for _ in range(2))
+    groups = [{"params": [module.scale], "optimizer_class": kind, "lr": 0.01, **options}]
+    zero = ZeroRedundancyOptimizer(
+        [*groups, {"params": module.matrices.parameters()}], torch.optim.Muon, lr=0.01
+    )
+    optimizers = [
+        kind([plain.scale], lr=0.01, **options),
+        torch.optim.Muon(plain.matrices.parameters(), lr=0.01),
+    ]
+    handle, model = attach_interleaved(mode, module, zero)
+    for _ in range(4):
+        for one, steps in ((model, [zero]), (plain, optimizers)):
+            one(torch.ones(2, 16).double()).backward()
+            for optimizer in steps:
+                optimizer.step()
+                optimizer.zero_grad()
+    worst = float((flatten(module) - flatten(plain)).abs().max())
+    return worst, handle.engine.steps_per_bucket
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrices = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, data):
+        return self.matrices(data).square().mean() * self.scale.sum()
+
+
+def attach_interleaved(mode, module, zero):
+    if mode == "data_parallel":
+        return data_parallel(module, zero, interleaved=True, bucket_cap_mb=0.001), module
+    model = DDP(module, bucket_cap_mb=0.001)
+    return overlap(model, zero, interleaved=True), model
+
+
+def all_stepped_by_one(mode):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*counts its steps")
+        return [stepped_by_one(mode, *case) for case in OF_ONE]
+
+
+@pytest.mark.parametrize("mode", ["overlap", "data_parallel"])
+def test_classes_of_which_one_rank_owns_nothing_step_bucket_by_bucket_on_all(mode):
+    for rank in run(2, all_stepped_by_one, mode):
+        wrong = [
+            case
+            for case, (worst, by_bucket) in zip(OF_ONE, rank, strict=True)
+            if worst > 1e-9 or not by_bucket
+        ]
+        assert wrong == []
 
 
 # ---- whose hook it is ----

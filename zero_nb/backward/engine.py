@@ -192,24 +192,25 @@ class StepEngine:
         shows whether the optimizer may be called for one bucket at a time."""
         if self.has_stepped and not late:
             return iteration.finish(self.steps_per_bucket)
-        local = self.optimizer.local
-        before = local.counters()
+        before = self.optimizer.local.counters()
         stepped = iteration.finish(steps_per_bucket=False)
-        if stepped and self.steps_per_bucket and self._on_any_rank(before != local.counters()):
+        if stepped and self.steps_per_bucket and (counting := self._counting_classes(before)):
             self.steps_per_bucket = False
             if self.options.interleaved:
-                warnings.warn(_COUNTS.format(type(self.optimizer.optim).__name__), stacklevel=2)
+                warnings.warn(_COUNTS.format(", ".join(counting)), stacklevel=2)
         self.has_stepped |= stepped
         return stepped
 
-    def _on_any_rank(self, counts: bool) -> bool:
-        """Find out whether a class counts on some rank, for one that owns nothing may not see it."""
-        if all(kind.__module__.startswith("torch.optim") for kind in self.optimizer.local.by_class):
-            return counts  # those are known, and no rank has to ask
-        flag = torch.tensor([float(counts)], device=self.optimizer.join_device)
+    def _counting_classes(self, before: dict[type, str]) -> list[str]:  # the same on every rank
+        """Name the classes that some rank saw count, for one that owns nothing may not see it."""
+        if not before:
+            return []  # all are torch's and known, on every rank
+        now = self.optimizer.local.counters()
+        changed = [float(now[kind] != counters) for kind, counters in before.items()]
+        flags = torch.tensor(changed, device=self.optimizer.join_device)
         for group in self.optimizer.groups:
-            group.all_reduce(flag)
-        return bool(flag.item())
+            group.all_reduce(flags)
+        return [kind.__name__ for kind, flag in zip(before, flags.tolist(), strict=True) if flag]
 
     def mark_gradients(self, unused: Sequence[bool], stepped: bool) -> None:
         """Leave markers in the place of gradients that are gone, in which a scaler reads whether to

@@ -265,15 +265,22 @@ class LocalOptimizers:
         for i in shard.groups:
             local[i]["params"] = _views(param_groups[i], shard)
 
-    def counters(self) -> str:
-        """Write down what the optimizers remember beside the state of parameters."""
-        found = []
-        for optim in self.by_class.values():
+    def counters(self) -> dict[type, str]:  # of the same classes on every rank
+        """Write down what the optimizers of classes that are not known keep beside the state of
+        parameters."""
+        found = {}
+        for kind, optim in self.by_class.items():
+            if is_known(kind, cuts=False):
+                continue
             groups = [{k: v for k, v in g.items() if k != "params"} for g in optim.param_groups]
             state = {k: v for k, v in optim.state.items() if not isinstance(k, Tensor)}
-            numbers = {k: v for k, v in vars(optim).items() if isinstance(v, (int, float))}
-            found.append([groups, state, numbers])
-        return str(found)
+            numbers = {
+                k: v
+                for k, v in vars(optim).items()
+                if isinstance(v, (int, float)) and not isinstance(v, bool)
+            }
+            found[kind] = str([groups, state, numbers])
+        return found
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #861c8ca7
 def describe_plan(
