@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.comm.launch import run
 from zero_nb.optim import trial
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
@@ -183,6 +184,7 @@ def check_outcomes(ranks, least):
         "cannot be tried",
         "looks at all parameters together",
         "values that are not finite",
+        "differently a second time",
     )
     silent = {
         name: o
@@ -250,6 +252,83 @@ class Fine(AdamW):
     pass
 
 
+class Scaled(torch.optim.Optimizer):
+    """Gradient descent with a factor for each parameter, which subclasses choose."""
+
+    def __init__(self, params, lr=0.1, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.add_(p.grad * self.factor(p, group), alpha=-group["lr"])
+
+    def factor(self, p, group):
+        """Clip by a norm of parameters that lie with this one."""
+        norm = sum(
+            q.grad.double().square().sum() for q in group["params"] if self.near(p, q, group)
+        )
+        return 1 / (float(norm) ** 0.5 + 1)
+
+    def near(self, p, q, group):
+        """Tell which parameters a parameter is clipped with, beside itself."""
+        return q is p
+
+
+class WhereItDecays(Scaled):
+    def near(self, p, q, group):
+        return q is p or group["weight_decay"] > 0
+
+
+class OfItsShape(Scaled):
+    def near(self, p, q, group):
+        return q.shape == p.shape
+
+
+class Large(Scaled):
+    def near(self, p, q, group):
+        return q is p or min(p.numel(), q.numel()) > 100
+
+
+class InItsDtype(Scaled):
+    def near(self, p, q, group):
+        return q is p or p.dtype == torch.float32
+
+
+class Stochastic(Scaled):
+    def factor(self, p, group):
+        return torch.rand(()) if p.dtype == torch.bfloat16 else 1.0
+
+
+class ByAttribute(Scaled):
+    def factor(self, p, group):
+        return p.lr_scale
+
+
+class ByStride(Scaled):
+    def factor(self, p, group):
+        return 1.0 if p.is_contiguous() else 0.5
+
+
+class BySeed(Scaled):
+    def factor(self, p, group):
+        return torch.initial_seed() % 7
+
+
+class ByGroup(Scaled):
+    def factor(self, p, group):
+        return 1 + [g is group for g in self.param_groups].index(True)
+
+
+def halves(params):
+    return [nn.Parameter(p.detach().bfloat16()) for p in params]
+
+
+def turned(params):
+    return [nn.Parameter(p.detach().t().contiguous().t()) for p in params if p.dim() == 2]
+
+
 MAKES = {
     "clips": lambda p: ZeroRedundancyOptimizer(p, Clips, lr=0.1),
     "clips, in two groups": lambda p: ZeroRedundancyOptimizer(
@@ -273,14 +352,34 @@ MAKES = {
     "trust on one rank": lambda p: ZeroRedundancyOptimizer(
         p, Clips, lr=0.1, trust_optimizer_class=dist.get_rank() == 0
     ),
+    "decays, the second group": lambda p: ZeroRedundancyOptimizer(
+        [{"params": p[:2], "weight_decay": 0.0}, {"params": p[2:], "weight_decay": 0.1}],
+        WhereItDecays,
+    ),
+    "of its shape": lambda p: ZeroRedundancyOptimizer(p, OfItsShape),
+    "large ones": lambda p: ZeroRedundancyOptimizer(p, Large),
+    "in its dtype": lambda p: ZeroRedundancyOptimizer(p, InItsDtype),
+    "copies of its dtype": lambda p: ZeroRedundancyOptimizer(
+        halves(p), InItsDtype, master_dtype=torch.float32
+    ),
+    "stochastic rounding": lambda p: ZeroRedundancyOptimizer(halves(p), Stochastic),
+    "attributes, cut": lambda p: ZeroRedundancyOptimizer(p, ByAttribute, shard="even"),
+    "strides, cut": lambda p: ZeroRedundancyOptimizer(turned(p), ByStride, shard="even"),
+    "seed": lambda p: ZeroRedundancyOptimizer(p, BySeed),
     "no word": lambda p: ZeroRedundancyOptimizer(p, Fine, lr=0.1, trust_optimizer_class="yes"),
 }
 FINE = {
     "rows": lambda p: ZeroRedundancyOptimizer(p, Rows, lr=0.1),
     "fine": lambda p: ZeroRedundancyOptimizer(p, Fine),
     "fine, cut": lambda p: ZeroRedundancyOptimizer(p, Fine, shard="even"),
-    "bfloat16": lambda p: ZeroRedundancyOptimizer(
-        [nn.Parameter(q.detach().bfloat16()) for q in p], classes()["pytorch_optimizer.Lion"]
+    "bfloat16": lambda p: ZeroRedundancyOptimizer(halves(p), classes()["pytorch_optimizer.Lion"]),
+    "float16": lambda p: ZeroRedundancyOptimizer([q.detach().half() for q in p], Fine),
+    "another dtype": lambda p: ZeroRedundancyOptimizer(halves(p), InItsDtype),
+    "attributes": lambda p: ZeroRedundancyOptimizer(p, ByAttribute),
+    "strides": lambda p: ZeroRedundancyOptimizer(turned(p), ByStride),
+    "no strides, cut": lambda p: ZeroRedundancyOptimizer(p, ByStride, shard="even"),
+    "by group": lambda p: ZeroRedundancyOptimizer(
+        [{"params": p[:2]}, {"params": p[2:], "weight_decay": 0.1}], ByGroup
     ),
     "a rate that is a tensor": lambda p: ZeroRedundancyOptimizer(p, Fine, lr=torch.tensor(0.1)),
     "clips, trusted": lambda p: ZeroRedundancyOptimizer(
@@ -293,9 +392,13 @@ FINE = {
 
 
 def made():
-    return {
-        name: caught(lambda: make(parameters(SHAPES))) for name, make in {**MAKES, **FINE}.items()
-    }
+    found = {}
+    for name, make in {**MAKES, **FINE}.items():
+        params = parameters(SHAPES)
+        for i, p in enumerate(params):
+            p.lr_scale = 1.0 + i
+        found[name] = caught(lambda make=make, params=params: make(params))
+    return found
 
 
 def test_a_class_that_is_not_known_is_tried_and_refused_on_every_rank():
@@ -314,6 +417,15 @@ def test_a_class_that_is_not_known_is_tried_and_refused_on_every_rank():
             "a group's own class": "Clips steps a parameter differently",
             "a later group": "Clips steps",
             "trust on one rank": "Clips steps a parameter differently",
+            "decays, the second group": "together with others",
+            "of its shape": "together with others",
+            "large ones": "together with others",
+            "in its dtype": "together with others",
+            "copies of its dtype": "together with others",
+            "stochastic rounding": "random numbers",
+            "attributes, cut": "whole and cut",
+            "strides, cut": "whole and cut",
+            "seed": "a second time",
             "no word": "trust_optimizer_class must be True or False",
         }
         assert {
@@ -329,6 +441,35 @@ def test_a_class_that_is_not_known_is_tried_and_refused_on_every_rank():
             for name in wanted
             if name not in ("Muon, cut", "no word")
         )
+
+
+def trained_by_attributes():
+    """Train whole parameters that lie transposed or have attributes, in backward, beside a plain
+    optimizer; give what differs."""
+    worst = []
+    for kind in (ByAttribute, ByStride):
+        ours, plain = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))) for _ in range(2))
+        for module in (ours, plain):
+            for i, (p, value) in enumerate(
+                zip(module.parameters(), parameters([(8, 8), (8,)] * 3), strict=True)
+            ):
+                p.data = value.detach().t().contiguous().t() if i % 4 == 0 else value.detach()
+                p.lr_scale = 1.0 + i
+        zero = ZeroRedundancyOptimizer(ours.parameters(), kind, lr=0.01)
+        data_parallel(ours, zero)
+        optimizer = kind(plain.parameters(), lr=0.01)
+        for _ in range(3):
+            for module, steps in ((ours, zero), (plain, optimizer)):
+                module(torch.ones(2, 8)).square().mean().backward()
+                steps.step()
+                steps.zero_grad()
+        pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+        worst.append(max(float((p - q).detach().abs().max()) for p, q in pairs))
+    return worst
+
+
+def test_whole_parameters_have_their_attributes_and_strides_when_they_are_stepped_in_backward():
+    assert all(worst < 1e-6 for rank in run(2, trained_by_attributes) for worst in rank)
 
 
 def quiet():

@@ -347,7 +347,7 @@ def check_classes(
     for (kind, cuts), of_kind in groups.items():
         if is_known(kind, cuts):
             continue
-        trouble = find_trouble(kind, settings.options(kind), of_kind, cuts)
+        trouble = find_trouble(kind, settings.options(kind), of_kind, cuts, settings.master_dtype)
         if trouble:
             raise ValueError(
                 f"optimizer_class {kind.__name__} {trouble}. Sharded, it would not train as it does"

@@ -149,9 +149,13 @@ def _pieces(shard: Shard, bucket: FlatBucket) -> Iterator[Piece]:
 
 def _view(shard: Shard, param: Tensor, memory: Tensor, whole: bool) -> Tensor:  # what is stepped
     wide = shard.master_dtype
-    if wide not in (None, param.dtype) and param.is_floating_point():
-        return Parameter(memory.to(wide))
-    return param if whole and shard.borrows else Parameter(memory)
+    copies = wide not in (None, param.dtype) and param.is_floating_point()
+    if whole and shard.borrows and not copies:
+        return param
+    view = Parameter(memory.to(wide) if copies else memory)
+    if whole:
+        vars(view).update(vars(param))  # such as a factor of the learning rate, which a class reads
+    return view
 
 
 def _empty_pieces(

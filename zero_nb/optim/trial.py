@@ -12,7 +12,8 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,63 +24,96 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 # %% auto #0
-__all__ = ['TRIAL_STEPS', 'small_shapes', 'SmallGroup', 'small_groups', 'Trial', 'make_trial', 'difference', 'leaving_alone',
-           'try_class', 'find_trouble']
+__all__ = ['TRIAL_STEPS', 'small_shapes', 'SmallKind', 'SmallGroup', 'small_groups', 'Trial', 'make_trial', 'difference',
+           'leaving_alone', 'try_class', 'find_trouble']
 
 # %% ../../nbs/optim/08_trial.ipynb #52eb82ea
 _SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
-    0: ((), ()),
-    1: ((8,), (6,)),
-    2: ((8, 6), (6, 10)),
-    3: ((4, 3, 5), (2, 6, 3)),
-    4: ((4, 3, 3, 3), (2, 4, 3, 3)),
+    0: ((), (), ()),
+    1: ((8,), (104,), (104,)),
+    2: ((8, 6), (10, 12), (10, 12)),
+    3: ((4, 3, 5), (2, 8, 9), (2, 8, 9)),
+    4: ((2, 4, 3, 3), (4, 4, 3, 3), (4, 4, 3, 3)),
 }
 
 
 def small_shapes(dim: int) -> Sequence[tuple[int, ...]]:
-    """Give the shapes of two small tensors with so many dimensions."""
-    return _SHAPES.get(dim) or ((2,) * dim, (3, *(2,) * (dim - 1)))
+    """Give the shapes of three small tensors with so many dimensions, the last two of them alike."""
+    large = (8, *(2,) * (dim - 1))
+    return _SHAPES.get(dim) or ((2,) * dim, large, large)
 
 
+@dataclass(frozen=True)
+class SmallKind:
+    """What a class may tell apart of parameters."""
+
+    dim: int  # number of dimensions
+    transposed: bool  # lies in memory otherwise than row by row
+    dtype: torch.dtype  # of the tensor that is stepped
+
+    def widened(self) -> SmallKind:
+        """Give the same kind in float64, where rounding hides nothing."""
+        return replace(self, dtype=torch.complex128 if self.dtype.is_complex else torch.float64)
+
+    def tensors(self, device: torch.device, generator: torch.Generator) -> list[Tensor]:
+        """Make three tensors with random values, the same in every dtype."""
+        wide = self.widened().dtype
+        made = [torch.randn(s, dtype=wide, generator=generator) for s in small_shapes(self.dim)]
+        if self.transposed:
+            made = [value.transpose(0, -1).contiguous().transpose(0, -1) for value in made]
+        return [value.to(device, self.dtype) for value in made]
+
+# %% ../../nbs/optim/08_trial.ipynb #5b1e07aa
 @dataclass(frozen=True)
 class SmallGroup:
     """A param group in little: the user's options, and small tensors of the kinds that the group has."""
 
     options: dict[str, Any]  # without parameters
-    dims: tuple[int, ...]  # numbers of dimensions of its parameters
-    is_complex: bool = False
+    kinds: tuple[SmallKind, ...]  # of its parameters
+    attributes: list[dict[str, Any]]  # of some of its parameters
 
-    def tensors(
-        self, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-    ) -> list[Tensor]:
-        """Make two tensors of each kind, with random values."""
-        kind = dtype.to_complex() if self.is_complex else dtype
-        return [
-            torch.randn(shape, dtype=kind, generator=generator, device="cpu").to(device)
-            for dim in self.dims
-            for shape in small_shapes(dim)
-        ]
+    def widened(self) -> SmallGroup:
+        """Give the same group in float64, where rounding hides nothing."""
+        return replace(self, kinds=tuple(kind.widened() for kind in self.kinds))
+
+    def tensors(self, device: torch.device, generator: torch.Generator) -> list[Tensor]:
+        """Make three tensors of each kind, with random values and with attributes."""
+        made = [t for kind in self.kinds for t in kind.tensors(device, generator)]
+        for i, value in enumerate(made):
+            vars(value).update(self.attributes[i % len(self.attributes)])
+        return made
+
+
+def _attributes(params: Sequence[Tensor], most: int = 6) -> list[dict[str, Any]]:
+    """Give what some parameters have beside their elements, and a class may read."""
+    found = {}
+    for p in params:
+        plain = {k: v for k, v in vars(p).items() if isinstance(v, (bool, int, float, str))}
+        found[str(plain)] = plain
+    return [*found.values()][:most]
 
 
 def small_groups(
     param_groups: Sequence[dict[str, Any]],  # as `torch.optim.Optimizer.param_groups`
-    most: int = 4,  # so many are tried
+    # of copies that are stepped in place of parameters; None: no copies
+    master_dtype: torch.dtype | None = None,
+    most: int = 16,  # so many are tried
 ) -> list[SmallGroup]:
-    """Make small groups of param groups; of those that differ in numbers such as `lr` alone, one is enough."""
+    """Make small groups of param groups; of those that differ in `lr` alone, one is enough."""
     found: dict[str, SmallGroup] = {}
     for group in param_groups:
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        text = str(
-            {k: v for k, v in options.items() if type(v) is not float and not isinstance(v, Tensor)}
-        )
         params = [p for p in group["params"] if p.numel()]
+        params = [p for p in params if p.is_floating_point() or p.is_complex()]
         params = [p for p in params if p.requires_grad] or params
-        for is_complex in (False, True):
-            dims = tuple(sorted({p.dim() for p in params if p.is_complex() is is_complex}))
-            if dims:
-                found.setdefault(
-                    f"{text} {dims} {is_complex}", SmallGroup(options, dims, is_complex)
-                )
+        kinds = set()
+        for p in params:
+            dtype = master_dtype if master_dtype and p.is_floating_point() else p.dtype
+            kinds.add(SmallKind(p.dim(), not p.is_contiguous(), dtype))
+        if kinds:
+            small = SmallGroup(options, tuple(sorted(kinds, key=str)), _attributes(params))
+            text = str(replace(small, options={k: v for k, v in options.items() if k != "lr"}))
+            found.setdefault(text, small)
     return [*found.values()][:most]
 
 # %% ../../nbs/optim/08_trial.ipynb #bea3d7cb
@@ -92,8 +126,17 @@ def _fresh(options: dict[str, Any]) -> dict[str, Any]:  # an optimizer may write
     }
 
 
-def _row(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in tensors])
+def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:  # side by side, by dtype
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        found.setdefault(t.dtype, []).append(t.reshape(-1))
+    return {dtype: torch.cat(row) for dtype, row in found.items()}
+
+
+def _parameter(value: Tensor) -> Tensor:  # with strides and attributes of the value
+    param = Parameter(value.clone())
+    vars(param).update(vars(value))
+    return param
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,14 +150,11 @@ class Trial:
     gradients: list[list[list[Tensor]]]  # of each step, of each group
 
     def train(
-        self,
-        groups: Sequence[SmallGroup],
-        values: list[list[Tensor]],
-        gradients: list[list[list[Tensor]]],
+        self, values: list[list[Tensor]], gradients: list[list[list[Tensor]]]
     ) -> list[list[Tensor]]:
         """Step tensors with one optimizer, and give what became of them."""
-        params = [[Parameter(value.clone()) for value in of_group] for of_group in values]
-        options = [_fresh(group.options) for group in groups]
+        params = [[_parameter(value) for value in of_group] for of_group in values]
+        options = [_fresh(group.options) for group in self.groups]
         param_groups = [{**own, "params": ps} for own, ps in zip(options, params, strict=True)]
         optim = self.optimizer_class(param_groups, **_fresh(self.defaults))
         for given in gradients:
@@ -126,7 +166,7 @@ class Trial:
 
     def together(self) -> list[list[Tensor]]:
         """Step all tensors with one optimizer, as without ranks."""
-        return self.train(self.groups, self.values, self.gradients)
+        return self.train(self.values, self.gradients)
 
     def apart(self) -> list[list[Tensor]]:
         """Step each tensor with an optimizer of its own, as if each belonged to another rank."""
@@ -134,37 +174,45 @@ class Trial:
         return [[self._alone(g, i) for i in range(size)] for g, size in enumerate(sizes)]
 
     def cut(self) -> list[list[Tensor]]:
-        """Lay the tensors of each group side by side and cut them in two; step each part with an
-        optimizer of its own, as with `shard="even"`."""
+        """Lay the tensors of each group side by side and cut them in parts of 60 elements; step each
+        part with an optimizer of its own, as with `shard="even"`."""
         found = []
         for g, values in enumerate(self.values):
-            at = int(0.4 * sum(map(Tensor.numel, values)))
-            found.append([torch.cat([self._part(g, slice(at)), self._part(g, slice(at, None))])])
+            sizes = {dtype: len(row) for dtype, row in _by_dtype(values).items()}
+            starts = [(dtype, at) for dtype, size in sizes.items() for at in range(0, size, 60)]
+            found.append([self._part(g, dtype, slice(at, at + 60)) for dtype, at in starts])
         return found
 
     def _alone(self, g: int, i: int) -> Tensor:  # tensor i of group g
-        gradients = [[[step[g][i]]] for step in self.gradients]
-        return self.train([self.groups[g]], [[self.values[g][i]]], gradients)[0][0]
+        gradients = [step[g][i] for step in self.gradients]
+        return self._trained(g, self.values[g][i], gradients)
 
-    def _part(self, g: int, where: slice) -> Tensor:
-        gradients = [[[_row(step[g])[where]]] for step in self.gradients]
-        return self.train([self.groups[g]], [[_row(self.values[g])[where]]], gradients)[0][0]
+    def _part(self, g: int, dtype: torch.dtype, where: slice) -> Tensor:
+        gradients = [_by_dtype(step[g])[dtype][where] for step in self.gradients]
+        return self._trained(g, _by_dtype(self.values[g])[dtype][where], gradients)
+
+    def _trained(self, g: int, value: Tensor, gradients: list[Tensor]) -> Tensor:
+        """Step one tensor of a group; the others are empty, as on a rank that owns nothing of them."""
+
+        def alone(tensor: Tensor) -> list[list[Tensor]]:
+            return [[tensor] if i == g else [] for i in range(len(self.groups))]
+
+        return self.train(alone(value), [*map(alone, gradients)])[g][0]
 
 # %% ../../nbs/optim/08_trial.ipynb #b45be1b4
 def make_trial(
     optimizer_class: Any,
     defaults: dict[str, Any],  # options for all groups
     groups: list[SmallGroup],
-    dtype: torch.dtype = torch.float64,
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Trial:
     """Draw values and gradients, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
-    values = [group.tensors(dtype, device, generator) for group in groups]
+    values = [group.tensors(device, generator) for group in groups]
     gradients = []
     for t in range(TRIAL_STEPS):
         size = (1.0, 10.0, 0.1)[t % 3]
-        drawn = [group.tensors(dtype, device, generator) for group in groups]
+        drawn = [group.tensors(device, generator) for group in groups]
         gradients.append([[g * size * (1 + i) for i, g in enumerate(gs)] for gs in drawn])
     return Trial(optimizer_class, defaults, groups, values, gradients)
 
@@ -174,12 +222,15 @@ def difference(
 ) -> float:  # 0.0 if it may be rounding
     """Compare what became of the tensors of each group; in relation to the largest change in the group."""
     worst = 0.0
-    for before, a, b in zip(trial.values, map(_row, one), map(_row, other), strict=True):
-        change = (a - _row(before)).abs().max().item()
-        apart = (a - b).abs().max().item()
-        eps = torch.finfo(a.dtype).eps
-        if not apart <= max(1e-5, eps**0.5) * change + 16 * eps * a.abs().max().item():
-            worst = max(worst, apart / change if change else float("inf"))
+    for before, after, others in zip(
+        trial.values, map(_by_dtype, one), map(_by_dtype, other), strict=True
+    ):
+        for dtype, row in _by_dtype(before).items():
+            change = (after[dtype] - row).abs().max().item()
+            apart = (after[dtype] - others[dtype]).abs().max().item()
+            rounding = 4 * torch.finfo(dtype).eps * after[dtype].abs().max().item()
+            if not apart <= 1e-5 * change + rounding:
+                worst = max(worst, apart / change if change and isfinite(apart) else float("inf"))
     return worst
 
 # %% ../../nbs/optim/08_trial.ipynb #ab2f1adc
@@ -246,7 +297,8 @@ def _judge(trial: Trial, cuts: bool, device: torch.device) -> str:
     if before != _random_states(device):
         return "draws random numbers, and each rank draws other ones"
     if not all(t.isfinite().all() for ts in together for t in ts):
-        return "steps small tensors to values that are not finite, so it cannot be tried"
+        raise ArithmeticError("they are stepped to values that are not finite")
+    torch.default_generator.manual_seed(torch.initial_seed() ^ 1)
     ways = [
         ("together with others and alone", trial.apart),
         *([("whole and cut (shard='even'; try shard='whole')", trial.cut)] if cuts else []),
@@ -256,6 +308,11 @@ def _judge(trial: Trial, cuts: bool, device: torch.device) -> str:
             found = difference(trial, together, step())
         except Exception as error:
             return f"steps a parameter differently {what}: {type(error).__name__}: {error!s:.300}"
+        if found and difference(trial, together, trial.together()):
+            return (
+                "steps the same small tensors differently a second time, as if it read a seed, a"
+                " clock or what another optimizer left, and each rank would step them differently"
+            )
         if found:
             return (
                 f"steps a parameter differently {what}: after {TRIAL_STEPS} steps of small tensors"
@@ -269,25 +326,24 @@ def try_class(
     defaults: dict[str, Any],  # options for all groups
     groups: list[SmallGroup],
     cuts: bool,  # whether parameters are cut between ranks
-    dtype: torch.dtype = torch.float32,  # where float64 does not do
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> str:  # what was found; empty: each parameter is stepped by itself
     """Find out by trial whether a class of optimizers may be sharded."""
-    with leaving_alone(device):
-        try:
-            return _judge(
-                make_trial(optimizer_class, defaults, groups, torch.float64, device), cuts, device
-            )
-        except Exception:  # not in float64
+    wide = [group.widened() for group in groups]
+    found = []
+    for tried in (wide, groups):
+        with leaving_alone(device):
             try:
-                return _judge(
-                    make_trial(optimizer_class, defaults, groups, dtype, device), cuts, device
-                )
-            except Exception as error:
-                return (
-                    "cannot be tried on small tensors of the kinds that it is given:"
-                    f" {type(error).__name__}: {error!s:.300}"
-                )
+                trial = make_trial(optimizer_class, defaults, tried, device)
+                found.append(_judge(trial, cuts, device))
+            except Exception as error:  # one that training would raise as well
+                failed = error
+    if found:
+        return next(filter(None, found), "")
+    return (
+        "cannot be tried on small tensors of the kinds that it is given:"
+        f" {type(failed).__name__}: {failed!s:.300}"
+    )
 
 # %% ../../nbs/optim/08_trial.ipynb #58678ad6
 _FOUND: WeakKeyDictionary[type, dict[str, str]] = (
@@ -301,18 +357,18 @@ def find_trouble(
     defaults: dict[str, Any],  # options for all groups
     param_groups: Sequence[dict[str, Any]],  # that the class steps, with their parameters
     cuts: bool,  # whether parameters are cut between ranks
+    master_dtype: torch.dtype | None = None,  # of copies that are stepped; None: no copies
 ) -> str:  # what was found; empty: each parameter is stepped by itself
     """Try a class of optimizers, unless that was done before."""
-    groups = small_groups(param_groups)
+    groups = small_groups(param_groups, master_dtype)
     if not groups:
         return ""
     first = next(p for group in param_groups for p in group["params"] if p.numel())
     device = torch.device("cpu") if first.is_meta or isinstance(first, FakeTensor) else first.device
-    dtype = first.dtype.to_real() if first.is_complex() else first.dtype
     known = _FOUND.setdefault(optimizer_class, {})
-    key = f"{defaults} {groups} {cuts} {dtype} {device}"
+    key = f"{defaults} {groups} {cuts} {device}"
     if key not in known:
         if len(known) >= _MOST:
             known.pop(next(iter(known)))
-        known[key] = try_class(optimizer_class, defaults, groups, cuts, dtype, device)
+        known[key] = try_class(optimizer_class, defaults, groups, cuts, device)
     return known[key]
