@@ -621,3 +621,25 @@ def test_every_order_of_summation_is_inside_the_bound_and_an_error_is_not(dtype,
         assert (spread.max(0).values != spread.min(0).values).any()
     wrong = averages[0] + 4 * size * torch.finfo(dtype).eps * parts.double().abs().mean(0)
     assert ((wrong - averages[0]).abs() > limit)[100:].all()
+
+
+class Hidden(int):
+    def __repr__(self):
+        return "hidden"
+
+
+def test_numbers_are_compared_by_value_whatever_their_class_shows():
+    def differ():
+        rank = dist.get_rank()
+        values = [
+            Hidden(5 + rank),
+            {"k": Hidden(rank)},
+            10**5000 + rank,
+            -(10**5000),
+            True,
+            Hidden(5),
+        ]
+        return [caught_error(lambda value=value: assert_same(None, value, "v")) for value in values]
+
+    for told in run(2, differ):
+        assert [error and error[0] for error in told] == ["AssertionError"] * 3 + [None] * 3
