@@ -29,10 +29,14 @@ from ..plan.specs import ParamSpec, ParamTable
 from .trial import find_trouble
 
 # %% auto #0
-__all__ = ['snapshot_options', 'check_options', 'make_shard', 'LocalOptimizers', 'describe_plan', 'check_classes', 'take_groups']
+__all__ = ['ParamGroups', 'snapshot_options', 'check_options', 'make_shard', 'LocalOptimizers', 'describe_plan', 'check_classes',
+           'take_groups']
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #2d9d8972
-def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+ParamGroups = list[dict[str, Any]]
+
+
+def _copy_options(source: ParamGroups, target: ParamGroups) -> None:
     """Copy options between groups; each side keeps its own parameters and its own choice of kernel."""
     for theirs, ours in zip(source, target, strict=True):
         ours.update(
@@ -42,7 +46,7 @@ def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
             ours.setdefault("fused", None)
 
 
-def snapshot_options(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def snapshot_options(param_groups: ParamGroups) -> ParamGroups:
     """Write down the options of param groups, without a look at what is on a device."""
     found = []
     for group in param_groups:
@@ -56,12 +60,8 @@ def snapshot_options(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]
     return found
 
 
-def check_options(
-    param_groups: list[dict[str, Any]],
-    before: list[dict[str, Any]],  # a snapshot
-    when: str,
-) -> None:
-    """Refuse options that were written since a snapshot, too late for a step."""
+def check_options(param_groups: ParamGroups, before: ParamGroups, when: str) -> None:
+    """Refuse options that were written since the snapshot `before`, too late for a step."""
     now = snapshot_options(param_groups)
     changed: set[str] = set()
     for old, new in zip(before, now, strict=False):
@@ -209,7 +209,7 @@ class LocalOptimizers:
         left = {kind: iter(optim.param_groups) for kind, optim in self.by_class.items()}
         return [next(left[rule.optimizer_class]) for rule in self.rules]
 
-    def pull_options(self, param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def pull_options(self, param_groups: ParamGroups) -> ParamGroups:
         """Take over the user's options, which a scheduler may have changed; gives a snapshot of them."""
         local = self.groups()
         _copy_options(param_groups, local)
@@ -220,12 +220,9 @@ class LocalOptimizers:
                 ours["fused"] = False
         return snapshot_options(param_groups)
 
-    def push_options(
-        self,
-        param_groups: list[dict[str, Any]],
-        pulled: list[dict[str, Any]] | None = None,  # a snapshot, of before a step
-    ) -> None:
-        """Show the user what a step has changed in the local options, unless the user has written others."""
+    def push_options(self, param_groups: ParamGroups, pulled: ParamGroups | None = None) -> None:
+        """Show the user what a step has changed in the local options, unless the user has written
+        others since they were `pulled`, before the step."""
         if pulled is not None:
             check_options(param_groups, pulled, "while the step was taken")
         _copy_options(self.groups(), param_groups)
@@ -274,11 +271,7 @@ class LocalOptimizers:
                 continue
             groups = [{k: v for k, v in g.items() if k != "params"} for g in optim.param_groups]
             state = {k: v for k, v in optim.state.items() if not isinstance(k, Tensor)}
-            numbers = {
-                k: v
-                for k, v in vars(optim).items()
-                if isinstance(v, (int, float)) and not isinstance(v, bool)
-            }
+            numbers = {k: v for k, v in vars(optim).items() if type(v) in (int, float)}
             found[kind] = str([groups, state, numbers])
         return found
 
