@@ -71,7 +71,7 @@ def load(folder, recipe, mode, kind):
     return parameters(attached)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [(2, 4), (4, 2)], ids=str)
 def test_every_mode_resumes_on_other_ranks(folder, mode, ranks):
@@ -81,7 +81,7 @@ def test_every_mode_resumes_on_other_ranks(folder, mode, ranks):
         check(wanted, got)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("modes", [("zero1", "zero2"), ("zero1-overlap", "zero1")], ids=str)
 def test_every_class_resumes_in_another_mode(folder, name, modes):

@@ -58,6 +58,7 @@ def coalesced(seed: int, async_ops: bool) -> list[bool]:
     return same
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_block_is_its_calls(size):

@@ -221,6 +221,7 @@ def everything(size: int, dtype: torch.dtype, async_op: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_unequal_parts_of_any_dtype(size):

@@ -92,7 +92,7 @@ def test_every_class_goes_on_after_a_way_through_the_formats(folder, name):
         check(wanted, got, limit)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("ranks", [*itertools.product((1, 2, 3, 4), repeat=2)], ids=str)
 def test_folders_are_cut_for_any_number_of_ranks(folder, ranks):
     convert_checkpoint(DEEPSPEED / "fp32", folder / "first", ranks=ranks[0])
@@ -103,7 +103,7 @@ def test_folders_are_cut_for_any_number_of_ranks(folder, ranks):
     same(content(folder / "third"), content(folder / "first"))
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("ways", [*itertools.permutations(TARGETS, 2)], ids=str)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_nothing_is_lost_between_any_two_formats(folder, dtype, ways):

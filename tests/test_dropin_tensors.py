@@ -80,6 +80,7 @@ def odd(kind, options, how):
     return off, tied, strides, shapes, rows[1]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "how", [{}, {"shard": "whole"}, {"parameters_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}]
 )

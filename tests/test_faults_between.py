@@ -278,6 +278,7 @@ def looped_in_every_mode(loop, micro):
     return {name: float((wanted - params).abs().max()) for name, params in found.items()}
 
 
+@pytest.mark.turns(2)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
 @pytest.mark.parametrize("loop,micro", [*((loop, 1) for loop in LOOPS), ("scheduled", 3)])
 def test_what_is_written_between_two_backwards_counts_as_with_DDP(loop, micro):

@@ -137,11 +137,11 @@ def outcomes(names, shapes, hows):
     return found
 
 
-PARTS = 4
+PARTS = 8
 WAYS = [  # and how many classes of a part train
-    ({}, 20),
-    ({"shard": "even"}, 8),
-    ({"shard": "greedy", "parameters_as_bucket_view": True}, 20),
+    ({}, 9),
+    ({"shard": "even"}, 3),
+    ({"shard": "greedy", "parameters_as_bucket_view": True}, 9),
 ]
 
 
@@ -170,7 +170,7 @@ def check_outcomes(ranks, least):
         for name, o in found.items()
         if o[0] in ("differs", "trains", "fails") and name not in unsaved
     } == {}, "silently different"
-    assert len(unsaved) <= 3, "an error only while training"
+    assert len(unsaved) <= 2, "an error only while training"
     assert {
         name: (o[0], other[name][0])
         for other in ranks

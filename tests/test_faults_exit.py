@@ -103,7 +103,7 @@ def end(starter, code, where, folder, **environ):
     return [rank.code for rank in ranks], said
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("memory", ["0", "1"])
 @pytest.mark.parametrize("how", ENDS)
 def test_a_process_that_ends_without_destroying_its_group_prints_nothing(

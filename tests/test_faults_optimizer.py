@@ -88,6 +88,7 @@ def kept_graphs(mode, unsharded):
     return out
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_L4_a_graph_kept_over_a_step_is_an_error_on_every_rank(mode):
     expected = {name: ([], []) for name in PLACEMENTS}

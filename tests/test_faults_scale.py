@@ -568,6 +568,7 @@ def over_nccl(way: str, shard: str, views: bool):
     }
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("way", "shard", "views"),
     [

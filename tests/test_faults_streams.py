@@ -173,7 +173,7 @@ def streams_of(use):
     return found
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("use", USES)
 def test_C2_M11_all_that_is_read_is_there_and_nothing_is_let_go_too_early(use):
     for rank in run(4 if USES[use].get("nodes") else 2, streams_of, use):

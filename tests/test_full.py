@@ -105,6 +105,7 @@ def test_every_class_goes_on_from_a_file_in_another_mode(folder, name):
     round_trip(folder, RECIPES[name], ("zero2", "zero1-overlap"), (3, 2))
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("ranks", [(1, 2), (1, 4), (2, 1), (3, 4), (4, 1), (4, 3)], ids=str)
 def test_muon_and_adamw_go_on_at_any_world_size(folder, ranks):
     round_trip(folder, RECIPES["Muon and AdamW"], ("zero1", "zero1"), ranks)

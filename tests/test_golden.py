@@ -600,6 +600,7 @@ def stored() -> dict[str, Any]:
     return json.loads(STORED.read_text(encoding="utf-8"))
 
 
+@pytest.mark.turns(2, name="launches")
 @pytest.mark.parametrize(("size", "way"), LAUNCHES)
 def test_collectives_and_digests(size, way):
     first = launched(size, way)[0]
@@ -611,6 +612,7 @@ def test_collectives_and_digests(size, way):
     }
 
 
+@pytest.mark.turns(2, name="launches")
 @pytest.mark.parametrize(("size", "way"), LAUNCHES)
 def test_every_rank_sends_the_same_and_has_the_same_parameters(size, way):
     first, *others = launched(size, way)
@@ -619,6 +621,7 @@ def test_every_rank_sends_the_same_and_has_the_same_parameters(size, way):
             assert {n: rank[n][key] for n in rank} == {n: first[n][key] for n in first}
 
 
+@pytest.mark.turns(2, name="launches")
 @pytest.mark.parametrize(("size", "way"), LAUNCHES)
 def test_training_is_that_of_the_unsharded_optimizer(size, way):
     first = launched(size, way)[0]

@@ -68,7 +68,7 @@ def uneven(counts, by, kind="ours", turned=False, **options):
     return flatten(model), join.attendance.batches, model._join_config.enable
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     "counts", [(0, 1, 5, 17), (17, 5, 1, 0), (3, 3, 3), (2, 0), (4, 2, 4), (3,), (0, 0)], ids=str
 )
@@ -79,6 +79,7 @@ def test_uneven_training_is_that_of_one_process(counts, by):
     assert all(largest_gap(params, alone(counts, by)) < 1e-6 for params, _, _ in ranks)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", ["ours", "torch", "plain"])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("by", ["world_size", "samples"])
@@ -134,6 +135,7 @@ def kinds_sent(join_kind, by, kind="ours", norm=False, lengths=(4, 4), **options
     return before[0], inside, after
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", ["ours", "plain"])
 @pytest.mark.parametrize(
     ("by", "norm", "policy"),

@@ -307,7 +307,7 @@ def apart(seed, size, ranks):
     return max((params - wanted).abs().max().item() for params, _ in ranks)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("first", range(0, 40, 10))
 @pytest.mark.parametrize(("size", "others"), [(2, 0), (3, 0), (4, 0), (2, 2)])
 def test_any_history_of_blocks_ends_where_one_process_ends(size, others, first):

@@ -681,7 +681,7 @@ def beside_ddp(name: str, modes: Mapping[str, Mode]) -> dict[str, tuple[float, f
     return found
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("launch", list(launches()), ids=str)
 def test_every_mode_trains_as_ddp(launch, monkeypatch):

@@ -131,7 +131,7 @@ def written(step, i, p):
             p.mul_(-2.0)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("scenario", [absent, frozen, moved, relaid, written])
 def test_what_may_change_between_steps(scenario, size):

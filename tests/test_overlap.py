@@ -59,6 +59,7 @@ def traffic(interleaved, **more):
     )
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_traffic_is_ddps_and_collectives_start_as_planned(size):

@@ -177,6 +177,7 @@ def unreadable(monkeypatch):
     return monkeypatch
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "way,clip",
     [

@@ -104,7 +104,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(5)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("where,word", FAULTS, ids=[where for where, _ in FAULTS])
 def test_a_rank_that_fails_ends_all_of_them_with_an_error_that_names_it(where, word):

@@ -124,9 +124,9 @@ class Unparsed(str):
         return []
 
 
-@pytest.fixture(scope="module")
-def site(processed, tmp_path_factory) -> dict[str, str]:
-    """Make pages of the notebooks, with the site's own style, and give their addresses by name."""
+@pytest.fixture(scope="module", params=["first half", "other half"])
+def site(request, processed, tmp_path_factory) -> dict[str, str]:
+    """Make pages of half of the notebooks, with the site's own style, and give their addresses by name."""
     import nbformat
     from nbconvert import HTMLExporter
 
@@ -138,7 +138,8 @@ def site(processed, tmp_path_factory) -> dict[str, str]:
     style = THEME + (processed / ours["css"]).read_text(encoding="utf-8")
     folder = tmp_path_factory.mktemp("site")
     made = {}
-    for i, name in enumerate(notebooks(processed)):
+    half = slice(request.param != "first half", None, 2)
+    for i, name in enumerate(notebooks(processed)[half]):
         notebook = nbformat.read(processed / name, as_version=4)
         with patch("nbconvert.exporters.html.BeautifulSoup", Unparsed):
             body, _ = exporter.from_notebook_node(notebook)
@@ -166,6 +167,7 @@ LOOK = """() => {
 }"""
 
 
+@pytest.mark.turns(2, name="pages")
 @needs_browser("opens the site's pages in a real browser")
 def test_pages_fit_a_desk_and_a_phone_and_need_no_network(site):
     wrong, asked = {}, set()
@@ -209,6 +211,7 @@ IN_THE_DARK = """async () => {
 }"""
 
 
+@pytest.mark.turns(2, name="pages")
 @needs_browser("opens the site's pages in a real browser")
 def test_figures_are_read_on_a_dark_page(site):
     """An image has a background of its own; what is drawn into the page takes the page's colour."""

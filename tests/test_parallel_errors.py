@@ -173,7 +173,7 @@ def trapped(where, setup, at, nodes=False):
     return caught(go)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])

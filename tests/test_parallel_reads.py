@@ -284,6 +284,7 @@ def traffic(setup):
     return seen, handle.schedule.collectives, wire, sum(p.numel() * 4 for p in model.parameters())
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("mode", PARALLEL)
 def test_traffic_is_that_of_ddp_in_the_order_of_the_schedule(mode):

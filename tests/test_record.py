@@ -249,6 +249,7 @@ def trained(kind, hook):
     return outcomes[0].equal(outcomes[1])
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("hook", [None, "allreduce", "fp16", "python"])
 @pytest.mark.parametrize("kind", ["plain", "unused", "static", "view"])
 def test_ddp_trains_alike(kind, hook):
@@ -540,6 +541,7 @@ def test_ddp_over_a_simulated_group(size):
         assert log.only("all_reduce")[0].wire == share(size, 4 * (64 * 64 + 64), 2)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("way", ["step", "overlap", "interleaved", "parallel"])
 @pytest.mark.parametrize("size,rank", [(1, 0), (2, 1), (3, 0), (7, 3), (1000, 17)])
 def test_every_way_to_train_runs_over_simulated_ranks_and_moves_what_it_would(size, rank, way):

@@ -600,7 +600,7 @@ WRONG = {
 }
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("what", WRONG, ids=lambda what: what.__name__)
 def test_mistakes_are_errors_on_every_rank_and_change_nothing(what):
     [(_, alone)] = run(1, caught_in, lambda *_: None)

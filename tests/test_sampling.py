@@ -12,10 +12,12 @@ from common import sampling
 class Item:
     nodeid: str
     turns: int | None
+    name: str | None = None
 
     def get_closest_marker(self, name):
         assert name == "turns"
-        return None if self.turns is None else SimpleNamespace(args=(self.turns,))
+        kwargs = {} if self.name is None else {"name": self.name}
+        return self.turns and SimpleNamespace(args=(self.turns,), kwargs=kwargs)
 
 
 ITEMS = [Item(f"a.py::marked[{i}]", 3) for i in range(10)]
@@ -45,3 +47,14 @@ def test_the_cases_of_a_day_are_not_at_equal_distances(monkeypatch):
         [int(item[-2]) for item in runs(monkeypatch, day) if "::marked" in item] for day in range(3)
     ]
     assert any(b - a != 3 for day in numbers for a, b in itertools.pairwise(day))
+
+
+def test_tests_that_share_a_name_run_the_same_cases(monkeypatch):
+    items = [Item(f"a.py::{test}[{i}]", 2, "both") for test in ("one", "other") for i in range(9)]
+    monkeypatch.setattr(sampling, "SEED", 5)
+    left = sampling.resting(items)
+    numbers = [
+        {item.nodeid[-2] for item in left if f"::{test}[" in item.nodeid}
+        for test in ("one", "other")
+    ]
+    assert numbers[0] == numbers[1] and 4 <= len(numbers[0]) <= 5

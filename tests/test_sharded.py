@@ -52,7 +52,7 @@ def round_trip(folder, recipe, modes, ranks, machines=1):
         check(wanted, got, limit)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("ranks", [*itertools.product((1, 2, 3, 4), repeat=2)], ids=str)
 def test_any_number_of_ranks_goes_on_at_any_other(folder, ranks):
     round_trip(folder / "one", RECIPES["Muon and AdamW"], ("zero1", "zero1"), ranks)

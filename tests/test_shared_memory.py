@@ -40,6 +40,7 @@ def idle(near):
 # ---- what it moves ----
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(
     "dtype",

@@ -156,6 +156,7 @@ def apart(parent, steps):
     return report.losses["zero_nb"], len(report.seconds["zero_nb"]), [str(w.message) for w in told]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "zero, one, first", [("4", "2", 4), ("2", "4", 4), ("", "4", 4), ("2", "", 2), ("", "", 0)]
 )

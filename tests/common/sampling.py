@@ -51,14 +51,16 @@ def today(name: str, count: int, turns: int) -> set[int]:
 
 
 def resting(items: Iterable[Any]) -> set[Any]:
-    """Give the cases of tests marked `turns` that another day runs."""
-    cases: dict[tuple[str, int], list[Any]] = defaultdict(list)
+    """Give the cases of tests marked `turns` that another day runs; tests that give the marker one
+    name run the same."""
+    cases: dict[tuple[str, str, int], list[Any]] = defaultdict(list)
     for item in items:
         if marker := item.get_closest_marker("turns"):
-            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
+            test = item.nodeid.partition("[")[0]
+            cases[test, marker.kwargs.get("name", test), marker.args[0]].append(item)
     return {
         item
-        for (name, turns), mine in cases.items()
+        for (_, name, turns), mine in cases.items()
         for i, item in enumerate(mine)
         if i not in today(name, len(mine), turns)
     }
