@@ -251,4 +251,4 @@ def test_what_is_no_model_is_refused_on_all_ranks():
 def test_gradients_that_ddp_keeps_in_its_buckets_are_not_said_to_be_free():
     report = run(2, report_of, "zero1-overlap", "AdamW", 3)[0]
     row = report.row(0, "gradients")
-    assert row.held == 0 and "DDP's buckets stay" in row.reason
+    assert row.held == 0 and "buckets of a DDP stay" in row.reason
