@@ -7,7 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error
-from common.ddp_training import CAP, Net, apart, backward, batch, network, sharded, twice
+from common.ddp_training import (
+    CAP,
+    Net,
+    apart,
+    backward,
+    batch,
+    network,
+    sharded,
+    twice,
+    unsharded,
+)
+from common.modes import MODES
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -127,6 +138,38 @@ def test_a_rank_that_fails_ends_all_of_them_with_an_error_that_names_it(where, w
             ), found
 
 
+def skipping(mode, size_of_nodes):
+    """Skip the batches whose forward fails on all ranks; how far the model is from one that DDP trained so."""
+    torch.manual_seed(0)
+    groups = two_level(size_of_nodes) if size_of_nodes else None
+    plain = DDP(Faulty().double())
+    adamw = unsharded("adamw", plain, False)
+    ours = MODES[mode].attach(
+        Faulty().double(),
+        lambda model: sharded("adamw", model, False, process_group=groups),
+    )
+    skipped = []
+    for model, optimizer in ((plain, adamw), (ours.call, ours.optimizer)):
+        for step in range(6):
+            optimizer.zero_grad()
+            where = "forward" if step in (0, 2, 3) else ""
+            try:
+                model(batch(step), where).square().mean().backward()
+            except ArithmeticError:
+                skipped.append(step)
+                continue
+            optimizer.step()
+    pairs = zip(plain.parameters(), ours.call.parameters(), strict=True)
+    return skipped, max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_that_fails_on_all_ranks_can_be_skipped(mode):
+    for size, nodes in ((1, 0), (2, 0), (4, 2)):
+        for skipped, gap in run(size, skipping, mode, nodes, timeout=60):
+            assert skipped == [0, 2, 3] * 2 and gap < 1e-12, (size, skipped, gap)
+
+
 def refusals():
     """Every argument that cannot work, with the answer to it."""
     model = DDP(network(), bucket_cap_mb=CAP)
@@ -214,6 +257,9 @@ def misuse():
         caught_error(lambda: zero.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})),
     ]
     backward(model, 3)
+    zero.param_groups[0]["lr"] *= 2
+    found.append(caught_error(zero.step))  # after which the next one has nothing to say of this one
+    backward(model, 4)
     return [*found, caught_error(zero.step), apart(model)]
 
 
@@ -224,8 +270,9 @@ def test_a_step_that_does_not_mean_what_it_says_is_an_error():
         ("RuntimeError", "no_sync"),
         ("TypeError", "grad_scaler"),
         ("RuntimeError", "while the step is overlapped"),
+        ("RuntimeError", "lr changed after backward"),
     ]
     for rank in run(2, misuse):
-        assert rank[5:] == [None, 0.0]
-        for (kind, word), found in zip(words, rank[:5], strict=True):
+        assert rank[6:] == [None, 0.0]
+        for (kind, word), found in zip(words, rank[:6], strict=True):
             assert found and found[0] == kind and word in found[1], (word, found)

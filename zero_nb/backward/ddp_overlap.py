@@ -271,8 +271,8 @@ def overlap(
     changes `.grad` between `backward` and `step`, such as `clip_grad_norm_`, comes too late, and
     raises: pass `max_grad_norm` to clip, and `scaler` if the loss is scaled. An all-reduce or a
     compressing `hook` becomes a reduce-scatter; the average of any other can still be read.
-    An exception in forward or backward on one rank ends the job's groups on all of them, so a batch
-    that fails, for lack of memory for example, cannot be caught and skipped.
+    A forward that raises on all ranks can be caught, and its batch skipped, as with DDP. One that
+    raises on some ranks only, and a backward that raises, end the job's groups on all of them.
     Warns where DDP holds 16 MiB of gradients twice, which its `gradient_as_bucket_view=True` saves.
     Raises `TypeError`, `ValueError` or `RuntimeError` on every rank for what does not go together.
     """

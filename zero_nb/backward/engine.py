@@ -242,6 +242,13 @@ class StepEngine:
                 f"step() takes no {', '.join(kwargs)} while it is overlapped, for it runs before it"
                 " is called; detach first"
             )
+        try:
+            self._check_unchanged()
+        except RuntimeError:
+            self.forget_steps()  # the step that was refused is over
+            raise
+
+    def _check_unchanged(self) -> None:
         used = self.options_used
         self.options_used = None
         if used is not None:

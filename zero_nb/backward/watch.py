@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..comm.ending import fail
+from ..comm.ending import fail, fails_everywhere
 from ..comm.groups import Group
 
 # %% auto #0
@@ -218,13 +218,19 @@ class BackwardWatch:
             return
         error = sys.exc_info()[1]
         if output is None and error is not None and module.training:
-            on_all_ranks = getattr(error, "on_all_ranks", False)  # so that nobody waits
-            if not on_all_ranks and not self.tell_if_backward_fails():
-                fail(self.groups, error)
+            self._tell_of(error)
         if not torch.compiler.is_compiling():
             for tensor in found_tensors(output):
                 if tensor.grad_fn is not None:  # else no backward begins there
                     tensor.register_hook(self._on_output_gradient)
+
+    def _tell_of(self, error: BaseException) -> None:
+        """Tell the other ranks of an error in forward, unless all have one: then nobody waits."""
+        on_all_ranks = getattr(error, "on_all_ranks", False)
+        if on_all_ranks or self.tell_if_backward_fails():
+            return
+        if not isinstance(error, Exception) or not fails_everywhere(self.groups):
+            fail(self.groups, error)
 
     def _on_output_gradient(self, gradient: Tensor) -> None:
         self.listener.backward_began()

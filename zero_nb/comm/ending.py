@@ -136,6 +136,7 @@ def fails_everywhere(
     seconds: float = _TOGETHER,  # within which the others come
 ) -> bool:  # False: `fail`, or the others wait for this rank
     """Tell a rank that fails whether all others fail at the same place; each rank that fails there calls this."""
-    return sum(_all_fail(group, seconds) for group in _several(groups)) == len(
-        _several(groups)
-    )  # asks each of them, also where one says no
+    everywhere = True
+    for group in _several(groups):  # each counts this rank, also where another one says no
+        everywhere = _all_fail(group, seconds if everywhere else 0.0) and everywhere
+    return everywhere
