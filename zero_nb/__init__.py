@@ -50,6 +50,7 @@ _MODULES = {
     "verify.parity": ("assert_parity",),
     "verify.divergence": ("DivergenceError",),
     "verify.watchdog": ("watch_divergence",),
+    "verify.activations": ("activation_memory",),
     "join.attendance": ("Attendance",),
     "join.join": ("Join",),
     "join.own_joinables": ("shadowed_by",),
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from .verify.parity import assert_parity
     from .verify.divergence import DivergenceError
     from .verify.watchdog import watch_divergence
+    from .verify.activations import activation_memory
     from .join.attendance import Attendance
     from .join.join import Join
     from .join.own_joinables import shadowed_by
