@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..comm.groups import Group
 from ..plan.draw import WIDTH, Svg
 
 # %% auto #0
-__all__ = ['Count', 'Attendance', 'draw_attendance', 'gather_numbers', 'ActiveRanks', 'Headcount']
+__all__ = ['Count', 'Attendance', 'draw_attendance', 'gather_numbers', 'ActiveRanks', 'gradient_weight', 'weigh', 'Headcount']
 
 # %% ../../nbs/join/01_attendance.ipynb #308d9eb0
 @dataclass(frozen=True)
@@ -128,23 +128,37 @@ class ActiveRanks:
     size: int  # ranks of the group
     count: Callable[[], Count]  # waits
 
+    @cached_property
+    def counted(self) -> Count:
+        """What was counted; waits."""
+        return self.count()
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """Group ranks that have data."""
-        return self.count()[1]
+        return self.counted[1]
 
-    def weigh(
-        self,
-        grad: Tensor,  # of the output of this rank's model, for a mean over the ranks
-        divide_by: str,  # "active" or "samples"
-        samples: int,  # of this rank
-    ) -> Tensor:  # for a mean over the ranks that have data, or over samples
-        """Weight a gradient so that dividing by the world size gives what is wanted."""
-        if divide_by != "samples":
-            return grad * (self.size * (1 / len(self.ranks)))
-        if not samples:
-            return torch.zeros_like(grad)  # the mean of nothing is not a number
-        return grad * (self.size * (samples / self.count()[0]))
+
+def gradient_weight(
+    forwards: Sequence[tuple[ActiveRanks, int]],  # of one backward; with samples of this rank
+    divide_by: str,  # "active" or "samples"
+) -> float:
+    """Give the factor of this rank's gradient with which dividing by the world size gives a mean over
+    the ranks that have data, or over samples."""
+    active, _ = forwards[-1]
+    if divide_by != "samples":
+        return active.size / len(active.ranks)
+    samples = sum(own for _, own in forwards)
+    total = sum(each.counted[0] for each, _ in forwards)
+    return active.size * samples / total if samples else 0.0
+
+
+def weigh(
+    grad: Tensor,
+    weight: float,  # see `gradient_weight`
+) -> Tensor:
+    """Weight a gradient; without samples it may not be a number, and counts nothing."""
+    return grad * weight if weight else torch.zeros_like(grad)
 
 # %% ../../nbs/join/01_attendance.ipynb #e100001a
 class Headcount:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ..backward.watch import TransientHook, found_tensors, queue_end
+from .attendance import ActiveRanks, gradient_weight, weigh
 from .event_log import JoinEvent
 from .gradient_record import _CHANGED_GRADIENTS, GradientRecord
 from .participants import ConfigGuard, Session
 
 # %% auto #0
-__all__ = ['samples_in', 'ModelParticipant', 'ForwardListener', 'driver_settings', 'BackwardListener']
+__all__ = ['Forward', 'samples_in', 'ModelParticipant', 'ForwardListener', 'driver_settings', 'BackwardListener']
 
 # %% ../../nbs/join/11_model_listeners.ipynb #f1000016
 def samples_in(args: Any, kwargs: Any, count: Callable[..., int] | None) -> int:
@@ -63,14 +64,20 @@ class ModelParticipant(Protocol):
         """Note that a gradient has come to the output."""
 
 # %% ../../nbs/join/11_model_listeners.ipynb #84d26674
+Forward = tuple[ActiveRanks, int]  # who has data, and the samples of this rank
+
+
 class ForwardListener:
-    """Announces what the forward of a model sends, and weights the gradients of its output."""
+    """Announces what the forward of a model sends, and weights the gradients of its parameters."""
 
     def __init__(self, model: ModelParticipant, module: nn.Module):
         self.model = model
         self.session = model.session
         self.rebuilds = False  # buckets, in the forward in progress
-        self.weigh: Callable[[Tensor], Tensor] | None = None  # gradients of the last forward
+        self.last: list[Forward] = []  # the last forward, if gradients are weighted
+        self.reached: list[Forward] = []  # those whose outputs the backward in progress has reached
+        self.weights: dict[int, float] = {}  # by the number of these
+        self.weighed: dict[int, Any] = {}  # hooks on parameters, by their id
         hear = partial(module.register_forward_pre_hook, prepend=True, with_kwargs=True)
         self.handles = [
             hear(TransientHook(self.before)),
@@ -79,7 +86,7 @@ class ForwardListener:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self.handles:
+        for handle in [*self.handles, *self.weighed.values()]:
             handle.remove()
 
     @torch._disable_dynamo
@@ -110,9 +117,17 @@ class ForwardListener:
             session.append(model.index, "forward", ranks=ranks, rebuild=self.rebuilds)
         if ranks:
             model.send_buffers(ranks)
-        self.weigh = None
         if weighted and active:
-            self.weigh = partial(active.weigh, divide_by=divide_by, samples=samples)
+            self.expect_gradients(module, (active, samples))
+
+    def expect_gradients(self, module: nn.Module, forward: Forward) -> None:
+        """Weight the gradients of the backward of a forward."""
+        self.last = [forward]
+        self.reached = []
+        self.weights = {}
+        for param in module.parameters():
+            if param.requires_grad and id(param) not in self.weighed:
+                self.weighed[id(param)] = param.register_hook(self.on_param)
 
     @torch._disable_dynamo
     def after(self, module: Any, args: Any, output: Any) -> None:
@@ -123,20 +138,34 @@ class ForwardListener:
         self.model.backward.after_forward(self.rebuilds)
         self.model.after_forward(bool(outputs))
         for tensor in outputs:
-            tensor.register_hook(partial(self.on_gradient, self.weigh))
-        if not outputs and self.weigh is not None:
-            raise ValueError(
-                f"divide_by={self.session.options.divide_by!r} needs the tensors of the model's"
-                f" output, got {type(output).__name__}; return tensors, or tuples, lists, dicts or"
-                " dataclasses of them"
-            )
+            tensor.register_hook(partial(self.on_gradient, tuple(self.last)))
 
-    def on_gradient(self, weigh: Callable[[Tensor], Tensor] | None, grad: Tensor) -> Tensor | None:
-        """Note that a backward begins, and weight a gradient."""
+    @torch._disable_dynamo
+    def on_gradient(self, forwards: Sequence[Forward], grad: Tensor) -> None:
+        """Note that a backward begins, and of which forward."""
+        if not self.model.guard.listens:
+            return
+        self.model.on_backward()
+        if not self.reached:
+            queue_end(self.forget_reached)
+        self.reached += [forward for forward in forwards if forward not in self.reached]
+
+    def forget_reached(self) -> None:
+        """Note that the backward in progress is over."""
+        self.reached = []
+        self.weights = {}
+
+    @torch._disable_dynamo
+    def on_param(self, grad: Tensor) -> Tensor | None:
+        """Weight all that a backward brings to a parameter, also past the output."""
         if not self.model.guard.listens:
             return None
-        self.model.on_backward()
-        return weigh(grad) if weigh is not None else None
+        number = len(self.reached)
+        if number not in self.weights:
+            forwards = self.reached or self.last
+            self.weights[number] = gradient_weight(forwards, self.session.options.divide_by)
+        weight = self.weights[number]
+        return None if weight == 1 else weigh(grad, weight)
 
 # %% ../../nbs/join/11_model_listeners.ipynb #fa0f895c
 def driver_settings(driver: Any) -> dict[str, Any]:
