@@ -242,18 +242,16 @@ class StepEngine:
                 f"step() takes no {', '.join(kwargs)} while it is overlapped, for it runs before it"
                 " is called; detach first"
             )
+        used = self.options_used
+        self.options_used = None
         try:
-            self._check_unchanged()
+            if used is not None:
+                groups = self.optimizer.param_groups
+                check_options(groups, used, "after backward() had taken the step")
+            self.markers.check()
         except RuntimeError:
             self.forget_steps()  # the step that was refused is over
             raise
-
-    def _check_unchanged(self) -> None:
-        used = self.options_used
-        self.options_used = None
-        if used is not None:
-            check_options(self.optimizer.param_groups, used, "after backward() had taken the step")
-        self.markers.check()
 
     def check_count(self) -> bool:  # whether there was a step since the last call
         """Refuse several calls of `backward` for one of `step`."""
