@@ -132,7 +132,7 @@ def generate(
     temperature: float = 0.7,  # below 1 prefers what is likely
     vocabulary: Vocabulary = PLAIN_BYTES,
 ) -> list[str]:
-    """Let a model continue some texts, token by token."""
+    """Let a model continue some texts, token by token; one whose output is not finite adds nothing."""
     if not prompts or not length:
         return []
     begun = [vocabulary.encode(prompt.encode()) for prompt in prompts]
@@ -150,6 +150,8 @@ def generate(
     while (vocabulary.nbytes(text).sum(1) < wanted).any():
         logits = model(text[:, -block:].to(device))[:, -1].float().cpu()[:, : vocabulary.size]
         chances = (logits / temperature).masked_fill(~allowed, -torch.inf).softmax(-1)
+        if chances.isnan().any():
+            return [*prompts]
         text = torch.cat([text, torch.multinomial(chances, 1, generator=choices)], 1)
         allowed.fill_(True)
     return [

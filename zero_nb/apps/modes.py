@@ -19,7 +19,15 @@ from ..comm.recording import record as record_group
 from ..verify.memory import memory_report
 from ..verify.same import gather_to_all
 from .config import MODES, TrainConfig, extra
-from .sides import MEMORY_KINDS, PLAIN, Side, _mean, _parameter_difference, master_bytes
+from zero_nb.apps.sides import (
+    MEMORY_KINDS,
+    PLAIN,
+    Side,
+    _largest,
+    _mean,
+    _parameter_difference,
+    master_bytes,
+)
 from .loop import _batch
 from .text import Corpus
 
@@ -122,7 +130,7 @@ def compare_modes(
         gaps = [abs(a - b) for a, b in zip(losses[name], losses[PLAIN], strict=True)]
         apart = _parameter_difference([side, sides[PLAIN]])[0]
         sent = _bytes_sent(config, device, name, batch, group)
-        rows.append(ModeRow(name, *_memory(side), _tenths(ratios), sent, max(gaps), apart))
+        rows.append(ModeRow(name, *_memory(side), _tenths(ratios), sent, _largest(gaps), apart))
     return rows
 
 # %% ../../nbs/apps/09_modes.ipynb #a21c0152

@@ -6,19 +6,23 @@
 from __future__ import annotations
 
 import io
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 from .config import extra
-from .sides import RankReport
+from .sides import RankReport, _largest
 from .loop import tokens_per_second
 
 # %% auto #0
 __all__ = ['measured', 'memory_table', 'draw_losses']
 
 # %% ../../nbs/apps/08_results.ipynb #0d49e585
+_NOT_FINITE = "first step whose loss is not finite"
+
+
 def _paired(reports: Sequence[RankReport], which: int) -> dict[str, float]:
     """Divide the sides' times step by step, all ranks together."""
     pairs = [
@@ -42,7 +46,7 @@ def _compared(reports: Sequence[RankReport]) -> dict[str, Any]:
     ours = first.losses["zero_nb"]
     theirs = first.losses["plain DDP"]
     both = ours.keys() & theirs.keys()
-    absolute, relative = map(max, zip(*(report.apart for report in reports), strict=True))
+    absolute, relative = map(_largest, zip(*(report.apart for report in reports), strict=True))
     times: dict[str, Any] = {}
     if first.seconds["zero_nb"]:
         times["step time, zero_nb / plain DDP"] = _paired(reports, 0)
@@ -53,8 +57,16 @@ def _compared(reports: Sequence[RankReport]) -> dict[str, Any]:
         **times,
         "largest parameter difference": absolute,
         "largest relative parameter difference": relative,
-        "largest loss difference": max((abs(ours[i] - theirs[i]) for i in both), default=0.0),
+        "largest loss difference": _largest(abs(ours[i] - theirs[i]) for i in both)
+        if both
+        else 0.0,
     }
+
+
+def _first_not_finite(losses: Mapping[str, Mapping[int, float]]) -> dict[str, int]:
+    """Give the first step whose loss is infinite or NaN, of each side that has one."""
+    bad = {side: [i for i in at if not math.isfinite(at[i])] for side, at in losses.items()}
+    return {side: min(steps) for side, steps in bad.items() if steps}
 
 
 def measured(
@@ -72,7 +84,11 @@ def measured(
         "held-out losses": first.held_out,
         "bytes by rank": [report.memory for report in reports],
     }
-    return numbers | _compared(reports) if "plain DDP" in first.memory else numbers
+    if "plain DDP" in first.memory:
+        numbers |= _compared(reports)
+    if steps := _first_not_finite(first.losses):
+        numbers[_NOT_FINITE] = steps
+    return numbers
 
 # %% ../../nbs/apps/08_results.ipynb #cfd2c3f6
 def _memory_grid(reports: Sequence[RankReport]) -> Any:  # a `rich.table.Table`
@@ -94,6 +110,8 @@ def _memory_grid(reports: Sequence[RankReport]) -> Any:  # a `rich.table.Table`
 
 def _in_words(what: str, value: Any) -> str:  # "" for what is not compared
     """Write a number that compares the sides."""
+    if what == _NOT_FINITE:
+        return f"{what}: {', '.join(f'{step} of {side}' for side, step in value.items())}"
     if isinstance(value, dict) and "median" in value:
         tenths = f"{value['lowest tenth below']:.2f} to {value['highest tenth above']:.2f}"
         many = f"median of paired ratios; eight tenths of them {tenths}"

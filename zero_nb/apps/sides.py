@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -336,14 +336,18 @@ def _held_by(side: Side) -> dict[str, int]:
     return found
 
 
+def _largest(values: Iterable[float]) -> float:  # NaN if one is, which Python's `max` may drop
+    return torch.tensor([*values], dtype=torch.float64).max().item()
+
+
 def _parameter_difference(sides: Sequence[Side]) -> tuple[float, float]:
     """Give the largest difference of two sides' parameters, and the largest in terms of the largest
-    number in its parameter."""
+    number in its parameter; NaN where a parameter has one."""
     pairs = [
         ((p - q).abs().max().item(), q.abs().max().item())
         for p, q in zip(*(s.model.parameters() for s in sides), strict=True)
     ]
-    return max(d for d, _ in pairs), max(d / max(size, 1e-30) for d, size in pairs)
+    return _largest(d for d, _ in pairs), _largest(d / max(size, 1e-30) for d, size in pairs)
 
 # %% ../../nbs/apps/04_sides.ipynb #aec37580
 @dataclass
@@ -361,10 +365,8 @@ class RankReport:
         str, list[tuple[float, float]]
     ]  # side: iteration and the optimizer's step in it, in this run
     memory: dict[str, dict[str, int]] = field(default_factory=dict)  # side: what: bytes
-    apart: tuple[float, float] = (
-        0.0,
-        0.0,
-    )  # largest difference of the sides' parameters, absolute and relative
+    # largest difference of the sides' parameters, absolute and relative
+    apart: tuple[float, float] = (0.0, 0.0)
     samples: list[str] = field(default_factory=list)  # what the model wrote
     mode: str = MODES[0]  # of the sharded side
 

@@ -1,0 +1,77 @@
+"""What the main job reports of a training whose numbers stop being numbers."""
+
+import json
+import math
+
+import pytest
+import torch
+from common.jobs import TINY
+
+from zero_nb.apps.config import MODES, TrainConfig
+from zero_nb.apps.loop import train_rank
+from zero_nb.apps.modes import compare_modes, mode_table
+from zero_nb.apps.results import measured, memory_table
+from zero_nb.apps.sides import PLAIN, Side
+from zero_nb.apps.text import read_corpus
+from zero_nb.comm.groups import Group
+from zero_nb.comm.launch import run
+
+DIFFERENCES = (
+    "largest parameter difference",
+    "largest relative parameter difference",
+    "largest loss difference",
+)
+
+
+def broken_after(step, modes, monkeypatch):
+    """Let a weight far behind the first be NaN after a step, in these modes."""
+    train = Side.train
+
+    def broken(side, batch):
+        found = train(side, batch)
+        if side.schedule.last_epoch == step and side.mode in modes:
+            side.model.blocks[-1].down.weight.data[0, 0] = math.nan
+        return found
+
+    monkeypatch.setattr(Side, "train", broken)
+
+
+@pytest.mark.parametrize(
+    ("modes", "first"),
+    [
+        (("zero2",), {"zero_nb": 5}),
+        ((PLAIN,), {"plain DDP": 5}),
+        (("zero2", PLAIN), {"plain DDP": 5, "zero_nb": 5}),
+        ((), None),
+    ],
+)
+def test_a_side_that_is_not_finite_is_not_taken_for_the_other(modes, first, tmp_path, monkeypatch):
+    broken_after(4, modes, monkeypatch)
+    reports = run(2, train_rank, TrainConfig(**TINY, mode="zero2", out=str(tmp_path)))
+    numbers = json.loads(json.dumps(measured(reports)))
+    assert all(math.isnan(numbers[what]) == bool(modes) for what in DIFFERENCES)
+    assert numbers.get("first step whose loss is not finite") == first
+    table = memory_table(reports)
+    assert table.count("difference: nan") == (3 if modes else 0)
+    for side in first or {}:
+        assert f"5 of {side}" in table
+
+
+def test_one_rank_whose_parameters_are_not_finite_is_seen(tmp_path):
+    reports = run(2, train_rank, TrainConfig(**TINY, out=str(tmp_path)))
+    reports[1].apart = (math.nan, math.nan)
+    numbers = measured(reports)
+    assert [math.isnan(numbers[what]) for what in DIFFERENCES] == [True, True, False]
+
+
+def test_a_mode_that_is_not_finite_is_told_from_the_others(monkeypatch):
+    broken_after(2, ("zero1",), monkeypatch)
+    config = TrainConfig(**{**TINY, "rounds": 2})
+    compared = (config, read_corpus(), torch.device("cpu"))
+    rows, _ = run(2, lambda: compare_modes(*compared, Group()))
+    assert [row.mode for row in rows] == [PLAIN, *MODES]
+    found = {row.mode: (row.loss_difference, row.parameter_difference) for row in rows}
+    assert [mode for mode, gaps in found.items() if all(map(math.isnan, gaps))] == ["zero1"]
+    assert all(gap < 1e-3 for mode, gaps in found.items() if mode != "zero1" for gap in gaps)
+    (line,) = (line for line in mode_table(rows).splitlines() if line.startswith("zero1 "))
+    assert line.split()[-2:] == ["nan", "nan"]
