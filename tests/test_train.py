@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common.devices import cuda
+from common.errors import caught
 from common.jobs import TINY
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -330,6 +331,39 @@ def test_a_class_of_the_users_and_muon_resume_in_every_mode(mode, tmp_path):
         run(2, train_rank, configured({**chosen, **out, "steps": 3}))
         again = run(2, train_rank, configured({**out, "resume": True, "steps": 6}))
         assert again[0].losses["zero_nb"] == whole[0].losses["zero_nb"]
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_class_of_the_users_whose_state_comes_late_goes_on(kind, tmp_path):
+    late = {"optimizer": "common.optimizers.LateState", "checkpoint": kind, "save_every": 1}
+    chosen = {**TINY, **late, "horizon": 6, "mode": "zero1"}
+    whole = run(2, train_rank, configured({**chosen, "out": str(tmp_path / "whole")}))
+    out = {"out": str(tmp_path / "broken")}
+    run(2, train_rank, configured({**chosen, **out, "steps": 1}))
+    for how, steps in (("resume", 3), ("auto_resume", 5), ("resume", 6)):
+        given = {**late, **out, how: True} if how == "resume" else {**chosen, **out, how: True}
+        again = run(2, train_rank, configured({**given, "steps": steps}))
+    assert again[0].losses == whole[0].losses
+
+
+def test_a_state_of_a_users_class_that_does_not_fit_is_refused_on_every_rank(tmp_path):
+    chosen = {**TINY, "optimizer": "common.optimizers.LateState", "out": str(tmp_path)}
+    run(1, train_rank, configured({**chosen, "steps": 4, "compare": False}))
+    path = tmp_path / "checkpoint.pt"
+    saved = torch.load(path)
+    groups = saved["optimizer"]["param_groups"]
+    given = {"resume": True, "optimizer": chosen["optimizer"], "out": str(tmp_path), "steps": 6}
+    for wrong, words in (
+        ({"state": {}}, "optimizer lacks 'param_groups'"),
+        ({"state": {}, "param_groups": groups[:1]}, "must have 2 items, got 1"),
+        ({"state": {}, "param_groups": [{**g, "params": [0]} for g in groups]}, "must have"),
+    ):
+        torch.save({**saved, "optimizer": wrong}, path)
+        with pytest.raises(ValueError, match=f"cannot be continued: .*{words}"):
+            configured(given)
+    torch.save({**saved, "optimizer": {"state": {0: 1}, "param_groups": groups}}, path)
+    for said in run(2, lambda: caught(lambda: train_rank(configured(given)))):
+        assert said == "TypeError: the state of parameter 0 must be a dict, got int"
 
 
 @pytest.mark.turns(2)

@@ -40,3 +40,26 @@ class NormedSGD(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad / norm, alpha=group["lr"])
+
+
+class LateState(torch.optim.Optimizer):
+    """Keeps other things after its second step than after its first, in its state and its groups."""
+
+    def __init__(self, params, lr=1e-2, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["scale"] = 1.0 if state["count"] == 1 else torch.tensor(0.5)
+                p.add_(p.grad, alpha=-group["lr"] * float(state["scale"]))
+                if state["count"] > 1:
+                    state.setdefault("slow", p.clone()).lerp_(p, 0.5)
+                    p.copy_(state["slow"])
+            group["steps"] = group.get("steps", 0) + 1
+            group["late"] = torch.ones(1) if group["steps"] > 1 else None
+            if group["steps"] > 2:
+                group["later"] = 1

@@ -245,11 +245,23 @@ def _unlike(
     return next((words for pair in pairs if (words := _unlike(*pair))), "")
 
 
+def _only_params(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Keep of an optimizer's state dict which parameters its groups have."""
+    groups = optimizer.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return {}
+    return {"param_groups": [{"params": group.get("params")} for group in groups]}
+
+
 def _expected(config: TrainConfig, model: GPT) -> dict[str, Any]:
-    """Give the optimizer's and the schedule's state after one step, on zeros."""
+    """Give the optimizer's and the schedule's state: after one step, on zeros, of classes of torch. What other
+    classes keep may come, or change its type, with any step, and loading checks it."""
     model.to_empty(device="cpu")
     optimizer = make_optimizer(config, model, sharded=False)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    if not is_of_torch(config.optimizer):
+        found = _only_params(optimizer.state_dict())
+        return {"optimizer": found, "schedule": schedule.state_dict()}
     for p in model.parameters():
         nn.init.zeros_(p)
         p.grad = torch.zeros_like(p)
@@ -323,6 +335,8 @@ def _check_checkpoint(
         sizes = (config.layers, config.width, config.heads)
         model = GPT(*sizes, vocabulary=config.vocabulary).to(getattr(torch, config.dtype))
     expected = {"model": model.state_dict(), **_expected(config, model)}
+    if "optimizer" in state and not is_of_torch(config.optimizer):
+        state = {**state, "optimizer": _only_params(state["optimizer"])}
     for key in state.keys() & expected.keys():
         if words := _unlike(state[key], expected[key], key):
             return words
