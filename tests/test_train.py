@@ -573,8 +573,8 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(job, tmp_path, monkey
     report = RankReport(0, 1, "cpu", 1, 1, {}, {}, {})
     save_checkpoint(side, report, 1, Group())
 
-    def half(state, path):
-        Path(path).write_bytes(b"half")
+    def half(state, file):
+        file.write(b"half")
         raise OSError("disk full")
 
     monkeypatch.setattr(torch, "save", half)

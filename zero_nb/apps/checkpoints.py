@@ -19,9 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.files import check_file, replacing, with_checksums
+from zero_nb.checkpoint.files import (
+    _remove_abandoned,
+    _remove_abandoned_folders,
+    check_file,
+    replacing,
+    with_checksums,
+)
 from ..checkpoint.folder import MANIFEST, read_manifest
 from ..checkpoint.sharded import load_sharded, save_sharded
+from ..checkpoint.skeleton import naming_target
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
@@ -100,6 +107,9 @@ def _remove_others(newest: Path, step: int, config: TrainConfig) -> None:
             _remove_checkpoint(old)
     for half in {*_numbered_folders(config.out)} - {*checkpoint_folders(config.out)}:
         _remove_checkpoint(half)  # a process was killed that removed it
+    _remove_abandoned_folders(newest.parent)
+    for left in newest.parent.glob(".checkpoint*.tmp"):  # the file's name, a number, .tmp
+        _remove_abandoned(left.with_name(left.name[1:].rsplit(".", 2)[0]))
 
 # %% ../../nbs/apps/05_checkpoints.ipynb #a21d0002
 def _keep_before(path: Path) -> None:
@@ -150,17 +160,16 @@ def _save_file(side: Side, report: RankReport, step: int, group: Group) -> None:
 
 def _write_state(path: Path, side: Side, report: RankReport, step: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as beside, with_checksums():
-        torch.save(
-            {
-                **_said_besides(side, step),
-                "model": side.model.state_dict(),
-                "optimizer": side.optimizer.state_dict(),
-                "losses": report.losses,
-                "held_out": report.held_out,
-            },
-            beside,
-        )
+    state = {
+        **_said_besides(side, step),
+        "model": side.model.state_dict(),
+        "optimizer": side.optimizer.state_dict(),
+        "losses": report.losses,
+        "held_out": report.held_out,
+    }
+    with naming_target(path), replacing(path) as beside:
+        with with_checksums(), open(beside, "wb") as file:
+            torch.save(state, file)  # given a path, torch does not say what the disk said
         if side.config.keep > 1:
             _keep_before(path)
     _remove_others(path, step, side.config)

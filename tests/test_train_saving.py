@@ -1,0 +1,72 @@
+"""What the main job's checkpoints leave on a disk that is full, and where a life was killed."""
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from common.errors import caught
+from common.jobs import TINY
+
+from zero_nb.apps.checkpoints import saved_checkpoints
+from zero_nb.apps.loop import train_rank
+from zero_nb.apps.resume import configured
+from zero_nb.checkpoint import sharded
+from zero_nb.comm.groups import Group
+from zero_nb.comm.launch import run
+
+TWO_STEPS = {**TINY, "steps": 2, "save_every": 1, "compare": False, "horizon": 6}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("full", "checkpoint.pt"), ("sharded", "checkpoint-2")])
+def test_a_disk_that_is_full_is_named_with_the_file(kind, name, tmp_path):
+    config = configured({**TWO_STEPS, "checkpoint": kind, "steps": 1, "out": str(tmp_path)})
+    run(2, train_rank, config)
+    before = [path.name for path in saved_checkpoints(str(tmp_path))]
+    again = configured({"resume": True, "out": str(tmp_path), "steps": 2, "checkpoint": kind})
+
+    def in_little_room():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        return caught(lambda: train_rank(again))
+
+    first, second = run(2, in_little_room)
+    assert "File too large" in first and f"{tmp_path / name}'" in first
+    assert "File too large" in second and f"{tmp_path / name}'" in second
+    assert [path.name for path in saved_checkpoints(str(tmp_path))] == before
+    assert [path.name for path in tmp_path.iterdir()] == before  # and nothing half written
+
+
+def killed(module, name, config):
+    """Be ranks of which the first is killed while it writes its second checkpoint."""
+    real = getattr(module, name)
+
+    def kill(*args, **kwargs):
+        found = real(*args, **kwargs)
+        writing = any(Path(config.out).glob(".checkpoint*.tmp"))
+        if writing and saved_checkpoints(config.out) and Group().group_rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(module, name, kill)
+    train_rank(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "left", "next_kind", "name"),
+    [
+        ("full", (torch, "save"), [".checkpoint.pt."], "sharded", "checkpoint-2"),
+        ("sharded", (sharded, "write_part"), [".checkpoint-2."] * 2, "full", "checkpoint.pt"),
+    ],
+)
+def test_what_a_killed_life_left_is_removed_by_one_that_saves_otherwise(
+    kind, place, left, next_kind, name, tmp_path
+):
+    chosen = {**TWO_STEPS, "auto_resume": True, "out": str(tmp_path)}
+    with pytest.raises(RuntimeError, match="SIGKILL"):
+        run(2, killed, *place, configured({**chosen, "checkpoint": kind}))
+    hidden = [path.name for path in tmp_path.iterdir() if path.name[0] == "."]
+    assert [path[: len(begin)] for path, begin in zip(hidden, left, strict=True)] == left
+    run(2, train_rank, configured({**chosen, "checkpoint": next_kind}))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
