@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from common import largest_gap
 from common.dropin import batches, flat, network, train
+from common.modes import MODES
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -308,6 +309,49 @@ def test_a_compiled_training_step_may_hold_the_optimizers():
         return largest_gap(*out)
 
     assert max(run(2, compiled)) < 1e-6
+
+
+def compiled_step(attached, backend):
+    """Compile forward, backward and step together."""
+
+    @torch.compile(backend=backend)
+    def step(batch):
+        attached.optimizer.zero_grad()
+        loss = attached.call(batch).square().mean()
+        loss.backward()
+        attached.optimizer.step()
+        return loss
+
+    return step
+
+
+def compiled_steps(mode, backend):
+    """Give how far a compiled training step is from plain DDP without a compiler."""
+    torch._dynamo.reset()
+    plain, ours = DDP(network()), network()
+    optimizer = AdamW(plain.parameters(), lr=1e-2)
+    attached = MODES[mode].attach(
+        ours,
+        lambda model: ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2),
+        ddp={"bucket_cap_mb": 25},  # smaller ones are more than DDP compiles
+    )
+    step = compiled_step(attached, backend)
+    for batch in batches(4):
+        optimizer.zero_grad()
+        loss = plain(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        assert abs(float(step(batch) - loss)) < 1e-6
+    return largest_gap(flat(plain.parameters()), flat(ours.parameters()))
+
+
+COMPILED = [*((mode, "eager") for mode in MODES), ("zero1-overlap", "aot_eager")]
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_whole_training_step_is_compiled_in_every_mode():
+    for rank in run(2, lambda: [compiled_steps(*case) for case in COMPILED]):
+        assert max(rank) < 1e-6, dict(zip(COMPILED, rank, strict=True))
 
 
 def test_averaged_models():

@@ -148,6 +148,7 @@ class SwitchedHook:
         """What takes the buckets; None: nothing does."""
         return self.switch.overlap
 
+    @torch._disable_dynamo
     def __call__(self, state, bucket):  # type: ignore[no-untyped-def]
         """Pass a bucket on."""
         return self.switch.take(state, bucket)

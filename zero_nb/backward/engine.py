@@ -256,7 +256,7 @@ class StepEngine:
     def check_count(self) -> bool:  # whether there was a step since the last call
         """Refuse several calls of `backward` for one of `step`."""
         taken = self.steps_since_call
-        self.forget_steps()
+        self.steps_since_call = 0
         if taken > 1:
             raise RuntimeError(_MANY.format(taken))
         return taken > 0

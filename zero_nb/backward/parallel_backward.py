@@ -46,6 +46,7 @@ class AccumulatedGradients:
             if has_hooks(j):
                 self.handles[j] = p.register_hook(partial(self._give_back, j))
 
+    @torch._disable_dynamo
     def _give_back(self, index: int, gradient: Tensor) -> None:
         if index in self.stashed:
             self.params[index].grad = self._take(index)

@@ -70,6 +70,7 @@ class ParallelReducer:
             self.backward.accumulated.stash(self.listeners.has_others)
 
     @staticmethod
+    @torch._disable_dynamo
     def on_gradient(reducer: ref[ParallelReducer], index: int, param: Tensor) -> None:
         """Note a gradient, and send the buckets that it fills."""
         self = reducer()

@@ -51,6 +51,7 @@ def queue_end(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(partial(_call_or_pass_on, call))
 
 
+@torch._disable_dynamo  # as all that autograd and DDP call: no compiler follows into collectives
 def _call_or_pass_on(call: Callable[[], None]) -> None:
     outer = torch._C._current_autograd_node()  # in which the backward ran that has ended
     following = [] if outer is None else [node for node, _ in outer.next_functions if node]
@@ -58,19 +59,22 @@ def _call_or_pass_on(call: Callable[[], None]) -> None:
         call()
         return
     handles: list[Any] = []
+    handles += [node.register_prehook(partial(_pass_on, call, handles)) for node in following]
 
-    def pass_on(gradients: Any) -> None:  # the other backward goes on
-        if handles:
-            queue_end(call)
-        while handles:
-            handles.pop().remove()
 
-    handles += [node.register_prehook(pass_on) for node in following]
+@torch._disable_dynamo
+def _pass_on(call: Callable[[], None], handles: list[Any], gradients: Any) -> None:
+    if handles:  # the other backward goes on
+        queue_end(call)
+    while handles:
+        handles.pop().remove()
 
 
 class BackwardEnd:
     """Is called at the end of backward; if backward fails, is deleted without having been called,
     and tells the other ranks."""
+
+    is_over = True  # of one that was never made, as where a compiler gives up in the middle
 
     def __init__(self, call: Callable[[], None], groups: Group | Sequence[Group]):
         self.call = call
@@ -232,5 +236,6 @@ class BackwardWatch:
         if not isinstance(error, Exception) or not fails_everywhere(self.groups):
             fail(self.groups, error)
 
+    @torch._disable_dynamo
     def _on_output_gradient(self, gradient: Tensor) -> None:
         self.listener.backward_began()
