@@ -168,6 +168,7 @@ def choose_state(path: Path, content: Any, key: str | None) -> dict[str, Any]:
     if all(isinstance(param, str) for param in params):
         return by_index(full, [group["params"] for group in full["param_groups"]])
     index = {param: i for i, param in enumerate(params)}  # torch numbers them so; others may not
+    index |= {str(param): i for param, i in index.items()}  # DCP makes texts of all keys
     state = {index.get(param, param): values for param, values in full["state"].items()}
     groups = [
         {**group, "params": [index[param] for param in group["params"]]}

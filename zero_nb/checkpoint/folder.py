@@ -30,7 +30,7 @@ from torch.futures import Future
 import zero_nb
 from .files import crc_of, records_in
 from .skeleton import read_box
-from ..comm.objects import MemoryFile, load
+from ..comm.objects import MemoryFile, explain_unread, load
 
 # %% auto #0
 __all__ = ['MANIFEST', 'FORMAT', 'TABLE', 'Files', 'DCP', 'FileEntry', 'describe_table', 'as_json', 'listed_files', 'sealed',
@@ -300,8 +300,11 @@ def check_listed(
     return found
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a2000b
-def _is_whole(box: memoryview) -> bool:
-    """Tell whether a box can be read, and all of its bytes are as they were."""
+_DAMAGED = "is damaged: {} is not as it was written; use the checkpoint before it"
+
+
+def _trouble(box: memoryview) -> str:  # "": it can be read, and all of its bytes are as they were
+    """Say what is wrong with a box, whose name goes into the braces."""
     try:
         file: Any = MemoryFile(box)
         with zipfile.ZipFile(file) as archive:
@@ -317,14 +320,16 @@ def _is_whole(box: memoryview) -> bool:
             read_box(box, found)
         except TypeError:  # it has no tensor
             load(box, "cpu", weights_only=True)
-        return whole
+    except pickle.UnpicklingError as error:
+        return f"cannot be read: {{}}: {explain_unread(error)}" if whole else _DAMAGED
     except Exception:  # bytes that make no sense raise anything
-        return False
+        return _DAMAGED
+    return "" if whole else _DAMAGED
 
 
-def _is_whole_at(mapped: mmap.mmap, place: Any) -> bool:
+def _trouble_at(mapped: mmap.mmap, place: Any) -> str:
     with _box(mapped, place) as box:
-        return _is_whole(box)
+        return _trouble(box)
 
 
 def _share(boxes: Sequence[tuple[Any, Any]], part: tuple[int, int]) -> list[tuple[Any, Any]]:
@@ -357,12 +362,10 @@ def _check_boxes(folder: str | os.PathLike[str], boxes: Sequence[tuple[Any, Any]
         for name, mine in groupby(boxes, lambda box: box[1].relative_path):
             indices, places = zip(*mine, strict=True)
             with mapped_file(Path(folder, name)) as mapped:
-                whole = [*pool.map(partial(_is_whole_at, mapped), places)]
-            if not all(whole):
-                raise ValueError(
-                    f"{folder} is damaged: {indices[whole.index(False)].fqn} in {name} is not as it"
-                    " was written; use the checkpoint before it"
-                )
+                troubles = [*pool.map(partial(_trouble_at, mapped), places)]
+            for index, words in zip(indices, troubles, strict=True):
+                if words:
+                    raise ValueError(f"{folder} {words.replace('{}', f'{index.fqn} in {name}')}")
 
 
 def check_files(

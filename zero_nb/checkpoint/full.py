@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from .files import check_file, replacing
-from .names import KEYS, by_index, by_name, names_in_groups, names_of_params
+from zero_nb.checkpoint.names import (
+    KEYS,
+    by_index,
+    by_name,
+    check_saved,
+    names_in_groups,
+    names_of_params,
+)
 from zero_nb.checkpoint.skeleton import (
     FileTarget,
     SkeletonFile,
@@ -28,6 +35,7 @@ from zero_nb.checkpoint.skeleton import (
 )
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
+from ..comm.objects import explain_unread, plain_numbers
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.saved_state import WholeState, check_destination, describe_whole, gather_state
 from ..optim.state_runs import gather_values
@@ -56,7 +64,7 @@ def _own_copy(value: Any, device: str | None = None) -> Any:  # None: where each
     if isinstance(value, (list, tuple)):
         members = [_own_copy(member, device) for member in value]
         return members if isinstance(value, list) else tuple(members)
-    return deepcopy(value)
+    return deepcopy(plain_numbers(value))
 
 
 def full_state_dict(
@@ -76,7 +84,9 @@ def full_state_dict(
     given = [f"to={to}, key_by={key_by}"]
     with agreeing(optimizer.groups, "full_state_dict", lambda: given):
         _check_arguments(optimizer, to, key_by)
-    groups = _own_copy(optimizer.groups_to_save())
+        groups = _own_copy(optimizer.groups_to_save())
+        if isinstance(to, (str, os.PathLike)):
+            check_saved({"state": {}, "param_groups": groups})
     if isinstance(to, (str, os.PathLike)):
         _write_full(optimizer, Path(to), groups, key_by)
         return None
@@ -150,7 +160,7 @@ def read_full(
         except OSError:
             raise
         except Exception as error:  # bytes that make no sense raise anything
-            raise ValueError(f"{path} cannot be read: {error}".partition("\n")[0]) from error
+            raise ValueError(f"{path} cannot be read: {explain_unread(error)}") from error
     if not isinstance(full, dict) or not {"state", "param_groups"} <= full.keys():
         raise ValueError(
             f"{path} holds no state dict of an optimizer, which has 'state' and 'param_groups'; got"

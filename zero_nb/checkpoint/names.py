@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..comm.objects import check_plain, plain_numbers
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.sharded_state_dict import SavedForm, room_for_state
 from ..optim.state_dict_check import read_state
 
 # %% auto #0
-__all__ = ['KEYS', 'names_of_params', 'by_name', 'names_in_model', 'names_in_groups', 'by_index', 'SavedEntry', 'entries_below',
-           'lay_out', 'state_to_save', 'SavedOptimizer']
+__all__ = ['KEYS', 'names_of_params', 'by_name', 'names_in_model', 'names_in_groups', 'by_index', 'check_saved', 'state_to_save',
+           'model_to_save', 'SavedEntry', 'entries_below', 'lay_out', 'SavedOptimizer']
 
 # %% ../../nbs/checkpoint/03_names.ipynb #162b5da3
 KEYS = ("index", "name")
@@ -147,6 +148,52 @@ def by_index(
                 by_param[index] = state.pop(keys[name])
     return {**full, "state": by_param | state, "param_groups": groups}
 
+# %% ../../nbs/checkpoint/03_names.ipynb #480b6116
+def check_saved(full: Mapping[str, Any]) -> None:
+    """Refuse a state dict with values that no reader of a file takes; `TypeError`."""
+    for i, group in enumerate(full["param_groups"]):
+        for key, value in group.items():
+            check_plain(f"option {key!r} of param group {i}", value)
+    for param, values in full["state"].items():
+        for key, value in values.items() if isinstance(values, dict) else [(param, values)]:
+            check_plain(f"state {key!r} of {param!r}", value)
+
+
+def _giving_parts(optimizer: torch.optim.Optimizer, taken: bool = False) -> Any:
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return nullcontext()
+    kind = "sharded" if taken or optimizer.history.has_state else "full"  # no state: it is whole
+    return optimizer.giving_state_dicts(kind, taken)
+
+
+def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Give this rank's part of the state that there is, by the model's names; all ranks call this.
+
+    Raises `TypeError` for values that no reader of a file takes."""
+    names = chain.from_iterable(names_in_groups(model, optimizer.param_groups))
+    with _giving_parts(optimizer):
+        full = by_name(plain_numbers(optimizer.state_dict()), [*names])
+    check_saved(full)
+    return full
+
+
+def model_to_save(model: nn.Module) -> dict[str, Any]:
+    """Give the state of a model, by the names of `torch.distributed.checkpoint`.
+
+    Raises `ValueError` for tensors that are not dense, `TypeError` for values that no reader takes."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    found = get_model_state_dict(model)
+    for name, value in found.items():
+        if isinstance(value, Tensor) and value.layout != torch.strided:
+            raise ValueError(
+                f"{name} of the model has layout {value.layout}, and a folder holds dense tensors;"
+                " keep it dense, or register it with persistent=False"
+            )
+        found[name] = plain_numbers(value)
+        check_plain(f"{name} of the model", found[name])
+    return found
+
 # %% ../../nbs/checkpoint/03_names.ipynb #150df5c1
 class SavedEntry(NamedTuple):
     """A value in a table of contents."""
@@ -198,20 +245,6 @@ def _with_lists(tree: Any) -> Any:
     if isinstance(members.get("param_groups"), list):
         return {"state": {}, **members}
     return members
-
-
-def _giving_parts(optimizer: torch.optim.Optimizer, taken: bool = False) -> Any:
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        return nullcontext()
-    kind = "sharded" if taken or optimizer.history.has_state else "full"  # no state: it is whole
-    return optimizer.giving_state_dicts(kind, taken)
-
-
-def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Give this rank's part of the state that there is, by the model's names; all ranks call this."""
-    names = chain.from_iterable(names_in_groups(model, optimizer.param_groups))
-    with _giving_parts(optimizer):
-        return by_name(optimizer.state_dict(), [*names])
 
 
 class SavedOptimizer:

@@ -153,10 +153,10 @@ class StateMover:
             return
         optimizer.detach(driver)
         history = optimizer.history if self.senders.ranks else History()  # of a rank that had left
-        if self.joins and self.progress is not None:
-            history = history_from(self.progress)
+        if self.progress is not None:
             for group, options in zip(optimizer.param_groups, self.progress.options, strict=True):
-                group.update(options)
+                group.update(options)  # also here: numbers of NumPy were sent as Python's
+            history = history_from(self.progress) if self.joins else history
         optimizer.move_to(self.target.groups, history)
 
 # %% ../../nbs/checkpoint/16_reshard.ipynb #7e5a001b

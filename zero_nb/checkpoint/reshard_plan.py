@@ -13,10 +13,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from .names import check_saved
 from .seats import Seat, placement_text, rows_of, seat_in
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
-from ..comm.objects import broadcast_object_list, dump
+from ..comm.objects import broadcast_object_list
 from ..comm.payloads import byte_device
 from ..optim.driver import AfterBackward
 from ..optim.local_optimizers import check_classes, make_shard
@@ -150,10 +151,12 @@ def _own_progress(
     common: CommonState = {}
     for kind in optimizer.local.by_class:
         common |= read_common(optimizer.local, kind)
+    left_out = ("params", "param_names", "fused")
     options = [
-        {k: v for k, v in group.items() if k not in ("params", "param_names", "fused")}
-        for group in optimizer.param_groups
+        {k: v for k, v in group.items() if k not in left_out}
+        for group in optimizer.groups_to_save()
     ]
+    check_saved({"state": {}, "param_groups": options})
     rows = [(place, key, value) for (place, key), value in common.items()]
     placement = placement_text(optimizer.sharded_state.plan())
     plan = None if new.alone else new.plan.to_json()
@@ -161,9 +164,7 @@ def _own_progress(
     name = shard if isinstance(shard, str) else None
     cap = target.settings.bucket_cap_mb
     history = list(optimizer.history)
-    progress = TrainingProgress(placement, plan, name, cap, options, rows, history)
-    dump(list(progress), weights_only=True)
-    return progress
+    return TrainingProgress(placement, plan, name, cap, options, rows, history)
 
 # %% ../../nbs/checkpoint/15_reshard_plan.ipynb #7e5a0016
 @dataclass(frozen=True)

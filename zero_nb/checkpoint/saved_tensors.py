@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import pickle
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .files import records_in
+from ..comm.objects import explain_unread
 from ..optim.tensor_shard import boxes
 
 # %% auto #0
@@ -127,22 +126,6 @@ class SavedTensor:
         return whole
 
 # %% ../../nbs/checkpoint/07_saved_tensors.ipynb #f04a000b
-def _explain(error: Exception) -> str:
-    """Say what is wrong with a file, in a line."""
-    if isinstance(error, RecursionError):
-        return "it holds itself, or is nested too deeply"
-    if isinstance(error, KeyError):
-        return f"it has no {error}"
-    words = str(error).rpartition("WeightsUnpickler error: ")[2]
-    if isinstance(error, pickle.UnpicklingError) and (found := re.search(r"GLOBAL (\S+)", words)):
-        return (
-            f"it holds an object of {found[1]}, and only plain values and tensors are read; save those"
-            " alone"
-        )
-    kind = "" if type(error) is ValueError else f" ({type(error).__name__})"
-    return f"{words}{kind}".replace("\n", " ")
-
-
 @contextmanager
 def reading(
     path: str | os.PathLike[str],
@@ -156,7 +139,7 @@ def reading(
     except Exception as error:
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
-        raise ValueError(f"{path} {words}: {_explain(error)}") from error
+        raise ValueError(f"{path} {words}: {explain_unread(error)}") from error
 
 
 def replace_tensors(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:

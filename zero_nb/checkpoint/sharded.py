@@ -33,11 +33,16 @@ from zero_nb.checkpoint.folder import (
     read_manifest,
     write_manifest,
 )
-from .names import SavedOptimizer, state_to_save
+from .names import SavedOptimizer, model_to_save, state_to_save
 from .skeleton import naming_target, tight
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
-from ..comm.objects import broadcast_object_list, gather_object, scatter_object_list
+from zero_nb.comm.objects import (
+    broadcast_object_list,
+    gather_object,
+    plain_numbers,
+    scatter_object_list,
+)
 from ..comm.payloads import byte_device
 from ..comm.relays import _hosts
 from ..optim.driver import gather_parameters
@@ -52,21 +57,10 @@ __all__ = ['PlannedSave', 'plan_save', 'write_part', 'finish_save', 'check_extra
            'newest_checkpoint']
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a2000d
-def _model_state(model: nn.Module) -> dict[str, Any]:
-    found = DCP.state_dict.get_model_state_dict(model)
-    for name, value in found.items():
-        if isinstance(value, Tensor) and value.layout != torch.strided:
-            raise ValueError(
-                f"{name} of the model has layout {value.layout}, and a folder holds dense tensors;"
-                " keep it dense, or register it with persistent=False"
-            )
-    return found
-
-
 def _parts(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> dict[str, Any]:
     found = dict[str, Any]()
     with agreeing(group, "reading the model's state"):
-        found["model"] = _model_state(model)
+        found["model"] = model_to_save(model)
     with agreeing(group, "reading the optimizer's state"):
         found["optimizer"] = state_to_save(model, optimizer)
     return found
@@ -164,8 +158,12 @@ def finish_save(
 
 def check_extra(extra: Any) -> Any:  # a copy
     """Refuse what JSON does not keep; `TypeError` or `ValueError`."""
-    copy = json.loads(json.dumps(extra, allow_nan=False))
-    if copy != extra:
+    extra = plain_numbers(extra)
+    kept = False
+    with suppress(TypeError):
+        copy = json.loads(json.dumps(extra, allow_nan=False))
+        kept = bool(copy == extra)
+    if not kept:
         raise TypeError(
             "extra must be what JSON keeps: numbers, texts, lists, and dicts with texts as keys, got"
             f" {extra!r:.80}"
@@ -300,7 +298,7 @@ def load_sharded(
         optimizer.wait_for_driver()
         optimizer.sharded_state.follow_layouts()  # before what is read is put where state lies
     with agreeing(group, f"making room for {folder}"):  # all of it has been checked
-        whole |= _model_state(model)
+        whole |= model_to_save(model)
         found.append(_make_room(folder, model, optimizer))
     [saved] = found
     shards = _divided(optimizer)

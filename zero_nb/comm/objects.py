@@ -5,11 +5,17 @@
 # %% ../../nbs/comm/30_objects.ipynb #8080b686
 from __future__ import annotations
 
+import pickle
+import re
+import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from io import SEEK_CUR, SEEK_END, BytesIO, RawIOBase
+from operator import is_
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .agreement import agreeing
 from .groups import Group
@@ -25,7 +31,8 @@ from zero_nb.comm.payloads import (
 from .ranks import get_group_rank
 
 # %% auto #0
-__all__ = ['dump', 'MemoryFile', 'load', 'broadcast_object_list', 'gather_object', 'scatter_object_list']
+__all__ = ['dump', 'MemoryFile', 'load', 'plain_numbers', 'check_plain', 'explain_unread', 'broadcast_object_list',
+           'gather_object', 'scatter_object_list']
 
 # %% ../../nbs/comm/30_objects.ipynb #ee72684d
 def dump(value: Any, weights_only: bool) -> memoryview:
@@ -78,6 +85,59 @@ def load(data: memoryview, map_location: Any, weights_only: bool) -> Any:
     """Read what `dump` wrote; `map_location` as for `torch.load`."""
     file: Any = MemoryFile(data)
     return torch.load(file, map_location=map_location, weights_only=weights_only)
+
+# %% ../../nbs/comm/30_objects.ipynb #835b6059
+_PYTHONS = (type(None), bool, int, float, complex, str, bytes)
+
+
+def plain_numbers(value: Any) -> Any:  # the same object, if there is no number of NumPy in it
+    """Replace NumPy's numbers and texts in dicts, lists and tuples by Python's."""
+    generic: Any = getattr(sys.modules.get("numpy"), "generic", ())
+    if isinstance(value, generic):
+        found = value.item()
+        return found if type(found) in _PYTHONS else value
+    if type(value) not in (dict, OrderedDict, list, tuple):
+        return value
+    members = [*(value.items() if isinstance(value, dict) else value)]
+    changed = [plain_numbers(member) for member in members]
+    return value if all(map(is_, members, changed)) else type(value)(changed)
+
+
+def check_plain(
+    what: str,  # the value, for the error
+    value: Any,
+) -> None:
+    """Refuse what `torch.load` does not read with `weights_only=True`; `TypeError`."""
+    if type(value) in _PYTHONS or isinstance(value, Tensor):
+        return
+    if type(value) in (dict, list, tuple):
+        for member in value.items() if isinstance(value, dict) else value:
+            check_plain(what, member)
+        return
+    try:
+        dump(value, weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            f"{what} must be tensors and plain values (numbers, texts, lists, tuples, dicts), or it"
+            f" can neither be loaded from a file nor move between ranks, got {value!r:.80}"
+        ) from error
+
+
+def explain_unread(error: Exception) -> str:  # a line
+    """Say why `torch.load` did not read what was saved."""
+    if isinstance(error, RecursionError):
+        return "it holds itself, or is nested too deeply"
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    words = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
+    found = re.search(r"(?:GLOBAL |but got <class ')([^\s']+)", words)
+    if isinstance(error, pickle.UnpicklingError) and found:
+        return (
+            f"it holds an object of {found[1]}, and only plain values and tensors are read; save those"
+            " alone, or allow that class by torch.serialization.add_safe_globals if you trust the file"
+        )
+    kind = "" if type(error) is ValueError else f" ({type(error).__name__})"
+    return f"{words}{kind}".replace("\n", " ")
 
 # %% ../../nbs/comm/30_objects.ipynb #8c629bf7
 def _root(group: Group, global_rank: int | None, group_rank: int | None) -> int:

@@ -21,6 +21,7 @@ from .shard import Shard
 from ..comm.agreement import agreeing
 from ..comm.comparison import log_once
 from ..comm.groups import Group
+from ..comm.objects import plain_numbers
 from .arguments import check_group, check_settings, read_group, read_params
 from .rules import Settings
 from .state_dict_check import describe_state, read_state
@@ -289,7 +290,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     def groups_to_save(self) -> list[dict[str, Any]]:
         """Give the param groups as they are in a state dict, with the parameters' indices."""
         with torch_interface.without_state_dict_hooks(self):
-            return super().state_dict()["param_groups"]
+            return plain_numbers(super().state_dict()["param_groups"])
 
     def state_dict(self) -> dict[str, Any]:
         """Give the state dict of the unsharded optimizer, after `consolidate_state_dict` and before

@@ -60,7 +60,10 @@ def _gather_objects(
     group: Group, own: OwnState, forms: Forms, to: int
 ) -> tuple[Objects, CommonState]:  # elsewhere those of this rank
     objects = _own_objects(own, forms)
-    payload = dump((objects, own.common), weights_only=True) if objects or own.common else b""
+    payload: Any = b""
+    with agreeing(group, "packing what is no tensor"):
+        if objects or own.common:
+            payload = dump((objects, own.common), weights_only=True)
     device = byte_device(group, own.params[0].device)
     other = list[str]()
     for data in gather_bytes(group, memoryview(payload), to, device):

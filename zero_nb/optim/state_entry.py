@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.objects import dump
+from ..comm.objects import check_plain, plain_numbers
 from .local_optimizers import LocalOptimizers
 from .pieces import Piece, per_element
 from ..plan.shards import Span
@@ -81,17 +81,6 @@ class StateEntry:
         return StateEntry(self.spans, False, values)
 
 # %% ../../nbs/optim/11_state_entry.ipynb #d021087c
-def _check_plain(what: str, value: Any) -> None:
-    """Refuse what no other rank would read."""
-    try:
-        dump(value, weights_only=True)
-    except Exception as error:
-        raise TypeError(
-            f"{what} must be tensors and plain values, or it cannot move between ranks, got"
-            f" {value!r:.80}"
-        ) from error
-
-
 def _is_uncut(
     key: str, value: Any, numel: int
 ) -> bool:  # of a piece with so many elements: not one number for each, nor one for all
@@ -105,13 +94,12 @@ def read_entry(local: LocalOptimizers, piece: Piece) -> StateEntry:
     """Give the state of a piece; of one that was cut, it must be one value for each element, or one for all.
 
     Raises `ValueError` or `TypeError` for values that cannot be cut or sent."""
-    values = local.state_of(piece)
+    values = plain_numbers(local.state_of(piece))
     if piece.master:
         values[MASTER] = piece.view.detach()
     for key, value in values.items():
         what = f"state {key!r} of parameter {piece.spans[0].param}"
-        if not isinstance(value, (Tensor, int, float, str, type(None))):
-            _check_plain(what, value)
+        check_plain(what, value)
         if not piece.whole and _is_uncut(key, value, piece.numel):
             form = f"a {type(value).__name__} of tensors"
             if isinstance(value, Tensor):
@@ -145,9 +133,9 @@ def read_common(local: LocalOptimizers, kind: type) -> CommonState:
 
     Raises `TypeError` for values that cannot be sent."""
     prefix = class_prefix(local, kind)
-    own = own_common(local.by_class[kind])
+    own = plain_numbers(own_common(local.by_class[kind]))
     for (_, key), value in own.items():
-        _check_plain(f"state {prefix + key!r}, of no parameter,", value)
+        check_plain(f"state {prefix + key!r}, of no parameter,", value)
     return {(place, prefix + key): value for (place, key), value in own.items()}
 
 
