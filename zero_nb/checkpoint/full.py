@@ -125,18 +125,16 @@ def _write_full(
 ) -> None:
     every = optimizer.groups
     replica = optimizer.replica_group
-    shares = replica is None or replica.group_rank == 0
-    whole: WholeState | None = None
-    if shares:
-        whole = describe_whole(optimizer.sharded_state, f"full_state_dict(to={path})", lambda: 0)
+    whole = describe_whole(optimizer.sharded_state, f"full_state_dict(to={path})", lambda: 0)
+    shares = replica is None or replica.group_rank == 0  # one node has all of it
     with ExitStack() as opened:
         target: FileTarget | None = None
         with agreeing(every, f"opening {path}"), naming_target(path):
-            if whole is not None and optimizer.group.group_rank == 0:
+            if shares and optimizer.group.group_rank == 0:
                 beside = opened.enter_context(replacing(path))
                 target = _open_target(path, beside, whole, groups, key_by)
                 opened.callback(target.close)
-        if whole is not None:
+        if shares:
             gather_values(optimizer.sharded_state, whole.own, whole.values, 0, target)
         with agreeing(every, f"writing {path}"), naming_target(path):
             if target is not None:

@@ -118,14 +118,17 @@ def describe_whole(
     check: Callable[[], int],  # gives the group rank that receives, or raises what is wrong
     fresh: bool = False,  # nothing was stepped or loaded: the state that is to come
 ) -> WholeState:
-    """Learn what the whole state consists of; all ranks call this.
+    """Learn what the whole state consists of; all ranks call this, with two levels those of all nodes.
 
     Raises as `describe_saved`, and `RuntimeError` on all ranks if they differ in state of no parameter."""
     group = state.groups[0]
     root = list[int]()
-    own, forms = describe_saved(state, what, lambda: root.append(check()), fresh)
-    objects, common = _gather_objects(group, own, forms, *root)
-    return WholeState(own, forms, values_of(forms, own.params), objects, common)
+    found = list[WholeState]()
+    with agreeing(state.groups, f"{what}, on all nodes"):  # each of which has found out by itself
+        own, forms = describe_saved(state, what, lambda: root.append(check()), fresh)
+        objects, common = _gather_objects(group, own, forms, *root)
+        found.append(WholeState(own, forms, values_of(forms, own.params), objects, common))
+    return found[0]
 
 # %% ../../nbs/optim/20_saved_state.ipynb #5a7e001d
 def check_destination(group: Group, to: Any) -> int:  # group rank that receives first
