@@ -246,3 +246,28 @@ def taken_over(unsharded):
 @pytest.mark.parametrize("unsharded", [True, False])
 def test_L4_parameters_that_come_from_the_first_rank_are_written_for_autograd(unsharded):
     assert run(2, taken_over, unsharded) == [[True, True]] * 2
+
+
+def writing_closure():
+    """Write an option in a closure; the parameters after a sharded and a plain step."""
+    found = []
+    for make in (ZeroRedundancyOptimizer, None):
+        model = network()
+        params = [*model.parameters()]
+        optimizer = SGD(params, lr=0.1) if make is None else make(params, SGD, lr=0.1)
+        for rate in (0.1, 0.7):
+
+            def closure(params=params, group=optimizer.param_groups[0], rate=rate):
+                for p in params:
+                    p.grad = torch.ones_like(p)
+                group["lr"] = rate
+                return torch.tensor(1.0)
+
+            optimizer.step(closure)
+        found.append(torch.cat([p.detach().flatten() for p in params]))
+    return found
+
+
+def test_an_option_that_a_closure_writes_is_that_of_the_step_as_in_torch():
+    for ours, plain in run(2, writing_closure):
+        assert torch.equal(ours, plain)
