@@ -1,6 +1,7 @@
 """What `run` returns and prints, and the magic in real kernels."""
 
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -107,6 +108,23 @@ def test_run_in_a_thread_of_a_pool():
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(run, 2, ranks).result() == [0, 1]
+
+
+def loads(rank_of):
+    """Be a rank that starts a process of its own."""
+    loader = torch.utils.data.DataLoader([rank_of()], num_workers=1, multiprocessing_context="fork")
+    return [batch.item() for batch in loader]
+
+
+def test_run_in_a_worker_of_a_pool_of_processes():
+    """Such a worker may start no processes; its ranks may."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(run, (2, loads, rank)) == [[0], [1]]
+        assert pool.apply(_is_daemon)  # as before
+
+
+def _is_daemon():
+    return multiprocessing.current_process().daemon
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan"), "60"])

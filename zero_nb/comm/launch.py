@@ -191,6 +191,8 @@ def _fork(job: _Job) -> Reaper:
     def start() -> list[int]:
         sys.stdout = None  # what the streams still hold is the caller's to write
         sys.stderr = None
+        # a worker of a pool may start no processes, and hands that on to those it starts all the same
+        multiprocessing.current_process().daemon = False
         processes: list[Any] = []
         for rank in range(len(job.pipes)):
             processes.append(context.Process(target=_forked, args=(job, rank, streams)))
