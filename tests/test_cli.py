@@ -296,6 +296,11 @@ def training(out):
         process.communicate()
 
 
+def test_a_rank_that_is_ended_by_a_signal_without_a_name():
+    ended = cli.launch(["-c", "import os; os.kill(os.getpid(), 40)"], 1)
+    assert ended == ("rank 0 was ended by SIGRTMIN+6", 1)
+
+
 def test_a_rank_that_is_killed(tmp_path):
     with training(tmp_path) as (process, ranks):
         next(rank for rank in ranks if rank.environ()["RANK"] == "1").kill()

@@ -1,10 +1,12 @@
 """Ranks that fail, hang, die, and callers that do."""
 
+import builtins
 import multiprocessing
 import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 
@@ -37,7 +39,12 @@ class Odd(Exception):
         (ValueError("no"), ValueError, "no"),
         (KeyError(3), KeyError, "3"),
         (FileNotFoundError(2, "gone", "x"), FileNotFoundError, "gone"),
-        (Odd(1, 2), RuntimeError, r"rank 1: .*Odd: 1 and 2"),
+        (Odd(1, 2), RuntimeError, r"rank 1: .*Odd: 1 and 2$"),
+        (
+            Odd("shapes differ:\n  ours (3,)", 4),
+            RuntimeError,
+            r"Odd: shapes differ:\n  ours \(3,\) and 4$",
+        ),
         (SystemExit(3), RuntimeError, "rank 1: SystemExit: 3"),
         (KeyboardInterrupt(), RuntimeError, "rank 1: KeyboardInterrupt"),
     ],
@@ -73,6 +80,41 @@ def test_exceptions_keep_type_and_traceback(error, expected, text, tmp_path):
         and "rank 2 was running at" in trace
         and trace.count("in waits\n") == 2
     )
+
+
+def noted():
+    error = Odd(1, 2)
+    error.__notes__ = ["my note"]  # as `add_note` does, from Python 3.11 on
+    return error
+
+
+def grouped():
+    return builtins.ExceptionGroup("several", [ValueError("a"), Odd(1, 2)])
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (noted, f"{__name__}.Odd: 1 and 2"),
+        pytest.param(
+            grouped,
+            "ExceptionGroup: several (2 sub-exceptions)",
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no groups"),
+        ),
+    ],
+)
+def test_an_error_is_named_by_its_class_and_message(make, says):
+    def f(raising):
+        if rank() in raising:
+            raise make()
+        raise KeyError(rank())
+
+    with pytest.raises(RuntimeError) as caught:
+        run(2, f, (0,))
+    assert str(caught.value) == f"rank 0: {says}"
+    with pytest.raises(KeyError) as caught:
+        run(2, f, (1,))
+    assert str(caught.value.__cause__).startswith(f"rank 1 raised {says}\n")
 
 
 def test_a_chain_is_shown():
@@ -119,6 +161,7 @@ def test_the_cause_speaks_even_if_it_closes_the_group():
         (lambda: os._exit(7), "it ended with exit code 7"),
         (lambda: os._exit(0), "it ended with exit code 0"),
         (lambda: os.abort(), "it was killed by SIGABRT"),
+        (lambda: os.kill(os.getpid(), 40), r"it was killed by SIGRTMIN\+6"),
     ],
 )
 def test_a_rank_that_dies(end, text, capfd):
@@ -148,6 +191,24 @@ def test_a_rank_that_dies_before_the_group_exists(monkeypatch):
 def test_values_that_cannot_be_sent(value, name):
     with pytest.raises(TypeError, match=f"rank 1 returned a {name} that cannot be sent"):
         run(2, lambda: value if rank() == 1 else 0)
+
+
+class Unreadable:
+    """Is read in no process but the one that has written it."""
+
+    def __reduce__(self):
+        return _same_process, (os.getpid(),)
+
+
+def _same_process(pid):
+    if pid != os.getpid():
+        raise OSError("not here")
+
+
+def test_values_that_cannot_be_read():
+    words = "rank 1 returned a value that its caller cannot read (OSError: not here); return num"
+    with pytest.raises(TypeError, match=re.escape(words)):
+        run(2, lambda: Unreadable() if rank() == 1 else 0)
 
 
 def test_timeout_says_where_each_rank_is():

@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from ..comm.reaper import signal_name
+
 # %% auto #0
 __all__ = ['COMMANDS', 'NUMBERS', 'Parser', 'check_port', 'launch', 'main']
 
@@ -69,7 +71,7 @@ def _cause(error: Any) -> tuple[str, int]:
             if -failure.exitcode == signal.SIGKILL
             else ""
         )
-        return f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}{hint}", status
+        return f"rank {rank} was ended by {signal_name(-failure.exitcode)}{hint}", status
     try:
         with open(failure.error_file, encoding="utf-8") as file:
             message = json.load(file)["message"]

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from .reaper import signal_name
+
 # %% ../../nbs/comm/36_outcomes.ipynb #6603369d
 @dataclass(frozen=True)
 class Outcome:
@@ -31,6 +33,7 @@ class Outcome:
     text: str = ""  # the traceback of what it raised, or the stack it was at
     data: bytes = b""  # the packed value or exception; empty for an exception that cannot be packed
     echo: bool = False  # raised inside torch, so perhaps only because another rank had failed
+    says: str = ""  # the type and the message of what it raised, which may have several lines
 
 
 class RankTraceback(Exception):
@@ -75,14 +78,27 @@ def _raised(link: Any, error: BaseException) -> Outcome:
     text = "".join(traceback.format_exception(type(error), error, trace))
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
     echo = bool(files) and files[-1].startswith(os.path.dirname(torch.__file__))
+    says = _without_notes(error)
     if not isinstance(error, Exception):
-        return Outcome(link.rank, "raised", text, echo=echo)
+        return Outcome(link.rank, "raised", text, echo=echo, says=says)
     try:
         data = serialize(error, link.pickler)
         deserialize(data)  # some exceptions can be written and not be read again
     except Exception:
-        return Outcome(link.rank, "raised", text)
-    return Outcome(link.rank, "raised", text, data, echo)
+        return Outcome(link.rank, "raised", text, says=says)
+    return Outcome(link.rank, "raised", text, data, echo, says)
+
+
+def _without_notes(error: BaseException) -> str:
+    """Write the type and the message of an exception."""
+    kind = type(error)
+    builtin = kind.__module__ in ("builtins", "__main__")
+    name = kind.__qualname__ if builtin else f"{kind.__module__}.{kind.__qualname__}"
+    try:
+        message = str(error)
+    except Exception:
+        message = "<exception str() failed>"
+    return f"{name}: {message}" if message else name
 
 
 def _hidden(frame: FrameType) -> bool:  # ours, and no news to the reader of a traceback
@@ -139,7 +155,7 @@ def _values(
     """Return the ranks' values, or raise the exception of the rank that failed first."""
     outcomes = sorted(outcomes, key=lambda o: o.rank)
     if all(o.did == "returned" for o in outcomes):
-        return [deserialize(o.data) for o in outcomes]
+        return [_value(o) for o in outcomes]
     bad = [o for o in outcomes if o.did in ("died", "raised")]
     if not bad:
         late = " and ".join(f"rank {o.rank}" for o in outcomes if o.did == "was running")
@@ -158,15 +174,25 @@ def _values(
     raise _exception(first) from RankTraceback(f"{others}\n{name} raised\n{first.text}".lstrip())
 
 # %% ../../nbs/comm/36_outcomes.ipynb #9987a337
+def _value(outcome: Outcome) -> Any:
+    try:
+        return deserialize(outcome.data)
+    except Exception as error:
+        raise TypeError(
+            f"rank {outcome.rank} returned a value that its caller cannot read"
+            f" ({_without_notes(error)}); return numbers, tensors, lists, dicts"
+        ) from error
+
+
 def _exception(outcome: Outcome) -> Exception:
     with suppress(Exception):
         return deserialize(outcome.data)
-    return RuntimeError(f"rank {outcome.rank}: {outcome.text.strip().splitlines()[-1]}")
+    return RuntimeError(f"rank {outcome.rank}: {outcome.says}")
 
 
 def _ending(code: int | None) -> str:
     if code and code < 0:
-        return f"it was killed by {signal.Signals(-code).name}"
+        return f"it was killed by {signal_name(-code)}"
     return f"it ended with exit code {code}"
 
 
@@ -176,7 +202,7 @@ def _outcome_lines(outcomes: list[Outcome]) -> str:
     for o in outcomes:
         line = f"rank {o.rank} {o.did}"
         if o.did == "raised":
-            line += " " + o.text.rstrip().rsplit("\n", 1)[-1]
+            line += f" {o.says}"
         if o.did == "was running":
             line += f" at\n{o.text}"
         lines.append(line)

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 # %% auto #0
-__all__ = ['Reaper', 'NamelessFiles']
+__all__ = ['Reaper', 'signal_name', 'NamelessFiles']
 
 # %% ../../nbs/comm/35_reaper.ipynb #8b850775
 _PR_SET_CHILD_SUBREAPER = 36
@@ -222,6 +222,14 @@ def _main() -> None:
         return [process.pid]
 
     _serve(Connection(int(fd)), int(caller), start)
+
+# %% ../../nbs/comm/35_reaper.ipynb #397ad7ee
+def signal_name(number: int) -> str:
+    """Name a signal, as `kill -l` does; of the real-time signals, Python names only the first and the last."""
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    first = getattr(signal, "SIGRTMIN", number + 1)
+    return f"SIGRTMIN+{number - first}" if number > first else f"signal {number}"
 
 # %% ../../nbs/comm/35_reaper.ipynb #79c703d5
 class NamelessFiles:
