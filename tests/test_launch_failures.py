@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,13 +18,18 @@ from common.launching import alive, rank
 from common.waiting import wait_for
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_nb.comm import launch
+from zero_nb.comm import launch, magic
+from zero_nb.comm import world as world_module
 from zero_nb.comm.launch import run
 from zero_nb.comm.outcomes import RankTraceback
 from zero_nb.comm.rank_process import _backend
+from zero_nb.comm.reaper import Reaper
 from zero_nb.comm.world import World
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+BAD = "class Bad:\n    def __reduce__(self): return int, ('no number',)"  # when it is read
 
 
 class Odd(Exception):
@@ -420,6 +426,57 @@ def test_a_world_survives_what_all_its_ranks_do_wrong():
         assert not world.ranks
     finally:
         world.kill()
+
+
+def test_a_world_survives_values_that_its_caller_cannot_read():
+    world = World(2)
+    try:
+        world.run(f"{BAD}\nx = 3")
+        with pytest.raises(TypeError, match="rank 0 returned a value that its caller cannot read"):
+            world.run("Bad()")
+        assert world.run("x") == [3, 3]
+    finally:
+        world.kill()
+
+
+def test_options_that_torchrun_takes_from_its_environment_are_not_this_machines(monkeypatch):
+    for name, value in {"NNODES": "2", "MAX_RESTARTS": "2", "NPROC_PER_NODE": "3"}.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    world = World(2)
+    assert world.run("import torch.distributed as dist; dist.get_world_size()") == [2, 2]
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 died .* it ended with exit code 3"):
+        world.run("import os\nif os.environ['RANK'] == '1': os._exit(3)\ndist.barrier()")
+
+
+def test_a_start_that_does_not_end_is_given_up(monkeypatch):
+    def sleeping(n, master_port, log, ranks):
+        code = "import time; print('waiting', flush=True); time.sleep(600)"
+        return Reaper.spawn([sys.executable, "-c", code], dict(os.environ), log)
+
+    monkeypatch.setattr(world_module, "_agent", sleeping)
+    monkeypatch.setattr(world_module, "_START_SECONDS", 0.5)
+    words = "must start 2 ranks in 0.5 s, and ranks 0, 1 did not connect; all were stopped"
+    with pytest.raises(TimeoutError, match=words):
+        World(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--timeout -1", "--timeout must be a positive number of seconds, not -1; leave it out"),
+        ("--timeout 0", "--timeout must be a positive number of seconds, not 0"),
+        ("--timeout nan", "--timeout must be a positive number of seconds, not nan"),
+        ("--timeout inf", "--timeout must be a positive number of seconds, not inf"),
+        ("--out a.b", "--out must be a name that a variable can have, not 'a.b'"),
+        ("--out class", "--out must be a name that a variable can have, not 'class'"),
+    ],
+)
+def test_options_of_a_cell_are_checked_before_ranks_start(options, words, monkeypatch):
+    monkeypatch.setattr(magic, "World", lambda *args: pytest.fail("ranks were started"))
+    space = {"In": [""]}
+    with pytest.raises(ValueError, match=words):
+        magic.Torchrun(SimpleNamespace(user_ns=space)).cell(f"--nproc 2 {options}", "1")
+    assert [*space] == ["In"]
 
 
 def test_a_port_in_use():

@@ -8,6 +8,7 @@ __all__ = ['Torchrun', 'register_magics']
 # %% ../../nbs/comm/40_magic.ipynb #86f67a37
 import ast
 import importlib
+import keyword
 import time
 import traceback
 from collections.abc import Callable
@@ -68,6 +69,17 @@ def _show_plainly(error: BaseException, note: str) -> None:
     if lines[-len(last) :] != last:
         lines += last
     error._render_traceback_ = lambda: [*lines, note] if note else lines  # type: ignore[attr-defined]
+
+
+def _check_options(options: Any) -> None:
+    if options.timeout is not None and not 0 < options.timeout < float("inf"):
+        raise ValueError(
+            f"--timeout must be a positive number of seconds, not {options.timeout:g}; leave it out"
+            " for no limit"
+        )
+    out = options.out
+    if out is not None and (not out.isidentifier() or keyword.iskeyword(out)):
+        raise ValueError(f"--out must be a name that a variable can have, not {out!r}")
 
 
 def _pushed(space: dict[str, Any], names: list[str]) -> bytes:
@@ -193,6 +205,7 @@ class Torchrun:
         return None
 
     def _run(self, options: Any, source: str, name: str) -> list:
+        _check_options(options)
         ast.parse(source, name)  # what is not Python starts nothing
         pushed = _pushed(self.shell.user_ns, options.push)
         world = self.kept.get(options)

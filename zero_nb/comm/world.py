@@ -33,6 +33,7 @@ from zero_nb.comm.outcomes import (
     deserialize,
     serialize,
 )
+from .ranks import _few
 from .rank_process import Link, _backend, _enter, _leave, _replace_streams
 from .reaper import NamelessFiles, Reaper
 
@@ -178,9 +179,15 @@ def _agent(n: int, master_port: int | None, log: str, world: list) -> Reaper:
     env = {"OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
         env["GLOO_SOCKET_IFNAME"] = "lo"
-    env |= os.environ
+    # torchrun takes an option from each PET_ variable: those of a job of many machines, say
+    env |= {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     env["ZERO_NB_WORLD"] = json.dumps(world)
     return Reaper.spawn(command, env, log)
+
+
+_START_SECONDS = (
+    300.0  # for all ranks to connect; importing torch on a busy machine may take a minute
+)
 
 
 def _await_ranks(
@@ -188,7 +195,14 @@ def _await_ranks(
 ) -> list[tuple[Connection, int]]:
     """Wait until all ranks have connected; give each one's connection and process id, in rank order."""
     met: dict[int, tuple[Connection, int]] = {}
+    deadline = time.monotonic() + _START_SECONDS
     while len(met) < n:
+        if time.monotonic() > deadline:
+            late = _few([rank for rank in range(n) if rank not in met])
+            raise TimeoutError(
+                f"torchrun must start {n} ranks in {_START_SECONDS:g} s, and ranks {late} did not"
+                f" connect; all were stopped. torchrun said: {said()[-1000:] or 'nothing'}"
+            )
         if (code := agent.code(0)) is not None:
             # the first is the cause; torchrun's summary follows
             error = re.search(r"^[\w.]*(Error|Exception): .*", said(), re.MULTILINE)
@@ -263,8 +277,8 @@ class World(_Processes):
     ) -> list:  # the value of the cell's last expression on each rank, in rank order
         """Execute a cell on all ranks.
 
-        Raises what `zero_nb.comm.launch.run` raises. The world is then gone, unless all ranks raised the
-        same and so are still in step.
+        Raises what `zero_nb.comm.launch.run` raises. The world is then gone, unless all ranks returned, or
+        raised the same, and so are still in step.
         """
         if not self.ranks:
             raise RuntimeError("this world has been stopped; start another one")
@@ -276,7 +290,7 @@ class World(_Processes):
             return _values(outcomes, timeout, self._code)
         except BaseException:
             ends = {(o.did, o.text) for o in outcomes}
-            in_step = len(ends) == 1 and outcomes[0].did == "raised"
+            in_step = len(ends) == 1 and outcomes[0].did in ("raised", "returned")
             if not in_step:
                 self.kill()
             raise
