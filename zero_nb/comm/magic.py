@@ -71,7 +71,7 @@ def _show_plainly(error: BaseException, note: str) -> None:
     error._render_traceback_ = lambda: [*lines, note] if note else lines  # type: ignore[attr-defined]
 
 
-def _check_options(options: Any) -> None:
+def _check_cell(options: Any) -> None:
     if options.timeout is not None and not 0 < options.timeout < float("inf"):
         raise ValueError(
             f"--timeout must be a positive number of seconds, not {options.timeout:g}; leave it out"
@@ -205,7 +205,7 @@ class Torchrun:
         return None
 
     def _run(self, options: Any, source: str, name: str) -> list:
-        _check_options(options)
+        _check_cell(options)
         ast.parse(source, name)  # what is not Python starts nothing
         pushed = _pushed(self.shell.user_ns, options.push)
         world = self.kept.get(options)
