@@ -59,11 +59,11 @@ def _call_or_pass_on(call: Callable[[], None]) -> None:
         call()
         return
     handles: list[Any] = []
-    handles += [node.register_prehook(partial(_pass_on, call, handles)) for node in following]
+    handles += [node.register_prehook(partial(_queue_again, call, handles)) for node in following]
 
 
 @torch._disable_dynamo
-def _pass_on(call: Callable[[], None], handles: list[Any], gradients: Any) -> None:
+def _queue_again(call: Callable[[], None], handles: list[Any], gradients: Any) -> None:
     if handles:  # the other backward goes on
         queue_end(call)
     while handles:
