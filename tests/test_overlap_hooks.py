@@ -1,5 +1,8 @@
 """The step inside DDP's backward beside the comm hooks and the optimizers of users."""
 
+import copy
+import io
+import itertools
 import warnings
 from functools import partial
 
@@ -231,3 +234,51 @@ def test_half_precision_travels_where_the_users_hook_asks_for_it():
             and ("reduce_scatter", "float32") not in kinds
             and not differs
         )
+
+
+# ---- copies of a model ----
+
+
+def by_pickle(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": by_pickle,
+    "average": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
+}
+
+
+def copied(detaches, how):
+    """Train a copy of a model whose step is overlapped, or was, beside a copy of a plain DDP; then
+    overlap the copy's step."""
+    plain, ours = (DDP(network(), bucket_cap_mb=CAP) for _ in range(2))
+    handle = overlap(ours, sharded("sgd", ours, False), hook=twice, state={"factor": 3})
+    backward(ours, 0)
+    if detaches:
+        handle.detach()
+    plain.load_state_dict(ours.state_dict())
+    one, other = COPIES[how](plain), COPIES[how](ours)
+    before = flatten(ours)
+    optimizers = [unsharded("sgd", model, False) for model in (one, other)]
+    for step in range(3):
+        for model, optimizer in zip((one, other), optimizers, strict=True):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    gap = (flatten(one) - flatten(other)).abs().max().item()
+    assert torch.equal(before, flatten(ours)), "the model is apart from its copy"
+    overlap(other, sharded("sgd", other, False))
+    backward(other, 3)
+    assert other._comm_hooks[0][0].overlap.engine.has_stepped
+    return gap + apart(other)
+
+
+def test_a_copy_of_an_overlapped_model_trains_as_a_copy_of_plain_ddp():
+    cases = list(itertools.product((False, True), COPIES))
+    for rank in run(2, lambda: [copied(*case) for case in cases]):
+        assert rank == [0.0] * len(cases)

@@ -153,6 +153,9 @@ class SwitchedHook:
         """Pass a bucket on."""
         return self.switch.take(state, bucket)
 
+    def __reduce__(self) -> Any:
+        return SwitchedHook, (CommHookSwitch(),)  # of a copied model: it averages as DDP does
+
 
 class CommHookSwitch:
     """Stands behind the one comm hook that DDP can have, and passes buckets on."""
@@ -161,7 +164,7 @@ class CommHookSwitch:
     hook: Any = None  # what DDP has
     options = OverlapOptions()
 
-    def __init__(self, process_group: Any):
+    def __init__(self, process_group: Any = None):  # None: all ranks
         self.process_group = process_group
 
     def attach(self, overlap: TakesBuckets, options: OverlapOptions) -> None:
