@@ -237,6 +237,33 @@ def test_what_cannot_work_is_refused_on_every_rank_and_leaves_nothing_behind():
             assert found and found[0] == kind and word in found[1], (word, found)
 
 
+def left_to_others(how):
+    """Give an optimizer what DDP is told to leave out, or to reduce later; and then what it may have."""
+    model = network(torch.float32)  # all that DDP can delay
+    names = ["last.weight", "last.bias"]
+    options = {}
+    if how == "ignored":
+        DDP._set_params_and_buffers_to_ignore_for_model(model, names)
+    else:
+        options["delay_all_reduce_named_params"] = [(n, model.get_parameter(n)) for n in names]
+        options["param_to_hook_all_reduce"] = model.first.weight
+    ours = DDP(model, bucket_cap_mb=CAP, **options)
+    found = caught_error(lambda: overlap(ours, sharded("sgd", ours, False)))
+    rest = [p for name, p in model.named_parameters() if name not in names]
+    overlap(ours, ZeroRedundancyOptimizer(rest, SGD, lr=0.1))
+    backward(ours, 0)
+    return found, [p.grad is not None for p in model.last.parameters()]
+
+
+@pytest.mark.parametrize("how", ["ignored", "delayed"])
+def test_what_ddp_leaves_out_is_refused_when_the_step_is_overlapped(how):
+    for (kind, message), others in run(2, left_to_others, how):
+        assert (
+            kind == "ValueError" and "last.weight is in the optimizer, and DDP ignores" in message
+        )
+        assert others == [True, True]
+
+
 def misuse():
     """Call step() where it cannot mean what it says."""
     model = DDP(network(), bucket_cap_mb=CAP)

@@ -81,25 +81,45 @@ def _check_kinds(options: OverlapOptions, ddp: Any, optimizer: Any) -> None:
     check_complex(options.wire_dtype, optimizer)
 
 
+def _reduced_names(ddp: Any) -> dict[int, str]:  # by id of a parameter
+    """Name what DDP averages; it looks for a parameter of the model itself as `.name`, also where it
+    is to be ignored."""
+    found = {}
+    for place, module in ddp.module.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            if p.requires_grad and f"{place}.{name}" not in ddp.parameters_to_ignore:
+                found[id(p)] = f"{place}.{name}".lstrip(".")
+    return found
+
+
 def _check_params(ddp: Any, optimizer: ZeroRedundancyOptimizer) -> None:
     stepped = {id(p) for p in optimizer.params()}
-    for name, p in ddp.module.named_parameters():
-        if p.requires_grad and name not in ddp.parameters_to_ignore and id(p) not in stepped:
+    reduced = _reduced_names(ddp)
+    for key, name in reduced.items():
+        if key not in stepped:
             raise ValueError(
                 f"{name} of the model is not in the optimizer; give one optimizer all that the"
                 " model trains, in several param groups if need be, each with an optimizer_class"
                 " of its own if need be"
             )
-    reduced = {id(p) for p in ddp.module.parameters()}
+    in_model = {id(p): name for name, p in ddp.module.named_parameters()}
     for group in optimizer.param_groups:
         names = group.get("param_names")
         for i, p in enumerate(group["params"]):
-            if p.requires_grad and id(p) not in reduced:
-                name = names[i] if names else f"a parameter of shape {tuple(p.shape)}"
+            if not p.requires_grad or id(p) in reduced:
+                continue
+            if id(p) in in_model:
                 raise ValueError(
-                    f"{name} of the optimizer is not in the model; overlap the step with one model,"
-                    " and step what it lacks in another optimizer"
+                    f"{in_model[id(p)]} is in the optimizer, and DDP ignores it or delays its"
+                    " all-reduce (delay_all_reduce_named_params), so that its gradient does not come"
+                    " through the comm hook; step it in another optimizer, or let DDP reduce it as"
+                    " the others"
                 )
+            name = names[i] if names else f"a parameter of shape {tuple(p.shape)}"
+            raise ValueError(
+                f"{name} of the optimizer is not in the model; overlap the step with one model,"
+                " and step what it lacks in another optimizer"
+            )
 
 
 def _check_ranks(ddp: Any, optimizer: ZeroRedundancyOptimizer) -> None:
