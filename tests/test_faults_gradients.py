@@ -389,9 +389,60 @@ def goes_on(mode, loop, clears):
 @pytest.mark.parametrize("mode", MODES)
 def test_H4_what_never_looks_at_gradients_goes_on(mode):
     """With zero_grad of both kinds, and without."""
-    cases = itertools.product(LOOPS, ["never", "to none", "to zero"])
+    cases = set(itertools.product(LOOPS, ["never", "to none", "to zero"]))
+    cases.remove(("frozen", "to zero"))  # torch.optim steps what is frozen and has zeros
     found = run_each(2, goes_on, {case: (mode, *case) for case in cases})
     assert {case: ranks for case, ranks in found.items() if max(ranks) >= 1e-12} == {}
+
+
+def freeze(model, how):
+    """Freeze a layer, and leave it a gradient: zeros, what `no_sync` adds up, or that of a step."""
+    if how == "added up":
+        with model.no_sync():
+            plainly(model, 2)
+    layers = model.module.layers if isinstance(model, DDP) else model.model.layers
+    layers[1].requires_grad_(False)
+    if how == "left":
+        for p in model.parameters():
+            p.grad = None if p.requires_grad else p.grad
+
+
+def kept_when_frozen(mode, how):
+    """Give what is said of a gradient that a frozen layer has; clear it, and go on beside DDP."""
+    find = {"find_unused_parameters": True}
+    plain, module = DDP(Blocks(), bucket_cap_mb=0.0005, **find), Blocks()
+    optimizer = SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    zero = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=0.05, momentum=0.9)
+    if mode.startswith("parallel"):
+        ours = Both(module, attach(mode, module, zero, **find)[1])
+    else:
+        ours = DDP(module, bucket_cap_mb=0.0005, **find)
+        overlap(ours, zero, interleaved="interleaved" in mode)
+    for step in range(5):
+        if step == 2:
+            freeze(ours, how)
+            error = caught_error(lambda: plainly(ours, 2))
+            if how == "added up":  # DDP fails where that is cleared
+                return error, 0.0
+            freeze(plain, how)
+            zero.zero_grad()
+            optimizer.zero_grad()
+        for model, optim in ((plain, optimizer), (ours, zero)):
+            plainly(model, step)
+            optim.step()
+            if how != "left" or step != 1:
+                optim.zero_grad(set_to_none=how != "zeros" or step > 1)
+    return error, (flatten(plain) - flatten(module)).abs().max().item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_that_a_frozen_parameter_keeps_is_refused_before_anything_is_sent(mode):
+    """torch.optim would step it: zeros of zero_grad, what was added up, what was stepped before."""
+    cases = {how: (mode, how) for how in ("zeros", "added up", "left")}
+    for how, ranks in run_each(2, kept_when_frozen, cases).items():
+        for (kind, message), gap in ranks:
+            assert kind == "RuntimeError" and "is frozen and still has a gradient" in message, how
+            assert "parameter 2" in message and gap < 1e-12, (how, gap)
 
 
 def through_a_part(mode):

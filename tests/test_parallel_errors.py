@@ -327,3 +327,21 @@ def set_by_hand():
 
 def test_gradients_that_were_set_by_hand_are_stepped_before_any_backward():
     assert max(run(2, set_by_hand)) < 1e-12
+
+
+def through_submodules():
+    """Let gradients of a forward add up, and run the last micro-batch through the submodules."""
+    model = network()
+    handle = data_parallel(model, zero := sharded(one_adamw(model)), **SMALL)
+    with handle.no_sync():
+        model(batch(0)).square().mean().backward()
+    x = batch(1)
+    for layer in model:
+        x = layer(x)
+    x.square().mean().backward()
+    return caught(zero.step)
+
+
+def test_a_last_forward_in_no_sync_is_what_step_speaks_of():
+    for message in run(2, through_submodules):
+        assert "run the last forward of the module before step(), not of its submod" in message

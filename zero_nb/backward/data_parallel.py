@@ -147,7 +147,7 @@ class DataParallel(InBackward, _Joinable):
         joined = in_torchs_join(self) or in_torchs_join(self.optimizer)
         if torch.is_grad_enabled():
             self.averages = averages
-            self.engine.markers.remove()  # the next backward adds to what is there
+            self.engine.make_way()  # the next backward adds to what is there
         if averages:
             self.watch.check_last_backward(self.reducer.backward is not None)
             _uncompiled(self.reducer.listen_while_unknown)

@@ -52,8 +52,8 @@ __all__ = ['check_leftovers', 'DdpOverlap', 'find_overlap', 'advise_views', 'ove
 # %% ../../nbs/backward/07_ddp_overlap.ipynb #91e16056
 _NOT_AVERAGED = (
     "step() found gradients that did not come through DDP's hook, so they are not averaged:"
-    " register the hook, and run the last backward before step() through the wrapped model and"
-    f" outside no_sync(); {LEFT_OUT}"
+    " register the hook, and run the last forward before step() through the wrapped model, and it and"
+    f" its backward outside no_sync(); {LEFT_OUT}"
 )
 
 
@@ -127,7 +127,8 @@ class DdpOverlap(InBackward):
         # a callback at the end of backward, unless DDP runs its hooks for a rank without data
         in_autograd = on_backward_end(self._finish, self.groups)
         contribution = self.contribution
-        backward = DdpBackward(self.traits, self.options, self.optimizer, contribution, in_autograd)
+        optimizer = self.engine.optimizer
+        backward = DdpBackward(self.traits, self.options, optimizer, contribution, in_autograd)
         self.backward = backward
         learns = self.planner.iterations == 0 and not self.traits.dynamic
         if learns and not in_autograd and contribution == "own":
@@ -160,11 +161,11 @@ class DdpOverlap(InBackward):
         with fail_peers_on_error(self.groups), torch.no_grad(), on_stream(engine.stream):
             stepped = self.planner.finish(backward)
         engine.wait()
-        engine.note_step()
         if not backward.in_autograd:
             engine.forget_steps()  # where there is no backward, `step` is not called
         elif stepped:
             engine.count_step()
+        engine.note_step()
         self.backward = None
         drop = partial(self._drop_gradients, backward, stepped)
         if not (backward.in_autograd and on_backward_end(drop, self.groups)):
@@ -200,9 +201,9 @@ class DdpOverlap(InBackward):
         """Refuse a forward that this rank, or ranks without data, cannot train with."""
         if torch.is_grad_enabled():
             self.averages = bool(module.require_backward_grad_sync)
-            self.engine.markers.remove()  # the next backward adds to what is there
+            self.engine.make_way()  # the next backward adds to what is there
             self.watch.check_last_backward(self.backward is not None)
-        self.is_in_torchs_join = in_torchs_join(module) or in_torchs_join(self.optimizer)
+        self.is_in_torchs_join = in_torchs_join(module) or in_torchs_join(self.engine.optimizer)
         if self.is_in_torchs_join:
             with fail_peers_on_error(self.groups):
                 trouble = find_join_trouble(module, self.traits, self.optimizer)
@@ -210,8 +211,8 @@ class DdpOverlap(InBackward):
 
     def backward_began(self) -> None:
         """Tell the other ranks if this backward fails, also before its first bucket is full."""
-        self.engine.markers.remove()
         self.watch.tell_if_backward_fails()
+        self.engine.make_way()
 
     def step(self, kwargs: dict[str, Any]) -> None:
         """Look back at a step that was over when backward returned."""

@@ -139,6 +139,13 @@ _MANY = (
 )
 
 
+_FROZEN = (
+    "{} is frozen and still has a gradient, which torch.optim would step; a step inside backward"
+    " takes only what that backward averages. Freeze parameters after step() and set their .grad to"
+    " None, as zero_grad() does for all, or detach() and step after backward"
+)
+
+
 class StepEngine:
     """What a step inside backward needs beside its buckets, and what `step` checks when it is called."""
 
@@ -172,6 +179,17 @@ class StepEngine:
         if self.stream:
             self.transformed = self.stream.record()
         return steps
+
+    @torch._disable_dynamo
+    def make_way(self) -> None:
+        """Take away what stands in `.grad` for steps that are over; refuse gradients of frozen
+        parameters, which would be dropped."""
+        stale = self.markers.remove()
+        stale += [p for p in self.params if not p.requires_grad and p.grad is not None]
+        if stale:
+            names = (s.name for s in specs(self.optimizer.param_groups))
+            by_id = dict(zip(map(id, self.params), names, strict=True))
+            raise RuntimeError(_FROZEN.format(by_id[id(stale[0])]))
 
     def wait(self) -> None:
         """Let the current stream go on after the steps."""

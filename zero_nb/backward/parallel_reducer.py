@@ -37,7 +37,8 @@ class StepObserver(Protocol):
 # %% ../../nbs/backward/15_parallel_reducer.ipynb #0b689873
 _ONLY_ADDED_UP = (
     "step() found gradients that were added up in no_sync(), or before data_parallel(), and that no"
-    " backward has averaged: run the last backward before step() outside no_sync()"
+    " backward has averaged: run the last forward of the module before step(), not of its submodules,"
+    " and the backward of it outside no_sync()"
 )
 
 
@@ -116,7 +117,7 @@ class ParallelReducer:
         self.handle.before_reduction()
         backward = self.backward
         if backward is None:
-            self.engine.markers.remove()
+            self.engine.make_way()
             on_backward_end(self.finish, self.groups)  # not called where there is no backward
             leftovers = self.may_have_leftovers or self.planner.options.find_unused_parameters
             backward = self._make_backward(not leftovers, contribution)

@@ -232,10 +232,14 @@ class SteppedGradients:
         except RuntimeError:  # the parameter has another dtype, shape or device now
             param.grad = self._make(param, mark.found_inf)
 
-    @torch._disable_dynamo
-    def remove(self) -> None:
+    def remove(
+        self,
+    ) -> list[Tensor]:  # frozen parameters whose markers were left where others were cleared
         """Take away the markers that are left."""
-        for p in self.placed:
-            if isinstance(p.grad, SteppedGradient):
-                p.grad = None
+        left = [p for p in self.placed if isinstance(p.grad, SteppedGradient)]
+        frozen = [p for p in left if not p.requires_grad]
+        trained = [p for p in self.placed if p.requires_grad] if frozen else []
+        for p in left:
+            p.grad = None
         self.placed = []
+        return frozen if len(left) - len(frozen) < len(trained) else []
