@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from .config import extra
-from ..checkpoint.convert import convert_checkpoint, verify_checkpoint
+from zero_nb.checkpoint.convert import (
+    check_target,
+    convert_checkpoint,
+    target_format,
+    verify_checkpoint,
+)
 from ..checkpoint.slab_writers import Advance
 from ..checkpoint.contents import Checkpoint
 from ..checkpoint.formats import FORMATS, describe_checkpoint
@@ -162,6 +167,7 @@ def _read_names(path: Path) -> list[str]:
 
 def _rewrite(options: argparse.Namespace, console: Any) -> None:
     given = vars(options)
+    check_target(options.target, [options.source])
     if options.check:
         _verify(argparse.Namespace(path=options.source, key=options.key), console)
     found = describe_checkpoint(options.source, options.key)
@@ -181,7 +187,7 @@ def _rewrite(options: argparse.Namespace, console: Any) -> None:
             advance=advance,
         )
     console.print(f"written: {options.target}", soft_wrap=True)
-    if found.model and Path(options.target).suffix in (".pt", ".pth"):
+    if found.model and target_format(options.target, given.get("format")) == "full":
         console.print(
             "it has the optimizer's state alone; a folder or .safetensors takes the weights too",
             soft_wrap=True,
@@ -224,7 +230,7 @@ def add_ckpt_arguments(parser: argparse.ArgumentParser) -> None:
             found.add_argument(
                 "--format", choices=[*FORMATS], help="(default: by the target's name)"
             )
-            found.add_argument("--model", metavar="FILE", help="weights, where the source has none")
+            found.add_argument("--model", metavar="FILE", help="weights, in place of the source's")
         if name in ("convert", "merge"):
             found.add_argument("--by", choices=KEYS, default="index", help="keys of a file's state")
         if name in ("convert", "reshard"):
@@ -240,12 +246,9 @@ def run_ckpt(options: argparse.Namespace) -> None:
     extra("rich")
     from rich.console import Console
 
-    if options.ckpt == "merge" and Path(options.target).suffix not in (
-        ".pt",
-        ".pth",
-        ".safetensors",
-    ):
+    is_folder = "target" in options and target_format(options.target, None) == "sharded"
+    if options.ckpt == "merge" and is_folder:
         raise ValueError(f"the target must be one file, .pt or .safetensors, got {options.target}")
-    if options.ckpt == "reshard" and Path(options.target).suffix:
+    if options.ckpt == "reshard" and not is_folder:
         raise ValueError(f"the target must be a folder, got {options.target}")
     _COMMANDS[options.ckpt][0](options, Console(force_jupyter=False))

@@ -5,9 +5,10 @@
 # %% ../../nbs/checkpoint/12_convert.ipynb #a88f0b02
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from zero_nb.checkpoint.slab_writers import (
 )
 
 # %% auto #0
-__all__ = ['verify_checkpoint', 'convert_checkpoint']
+__all__ = ['verify_checkpoint', 'target_format', 'check_target', 'convert_checkpoint']
 
 # %% ../../nbs/checkpoint/12_convert.ipynb #c05a0012
 def _check_safetensors(path: Path, advance: Advance) -> None:
@@ -111,6 +112,28 @@ _SUFFIXES = {
 }
 
 
+def target_format(target: str | os.PathLike[str], format: str | None) -> str:
+    """Tell the format of what is to be written, if it is not given by the target's name; `ValueError`
+    if there is no such format."""
+    found = format or _SUFFIXES.get(Path(target).suffix, "sharded")
+    if found not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    return found
+
+
+def check_target(
+    target: str | os.PathLike[str],
+    inputs: Iterable[str | os.PathLike[str]],  # what is read
+) -> None:
+    """Refuse to write over anything; `FileExistsError`."""
+    path = Path(target)
+    if not path.exists():
+        return
+    read = any(Path(other).exists() and path.samefile(other) for other in inputs)
+    words = "is what is read, and would be replaced by a part of it" if read else "is there already"
+    raise FileExistsError(errno.EEXIST, f"the target {words}; give it another name", str(target))
+
+
 def _with_names(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
     """Name the parameters."""
     groups = checkpoint.optimizer["param_groups"]
@@ -121,6 +144,12 @@ def _with_names(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
             f"names must be {count} different texts, one for each parameter, got {len(names)}"
             f" ({len({*names})} different): {names!r:.80}"
         )
+    for own, given in zip(checkpoint.names or (), names, strict=False):
+        if own != given:
+            raise ValueError(
+                f"{checkpoint.path} names its parameters itself, and has {own!r} where names has"
+                f" {given!r}; leave names out"
+            )
     rest = iter(names)
     named = [{**group, "param_names": [next(rest) for _ in group["params"]]} for group in groups]
     return replace(checkpoint, optimizer={**checkpoint.optimizer, "param_groups": named})
@@ -143,28 +172,27 @@ def _check_weights(checkpoint: Checkpoint) -> None:
 
 def convert_checkpoint(
     source: str | os.PathLike[str],  # a checkpoint of any format
-    target: str | os.PathLike[str],  # a file or a folder to write; a folder is not there yet
+    target: str | os.PathLike[str],  # a file or a folder to write, which is not there yet
     format: str | None = None,  # one of `FORMATS`; None: by the target's name
     *,
     key: str | None = None,  # which state dict of the source, where there are several
     key_by: str = "index",  # of a file: "index" or "name"
     ranks: int = 1,  # of a folder: how many files
     names: Sequence[str] | None = None,  # of the parameters, where the source has none
-    model: str | os.PathLike[str] | None = None,  # a file of weights, where the source has none
+    model: str | os.PathLike[str] | None = None,  # a file of weights; None: the source's
     check: bool = True,  # compare the source with its checksums first
     advance: Advance = lambda nbytes: None,  # is told how many more bytes were copied
 ) -> None:
     """Rewrite a checkpoint in another format, or for another number of ranks, in bounded memory.
 
-    Raises `ValueError` for what cannot be read, or what the format cannot hold, `OSError` as the disk
-    does; the target is complete or not there."""
+    Raises `ValueError` for what cannot be read, or what the format cannot hold, `FileExistsError` if
+    the target is there, `OSError` as the disk does; the target is complete or not there."""
+    format = target_format(target, format)
+    check_target(target, [source] if model is None else [source, model])
     target = Path(target)
-    format = format or _SUFFIXES.get(target.suffix, "sharded")
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
-    if ranks < 1 or key_by not in KEYS:
+    if type(ranks) is not int or ranks < 1 or key_by not in KEYS:
         raise ValueError(
-            f"ranks must be at least 1 and key_by one of {KEYS}, got {ranks} and {key_by!r}"
+            f"ranks must be an int, at least 1, and key_by one of {KEYS}, got {ranks!r} and {key_by!r}"
         )
     found = describe_checkpoint(source, key)
     if names is not None:
@@ -176,6 +204,7 @@ def convert_checkpoint(
         names_in(found)  # an error before anything large is read
     if check:
         verify_checkpoint(source, key)
+    target.parent.mkdir(parents=True, exist_ok=True)
     with naming_target(target):
         if format == "full":
             write_full_file(found, target, key_by, advance)
