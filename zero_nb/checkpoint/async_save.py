@@ -233,7 +233,7 @@ class AsyncCheckpointer:
         folder: str
         | os.PathLike[str],  # of this checkpoint, which is not there yet; on all ranks the same
         step: int = 0,  # `newest_checkpoint` finds the largest
-        extra: Any = None,  # what JSON has: numbers, texts, lists, dicts
+        extra: Any = None,  # what JSON has: numbers, texts, lists, dicts; equal on all ranks
     ) -> Saving:  # `wait` of it returns when the checkpoint is complete
         """Copy this rank's part, and let a thread write it; all ranks call this, between steps.
 

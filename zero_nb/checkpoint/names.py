@@ -20,7 +20,7 @@ from ..optim.state_dict_check import read_state
 
 # %% auto #0
 __all__ = ['KEYS', 'names_of_params', 'by_name', 'names_in_model', 'names_in_groups', 'by_index', 'check_saved', 'state_to_save',
-           'model_to_save', 'SavedEntry', 'entries_below', 'lay_out', 'SavedOptimizer']
+           'model_to_save', 'SavedEntry', 'entries_below', 'lay_out', 'room_for_model', 'SavedOptimizer']
 
 # %% ../../nbs/checkpoint/03_names.ipynb #162b5da3
 KEYS = ("index", "name")
@@ -233,6 +233,22 @@ def lay_out(values: Iterable[tuple[Sequence[Any], Any]]) -> dict[Any, Any]:
             tree = tree.setdefault(key, {})
         tree[path[-1]] = value
     return dict(_with_lists(root))
+
+
+def room_for_model(
+    table: Any,
+    state: Mapping[str, Any],  # of the model that is to load it
+) -> dict[str, Any]:  # the same, with extra state as it was saved
+    """Make room for a model. Raises `ValueError` if something was saved that the model does not have."""
+    entries = entries_below(table, "model")
+    besides = sorted({entry.path[0] for entry in entries} - state.keys())
+    if besides:
+        raise ValueError(
+            f"the checkpoint is of another model, which has {besides[:3]} besides; make the model as"
+            " it was when it was saved"
+        )
+    kept = [e for e in entries if len(e.path) > 1 or isinstance(state[e.path[0]], (dict, list))]
+    return {**state, **lay_out((entry.path, entry.empty()) for entry in kept)}
 
 
 def _with_lists(tree: Any) -> Any:

@@ -33,7 +33,7 @@ from zero_nb.checkpoint.folder import (
     read_manifest,
     write_manifest,
 )
-from .names import SavedOptimizer, model_to_save, state_to_save
+from .names import SavedOptimizer, model_to_save, room_for_model, state_to_save
 from .skeleton import naming_target, tight
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
@@ -184,7 +184,13 @@ def open_save(
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         more["plan"] = [str(shard.plan) for shard in optimizer.shards]
     names = [""]
-    with agreeing(group, "save_sharded", lambda: [f"folder={folder}, step={step}"]):
+
+    def describe() -> list[str]:
+        kept = json.dumps(more["extra"], sort_keys=True)
+        note = "  # of which one is kept for all: gather what ranks have of their own into one list"
+        return [f"folder={folder}, step={step}", f"extra={kept}{note}"]
+
+    with agreeing(group, "save_sharded", describe):
         check_available()
         if type(step) is not int:
             raise TypeError(f"step must be an int, which newest_checkpoint compares, got {step!r}")
@@ -201,7 +207,7 @@ def save_sharded(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     step: int = 0,  # `newest_checkpoint` finds the largest
-    extra: Any = None,  # what JSON has: numbers, texts, lists, dicts
+    extra: Any = None,  # what JSON has: numbers, texts, lists, dicts; equal on all ranks
     process_group: Any = None,  # ranks that save; None: all ranks of the job
 ) -> None:
     """Let each rank write its part of model and optimizer; all ranks call this, between steps.
@@ -235,11 +241,14 @@ def _load_boxes(folder: Any, into: dict[str, Any], group: Group) -> None:
         raise kind(f"loading {folder}: on rank {rank}, {type(first).__name__}: {first}") from first
 
 
-def _make_room(folder: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> SavedOptimizer:
-    """Make room for an optimizer's state; `ValueError` if the optimizer cannot have it."""
+def _make_room(
+    folder: Any, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], SavedOptimizer]:
+    """Make room for what was saved; `ValueError` if model or optimizer cannot have it."""
     reader = FolderReader(folder)
     planner = PlainPlanner()
     table = reader.read_metadata()
+    whole = room_for_model(table, model_to_save(model))
     saved = SavedOptimizer(table, model, optimizer)
     groups = saved.room_for_groups()
     planner.set_up_planner(groups, table, True)
@@ -247,7 +256,7 @@ def _make_room(folder: Any, model: nn.Module, optimizer: torch.optim.Optimizer) 
     reader.read_data(planner.create_local_plan(), planner)
     saved.take_groups(groups)
     saved.make_room()
-    return saved
+    return whole, saved
 
 
 def _divided(optimizer: torch.optim.Optimizer) -> list[Shard]:  # none: each rank reads all
@@ -289,8 +298,7 @@ def load_sharded(
     fit. A hook before `load_state_dict` sees numbers in their place. Source: `torch.distributed.checkpoint.load`."""
     group = Group(process_group)
     extra = list[Any]()
-    found = list[SavedOptimizer]()
-    whole = dict[str, Any]()
+    found = list[tuple[dict[str, Any], SavedOptimizer]]()
     with agreeing(group, "load_sharded", lambda: [f"folder={folder}"]):
         check_available()
         extra.append(check_folder(folder, (group.group_rank, group.size)).get("extra"))
@@ -298,9 +306,8 @@ def load_sharded(
         optimizer.wait_for_driver()
         optimizer.sharded_state.follow_layouts()  # before what is read is put where state lies
     with agreeing(group, f"making room for {folder}"):  # all of it has been checked
-        whole |= model_to_save(model)
         found.append(_make_room(folder, model, optimizer))
-    [saved] = found
+    [(whole, saved)] = found
     shards = _divided(optimizer)
     parts = {"model": in_part(whole, shards), **saved.values}
     _load_boxes(folder, parts, group)

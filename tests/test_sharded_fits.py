@@ -1,0 +1,123 @@
+"""A folder gives back what was saved, all of it, to the model and the optimizer that it is of."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import caught_error
+from torch import nn
+from torch.optim import AdamW
+
+from zero_nb import (
+    AsyncCheckpointer,
+    ZeroRedundancyOptimizer,
+    load_sharded,
+    run,
+    save_sharded,
+)
+
+
+def make(seed=0, optimizer_class=AdamW, sharded=True, **options):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    if not sharded:
+        return model, optimizer_class(model.parameters(), **options)
+    options = {**options, "trust_optimizer_class": True}
+    return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
+
+
+def step(model, optimizer):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def values_of(model):
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def save_unlike(folder):
+    model, zero = make()
+    own = {"rank": dist.get_rank(), "losses": [0.5] * 100}
+    said = [caught_error(lambda: save_sharded(folder / "s", model, zero, extra=own))]
+    with AsyncCheckpointer(model, zero) as checkpointer:
+        said.append(caught_error(lambda: checkpointer.save(folder / "a", extra=own)))
+    alike = {"b": 1, "a": 2} if dist.get_rank() else {"a": 2, "b": 1}
+    save_sharded(folder / "alike", model, zero, extra=alike)
+    return said
+
+
+def test_extra_that_differs_between_ranks_is_refused_on_all_of_them(folder):
+    for said in run(3, save_unlike, folder):
+        for kind, words in said:
+            assert kind == "ValueError" and "ranks disagree on save_sharded" in words
+            assert '"rank": 0' in words and "gather what ranks have of their own" in words
+    assert [path.name for path in folder.iterdir()] == ["alike"]
+
+
+def larger():
+    model, _ = make()
+    model.register_buffer("mean", torch.ones(2))
+    model.add_module("head", nn.Linear(3, 3).requires_grad_(False))
+    return model
+
+
+def load_into_another(folder, sharded):
+    model = larger()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    zero = ZeroRedundancyOptimizer(trained, AdamW)
+    step(model, zero)
+    save_sharded(folder / "s", model, zero)
+    other, found = make(seed=1, sharded=sharded)
+    step(other, found)
+    before = values_of(other)
+    said = caught_error(lambda: load_sharded(folder / "s", other, found))
+    same = all(map(torch.equal, before, values_of(other)))
+    again = larger()
+    zero = ZeroRedundancyOptimizer([p for p in again.parameters() if p.requires_grad], AdamW)
+    load_sharded(folder / "s", again, zero)
+    return said, same, all(map(torch.equal, values_of(model), values_of(again)))
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_what_the_model_does_not_have_is_refused_before_anything_is_loaded(folder, sharded):
+    for (kind, words), same, again in run(2, load_into_another, folder, sharded):
+        assert kind == "ValueError" and same and again
+        assert "has ['head.bias', 'head.weight', 'mean'] besides" in words
+
+
+class Noting(nn.Linear):
+    """Has an extra state."""
+
+    note: object = 0
+
+    def get_extra_state(self):
+        return self.note
+
+    def set_extra_state(self, state):
+        self.note = state
+
+
+def note(folder, before, after):
+    model = nn.Sequential(Noting(4, 3))
+    model[0].note = before
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+    save_sharded(folder / "s", model, zero)
+    model[0].note = after
+    load_sharded(folder / "s", model, zero)
+    return model[0].note
+
+
+NOTES = [
+    ({"amax": 1.0}, {"amax": 2.0}),
+    ({"amax": 1.0}, {}),
+    ({"amax": 1.0, "steps": [1, {"a": 2}]}, {"other": 3}),
+    ({"amax": 1.0}, 5),
+    (5, {"amax": 1.0}),
+    ([1, 2, 3], [4]),
+    ([1, {"a": 1}], [1, {"a": 2}, {"b": 3}]),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), NOTES)
+def test_extra_state_comes_back_whatever_there_is_now(folder, before, after):
+    assert run(2, note, folder, before, after) == [before] * 2
