@@ -5,11 +5,13 @@ import torch
 import torch.distributed as dist
 from common import caught_error
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from zero_nb import (
     AsyncCheckpointer,
     ZeroRedundancyOptimizer,
+    full_state_dict,
+    load_full_state_dict,
     load_sharded,
     run,
     save_sharded,
@@ -121,3 +123,51 @@ NOTES = [
 @pytest.mark.parametrize(("before", "after"), NOTES)
 def test_extra_state_comes_back_whatever_there_is_now(folder, before, after):
     assert run(2, note, folder, before, after) == [before] * 2
+
+
+class Shares(SGD):
+    """Keeps tensors, and an empty dict, of no parameter."""
+
+    def step(self, closure=None):
+        shared = self.state["shared"]
+        shared.setdefault("basis", torch.arange(3.0))
+        shared["n"] = shared.get("n", 0) + 1
+        self.state["none yet"] = {}
+        return super().step(closure)
+
+
+def share(folder):
+    model, zero = make(optimizer_class=Shares, lr=0.1, momentum=0.9)
+    step(model, zero)
+    save_sharded(folder / "s", model, zero)
+    full_state_dict(zero, folder / "s.pt")
+    found = []
+    for load in (
+        lambda other, zero: load_sharded(folder / "s", other, zero),
+        lambda other, zero: load_full_state_dict(zero, folder / "s.pt"),
+        lambda other, zero: zero.load_state_dict(torch.load(folder / "s.pt")),
+    ):
+        other, zero = make(seed=1, optimizer_class=Shares, lr=0.1, momentum=0.9)
+        load(other, zero)
+        step(other, zero)
+        shared = full_state_dict(zero, None)["state"]["shared"]
+        found.append((shared["n"], shared["basis"].tolist()))
+    return found
+
+
+def test_tensors_of_no_parameter_come_back(folder):
+    for found in run(2, share, folder):
+        assert found == [(2, [0.0, 1.0, 2.0])] * 3
+    plain = Shares(make(sharded=False, optimizer_class=SGD)[0].parameters(), lr=0.1, momentum=0.9)
+    plain.load_state_dict(torch.load(folder / "s.pt"))
+    assert plain.state["shared"]["n"] == 1
+
+
+def test_state_under_the_name_of_a_parameter_is_not_taken_for_that_of_none():
+    model, zero = make()
+    step(model, zero)
+    full = full_state_dict(zero)
+    for key in ("0", "0.weight"):
+        state = {key: full["state"][0], **{i: full["state"][i] for i in (1, 2, 3)}}
+        with pytest.raises(ValueError, match=f"state of '{key}', which is in none of its groups"):
+            zero.load_state_dict({**full, "state": state})

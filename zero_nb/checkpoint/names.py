@@ -311,6 +311,7 @@ class SavedOptimizer:
             for index, values in room_for_state(self.optimizer.sharded_state, forms).items():
                 self.values |= {cut[index, key]: value for key, value in values.items()}
             full = by_name(self.state_dict(), [*self._index])
+            full["state"] = {k: v for k, v in full["state"].items() if k in self._index}
             read_state(full, self.optimizer.param_groups, self.optimizer.local.rules)
 
     def load(self, values: Mapping[str, Any]) -> None:  # by fqn, as they were read

@@ -141,6 +141,14 @@ def _is_of_param(value: Any) -> bool:  # and not of an optimizer as a whole, suc
     )
 
 
+def _may_share(key: str, known: set[Any], rules: list[Rule]) -> bool:
+    """Tell whether a text must be the key of state of no parameter, whatever that is: groups number
+    their parameters, and a class is not torch's own, which keep nothing else."""
+    by_number = all(isinstance(other, int) for other in known) and not key.isdecimal()
+    kinds = {rule.optimizer_class for rule in rules}
+    return by_number and any(getattr(torch.optim, k.__name__, None) is not k for k in kinds)
+
+
 def _check_form(state_dict: Any) -> None:
     if not isinstance(state_dict, dict):
         raise TypeError(
@@ -159,14 +167,17 @@ def _check_form(state_dict: Any) -> None:
 
 
 def _split_state(
-    state: dict[Any, Any], known: set[Any]
+    state: dict[Any, Any], known: set[Any], rules: list[Rule]
 ) -> tuple[dict[Any, Any], dict[str, Any]]:  # of the known parameters, and of no parameter
     by_key = {key: value for key, value in state.items() if key in known}
     common = dict[str, Any]()
     for key, value in state.items():
         if key in known:
             continue
-        if not isinstance(key, str) or _is_of_param(value):
+        of_none = isinstance(key, str) and (
+            _may_share(key, known, rules) or not _is_of_param(value)
+        )
+        if not of_none:
             raise ValueError(
                 f"the state dict has state of {key!r}, which is in none of its groups; load a"
                 " state dict of the same model"
@@ -214,7 +225,7 @@ def read_state(
         for theirs, group, rule in zip(given, ours, rules, strict=True)
         for key, p in zip(theirs["params"], group["params"], strict=True)
     ]
-    by_key, common = _split_state(state_dict["state"], {key for key, *_ in places})
+    by_key, common = _split_state(state_dict["state"], {key for key, *_ in places}, rules)
     for key, p, rule, theirs in places:
         if key in by_key:
             _check_entry(f"parameter {key!r}", by_key[key], p, rule, theirs)
