@@ -185,7 +185,9 @@ def test_a_table_of_contents_runs_no_code(folder, saved):
     files = describe_files(folder / "one", table.storage_data.values())
     files[TABLE] = describe_table(folder / "one")
     lay(folder / "one", manifest_with(saved, files=as_json(files)))
-    with pytest.raises(ValueError, match="is not as it was written"):
+    with pytest.raises(
+        ValueError, match=r"cannot be read: \S+ in \S+: it holds an object of \S+mkdir"
+    ):
         load_sharded(folder / "one", model, zero)
     assert not (folder / "made").exists()
 

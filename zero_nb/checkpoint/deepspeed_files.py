@@ -21,7 +21,14 @@ from .contents import Checkpoint
 from .files import new_folder, replacing
 from .saved_tensors import SLAB, SavedTensor, replace_tensors
 from .skeleton import SkeletonFile, TensorForm, check_room, unbacked
-from .slab_writers import Advance, bytes_of, in_memory, names_in, write_file
+from zero_nb.checkpoint.slab_writers import (
+    Advance,
+    bytes_of,
+    in_memory,
+    names_in,
+    progress_of,
+    write_file,
+)
 from ..optim.state_entry import MASTER
 from ..optim.tensor_shard import boxes
 
@@ -210,15 +217,17 @@ def _model_file(checkpoint: Checkpoint, vectors: Sequence[_Vector], ranks: int) 
         for vector in vectors
     ]
     names = {name for vector in vectors for name in vector.shapes}
-    step = int(checkpoint.about.get("step", checkpoint.about.get("global_steps", 0)))
+    progress = progress_of(checkpoint)
+    extra = {"extra": progress["extra"]} if progress["extra"] is not None else {}
     return {
         **dict.fromkeys(_ABSENT),
+        **extra,  # DeepSpeed gives it back, as its client state
         "module": OrderedDict(checkpoint.model),
         "buffer_names": [name for name in checkpoint.model if name not in names],
         "param_shapes": shapes,
         "shared_params": {},
         "skipped_steps": 0,
-        "global_steps": step,
+        "global_steps": progress["step"],
         "global_samples": 0,
         "dp_world_size": ranks,
         "mp_world_size": 1,

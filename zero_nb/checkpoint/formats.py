@@ -155,6 +155,7 @@ def _read_safetensors(path: Path, key: str | None) -> Checkpoint:
     with reading(path, "is damaged: its metadata cannot be read"):
         content = decode(json.loads(metadata[METADATA]), tensors)
     about = {name: text for name, text in metadata.items() if name not in _OWN}
+    about |= content.pop("about", {})
     return Checkpoint(
         path, "safetensors", choose_state(path, content, key), find_weights(content), about
     )
@@ -346,7 +347,8 @@ def _read_deepspeed(path: Path, key: str | None) -> Checkpoint:
         params = range(first, first + len(shapes))
         state |= {i: own for i, own in zip(params, by_name.values(), strict=True) if own}
         groups.append({**options, "params": [*params], "param_names": [*by_name]})
-    about = {name: model[name] for name in ("ds_version", "dp_world_size", "global_steps")}
+    said = ("ds_version", "dp_world_size", "global_steps", "extra")
+    about = {name: model[name] for name in said if name in model}
     full = {"state": state, "param_groups": groups}
     return Checkpoint(folder, "deepspeed", full, weights, about)
 

@@ -9,7 +9,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from zero_nb.checkpoint.formats import (
 )
 from .names import by_name
 from .saved_tensors import SLAB, SavedTensor, replace_tensors
+from .sharded import check_extra
 from .skeleton import SkeletonFile, TensorForm, check_room, unbacked
 from ..optim.flat import flatten
 from ..optim.tensor_shard import boxes
@@ -41,8 +42,8 @@ from ..plan.policies import even
 from ..plan.specs import ParamSpec
 
 # %% auto #0
-__all__ = ['Advance', 'Boxes', 'row_major', 'bytes_of', 'in_memory', 'write_file', 'write_full_file', 'names_in', 'tensor_crc32',
-           'write_safetensors', 'write_sharded']
+__all__ = ['Advance', 'Boxes', 'row_major', 'bytes_of', 'in_memory', 'write_file', 'progress_of', 'write_full_file', 'names_in',
+           'tensor_crc32', 'write_safetensors', 'write_sharded']
 
 # %% ../../nbs/checkpoint/10_slab_writers.ipynb #c05a0007
 Advance = Callable[[int], Any]  # is told how many more bytes were copied
@@ -92,6 +93,16 @@ def write_file(
                 file.write(name, first * tensor.dtype.itemsize, data)
                 advance(len(data))
         file.finish()
+
+
+def progress_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Give the step, 0 if it is not known, and what was saved as `extra`, as far as JSON keeps it."""
+    step = checkpoint.about.get("step", checkpoint.about.get("global_steps"))
+    known = type(step) is int or (isinstance(step, float) and step.is_integer())
+    found = {"step": int(step) if known else 0, "extra": None}
+    with suppress(TypeError, ValueError):
+        found["extra"] = check_extra(checkpoint.about.get("extra"))
+    return found
 
 
 def write_full_file(checkpoint: Checkpoint, target: Path, key_by: str, advance: Advance) -> None:
@@ -147,6 +158,7 @@ def write_safetensors(checkpoint: Checkpoint, target: Path, advance: Advance) ->
     """Write a file of safetensors. Raises `ImportError` without the library."""
     found = dict[str, Any]()
     content = {"optimizer": checkpoint.optimizer, "model": checkpoint.model}
+    content["about"] = progress_of(checkpoint)
     structure = json.dumps(encode(content, found))
     forms = {
         name: TensorForm(value.dtype, value.shape, row_major(value.shape))
@@ -281,12 +293,8 @@ def write_sharded(checkpoint: Checkpoint, target: Path, ranks: int, advance: Adv
     """Write a folder of `torch.distributed.checkpoint` as that many ranks would."""
     check_available()
     named = by_name(checkpoint.optimizer, names_in(checkpoint))
-    about: dict[str, Any] = {
-        name: checkpoint.about[name] for name in ("step", "extra") if name in checkpoint.about
-    }
     with new_folder(target) as folder:
         check_room(target, checkpoint.nbytes)
         content = _listed_in_memory({"model": checkpoint.model, "optimizer": named})
         files = _write_ranks(content, folder, ranks, advance)
-        more: dict[str, Any] = {"step": 0, "extra": None, "world_size": ranks, **about}
-        write_manifest(folder, files, more)
+        write_manifest(folder, files, {"world_size": ranks, **progress_of(checkpoint)})
