@@ -10,11 +10,13 @@ from torch.optim import SGD, AdamW
 from zero_nb import (
     AsyncCheckpointer,
     ZeroRedundancyOptimizer,
+    full_optim_state_dict,
     full_state_dict,
     load_full_state_dict,
     load_sharded,
     run,
     save_sharded,
+    shard_full_optim_state_dict,
 )
 
 
@@ -171,3 +173,33 @@ def test_state_under_the_name_of_a_parameter_is_not_taken_for_that_of_none():
         state = {key: full["state"][0], **{i: full["state"][i] for i in (1, 2, 3)}}
         with pytest.raises(ValueError, match=f"state of '{key}', which is in none of its groups"):
             zero.load_state_dict({**full, "state": state})
+
+
+def groups_of(model, rates):
+    return [{"params": [*model.parameters()], "lr": rates[0]}] + [
+        {"params": [], "lr": rate} for rate in rates[1:]
+    ]
+
+
+def empty_groups(folder):
+    model, _ = make()
+    zero = ZeroRedundancyOptimizer(groups_of(model, [0.1, 0.2, 0.3]), AdamW)
+    step(model, zero)
+    save_sharded(folder / "s", model, zero)
+    full = full_optim_state_dict(model, zero)
+    found = []
+    for sharded in (True, False):
+        other, _ = make(seed=1)
+        groups = groups_of(other, [0.4, 0.5, 0.6])
+        optimizer = ZeroRedundancyOptimizer(groups, AdamW) if sharded else AdamW(groups)
+        load_sharded(folder / "s", other, optimizer)
+        found.append([group["lr"] for group in optimizer.param_groups])
+    if full:
+        full = shard_full_optim_state_dict(full, model, groups_of(model, [1, 1, 1]))
+        found.append([group["lr"] for group in full["param_groups"]])
+    return found
+
+
+def test_groups_without_parameters_keep_their_own_options(folder):
+    for found in run(2, empty_groups, folder):
+        assert found and all(rates == [0.1, 0.2, 0.3] for rates in found)

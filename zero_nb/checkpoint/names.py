@@ -96,11 +96,13 @@ def _saved_names(group: Mapping[str, Any]) -> list[str] | None:
     return None if names is None else list(names)
 
 
-def _find_group(
-    wanted: Sequence[str], number: int, saved: Sequence[tuple[list[str], Mapping[str, Any]]]
+def _take_group(
+    wanted: Sequence[str], number: int, saved: list[tuple[list[str], Mapping[str, Any]]]
 ) -> dict[str, Any]:  # its keys, by name
-    for names, group in saved:
+    """Find a saved group, and take it from the list: of several without parameters each is one."""
+    for i, (names, group) in enumerate(saved):
         if set(names) == set(wanted):
+            del saved[i]
             return dict(zip(names, group["params"], strict=True)) | {"": group}
     near = max(saved, key=lambda item: len(set(item[0]) & set(wanted)))[0]
     lacks = sorted(set(wanted) - set(near))[:3]
@@ -139,7 +141,7 @@ def by_index(
     groups = list[dict[str, Any]]()
     by_param = dict[Any, Any]()
     for number, wanted in enumerate(names):
-        keys = _find_group(wanted, number, saved)
+        keys = _take_group(wanted, number, saved)
         first = sum(len(group["params"]) for group in groups)
         params = range(first, first + len(wanted))
         groups.append({**keys[""], "params": [*params], "param_names": [*wanted]})

@@ -97,7 +97,7 @@ def write_file(
 
 def progress_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Give the step, 0 if it is not known, and what was saved as `extra`, as far as JSON keeps it."""
-    step = checkpoint.about.get("step", checkpoint.about.get("global_steps"))
+    step: Any = checkpoint.about.get("step", checkpoint.about.get("global_steps"))
     known = type(step) is int or (isinstance(step, float) and step.is_integer())
     found = {"step": int(step) if known else 0, "extra": None}
     with suppress(TypeError, ValueError):
