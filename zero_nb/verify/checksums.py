@@ -19,6 +19,7 @@ __all__ = ['mix_bits', 'SmallTensors', 'LargeTensors', 'DigestPlan', 'digests']
 _ROW = 1024  # 64-bit words in a row of a large tensor
 _SHORT_ROW = 64  # and of a small one
 _AT_ONCE = 128 * _ROW  # words that are read at once
+_FOR_DEVICES = 64  # times as many words, where each operation is a kernel to be launched
 _LARGE_FROM = 1 << 16  # bytes, from which a tensor is large
 _ODD = (-7046029254386353131, -4658895280553007687)  # of 64 bits
 
@@ -28,6 +29,24 @@ def mix_bits(words: Tensor) -> Tensor:
     for shift, factor in zip((32, 29), _ODD, strict=True):
         words = (words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return words ^ ((words >> 32) & 0xFFFFFFFF)
+
+
+def _column_factors(columns: int, device: torch.device) -> Tensor:  # int64, odd
+    return mix_bits(torch.arange(1, columns + 1, device=device)) | 1
+
+
+def _row_sums(
+    words: Tensor,  # int64 (rows, columns)
+    factors: Tensor,  # of the columns
+    memory: Tensor | None = None,  # of so many rows or more, to be written; None: new memory
+) -> Tensor:  # one for each row
+    """Sum rows of words, each spread to lower bits and multiplied by the factor of its column."""
+    spread = torch.empty_like(words) if memory is None else memory[: len(words)]
+    torch.bitwise_right_shift(words, 29, out=spread)
+    spread &= (1 << 35) - 1
+    spread ^= words
+    spread *= factors
+    return spread.sum(1)
 
 
 def _memory_of(tensor: Tensor) -> Tensor:  # uint8, 1-D: the memory, or a copy if it has gaps
@@ -60,13 +79,12 @@ class SmallTensors:
         self.owners = torch.tensor(owners, device=device).repeat_interleave(rows)
         first = (rows.cumsum(0) - rows).repeat_interleave(rows)
         self.places = (torch.arange(1, len(first) + 1, device=device) - first) * _ODD[0]
-        self.factors = mix_bits(torch.arange(1, _SHORT_ROW + 1, device=device)) | 1
+        self.factors = _column_factors(_SHORT_ROW, device)
 
     def add_to(self, found: Tensor) -> None:
         """Add the checksums of what they hold now to those of their owners."""
         words = torch.cat(self.pieces).view(torch.int64).view(-1, _SHORT_ROW)
-        words = words ^ ((words >> 32) & 0xFFFFFFFF)
-        sums = mix_bits((words * self.factors).sum(1) + self.places)
+        sums = mix_bits(_row_sums(words, self.factors) + self.places)
         found.index_add_(0, self.owners.to(found.device), sums.to(found.device))
 
 
@@ -74,24 +92,24 @@ class LargeTensors:
     """Large tensors of one device, whole rows of them, to be read as often as needed."""
 
     def __init__(self, parts: Sequence[Tensor], owners: Sequence[int]):  # uint8, 1-D; their numbers
-        self.blocks = [block for part in parts for block in part.split(8 * _AT_ONCE)]
-        numbers = []
-        places = []
-        for part, owner in zip(parts, owners, strict=True):
-            rows = len(part) // (8 * _ROW)
-            sums = rows + _ROW * -(-len(part) // (8 * _AT_ONCE))
-            numbers.append(torch.full((sums,), owner, device=part.device))
-            places.append(torch.arange(1, sums + 1, device=part.device))
+        device = parts[0].device
+        at_once = 8 * _AT_ONCE * (1 if device.type == "cpu" else _FOR_DEVICES)
+        self.blocks = [block for part in parts for block in part.split(at_once)]
+        rows = [len(part) // (8 * _ROW) for part in parts]
+        numbers = [torch.full((n,), i, device=device) for n, i in zip(rows, owners, strict=True)]
         self.owners = torch.cat(numbers)
-        self.places = torch.cat(places) * _ODD[0]
+        self.places = torch.cat([torch.arange(1, n + 1, device=device) for n in rows]) * _ODD[0]
+        self.factors = _column_factors(_ROW, device)
 
     def add_to(self, found: Tensor) -> None:
         """Add the checksums of what they hold now to those of their owners."""
         sums = []
+        largest = max(len(block) for block in self.blocks)
+        memory = self.factors.new_empty(largest // (8 * _ROW), _ROW)
         for block in self.blocks:
             aligned = block.clone() if block.storage_offset() % 8 else block
             words = aligned.view(torch.int64).view(-1, _ROW)
-            sums += [words.sum(1), words.sum(0)]
+            sums.append(_row_sums(words, self.factors, memory))
         mixed = mix_bits(torch.cat(sums) + self.places)
         found.index_add_(0, self.owners.to(found.device), mixed.to(found.device))
 
