@@ -14,7 +14,7 @@ from common.parallel import MODES, SMALL, base, batch, linear
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import prune
-from torch.optim import AdamW
+from torch.optim import Adamax, AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from zero_nb.backward.arriving import Search
@@ -541,3 +541,54 @@ def test_H2_check_reads_without_hidden_is_refused():
         )
 
     assert all("and without hidden=True they need not" in words for words in run(2, made))
+
+
+# ---- parameters without elements ----
+
+
+class WithEmpty(nn.Module):
+    """A model with a parameter that has no elements, and is first or last to get its gradient."""
+
+    def __init__(self, first):
+        super().__init__()
+        torch.manual_seed(0)
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.layers, self.first = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), first
+
+    def forward(self, x, uses):
+        empty = self.empty.sum() if uses else 0
+        return (self.layers(x) + empty).sum() if self.first else self.layers(x + empty).sum()
+
+
+def count_steps(setup, first, added):
+    """Give each parameter's number of steps, of DDP (`setup` is None) or `data_parallel`."""
+    model = WithEmpty(first)
+    if setup is None:
+        optimizer = Adamax(model.parameters())
+        called = handle = DDP(model, find_unused_parameters=True)
+    else:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), Adamax)
+        handle = data_parallel(model, optimizer, find_unused_parameters=True, **SMALL, **setup)
+        called = model
+    for i in range(6):
+        uses = i % 3 == 0 and dist.get_rank() == 1
+        if added:
+            with handle.no_sync():
+                called(torch.ones(2, 6), uses).backward()
+        called(torch.ones(2, 6), uses and not added).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if setup is not None:
+        optimizer.consolidate_state_dict(None)
+    state = optimizer.state_dict()["state"]
+    return {i: float(values["step"]) for i, values in state.items()}
+
+
+def test_a_parameter_without_elements_is_stepped_where_it_is_used():
+    def counted(first, added):
+        return [count_steps(setup, first, added) for setup in (None, *MODES.values())]
+
+    for case in ((first, added) for first in (False, True) for added in (False, True)):
+        for wanted, *found in run(2, counted, *case):
+            assert wanted[0] == 2.0 and wanted[1] == 6.0
+            assert found == [wanted] * len(MODES), (case, found)

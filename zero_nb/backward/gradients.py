@@ -127,9 +127,9 @@ class GradientMap:
 
     params: Sequence[Tensor]  # in the order of the optimizer
     buckets: tuple[BucketGradients, ...]
-    buckets_of: tuple[
-        tuple[int, ...], ...
-    ]  # of each parameter; none of one that is frozen or empty
+    # of each bucket: its parameters by index; with the last one come those that have no elements
+    members: tuple[tuple[int, ...], ...]
+    buckets_of: tuple[tuple[int, ...], ...]  # of each parameter; none of one that is frozen
 
     @classmethod
     def of_plan(
@@ -140,15 +140,17 @@ class GradientMap:
     ) -> GradientMap:
         """Find the gradients of each bucket of a plan."""
         unused = unused or [False] * len(params)
+        members = [[slot.param for slot in bucket.slots] for bucket in plan.buckets]
+        if members:
+            members[-1] += [j for j, p in enumerate(params) if p.requires_grad and not p.numel()]
         buckets_of: list[list[int]] = [[] for _ in params]
-        for i, bucket in enumerate(plan.buckets):
-            for slot in bucket.slots:
-                buckets_of[slot.param].append(i)
+        for i, indices in enumerate(members):
+            for j in indices:
+                buckets_of[j].append(i)
         found = []
-        for i, bucket in enumerate(plan.buckets):
+        for i, (bucket, indices) in enumerate(zip(plan.buckets, members, strict=True)):
             slots = tuple(bucket.slots)
-            indices = [slot.param for slot in slots]
-            own = tuple(params[j] for j in indices)
+            own = tuple(params[slot.param] for slot in slots)
             last = [j for j in dict.fromkeys(indices) if buckets_of[j][-1] == i]
             expected = tuple(params[j] for j in indices if not unused[j])
             never = tuple(j for j in indices if unused[j])
@@ -156,7 +158,7 @@ class GradientMap:
             layout = choose_layout(bucket, own, len(buckets_of[indices[0]]))
             numel = bucket.numel
             found.append(BucketGradients(slots, numel, own, expected, never, completed, layout))
-        return cls(params, tuple(found), tuple(map(tuple, buckets_of)))
+        return cls(params, tuple(found), tuple(map(tuple, members)), tuple(map(tuple, buckets_of)))
 
     def is_unused(self, index: int) -> bool:
         """Whether a parameter is in a bucket, and gets no gradient."""
@@ -184,15 +186,15 @@ class GradientMap:
         expected = set(arrival_order)
         missing = []
         bucket_bytes = []
-        for bucket in self.buckets:
+        for bucket, indices in zip(self.buckets, self.members, strict=True):
             awaited = [slot for slot in bucket.slots if slot.param in expected]
             sizes = (slot.numel * self.params[slot.param].element_size() for slot in awaited)
-            missing.append(len(awaited))
+            missing.append(len(expected.intersection(indices)))
             bucket_bytes.append(sum(sizes))
         peak = unsent = turn = 0
         for index in arrival_order:
             if not self.buckets_of[index]:
-                continue  # frozen or empty: in no bucket
+                continue  # frozen: in no bucket
             unsent += self.params[index].nbytes
             for i in self.buckets_of[index]:
                 missing[i] -= 1
@@ -211,7 +213,7 @@ class GradientMap:
         last = {}
         for p, buckets in zip(self.params, self.buckets_of, strict=True):
             found = [place[i] for i in buckets if i in place]  # none after a step that was skipped
-            if found:
+            if found and p.numel():
                 last[id(p)] = max(found)
         return last
 
@@ -241,14 +243,18 @@ class GradientCollector:
 
     def missing(self) -> list[int]:  # parameters
         """List the expected gradients that have not come."""
-        buckets = self.map.buckets[len(self.used) :]
-        slots = [slot for b in buckets for slot in b.slots if slot.param not in b.unused]
-        return [slot.param for slot in slots if self.map.params[slot.param].grad is None]
+        found = []
+        for i in range(len(self.used), len(self.map.buckets)):
+            unused = self.map.buckets[i].unused
+            found += [j for j in self.map.members[i] if j not in unused]
+        return [j for j in found if self.map.params[j].grad is None]
 
     def take(self) -> Tensor:  # 1-D
         """Lay out the gradient of the next bucket, and drop the gradients that no later bucket needs."""
-        bucket = self.map.buckets[len(self.used)]
-        self.used.append([p.grad is not None for p in bucket.params])
+        i = len(self.used)
+        bucket = self.map.buckets[i]
+        params = self.map.params
+        self.used.append([params[j].grad is not None for j in self.map.members[i]])
         self.came = 0
         gradient = flatten_gradients(bucket, self.pool)
         for p in bucket.completed:

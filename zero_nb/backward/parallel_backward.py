@@ -168,8 +168,9 @@ class UsageReducer:
 
         def finish() -> Tensor:
             mean = finish_mean()
-            for slot, count in zip(bucket.slots, finish_count(), strict=True):
-                self.unused[slot.param] = not count
+            members = self.collector.map.members[i]
+            for j, count in zip(members, finish_count(), strict=True):
+                self.unused[j] = not count
             return mean
 
         return finish
@@ -234,7 +235,7 @@ class ParallelBackward:
         i = len(collector.used)
         bucket = collector.map.buckets[i]
         if self.accumulated.stashed:
-            self.accumulated.restore(slot.param for slot in bucket.slots)
+            self.accumulated.restore(collector.map.members[i])
         if bucket.unused and self.stage == "streaming":
             came = [j for j in bucket.unused if collector.map.params[j].grad is not None]
             self.refuse(came, "a gradient in this backward, but did not before")
@@ -279,7 +280,7 @@ class ParallelBackward:
         """Find out which parameters have a gradient on no rank, for all buckets at once."""
         assert self.collector is not None, "all buckets were sent"
         used = [flag for flags in self.collector.used for flag in flags]
-        slots = [slot for bucket in self.collector.map.buckets for slot in bucket.slots]
+        params = [j for members in self.collector.map.members for j in members]
         counts = count_used(self.optimizer.groups, used, self.optimizer.join_device)()
-        for slot, count in zip(slots, counts, strict=True):
-            self.unused[slot.param] = not count
+        for j, count in zip(params, counts, strict=True):
+            self.unused[j] = not count

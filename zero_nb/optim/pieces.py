@@ -268,7 +268,7 @@ def lend_bucket(
 ) -> list[Piece]:  # those of the bucket
     """Give the views of one bucket their memory and their gradients."""
     opened = []
-    if bucket is shard.buckets[0]:
+    if bucket is shard.buckets[-1]:  # by now it is known whether they were used
         opened += _open_empty(shard, lacks)
     for piece in [piece for piece in shard.pieces if piece.bucket is bucket]:
         for one in split_piece(
