@@ -127,9 +127,9 @@ class DdpOverlap(InBackward):
         # a callback at the end of backward, unless DDP runs its hooks for a rank without data
         in_autograd = on_backward_end(self._finish, self.groups)
         contribution = self.contribution
-        optimizer = self.engine.optimizer
-        backward = DdpBackward(self.traits, self.options, optimizer, contribution, in_autograd)
-        self.backward = backward
+        self.backward = backward = DdpBackward(
+            self.traits, self.options, self.engine.optimizer, contribution, in_autograd
+        )
         learns = self.planner.iterations == 0 and not self.traits.dynamic
         if learns and not in_autograd and contribution == "own":
             raise RuntimeError(
@@ -140,13 +140,12 @@ class DdpOverlap(InBackward):
         return backward
 
     def _note(self, backward: DdpBackward, bucket: Any, state: Any) -> Any:
-        options = self.options
         if backward.iteration is None:
             params = tuple(self.traits.index[id(p)] for p in bucket.parameters())
         else:
             params = self.planner.params_of(bucket)
-        keeps = options.keeps_means
-        future = options.hook(state, bucket) if keeps else completed_future(bucket.buffer())
+        hook = self.options.hook if self.options.keeps_means else None
+        future = hook(state, bucket) if hook else completed_future(bucket.buffer())
         backward.note(bucket, params, future)
         if backward.iteration is not None:
             stream = self.engine.stream

@@ -95,8 +95,7 @@ def mark_means(
 def cut_in_place(optimizer: ZeroRedundancyOptimizer) -> Policy:
     """Tell who owns what of a bucket that is reduced as it lies: everyone an even part, unless an
     optimizer wants whole parameters."""
-    rules = optimizer.local.rules
-    policies = [even if rule.policy is runs else rule.policy for rule in rules]
+    policies = [even if r.policy is runs else r.policy for r in optimizer.local.rules]
     return partial(mixed, choose=by_group(*policies))
 
 # %% ../../nbs/backward/03_engine.ipynb #756a8232
@@ -187,9 +186,8 @@ class StepEngine:
         stale = self.markers.remove()
         stale += [p for p in self.params if not p.requires_grad and p.grad is not None]
         if stale:
-            names = (s.name for s in specs(self.optimizer.param_groups))
-            by_id = dict(zip(map(id, self.params), names, strict=True))
-            raise RuntimeError(_FROZEN.format(by_id[id(stale[0])]))
+            pairs = zip(specs(self.optimizer.param_groups), self.params, strict=True)
+            raise RuntimeError(_FROZEN.format(next(s.name for s, p in pairs if p is stale[0])))
 
     def wait(self) -> None:
         """Let the current stream go on after the steps."""
