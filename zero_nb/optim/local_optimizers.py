@@ -52,8 +52,8 @@ def snapshot_options(param_groups: ParamGroups) -> ParamGroups:
     for group in param_groups:
         options: dict[str, Any] = {}
         for key, value in group.items():
-            if isinstance(value, Tensor):
-                options[key] = (id(value), value._version)
+            if isinstance(value, Tensor) or getattr(value, "ndim", 0) > 0:  # of NumPy
+                options[key] = (id(value), getattr(value, "_version", None))
             elif key not in ("params", "param_names"):
                 options[key] = value
         found.append(options)
