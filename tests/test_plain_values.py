@@ -236,3 +236,31 @@ def test_a_file_with_an_object_is_not_called_damaged(folder):
     for words in said:
         assert "cannot be read" in words and "numpy" in words and "add_safe_globals" in words
         assert "damaged" not in words and "\n" not in words and "\x1b" not in words, words
+
+
+def step_with(value):
+    model, zero = make(SGD, lr=0.1)
+    zero.param_groups[0]["tag"] = value
+    for _ in range(2):
+        step(model, zero)
+    zero.param_groups[0]["tag"] = np.ones(2)  # another array is no reason to refuse a step either
+    step(model, zero)
+    zero.add_param_group({"params": [("more", nn.Parameter(torch.zeros(2)))], "tag": np.ones(3)})
+    step(model, zero)
+    return [group["tag"].tolist() for group in zero.param_groups]
+
+
+def test_an_array_among_the_options_is_no_obstacle_to_a_step():
+    assert run(2, step_with, np.zeros(2)) == [[[1.0, 1.0], [1.0, 1.0, 1.0]]] * 2
+
+
+@pytest.mark.parametrize("value", [{"a"}, 1j, b"x", torch.device("cpu")])
+def test_what_safetensors_cannot_hold_is_refused_in_words(folder, value):
+    model, adamw = make(sharded=False, lr=0.1)
+    step(model, adamw)
+    adamw.param_groups[0]["tag"] = value
+    torch.save({"model": model.state_dict(), "optimizer": adamw.state_dict()}, folder / "a.pt")
+    words = f"optimizer.param_groups.0.tag is a {type(value).__name__}, and JSON keeps"
+    with pytest.raises(ValueError, match=words):
+        convert_checkpoint(folder / "a.pt", folder / "a.safetensors")
+    assert [path.name for path in folder.iterdir()] == ["a.pt"]

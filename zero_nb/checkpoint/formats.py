@@ -45,7 +45,7 @@ def encode(
     tensors: dict[str, Any],  # gets the tensors
     name: str = "",  # of the value
 ) -> Any:
-    """Make of a structure one that JSON keeps, and take its tensors out. Raises `TypeError` for other objects."""
+    """Make of a structure one that JSON keeps, and take its tensors out. Raises `ValueError` for other objects."""
     inside = lambda key, member: encode(member, tensors, f"{name}.{key}" if name else str(key))
     if isinstance(value, (Tensor, SavedTensor)):
         tensors[name] = value
@@ -63,8 +63,9 @@ def encode(
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, _JSON):
         return value
-    raise TypeError(
-        f"{name} is a {type(value).__name__}, and JSON keeps numbers, texts, lists and dicts"
+    raise ValueError(
+        f"{name} is a {type(value).__name__}, and JSON keeps numbers, texts, lists and dicts; use"
+        " another format"
     )
 
 
