@@ -18,6 +18,7 @@ from zero_nb import (
     save_sharded,
     shard_full_optim_state_dict,
 )
+from zero_nb.checkpoint.convert import convert_checkpoint
 
 
 def make(seed=0, optimizer_class=AdamW, sharded=True, **options):
@@ -119,6 +120,8 @@ NOTES = [
     (5, {"amax": 1.0}),
     ([1, 2, 3], [4]),
     ([1, {"a": 1}], [1, {"a": 2}, {"b": 3}]),
+    ({0: 1.5, True: {}, "a": [1, {2: 3}]}, {0: 0}),
+    ({}, {"a": 1}),
 ]
 
 
@@ -203,3 +206,69 @@ def empty_groups(folder):
 def test_groups_without_parameters_keep_their_own_options(folder):
     for found in run(2, empty_groups, folder):
         assert found and all(rates == [0.1, 0.2, 0.3] for rates in found)
+
+
+META = {"scale": {0: 0.5, 1: 0.25}, "none": {}, "deep": {"a": [{}, {None: 1}], 2.5: {"b": {}}}}
+
+
+class Preconditions(SGD):
+    """Keeps a tensor for each dimension, by its number, as a plain optimizer may."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("pre", {dim: torch.zeros(n) for dim, n in enumerate(p.shape)})
+            state.setdefault("log", {})
+            state["pre"][0] += 1
+        return super().step(closure)
+
+
+def bring_back(folder, way, sharded):
+    kind = AdamW if sharded else Preconditions
+    model, optimizer = make(optimizer_class=kind, sharded=sharded, lr=0.1)
+    step(model, optimizer)
+    optimizer.param_groups[0].update(META)
+    if way == "async":
+        with AsyncCheckpointer(model, optimizer) as checkpointer:
+            checkpointer.save(folder / "s")
+    else:
+        save_sharded(folder / "s", model, optimizer)
+    source = folder / "s"
+    for target in ("t.safetensors", "t", "t2") if way == "converted" else ():
+        if dist.get_rank() == 0:
+            convert_checkpoint(source, folder / target)
+        dist.barrier()
+        source = folder / target
+    other, found = make(seed=1, optimizer_class=kind, sharded=sharded, lr=0.3)
+    load_sharded(source, other, found)
+    step(other, found)
+    group = found.param_groups[0]
+    states = [] if sharded else [found.state[p] for p in other.parameters()]
+    pre = [{k: v.tolist() for k, v in state["pre"].items()} for state in states]
+    return {key: group.get(key) for key in META}, pre, [state.get("log") for state in states]
+
+
+@pytest.mark.parametrize("way", ["saved", "async", "converted"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_dicts_keep_their_keys_and_empty_ones_are_there(folder, way, sharded):
+    for options, pre, log in run(2, bring_back, folder, way, sharded):
+        assert options == META and list(map(type, options["deep"])) == [str, float]
+        if not sharded:
+            ends = [{0: [2.0] * 6, 1: [0.0] * 4}, {0: [2.0] * 6}]
+            assert pre[:2] == ends and log == [{}] * 4
+
+
+def keys_that_json_lacks(folder):
+    model, zero = make()
+    said = []
+    for tag in ({(1, 2): 3}, {1: "a", "1": "b"}):
+        zero.param_groups[0]["tag"] = tag
+        said.append(caught_error(lambda: save_sharded(folder / "s", model, zero)))
+    return said
+
+
+def test_keys_that_no_table_keeps_are_refused(folder):
+    for (kind, words), (_, twice) in run(2, keys_that_json_lacks, folder):
+        assert kind == "TypeError" and "tag must be plain, got (1, 2)" in words
+        assert "param_groups.0.tag.1" in twice
+    assert not [*folder.iterdir()]

@@ -252,7 +252,7 @@ def describe_folder(folder: Path, key: str | None) -> Checkpoint:
             shape = tuple(form.size)
             value = SavedTensor(form.properties.dtype, shape, tuple(parts.get(fqn, ())))
         laid.append(((table.planner_data or {}).get(fqn, (fqn,)), value))
-    content = lay_out(laid)
+    content = lay_out(laid, about.get("keys", []))
     return Checkpoint(
         folder, "sharded", choose_state(folder, content, key), find_weights(content), about
     )

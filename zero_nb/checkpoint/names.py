@@ -13,14 +13,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..comm.agreement import agreeing
+from ..comm.groups import Group
 from ..comm.objects import check_plain, plain_numbers
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.sharded_state_dict import SavedForm, room_for_state
+from zero_nb.optim.sharded_state_dict import (
+    Keys,
+    SavedForm,
+    keys_to_keep,
+    restore_keys,
+    room_for_state,
+)
 from ..optim.state_dict_check import read_state
 
 # %% auto #0
 __all__ = ['KEYS', 'names_of_params', 'by_name', 'names_in_model', 'names_in_groups', 'by_index', 'check_saved', 'state_to_save',
-           'model_to_save', 'SavedEntry', 'entries_below', 'lay_out', 'room_for_model', 'SavedOptimizer']
+           'model_to_save', 'Saved', 'parts_to_save', 'SavedEntry', 'keys_below', 'entries_below', 'lay_out',
+           'room_for_model', 'SavedOptimizer']
 
 # %% ../../nbs/checkpoint/03_names.ipynb #162b5da3
 KEYS = ("index", "name")
@@ -196,6 +205,30 @@ def model_to_save(model: nn.Module) -> dict[str, Any]:
         check_plain(f"{name} of the model", found[name])
     return found
 
+
+class Saved(NamedTuple):
+    """What a rank gives to a save."""
+
+    parts: dict[str, Any]  # of model and optimizer
+    keys: Keys  # that the table of contents does not keep
+
+
+def parts_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> Saved:
+    """Give this rank's part of model and optimizer; all ranks call this.
+
+    Raises on all ranks what is wrong with a value on one."""
+    found = dict[str, Any]()
+    with agreeing(group, "reading the model's state"):
+        found["model"] = model_to_save(model)
+    with agreeing(group, "reading the optimizer's state"):
+        found["optimizer"] = state_to_save(model, optimizer)
+        kept = keys_to_keep(found)
+    every = {
+        ("optimizer", "state"),
+        *(("optimizer", "state", n) for n in found["optimizer"]["state"]),
+    }
+    return Saved(found, [(path, keys) for path, keys in kept if keys or path not in every])
+
 # %% ../../nbs/checkpoint/03_names.ipynb #150df5c1
 class SavedEntry(NamedTuple):
     """A value in a table of contents."""
@@ -214,6 +247,11 @@ class SavedEntry(NamedTuple):
         return torch.empty(self.form.size, dtype=dtype)
 
 
+def keys_below(manifest: Mapping[str, Any], root: str) -> Keys:  # whose paths begin after the root
+    """Give what a manifest says of the keys of dicts."""
+    return [(path[1:], keys) for path, keys in manifest.get("keys", ()) if path[0] == root]
+
+
 def entries_below(table: Any, root: str) -> list[SavedEntry]:  # whose paths begin after the root
     """Give what a table of contents of `torch.distributed.checkpoint` has below a key."""
     paths = table.planner_data or {}
@@ -225,21 +263,28 @@ def entries_below(table: Any, root: str) -> list[SavedEntry]:  # whose paths beg
     return found
 
 
-def lay_out(values: Iterable[tuple[Sequence[Any], Any]]) -> dict[Any, Any]:
+def lay_out(
+    values: Iterable[tuple[Sequence[Any], Any]],
+    kept: Keys = [],  # noqa: B006
+) -> dict[Any, Any]:
     """Put values where their keys lead; what has the keys 0, 1, 2 and so on becomes a list, and a state
     dict has its state, of which a table does not say that it is empty."""
     root = dict[Any, Any]()
-    for path, value in values:
+    empty = [(path, dict[Any, Any]()) for path, keys in kept if not keys]
+    for path, value in (*values, *empty):
         tree = root
         for key in path[:-1]:
             tree = tree.setdefault(key, {})
         tree[path[-1]] = value
-    return dict(_with_lists(root))
+    found = dict(_with_lists(root))
+    restore_keys(found, kept)
+    return found
 
 
 def room_for_model(
     table: Any,
     state: Mapping[str, Any],  # of the model that is to load it
+    kept: Keys,
 ) -> dict[str, Any]:  # the same, with extra state as it was saved
     """Make room for a model. Raises `ValueError` if something was saved that the model does not have."""
     entries = entries_below(table, "model")
@@ -249,8 +294,9 @@ def room_for_model(
             f"the checkpoint is of another model, which has {besides[:3]} besides; make the model as"
             " it was when it was saved"
         )
-    kept = [e for e in entries if len(e.path) > 1 or isinstance(state[e.path[0]], (dict, list))]
-    return {**state, **lay_out((entry.path, entry.empty()) for entry in kept)}
+    nested = [e for e in entries if len(e.path) > 1 or isinstance(state[e.path[0]], (dict, list))]
+    empty = [(path, keys) for path, keys in kept if not keys]  # the others are restored at the end
+    return {**state, **lay_out([(entry.path, entry.empty()) for entry in nested], empty)}
 
 
 def _with_lists(tree: Any) -> Any:
@@ -268,7 +314,13 @@ def _with_lists(tree: Any) -> Any:
 class SavedOptimizer:
     """What a table of contents has of an optimizer, and where it is read to."""
 
-    def __init__(self, table: Any, model: nn.Module, optimizer: torch.optim.Optimizer):
+    def __init__(
+        self,
+        table: Any,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        kept: Keys,  # of dicts in its state and options
+    ):
         self.optimizer = optimizer
         self.names = names_in_groups(model, optimizer.param_groups)
         every = list(chain.from_iterable(self.names))
@@ -277,6 +329,7 @@ class SavedOptimizer:
         found = entries_below(table, "optimizer")
         # of parameters that this optimizer does not have nothing is read
         self._entries = [e for e in found if e.path[0] != "state" or e.path[1] not in others]
+        self._kept = [(p, k) for p, k in kept if p[0] != "state" or p[1] not in others]
         self.groups: list[dict[str, Any]] = []  # as saved, once they are read
         self.values = dict[str, Any]()  # of the state, by fqn, once there is room
 
@@ -287,7 +340,8 @@ class SavedOptimizer:
     def take_groups(self, values: Mapping[str, Any]) -> None:  # by fqn
         """Take the param groups; `ValueError` if the optimizer has others."""
         read = [(e.path, values[e.fqn]) for e in self._entries if e.fqn in values]
-        self.groups = lay_out(read).get("param_groups", [])
+        kept = [(path, keys) for path, keys in self._kept if path[0] == "param_groups"]
+        self.groups = lay_out(read, kept).get("param_groups", [])
         by_index({"state": {}, "param_groups": self.groups}, self.names)
 
     def make_room(self) -> None:
@@ -325,7 +379,8 @@ class SavedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Give what was read as a state dict for the optimizer, which keeps its parameters' names."""
         read = [(e.path, self.values[e.fqn]) for e in self._entries if e.fqn in self.values]
-        full = {"state": {}, **lay_out(read), "param_groups": self.groups}
+        kept = [(path, keys) for path, keys in self._kept if path[0] != "param_groups"]
+        full = {"state": {}, **lay_out(read, kept), "param_groups": self.groups}
         found = by_index(full, self.names)
         groups = [{k: v for k, v in g.items() if k != "param_names"} for g in found["param_groups"]]
         return {**found, "param_groups": groups}

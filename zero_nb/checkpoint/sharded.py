@@ -33,7 +33,13 @@ from zero_nb.checkpoint.folder import (
     read_manifest,
     write_manifest,
 )
-from .names import SavedOptimizer, model_to_save, room_for_model, state_to_save
+from zero_nb.checkpoint.names import (
+    SavedOptimizer,
+    keys_below,
+    model_to_save,
+    parts_to_save,
+    room_for_model,
+)
 from .skeleton import naming_target, tight
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
@@ -48,7 +54,7 @@ from ..comm.relays import _hosts
 from ..optim.driver import gather_parameters
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.shard import Shard
-from ..optim.sharded_state_dict import in_part
+from ..optim.sharded_state_dict import Keys, in_part, restore_keys
 from ..optim.state import end_groups
 from ..optim.tensor_shard import TensorShard
 
@@ -57,15 +63,6 @@ __all__ = ['PlannedSave', 'plan_save', 'write_part', 'finish_save', 'check_extra
            'newest_checkpoint']
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a2000d
-def _parts(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> dict[str, Any]:
-    found = dict[str, Any]()
-    with agreeing(group, "reading the model's state"):
-        found["model"] = model_to_save(model)
-    with agreeing(group, "reading the optimizer's state"):
-        found["optimizer"] = state_to_save(model, optimizer)
-    return found
-
-
 @dataclass(frozen=True, eq=False)
 class PlannedSave:
     """Which boxes this rank writes, and what the first rank needs to finish the folder."""
@@ -75,6 +72,7 @@ class PlannedSave:
     plan: Any  # of this rank
     every: Sequence[Any]  # the plans of all ranks, on the first one; elsewhere none
     table: Any  # of contents, on the first rank
+    keys: Keys  # that the table does not keep
 
 
 def plan_save(
@@ -85,7 +83,7 @@ def plan_save(
 ) -> PlannedSave:
     """Decide which rank writes what. Source: `torch.distributed.checkpoint.save`."""
     first = group.group_rank == 0
-    parts = _parts(model, optimizer, group)
+    parts, keys = parts_to_save(model, optimizer, group)
     planner = DCP.DefaultSavePlanner()
     writer = DCP.FileSystemWriter(folder)
     mine = list[Any]()
@@ -101,7 +99,7 @@ def plan_save(
             plans, table = planner.create_global_plan(every)
             every = writer.prepare_global_plan(plans)
     scatter_object_list(mine, every, group=group, group_src=0)
-    return PlannedSave(writer, planner, planner.finish_plan(mine[0]), every or (), table)
+    return PlannedSave(writer, planner, planner.finish_plan(mine[0]), every or (), table, keys)
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a20102
 def write_part(
@@ -153,22 +151,20 @@ def finish_save(
             )
     items = [part["items"] for part in written]
     planned.writer.finish(planned.table, [*map(_results, planned.every, items)])
-    write_manifest(folder, files, more)
+    write_manifest(folder, files, {**more, "keys": planned.keys} if planned.keys else more)
 
 
 def check_extra(extra: Any) -> Any:  # a copy
     """Refuse what JSON does not keep; `TypeError` or `ValueError`."""
     extra = plain_numbers(extra)
-    kept = False
     with suppress(TypeError):
         copy = json.loads(json.dumps(extra, allow_nan=False))
-        kept = bool(copy == extra)
-    if not kept:
-        raise TypeError(
-            "extra must be what JSON keeps: numbers, texts, lists, and dicts with texts as keys, got"
-            f" {extra!r:.80}"
-        )
-    return copy
+        if copy == extra:
+            return copy
+    raise TypeError(
+        "extra must be what JSON keeps: numbers, texts, lists, and dicts with texts as keys, got"
+        f" {extra!r:.80}"
+    )
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a20104
 def open_save(
@@ -242,14 +238,14 @@ def _load_boxes(folder: Any, into: dict[str, Any], group: Group) -> None:
 
 
 def _make_room(
-    folder: Any, model: nn.Module, optimizer: torch.optim.Optimizer
+    folder: Any, said: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], SavedOptimizer]:
     """Make room for what was saved; `ValueError` if model or optimizer cannot have it."""
     reader = FolderReader(folder)
     planner = PlainPlanner()
     table = reader.read_metadata()
-    whole = room_for_model(table, model_to_save(model))
-    saved = SavedOptimizer(table, model, optimizer)
+    whole = room_for_model(table, model_to_save(model), keys_below(said, "model"))
+    saved = SavedOptimizer(table, model, optimizer, keys_below(said, "optimizer"))
     groups = saved.room_for_groups()
     planner.set_up_planner(groups, table, True)
     reader.set_up_storage_reader(table, True)
@@ -297,16 +293,16 @@ def load_sharded(
     Raises on all ranks, before anything is loaded: `ValueError` if the checkpoint is damaged, not complete, or does not
     fit. A hook before `load_state_dict` sees numbers in their place. Source: `torch.distributed.checkpoint.load`."""
     group = Group(process_group)
-    extra = list[Any]()
+    said = dict[str, Any]()
     found = list[tuple[dict[str, Any], SavedOptimizer]]()
     with agreeing(group, "load_sharded", lambda: [f"folder={folder}"]):
         check_available()
-        extra.append(check_folder(folder, (group.group_rank, group.size)).get("extra"))
+        said |= check_folder(folder, (group.group_rank, group.size))
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.wait_for_driver()
         optimizer.sharded_state.follow_layouts()  # before what is read is put where state lies
     with agreeing(group, f"making room for {folder}"):  # all of it has been checked
-        found.append(_make_room(folder, model, optimizer))
+        found.append(_make_room(folder, said, model, optimizer))
     [(whole, saved)] = found
     shards = _divided(optimizer)
     parts = {"model": in_part(whole, shards), **saved.values}
@@ -314,9 +310,10 @@ def load_sharded(
     _complete(optimizer, shards)
     loaded = parts.pop("model")
     loaded = {k: whole[k] if isinstance(v, TensorShard) else v for k, v in loaded.items()}
+    restore_keys(loaded, keys_below(said, "model"))
     DCP.state_dict.set_model_state_dict(model, loaded)
     saved.load(parts)
-    return extra[0]
+    return said.get("extra")
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a20010
 def _step_of(child: Path) -> int | None:  # None: it is no complete checkpoint

@@ -37,6 +37,7 @@ from .saved_tensors import SLAB, SavedTensor, replace_tensors
 from .sharded import check_extra
 from .skeleton import SkeletonFile, TensorForm, check_room, unbacked
 from ..optim.flat import flatten
+from ..optim.sharded_state_dict import keys_to_keep
 from ..optim.tensor_shard import boxes
 from ..plan.policies import even
 from ..plan.specs import ParamSpec
@@ -297,4 +298,6 @@ def write_sharded(checkpoint: Checkpoint, target: Path, ranks: int, advance: Adv
         check_room(target, checkpoint.nbytes)
         content = _listed_in_memory({"model": checkpoint.model, "optimizer": named})
         files = _write_ranks(content, folder, ranks, advance)
-        write_manifest(folder, files, {"world_size": ranks, **progress_of(checkpoint)})
+        keys = keys_to_keep({"optimizer": named})
+        more = {"world_size": ranks, **progress_of(checkpoint)}
+        write_manifest(folder, files, {**more, "keys": keys} if keys else more)
