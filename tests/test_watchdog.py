@@ -11,6 +11,8 @@ from common import caught, run_each
 from common.modes import MODES, VARIANTS, Attached
 from nccl_like import nccl_like
 from torch import nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW, Muon
 
@@ -455,6 +457,56 @@ def test_what_a_user_may_do_is_no_divergence():
     cases = {(mode, kind): (mode, kind) for mode in MODES for kind in ("adamw",)}
     cases |= {("zero1", "muon"): ("zero1", "muon"), ("zero2", "muon"): ("zero2", "muon")}
     run_each(2, lawful, cases, timeout=200)
+
+
+class OwnStatistics(nn.Module):
+    """Calls a kernel that writes buffers of this module, and has a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(40))
+        self.register_buffer("var", torch.ones(40))
+
+    def forward(self, x):
+        return functional.batch_norm(x, self.mean, self.var, training=self.training)
+
+
+def silently_written(mode, kind, flipped_in):
+    """Train a model whose kernels write buffers without raising their version. `flipped_in`: of a forward in
+    which a constant of rank 1 flips."""
+    module, training = Net(), None
+    if kind == "batch_norm":
+        module.norm = OwnStatistics()
+    else:
+        observer = FusedMovingAvgObsFakeQuantize.with_args(observer=MovingAverageMinMaxObserver)
+        module.norm = observer(quant_min=0, quant_max=255)
+
+    def make(model):
+        return ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3)
+
+    training = MODES[mode].attach(module, make)
+    watch_divergence(training.call, training.optimizer, every=2)
+    forwards = itertools.count(1)
+
+    def inside(*_):
+        if next(forwards) == flipped_in and dist.get_rank() == 1:
+            flip(module.mask, 3, bit=0)
+
+    module.last.register_forward_hook(inside)
+    return steps_of(module, training, 8)
+
+
+@pytest.mark.parametrize("kind", ["batch_norm", "fake_quantize"])
+def test_buffers_that_a_kernel_writes_are_no_divergence(kind):
+    modes = [mode for mode in MODES if "hidden" not in mode]
+    for case, found in run_each(3, silently_written, {m: (m, kind, 0) for m in modes}).items():
+        assert found == [None] * 3, (case, found)
+
+
+def test_a_constant_that_flips_in_a_forward_beside_them_is_found():
+    for kind in ("batch_norm", "fake_quantize"):
+        for found in run(3, silently_written, "zero1", kind, 4):
+            assert found == (4, "buffer", "mask", (1,), (3, 4)), (kind, found)
 
 
 def joined(mode, flips, alone=False):

@@ -313,7 +313,9 @@ def report_sections(look: StepDigests) -> list[ReportSection]:
     sections.append(ReportSection("gradient", sums.names, sums.restart(), "sums", sums.limits))
     if look.watches("buffer"):
         values = look.held.constant_digests(params.device)
-        sections.append(ReportSection("buffer", [*look.held.constants], values, "known"))
+        constants = look.held.constants
+        beginning = [digest for *_, digest in constants.values()]
+        sections.append(ReportSection("buffer", [*constants], values, "known", beginning=beginning))
     if look.optimizer.replica_group is not None and look.watches("state"):
         state = RunningDigests(len(names), params.device)
         parts = [*state_parts(look.optimizer.local, look.pieces(), names)]

@@ -153,8 +153,8 @@ class ModelTensors:
         self.kept = KeptDigests()
         self.handles: list[RemovableHandle] = []
         self.kept_in: Any = None  # the `Join` block of the last forward
-        # by name: tensors that are compared between ranks, and their version at the beginning
-        self.constants: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        # by name: tensors that are compared between ranks, their version and digest at the beginning
+        self.constants: dict[str, tuple[weakref.ref[Tensor], int, int]] = {}
 
     def listen(self) -> None:
         """Learn when a module that has buffers runs."""
@@ -190,17 +190,19 @@ class ModelTensors:
             name for name, module in self.module.named_modules() if isinstance(module, _NormBase)
         ]
         written = tuple(f"{name}." if name else "" for name in silent)
+        every = self.unstepped().items()
+        now = {n: each for n, each in every if n in names and not n.startswith(written)}
+        found = digests([part for _, part in now.values()]).tolist()
         self.constants = {
-            name: (weakref.ref(owner), owner._version)
-            for name, (owner, _) in self.unstepped().items()
-            if name in names and not name.startswith(written)
+            name: (weakref.ref(owner), owner._version, digest)
+            for (name, (owner, _)), digest in zip(now.items(), found, strict=True)
         }
 
     def constant_digests(self, device: torch.device) -> Tensor:  # int64; 0: it was written
         """Give the digests of the constants."""
         found = torch.zeros(len(self.constants), dtype=torch.int64, device=device)
         now = self.unstepped()
-        for i, (name, (owner, version)) in enumerate(self.constants.items()):
+        for i, (name, (owner, version, _)) in enumerate(self.constants.items()):
             if name in now and now[name][0] is owner() and now[name][0]._version == version:
                 found[i] = digests([now[name][1]])[0]
         return found
