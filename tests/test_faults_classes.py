@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import os
 import random
 import warnings
 from functools import cache
@@ -248,6 +249,49 @@ class Breaks(SGD):
         raise OverflowError("this class never steps")
 
 
+class Divided(SGD):
+    """Steps some parameters on each rank and sends them to the others, as the first Muon did."""
+
+    def step(self, closure=None):
+        params = self.param_groups[0]["params"]
+        size = int(os.environ["WORLD_SIZE"])
+        for p in params[dist.get_rank() :: size]:
+            p.detach().sub_(p.grad.sign(), alpha=0.1)
+        for i, p in enumerate(params):
+            self.send(p, i % size)
+
+    def send(self, p, owner):
+        dist.broadcast(p.detach(), owner)
+
+
+class DividedByGroup(Divided):
+    """Catches what its call of the group raises."""
+
+    def send(self, p, owner):
+        try:
+            dist.group.WORLD.allreduce(p.detach()).wait()
+        except RuntimeError:
+            p.detach().zero_()
+
+
+class OnOneRank(SGD):
+    """Communicates on one rank only."""
+
+    def step(self, closure=None):
+        if dist.get_rank() == 1:
+            dist.barrier()
+        return super().step(closure)
+
+
+class Logged(SGD):
+    """Reads its rank and sends nothing."""
+
+    def step(self, closure=None):
+        if dist.get_rank() == 0 and dist.get_world_size() > 1:
+            print("a step")
+        return super().step(closure)
+
+
 class Fine(AdamW):
     pass
 
@@ -366,10 +410,14 @@ MAKES = {
     "attributes, cut": lambda p: ZeroRedundancyOptimizer(p, ByAttribute, shard="even"),
     "strides, cut": lambda p: ZeroRedundancyOptimizer(turned(p), ByStride, shard="even"),
     "seed": lambda p: ZeroRedundancyOptimizer(p, BySeed),
+    "divided": lambda p: ZeroRedundancyOptimizer(p, Divided, lr=0.1),
+    "divided by a group": lambda p: ZeroRedundancyOptimizer(p, DividedByGroup, lr=0.1),
+    "on one rank": lambda p: ZeroRedundancyOptimizer(p, OnOneRank, lr=0.1),
     "no word": lambda p: ZeroRedundancyOptimizer(p, Fine, lr=0.1, trust_optimizer_class="yes"),
 }
 FINE = {
     "rows": lambda p: ZeroRedundancyOptimizer(p, Rows, lr=0.1),
+    "logged": lambda p: ZeroRedundancyOptimizer(p, Logged, lr=0.1),
     "fine": lambda p: ZeroRedundancyOptimizer(p, Fine),
     "fine, cut": lambda p: ZeroRedundancyOptimizer(p, Fine, shard="even"),
     "bfloat16": lambda p: ZeroRedundancyOptimizer(halves(p), classes()["pytorch_optimizer.Lion"]),
@@ -426,6 +474,9 @@ def test_a_class_that_is_not_known_is_tried_and_refused_on_every_rank():
             "attributes, cut": "whole and cut",
             "strides, cut": "whole and cut",
             "seed": "a second time",
+            "divided": "communicates (c10d::broadcast_)",
+            "divided by a group": "communicates (c10d::allreduce_)",
+            "on one rank": "communicates (c10d::barrier)",
             "no word": "trust_optimizer_class must be True or False",
         }
         assert {

@@ -5,12 +5,19 @@
 # %% ../../nbs/comm/15_traced.ipynb #ae3b075c
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from .calls import Call
 from .native import _named
 from .ranks import Ranks
 
 # %% auto #0
-__all__ = []
+__all__ = ['first_collective']
 
 # %% ../../nbs/comm/15_traced.ipynb #3763fa39
 def _traced(group: Ranks, call: Call) -> None:
@@ -34,3 +41,33 @@ def _traced(group: Ranks, call: Call) -> None:
             f"{call} cannot be traced; only all_reduce, broadcast, and reduce_scatter and all_gather of equal parts can"
         )
     (mine if call.kind == "reduce_scatter" else call.tensor).copy_(result)
+
+# %% ../../nbs/comm/15_traced.ipynb #3f1c9a02
+class _NoCollectives(TorchDispatchMode):
+    """Raises in the place of each operation that communicates, and remembers its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if "c10d" in func.namespace:
+            self.refused.append(func.name())
+            raise RuntimeError(f"{func.name()} is not sent")
+        return func(*args, **(kwargs or {}))
+
+
+def first_collective(
+    work: Callable[[], object],  # is run up to there; what it raises is dropped
+) -> str:  # the name of its operation; empty: there is none
+    """Find out whether some code communicates through `torch.distributed`."""
+    eager = torch.compiler.set_stance("force_eager")  # what is compiled shows no operations
+    with eager, _NoCollectives() as mode, contextlib.suppress(Exception):
+        work()
+    return mode.refused[0] if mode.refused else ""

@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..comm.traced import first_collective
+
 # %% auto #0
 __all__ = ['TRIAL_STEPS', 'small_shapes', 'SmallKind', 'SmallGroup', 'small_groups', 'Trial', 'make_trial', 'difference',
            'leaving_alone', 'try_class', 'find_trouble']
@@ -120,10 +122,8 @@ def small_groups(
 TRIAL_STEPS = 12
 
 
-def _fresh(options: dict[str, Any]) -> dict[str, Any]:  # an optimizer may write into its options
-    return {
-        k: deepcopy(v) if isinstance(v, (Tensor, list, dict)) else v for k, v in options.items()
-    }
+def _fresh(given: dict[str, Any]) -> dict[str, Any]:  # an optimizer may write into its options
+    return {k: deepcopy(v) if isinstance(v, (Tensor, list, dict)) else v for k, v in given.items()}
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:  # side by side, by dtype
@@ -234,9 +234,7 @@ def difference(
     return worst
 
 # %% ../../nbs/optim/08_trial.ipynb #ab2f1adc
-def _random_states(
-    device: torch.device,
-) -> tuple[Any, ...]:  # of the generators that belong to nobody
+def _random_states(device: torch.device) -> tuple[Any, ...]:  # of the process's generators
     found: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
     if device.type != "cpu":
         found.append(torch.get_device_module(device).get_rng_state(device).tolist())
@@ -292,6 +290,11 @@ def leaving_alone(device: torch.device) -> Iterator[None]:
 
 # %% ../../nbs/optim/08_trial.ipynb #e316ea6b
 def _judge(trial: Trial, cuts: bool, device: torch.device) -> str:
+    if operation := first_collective(trial.together):
+        return (
+            f"communicates ({operation}), as if all ranks stepped the same parameters, and each"
+            " rank would step other ones"
+        )
     before = _random_states(device)
     together = trial.together()
     if before != _random_states(device):
@@ -346,9 +349,8 @@ def try_class(
     )
 
 # %% ../../nbs/optim/08_trial.ipynb #58678ad6
-_FOUND: WeakKeyDictionary[type, dict[str, str]] = (
-    WeakKeyDictionary()
-)  # by class and by what was tried
+# by class and by what was tried
+_FOUND: WeakKeyDictionary[type, dict[str, str]] = WeakKeyDictionary()
 _MOST = 16  # findings kept for a class
 
 
