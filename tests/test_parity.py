@@ -218,6 +218,21 @@ class ByNorm(torch.optim.Optimizer):
                     p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
 
 
+class OfMatrices(torch.optim.Optimizer):
+    """Needs matrices, and divides by the norm of all gradients that it has."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            total = sum(p.grad.square().sum() for p in params)
+            for p in params:
+                p.sub_(p.grad @ p.grad.T @ p.grad / (1 + total), alpha=group["lr"])
+
+
 class Skips(torch.optim.SGD):
     """Leaves the last element of each tensor as it is, but only in a tensor that is not a whole one."""
 
@@ -251,6 +266,11 @@ class Branches(nn.Module):
     def forward(self, x):
         y = self.layers[1](x) + self.layers[2](x)
         return y + self.layers[0](x) if RANK() % 2 == 0 else y
+
+
+def matrices():
+    layers = (nn.Linear(30, 50, bias=False), nn.Tanh(), nn.Linear(50, 7, bias=False))
+    return nn.Sequential(*layers)
 
 
 def network(*between):
@@ -390,7 +410,8 @@ def other_second_buffer():
     return make
 
 
-EVEN = {"shard": "even", "trust_optimizer_class": True}
+TRUSTED = {"trust_optimizer_class": True}
+EVEN = {"shard": "even", **TRUSTED}
 
 
 @pytest.fixture(scope="module")
@@ -402,6 +423,7 @@ def sgd_with_hooks():
 WRONG = {  # what is trained, and what must be said: step, place and cause
     "norms of parts": ((ByNorm, {}), network, EVEN, 0, "parameter 0.weight", STEP),
     "parts of parts": ((Skips, {"lr": 0.1}), network, EVEN, 0, "parameter ", STEP),
+    "matrices by a norm of all": ((OfMatrices, {}), matrices, TRUSTED, 0, "parameter ", STEP),
     "own draws": (ADAMW, lambda: network(OwnDraws()), {}, 0, "gradient of ", UNREPEATABLE),
     "a gradient": (ADAMW, other_second_gradient(), {}, 0, "gradient of 0.weight", GRADIENTS),
     "a buffer": (ADAMW, other_second_buffer(), {}, 0, "buffer 3.running_mean", BUFFERS),
