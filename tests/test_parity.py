@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import random
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import pytest
@@ -56,6 +57,10 @@ DIFFERENCES = {
     "a flag and a number": (lambda: 1 if RANK() else True, "the value: rank 0 has bool"),
     "the sign of zero": (lambda: -0.0 if RANK() else 0.0, "rank 0 has 0.0, rank 1 has -0.0"),
     "a key": (lambda: {"ab"[RANK()]: 1}, "rank 0 has ['a'] (int), rank 1 has ['b'] (int)"),
+    "the order of an ordered dict": (
+        lambda: [OrderedDict([("a", 1), ("b", 2)][:: 1 - 2 * RANK()])],
+        "rank 0 has [0]['a'] (int), rank 1 has [0]['b'] (int)",
+    ),
     "a missing entry": (lambda: [[1], [2]][: 2 - RANK()], "rank 0 has list of 2, rank 1 has list"),
     "a field": (lambda: Config(3, "ab"[RANK()]), ".note (str): rank 0 has 'a', rank 1 has 'b'"),
     "a long text": (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -102,7 +103,8 @@ def _entries(path: str, value: Any) -> list[tuple[str, Any]] | None:  # None: no
                     f"{path or 'the value'} has a key of type {type(key).__name__}; keys must be"
                     " numbers, texts or tuples of them"
                 )
-        return [(f"{path}[{key!r}]", value[key]) for key in sorted(value, key=repr)]
+        keys = value if isinstance(value, OrderedDict) else sorted(value, key=repr)
+        return [(f"{path}[{key!r}]", value[key]) for key in keys]
     if isinstance(value, (set, frozenset)):
         return [(f"{path}{{{i}}}", entry) for i, entry in enumerate(sorted(value, key=repr))]
     if isinstance(value, (list, tuple)):
