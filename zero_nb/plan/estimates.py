@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .bucket_plan import BucketPlan
@@ -19,6 +20,7 @@ from zero_nb.plan.planned_memory import (
     _kept,
     _most_at_a_time,
     _part_bytes,
+    _rearranged,
     _scratch,
     _stepped_together,
     _uneven_spans,
@@ -76,28 +78,31 @@ def _operations(plan: BucketPlan, method: str, setup: Setup) -> list[Step]:
 
 def _gathered_bytes(plan: BucketPlan, method: str) -> list[int]:
     """List what is gathered when everything has been stepped, behind DDP: a number for each gather."""
-    if method == "zero1":
-        return [b.nbytes for b in plan.buckets]
+    if (
+        method == "zero1"
+    ):  # a rank alone has nothing to gather; torch's class broadcasts all the same
+        return [b.nbytes for b in plan.buckets if plan.world_size > 1]
     if method == "torch":
         return [p.nbytes for p in plan.params if p.trainable and p.numel]
     return []
 
 
 def _time_and_collectives(
-    plan: BucketPlan, method: str, setup: Setup, stepped: float
+    found: Estimate, plan: BucketPlan, setup: Setup, stepped: float
 ) -> tuple[float, int]:
     """Bound the time of a step by running the clock, and count its collectives."""
+    method = found.method
     first = setup.ddp_plan(plan.params, plan.world_size) if method == "zero1" else plan
-    scheduled = METHODS[PLANNED[method]]
-    behind_ddp = scheduled.reduce == "AR"
+    behind_ddp = METHODS[PLANNED[method]].reduce == "AR"
     steps = _operations(first, "ddp" if behind_ddp else PLANNED[method], setup)
     end = max((stop for _, stop in clock(steps, _costs(first, setup, stepped))), default=0.0)
     sizes = _gathered_bytes(plan, method)
     gathers = [setup.device().seconds("AG", nbytes, plan.world_size) for nbytes in sizes]
-    for_each_bucket = 1  # DDP's all-reduce is over all ranks
-    if not behind_ddp:
-        for_each_bucket += scheduled.gather + (setup.replicas > 1)
-    return end + sum(gathers), len(first.buckets) * for_each_bucket + len(gathers)
+    if behind_ddp:  # its all-reduce is over all ranks, and runs on a rank alone, too
+        return end + sum(gathers), len(first.buckets) + len(gathers)
+    halves = 2 * len(plan.buckets) if plan.world_size > 1 else 0
+    owned = [_part_bytes(bucket, found.group_rank, 1) for bucket in plan.buckets]
+    return end, halves + (sum(map(bool, owned)) if setup.replicas > 1 else 0)
 
 # %% ../../nbs/plan/18_estimates.ipynb #ebd0a75f
 def _ranks_of_a_replica(setup: Setup, world_size: int) -> int:
@@ -114,6 +119,9 @@ def estimate_setup(
     method: str,  # a key of `PLANNED`
     setup: Setup,
     group_rank: int | None = None,  # whose memory; None for the fullest rank
+    plan: BucketPlan | None = None,  # of a job that runs; None: as the method will pack
+    # of each bucket of DDP in that job: indices of its parameters, for `zero1-overlap`
+    filled: Sequence[Sequence[int]] | None = None,
 ) -> Estimate:
     """Predict what one rank needs and what a step costs, from a value that holds all options."""
     if method not in PLANNED:
@@ -122,8 +130,11 @@ def estimate_setup(
         setup = replace(setup, replicas=1)  # plain DDP knows no groups
     name, specs = find_model(model, setup.dtype)
     ranks = _ranks_of_a_replica(setup, world_size)
-    in_ddps_buckets = method in ("ddp", "torch")
-    plan = setup.ddp_plan(specs, ranks) if in_ddps_buckets else setup.buckets(specs, ranks, method)
+    if plan is None:
+        pack = (
+            setup.ddp_plan if method in ("ddp", "torch") else partial(setup.buckets, method=method)
+        )
+        plan = pack(specs, ranks)
     whole = greedy(specs, ranks) if method == "torch" else None
     loads = whole.loads if whole else plan.loads
     chosen = group_rank
@@ -138,11 +149,14 @@ def estimate_setup(
     elif method == "ddp":
         owned = [[s] for b in plan.buckets for s in b.slots]
     else:
-        owned = _stepped_together(plan, chosen, setup)
+        owned = _stepped_together(plan, chosen, method, setup)
     called = getattr(setup.optimizer, "__name__", str(setup.optimizer))
     imbalance = 1.0 if method == "ddp" else spread(loads)
     found = Estimate(name, method, called, world_size, chosen, imbalance=imbalance)
-    return _fill_in(found, setup, specs, plan, owned)
+    copied = 0  # of gradients, out of DDP's buckets
+    if method == "zero1-overlap":
+        copied = _rearranged(plan, setup.ddp_fill(specs) if filled is None else filled)
+    return _fill_in(found, setup, specs, plan, owned, copied)
 
 
 def estimate(
@@ -160,10 +174,10 @@ def estimate(
     policy: str
     | Policy
     | None = None,  # None: even where the optimizer allows it, else whole parameters
-    bucket_cap_mb: float | None = None,  # MiB of a bucket; None: 25, and 1 for `zero1`
-    ddp_bucket_cap_mb: float = 25.0,  # MiB of a bucket of DDP
-    cut: bool | None = None,  # cut large parameters into several buckets; None: not for `zero1`
-    align: int = 1,  # every part of a bucket is a multiple of this many elements
+    bucket_cap_mb: float | None = None,  # MiB of a bucket of `zero1` (None: 1) or `zero2` (None: 8)
+    ddp_bucket_cap_mb: float = 25.0,  # MiB of a bucket of DDP, in which `zero1-overlap` steps, too
+    cut_mb: float = 25.0,  # MiB; `zero2` cuts larger parameters into pieces of this size
+    align: int = 1,  # every part of a bucket is a multiple of this many elements, and of 16
     replicas: int = 1,  # groups that each hold all shards, such as the nodes of hybrid sharding
     gradient_as_bucket_view: bool = True,  # DDP's option; without it gradients exist twice
     lag: int = 1,  # buckets that the step stays behind, in the interleaved methods
@@ -186,22 +200,21 @@ def _wire_bytes(found: Estimate, plan: BucketPlan, setup: Setup, full: int, mine
         world_size = ranks * setup.replicas  # DDP knows no groups
         reduced = 2 * (world_size - 1) * full // world_size
         return reduced + gathered
-    sent = sum(b.numel * setup.sent_itemsize(b) for b in plan.buckets)
     added = sum(_part_bytes(b, found.group_rank, setup.sent_itemsize(b)) for b in plan.buckets)
     between = 2 * (setup.replicas - 1) * added // setup.replicas
-    return sent - added + gathered + between
+    return (ranks - 1) * added + gathered + between
 
 
 def _gradient_bytes(
-    found: Estimate, plan: BucketPlan, setup: Setup, full: int
+    found: Estimate, plan: BucketPlan, setup: Setup, full: int, copied: int
 ) -> tuple[int, int]:  # bytes that stay until the step; bytes of buckets alive at the worst moment
-    """Count the memory of gradients."""
+    """Count the memory of gradients; `full` are all, `copied` those that are taken out of DDP's buckets."""
     method = METHODS[PLANNED[found.method]]
     sizes = [b.nbytes for b in plan.buckets]
     if method.frees == "never":
         cast = setup.casts(plan) if method.reduce == "RS" else []
         means = sum(_part_bytes(b, found.group_rank, setup.mean_itemsize(b)) for b in cast)
-        return full + means, 0 if setup.gradient_as_bucket_view else full
+        return full + means, copied + (0 if setup.gradient_as_bucket_view else full)
     means = sum(_part_bytes(b, found.group_rank, setup.mean_itemsize(b)) for b in plan.buckets)
     if method.frees == "reduced":  # one is being filled while others are reduced
         return means, _most_at_a_time(sizes, MAX_IN_FLIGHT + 1)
@@ -214,7 +227,8 @@ def _scratch_bytes(
     """Count the scratch memory; `alive` is that of full gradients, `gradients` of those copied to step."""
     method = METHODS[PLANNED[found.method]]
     ours = found.method not in ("ddp", "torch")
-    scratch = _scratch(plan, found.group_rank, setup.master_dtype, gradients) if ours else 0
+    args = plan, found.group_rank, found.method, setup.master_dtype, gradients
+    scratch = _scratch(*args) if ours else 0
     cast = setup.casts(plan) if method.reduce == "RS" else []
     adding = _most_at_a_time([b.numel * setup.sent_itemsize(b) for b in cast], MAX_IN_FLIGHT)
     if method.frees == "stepped":  # gathers run while other buckets are added
@@ -230,16 +244,17 @@ def _fill_in(
     specs: Sequence[ParamSpec],
     plan: BucketPlan,
     owned: Sequence[Sequence[Any]],  # spans or slots; those in one list are stepped as one tensor
+    copied: int,  # bytes of gradients that are taken out of DDP's buckets
 ) -> Estimate:
     """Add bytes, traffic and time."""
     full = sum(p.nbytes for p in specs if p.trainable)
     mine = sum((s.stop - s.start) * specs[s.param].itemsize for spans in owned for s in spans)
     state, master = _kept(specs, owned, state_rule(setup.optimizer), setup.master_dtype)
-    gradients, alive = _gradient_bytes(found, plan, setup, full)
+    gradients, alive = _gradient_bytes(found, plan, setup, full, copied)
     after_backward = found.method == "zero1"
-    copied = _copied_gradients(plan, owned, setup.master_dtype) if after_backward else 0
+    beside = _copied_gradients(plan, owned, setup.master_dtype) if after_backward else 0
     stepped = 2 * (state + master) + 3 * mine
-    seconds, collectives = _time_and_collectives(plan, found.method, setup, stepped)
+    seconds, collectives = _time_and_collectives(found, plan, setup, stepped)
     padding = sum(b.padding * ITEMSIZE[b.dtype] for b in plan.buckets)
     return replace(
         found,
@@ -247,7 +262,7 @@ def _fill_in(
         gradients=gradients,
         state=state,
         master=master,
-        buckets=_scratch_bytes(found, plan, setup, alive, copied),
+        buckets=_scratch_bytes(found, plan, setup, alive, beside),
         padding=0 if found.method in ("ddp", "torch") else padding,
         wire=_wire_bytes(found, plan, setup, full, mine),
         collectives=collectives,

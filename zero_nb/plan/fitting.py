@@ -113,7 +113,7 @@ def fewest_ranks(
     policy: str | Policy | None = None,
     bucket_cap_mb: float | None = None,
     ddp_bucket_cap_mb: float = 25.0,
-    cut: bool | None = None,
+    cut_mb: float = 25.0,
     align: int = 1,
     replicas: int = 1,
     gradient_as_bucket_view: bool = True,

@@ -67,7 +67,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--bucket-cap-mb": {
         "type": float,
         "metavar": "MIB",
-        "help": "size of a bucket of the sharded optimizer in MiB (default: 25; for zero1 1)",
+        "help": "MiB of a bucket of zero1 (default: 1) or zero2 (default: 8)",
+    },
+    "--ddp-bucket-cap-mb": {
+        "type": float,
+        "default": 25.0,
+        "metavar": "MIB",
+        "help": "MiB of a bucket of DDP, in which zero1-overlap steps, too (default: 25)",
     },
     "--replicas": {
         "type": int,
@@ -109,6 +115,7 @@ def print_plan(
         master_dtype=args.master_dtype,
         machine=args.machine,
         bucket_cap_mb=args.bucket_cap_mb,
+        ddp_bucket_cap_mb=args.ddp_bucket_cap_mb,
         replicas=args.replicas,
     )
     several = [estimate_setup(specs, args.world_size, m, setup) for m in args.method or PLANNED]

@@ -31,9 +31,10 @@ def _part_bytes(bucket: Bucket, group_rank: int, itemsize: int) -> int:
     return (bucket.bounds[group_rank + 1] - bucket.bounds[group_rank]) * itemsize
 
 
-def _copied(plan: BucketPlan, master_dtype: str | None) -> list[Bucket]:
-    """List the buckets that need memory of their own; a rank alone without master copies needs none."""
-    if plan.world_size == 1 and not master_dtype:
+def _copied(plan: BucketPlan, method: str, master_dtype: str | None) -> list[Bucket]:
+    """List the buckets whose parameters are copied for the step; a rank alone that steps after
+    backward, without master copies, copies none."""
+    if plan.world_size == 1 and method == "zero1" and not master_dtype:
         return []
     return [b for b in plan.buckets if len(b.slots) > 1 or b.padding]
 
@@ -41,13 +42,34 @@ def _copied(plan: BucketPlan, master_dtype: str | None) -> list[Bucket]:
 def _scratch(
     plan: BucketPlan,
     group_rank: int,
+    method: str = "zero1",  # a key of `PLANNED`
     master_dtype: str | None = None,
     gradients: int = 0,  # bytes that are copied for the step, and freed before the gathers
 ) -> int:  # bytes
     """Find the most scratch memory that a step and its gathers need at one time."""
-    copied = _copied(plan, master_dtype)
+    copied = _copied(plan, method, master_dtype)
     stepped = sum(_part_bytes(b, group_rank, ITEMSIZE[b.dtype]) for b in copied)
+    if method == "zero1-overlap":  # parameters are gathered in the memory of their gradients
+        return stepped
     return stepped + max(_most_at_a_time([b.nbytes for b in copied], MAX_IN_FLIGHT), gradients)
+
+
+def _rearranged(
+    plan: BucketPlan,
+    filled: Sequence[Sequence[int]],  # of each bucket of DDP: indices of its parameters
+) -> int:  # bytes
+    """Count the gradients that are copied out of DDP's buckets, where a bucket of the plan lies
+    otherwise: whole parameters are sorted by their owners."""
+    places: dict[int, int] = {}  # of each parameter, with DDP's buckets one after another
+    at = 0
+    for param in (param for run in filled for param in run):
+        places[param] = at
+        at += plan.params[param].numel
+    total = 0
+    for bucket in plan.buckets:
+        begins = {places[slot.param] + slot.start - slot.offset for slot in bucket.slots}
+        total += bucket.nbytes if len(begins) > 1 or bucket.padding else 0
+    return total
 
 
 def _copied_gradients(
@@ -65,10 +87,12 @@ def _copied_gradients(
     return total
 
 
-def _stepped_together(plan: BucketPlan, group_rank: int, setup: Setup) -> list[list[Slot]]:
+def _stepped_together(
+    plan: BucketPlan, group_rank: int, method: str, setup: Setup
+) -> list[list[Slot]]:
     """Group the slots of a rank by the tensor in which the optimizer steps them."""
     rule = state_rule(setup.optimizer)
-    copied = set(map(id, _copied(plan, setup.master_dtype)))
+    copied = set(map(id, _copied(plan, method, setup.master_dtype)))
 
     def key(slot: Slot) -> Any:
         spec = plan.params[slot.param]

@@ -39,7 +39,7 @@ class Setup:
     policy: str | Policy | None = None
     bucket_cap_mb: float | None = None
     ddp_bucket_cap_mb: float = 25.0
-    cut: bool | None = None
+    cut_mb: float = 25.0
     align: int = 1
     replicas: int = 1
     gradient_as_bucket_view: bool = True
@@ -69,26 +69,27 @@ class Setup:
         return partial(mixed, choose=lambda spec: whole if rule(spec).whole else even)
 
     def buckets(self, specs: Sequence[ParamSpec], ranks: int, method: str) -> BucketPlan:
-        """Pack parameters as a method does: `zero1` as they are registered, others as gradients arrive."""
-        behind_ddp = method == "zero1"
+        """Pack parameters as a job with a method does: `zero1` as they are registered, `zero1-overlap` as
+        DDP packs their gradients, others as gradients arrive."""
+        rule: dict[str, Any] = {"policy": self.sharding(), "pad": False}
+        rule["align"] = math.lcm(self.align, 16)
+        if method == "zero1-overlap":
+            return adopt(specs, ranks, self.ddp_fill(specs), **rule)
+        after_backward = method == "zero1"
         cap_mb = self.bucket_cap_mb
         if cap_mb is None:
-            cap_mb = 1.0 if behind_ddp else 25.0
-        order = range(len(unique(specs))) if behind_ddp else None
-        return pack(
-            specs,
-            ranks,
-            policy=self.sharding(),
-            bucket_cap_mb=cap_mb,
-            order=order,
-            align=math.lcm(self.align, 16 if behind_ddp else 1),
-            cut=not behind_ddp if self.cut is None else self.cut,
-            pad=not behind_ddp,
-        )
+            cap_mb = 1.0 if after_backward else 8.0
+        order = range(len(unique(specs))) if after_backward else None
+        rule |= {"cut": not after_backward, "cut_mb": self.cut_mb}
+        return pack(specs, ranks, bucket_cap_mb=cap_mb, order=order, **rule)
+
+    def ddp_fill(self, specs: Sequence[ParamSpec]) -> list[list[int]]:  # indices of parameters
+        """Fill buckets as DDP does."""
+        return ddp_buckets(specs, self.ddp_bucket_cap_mb)
 
     def ddp_plan(self, specs: Sequence[ParamSpec], ranks: int) -> BucketPlan:
         """Pack gradients as DDP does."""
-        return adopt(specs, ranks, ddp_buckets(specs, self.ddp_bucket_cap_mb))
+        return adopt(specs, ranks, self.ddp_fill(specs))
 
     def sent_itemsize(self, bucket: Bucket) -> int:
         """Count the bytes of an element of a bucket while it is reduce-scattered."""
