@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -21,8 +21,9 @@ from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.param_specs import specs
-from ..plan.estimates import estimate
-from ..plan.estimated import amount
+from ..plan.estimated import Estimate, amount
+from ..plan.estimates import estimate_setup
+from ..plan.filling import MIB
 from ..plan.setups import Setup
 from ..plan.states import State, state_rule
 from ..plan.specs import ITEMSIZE, ParamSpec
@@ -176,68 +177,64 @@ def _method_of(optimizer: torch.optim.Optimizer) -> str:  # a key of `PLANNED`
     return "zero1"
 
 
-def _options_of(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:  # of `estimate`
+def _dtype_name(dtype: Any) -> str | None:
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else None
+
+
+def _options_of(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:  # of a `Setup`
     driver = optimizer.driver
+    options: dict[str, Any] = {"master_dtype": _dtype_name(optimizer.settings.master_dtype)}
     if isinstance(driver, DdpOverlap):
-        return {"reduce_dtype": _dtype_name(driver.engine.options.reduce_dtype)}
-    if isinstance(driver, DataParallel):
-        used = driver.options
-        names = {"lag": used.lag, "hidden": used.hidden, "bucket_cap_mb": used.bucket_cap_mb}
-        return {**names, "align": _ALIGN, "reduce_dtype": _dtype_name(used.reduce_dtype)}
-    return {"bucket_cap_mb": optimizer.settings.bucket_cap_mb}
+        options["ddp_bucket_cap_mb"] = driver.traits.cap_bytes / MIB
+        options["reduce_dtype"] = _dtype_name(driver.options.wire_dtype)
+    elif isinstance(driver, DataParallel):
+        options["reduce_dtype"] = _dtype_name(driver.options.reduce_dtype)
+        options |= {"lag": driver.options.lag, "hidden": driver.options.hidden}
+    else:
+        options["bucket_cap_mb"] = optimizer.settings.bucket_cap_mb
+    return options
 
 
-_ALIGN = 16  # elements that parts of the buckets of `data_parallel` are multiples of
-
-
-def _dtype_name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _planned_averages(optimizer: ZeroRedundancyOptimizer, group_rank: int) -> int | None:
-    """Count this rank's averages where they have memory of their own; None: `estimate` knows better."""
+def _said(
+    model: nn.Module, optimizer: torch.optim.Optimizer, group_rank: int, whole: bool
+) -> Estimate:
+    """Let the planner say what buckets and gradients need: those that the job steps inside backward, as
+    soon as they are there."""
+    trained = [spec for spec in specs(optimizer.param_groups) if spec.trainable]
+    in_view = getattr(model, "gradient_as_bucket_view", True)
+    setup = Setup(State(whole=whole), gradient_as_bucket_view=in_view)
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return estimate_setup(trained, 1, "ddp", setup)
+    setup = replace(setup, **_options_of(optimizer))
+    method = _method_of(optimizer)
     driver = optimizer.driver
-    if not isinstance(driver, DataParallel) or driver.planner.interleaved:
-        return None
-    setup = Setup(reduce_dtype=_dtype_name(driver.options.reduce_dtype))
-    total = 0
-    for bucket in driver.step_plan.shard.plan.buckets:
-        start, stop = bucket.part(group_rank)
-        total += (stop - start) * setup.mean_itemsize(bucket)
-    return total
+    size = optimizer.world_size
+    if not isinstance(driver, (DdpOverlap, DataParallel)) or driver.step_plan is None:
+        return estimate_setup(trained, size, method, setup, group_rank)
+    plan = driver.step_plan.shard.plan
+    filled = None
+    if isinstance(driver, DdpOverlap):
+        filled = driver.planner.layout.filled
+    elif not driver.planner.interleaved:  # the optimizer was seen to count its steps
+        method = "zero2"
+    return estimate_setup(tuple(plan.params), size, method, setup, group_rank, plan, filled)
 
 
 def _planned(
     model: nn.Module, optimizer: torch.optim.Optimizer, group_rank: int
 ) -> dict[str, int | None]:  # None: not known
     """Say what a rank needs in each category at the worst moment of a step."""
-    method = _method_of(optimizer)
     state: int | None = None
     copies: int | None = None
     whole = True
     with suppress(ValueError):
         whole = all(kept.whole for kept in _states_of_groups(optimizer))
         state, copies = _planned_state(optimizer, group_rank)
-    averages: int | None = None
-    options: dict[str, Any] = {}
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        averages = _planned_averages(optimizer, group_rank)
-        dtype = optimizer.settings.master_dtype
-        options = {"world_size": optimizer.world_size, "group_rank": group_rank}
-        options["master_dtype"] = _dtype_name(dtype)
-        options |= _options_of(optimizer)
-    said = estimate(
-        [spec for spec in specs(optimizer.param_groups) if spec.trainable],
-        State(whole=whole),
-        method=method,
-        gradient_as_bucket_view=getattr(model, "gradient_as_bucket_view", True),
-        **options,
-    )
-    gradients = said.gradients if averages is None else averages
+    said = _said(model, optimizer, group_rank, whole)
     return {
         "parameters": sum(p.nbytes for p in model.parameters()),
         "buffers": sum(buffer.nbytes for buffer in model.buffers()),
-        "gradients": gradients,
+        "gradients": said.gradients,
         "state": state,
         "master": copies,
         "buckets": said.buckets,
