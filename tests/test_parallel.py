@@ -529,3 +529,59 @@ def test_detach_leaves_a_plain_module_and_optimizer():
     for size in (1, 2):
         for worst in run(size, detached_both):
             assert max(worst) < 1e-9
+
+
+class Buffered(nn.Module):
+    """A linear layer, with buffers that each forward changes."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(12, 4).double()
+        flat = torch.arange(16.0) + dist.get_rank()
+        views = {
+            "views": (flat, flat[:8], flat.view(4, 4)[1:3]),
+            "transposed": (flat.view(4, 4).t(), flat[::2], flat),
+            "conjugated": (torch.polar(flat, flat).conj(), torch.polar(flat, flat)),
+            "negated": (torch.polar(flat, flat).conj().imag,),
+        }
+        for i, view in enumerate(views[kind]):
+            self.register_buffer(f"view{i}", view)
+
+    def forward(self, x):
+        self.view0.add_(1 + dist.get_rank())
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("kind", ["views", "transposed", "conjugated", "negated"])
+def test_buffers_that_are_views_are_those_of_ddp(kind):
+    def training():
+        one, other = Buffered(kind), Buffered(kind)
+        wrapped, optim = DDP(one), AdamW(one.parameters(), lr=1e-2)
+        zero = sharded(one_adamw(other))
+        data_parallel(other, zero, **SMALL)
+        for i in range(3):
+            for call, optimizer in ((wrapped, optim), (other, zero)):
+                optimizer.zero_grad()
+                call(batch(i)).square().mean().backward()
+                optimizer.step()
+        return [
+            torch.equal(b.resolve_conj(), a.resolve_conj())
+            for a, b in zip(one.buffers(), other.buffers(), strict=True)
+        ]
+
+    assert all(all(found) for found in run(2, training))
+
+
+def test_buffers_that_share_memory_are_averaged_once():
+    def averaged():
+        model = nn.Linear(12, 4).double()
+        flat = torch.full((8,), 2.0 * dist.get_rank())
+        model.register_buffer("whole", flat)
+        model.register_buffer("part", flat[2:6])
+        data_parallel(model, sharded(one_adamw(model)), buffers="average")
+        flat.fill_(2.0 * dist.get_rank())  # they were the first rank's
+        model(batch(0)).sum().backward()
+        return flat.tolist()
+
+    assert run(2, averaged) == [[1.0] * 8] * 2

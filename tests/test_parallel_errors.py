@@ -61,6 +61,12 @@ def with_a_stranger():
     return data_parallel(model, sharded([adamw(params)]))
 
 
+def with_an_expanded_buffer():
+    model = network()
+    model.register_buffer("mask", torch.ones(3).expand(2, 3))
+    made(model)
+
+
 def with_a_sparse_buffer():
     model = network()
     model.register_buffer("mask", torch.eye(3).to_sparse())
@@ -86,6 +92,7 @@ BAD = {
     "scaler": lambda: made(scaler=3),
     "norm": lambda: made(max_grad_norm=1.0, norm_type=0),
     "sparse buffer": with_a_sparse_buffer,
+    "expanded buffer": with_an_expanded_buffer,
 }
 
 
@@ -123,6 +130,7 @@ WORDS = {
     "clip": "ValueError.*max_grad_norm",
     "norm": "ValueError.*norm_type must be above 0",
     "sparse buffer": "ValueError.*mask has layout torch.sparse_coo; keep it dense",
+    "expanded buffer": "ValueError.*several elements of mask lie in one place",
     "judges": "ValueError.*interleaved",
     "scaler": "TypeError.*scaler.*got",
     "twice": "RuntimeError.*detach",

@@ -23,19 +23,36 @@ BufferMode = Literal["broadcast", "average", "local"]
 __all__ = ['BufferMode', 'check_buffers', 'broadcast_from', 'sync_buffers', 'BufferSync']
 
 # %% ../../nbs/backward/13_module_buffers.ipynb #1a34d94d
+def _to_send(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Give dense memory for each tensor: its own, or a copy where it has gaps, is conjugated or negated when
+    it is read, or shares memory with another. Ranks may lay tensors out in different ways."""
+    dense = list(tensors)
+    end = 0  # address of the first byte behind those that are sent from where they are
+    for i in sorted(range(len(dense)), key=lambda i: tensors[i].data_ptr()):
+        t = tensors[i]
+        if t.data_ptr() < end or not t.is_contiguous() or t.is_conj() or t.is_neg():
+            dense[i] = torch.empty_like(t, memory_format=torch.contiguous_format).copy_(t)
+        else:
+            end = t.data_ptr() + t.nbytes
+    return dense
+
+
+def _write_back(tensors: Sequence[Tensor], dense: Sequence[Tensor]) -> None:
+    """Write what was sent from a copy into its tensor."""
+    for t, sent in zip(tensors, dense, strict=True):
+        if sent is not t:
+            t.copy_(sent)
+
+
 def _run_on_each(
     group: Group,
-    tensors: Sequence[Tensor],
+    dense: Sequence[Tensor],
     collective: Callable[[Tensor], Any],  # writes into a tensor
 ) -> None:
-    """Run a collective on each tensor, all in one go. Ranks may lay them out in different ways."""
-    pairs = [(t, t.contiguous()) for t in tensors]
+    """Run a collective on each tensor, all in one go."""
     with coalescing_manager(group):
-        for _, dense in pairs:
-            collective(dense)
-    for t, dense in pairs:
-        if dense is not t:
-            t.copy_(dense)
+        for t in dense:
+            collective(t)
 
 
 def check_buffers(module: nn.Module) -> None:
@@ -45,6 +62,11 @@ def check_buffers(module: nn.Module) -> None:
             raise ValueError(
                 f"all ranks get the buffers of the first one, and only dense ones can be sent: {name} has"
                 f" layout {buffer.layout}; keep it dense, or out of the module"
+            )
+        if any(n > 1 and not s for n, s in zip(buffer.shape, buffer.stride(), strict=True)):
+            raise ValueError(
+                f"all ranks get the buffers of the first one, and several elements of {name} lie in one"
+                " place, where they cannot be written apart; clone() what expand() made"
             )
 
 
@@ -57,8 +79,11 @@ def broadcast_from(
         # before they are written, as in a gather: no backward runs afterwards through a graph that
         # has saved them
         torch.autograd.graph.increment_version(tensors)
-        for group in reversed(optimizer.groups):
-            _run_on_each(group, tensors, partial(group.broadcast, group_rank=group_rank))
+        with torch.no_grad():
+            dense = _to_send(tensors)
+            for group in reversed(optimizer.groups):
+                _run_on_each(group, dense, partial(group.broadcast, group_rank=group_rank))
+            _write_back(tensors, dense)
 
 
 @torch.no_grad()
@@ -74,11 +99,12 @@ def sync_buffers(
     count = len(ranks) or math.prod(group.size for group in optimizer.groups)
     root = ranks[-1] if ranks else 0
     buffers = [b.detach() for b in module.buffers() if b.numel()]
-    means = [b for b in buffers if how == "average" and b.is_floating_point()]
-    averaged = set(map(id, means))
-    others = [b for b in buffers if id(b) not in averaged]
     # a backward to come may have saved them, and takes them as DDP's does
     with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+        dense = _to_send(buffers)
+        means = [b for b in dense if how == "average" and b.is_floating_point()]
+        averaged = set(map(id, means))
+        others = [b for b in dense if id(b) not in averaged]
         for b in means:
             if ranks and optimizer.group.group_rank not in ranks:
                 b.zero_()
@@ -88,6 +114,7 @@ def sync_buffers(
             _run_on_each(group, others, partial(group.broadcast, group_rank=root))
         for b in means:
             b.div_(count if b.itemsize >= 4 else 1)
+        _write_back(buffers, dense)
 
 # %% ../../nbs/backward/13_module_buffers.ipynb #d3de324d
 class BufferSync:
