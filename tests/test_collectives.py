@@ -2,14 +2,16 @@
 
 import itertools
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught_error, take_way
+from common import caught, caught_error, take_way
 
 from zero_nb.comm import messages, relays
 from zero_nb.comm.calls import Parts
+from zero_nb.comm.coalescing import coalescing_manager
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.payloads import gather_bytes
@@ -507,3 +509,49 @@ def test_messages_of_a_pair_keep_their_order():
 
     (_, first), (received, second) = run(2, order)
     assert received == [float(i) for i in range(20)] and first == second == [0.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.usefixtures("way")
+def test_a_dtype_that_cannot_be_added_is_refused_before_anything_moves():
+    def sums():
+        g = clone(Group())
+        dtypes = (torch.float32, torch.uint16, torch.float8_e5m2, torch.bool, torch.int16)
+        cases = itertools.product(dtypes, (g.all_reduce, g.reduce_scatter))
+        said = [caught(partial(call, torch.ones(4).to(dtype))) for dtype, call in cases]
+        with pytest.raises(ValueError, match="no uint16"), coalescing_manager(g):
+            g.reduce_scatter(torch.ones(4))
+            g.reduce_scatter(torch.ones(4).to(torch.uint16))
+        x = torch.ones(4)
+        g.reduce_scatter(x)
+        return said, x[2 * g.group_rank].item()
+
+    for said, total in run(2, sums):
+        refused = [text for text in said if text]
+        assert len(refused) == 4 and said[2:6] == refused and total == 2
+        assert refused[1].startswith(
+            "ValueError: reduce_scatter of 4 uint16 adds numbers, and torch adds no uint16 on cpu; cast"
+        )
+
+
+@pytest.mark.usefixtures("way")
+def test_numbers_that_are_conjugated_when_they_are_read():
+    def moved():
+        g = Group()
+        r = g.group_rank
+        made = [torch.complex(torch.ones(4), torch.full((4,), 1.0 + r)).conj() for _ in range(4)]
+        g.broadcast(made[0], 1)
+        g.all_reduce(made[1])
+        g.reduce_scatter(made[2])
+        g.all_gather(made[3])
+        said = caught_error(lambda: in_a_block(g, made[0]))
+        return [x.resolve_conj().tolist() for x in made], r, said
+
+    def in_a_block(g, x):
+        with coalescing_manager(g):
+            g.broadcast(x, 0)
+
+    for (sent, total, part, gathered), r, said in run(2, moved):
+        assert sent == [1 - 2j] * 4 and total == [2 - 3j] * 4
+        assert part[2 * r : 2 * r + 2] == [2 - 3j] * 2
+        assert gathered == [1 - 1j] * 2 + [1 - 2j] * 2
+        assert said[0] == "ValueError" and "resolve_conj()" in said[1]

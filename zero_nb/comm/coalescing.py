@@ -21,6 +21,8 @@ from .comparison import _compare, _site
 from .exchange import _exchange
 from .groups import Group
 from zero_nb.comm.native import (
+    _KNOWN,
+    _check_sum,
     _native_all_gather,
     _native_all_reduce,
     _native_broadcast,
@@ -69,6 +71,11 @@ class Coalesced:
             raise ValueError(
                 f"{call} in a coalescing block needs a contiguous tensor, got strides"
                 f" {call.tensor.stride()}"
+            )
+        if call.tensor.dtype not in _KNOWN and call.tensor.is_conj():
+            raise ValueError(
+                f"{call} in a coalescing block needs a tensor that is not conjugated when it is read;"
+                " send what its resolve_conj() gives"
             )
         self.calls.append(call)
         return self
@@ -240,5 +247,8 @@ def coalescing_manager(
             f"a coalescing block of {len(block.calls)} collectives",
             *block.calls,
         )
+        for call in block.calls:
+            if call.tensor.dtype not in _KNOWN:
+                _check_sum(group, call)
     _check_state(group)
     block.start(async_ops)

@@ -21,6 +21,7 @@ from .exchange import _all_to_all, _exchange, _from_root, _refuse_first, _to_roo
 from .meeting import _transport
 from zero_nb.comm.native import (
     _KNOWN,
+    _check_sum,
     _lacks,
     _native_all_gather,
     _native_all_reduce,
@@ -252,8 +253,8 @@ def _steps(group: Ranks, call: Call) -> Iterator[None]:
 
 
 def _by_copy(group: Ranks, call: Call) -> Iterator[None]:
-    """Give the steps of a call whose tensor has gaps."""
-    copy = call.tensor.contiguous()
+    """Give the steps of a call whose tensor has gaps, or is conjugated when it is read."""
+    copy = call.tensor.resolve_conj().contiguous()
 
     def steps() -> Iterator[None]:
         yield from _steps(group, replace(call, tensor=copy))
@@ -278,12 +279,12 @@ def _start(group: Any, call: Call, async_op: bool) -> Work:
         _compare(group, like, call)
     if call.source is None and (group.size == 1 or not call.tensor.numel()):
         return _FINISHED  # nothing to move, on any rank
-    return _launch(
-        group,
-        call,
-        async_op,
-        _steps(group, call) if call.tensor.is_contiguous() else _by_copy(group, call),
-    )
+    lies_dense = call.tensor.is_contiguous()
+    if call.tensor.dtype not in _KNOWN:
+        _check_sum(group, call)
+        lies_dense = lies_dense and not call.tensor.is_conj()
+    steps = _steps(group, call) if lies_dense else _by_copy(group, call)
+    return _launch(group, call, async_op, steps)
 
 
 def _like(call: Call) -> tuple[Any, ...]:

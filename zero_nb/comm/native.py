@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .agreement import agree
-from .calls import Call, Parts
+from .calls import Call, Parts, _dtype
 from .ranks import Ranks
 from .work import _Native, _started
 
@@ -60,6 +60,33 @@ def _to_move(tensor: Tensor) -> Tensor:  # the same memory, in a dtype that ever
         if tensor.dtype in _KNOWN
         else tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     )
+
+
+@cache
+def _adds(dtype: torch.dtype, device: str) -> bool:
+    """Tell whether torch can add numbers of a dtype on a kind of device."""
+    ones = torch.empty(1, dtype=dtype, device=device)
+    try:
+        torch.add(ones, ones, out=torch.empty_like(ones))
+    except RuntimeError:  # also a NotImplementedError
+        return False
+    return True
+
+
+def _check_sum(group: Ranks, call: Call) -> None:
+    """Refuse to add what torch cannot add, where sums are made of messages or in shared memory; all ranks
+    have agreed on the call."""
+    tensor = call.tensor
+    device = tensor.device
+    if (
+        call.kind in ("all_reduce", "reduce_scatter")
+        and backend_of(group, device) == "gloo"
+        and not _adds(tensor.dtype, device.type)
+    ):
+        raise ValueError(
+            f"{call} adds numbers, and torch adds no {_dtype(tensor)} on {device.type}; cast the"
+            " tensor to a dtype that it adds, such as float32"
+        )
 
 
 def _to_add(tensor: Tensor) -> Tensor:  # the same memory, complex numbers as two real ones

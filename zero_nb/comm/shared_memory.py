@@ -104,7 +104,7 @@ class SharedMemory:
                 " part in its collectives; run them in the process that made the group"
             )
         if self.error:
-            raise RuntimeError(self.error)
+            raise RuntimeError(f"this group's shared memory ended before: {self.error}")
 
     def _advance(self, new: Collective | None = None) -> bool:  # False: nothing has changed
         """Start a collective, if there is a new one, and move what can be moved. An exception in
