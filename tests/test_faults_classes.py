@@ -449,47 +449,49 @@ def made():
     return found
 
 
+REFUSED = {  # by name: what the error says
+    "clips": "together with others and alone",
+    "clips, in two groups": "together with others",
+    "draws": "random numbers",
+    "draws once": "random numbers",
+    "rows, cut": "shard='whole'",
+    "rows, cut by a policy": "whole and cut",
+    "Adafactor, cut": "whole and cut",
+    "Muon, cut": "Muon",
+    "breaks": "OverflowError: this class never steps",
+    "a group's own class": "Clips steps a parameter differently",
+    "a later group": "Clips steps",
+    "trust on one rank": "Clips steps a parameter differently",
+    "decays, the second group": "together with others",
+    "of its shape": "together with others",
+    "large ones": "together with others",
+    "in its dtype": "together with others",
+    "copies of its dtype": "together with others",
+    "stochastic rounding": "random numbers",
+    "attributes, cut": "whole and cut",
+    "strides, cut": "whole and cut",
+    "seed": "a second time",
+    "divided": "communicates (c10d::broadcast_)",
+    "divided by a group": "communicates (c10d::allreduce_)",
+    "on one rank": "communicates (c10d::barrier)",
+    "no word": "trust_optimizer_class must be True or False",
+}
+
+
 def test_a_class_that_is_not_known_is_tried_and_refused_on_every_rank():
     classes()
     for rank in run(2, made):
-        wanted = {
-            "clips": "together with others and alone",
-            "clips, in two groups": "together with others",
-            "draws": "random numbers",
-            "draws once": "random numbers",
-            "rows, cut": "shard='whole'",
-            "rows, cut by a policy": "whole and cut",
-            "Adafactor, cut": "whole and cut",
-            "Muon, cut": "Muon",
-            "breaks": "OverflowError: this class never steps",
-            "a group's own class": "Clips steps a parameter differently",
-            "a later group": "Clips steps",
-            "trust on one rank": "Clips steps a parameter differently",
-            "decays, the second group": "together with others",
-            "of its shape": "together with others",
-            "large ones": "together with others",
-            "in its dtype": "together with others",
-            "copies of its dtype": "together with others",
-            "stochastic rounding": "random numbers",
-            "attributes, cut": "whole and cut",
-            "strides, cut": "whole and cut",
-            "seed": "a second time",
-            "divided": "communicates (c10d::broadcast_)",
-            "divided by a group": "communicates (c10d::allreduce_)",
-            "on one rank": "communicates (c10d::barrier)",
-            "no word": "trust_optimizer_class must be True or False",
-        }
         assert {
-            name: rank[name] for name, words in wanted.items() if words not in (rank[name] or "")
+            name: rank[name] for name, words in REFUSED.items() if words not in (rank[name] or "")
         } == {}
         assert all(
             rank[name].startswith("TypeError" if name == "no word" else "ValueError")
-            for name in wanted
+            for name in REFUSED
         )
         assert {name: rank[name] for name in FINE} == dict.fromkeys(FINE)
         assert all(
             "trust_optimizer_class=True" in rank[name]
-            for name in wanted
+            for name in REFUSED
             if name not in ("Muon, cut", "no word")
         )
 

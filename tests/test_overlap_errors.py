@@ -303,3 +303,20 @@ def test_a_step_that_does_not_mean_what_it_says_is_an_error():
         assert rank[6:] == [None, 0.0]
         for (kind, word), found in zip(words, rank[:6], strict=True):
             assert found and found[0] == kind and word in found[1], (word, found)
+
+
+def test_a_layer_with_sparse_gradients_is_refused_on_every_rank():
+    def attached():
+        model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+        ddp = DDP(model)
+        said = caught_error(lambda: overlap(ddp, zero))
+        model[0].weight.requires_grad_(False)
+        wrapped = DDP(model)
+        with overlap(wrapped, zero):
+            wrapped(torch.tensor([1, 2])).sum().backward()
+        return said, apart(model)
+
+    for (kind, text), gap in run(2, attached):
+        assert kind == "ValueError" and text.startswith("0 has sparse gradients") and gap == 0
+        assert "use sparse=False in this layer" in text

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.comm.launch import run
 from zero_nb.comm.subgroups import two_level
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 
 def muon(params):
@@ -67,6 +68,14 @@ def with_an_expanded_buffer():
     made(model)
 
 
+def with_a_sparse_layer():
+    made(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)))
+
+
+def compiled_by_jit():
+    made(torch.jit.script(network()))
+
+
 def with_a_sparse_buffer():
     model = network()
     model.register_buffer("mask", torch.eye(3).to_sparse())
@@ -93,6 +102,8 @@ BAD = {
     "norm": lambda: made(max_grad_norm=1.0, norm_type=0),
     "sparse buffer": with_a_sparse_buffer,
     "expanded buffer": with_an_expanded_buffer,
+    "sparse layer": with_a_sparse_layer,
+    "script": compiled_by_jit,
 }
 
 
@@ -131,6 +142,8 @@ WORDS = {
     "norm": "ValueError.*norm_type must be above 0",
     "sparse buffer": "ValueError.*mask has layout torch.sparse_coo; keep it dense",
     "expanded buffer": "ValueError.*several elements of mask lie in one place",
+    "sparse layer": "ValueError.*0 has sparse gradients.*use sparse=False in this layer",
+    "script": "TypeError.*module must take hooks.*nn.Sequential",
     "judges": "ValueError.*interleaved",
     "scaler": "TypeError.*scaler.*got",
     "twice": "RuntimeError.*detach",
@@ -353,3 +366,40 @@ def through_submodules():
 def test_a_last_forward_in_no_sync_is_what_step_speaks_of():
     for message in run(2, through_submodules):
         assert "run the last forward of the module before step(), not of its submod" in message
+
+
+class Looked(nn.Module):
+    """Looks rows up without a layer that says so."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(20, size))
+        self.inner = nn.Linear(size, 2)
+
+    def forward(self, x):
+        return self.inner(nn.functional.embedding(x, self.rows, sparse=True))
+
+
+@pytest.mark.parametrize("size", [4, 4000])  # in a bucket with others, and in one of its own
+def test_a_gradient_that_turns_out_to_be_sparse_is_named(size):
+    def looked_up():
+        model = Looked(size)
+        zero = ZeroRedundancyOptimizer(model.named_parameters(), AdamW)
+        data_parallel(model, zero, bucket_cap_mb=0.1)
+        return caught(lambda: model(torch.tensor([1, dist.get_rank()])).sum().backward())
+
+    for said in run(2, looked_up):
+        assert "rows has a sparse gradient and only dense ones" in said and "sparse=False" in said
+
+
+def test_a_frozen_sparse_layer_and_a_compiled_layer_are_taken():
+    def taken():
+        model = nn.Sequential(nn.Embedding(9, 12, sparse=True), torch.jit.script(network().float()))
+        model[0].weight.requires_grad_(False)
+        zero = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+        data_parallel(model, zero)
+        for _ in range(2):
+            model(torch.tensor([1, 2])).sum().backward()
+        return replicas(model)
+
+    assert run(2, taken) == [True] * 2

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from .engine import check_complex, check_not_driven
+from .engine import check_complex, check_dense, check_not_driven
 from ..comm.groups import Group
 from ..optim.driver import StepOptions
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -141,6 +141,7 @@ def check_pair(options: OverlapOptions, ddp: Any, optimizer: Any) -> None:
     _check_kinds(options, ddp, optimizer)
     _check_params(ddp, optimizer)
     check_not_driven(optimizer)
+    check_dense(ddp.module, optimizer)
     if getattr(ddp, "mixed_precision", None) is not None:
         raise ValueError(
             "DDP's own mixed precision has a comm hook, and there can be one only; cast the model,"

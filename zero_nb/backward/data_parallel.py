@@ -21,10 +21,11 @@ from zero_nb.backward.engine import (
     InBackward,
     StepEngine,
     check_complex,
+    check_dense,
     check_not_driven,
     in_torchs_join,
 )
-from .module_buffers import BufferMode, BufferSync, broadcast_from, check_buffers
+from .module_buffers import BufferMode, BufferSync, broadcast_from, check_plain
 from .parallel_backward import ParallelBackward
 from .parallel_reducer import ParallelReducer, StepObserver, TorchJoinHook
 from .watch import BackwardWatch, TransientHook, fail_peers_on_error
@@ -97,10 +98,11 @@ def _check_on_all_ranks(module: Any, optimizer: Any, options: DataParallelOption
     groups = optimizer.groups if isinstance(optimizer, ZeroRedundancyOptimizer) else Group()
     with agreeing(groups, "data_parallel", lambda: [options.described]):
         _check_module(module, optimizer)
-        check_buffers(module)
+        check_plain(module)
         options.check()
         check_complex(options.reduce_dtype, optimizer)
         _check_together(module, optimizer, options)
+        check_dense(module, optimizer)
 
 # %% ../../nbs/backward/16_data_parallel.ipynb #541b64b8
 @torch._disable_dynamo

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .stepped_gradients import SteppedGradients
 from .watch import BackwardWatch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'cut_in_place', 'check_not_driven', 'check_complex',
-           'StepEngine', 'InBackward', 'in_torchs_join', 'check_torchs_join']
+           'check_dense', 'StepEngine', 'InBackward', 'in_torchs_join', 'check_torchs_join']
 
 # %% ../../nbs/backward/03_engine.ipynb #bcb158cc
 def mean_dtype(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
@@ -127,6 +127,18 @@ def check_complex(
             )
 
 # %% ../../nbs/backward/03_engine.ipynb #4c3b4b2f
+def check_dense(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    """Refuse layers whose gradients are sparse."""
+    trained = {id(p) for p in optimizer.params() if p.requires_grad}
+    for name, layer in module.named_modules():
+        sparse = isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+        if sparse and id(layer.weight) in trained:
+            raise ValueError(
+                f"{name or type(layer).__name__} has sparse gradients, and only dense ones can be"
+                " sharded; use sparse=False in this layer"
+            )
+
+
 _COUNTS = (
     "{} counts its steps in its param groups, so all buckets are stepped together when backward is"
     " over, as with interleaved=False"

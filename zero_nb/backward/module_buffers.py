@@ -20,7 +20,7 @@ from ..optim.optimizer import ZeroRedundancyOptimizer
 BufferMode = Literal["broadcast", "average", "local"]
 
 # %% auto #0
-__all__ = ['BufferMode', 'check_buffers', 'broadcast_from', 'sync_buffers', 'BufferSync']
+__all__ = ['BufferMode', 'check_plain', 'broadcast_from', 'sync_buffers', 'BufferSync']
 
 # %% ../../nbs/backward/13_module_buffers.ipynb #1a34d94d
 def _to_send(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -55,8 +55,15 @@ def _run_on_each(
             collective(t)
 
 
-def check_buffers(module: nn.Module) -> None:
-    """Refuse buffers that cannot be sent; `ValueError`. Source: `DistributedDataParallel`."""
+def check_plain(module: nn.Module) -> None:
+    """Refuse a plain module that takes no hooks (`TypeError`), or has buffers that cannot be sent (`ValueError`).
+
+    Source: `DistributedDataParallel`."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            "module must take hooks, and one that torch.jit has compiled takes none; put it into an"
+            " nn.Sequential, compile layers of it only, or use DistributedDataParallel and overlap()"
+        )
     for name, buffer in module.named_buffers():
         if buffer.layout != torch.strided:
             raise ValueError(

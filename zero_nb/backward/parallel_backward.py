@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .engine import Contribution, StepEngine, mean_dtype, start_mean
-from .gradient_buffers import BufferPool
+from .gradient_buffers import BucketGradients, BufferPool
 from .gradients import GradientCollector
 from ..comm.groups import Group
 from ..optim.driver import SideStream
@@ -244,7 +244,12 @@ class ParallelBackward:
                 if p.grad is not None:
                     self.stream.keep(p.grad)
         assert self.iteration is not None, "there are buckets"
-        self.iteration.arrive(i, collector.take())
+        try:
+            gradient = collector.take()
+        except RuntimeError as error:
+            self.refuse_sparse(bucket, error)
+            raise
+        self.iteration.arrive(i, gradient)
 
     def refuse(self, params: Sequence[int], got: str) -> None:
         """Raise `RuntimeError` if a parameter got what it did not get before."""
@@ -253,6 +258,15 @@ class ParallelBackward:
                 f"{self.name(min(params))} got {got}; where that may change, pass"
                 " find_unused_parameters=True"
             )
+
+    def refuse_sparse(self, bucket: BucketGradients, error: RuntimeError) -> None:
+        """Raise `RuntimeError` if a gradient is sparse, of which torch's `error` says only what it could not do."""
+        for slot, p in zip(bucket.slots, bucket.params, strict=True):
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{self.name(slot.param)} has a sparse gradient and only dense ones can be"
+                    " sharded; use sparse=False in its layer"
+                ) from error
 
     def name(self, index: int) -> str:
         """Give the name of a parameter."""
