@@ -25,7 +25,7 @@ from zero_nb.backward.engine import (
     check_not_driven,
     in_torchs_join,
 )
-from .module_buffers import BufferMode, BufferSync, broadcast_from, check_plain
+from .module_buffers import BufferMode, BufferSync, broadcast_from, check_module
 from .parallel_backward import ParallelBackward
 from .parallel_reducer import ParallelReducer, StepObserver, TorchJoinHook
 from .watch import BackwardWatch, TransientHook, fail_peers_on_error
@@ -98,7 +98,7 @@ def _check_on_all_ranks(module: Any, optimizer: Any, options: DataParallelOption
     groups = optimizer.groups if isinstance(optimizer, ZeroRedundancyOptimizer) else Group()
     with agreeing(groups, "data_parallel", lambda: [options.described]):
         _check_module(module, optimizer)
-        check_plain(module)
+        check_module(module)
         options.check()
         check_complex(options.reduce_dtype, optimizer)
         _check_together(module, optimizer, options)

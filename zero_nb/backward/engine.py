@@ -126,7 +126,7 @@ def check_complex(
                 " part; leave out reduce_dtype, or the hook that casts them"
             )
 
-# %% ../../nbs/backward/03_engine.ipynb #4c3b4b2f
+
 def check_dense(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
     """Refuse layers whose gradients are sparse."""
     trained = {id(p) for p in optimizer.params() if p.requires_grad}
@@ -138,7 +138,7 @@ def check_dense(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
                 " sharded; use sparse=False in this layer"
             )
 
-
+# %% ../../nbs/backward/03_engine.ipynb #4c3b4b2f
 _COUNTS = (
     "{} counts its steps in its param groups, so all buckets are stepped together when backward is"
     " over, as with interleaved=False"
@@ -148,8 +148,6 @@ _MANY = (
     " up, run all but the last backward under no_sync(), and to skip steps, detach() and step after"
     " backward"
 )
-
-
 _FROZEN = (
     "{} is frozen and still has a gradient, which torch.optim would step; a step inside backward"
     " takes only what that backward averages. Freeze parameters after step() and set their .grad to"

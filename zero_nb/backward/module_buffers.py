@@ -20,7 +20,7 @@ from ..optim.optimizer import ZeroRedundancyOptimizer
 BufferMode = Literal["broadcast", "average", "local"]
 
 # %% auto #0
-__all__ = ['BufferMode', 'check_plain', 'broadcast_from', 'sync_buffers', 'BufferSync']
+__all__ = ['BufferMode', 'check_module', 'broadcast_from', 'sync_buffers', 'BufferSync']
 
 # %% ../../nbs/backward/13_module_buffers.ipynb #1a34d94d
 def _to_send(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -55,7 +55,7 @@ def _run_on_each(
             collective(t)
 
 
-def check_plain(module: nn.Module) -> None:
+def check_module(module: nn.Module) -> None:
     """Refuse a plain module that takes no hooks (`TypeError`), or has buffers that cannot be sent (`ValueError`).
 
     Source: `DistributedDataParallel`."""
