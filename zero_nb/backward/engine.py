@@ -139,6 +139,7 @@ def check_dense(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
             )
 
 # %% ../../nbs/backward/03_engine.ipynb #4c3b4b2f
+_TAKEN = "after backward() had taken the step"
 _COUNTS = (
     "{} counts its steps in its param groups, so all buckets are stepped together when backward is"
     " over, as with interleaved=False"
@@ -149,9 +150,8 @@ _MANY = (
     " backward"
 )
 _FROZEN = (
-    "{} is frozen and still has a gradient, which torch.optim would step; a step inside backward"
-    " takes only what that backward averages. Freeze parameters after step() and set their .grad to"
-    " None, as zero_grad() does for all, or detach() and step after backward"
+    "{} is frozen and still has a gradient, which torch.optim would step, and a step inside backward"
+    " would not; freeze it after step() and set its .grad to None, or detach() and step after backward"
 )
 
 
@@ -191,8 +191,7 @@ class StepEngine:
 
     @torch._disable_dynamo
     def make_way(self) -> None:
-        """Take away what stands in `.grad` for steps that are over; refuse gradients of frozen
-        parameters, which would be dropped."""
+        """Take away markers of steps that are over; refuse gradients of frozen parameters."""
         stale = self.markers.remove()
         stale += [p for p in self.params if not p.requires_grad and p.grad is not None]
         if stale:
@@ -272,8 +271,7 @@ class StepEngine:
         self.options_used = None
         try:
             if used is not None:
-                groups = self.optimizer.param_groups
-                check_options(groups, used, "after backward() had taken the step")
+                check_options(self.optimizer.param_groups, used, _TAKEN)
             self.markers.check()
         except RuntimeError:
             self.forget_steps()  # the step that was refused is over
