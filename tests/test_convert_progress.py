@@ -4,8 +4,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import AdamW
+from common.sharded_saving import stepped_linear
 
 from zero_nb import load_sharded, newest_checkpoint, save_sharded
 from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
@@ -16,13 +15,7 @@ ENDS = {"sharded": "", "safetensors": ".safetensors", "deepspeed": ""}
 
 @pytest.fixture
 def trained():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    adamw = AdamW(model.named_parameters(), lr=0.1)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    adamw.step()
-    return model, adamw
+    return stepped_linear()
 
 
 @pytest.mark.parametrize("extra", [None, {"epoch": 3, "state": {"param_groups": [1.5, None]}}])

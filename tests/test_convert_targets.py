@@ -5,9 +5,8 @@ import os
 
 import pytest
 import torch
+from common.sharded_saving import stepped_linear
 from test_ckpt import called
-from torch import nn
-from torch.optim import AdamW
 
 from zero_nb import save_sharded
 from zero_nb.checkpoint.convert import convert_checkpoint
@@ -21,13 +20,7 @@ def refused(capsys, *words):
 
 @pytest.fixture
 def trained():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    adamw = AdamW(model.named_parameters(), lr=0.1)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    adamw.step()
-    return model, adamw
+    return stepped_linear()
 
 
 @pytest.fixture

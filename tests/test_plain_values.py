@@ -2,6 +2,7 @@
 
 import enum
 import pathlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import caught_error
+from common.sharded_saving import make as make_any
+from common.sharded_saving import step
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,20 +30,7 @@ from zero_nb import (
 from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
 from zero_nb.checkpoint.full import read_full
 
-
-def make(optimizer_class=AdamW, seed=0, sharded=True, **options):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
-    if not sharded:
-        return model, optimizer_class(model.named_parameters(), **options)
-    options = {**options, "trust_optimizer_class": True}
-    return model, ZeroRedundancyOptimizer(model.named_parameters(), optimizer_class, **options)
-
-
-def step(model, optimizer):
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
+make = partial(make_any, named=True)
 
 
 def cosine(epoch):

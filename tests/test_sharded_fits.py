@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error
+from common.sharded_saving import make, step
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -19,21 +20,6 @@ from zero_nb import (
     shard_full_optim_state_dict,
 )
 from zero_nb.checkpoint.convert import convert_checkpoint
-
-
-def make(seed=0, optimizer_class=AdamW, sharded=True, **options):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
-    if not sharded:
-        return model, optimizer_class(model.parameters(), **options)
-    options = {**options, "trust_optimizer_class": True}
-    return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
-
-
-def step(model, optimizer):
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
 
 
 def values_of(model):
