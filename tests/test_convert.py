@@ -317,7 +317,7 @@ def test_a_flipped_bit_where_a_file_describes_itself(folder, samples, form):
 
 
 def test_a_flipped_bit_in_how_a_record_is_kept(folder, samples):
-    """Torch reads a record that seems to be compressed as whatever was in memory before."""
+    """Torch reads a record that seems to be compressed, or a folder, as whatever was in memory before."""
     good = samples / TARGETS["full"]
     data = bytearray(good.read_bytes())
     with zipfile.ZipFile(good) as archive:
@@ -328,7 +328,8 @@ def test_a_flipped_bit_in_how_a_record_is_kept(folder, samples):
         flags_and_method = range(entry + 8, entry + 12)
         letters = range(entry + 46, entry + 46 + len(name))
         assert data[letters.start : letters.stop] == name.encode()
-        for at, bit in itertools.product([*flags_and_method, *letters[-3:]], range(8)):
+        bits = itertools.product([*flags_and_method, *letters[-3:]], range(8))
+        for at, bit in [*bits, (entry + 38, 4)]:  # the last says that it is a folder
             data[at] ^= 1 << bit
             path.write_bytes(data)
             data[at] ^= 1 << bit

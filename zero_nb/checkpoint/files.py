@@ -192,15 +192,14 @@ class Record(NamedTuple):
 
 
 def _read_at(file: Any, offset: int, form: str) -> tuple[int, ...]:
-    if offset < 0:  # damage in what the offset was computed from
-        raise zipfile.BadZipFile(f"a record begins at {offset}")
-    file.seek(offset)
+    file.seek(offset)  # before the first byte, and an error, if there is damage
     return struct.unpack(form, file.read(struct.calcsize(form)))
 
 
 # where in a header are flags and method, the lengths, and the name; the form of the lengths
 _BEFORE_RECORD = (6, 26, 30, "<HH")
 _IN_DIRECTORY = (8, 28, 46, "<HHH")
+_FOLDER = 0x10  # among a record's attributes; torch gives memory that it has not written for it
 _END = b"PK\x05\x06"  # how the last record of an archive begins, which has 22 bytes
 
 
@@ -224,9 +223,10 @@ def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
             for name, info in named.items() if "data.pkl" in named else ():
                 listed, listed_nbytes = _header_at(file, entry, *_IN_DIRECTORY)
                 own, own_nbytes = _header_at(file, info.header_offset, *_BEFORE_RECORD)
-                if own != listed or info.compress_type != zipfile.ZIP_STORED:
+                kept = info.compress_type == zipfile.ZIP_STORED and not info.external_attr & _FOLDER
+                if own != listed or not kept:
                     raise zipfile.BadZipFile(
-                        f"record {info.filename!r} is compressed, or the directory has another"
+                        f"record {info.filename!r} is compressed or a folder, or the directory has another"
                     )
                 offset = info.header_offset + own_nbytes
                 places = [entry + 16]  # in the directory at the end
@@ -234,7 +234,12 @@ def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
                 if info.flag_bits & 8:  # and behind the record
                     places.append(offset + info.file_size + 4)
                 found[name] = Record(offset, info.file_size, info.CRC, tuple(places))
-    except _NO_ARCHIVE as error:
+            if found:
+                file.seek(0)
+                torch._C.PyTorchFileReader(file)  # takes less than zipfile does
+    except (*_NO_ARCHIVE, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         file.seek(0)
         if file.read(len(_LEGACY)) == _LEGACY:
             raise ValueError(
@@ -303,16 +308,13 @@ def with_checksums() -> Iterator[None]:
                 options.set_crc32_options(before)
 
 
-_READ = 1 << 22  # bytes
-
-
 def crc_of(
     file: Any,  # open for reading bytes
     nbytes: int,  # from where it stands
 ) -> int:
     """Take the CRC-32 of a part of a file, a few MiB at a time."""
     crc = 0
-    while nbytes and (data := file.read(min(nbytes, _READ))):
+    while nbytes and (data := file.read(min(nbytes, 1 << 22))):
         crc = zlib.crc32(data, crc)
         nbytes -= len(data)
     return crc
