@@ -103,7 +103,9 @@ def test_memory_does_not_rise_while_buckets_settle():
 
         return peak_bytes(torch.device("cpu"), train) / (20 * 1201 * 1200 * 4)
 
-    assert max(run(2, peak)) < 3.5  # parameters, gradients, and half of two moments
+    # Parameters, gradients, and half of two moments: 3.35 with what is on its way. One bucket for all
+    # takes 4.04. Code is mapped meanwhile (0.19), and counts where Linux has taken it back at the end.
+    assert max(run(2, peak)) < 3.7
 
 
 @pytest.mark.turns(3)
