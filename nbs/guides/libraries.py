@@ -178,7 +178,7 @@ def train_alone(ranks: int, steps: int) -> nn.Module:
 def largest_gap(a: nn.Module, b: nn.Module) -> float:
     """Give the largest difference of a parameter."""
     pairs = zip(a.parameters(), b.parameters(), strict=True)
-    return max((x - y).abs().max().item() for x, y in pairs)
+    return torch.stack([(x - y).abs().max() for x, y in pairs]).max().item()
 
 
 def check_installed(library: str) -> None:
