@@ -3,6 +3,7 @@
 import contextlib
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -403,3 +404,26 @@ def test_a_frozen_sparse_layer_and_a_compiled_layer_are_taken():
         return replicas(model)
 
     assert run(2, taken) == [True] * 2
+
+
+def penalized(sums):
+    """A penalty has a backward of its own, before that of the loss."""
+    plain, ours = network(), network()
+    wrapped, optim = DDP(plain), AdamW(one_adamw(plain))
+    zero = sharded(one_adamw(ours))
+    handle = data_parallel(ours, zero, **SMALL)
+    for i in range(4):
+        for model, o in ((wrapped, optim), (ours, zero)):
+            first = next(model.parameters())
+            with handle.no_sync() if model is ours and sums else contextlib.nullcontext():
+                first.square().sum().backward()
+            model(batch(i)).square().mean().backward()
+            o.step()
+            o.zero_grad()
+    return largest_gap(flatten(plain.parameters()), flatten(ours.parameters()))
+
+
+def test_a_penalty_on_its_own_is_summed_in_no_sync_and_else_told_to_be():
+    assert all(found < 1e-9 for found in run(2, penalized, True))
+    words = "as that of a penalty, belongs into no_sync()"
+    assert all(words in message for message in run(2, caught, partial(penalized, False)))

@@ -256,7 +256,8 @@ class ParallelBackward:
         if params and self.refuses_surprises:
             raise RuntimeError(
                 f"{self.name(min(params))} got {got}; where that may change, pass"
-                " find_unused_parameters=True"
+                " find_unused_parameters=True; a backward that does not come from an"
+                " output of the module, as that of a penalty, belongs into no_sync()"
             )
 
     def refuse_sparse(self, bucket: BucketGradients, error: RuntimeError) -> None:
