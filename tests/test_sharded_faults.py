@@ -21,7 +21,7 @@ from zero_nb.checkpoint import sharded
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
 from zero_nb.checkpoint.files import new_folder
 from zero_nb.checkpoint.folder import check_folder
-from zero_nb.checkpoint.full import full_state_dict
+from zero_nb.checkpoint.full import full_optim_state_dict, full_state_dict
 from zero_nb.checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded
 from zero_nb.comm import relays
 from zero_nb.comm.launch import run
@@ -256,3 +256,40 @@ def test_a_folder_of_a_job_that_lives_is_left_alone(folder):
         "one/part",
         "two",
     ]
+
+
+def wrong_kinds(folder):
+    model = nn.Linear(4, 2)
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+    save_sharded(folder / "good", model, zero)
+    here = dist.get_rank() == 1
+    one = 3 if here else model
+    calls = {
+        "model must be a torch.nn.Module, got 3": (
+            lambda: save_sharded(folder / "a", 3, zero),
+            lambda: save_sharded(folder / "a", one, zero),
+            lambda: AsyncCheckpointer(3, zero).save(folder / "a"),
+            lambda: AsyncCheckpointer(one, zero).save(folder / "a"),
+            lambda: load_sharded(folder / "good", 3, zero),
+            lambda: full_optim_state_dict(one, zero),
+        ),
+        "optimizer must be a torch.optim.Optimizer, got None": (
+            lambda: save_sharded(folder / "a", model, None),
+            lambda: AsyncCheckpointer(model, None).save(folder / "a"),
+            lambda: load_sharded(folder / "good", model, None if here else zero),
+            lambda: full_optim_state_dict(model, None),
+        ),
+        "folder must be a path, got None": (
+            lambda: save_sharded(None if here else folder / "a", model, zero),
+            lambda: AsyncCheckpointer(model, zero).save(None if here else folder / "a"),
+        ),
+    }
+    for words, wrong in calls.items():
+        for call in wrong:
+            with pytest.raises(TypeError, match=words):
+                call()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_no_model_optimizer_or_path_is_an_error_on_every_rank(folder):
+    assert run(2, wrong_kinds, folder) == [["good"]] * 2

@@ -101,3 +101,34 @@ def test_checkpoints_have_checksums_also_where_torch_writes_none(folder):
     assert run(2, saved_without_checksums, folder) == [False, False]
     torch.save({"a": torch.ones(3)}, folder / "plain.pt")
     check_file(folder / "plain.pt")
+
+
+def call_where_no_file_can_be_made(path):
+    zero = ZeroRedundancyOptimizer(nn.Linear(4, 2).parameters(), AdamW)
+    with pytest.raises(FileNotFoundError) as raised:
+        full_state_dict(zero, to=path)
+    return str(raised.value)
+
+
+def test_an_error_of_opening_names_the_path_that_was_given(folder):
+    path = folder / "missing" / "x.pt"
+    for said in run(2, call_where_no_file_can_be_made, path):
+        assert str(path) in said and ".tmp" not in said
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EDQUOT, errno.EROFS])
+def test_an_error_of_making_a_folder_names_the_one_that_was_given(folder, monkeypatch, error):
+    def fails(*args, **kwargs):
+        raise OSError(error, os.strerror(error), str(args[0]))
+
+    monkeypatch.setattr(os, "open", fails)
+    with pytest.raises(OSError) as raised, new_folder(folder / "step-5"):
+        pass
+    assert raised.value.filename == str(folder / "step-5")
+    monkeypatch.undo()
+    real = Path.mkdir
+    change = lambda path, *args, **kwargs: (fails if path.suffix else real)(path, *args, **kwargs)
+    monkeypatch.setattr(Path, "mkdir", change)
+    with pytest.raises(OSError) as raised, new_folder(folder / "step-5"):
+        pass
+    assert raised.value.filename == str(folder / "step-5") and not [*folder.iterdir()]

@@ -245,9 +245,11 @@ class AsyncCheckpointer:
                 "reshard() has moved the optimizer to other ranks since this checkpointer was made, so"
                 " not all of its ranks would come; make another one for the ranks that hold the state"
             )
-        folder = Path(folder).absolute()  # the program may go elsewhere meanwhile
         with ExitStack() as opened:
-            beside, more = open_save(folder, self.optimizer, step, extra, self.group, opened)
+            beside, more = open_save(
+                folder, self.model, self.optimizer, step, extra, self.group, opened
+            )
+            folder = Path(folder).absolute()  # the program may go elsewhere meanwhile
             planned = plan_save(beside, self.model, self.optimizer, self.group)
             data = list[dict[Any, Any]]()
             with agreeing(self.group, f"copying what goes to {folder}"):

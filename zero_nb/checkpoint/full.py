@@ -21,6 +21,7 @@ from zero_nb.checkpoint.names import (
     KEYS,
     by_index,
     by_name,
+    check_kinds,
     check_saved,
     names_in_groups,
     names_of_params,
@@ -228,11 +229,12 @@ def full_optim_state_dict(
     """Give a copy of the whole state of the optimizer on one rank (CPU), with the model's names; all
     ranks call this.
 
-    Raises `ValueError` if parameters are not the model's, or groups do not fit. Source: the function of this name of
-    `torch.distributed.fsdp.FullyShardedDataParallel`."""
+    Raises on all ranks: `TypeError` for what is no model or optimizer, `ValueError` if parameters are not the model's,
+    or groups do not fit. Source: the function of this name of `torch.distributed.fsdp.FullyShardedDataParallel`."""
     group = optim.group if isinstance(optim, ZeroRedundancyOptimizer) else Group()
     names = list[list[str]]()
     with agreeing(group, "full_optim_state_dict"):
+        check_kinds(model, optim)
         given = optim.param_groups if optim_input is None else optim_input
         names += _names_by_group(model, given)
         _check_fits(names, optim.param_groups)

@@ -35,6 +35,7 @@ from zero_nb.checkpoint.folder import (
 )
 from zero_nb.checkpoint.names import (
     SavedOptimizer,
+    check_kinds,
     keys_below,
     model_to_save,
     parts_to_save,
@@ -168,7 +169,8 @@ def check_extra(extra: Any) -> Any:  # a copy
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a20104
 def open_save(
-    folder: Path,  # of the checkpoint, which is not there yet
+    folder: str | os.PathLike[str],  # of the checkpoint, which is not there yet
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     step: int,
     extra: Any,
@@ -188,13 +190,16 @@ def open_save(
 
     with agreeing(group, "save_sharded", describe):
         check_available()
+        check_kinds(model, optimizer)
+        if not isinstance(folder, (str, os.PathLike)):
+            raise TypeError(f"folder must be a path, got {folder!r:.80}")
         if type(step) is not int:
             raise TypeError(f"step must be an int, which newest_checkpoint compares, got {step!r}")
         more["extra"] = check_extra(extra)
         if group.group_rank == 0:
-            names = [opened.enter_context(new_folder(folder)).name]
+            names = [opened.enter_context(new_folder(Path(folder).absolute())).name]
     broadcast_object_list(names, group=group, group_src=0)
-    return folder.with_name(names[0]), more
+    return Path(folder).absolute().with_name(names[0]), more
 
 
 def save_sharded(
@@ -211,9 +216,9 @@ def save_sharded(
     Raises on all ranks, and leaves nothing behind: `TypeError` or `ValueError` for bad arguments,
     `OSError` as the disk does. `AsyncCheckpointer` does it while training goes on."""
     group = Group(process_group)
-    folder = Path(folder)
     with ExitStack() as opened:
-        beside, more = open_save(folder, optimizer, step, extra, group, opened)
+        beside, more = open_save(folder, model, optimizer, step, extra, group, opened)
+        folder = Path(folder)
         planned = plan_save(beside, model, optimizer, group)
         part = list[str]()
         with agreeing(group, f"saving {folder}"), naming_target(folder):
@@ -290,13 +295,14 @@ def load_sharded(
     """Check a checkpoint, and load it into model and optimizer at any number of ranks; all ranks call this.
 
     On several machines, and on GPUs, each rank reads the parameters that it owns, and an all-gather brings the others.
-    Raises on all ranks, before anything is loaded: `ValueError` if the checkpoint is damaged, not complete, or does not
-    fit. A hook before `load_state_dict` sees numbers in their place. Source: `torch.distributed.checkpoint.load`."""
+    Raises on all ranks, before anything is loaded: `TypeError` for what is no model or optimizer, `ValueError` if the
+    checkpoint is damaged, not complete, or does not fit. A hook before `load_state_dict` sees numbers in their place. Source: `torch.distributed.checkpoint.load`."""
     group = Group(process_group)
     said = dict[str, Any]()
     found = list[tuple[dict[str, Any], SavedOptimizer]]()
     with agreeing(group, "load_sharded", lambda: [f"folder={folder}"]):
         check_available()
+        check_kinds(model, optimizer)
         said |= check_folder(folder, (group.group_rank, group.size))
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.wait_for_driver()
