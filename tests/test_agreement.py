@@ -12,6 +12,7 @@ import torch.distributed as dist
 from common import caught, caught_error, free_port
 
 from zero_nb.comm.agreement import agree, agreeing
+from zero_nb.comm.ending import fail
 from zero_nb.comm.groups import (
     Group,
 )
@@ -194,3 +195,14 @@ def test_a_block_that_agrees_may_be_in_one_that_does(where):
     if where == "nowhere":
         expected = [None] * 3
     assert run(3, nested, where, timeout=60) == [[text] * 2 for text in expected]
+
+
+@pytest.mark.parametrize("given", [None, "ranks", [], [None]])
+def test_what_is_no_group_is_one_clear_error(given):
+    for call in (
+        lambda: agree(given, "the work"),
+        lambda: agreeing(given, "the work").__enter__(),
+        lambda: fail(given, ValueError("lost")),
+    ):
+        with pytest.raises(TypeError, match=r"group must be a zero_nb\.Group, got"):
+            call()

@@ -227,6 +227,7 @@ def test_plan_finds_a_function_of_the_current_folder(tmp_path):
     [
         (["plan", "gpt2-xxl"], "gpt2-xl"),
         (["plan", "gpt2", "--master-dtype", "fp32"], "unknown master_dtype 'fp32'"),
+        (["plan", "gpt2", "--master-dtype", "bfloat16"], "bfloat16 does not take float32"),
         (["plan", "gpt2", "--world-size", "0"], "got 0"),
         (["plan", "gpt2", "--memory", "much"], "much"),
         (["plan"], "name one model"),

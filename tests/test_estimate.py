@@ -20,6 +20,7 @@ from zero_nb.comm.recording import record
 from zero_nb.comm.subgroups import TwoLevel, two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.plan.balancing import balanced
+from zero_nb.plan.charts import explore
 from zero_nb.plan.comparison import compare
 from zero_nb.plan.estimated import PLANNED, Estimate, amount, duration
 from zero_nb.plan.estimates import estimate
@@ -43,6 +44,12 @@ tiny = (
     ParamSpec("weight", (64, 32)),
     ParamSpec("bias", (64,)),
     ParamSpec("frozen", (100,), trainable=False),
+)
+NARROW = (
+    ("bfloat16", "float16"),
+    ("float16", "bfloat16"),
+    ("float32", "bfloat16"),
+    ("float64", "float32"),
 )
 
 
@@ -412,6 +419,17 @@ def test_bad_shape_files_have_one_error(tmp_path, content, message):
             for seconds in (-1.0, math.nan, math.inf, "1")
         ],
         (lambda: estimate(tiny, master_dtype="fp32"), "unknown master_dtype 'fp32'"),
+        (lambda: estimate(tiny, master_dtype="int32"), "unknown master_dtype 'int32'"),
+        *[
+            (
+                lambda call=call, dtype=dtype, narrow=narrow: call(
+                    tiny, dtype=dtype, master_dtype=narrow
+                ),
+                f"{narrow} does not take {dtype}, the dtype of",
+            )
+            for call in (estimate, compare, fewest_ranks)
+            for dtype, narrow in NARROW
+        ],
         (
             lambda: estimate(tiny, reduce_dtype="int32"),
             "unknown reduce_dtype 'int32'; did you mean float32",
@@ -451,6 +469,14 @@ def test_bad_input_has_one_clear_error(call, message):
     with pytest.raises(ValueError) as caught:
         call()
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("dtype", "narrow"), NARROW)
+def test_the_planner_refuses_the_master_copies_that_the_optimizer_refuses(dtype, narrow):
+    weight = nn.Parameter(torch.zeros(4, 2, dtype=getattr(torch, dtype)))
+    with pytest.raises(ValueError, match="master_dtype must hold every value"):
+        ZeroRedundancyOptimizer([weight], AdamW, master_dtype=getattr(torch, narrow))
+    assert explore("gpt2", dtype="float64")  # which has no use for copies in float32
 
 
 @pytest.mark.parametrize("model", [[1, 2], 3, [("w", (3, 4))]])

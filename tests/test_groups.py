@@ -20,6 +20,7 @@ from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list
 from zero_nb.comm.ranks import get_global_rank, get_group_rank, get_process_group_ranks
+from zero_nb.comm.simulation import simulate
 from zero_nb.comm.subgroups import clone, split, two_level
 
 
@@ -381,3 +382,31 @@ def test_no_message_is_lost_on_its_way_to_a_rank_that_fails(count, numel):
     (error, seconds), _ = run(2, fails_as_messages_leave, count, numel, timeout=60)
     assert seconds < 5, (error, seconds)  # sent, or an error
     assert error is None or "the loss is not a number" in error[1]
+
+
+def rows_of(nodes):
+    one = Group()
+    return caught_error(lambda: two_level(nodes if one.group_rank else 2))
+
+
+@pytest.mark.parametrize("nodes", ["2", 2.0, None])
+def test_rows_of_no_number_of_ranks_are_an_error_on_every_rank(nodes):
+    for kind, said in run(2, rows_of, nodes):
+        assert (
+            kind == "TypeError" and f"must be ranks per node or a DeviceMesh, got {nodes!r}" in said
+        )
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: simulate(1.5), "size must be an integer >= 1, ranks in the group, got 1.5"),
+        (lambda: simulate(0), "got 0"),
+        (lambda: simulate(2, 0.5), "group_rank must be in 0..1 in a group of 2, got 0.5"),
+        (lambda: simulate(2, 2), "group_rank must be in 0..1 in a group of 2, got 2"),
+    ],
+)
+def test_a_group_that_cannot_be_simulated_is_one_clear_error(call, says):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert says in str(caught.value)

@@ -3,13 +3,16 @@
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_nb.plan.balancing import balanced
+from zero_nb.plan.balancing import balanced, mixed
 from zero_nb.plan.bucket import Bucket, Slot
 from zero_nb.plan.bucket_plan import BucketPlan
+from zero_nb.plan.comparison import compare
 from zero_nb.plan.estimates import estimate
+from zero_nb.plan.filling import ddp_buckets
 from zero_nb.plan.moves import moves
 from zero_nb.plan.packing import adopt, pack
 from zero_nb.plan.policies import even, greedy
@@ -92,3 +95,28 @@ def test_findings(call, message):
     with pytest.raises(ValueError) as caught:
         call()
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ([ParamSpec("w", (2,)), torch.zeros(3)], "a Tensor at index 1"),
+        (None, "NoneType"),
+        (torch.nn.Linear(2, 2), "Linear"),
+    ],
+)
+@pytest.mark.parametrize("plan", [even, greedy, balanced, mixed, pack, ddp_buckets])
+def test_what_are_no_specs_is_named(plan, given, named):
+    ranks = () if plan is ddp_buckets else (2,)
+    with pytest.raises(TypeError, match=f"must hold a ParamSpec for each parameter, got {named}"):
+        plan(given, *ranks)
+
+
+def test_parameters_may_come_one_by_one():
+    assert pack(iter(two), 2) == pack(two, 2)
+
+
+@pytest.mark.parametrize("methods", ["zero1", 3])
+def test_methods_that_are_no_list_are_one_clear_error(methods):
+    with pytest.raises(TypeError, match="methods must be a list of methods"):
+        compare("gpt2", "adamw", 8, methods)

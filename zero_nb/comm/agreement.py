@@ -283,6 +283,13 @@ def _tell_difference(agreement: _Agreement) -> Generator[float, None, Exception]
     )
 
 # %% ../../nbs/comm/04_agreement.ipynb #d9b4f8ff
+def _no_group(given: object) -> TypeError:
+    return TypeError(
+        f"group must be a zero_nb.Group, got {given!r:.80}; zero_nb.Group(process_group) makes one,"
+        " of all ranks without an argument"
+    )
+
+
 def agree(
     group: Ranks,  # all its ranks call this
     what: str,  # what is agreed on, for the error
@@ -296,6 +303,8 @@ def agree(
     the type is not one of Python's own; `ValueError` with
     the first line that differs; `RuntimeError` naming the ranks that did not arrive within the group's timeout.
     """
+    if not isinstance(group, Ranks):
+        raise _no_group(group)
     if _has_no_peers(group):
         if error is not None:
             raise error
@@ -315,7 +324,11 @@ def _steps_of(agreement: _Agreement) -> Steps:
 
 # %% ../../nbs/comm/04_agreement.ipynb #34831fed
 def _several(groups: Ranks | Sequence[Ranks]) -> Sequence[Ranks]:
-    return groups if isinstance(groups, Sequence) else (groups,)
+    several = groups if isinstance(groups, Sequence) else (groups,)
+    for group in several or (None,):
+        if not isinstance(group, Ranks):
+            raise _no_group(groups)
+    return several
 
 
 @contextmanager

@@ -138,10 +138,12 @@ def simulate(
     stay as they are, but a `Group` makes parts equal first,
     with zeros at their ends; broadcasts and receives leave the tensor alone. Where there is no
     default group, this is it until it is closed.
-    Raises `ValueError` for a rank outside the group."""
-    if not 0 <= group_rank < size:
+    Raises `ValueError` for a size that is no number of ranks, or a rank outside the group."""
+    if type(size) is not int or size < 1:
+        raise ValueError(f"size must be an integer >= 1, ranks in the group, got {size!r}")
+    if type(group_rank) is not int or not 0 <= group_rank < size:
         raise ValueError(
-            f"group_rank must be in 0..{size - 1} in a group of {size}, got {group_rank}"
+            f"group_rank must be in 0..{size - 1} in a group of {size}, got {group_rank!r}"
         )
     dist = _available()
     pg = RecordingGroup(_Alone(size, group_rank), f"simulated{next(_SIMULATED)}")

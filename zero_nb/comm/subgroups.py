@@ -149,7 +149,8 @@ def two_level(
 ) -> TwoLevel:
     """Arrange ranks in rows of one node each; all of them call this.
 
-    Raises `ValueError` if the rows are not full, or the mesh has not two dimensions."""
+    Raises on every rank: `TypeError` if `nodes` is neither, `ValueError` if the rows are not full, or the mesh has
+    not two dimensions."""
     if hasattr(nodes, "get_group"):
         if nodes.ndim != 2:
             raise ValueError(
@@ -158,10 +159,13 @@ def two_level(
             )
         return TwoLevel(Group(nodes.get_group(1)), Group(nodes.get_group(0)))
     group = group or Group()
-    if nodes < 1 or group.size % nodes:
-        raise ValueError(
-            f"ranks per node must divide the {group.size} ranks of the group, got {nodes}"
-        )
+    with agreeing(group, "two_level"):
+        if type(nodes) is not int:
+            raise TypeError(f"nodes must be ranks per node or a DeviceMesh, got {nodes!r:.80}")
+        if nodes < 1 or group.size % nodes:
+            raise ValueError(
+                f"ranks per node must divide the {group.size} ranks of the group, got {nodes}"
+            )
     rows = [range(first, first + nodes) for first in range(0, group.size, nodes)]
     shard = split(group, rows)
     replicate = split(group, list(zip(*rows, strict=True)))

@@ -189,8 +189,10 @@ def explore(
     dtype: str = "float32",  # of parameters and gradients; float32 master copies for smaller ones
 ) -> Svg:  # what a rank needs, beside plain DDP, and whether it fits
     """Draw one setting."""
-    setup: dict[str, Any] = {"master_dtype": "float32", "bucket_cap_mb": bucket_cap_mb or None}
     specs = find_model(model, dtype)[1]
+    setup: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb or None}
+    if all(spec.itemsize == 2 for spec in specs):
+        setup["master_dtype"] = "float32"
     found = [estimate(specs, optimizer, ranks, s, **setup) for s in dict.fromkeys(("ddp", method))]
     limit = parse_memory(memory)
     e = found[-1]

@@ -56,6 +56,12 @@ def compare(
     hidden: bool = False,
     compute: float = 0.0,
 ) -> Comparison:
-    """Estimate several ways to train."""
+    """Estimate several ways to train.
+
+    Raises `TypeError` if `methods` is no list, `ValueError` as `estimate`."""
     setup = setup_of(locals())
+    if isinstance(methods, str) or not isinstance(methods, Iterable):
+        raise TypeError(
+            f"methods must be a list of methods, such as ['ddp', 'zero1'], got {methods!r}"
+        )
     return Comparison(tuple(estimate_setup(model, world_size, m, setup) for m in methods))

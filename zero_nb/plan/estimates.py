@@ -129,6 +129,7 @@ def estimate_setup(
     if method == "ddp":
         setup = replace(setup, replicas=1)  # plain DDP knows no groups
     name, specs = find_model(model, setup.dtype)
+    setup.check_master(specs)
     ranks = _ranks_of_a_replica(setup, world_size)
     if plan is None:
         pack = (
@@ -186,7 +187,8 @@ def estimate(
 ) -> Estimate:
     """Predict what one rank needs and what a step costs.
 
-    Raises `ValueError` for an unknown name, or a world size that `replicas` does not divide."""
+    Raises `ValueError` for an unknown name, a world size that `replicas` does not divide, or a master copy
+    that the optimizer refuses."""
     return estimate_setup(model, world_size, method, setup_of(locals()), group_rank)
 
 # %% ../../nbs/plan/18_estimates.ipynb #adeb07fb

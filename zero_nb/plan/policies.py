@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Protocol
 
 from .shards import ShardPlan, Span, world
-from .specs import ParamSpec
+from .specs import ParamSpec, as_specs
 
 # %% ../../nbs/plan/03_policies.ipynb #45b00285
 Cost = Callable[[ParamSpec], float]
@@ -51,7 +51,11 @@ def loads_before(world_size: int, loads: Sequence[float] | None) -> list[float]:
 
 def movable(specs: Iterable[ParamSpec]) -> list[int]:
     """List the parameters that somebody must own: trainable ones that have elements."""
-    return [i for i, spec in enumerate(specs) if spec.trainable and spec.numel]
+    try:
+        return [i for i, spec in enumerate(specs) if spec.trainable and spec.numel]
+    except (AttributeError, TypeError):
+        as_specs(specs)
+        raise
 
 # %% ../../nbs/plan/03_policies.ipynb #3f11c859
 Priced = tuple[float, int]  # cost of a parameter, and its index
@@ -97,10 +101,14 @@ def _trained_row(
 ) -> tuple[
     list[Span], list[int]
 ]:  # what must be owned, end to end; where each begins, and where the last ends
-    spans = [
-        Span(i, 0, spec.numel) for i, spec in enumerate(specs) if spec.trainable and spec.numel
-    ]
-    return spans, [0, *accumulate([s[2] for s in spans])]
+    try:
+        owned = [
+            Span(i, 0, spec.numel) for i, spec in enumerate(specs) if spec.trainable and spec.numel
+        ]
+    except (AttributeError, TypeError):
+        as_specs(specs)
+        raise
+    return owned, [0, *accumulate([s[2] for s in owned])]
 
 
 def _between(

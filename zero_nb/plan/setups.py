@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -27,6 +27,9 @@ from .states import state_rule
 __all__ = ['Setup', 'setup_of']
 
 # %% ../../nbs/plan/16_setups.ipynb #1eaa0983
+_SPELLED = {"double": "float64", "float": "float32", "half": "float16"}  # torch's other names
+
+
 @dataclass(frozen=True)
 class Setup:
     """What to train, on what, and how; the fields are the keyword arguments of `estimate`."""
@@ -55,10 +58,24 @@ class Setup:
             )
         if type(self.align) is not int or self.align < 1:
             raise ValueError(f"align must be a number of elements, 1 or more, got {self.align!r}")
-        if self.master_dtype not in (None, *ITEMSIZE):
-            raise unknown("master_dtype", self.master_dtype, ITEMSIZE)
+        if self.master_dtype not in (None, *REDUCED, *_SPELLED):
+            raise unknown("master_dtype", self.master_dtype, REDUCED)
         if self.reduce_dtype not in (None, *REDUCED):
             raise unknown("reduce_dtype", self.reduce_dtype, REDUCED)
+
+    def check_master(self, specs: Iterable[ParamSpec]) -> None:
+        """Refuse a master copy that the optimizer refuses: of a dtype that does not hold the parameters' values."""
+        if self.master_dtype is None:
+            return
+        wide = _SPELLED.get(self.master_dtype, self.master_dtype)
+        for given, name in {spec.dtype: spec.name for spec in specs}.items():
+            dtype = _SPELLED.get(given, given)
+            held = dtype == wide or 1 < ITEMSIZE[dtype] < ITEMSIZE[wide]  # torch promotes no float8
+            if dtype.startswith(("float", "bfloat")) and not held:
+                raise ValueError(
+                    f"master_dtype must hold every value of the parameters, {self.master_dtype} does"
+                    f" not take {given}, the dtype of {name!r}; choose a wider one, or None"
+                )
 
     def sharding(self) -> str | Policy:
         """Choose the policy: what may be cut is cut bucket by bucket."""
