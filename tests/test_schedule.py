@@ -185,3 +185,8 @@ def test_bad_input_has_one_clear_error(call, message):
     with pytest.raises(ValueError) as caught:
         call()
     assert message in str(caught.value)
+
+
+def test_without_gathers_nothing_is_hidden():
+    plain, hidden = (make_schedule(4, "ddp", hidden=hidden).events for hidden in (False, True))
+    assert hidden == tuple(event for event in plain if event.op != "SYNC")

@@ -210,7 +210,9 @@ def order(
             f"lag and the number of buckets must be integers >= 0, got {lag!r} and {count!r}"
         )
     left = range(max(0, count - lag) if found.interleaved else 0, count)
-    step = [(op, i) for i in (reversed(left) if hidden else left) for op in _step_and_gather(found)]
+    read_first = hidden and found.gather  # what the next forward reads first
+    turns = reversed(left) if read_first else left
+    step = [(op, i) for i in turns for op in _step_and_gather(found)]
     if not hidden:
         step.append(("SYNC", -1))
     return {

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ITEMSIZE', 'T', 'DEVICE', 'Item', 'ParamSpec', 'Written', 'only', 'form_text', 'device_text', 'device_from',
-           'param_text', 'param_from', 'LazyTuple', 'ParamTable', 'as_specs', 'unique', 'described']
+           'param_text', 'param_from', 'LazyTuple', 'as_specs', 'ParamTable', 'unique', 'described']
 
 # %% ../../nbs/plan/01_specs.ipynb #87a0672c
 import hashlib
@@ -227,6 +227,23 @@ class LazyTuple(Sequence[Item]):
         return repr(tuple(self))
 
 # %% ../../nbs/plan/01_specs.ipynb #3ba7f6c5
+def as_specs(specs: Any) -> tuple[ParamSpec, ...]:
+    """Give parameters as a tuple. Raises `TypeError` if they are no `ParamSpec`s."""
+    strange = type(specs).__name__
+    if isinstance(specs, Iterable):
+        found = tuple(specs)
+        if not {*map(type, found)} - {ParamSpec}:  # quick
+            return found
+        others = [(i, each) for i, each in enumerate(found) if not isinstance(each, ParamSpec)]
+        if not others:
+            return found
+        strange = f"a {type(others[0][1]).__name__} at index {others[0][0]}"
+    raise TypeError(
+        f"specs must hold a ParamSpec for each parameter, got {strange}; of a module"
+        " plan.models.specs_of(module) makes them"
+    )
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class ParamTable(LazyTuple[ParamSpec]):
     """Parameters by their names and forms."""
@@ -276,23 +293,6 @@ class ParamTable(LazyTuple[ParamSpec]):
         return [*map(found.__getitem__, self.which)]
 
 # %% ../../nbs/plan/01_specs.ipynb #6929db03
-def as_specs(specs: Any) -> tuple[ParamSpec, ...]:
-    """Give parameters as a tuple. Raises `TypeError` if they are no `ParamSpec`s."""
-    strange = type(specs).__name__
-    if isinstance(specs, Iterable):
-        found = tuple(specs)
-        if not {*map(type, found)} - {ParamSpec}:  # quick
-            return found
-        others = [(i, each) for i, each in enumerate(found) if not isinstance(each, ParamSpec)]
-        if not others:
-            return found
-        strange = f"a {type(others[0][1]).__name__} at index {others[0][0]}"
-    raise TypeError(
-        f"specs must hold a ParamSpec for each parameter, got {strange}; of a module"
-        " plan.models.specs_of(module) makes them"
-    )
-
-
 def unique(specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
     """Check that every name is used once."""
     specs, seen = as_specs(specs), dict[str, int]()
