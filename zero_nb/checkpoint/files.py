@@ -73,21 +73,14 @@ def _remove_abandoned(path: Path) -> None:
                 os.close(handle)
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Let an error name a path that the caller knows, and not the one beside it."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 def _open_beside(path: Path, suffix: str = ".tmp") -> tuple[Path, int]:
     """Make an empty file beside a path, and lock it."""
     while True:
         beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{suffix}")
-        with _naming(path):
+        try:
             handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:  # the caller knows the path, and not what is beside it
+            raise OSError(error.errno, error.strerror, str(path)) from error
         _lock(handle, wait=True)
         if beside.exists():  # no other job took it for abandoned before it was locked
             return beside, handle
@@ -173,8 +166,7 @@ def new_folder(
     lock, handle = _open_beside(folder, ".lock")  # from before the folder is there until it is not
     beside = lock.with_suffix(".tmp")
     try:
-        with _naming(folder):
-            beside.mkdir()
+        beside.mkdir()
         yield beside
         for inside, _, _ in os.walk(beside):
             _flush_folder(Path(inside))

@@ -21,7 +21,6 @@ from zero_nb.checkpoint.names import (
     KEYS,
     by_index,
     by_name,
-    check_kinds,
     check_saved,
     names_in_groups,
     names_of_params,
@@ -38,7 +37,13 @@ from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..comm.objects import explain_unread, plain_numbers
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.saved_state import WholeState, check_destination, describe_whole, gather_state
+from zero_nb.optim.saved_state import (
+    WholeState,
+    check_destination,
+    check_kinds,
+    describe_whole,
+    gather_state,
+)
 from ..optim.state_runs import gather_values
 
 # %% auto #0

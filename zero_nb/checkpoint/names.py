@@ -27,9 +27,9 @@ from zero_nb.optim.sharded_state_dict import (
 from ..optim.state_dict_check import read_state
 
 # %% auto #0
-__all__ = ['KEYS', 'names_of_params', 'by_name', 'names_in_model', 'names_in_groups', 'by_index', 'check_kinds', 'check_saved',
-           'state_to_save', 'model_to_save', 'Saved', 'parts_to_save', 'SavedEntry', 'keys_below', 'entries_below',
-           'lay_out', 'room_for_model', 'SavedOptimizer']
+__all__ = ['KEYS', 'names_of_params', 'by_name', 'names_in_model', 'names_in_groups', 'by_index', 'check_saved', 'state_to_save',
+           'model_to_save', 'Saved', 'parts_to_save', 'SavedEntry', 'keys_below', 'entries_below', 'lay_out',
+           'room_for_model', 'SavedOptimizer']
 
 # %% ../../nbs/checkpoint/03_names.ipynb #162b5da3
 KEYS = ("index", "name")
@@ -160,14 +160,6 @@ def by_index(
     return {**full, "state": by_param | state, "param_groups": groups}
 
 # %% ../../nbs/checkpoint/03_names.ipynb #480b6116
-def check_kinds(model: Any, optimizer: Any) -> None:
-    """Refuse what is no model, or no optimizer; `TypeError`."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {model!r:.80}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r:.80}")
-
-
 def check_saved(full: Mapping[str, Any]) -> None:
     """Refuse a state dict with values that no reader of a file takes; `TypeError`."""
     for i, group in enumerate(full["param_groups"]):

@@ -35,7 +35,6 @@ from zero_nb.checkpoint.folder import (
 )
 from zero_nb.checkpoint.names import (
     SavedOptimizer,
-    check_kinds,
     keys_below,
     model_to_save,
     parts_to_save,
@@ -54,6 +53,7 @@ from ..comm.payloads import byte_device
 from ..comm.relays import _hosts
 from ..optim.driver import gather_parameters
 from ..optim.optimizer import ZeroRedundancyOptimizer
+from ..optim.saved_state import check_kinds
 from ..optim.shard import Shard
 from ..optim.sharded_state_dict import Keys, in_part, restore_keys
 from ..optim.state import end_groups
@@ -188,11 +188,9 @@ def open_save(
         note = "  # of which one is kept for all: gather what ranks have of their own into one list"
         return [f"folder={folder}, step={step}", f"extra={kept}{note}"]
 
-    with agreeing(group, "save_sharded", describe):
+    with agreeing(group, "save_sharded", describe), naming_target(folder):
         check_available()
-        check_kinds(model, optimizer)
-        if not isinstance(folder, (str, os.PathLike)):
-            raise TypeError(f"folder must be a path, got {folder!r:.80}")
+        check_kinds(model, optimizer, folder)
         if type(step) is not int:
             raise TypeError(f"step must be an int, which newest_checkpoint compares, got {step!r}")
         more["extra"] = check_extra(extra)
@@ -303,7 +301,7 @@ def load_sharded(
     found = list[tuple[dict[str, Any], SavedOptimizer]]()
     with agreeing(group, "load_sharded", lambda: [f"folder={folder}"]):
         check_available()
-        check_kinds(model, optimizer)
+        check_kinds(model, optimizer, folder)
         said |= check_folder(folder, (group.group_rank, group.size))
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.wait_for_driver()

@@ -160,7 +160,7 @@ _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no rea
 
 
 @contextmanager
-def naming_target(path: Path) -> Iterator[None]:
+def naming_target(path: str | os.PathLike[str]) -> Iterator[None]:
     """Let an error of writing name the target, where it names nothing or a temporary file."""
     try:
         yield

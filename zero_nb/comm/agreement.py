@@ -22,7 +22,7 @@ from zero_nb.comm.arrivals import (
     _missing,
     _plain,
 )
-from .ranks import Ranks, _few
+from .ranks import Ranks, _few, _no_group, _several
 from zero_nb.comm.store import (
     _GROUP_COUNT,
     _Notes,
@@ -283,13 +283,6 @@ def _tell_difference(agreement: _Agreement) -> Generator[float, None, Exception]
     )
 
 # %% ../../nbs/comm/04_agreement.ipynb #d9b4f8ff
-def _no_group(given: object) -> TypeError:
-    return TypeError(
-        f"group must be a zero_nb.Group, got {given!r:.80}; zero_nb.Group(process_group) makes one,"
-        " of all ranks without an argument"
-    )
-
-
 def agree(
     group: Ranks,  # all its ranks call this
     what: str,  # what is agreed on, for the error
@@ -323,14 +316,6 @@ def _steps_of(agreement: _Agreement) -> Steps:
     return (yield from _finish(agreement, (yield from agreement.run())))
 
 # %% ../../nbs/comm/04_agreement.ipynb #34831fed
-def _several(groups: Ranks | Sequence[Ranks]) -> Sequence[Ranks]:
-    several = groups if isinstance(groups, Sequence) else (groups,)
-    for group in several or (None,):
-        if not isinstance(group, Ranks):
-            raise _no_group(groups)
-    return several
-
-
 @contextmanager
 def agreeing(
     # all their ranks enter; several, such as `TwoLevel`, agree one after the other

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from .agreement import _several
 from .group_store import _last_words
-from .ranks import Ranks, _MARKS, _TAGS, _ranks_of
+from .ranks import Ranks, _MARKS, _TAGS, _ranks_of, _several
 from .store import _Notes, _described, _has_no_peers, _shortened
 
 # %% auto #0

@@ -212,6 +212,21 @@ class Ranks:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(group_rank={self.group_rank} of {self.size}, global ranks [{_few(self.ranks)}])"
 
+# %% ../../nbs/comm/01_ranks.ipynb #0c1e5e02
+def _no_group(given: object) -> TypeError:
+    return TypeError(
+        f"group must be a zero_nb.Group, got {given!r:.80}; zero_nb.Group(process_group) makes one,"
+        " of all ranks without an argument"
+    )
+
+
+def _several(groups: Ranks | Sequence[Ranks]) -> Sequence[Ranks]:
+    several = groups if isinstance(groups, Sequence) else (groups,)
+    for group in several or (None,):
+        if not isinstance(group, Ranks):
+            raise _no_group(groups)
+    return several
+
 # %% ../../nbs/comm/01_ranks.ipynb #591774f0
 def get_process_group_ranks(
     group: Any = None,  # a process group, a `Group`, or None: all ranks of the job

@@ -5,6 +5,7 @@
 # %% ../../nbs/optim/20_saved_state.ipynb #b42628c5
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +29,7 @@ from zero_nb.optim.state_runs import (
 )
 
 # %% auto #0
-__all__ = ['Objects', 'WholeState', 'describe_whole', 'check_destination', 'gather_state']
+__all__ = ['Objects', 'WholeState', 'describe_whole', 'check_kinds', 'check_destination', 'gather_state']
 
 # %% ../../nbs/optim/20_saved_state.ipynb #5a7e001a
 def _same_value(one: Any, other: Any) -> bool:
@@ -131,6 +132,20 @@ def describe_whole(
     return found[0]
 
 # %% ../../nbs/optim/20_saved_state.ipynb #5a7e001d
+def check_kinds(
+    model: Any,
+    optimizer: Any,
+    folder: Any = "",  # that is written or read
+) -> None:
+    """Refuse what is no model, no optimizer or no path; `TypeError`."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r:.80}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r:.80}")
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"folder must be a path, got {folder!r:.80}")
+
+
 def check_destination(group: Group, to: Any) -> int:  # group rank that receives first
     """Refuse what is no rank of the group; `TypeError` or `ValueError`."""
     if to is None:
