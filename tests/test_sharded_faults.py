@@ -288,8 +288,8 @@ def wrong_kinds(folder):
         for call in wrong:
             with pytest.raises(TypeError, match=words):
                 call()
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_what_is_no_model_optimizer_or_path_is_an_error_on_every_rank(folder):
-    assert run(2, wrong_kinds, folder) == [["good"]] * 2
+    run(2, wrong_kinds, folder)
+    assert [path.name for path in folder.iterdir()] == ["good"]  # once rank 0 has cleaned up, too
