@@ -1,4 +1,5 @@
-"""The stand-alone scripts of the guides, each run as a program by two ranks of torchrun's agent."""
+"""The stand-alone scripts of the guides, each run as a program by two ranks of torchrun's agent, and
+what guide 14 says of FSDP2."""
 
 import os
 import re
@@ -8,8 +9,14 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # ranks are forked, and would each import it
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
+
+from zero_nb import run
 
 GUIDES = Path(__file__).parents[1] / "nbs" / "guides"
 
@@ -86,3 +93,37 @@ def test_coming_from(tmp_path):
     gaps = dict(re.findall(r"(.+): losses .*, largest gap (\S+)\n", found))
     assert [*gaps] == ["torch's ZeroRedundancyOptimizer", "FSDP2"]
     assert all(float(gap) < 1e-6 for gap in gaps.values())
+
+
+def train_fsdp2(in_backward: bool) -> tuple[int, list[torch.Tensor]]:
+    """Train by FSDP2; give how many steps were taken when backward returned, and the parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+    taken = []
+
+    def step(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+        taken.append(p)
+
+    if in_backward:
+        for p in optimizers:
+            p.register_post_accumulate_grad_hook(step)
+    for i in range(3):
+        torch.manual_seed(10 * i + dist.get_rank())
+        model(torch.randn(5, 6)).square().mean().backward()
+        inside = len(taken)
+        if not in_backward:
+            for p in optimizers:
+                step(p)
+    return inside, [p.full_tensor().detach() for p in model.parameters()]
+
+
+def test_fsdp2_steps_inside_backward_by_a_hook_for_each_parameter():
+    for (inside, hooked), (_, after) in zip(
+        run(2, train_fsdp2, True), run(2, train_fsdp2, False), strict=True
+    ):
+        assert inside == 3 * len(after)
+        assert all(map(torch.equal, hooked, after))
