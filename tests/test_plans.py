@@ -120,3 +120,10 @@ def test_parameters_may_come_one_by_one():
 def test_methods_that_are_no_list_are_one_clear_error(methods):
     with pytest.raises(TypeError, match="methods must be a list of methods"):
         compare("gpt2", "adamw", 8, methods)
+
+
+def test_an_estimate_that_was_not_made_is_named():
+    found = compare("gpt2", "adamw", 8, ["ddp", "zero1"])
+    assert found["zero1"].method == "zero1"
+    with pytest.raises(KeyError, match="'zero2' was not compared; take one of ddp, zero1"):
+        found["zero2"]

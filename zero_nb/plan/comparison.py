@@ -32,7 +32,11 @@ class Comparison:
         return estimates_html(self.estimates)
 
     def __getitem__(self, method: str) -> Estimate:
-        return next(e for e in self.estimates if e.method == method)
+        """Give the estimate of a method. Raises `KeyError` if it was not compared."""
+        found = {e.method: e for e in self.estimates}
+        if method not in found:
+            raise KeyError(f"{method!r} was not compared; take one of {', '.join(found)}")
+        return found[method]
 
 
 def compare(
