@@ -27,6 +27,7 @@ from torch.optim import SGD
 
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
+from zero_nb.backward.stepped_gradients import unstepped_grad
 from zero_nb.comm.launch import run
 from zero_nb.comm.simulation import simulate
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
@@ -379,7 +380,7 @@ def goes_on(mode, loop, clears):
         if clears != "never" or step >= 6:
             zero.zero_grad(set_to_none=clears == "to none")
         if clears == "to zero" and step < 6:  # zeros only where a parameter may be unused
-            found = [p.grad for p in module.parameters() if p.grad is not None]
+            found = [g for p in module.parameters() if (g := unstepped_grad(p)) is not None]
             assert not any(grad.any() for grad in found) and bool(find) == bool(found)
         worst = max(worst, (flatten(plain) - flatten(module)).abs().max().item())
     return worst
@@ -443,6 +444,42 @@ def test_a_gradient_that_a_frozen_parameter_keeps_is_refused_before_anything_is_
         for (kind, message), gap in ranks:
             assert kind == "RuntimeError" and "is frozen and still has a gradient" in message, how
             assert "parameter 2" in message and gap < 1e-12, (how, gap)
+
+
+def zeroed_and_frozen(interleaved, how):
+    """Zero gradients, freeze a layer whose parameters all get one until then, and go on."""
+    plain, module = DDP(Blocks(), bucket_cap_mb=0.0005, find_unused_parameters=True), Blocks()
+    optimizer = SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    zero = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=0.05, momentum=0.9)
+    data_parallel(module, zero, interleaved=interleaved, bucket_cap_mb=0.0005)
+    for step in range(6):
+        for model, optim in ((plain, optimizer), (module, zero)):
+            optim.zero_grad(set_to_none=False)
+            if step == 3:
+                layer = (model.module if isinstance(model, DDP) else model).layers[1]
+                layer.requires_grad_(False)
+                if how == "cleared":
+                    layer.zero_grad()
+                if how == "cast":  # the marker is converted, and still has zeros
+                    model.float().double()
+            error = caught_error(lambda model=model, step=step: plainly(model, step))
+            if error:
+                return error
+            optim.step()
+    return (flatten(plain) - flatten(module)).abs().max().item()
+
+
+def test_zeros_of_a_frozen_parameter_are_refused_where_all_get_gradients():
+    """torch.optim steps on by momentum; backward does not average, and would leave the layer as it is."""
+    hows = ("left", "cleared", "cast")
+    cases = {(il, how): (il, how) for il in (False, True) for how in hows}
+    for (_, how), ranks in run_each(2, zeroed_and_frozen, cases).items():
+        for found in ranks:
+            if how == "cleared":
+                assert found < 1e-12
+            else:
+                assert found[0] == "RuntimeError" and "is frozen and still has" in found[1], how
+                assert "parameter 2" in found[1]
 
 
 def through_a_part(mode):

@@ -37,6 +37,7 @@ class SteppedGradient(Tensor):
     param: Callable[[], Tensor | None]  # a weak reference
     found_inf: bool | None
     keeps_zeros: bool
+    zeroed = False  # the user has zeroed it, and another step may read zeros here
     # attributes are answered as of any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -48,7 +49,7 @@ class SteppedGradient(Tensor):
         found_inf: bool | None = None,  # what a scaler finds; None: there is none that may look
         dtype: torch.dtype | None = None,  # None, as for what follows: that of the parameter
         device: torch.device | None = None,
-        keeps_zeros: bool = False,  # `zero_grad(set_to_none=False)` leaves zeros, else nothing
+        keeps_zeros: bool = False,  # `zero_grad(set_to_none=False)` leaves zeros, else this
     ) -> SteppedGradient:
         """Make one for a parameter."""
         made: Any = Tensor._make_wrapper_subclass(
@@ -67,6 +68,10 @@ class SteppedGradient(Tensor):
         """Tell a scaler what it will find."""
         self.found_inf = found_inf
 
+    def note_zeroed(self, zeroed: bool) -> None:
+        """Tell whether the user has zeroed the gradient since the step."""
+        self.zeroed = zeroed
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -83,11 +88,9 @@ class SteppedGradient(Tensor):
             param.grad = grad
 
     def zero(self) -> None:
-        """Give the parameter zeros in the place of this one, or none where nobody could tell."""
-        param = self.param()
-        if param is None or not self.keeps_zeros:
-            self.leave()
-        else:
+        """Give the parameter zeros in the place of this one, or stay there and note that it has them."""
+        self.zeroed = True
+        if self.keeps_zeros and (param := self.param()) is not None:
             self.leave(torch.zeros_like(param))
 
     @property
@@ -146,7 +149,9 @@ def _convert(args: Any, kwargs: Any) -> Any:  # Module.to
     mark = args[0]
     dtype = kwargs.get("dtype")
     device = kwargs.get("device")
-    return SteppedGradient(mark, mark.param, mark.found_inf, dtype, device, mark.keeps_zeros)
+    made = SteppedGradient(mark, mark.param, mark.found_inf, dtype, device, mark.keeps_zeros)
+    made.note_zeroed(mark.zeroed)
+    return made
 
 
 def _accumulate(args: Any, kwargs: Any) -> Any:  # autograd adds a gradient of another backward
@@ -181,6 +186,10 @@ def unstepped_grad(param: Tensor) -> Tensor | None:
     return None if isinstance(param.grad, SteppedGradient) else param.grad
 
 
+def _is_unread(grad: Any) -> bool:  # whether it is a marker as backward has left it
+    return isinstance(grad, SteppedGradient) and not grad.zeroed
+
+
 class SteppedGradients:
     """Puts markers where gradients were, and takes them away before others come."""
 
@@ -210,6 +219,8 @@ class SteppedGradients:
                 mark = self._make(p, found_inf)
             elif mark.found_inf is not found_inf:
                 mark.note_found_inf(found_inf)
+            if mark.zeroed:
+                mark.note_zeroed(False)
             self._put(p, mark)
         self.unseen = True
 
@@ -217,7 +228,7 @@ class SteppedGradients:
         """Refuse gradients that were put where markers are, or taken away, after the step; once for each step."""
         unseen = self.unseen
         self.unseen = False
-        if unseen and any(not isinstance(p.grad, SteppedGradient) for p in self.placed):
+        if unseen and not all(_is_unread(p.grad) for p in self.placed):
             raise RuntimeError(GRADIENTS_CHANGED)
 
     def _make(self, param: Tensor, found_inf: bool | None) -> SteppedGradient:
@@ -234,12 +245,15 @@ class SteppedGradients:
 
     def remove(
         self,
-    ) -> list[Tensor]:  # frozen parameters whose markers were left where others were cleared
+    ) -> list[
+        Tensor
+    ]:  # frozen parameters with zeros, or whose markers were left where others were cleared
         """Take away the markers that are left."""
         left = [p for p in self.placed if isinstance(p.grad, SteppedGradient)]
         frozen = [p for p in left if not p.requires_grad]
-        trained = [p for p in self.placed if p.requires_grad] if frozen else []
+        if frozen and all(map(_is_unread, [p.grad for p in self.placed if p.requires_grad])):
+            frozen = [p for p in frozen if not _is_unread(p.grad)]
         for p in left:
             p.grad = None
         self.placed = []
-        return frozen if len(left) - len(frozen) < len(trained) else []
+        return frozen
