@@ -146,7 +146,7 @@ class AfterBackward:
             raise
         try:
             for shard in shards:
-                reclaim_pieces(shard.pieces)
+                reclaim_pieces(shard.pieces, local.by_class.values())
             gather_parameters(shards, monitor)
         except Exception as error:
             end_groups(optimizer.groups, error)
@@ -183,7 +183,7 @@ class AfterBackward:
         optimizer = self.optimizer
         for shard in shards:
             if stepping:
-                reclaim_pieces(shard.pieces)
+                reclaim_pieces(shard.pieces, optimizer.local.by_class.values())
             else:
                 release_step_memory(shard)
         if optimizer.replica_group is None and fails_everywhere(optimizer.groups):

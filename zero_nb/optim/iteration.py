@@ -323,7 +323,7 @@ class Iteration:
             pieces += lend_bucket(optims, self.plan.shard, run.bucket, run.wait_reduced(), unused)
         for optim in optims if pieces or always else ():
             optim.step()
-        reclaim_pieces(pieces)
+        reclaim_pieces(pieces, optims)
         for run in runs:
             run.mark_stepped()
 

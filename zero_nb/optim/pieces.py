@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .flat import FlatBucket, flatten_like
 from ..plan.bucket_plan import BucketPlan
@@ -27,6 +28,17 @@ __all__ = ['SCALARS', 'Piece', 'refreshed', 'HoldsPieces', 'per_element', 'split
            'reclaim_pieces', 'record_versions', 'lay_out_gradients']
 
 # %% ../../nbs/optim/03_pieces.ipynb #fd1ae5c5
+def _same_storage(
+    one: Tensor, value: Any
+) -> bool:  # whether a value of the state lies in the same memory
+    where = one.untyped_storage().data_ptr()
+    return isinstance(value, Tensor) and value.untyped_storage().data_ptr() == where != 0
+
+
+def _apart(memory: Tensor, value: Any) -> Any:  # of the state; a copy of what lies in the memory
+    return value.clone() if _same_storage(memory, value) else value
+
+
 @dataclass(eq=False)
 class Piece:
     """What a local optimizer steps as one tensor: a parameter, a span of one, or spans that lie side
@@ -45,9 +57,11 @@ class Piece:
         default_factory=list
     )  # of the parameters, when the copy was rounded into them; none: the copy came from elsewhere
 
+    dtype: torch.dtype = field(init=False)  # of the view
     master: bool = field(
         init=False
     )  # the view is a copy, also when the user has cast the model since
+    lent: int = field(init=False)  # where the elements of the view were before a step
 
     direct = property(
         lambda self: self.view is self.params[0],
@@ -56,7 +70,9 @@ class Piece:
     numel = cached_property(lambda self: sum([stop - start for _, start, stop in self.spans]))
 
     def __post_init__(self) -> None:
-        self.master = self.view.dtype != self.memory.dtype
+        self.dtype = self.view.dtype
+        self.master = self.dtype != self.memory.dtype
+        self.lent = self.view.data_ptr()
 
     def read(self) -> Tensor:
         """Give the elements as they are in the model, side by side."""
@@ -74,6 +90,7 @@ class Piece:
         elif self.versions != (now := [p._version for p in self.params]):
             self.view.copy_(refreshed(self.view, self.memory))
             self.versions = now
+        self.lent = self.view.data_ptr()
         self.view.grad = None if gradient is None else gradient.to(self.view.dtype)
 
     def reclaim(self) -> None:
@@ -84,6 +101,34 @@ class Piece:
         self.memory = self.memory.new_empty(0)
         if not self.master:
             self.view.data = self.memory
+
+    def put_back(self, optims: Iterable[torch.optim.Optimizer]) -> None:
+        """Bring what its optimizer has put elsewhere (`p.data = ...`) to the memory that is gathered,
+        which state may hold in exchange.
+
+        Raises `RuntimeError` for data of another form, or that state holds as well."""
+        data = self.view.data
+        wanted = (self.dtype, self.memory.shape, self.memory.device)
+        states = [optim.state[self.view] for optim in optims if self.view in optim.state]
+        if (data.dtype, data.shape, data.device) != wanted:
+            trouble = f"is {data.dtype} {tuple(data.shape)} on {data.device}, and was {self.dtype}"
+            trouble += f" {tuple(self.memory.shape)} on {self.memory.device}"
+        elif any(
+            _same_storage(data, value) for state in states for value in tree_leaves(dict(state))
+        ):
+            trouble = "is in its state as well, and what changes one must not change the other"
+        elif self.master:
+            return  # the model has memory of its own
+        else:
+            for state in states:
+                state.update(tree_map(partial(_apart, self.memory), dict(state)))
+            self.memory.copy_(data)
+            self.view.data = self.memory
+            return
+        raise RuntimeError(
+            f"the optimizer has set the data of parameter {self.spans[0].param} to a tensor that"
+            f" {trouble}; have the class write into the parameter: p.copy_(...)"
+        )
 
     def record_versions(self) -> None:
         """Note that what is in the parameters now was rounded from the copy."""
@@ -282,9 +327,12 @@ def lend_bucket(
 @torch.no_grad()
 def reclaim_pieces(
     pieces: Iterable[Piece],  # all of some buckets
+    optims: Iterable[torch.optim.Optimizer] = (),  # which have stepped them
 ) -> None:
     """Round copies into the model; what was stepped in a bucket's memory waits there to be gathered."""
     for piece in pieces:
+        if piece.view.data_ptr() != piece.lent:
+            piece.put_back(optims)
         if piece.master:
             piece.memory.copy_(piece.view)
         if not piece.direct:
