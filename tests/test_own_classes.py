@@ -1,5 +1,7 @@
 """Optimizer classes of a user's that write otherwise than in place, in every mode beside plain DDP."""
 
+import copy
+
 import pytest
 import torch
 from common import caught_error, flatten, run_each
@@ -53,6 +55,15 @@ class Remembers(Plain):
         past = state.setdefault("past", [])
         past.append(p.data)
         p.data = 0.1 * past[0] + 0.9 * past[-1] - lr * p.grad
+
+
+class SetsInInit(Plain):
+    """Lays data out anew when it is made."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, lr)
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data.clone()
 
 
 class Narrows(Plain):
@@ -109,7 +120,7 @@ def beside_ddp(kind, mode, way, nodes=False):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_class_may_set_data_to_new_tensors(mode):
-    kinds = (Sets, Exchanges, Remembers)
+    kinds = (Sets, Exchanges, Remembers, SetsInInit)
     cases = {(kind.__name__, way): (kind, mode, way) for kind in kinds for way in WAYS}
     if mode.startswith("zero1-"):
         del cases["Remembers", "even"]  # a list of tensors belongs to a whole parameter
@@ -120,6 +131,21 @@ def test_a_class_may_set_data_to_new_tensors(mode):
 @pytest.mark.parametrize("mode", ["zero1", "zero1-interleaved", "zero2"])
 def test_a_class_may_set_data_to_new_tensors_in_two_levels(mode):
     assert run(4, beside_ddp, Sets, mode, "by default", True) == [(True, True)] * 4
+
+
+def alone(kind):
+    """Set the data of the only parameter, which one rank owns, when the optimizer is made."""
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Linear(4, 4, bias=False))
+    zero = ZeroRedundancyOptimizer(model.parameters(), kind)
+    before = model.module.weight.sum().item()
+    model(torch.ones(1, 4)).sum().backward()
+    zero.step()
+    return before - model.module.weight.sum().item()
+
+
+def test_a_constructor_may_set_data_where_a_rank_owns_nothing():
+    assert run(2, alone, SetsInInit) == [pytest.approx(16 * 0.05)] * 2
 
 
 def refused(kind, mode):
@@ -149,3 +175,78 @@ def test_data_that_cannot_be_gathered_is_refused_on_every_rank(kind, mode):
     assert all(errors)
     assert any(WORDS[kind] in message for _, message in errors), errors
     assert all("has set the data of parameter" in message for _, message in errors), errors
+
+
+class Counts(Plain):
+    """Counts steps in a tensor that it makes in its first one, and writes its learning rate in place."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, torch.tensor(lr, dtype=torch.float64))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group.setdefault("count", torch.zeros(())).add_(1)
+            group["lr"].mul_(0.9)
+            group["warm"] = torch.clamp(group["count"] / 4, max=1.0)
+        super().step()
+
+    def write(self, p, state, lr):
+        p.sub_(lr * p.grad)
+
+
+def shown(optimizer):
+    """Give the options of the param group, and those of a state dict, as numbers."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict(to=None)
+    groups = (optimizer.param_groups[0], optimizer.state_dict()["param_groups"][0])
+    return [{k: float(g[k]) for k in ("lr", "count", "warm")} for g in groups]
+
+
+def counted_beside_ddp(mode):
+    """Train beside plain DDP, and load a state dict on the way; give the difference and the options."""
+    plain, module = Blocks(), Blocks()
+    reference = DDP(plain)
+    optimizer = Counts(reference.parameters())
+    attached = MODES[mode].attach(
+        module, lambda model: ZeroRedundancyOptimizer(model.parameters(), Counts), **BUCKETS
+    )
+    for step in range(6):
+        for model, optim in ((reference, optimizer), (attached.call, attached.optimizer)):
+            optim.zero_grad()
+            plainly(model, step)
+            optim.step()
+        if step == 3:
+            saved = shown(attached.optimizer)
+            whole = copy.deepcopy(attached.optimizer.state_dict())
+            attached.optimizer.param_groups[0]["lr"].fill_(7.0)
+            attached.optimizer.load_state_dict(whole)
+            assert shown(attached.optimizer) == saved
+    gap = (flatten(plain) - flatten(module)).abs().max().item()
+    return gap, shown(optimizer), shown(attached.optimizer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_class_may_write_options_that_are_tensors(mode):
+    for gap, plain, ours in run(2, counted_beside_ddp, mode):
+        assert gap < 1e-12 and plain == ours and ours[0]["count"] == 6
+
+
+def written_late(mode):
+    """Write a learning rate that is a tensor in a gradient hook, in one iteration."""
+    module = Blocks()
+    attached = MODES[mode].attach(
+        module, lambda model: ZeroRedundancyOptimizer(model.parameters(), Counts), **BUCKETS
+    )
+    for step in range(3):
+        plainly(attached.call, step)
+        attached.optimizer.step()
+    rate = attached.optimizer.param_groups[0]["lr"]
+    module.layers[0].weight.register_hook(lambda grad: rate.mul_(0.5) and None)
+    return caught_error(lambda: (plainly(attached.call, 3), attached.optimizer.step()))
+
+
+@pytest.mark.parametrize("mode", ["zero1-overlap", "zero1-interleaved", "zero2-interleaved"])
+def test_a_tensor_that_a_hook_writes_during_the_step_is_refused(mode):
+    for kind, message in run(2, written_late, mode):
+        assert kind == "RuntimeError" and "lr changed while the step was taken" in message

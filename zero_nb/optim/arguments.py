@@ -5,16 +5,18 @@
 # %% ../../nbs/optim/06_arguments.ipynb #e4dd0a0b
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .rules import Settings, find_rule
+from .rules import Rule, Settings, find_rule
+from .shard import Shard
+from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
-__all__ = ['read_params', 'read_group', 'check_group', 'check_settings']
+__all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines']
 
 # %% ../../nbs/optim/06_arguments.ipynb #f8e7d0d3
 def read_params(params: Any, what: str = "params") -> list[Any]:
@@ -148,4 +150,33 @@ def check_settings(
         f"shard={shard}, parameters_as_bucket_view={bool(settings.as_views)},"
         f" bucket_cap_mb={settings.bucket_cap_mb}, master_dtype={wide},"
         f" trust_optimizer_class={bool(settings.trusted)}"
+    ]
+
+# %% ../../nbs/optim/06_arguments.ipynb #861c8ca7
+def plan_lines(
+    rules: list[Rule], param_groups: list[dict[str, Any]], shards: Sequence[Shard]
+) -> list[str]:
+    """Describe what must be the same on all ranks, one line a thing."""
+
+    def form(p: ParamSpec) -> str:
+        return f"{p.shape} {p.dtype} on {p.device}{'' if p.trainable else ', frozen'}"
+
+    lines = []
+    for i, (rule, g) in enumerate(zip(rules, param_groups, strict=True)):
+        options = {k: v for k, v in g.items() if k not in ("params", "param_names")}
+        lines.append(f"group {i}: {rule.optimizer_class.__name__} {options}")
+    rosters = [ParamTable.of(shard.plan.params) for shard in shards]
+    for roster in rosters:
+        lines += map("{} {}".format, roster.names, roster.each(form))
+    for roster, shard in zip(rosters, shards, strict=True):
+        if not all(map(Tensor.is_contiguous, shard.params)):
+            lines += _strides(roster.names, shard.params)
+    return lines + [shard.plan.mark for shard in shards]
+
+
+def _strides(names: Sequence[str], params: Sequence[Tensor]) -> list[str]:
+    return [
+        f"{name} strides {p.stride()}"
+        for name, p in zip(names, params, strict=True)
+        if not p.is_contiguous()
     ]

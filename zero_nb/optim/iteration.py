@@ -314,15 +314,19 @@ class Iteration:
 
     def step(self, runs: Sequence[BucketRun], always: bool = False) -> None:
         """Step this rank's part of some buckets; `always`: also where it owns nothing of them."""
-        optims = self.plan.optimizer.local.by_class.values()
-        unused = self.unused
+        local = self.plan.optimizer.local
+        optims = local.by_class.values()
         pieces = []
         if self.monitor is not None:
             self._show_before_step(self.monitor, runs)
         for run in runs:
-            pieces += lend_bucket(optims, self.plan.shard, run.bucket, run.wait_reduced(), unused)
+            mean = run.wait_reduced()
+            pieces += lend_bucket(optims, self.plan.shard, run.bucket, mean, self.unused)
+        versions = [t._version for t in local.tensors.values()]
         for optim in optims if pieces or always else ():
             optim.step()
+        if versions:
+            local.note_writes(versions)
         reclaim_pieces(pieces, optims)
         for run in runs:
             run.mark_stepped()

@@ -25,12 +25,11 @@ from .shard import Shard, release_step_memory
 from .rules import Rule, Settings, choose_fused, is_known
 from ..plan.balancing import by_group, mixed
 from ..plan.policies import Policy, even, runs
-from ..plan.specs import ParamSpec, ParamTable
+from ..plan.specs import ParamTable
 from .trial import find_trouble
 
 # %% auto #0
-__all__ = ['ParamGroups', 'snapshot_options', 'check_options', 'make_shard', 'LocalOptimizers', 'describe_plan', 'check_classes',
-           'take_groups']
+__all__ = ['ParamGroups', 'snapshot_options', 'check_options', 'make_shard', 'LocalOptimizers', 'check_classes', 'take_groups']
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #2d9d8972
 ParamGroups = list[dict[str, Any]]
@@ -46,23 +45,32 @@ def _copy_options(source: ParamGroups, target: ParamGroups) -> None:
             ours.setdefault("fused", None)
 
 
-def snapshot_options(param_groups: ParamGroups) -> ParamGroups:
+def snapshot_options(
+    param_groups: ParamGroups,
+    # by id of a tensor: how often a step itself has written it, which is left out; None: never
+    written: Counter[int] | None = None,
+) -> ParamGroups:
     """Write down the options of param groups, without a look at what is on a device."""
     found = []
     for group in param_groups:
         options: dict[str, Any] = {}
         for key, value in group.items():
-            if isinstance(value, Tensor) or getattr(value, "ndim", 0) > 0:  # of NumPy
-                options[key] = (id(value), getattr(value, "_version", None))
+            if isinstance(value, Tensor):
+                own = written[id(value)] if written else 0
+                options[key] = (id(value), value._version - own)
+            elif getattr(value, "ndim", 0) > 0:  # of NumPy
+                options[key] = id(value)
             elif key not in ("params", "param_names"):
                 options[key] = value
         found.append(options)
     return found
 
 
-def check_options(param_groups: ParamGroups, before: ParamGroups, when: str) -> None:
+def check_options(
+    param_groups: ParamGroups, before: ParamGroups, when: str, written: Counter[int] | None = None
+) -> None:
     """Refuse options that were written since the snapshot `before`, too late for a step."""
-    now = snapshot_options(param_groups)
+    now = snapshot_options(param_groups, written)
     changed: set[str] = set()
     for old, new in zip(before, now, strict=False):
         changed.update(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
@@ -170,6 +178,9 @@ class LocalOptimizers:
     settings: Settings
     by_class: dict[type, torch.optim.Optimizer] = field(default_factory=dict)
     rules: list[Rule] = field(default_factory=list)  # of each param group
+    # among the options, by id: the user's groups have the same, and a step may write into them
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    written: Counter[int] = field(default_factory=Counter)  # how often a step has, since `pulled`
 
     def add_groups(
         self,
@@ -218,13 +229,16 @@ class LocalOptimizers:
                 ours["fused"] = theirs["fused"]
             elif theirs.get("foreach") is not None and ours.get("fused"):
                 ours["fused"] = False
+        values = [value for group in param_groups for value in group.values()]
+        self.tensors = {id(value): value for value in values if isinstance(value, Tensor)}
+        self.written.clear()
         return snapshot_options(param_groups)
 
     def push_options(self, param_groups: ParamGroups, pulled: ParamGroups | None = None) -> None:
         """Show the user what a step has changed in the local options, unless the user has written
         others since they were `pulled`, before the step."""
         if pulled is not None:
-            check_options(param_groups, pulled, "while the step was taken")
+            check_options(param_groups, pulled, "while the step was taken", self.written)
         _copy_options(self.groups(), param_groups)
 
     def defaults(self) -> dict[str, Any]:
@@ -237,8 +251,16 @@ class LocalOptimizers:
         for group in self.groups():
             if group.get("fused"):
                 lay_out_gradients(group["params"])
+        versions = [t._version for t in self.tensors.values()]
         returned = [optim.step(**kwargs) for optim in self.by_class.values()]
+        if versions:
+            self.note_writes(versions)
         return returned[0]
+
+    def note_writes(self, versions: list[int]) -> None:
+        """Note what a step has written into the tensors among the options, since they had these versions."""
+        for (where, tensor), before in zip(self.tensors.items(), versions, strict=True):
+            self.written[where] += tensor._version - before
 
     def state_of(self, piece: Piece) -> dict[Any, Any]:
         """Give the state of a piece, as a new dict; empty if it was never stepped."""
@@ -274,35 +296,6 @@ class LocalOptimizers:
             numbers = {k: v for k, v in vars(optim).items() if type(v) in (int, float)}
             found[kind] = str([groups, state, numbers])
         return found
-
-# %% ../../nbs/optim/09_local_optimizers.ipynb #861c8ca7
-def describe_plan(
-    rules: list[Rule], param_groups: list[dict[str, Any]], shards: Sequence[Shard]
-) -> list[str]:
-    """Describe what must be the same on all ranks, one line a thing."""
-
-    def form(p: ParamSpec) -> str:
-        return f"{p.shape} {p.dtype} on {p.device}{'' if p.trainable else ', frozen'}"
-
-    lines = []
-    for i, (rule, g) in enumerate(zip(rules, param_groups, strict=True)):
-        options = {k: v for k, v in g.items() if k not in ("params", "param_names")}
-        lines.append(f"group {i}: {rule.optimizer_class.__name__} {options}")
-    rosters = [ParamTable.of(shard.plan.params) for shard in shards]
-    for roster in rosters:
-        lines += map("{} {}".format, roster.names, roster.each(form))
-    for roster, shard in zip(rosters, shards, strict=True):
-        if not all(map(Tensor.is_contiguous, shard.params)):
-            lines += _strides(roster.names, shard.params)
-    return lines + [shard.plan.mark for shard in shards]
-
-
-def _strides(names: Sequence[str], params: Sequence[Tensor]) -> list[str]:
-    return [
-        f"{name} strides {p.stride()}"
-        for name, p in zip(names, params, strict=True)
-        if not p.is_contiguous()
-    ]
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #55718bba
 def _which_cut(
@@ -363,6 +356,8 @@ def take_groups(
     local.add_groups(param_groups, shard)
     local.push_options(param_groups)
     if not shard.alone:
+        for piece in shard.pieces:  # a constructor may set `p.data`, too
+            piece.put_back(local.by_class.values())
         release_step_memory(shard)
     shards.append(shard)
     check_classes(local, local.rules, param_groups, shards)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..plan.bucket_plan import BucketPlan
 from . import torch_interface
-from .local_optimizers import LocalOptimizers, describe_plan, take_groups
+from .local_optimizers import LocalOptimizers, take_groups
 from .driver import AfterBackward, Driver
 from .iteration import StepMonitor
 from .shard import Shard
@@ -22,7 +22,7 @@ from ..comm.agreement import agreeing
 from ..comm.comparison import log_once
 from ..comm.groups import Group
 from ..comm.objects import plain_numbers
-from .arguments import check_group, check_settings, read_group, read_params
+from .arguments import check_group, check_settings, plan_lines, read_group, read_params
 from .rules import Settings
 from .state_dict_check import describe_state, read_state
 from .saved_state import gather_state
@@ -202,7 +202,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         self._consolidated = torch_interface.Consolidated()  # it lacks the group
 
     def _describe(self) -> list[str]:
-        return describe_plan(self.local.rules, self.param_groups, self.shards)
+        return plan_lines(self.local.rules, self.param_groups, self.shards)
 
     def _append(self, group: dict[str, Any]) -> None:
         """Take a group as `torch.optim` does, but leave its options to its local optimizer."""

@@ -107,6 +107,8 @@ class Piece:
         which state may hold in exchange.
 
         Raises `RuntimeError` for data of another form, or that state holds as well."""
+        if self.view.data_ptr() == self.lent:
+            return
         data = self.view.data
         wanted = (self.dtype, self.memory.shape, self.memory.device)
         states = [optim.state[self.view] for optim in optims if self.view in optim.state]
@@ -331,7 +333,9 @@ def reclaim_pieces(
 ) -> None:
     """Round copies into the model; what was stepped in a bucket's memory waits there to be gathered."""
     for piece in pieces:
-        if piece.view.data_ptr() != piece.lent:
+        if (
+            piece.view.data_ptr() != piece.lent
+        ):  # asked here, too: a call for each piece takes longer
             piece.put_back(optims)
         if piece.master:
             piece.memory.copy_(piece.view)

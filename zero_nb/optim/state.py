@@ -25,7 +25,8 @@ from zero_nb.optim.load_state import (
     snapshot,
     split_state_dict,
 )
-from .local_optimizers import LocalOptimizers, describe_plan, make_shard
+from .arguments import plan_lines
+from .local_optimizers import LocalOptimizers, make_shard
 from .shard import Shard, release_step_memory
 from .state_entry import CommonState, StateEntry, read_common, split_common
 from zero_nb.optim.state_exchange import (
@@ -231,7 +232,7 @@ class ShardedState:
         with agreeing(
             self.groups,
             f"planning anew {why}",
-            lambda: describe_plan(local.rules, param_groups, [new]),
+            lambda: plan_lines(local.rules, param_groups, [new]),
         ):
             for i in indices:  # what was cast may be wider than its copies
                 check_group(param_groups[i], local.settings)
