@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from common import caught_error, flatten, run_each
 from common.modes import MODES
 from common.overlapping import Blocks, plainly
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from zero_nb import ZeroRedundancyOptimizer
+from zero_nb import Join, ZeroRedundancyOptimizer
 from zero_nb.comm.launch import run
 from zero_nb.comm.subgroups import two_level
 
@@ -250,3 +251,36 @@ def written_late(mode):
 def test_a_tensor_that_a_hook_writes_during_the_step_is_refused(mode):
     for kind, message in run(2, written_late, mode):
         assert kind == "RuntimeError" and "lr changed while the step was taken" in message
+
+
+class CountsInPairs(Plain):
+    """Counts steps in a tensor of two elements."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, lr)
+        self.param_groups[0].setdefault("pair", torch.zeros(2, dtype=torch.float64))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.param_groups[0]["pair"] += torch.tensor([0.1, 1.0])
+        super().step()
+
+
+def with_less_data(mode):
+    """Train in a `Join` block, one batch more on the second rank; give the sum of parameters and the count."""
+    module = Blocks()
+    attached = MODES[mode].attach(
+        module, lambda model: ZeroRedundancyOptimizer(model.parameters(), CountsInPairs), **BUCKETS
+    )
+    with Join([attached.joinable, attached.optimizer]):
+        for step in range(3 + dist.get_rank()):
+            plainly(attached.call, step)
+            attached.optimizer.step()
+            attached.optimizer.zero_grad()
+    return flatten(module).sum().item(), attached.optimizer.param_groups[0]["pair"].tolist()
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero1-interleaved", "zero2"])
+def test_a_rank_without_data_takes_over_options_that_are_tensors(mode):
+    first, second = run(2, with_less_data, mode)
+    assert first == second and first[1] == pytest.approx([0.4, 4.0])

@@ -321,7 +321,7 @@ def write_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
     for group, given in zip(optimizer.param_groups, options, strict=True):
         for key, value in given.items():
             if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
+                group[key].copy_(torch.as_tensor(value, dtype=group[key].dtype))
             else:
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
