@@ -5,11 +5,14 @@ import errno
 import gc
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from common import caught, free_port, run_each
@@ -227,20 +230,20 @@ def in_a_row(parent):
     """Begin a save while one is under way, and while the one that is under way is held up."""
     model, zero = stepped()
     checkpoints = AsyncCheckpointer(model, zero)
-    wait = async_save.Saving.wait
+    join = async_save.Saving.join
     found = []
     with Held() as go_on:
 
         def let_go(saving):
+            async_save.Saving.join = join
             found.append((parent / "1").exists())
             go_on()
-            return wait(saving)
+            return join(saving)
 
-        async_save.Saving.wait = let_go
+        async_save.Saving.join = let_go
         checkpoints.save(parent / "1", 1)
         checkpoints.save(parent / "2", 2)
         found.append((parent / "1").exists())
-        async_save.Saving.wait = wait
     memory = checkpoints._staged._memory
     checkpoints.save(parent / "3", 3)
     found.append(checkpoints._staged._memory is memory)
@@ -471,3 +474,174 @@ def test_an_error_that_nobody_waits_for_is_written_to_stderr(folder):
     assert done.returncode == 0 and "training done" in done.stdout
     assert f"{folder / '1'} was not saved (OSError" in done.stderr
     assert [*folder.iterdir()] == []
+
+
+class Preempted(Exception):
+    """What a signal handler raises."""
+
+
+@contextmanager
+def alarms(error):
+    """Let an alarm, once it is set, raise an error wherever the main thread is."""
+
+    def handle(*_):
+        raise error
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        yield lambda: signal.setitimer(signal.ITIMER_REAL, 0.1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def filled(model, value):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(value)
+
+
+def loaded_values(*folders):
+    found = []
+    for path in folders:
+        model, zero = stepped()
+        load_sharded(path, model, zero)
+        found.append({*torch.cat([p.flatten() for p in model.parameters()]).tolist()})
+    return found
+
+
+def interrupted(parent, way, ranks, error):
+    """Leave a wait twice by an exception of a handler, and save the next step."""
+    model, zero = stepped()
+    checkpoints = AsyncCheckpointer(model, zero)
+    filled(model, 1)
+    with Held() as go_on, alarms(error) as set_alarm:
+        saving = checkpoints.save(parent / "1", 1)
+        wait = {
+            "saving": saving.wait,
+            "checkpointer": checkpoints.wait,
+            "save": lambda: checkpoints.save(parent / "x", 3),
+        }[way]
+        for _ in range(2 if dist.get_rank() in ranks else 0):
+            with pytest.raises(error):
+                set_alarm()
+                wait()
+        filled(model, 2)
+        threading.Timer(0.1, go_on).start()
+        checkpoints.save(parent / "2", 2)
+    saving.wait()
+    checkpoints.close()
+    return loaded_values(parent / "1", parent / "2"), sorted(p.name for p in parent.iterdir())
+
+
+def test_a_save_after_an_interrupted_wait_leaves_the_one_before_alone(folder):
+    """The numbers of the next step were written into a checkpoint that was complete and whole."""
+    cases = {
+        f"{way} {ranks} {error.__name__}": (folder / f"{way}{i}{error.__name__}", way, ranks, error)
+        for way in ("saving", "checkpointer", "save")
+        for i, ranks in enumerate(((0, 1), (0,), (1,)))
+        for error in (Preempted, KeyboardInterrupt)
+    }
+    for parent, *_ in cases.values():
+        parent.mkdir()
+    for name, found in run_each(2, interrupted, cases).items():
+        assert found == [([{1.0}, {2.0}], ["1", "2"])] * 2, name
+
+
+def interrupted_start(parent, when):
+    """Leave `save` by an exception just before or just after its thread starts."""
+    model, zero = stepped()
+    checkpoints = AsyncCheckpointer(model, zero)
+    filled(model, 1)
+    start = threading.Thread.start
+
+    def interrupt(thread):
+        if when == "after":
+            start(thread)
+        raise KeyboardInterrupt
+
+    threading.Thread.start = interrupt
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(parent / "1", 1)
+    finally:
+        threading.Thread.start = start
+    filled(model, 2)
+    checkpoints.save(parent / "2", 2).wait()
+    return loaded_values(parent / "1", parent / "2"), sorted(p.name for p in parent.iterdir())
+
+
+def test_a_save_whose_start_was_interrupted_is_written_before_the_next(folder):
+    for when in ("before", "after"):
+        (folder / when).mkdir()
+        found = run(2, interrupted_start, folder / when, when)
+        assert found == [([{1.0}, {2.0}], ["1", "2"])] * 2, when
+
+
+def interrupted_before(parent):
+    """Leave `save` by an exception after the copy, before there is a thread."""
+    model, zero = stepped()
+    checkpoints = AsyncCheckpointer(model, zero)
+    made = async_save.GroupStore
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    async_save.GroupStore = interrupt
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(parent / "1", 1)
+    finally:
+        async_save.GroupStore = made
+    gc.collect()
+    dist.barrier()
+    left = [path.name for path in parent.iterdir()]
+    dist.barrier()
+    filled(model, 2)
+    checkpoints.save(parent / "1", 2)
+    checkpoints.close()
+    return left, loaded_values(parent / "1")
+
+
+def test_a_save_that_was_interrupted_before_it_had_a_thread_leaves_nothing(folder):
+    assert run(2, interrupted_before, folder) == [([], [{2.0}])] * 2
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import torch
+from torch import nn
+from zero_nb import AsyncCheckpointer, ZeroRedundancyOptimizer
+
+model = nn.Linear(3, 2)
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+checkpointer = AsyncCheckpointer(model, optimizer)
+flush = os.fsync
+
+def slow(handle):
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    flush(handle)
+
+os.fsync = slow
+saving = checkpointer.save(Path(sys.argv[1], "1"), 1)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.1)
+try:
+    saving.wait()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_a_program_that_ends_after_an_interrupted_wait_finishes_its_save(folder):
+    """`Thread.join` takes a thread for ended once it was interrupted, so Python did not wait for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and "interrupted" in done.stdout, done.stderr
+    assert check_folder(folder / "1")["step"] == 1 and [*folder.iterdir()] == [folder / "1"]

@@ -114,12 +114,16 @@ class SaveOutcome:
 
     folder: Path
     own_error: Exception | None = None  # of this rank's part
-    error: Exception | None = None  # of the folder, on the first rank
+    error: Exception | None = None  # of the folder, on the first rank; or writing did not end
     raised: bool = False  # whether `wait` has raised it
 
     def fail_part(self, error: Exception) -> None:
         """Note why this rank's part was not written."""
         self.own_error = error
+
+    def complete(self) -> None:
+        """Note that the thread has done what it should."""
+        self.error = None
 
     def fail_folder(self, error: Exception) -> None:
         """Note why the folder is not complete."""
@@ -158,36 +162,66 @@ class Saving:
     ):
         self.folder = folder
         self._group = group
-        self._opened = opened
         self._notes = GroupStore(group, "checkpoint")
-        self._outcome = SaveOutcome(folder)
+        self._outcome = SaveOutcome(folder, error=RuntimeError("its writing was interrupted"))
         weakref.finalize(self, self._outcome.report)
-        # no daemon: a program that ends waits for it; it alone has the copies, and lets go of them
+        self._work = [(write, finish, opened)]  # until it is taken; nothing else has the copies
+        self._done = (
+            threading.Event()
+        )  # after an interrupted `Thread.join` the next one does not wait
+        # no daemon: a program that ends waits for it
         self._thread = threading.Thread(
-            target=self._run, args=(write, finish), name="zero_nb checkpoint", daemon=False
+            target=self._take_work, name="zero_nb checkpoint", daemon=False
         )
+        self._started = False
         self.waited = False  # whether `wait` has said what became of it
-        self._started = True
+
+    def start(self) -> None:
+        """Let a thread write, or write now if the system allows no more threads."""
         try:
             self._thread.start()
-        except RuntimeError:  # the system allows no more threads: training stops for this save
-            self._started = False
-            self._run(write, finish)
+            self._started = True
+        except RuntimeError:
+            self._take_work()
 
-    def _run(self, write: Callable[[], str], finish: Callable[[Sequence[str]], None]) -> None:
+    def _take_work(self) -> None:
+        """Do the work, unless another thread has taken it."""
+        try:
+            work = self._work.pop()
+        except IndexError:
+            return
+        try:
+            self._run(*work)
+        finally:
+            del work  # the copies go before `wait` returns
+            self._done.set()
+
+    def _run(
+        self,
+        write: Callable[[], str],
+        finish: Callable[[Sequence[str]], None],
+        opened: ExitStack,
+    ) -> None:
         note = _NOT_WRITTEN
         try:
-            with naming_target(self.folder):
-                note = write()
-        except Exception as error:
-            self._outcome.fail_part(error)
-        try:
-            with naming_target(self.folder), self._opened:
-                self._notes.put(str(self._group.group_rank), note)
+            with naming_target(self.folder), opened:
+                try:
+                    note = self._write_part(write)
+                finally:
+                    self._notes.put(str(self._group.group_rank), note)
                 if self._group.group_rank == 0:
                     self._complete(finish)
+            self._outcome.complete()
         except Exception as error:
             self._outcome.fail_folder(error)
+
+    def _write_part(self, write: Callable[[], str]) -> str:  # a note for the first rank
+        try:
+            with naming_target(self.folder):
+                return write()
+        except Exception as error:
+            self._outcome.fail_part(error)
+            return _NOT_WRITTEN
 
     def _complete(self, finish: Callable[[Sequence[str]], None]) -> None:
         parts = _read_notes(self._notes, self._group)
@@ -196,14 +230,19 @@ class Saving:
             raise RuntimeError(f"group ranks {failed} did not write their parts")
         finish(parts)
 
+    def join(self) -> None:
+        """Return when this rank has stopped writing, and no earlier; other ranks need not come."""
+        if not self._started:  # an exception came before
+            self._take_work()
+        self._done.wait()
+
     def wait(self) -> Path:  # the folder
         """Return when the checkpoint is complete; all ranks call this, as often as they like.
 
         Raises on all ranks what went wrong on one; then there is no folder."""
+        self.join()  # an exception that ends this, of a signal handler, leaves all as it was
         self.waited = True
         with agreeing(self._group, f"saving {self.folder}"):
-            if self._started:
-                self._thread.join()
             self._outcome.raise_part()
         with agreeing(self._group, f"finishing {self.folder}"):
             self._outcome.raise_folder()
@@ -239,7 +278,7 @@ class AsyncCheckpointer:
 
         Waits for the save before this one, if that is still under way. Raises on all ranks what went
         wrong in that one or, as `save_sharded`, in the beginning of this one; nothing is left behind."""
-        self.wait()
+        self.wait()  # no thread of this rank reads the copies after that
         if getattr(self.optimizer, "groups", None) is not self._groups:
             raise RuntimeError(
                 "reshard() has moved the optimizer to other ranks since this checkpointer was made, so"
@@ -254,21 +293,26 @@ class AsyncCheckpointer:
             data = list[dict[Any, Any]]()
             with agreeing(self.group, f"copying what goes to {folder}"):
                 data.append(self._staged.copy(planned))
-            self._saving = Saving(
+            saving = Saving(
                 folder,
                 self.group,
                 lambda: write_part(planned, lambda item: data[0][item.index]),
                 lambda parts: finish_save(planned, parts, more),
                 opened.pop_all(),
             )
-        return self._saving
+            self._saving = saving  # before its thread starts, so that the next save waits for it
+            saving.start()
+        return saving
 
     def wait(self) -> None:
         """Return when the last save is complete; all ranks call this. Raises what went
         wrong in it, unless `wait` of the save itself has done so."""
         saving = self._saving
-        self._saving = None
-        if saving is not None and not saving.waited:
+        if saving is None:
+            return
+        saving.join()
+        self._saving = None  # not before: the next copy goes where this save is read from
+        if not saving.waited:
             saving.wait()
 
     def close(self) -> None:
