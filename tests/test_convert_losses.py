@@ -1,6 +1,8 @@
 """What a conversion may lose without a word: numbers that a format does not hold, and tensors where none are
 expected."""
 
+import zipfile
+
 import pytest
 import torch
 from common.saving import same
@@ -85,3 +87,48 @@ def test_deepspeeds_folder_of_an_optimizer_before_its_first_step(folder):
     convert_checkpoint(folder / "source.pt", folder / "ds", "deepspeed")
     convert_checkpoint(folder / "ds", folder / "out.pt")
     same(full, torch.load(folder / "out.pt"))
+
+
+def packed_anew(source, target, change=list):
+    """Pack an archive by another program, which aligns no record, and the names in another order."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for name in change(old.namelist()):
+            new.writestr(name, old.read(name))
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_records_are_read_where_they_are_and_not_where_torch_would_put_them(folder, versioned):
+    """All numbers but those of the first record were others, and the file was called whole."""
+    weights, full = stepped(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
+    torch.save({"model": weights, "optimizer": full}, folder / "torch.pt")
+    torch.save(weights, folder / "torch weights.pt")
+    torch.save(full, folder / "torch state.pt")
+    kept = lambda names: [name for name in names if versioned or ".format_version" not in name]
+    orders = {"plain": kept, "backwards": lambda names: kept(names)[::-1]}
+    for order, change in orders.items():
+        for name in ("", " weights", " state"):
+            packed_anew(folder / f"torch{name}.pt", folder / f"{order}{name}.pt", change)
+        same(torch.load(folder / f"{order}.pt")["optimizer"], full)
+        for format, name in TARGETS.items():
+            if format != "deepspeed":  # takes one step for all of a group
+                target = folder / f"{order} {name}"
+                convert_checkpoint(folder / f"{order}.pt", target, format)
+                found = verify_checkpoint(target)
+                for param, key, value in found.values():
+                    assert torch.equal(value.read(), full["state"][param][key])
+                assert bool(found.model) == (format != "full")
+                for name, weight in found.model.items():
+                    assert torch.equal(weight.read(), weights[name])
+        both = folder / f"{order} both.safetensors"
+        convert_checkpoint(folder / f"{order} state.pt", both, model=folder / f"{order} weights.pt")
+        found = verify_checkpoint(both).model
+        same({name: weight.read() for name, weight in found.items()}, dict(weights))
+
+
+def test_a_storage_of_another_size_than_its_record_is_refused(folder):
+    torch.save({"state": {}, "param_groups": [], "x": torch.zeros(4)}, folder / "torch.pt")
+    with zipfile.ZipFile(folder / "torch.pt") as old, zipfile.ZipFile(folder / "x.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name)[: 12 if name.endswith("data/0") else None])
+    with pytest.raises(ValueError, match=r"4 elements of torch\.float32, and its record 12 bytes"):
+        verify_checkpoint(folder / "x.pt")

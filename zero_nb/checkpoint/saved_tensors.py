@@ -5,20 +5,21 @@
 # %% ../../nbs/checkpoint/07_saved_tensors.ipynb #c4212e86
 from __future__ import annotations
 
+import io
 import math
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, _weights_only_unpickler
 
-from .files import records_in
+from .files import Record, records_in
 from ..comm.objects import explain_unread
 from ..optim.tensor_shard import boxes
 
@@ -177,7 +178,7 @@ def _describe(value: Tensor, path: Path, base: int) -> SavedTensor:
     if not value.numel():
         return SavedTensor(value.dtype, tuple(value.shape), ())
     storage: Any = value.untyped_storage()
-    offset = base + storage._checkpoint_offset + value.storage_offset() * value.dtype.itemsize
+    offset = base + storage._record.offset + value.storage_offset() * value.dtype.itemsize
     part = Part(path, offset, (0,) * value.dim(), tuple(value.shape), value.stride())
     return SavedTensor(value.dtype, tuple(value.shape), (part,))
 
@@ -196,6 +197,37 @@ def _without_elements() -> Any:  # a context
     return OnlyCpu()
 
 
+def _load_without_elements(file: Any, records: Mapping[str, Record]) -> Any:
+    """Read the pickle of an archive as `torch.load` does, with memory that knows its record.
+
+    Torch's own offsets of such memory are computed, and wrong where another program packed the archive."""
+
+    def find_storage(saved: Any) -> torch.TypedStorage:
+        _, kind, key, _, count = saved
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        record = records[f"data/{key}"]
+        if record.nbytes != count * dtype.itemsize:
+            raise ValueError(
+                f"storage {key} has {count} elements of {dtype}, and its record {record.nbytes} bytes"
+            )
+        memory: Any = torch.UntypedStorage(record.nbytes, device="meta")
+        memory._fake_device = torch.device("cpu")
+        memory._record = record
+        return torch.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
+
+    pickled = records["data.pkl"]
+    file.seek(pickled.offset)
+    unpickler: Any = _weights_only_unpickler.Unpickler(
+        io.BytesIO(file.read(pickled.nbytes)), encoding="utf-8"
+    )
+    unpickler.persistent_load = find_storage
+    with _without_elements():
+        try:
+            return unpickler.load()
+        finally:
+            torch._utils._sparse_tensors_to_validate.clear()  # which are refused
+
+
 def load_saved(
     file: Any,  # open for reading, at its beginning
     path: Path,  # of the file
@@ -211,13 +243,11 @@ def load_saved(
             raise ValueError(
                 f"{path} was written on a machine of byte order {order}; load and save it there"
             )
-    file.seek(0)
     allowed = torch.serialization.safe_globals([*classes]) if classes else nullcontext()
     check = lambda name, tensor: _check_in_file(path, name, tensor)
     with reading(path), allowed:
         try:
-            with _without_elements():
-                content = torch.load(file, map_location="cpu", weights_only=True)
+            content = _load_without_elements(file, records)
         except NotImplementedError:  # a quantized tensor has elements, or is none
             file.seek(0)
             given = file if base else path
