@@ -125,3 +125,63 @@ def test_an_error_of_making_a_folder_names_the_one_that_was_given(folder, monkey
     with pytest.raises(OSError) as raised, new_folder(folder / "step-5"):
         pass
     assert raised.value.filename == str(folder / "step-5")
+
+
+def fail_in(monkeypatch, parent, number):
+    """Let the flush of one folder fail, as the disk does, or its opening, as where it may not be read."""
+    call = "open" if number == errno.EACCES else "fsync"
+    real = getattr(os, call)
+
+    def fails(what, *args):
+        at = what if call == "open" else f"/proc/self/fd/{what}"
+        if os.path.realpath(at) == os.path.realpath(parent):
+            raise OSError(number, os.strerror(number))
+        return real(what, *args)
+
+    monkeypatch.setattr(os, call, fails)
+
+
+def writers(folder):
+    model = nn.Linear(3, 2)
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    zero.step()
+    full_state_dict(zero, to=folder / "source.pt")
+    (folder / "to").mkdir()
+    return {
+        "full.pt": lambda path: full_state_dict(zero, to=path),
+        "sharded": lambda path: save_sharded(path, model, zero),
+        "async": lambda path: AsyncCheckpointer(model, zero).save(path).wait(),
+        "c.pt": lambda path: convert_checkpoint(folder / "source.pt", path),
+    }
+
+
+def test_a_folder_that_may_not_be_read_takes_checkpoints(folder, monkeypatch):
+    """It could be written to and not flushed: each was complete, and said to have failed."""
+    ways = writers(folder)
+    fail_in(monkeypatch, folder / "to", errno.EACCES)
+    for name, write in ways.items():
+        write(folder / "to" / name)
+    assert {path.name for path in (folder / "to").iterdir()} == {*ways}
+
+
+def test_an_error_after_the_new_name_was_given_says_that_it_is_complete(folder, monkeypatch):
+    ways = writers(folder)
+    fail_in(monkeypatch, folder / "to", errno.EIO)
+    for name, write in ways.items():
+        path = folder / "to" / name
+        with pytest.raises(OSError, match="complete under its name, and may not be on") as raised:
+            write(path)
+        assert str(path) in str(raised.value) and path.exists()
+    monkeypatch.undo()
+    assert {path.name for path in (folder / "to").iterdir()} == {*ways}
+
+
+def test_a_folder_takes_no_name_of_a_link_that_leads_nowhere(folder):
+    """All was written, and then the rename failed."""
+    ways = writers(folder)
+    (folder / "to" / "sharded").symlink_to(folder / "nowhere")
+    with pytest.raises(FileExistsError, match="a folder of its own"):
+        ways["sharded"](folder / "to" / "sharded")
+    assert [path.name for path in (folder / "to").iterdir()] == ["sharded"]

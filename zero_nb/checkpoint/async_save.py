@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from zero_nb.checkpoint.sharded import (
 )
 from .skeleton import naming_target, tight
 from ..comm.agreement import agreeing
-from ..comm.group_store import GroupStore, timeout_seconds
+from ..comm.group_store import GroupStore, pauses_for_others
 from ..comm.groups import Group
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
@@ -77,26 +77,12 @@ class StagingMemory:
 
 # %% ../../nbs/checkpoint/13_async_save.ipynb #a59c000a
 _NOT_WRITTEN = "failed"  # the note of a rank that did not write its part
-_LAST_SECONDS = 60.0  # for the notes of other ranks when this rank's program has ended
-
-
-def _pauses_for_others(group: Group) -> Iterator[float]:
-    """Give the seconds to sleep between looks, until other ranks have had their time."""
-    begin = time.monotonic()
-    limit = timeout_seconds(group) if group.size > 1 else 0.0
-    ended: float | None = None
-    waited = 0.0
-    while waited <= limit and (ended is None or waited - ended <= _LAST_SECONDS):
-        yield 0.01 if waited < 1 else 0.1
-        waited = time.monotonic() - begin
-        if ended is None and not threading.main_thread().is_alive():
-            ended = waited
 
 
 def _read_notes(notes: GroupStore, group: Group) -> list[str]:  # by group rank
     """Wait until all ranks have left a note. Raises `RuntimeError` that names ranks without one."""
     found = dict[int, str]()
-    for pause in _pauses_for_others(group):
+    for pause in pauses_for_others(group):
         for rank in {*range(group.size)} - {*found}:
             if (note := notes.see(str(rank))) is not None:
                 found[rank] = note
@@ -108,6 +94,9 @@ def _read_notes(notes: GroupStore, group: Group) -> list[str]:  # by group rank
     raise RuntimeError(f"ranks {late} did not write their parts of a checkpoint in time")
 
 
+_Finish = Callable[[Sequence[str]], None]  # of the notes of all ranks
+
+
 @dataclass
 class SaveOutcome:
     """What became of a save, as far as this rank knows."""
@@ -117,36 +106,24 @@ class SaveOutcome:
     error: Exception | None = None  # of the folder, on the first rank; or writing did not end
     raised: bool = False  # whether `wait` has raised it
 
-    def fail_part(self, error: Exception) -> None:
-        """Note why this rank's part was not written."""
-        self.own_error = error
-
-    def complete(self) -> None:
-        """Note that the thread has done what it should."""
-        self.error = None
-
-    def fail_folder(self, error: Exception) -> None:
-        """Note why the folder is not complete."""
+    def end(self, own_error: Exception | None, error: Exception | None) -> None:
+        """Note what became of this rank's part and of the folder."""
+        self.own_error = own_error
         self.error = error
 
-    def raise_part(self) -> None:
-        """Raise what went wrong in this rank's part."""
-        if self.own_error is not None:
+    def raise_error(self, error: Exception | None) -> None:
+        """Raise one of the two, if there is one."""
+        if error is not None:
             self.raised = True
-            raise self.own_error
-
-    def raise_folder(self) -> None:
-        """Raise why the folder is not complete."""
-        if self.error is not None:
-            self.raised = True
-            raise self.error
+            raise error
 
     def report(self) -> None:
         """Write to stderr what was not raised."""
         error = self.own_error or self.error
         if error is not None and not self.raised:
             words = f"{type(error).__name__}: {error}"
-            print(f"zero_nb: {self.folder} was not saved ({words})", file=sys.stderr, flush=True)
+            fate = "may not be on the disk yet" if self.folder.exists() else "was not saved"
+            print(f"zero_nb: {self.folder} {fate} ({words})", file=sys.stderr, flush=True)
 
 
 class Saving:
@@ -157,7 +134,7 @@ class Saving:
         folder: Path,  # that it becomes
         group: Group,  # ranks that save
         write: Callable[[], str],  # writes this rank's part, and tells where it is
-        finish: Callable[[Sequence[str]], None],  # on the first rank: completes the folder
+        finish: _Finish,  # on the first rank: completes the folder
         opened: ExitStack,  # on the first rank: gives the folder its name, or removes it
     ):
         self.folder = folder
@@ -196,34 +173,26 @@ class Saving:
             del work  # the copies go before `wait` returns
             self._done.set()
 
-    def _run(
-        self,
-        write: Callable[[], str],
-        finish: Callable[[Sequence[str]], None],
-        opened: ExitStack,
-    ) -> None:
+    def _run(self, write: Callable[[], str], finish: _Finish, opened: ExitStack) -> None:
+        own_error: Exception | None = None
+        error: Exception | None = None
         note = _NOT_WRITTEN
         try:
             with naming_target(self.folder), opened:
                 try:
-                    note = self._write_part(write)
+                    with naming_target(self.folder):
+                        note = write()
+                except Exception as failure:
+                    own_error = failure
                 finally:
                     self._notes.put(str(self._group.group_rank), note)
                 if self._group.group_rank == 0:
                     self._complete(finish)
-            self._outcome.complete()
-        except Exception as error:
-            self._outcome.fail_folder(error)
+        except Exception as failure:
+            error = failure
+        self._outcome.end(own_error, error)
 
-    def _write_part(self, write: Callable[[], str]) -> str:  # a note for the first rank
-        try:
-            with naming_target(self.folder):
-                return write()
-        except Exception as error:
-            self._outcome.fail_part(error)
-            return _NOT_WRITTEN
-
-    def _complete(self, finish: Callable[[Sequence[str]], None]) -> None:
+    def _complete(self, finish: _Finish) -> None:
         parts = _read_notes(self._notes, self._group)
         failed = [rank for rank, part in enumerate(parts) if part == _NOT_WRITTEN]
         if failed:
@@ -239,13 +208,14 @@ class Saving:
     def wait(self) -> Path:  # the folder
         """Return when the checkpoint is complete; all ranks call this, as often as they like.
 
-        Raises on all ranks what went wrong on one; then there is no folder."""
+        Raises on all ranks what went wrong on one; then there is no folder, unless the error says that
+        it is complete and may not be on the disk yet."""
         self.join()  # an exception that ends this, of a signal handler, leaves all as it was
         self.waited = True
         with agreeing(self._group, f"saving {self.folder}"):
-            self._outcome.raise_part()
+            self._outcome.raise_error(self._outcome.own_error)
         with agreeing(self._group, f"finishing {self.folder}"):
-            self._outcome.raise_folder()
+            self._outcome.raise_error(self._outcome.error)
         return self.folder
 
 # %% ../../nbs/checkpoint/13_async_save.ipynb #a59c000c

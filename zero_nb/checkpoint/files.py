@@ -37,14 +37,25 @@ __all__ = ['replacing', 'new_folder', 'Record', 'records_in', 'read_records', 't
 def _flush_folder(folder: Path) -> None:
     if os.name != "posix":
         return  # a folder cannot be opened there
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that has no such thing
+        # a file system that has no such thing, or a folder that may be written to and not read
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
             raise
-    finally:
-        os.close(handle)
+
+
+def _flush_name(path: Path) -> None:
+    """Flush the folder in which a file or folder has its name now."""
+    try:
+        _flush_folder(path.parent)
+    except OSError as error:
+        words = f"{error.strerror}; it is complete under its name, and may not be on the disk yet"
+        raise OSError(error.errno, words, str(path)) from error
 
 
 def _lock(handle: int, wait: bool) -> bool:
@@ -111,7 +122,8 @@ def replacing(
 ) -> Iterator[Path]:
     """Give a path to write to, which takes the place of `path` if the block ends well, and is removed if not.
 
-    Raises `OSError` as the file system does; the file at `path` is the old one then."""
+    Raises `OSError` as the file system does; the file at `path` is the old one then, or, if the error
+    says so, the new one, which is complete and may not be on the disk yet."""
     path = Path(os.path.realpath(path))  # a link stays one
     if path.is_dir():
         raise IsADirectoryError(
@@ -128,7 +140,7 @@ def replacing(
             beside.unlink(missing_ok=True)
             raise
         _rename_over(beside, path)
-        _flush_folder(path.parent)
+        _flush_name(path)
         _remove_abandoned(path)
     finally:
         os.close(handle)
@@ -153,13 +165,12 @@ def new_folder(
 ) -> Iterator[Path]:
     """Give a folder to write to, which becomes `folder` if the block ends well, and is removed if not.
 
-    Raises `FileExistsError` if `folder` is there, and `OSError` as the file system does."""
+    Raises `FileExistsError` if `folder` is there, and `OSError` as the file system does; `folder` is
+    there then only if the error says so: complete, and maybe not on the disk yet."""
     folder = Path(folder)
-    if folder.exists():
+    if os.path.lexists(folder):
         raise FileExistsError(
-            errno.EEXIST,
-            "each checkpoint needs a folder of its own, and this one exists",
-            str(folder),
+            errno.EEXIST, "each checkpoint needs a folder of its own, and one is there", str(folder)
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned_folders(folder.parent)
@@ -171,7 +182,7 @@ def new_folder(
         for inside, _, _ in os.walk(beside):
             _flush_folder(Path(inside))
         os.rename(beside, folder)
-        _flush_folder(folder.parent)
+        _flush_name(folder)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
@@ -229,7 +240,7 @@ def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
                 kept = info.compress_type == zipfile.ZIP_STORED and not info.external_attr & _FOLDER
                 if own != listed or not kept:
                     raise zipfile.BadZipFile(
-                        f"record {info.filename!r} is compressed or a folder, or the directory has another"
+                        f"record {info.filename!r} is compressed or a folder (packed by zip?), or listed as another"
                     )
                 offset = info.header_offset + own_nbytes
                 places = [entry + 16]  # in the directory at the end
@@ -347,8 +358,7 @@ def check_file(
                 f"{path} has no checksums, as torch.save writes none after set_crc32_options(False), so"
                 " it cannot be checked; load it with torch.load, and save it with that option True"
             )
-        names = sorted(found, key=lambda name: -found[name].nbytes)[part[0] :: part[1]]
-        for name in names:
+        for name in sorted(found, key=lambda name: -found[name].nbytes)[part[0] :: part[1]]:
             record = found[name]
             file.seek(record.offset)
             crc = crc_of(file, record.nbytes)

@@ -212,7 +212,8 @@ def save_sharded(
     """Let each rank write its part of model and optimizer; all ranks call this, between steps.
 
     Raises on all ranks, and leaves nothing behind: `TypeError` or `ValueError` for bad arguments,
-    `OSError` as the disk does. `AsyncCheckpointer` does it while training goes on."""
+    `OSError` as the disk does; only where that says so, the folder is there, and maybe not on the disk yet.
+    `AsyncCheckpointer` does it while training goes on."""
     group = Group(process_group)
     with ExitStack() as opened:
         beside, more = open_save(folder, model, optimizer, step, extra, group, opened)

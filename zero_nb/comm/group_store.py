@@ -5,7 +5,9 @@
 # %% ../../nbs/comm/06_group_store.ipynb #67568365
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from .agreement import agree
@@ -14,7 +16,7 @@ from .ranks import Ranks
 from .store import _Notes, _has_no_peers, _timeout
 
 # %% auto #0
-__all__ = ['GroupStore', 'timeout_seconds', 'waiting_elsewhere']
+__all__ = ['GroupStore', 'timeout_seconds', 'pauses_for_others', 'waiting_elsewhere']
 
 # %% ../../nbs/comm/06_group_store.ipynb #37bcf310
 class GroupStore:
@@ -95,6 +97,24 @@ def timeout_seconds(
 ) -> float:  # seconds that ranks wait for each other: the time limit of the group's collectives
     """Tell how long to wait for another rank."""
     return _timeout(group).total_seconds()
+
+
+_LAST_SECONDS = 60.0  # for the notes of other ranks when this rank's program has ended
+
+
+def pauses_for_others(
+    group: Ranks,  # of any number of ranks
+) -> Iterator[float]:
+    """Give the seconds to sleep between looks, until other ranks have had their time."""
+    begin = time.monotonic()
+    limit = timeout_seconds(group) if group.size > 1 else 0.0
+    ended: float | None = None
+    waited = 0.0
+    while waited <= limit and (ended is None or waited - ended <= _LAST_SECONDS):
+        yield 0.01 if waited < 1 else 0.1
+        waited = time.monotonic() - begin
+        if ended is None and not threading.main_thread().is_alive():
+            ended = waited
 
 
 def waiting_elsewhere(
