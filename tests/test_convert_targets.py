@@ -9,7 +9,7 @@ from common.sharded_saving import stepped_linear
 from test_ckpt import called
 
 from zero_nb import save_sharded
-from zero_nb.checkpoint.convert import convert_checkpoint
+from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
 
 
 def refused(capsys, *words):
@@ -97,3 +97,13 @@ def test_a_folder_may_have_a_dot_in_its_name(folder, source, trained, capsys):
     words = refused(capsys, "merge", folder / "step.1", folder / "step.3")
     assert "must be one file" in words
     called(capsys, "merge", folder / "step.1", folder / "m.ckpt")
+
+
+def test_a_table_that_names_a_file_that_is_not_there_is_damaged(folder, trained):
+    """Without a manifest a flipped bit in the table was a `FileNotFoundError`."""
+    save_sharded(folder / "one", *trained)
+    (folder / "one" / "manifest.json").unlink()
+    table = folder / "one" / ".metadata"
+    table.write_bytes(table.read_bytes().replace(b"__0_0.distcp", b"__0_1.distcp"))
+    with pytest.raises(ValueError, match=r"names '__0_1\.distcp', which is not there"):
+        verify_checkpoint(folder / "one")

@@ -152,7 +152,8 @@ def _verify(options: argparse.Namespace, console: Any) -> None:
     console.print(
         f"{options.path}: all of its {_size(nbytes)} are as they were written"
         + (
-            "; it has no manifest, so files that are not in its table were not looked for"
+            "; it has no manifest, so files that are not in its table were not looked for, and the table"
+            " itself has no checksum"
             if bare
             else ""
         ),

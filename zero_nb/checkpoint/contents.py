@@ -237,6 +237,12 @@ def describe_folder(folder: Path, key: str | None) -> Checkpoint:
     by_file = dict[str, list[tuple[Any, Any]]]()
     for index, info in (table.storage_data or {}).items():
         by_file.setdefault(info.relative_path, []).append((index, info))
+    for name in by_file:
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"{folder} is damaged or not complete: its table of contents names {name!r}, which is not"
+                " there; use the checkpoint before it"
+            )
     values = dict[str, Any]()
     parts = dict[str, list[Part]]()
     for name, held in by_file.items():

@@ -87,7 +87,8 @@ def verify_checkpoint(
 ) -> Checkpoint:
     """Compare all of a checkpoint with its checksums, and the two copies of the weights in DeepSpeed's.
 
-    Raises `ValueError` that names what is damaged, or says that there are no checksums."""
+    Raises `ValueError` that names what is damaged, or says that there are no checksums. The table of contents of a
+    folder without a manifest has none, so damage of it is found only where it then makes no sense."""
     found = describe_checkpoint(path, key)
     path = found.path
     if found.format == "safetensors":
