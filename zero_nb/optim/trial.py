@@ -24,99 +24,10 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.traced import first_collective
+from .param_specs import SmallGroup, small_groups
 
 # %% auto #0
-__all__ = ['TRIAL_STEPS', 'small_shapes', 'SmallKind', 'SmallGroup', 'small_groups', 'Trial', 'make_trial', 'difference',
-           'leaving_alone', 'try_class', 'find_trouble']
-
-# %% ../../nbs/optim/08_trial.ipynb #52eb82ea
-_SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
-    0: ((), (), ()),
-    1: ((8,), (104,), (104,)),
-    2: ((8, 6), (10, 12), (10, 12)),
-    3: ((4, 3, 5), (2, 8, 9), (2, 8, 9)),
-    4: ((2, 4, 3, 3), (4, 4, 3, 3), (4, 4, 3, 3)),
-}
-
-
-def small_shapes(dim: int) -> Sequence[tuple[int, ...]]:
-    """Give the shapes of three small tensors with so many dimensions, the last two of them alike."""
-    large = (8, *(2,) * (dim - 1))
-    return _SHAPES.get(dim) or ((2,) * dim, large, large)
-
-
-@dataclass(frozen=True)
-class SmallKind:
-    """What a class may tell apart of parameters."""
-
-    dim: int  # number of dimensions
-    transposed: bool  # lies in memory otherwise than row by row
-    dtype: torch.dtype  # of the tensor that is stepped
-
-    def widened(self) -> SmallKind:
-        """Give the same kind in float64, where rounding hides nothing."""
-        return replace(self, dtype=torch.complex128 if self.dtype.is_complex else torch.float64)
-
-    def tensors(self, device: torch.device, generator: torch.Generator) -> list[Tensor]:
-        """Make three tensors with random values, the same in every dtype."""
-        wide = self.widened().dtype
-        made = [torch.randn(s, dtype=wide, generator=generator) for s in small_shapes(self.dim)]
-        if self.transposed:
-            made = [value.transpose(0, -1).contiguous().transpose(0, -1) for value in made]
-        return [value.to(device, self.dtype) for value in made]
-
-# %% ../../nbs/optim/08_trial.ipynb #5b1e07aa
-@dataclass(frozen=True)
-class SmallGroup:
-    """A param group in little: the user's options, and small tensors of the kinds that the group has."""
-
-    options: dict[str, Any]  # without parameters
-    kinds: tuple[SmallKind, ...]  # of its parameters
-    attributes: list[dict[str, Any]]  # of some of its parameters
-
-    def widened(self) -> SmallGroup:
-        """Give the same group in float64, where rounding hides nothing."""
-        return replace(self, kinds=tuple(kind.widened() for kind in self.kinds))
-
-    def tensors(self, device: torch.device, generator: torch.Generator) -> list[Tensor]:
-        """Make three tensors of each kind, with random values and with attributes."""
-        made = [t for kind in self.kinds for t in kind.tensors(device, generator)]
-        for i, value in enumerate(made):
-            vars(value).update(self.attributes[i % len(self.attributes)])
-        return made
-
-
-def _attributes(params: Sequence[Tensor], most: int = 6) -> list[dict[str, Any]]:
-    """Give what some parameters have beside their elements, and a class may read."""
-    found = {}
-    for p in params:
-        plain = {k: v for k, v in vars(p).items() if isinstance(v, (bool, int, float, str))}
-        found[str(plain)] = plain
-    return [*found.values()][:most]
-
-
-def small_groups(
-    param_groups: Sequence[dict[str, Any]],  # as `torch.optim.Optimizer.param_groups`
-    # of copies that are stepped in place of parameters; None: no copies
-    master_dtype: torch.dtype | None = None,
-    most: int = 16,  # so many are tried
-) -> list[SmallGroup]:
-    """Make small groups of param groups; of those that differ in `lr` alone, one is enough."""
-    found: dict[str, SmallGroup] = {}
-    for group in param_groups:
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        params = [p for p in group["params"] if p.numel()]
-        params = [p for p in params if p.is_floating_point() or p.is_complex()]
-        params = [p for p in params if p.requires_grad] or params
-        kinds = set()
-        for p in params:
-            dtype = master_dtype if master_dtype and p.is_floating_point() else p.dtype
-            kinds.add(SmallKind(p.dim(), not p.is_contiguous(), dtype))
-        if kinds:
-            small = SmallGroup(options, tuple(sorted(kinds, key=str)), _attributes(params))
-            text = str(replace(small, options={k: v for k, v in options.items() if k != "lr"}))
-            found.setdefault(text, small)
-    return [*found.values()][:most]
+__all__ = ['TRIAL_STEPS', 'Trial', 'make_trial', 'difference', 'leaving_alone', 'try_class', 'find_trouble']
 
 # %% ../../nbs/optim/08_trial.ipynb #bea3d7cb
 TRIAL_STEPS = 12
