@@ -68,9 +68,10 @@ def counted(where, interleaved):
         },
     )
     optimizer, zero = kind(plain.parameters()), ZeroRedundancyOptimizer(ours.parameters(), kind)
-    handle, worst = overlap(ours, zero, interleaved=interleaved), 0.0
+    worst = 0.0
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
+        handle = overlap(ours, zero, interleaved=interleaved)
         for step in range(6):
             backward(plain, step)
             optimizer.step()

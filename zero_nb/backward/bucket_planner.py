@@ -150,8 +150,6 @@ class BucketPlanner:
         if not streaming or (self.options.find_unused_parameters and not interleaved):
             backward.exchange_used()
         stepped = self.engine.finish(iteration, late=not streaming)
-        if interleaved and not self.interleaved:  # the optimizer was seen to count its steps
-            self._adopt(iteration.plan.shard)
         self.unused = backward.unused
         return stepped
 

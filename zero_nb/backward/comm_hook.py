@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from .engine import check_complex, check_dense, check_not_driven
+from .engine import check_complex, check_dense, check_attachable
 from ..comm.groups import Group
 from ..optim.driver import StepOptions
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -140,7 +140,7 @@ def check_pair(options: OverlapOptions, ddp: Any, optimizer: Any) -> None:
     Raises `TypeError`, `ValueError` or `RuntimeError`."""
     _check_kinds(options, ddp, optimizer)
     _check_params(ddp, optimizer)
-    check_not_driven(optimizer)
+    check_attachable(optimizer)
     check_dense(ddp.module, optimizer)
     if getattr(ddp, "mixed_precision", None) is not None:
         raise ValueError(

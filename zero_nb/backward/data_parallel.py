@@ -22,7 +22,7 @@ from zero_nb.backward.engine import (
     StepEngine,
     check_complex,
     check_dense,
-    check_not_driven,
+    check_attachable,
     in_torchs_join,
 )
 from .module_buffers import BufferMode, BufferSync, broadcast_from, check_module
@@ -61,7 +61,7 @@ def _check_module(module: Any, optimizer: Any) -> None:
         raise TypeError(
             f"optimizer must be zero_nb's ZeroRedundancyOptimizer, got {type(optimizer).__name__}"
         )
-    check_not_driven(optimizer)
+    check_attachable(optimizer)
     if any(isinstance(hook, TransientHook) for hook in module._forward_pre_hooks.values()):
         raise RuntimeError(
             "the module is trained with another optimizer already; detach that first"

@@ -298,11 +298,7 @@ class DdpPlanner:
             backward.pass_on(j)
         assert backward.iteration is not None, "it has begun"
         backward.exchange_used()
-        before = self.interleaved
-        stepped = self.engine.finish(backward.iteration, late=True)
-        if before and not self.interleaved:  # the optimizer was seen to count its steps
-            self.plan = plan
-        return stepped
+        return self.engine.finish(backward.iteration, late=True)
 
     def _shard_of(self, filled: tuple[tuple[int, ...], ...]) -> Shard:  # by bucket of DDP, indices
         if self.plan is not None and self.layout.filled == filled:

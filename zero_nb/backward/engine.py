@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .stepped_gradients import SteppedGradients
 from .watch import BackwardWatch
+from ..comm.agreement import agreeing
 from ..comm.calls import mark_agreed
 from ..comm.groups import Group
 from ..optim.driver import AfterBackward, SideStream, StepOptions, read_options, write_options
@@ -24,6 +25,7 @@ from ..optim.iteration import Iteration, Reduction, StepPlan
 from ..optim.local_optimizers import check_options, snapshot_options
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.param_specs import specs
+from ..optim.state_plan import check_moves, find_called_once
 from ..plan.schedule import Schedule
 from ..plan.balancing import by_group, mixed
 from ..plan.policies import Policy, even, runs
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # %% auto #0
-__all__ = ['Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'cut_in_place', 'check_not_driven', 'check_complex',
+__all__ = ['Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'cut_in_place', 'check_attachable', 'check_complex',
            'check_dense', 'StepEngine', 'InBackward', 'in_torchs_join', 'check_torchs_join']
 
 # %% ../../nbs/backward/03_engine.ipynb #bcb158cc
@@ -99,8 +101,8 @@ def cut_in_place(optimizer: ZeroRedundancyOptimizer) -> Policy:
     return partial(mixed, choose=by_group(*policies))
 
 # %% ../../nbs/backward/03_engine.ipynb #756a8232
-def check_not_driven(optimizer: ZeroRedundancyOptimizer) -> None:
-    """Refuse an optimizer that has a driver already."""
+def check_attachable(optimizer: ZeroRedundancyOptimizer) -> None:
+    """Refuse an optimizer that has a driver already, or a class whose state does not move."""
     driver = optimizer.driver
     if driver.steps_in_backward:
         raise RuntimeError("the optimizer's step is overlapped already; detach that first")
@@ -108,6 +110,7 @@ def check_not_driven(optimizer: ZeroRedundancyOptimizer) -> None:
         raise RuntimeError(
             f"a {type(driver).__name__} takes the optimizer's steps; detach that first"
         )
+    check_moves(optimizer.local, optimizer.param_groups, "A step inside backward")
 
 
 def check_complex(
@@ -141,8 +144,10 @@ def check_dense(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
 # %% ../../nbs/backward/03_engine.ipynb #4c3b4b2f
 _TAKEN = "after backward() had taken the step"
 _COUNTS = (
-    "{} counts its steps in its param groups, so all buckets are stepped together when backward is"
-    " over, as with interleaved=False"
+    "{} counts its steps, or steps otherwise for another reason if it is called once for each bucket"
+    " (with trust_optimizer_class=True that is not tried), so all buckets are stepped together when"
+    " backward is over, as with interleaved=False, and this rank keeps its part of all gradients"
+    " until then"
 )
 _MANY = (
     "{} calls of backward() have each taken a step since step() was last called; to add gradients"
@@ -170,9 +175,13 @@ class StepEngine:
         self.options = options
         self.stream = SideStream(device) if device.type == "cuda" else None  # where steps run
         self.markers = SteppedGradients(finds_unused)
-        # whether the optimizer's classes may step bucket by bucket; False once one was seen to count
-        self.steps_per_bucket = True
-        self.has_stepped = False  # so that this is known
+        called_once = list[str]()
+        with agreeing(optimizer.groups, "whether to step bucket by bucket", lambda: called_once):
+            called_once += find_called_once(optimizer.local, optimizer.param_groups)
+        self.steps_per_bucket = not called_once
+        if called_once and options.interleaved:
+            warnings.warn(_COUNTS.format(", ".join(called_once)), stacklevel=4)
+        self.has_stepped = False
         self.grad_norm: Tensor | None = None  # before it was clipped, of the last step
         self.transformed: Any = None  # event on the stream, after the last averages were clipped
         self.options_used: list[dict[str, Any]] | None = None  # by a step that was not checked yet
@@ -213,29 +222,13 @@ class StepEngine:
     def finish(self, iteration: Iteration, late: bool) -> bool:  # whether there was a step
         """Do what is left of an iteration when backward is over.
 
-        Until there was a step, and where buckets came `late`, all are stepped in one call, which
-        shows whether the optimizer may be called for one bucket at a time."""
+        Until there was a step, in which ranks agree, and where buckets came `late`, all are stepped
+        in one call."""
         if self.has_stepped and not late:
             return iteration.finish(self.steps_per_bucket)
-        before = self.optimizer.local.counters()
         stepped = iteration.finish(steps_per_bucket=False)
-        if stepped and self.steps_per_bucket and (counting := self._counting_classes(before)):
-            self.steps_per_bucket = False
-            if self.options.interleaved:
-                warnings.warn(_COUNTS.format(", ".join(counting)), stacklevel=2)
         self.has_stepped |= stepped
         return stepped
-
-    def _counting_classes(self, before: dict[type, str]) -> list[str]:  # the same on every rank
-        """Name the classes that some rank saw count, for one that owns nothing may not see it."""
-        if not before:
-            return []  # all are torch's and known, on every rank
-        now = self.optimizer.local.counters()
-        changed = [float(now[kind] != counters) for kind, counters in before.items()]
-        flags = torch.tensor(changed, device=self.optimizer.join_device)
-        for group in self.optimizer.groups:
-            group.all_reduce(flags)
-        return [kind.__name__ for kind, flag in zip(before, flags.tolist(), strict=True) if flag]
 
     def mark_gradients(self, unused: Sequence[bool], stepped: bool) -> None:
         """Leave markers in the place of gradients that are gone, in which a scaler reads whether to

@@ -143,9 +143,8 @@ class Saving:
         self._outcome = SaveOutcome(folder, error=RuntimeError("its writing was interrupted"))
         weakref.finalize(self, self._outcome.report)
         self._work = [(write, finish, opened)]  # until it is taken; nothing else has the copies
-        self._done = (
-            threading.Event()
-        )  # after an interrupted `Thread.join` the next one does not wait
+        # after an interrupted `Thread.join` the next one does not wait
+        self._done = threading.Event()
         # no daemon: a program that ends waits for it
         self._thread = threading.Thread(
             target=self._take_work, name="zero_nb checkpoint", daemon=False

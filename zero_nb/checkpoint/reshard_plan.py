@@ -26,7 +26,7 @@ from ..optim.torch_interface import History, find_groups
 from ..optim.rules import Rule, Settings, find_rule
 from ..optim.state import check_complete, count_state
 from ..optim.state_entry import CommonState, StateEntry, read_common
-from ..optim.state_plan import read_entries
+from ..optim.state_plan import check_moves, read_entries
 from ..plan.bucket_plan import BucketPlan
 from ..plan.moves import Rows
 from ..plan.policies import Policy, runs
@@ -320,6 +320,7 @@ class Resharding:
         new = make_shard(groups, everything, target.rules, ranks, target.settings, plan, True)
         if target.groups:
             check_classes(self.optimizer.local, target.rules, groups, [new])
+            check_moves(self.optimizer.local, groups, "reshard()")
         return new
 
     def _follow(self, size: int) -> Any:

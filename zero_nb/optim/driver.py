@@ -139,7 +139,7 @@ class AfterBackward:
                     lend_pieces(local.by_class.values(), shard)
                 pulled = local.pull_options(optimizer.param_groups)
                 stepping = True
-                returned = local.step(**kwargs)
+                returned = local.step(optimizer.param_groups, **kwargs)
                 local.push_options(optimizer.param_groups, pulled)
         except Exception as error:
             self._end_failed_step(shards, stepping, None if first else error)

@@ -316,14 +316,16 @@ class Iteration:
         """Step this rank's part of some buckets; `always`: also where it owns nothing of them."""
         local = self.plan.optimizer.local
         optims = local.by_class.values()
+        unused = self.unused
         pieces = []
         if self.monitor is not None:
             self._show_before_step(self.monitor, runs)
         for run in runs:
-            mean = run.wait_reduced()
-            pieces += lend_bucket(optims, self.plan.shard, run.bucket, mean, self.unused)
-        versions = [t._version for t in local.tensors.values()]
-        for optim in optims if pieces or always else ():
+            pieces += lend_bucket(optims, self.plan.shard, run.bucket, run.wait_reduced(), unused)
+        versions = [] if always else [t._version for t in local.tensors.values()]
+        if always:
+            local.step_together(self.plan.optimizer.param_groups, unused)
+        for optim in optims if pieces and not always else ():
             optim.step()
         if versions:
             local.note_writes(versions)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import pack
 from ..comm.groups import Group
-from .param_specs import specs
+from .param_specs import make_stand_in, specs, standing_in
 from .pieces import Piece, lay_out_gradients
 from .shard import Shard, release_step_memory
 from .rules import Rule, Settings, choose_fused, is_known
@@ -181,6 +182,8 @@ class LocalOptimizers:
     # among the options, by id: the user's groups have the same, and a step may write into them
     tensors: dict[int, Tensor] = field(default_factory=dict)
     written: Counter[int] = field(default_factory=Counter)  # how often a step has, since `pulled`
+    # classes for which a tensor stands in where this rank has no gradient of a group
+    stood_in_for: set[type] = field(default_factory=set)
 
     def add_groups(
         self,
@@ -246,11 +249,14 @@ class LocalOptimizers:
         first = next(iter(self.by_class.values()))
         return dict(self.by_class.get(self.settings.optimizer_class, first).defaults)
 
-    def step(self, **kwargs: Any) -> Any:  # what the first optimizer returns
-        """Step what has a gradient."""
+    def step(self, param_groups: Sequence[dict[str, Any]] = (), /, **kwargs: Any) -> Any:
+        """Step what has a gradient, in groups of the user's; gives what the first optimizer returns."""
         for group in self.groups():
             if group.get("fused"):
                 lay_out_gradients(group["params"])
+        if param_groups and self.stood_in_for:
+            unused = [p.grad is None for group in param_groups for p in group["params"]]
+            return self.step_together(param_groups, unused, **kwargs)
         versions = [t._version for t in self.tensors.values()]
         returned = [optim.step(**kwargs) for optim in self.by_class.values()]
         if versions:
@@ -261,6 +267,29 @@ class LocalOptimizers:
         """Note what a step has written into the tensors among the options, since they had these versions."""
         for (where, tensor), before in zip(self.tensors.items(), versions, strict=True):
             self.written[where] += tensor._version - before
+
+    def step_together(
+        self,
+        param_groups: Sequence[dict[str, Any]],  # the user's
+        unused: Sequence[bool],  # of each parameter of theirs, whether no rank has a gradient
+        **kwargs: Any,
+    ) -> Any:  # what the first optimizer returns
+        """Call each optimizer once, also where this rank has no gradients."""
+        with ExitStack() as stack:
+            for kind, tensors in self._stand_ins(param_groups, unused).items():
+                stack.enter_context(standing_in(self.by_class[kind], tensors))
+            return self.step(**kwargs)
+
+    def _stand_ins(self, groups: Any, unused: Sequence[bool]) -> dict[type, list[Any]]:
+        """Make what stands in for the groups of each class that needs it; None: no rank steps one."""
+        flags = iter(unused)
+        found = {kind: list[Any]() for kind in self.by_class.keys() & self.stood_in_for}
+        for rule, group in zip(self.rules, groups, strict=True):
+            used = [not next(flags) and p.requires_grad for p in group["params"]]
+            if rule.optimizer_class in found:
+                made = make_stand_in(group, self.settings.master_dtype) if any(used) else None
+                found[rule.optimizer_class].append(made)
+        return found
 
     def state_of(self, piece: Piece) -> dict[Any, Any]:
         """Give the state of a piece, as a new dict; empty if it was never stepped."""
@@ -283,19 +312,6 @@ class LocalOptimizers:
         local = self.groups()
         for i in shard.groups:
             local[i]["params"] = _views(param_groups[i], shard)
-
-    def counters(self) -> dict[type, str]:  # of the same classes on every rank
-        """Write down what the optimizers of classes that are not known keep beside the state of
-        parameters."""
-        found = {}
-        for kind, optim in self.by_class.items():
-            if is_known(kind, cuts=False):
-                continue
-            groups = [{k: v for k, v in g.items() if k != "params"} for g in optim.param_groups]
-            state = {k: v for k, v in optim.state.items() if not isinstance(k, Tensor)}
-            numbers = {k: v for k, v in vars(optim).items() if type(v) in (int, float)}
-            found[kind] = str([groups, state, numbers])
-        return found
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #55718bba
 def _which_cut(
@@ -323,8 +339,7 @@ def check_classes(
 
     Raises `ValueError`."""
     settings = local.settings
-    kinds = {rule.optimizer_class for rule in rules}
-    if settings.trusted or all(is_known(kind, cuts=True) for kind in kinds):
+    if settings.trusted or all(is_known(rule.optimizer_class, cuts=True) for rule in rules):
         return
     cut = _which_cut(param_groups, rules, shards)
     groups: dict[tuple[type, bool], list[dict[str, Any]]] = {}
@@ -333,10 +348,11 @@ def check_classes(
     for (kind, cuts), of_kind in groups.items():
         if is_known(kind, cuts):
             continue
-        trouble = find_trouble(kind, settings.options(kind), of_kind, cuts, settings.master_dtype)
-        if trouble:
+        found = find_trouble(kind, settings.options(kind), of_kind, cuts, settings.master_dtype)
+        local.stood_in_for.update(() if found.idles else (kind,))
+        if found.trouble:
             raise ValueError(
-                f"optimizer_class {kind.__name__} {trouble}. Sharded, it would not train as it does"
+                f"optimizer_class {kind.__name__} {found.trouble}. Sharded, it would not train as it does"
                 " unsharded: use it unsharded, or pass trust_optimizer_class=True to shard it all"
                 " the same"
             )

@@ -219,6 +219,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
 
     def _take(self, indices: range) -> None:
         take_groups(self.local, self.param_groups, indices, self.shards, self.group)
+        self.sharded_state.check_merges(self.param_groups)
         self.defaults = self.local.defaults()
 
     @property

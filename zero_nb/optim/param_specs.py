@@ -5,19 +5,21 @@
 # %% ../../nbs/optim/02_param_specs.ipynb #0a1a00f3
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .flat import flatten
 from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
-__all__ = ['specs', 'small_shapes', 'SmallKind', 'SmallGroup', 'small_groups']
+__all__ = ['specs', 'small_shapes', 'SmallKind', 'SmallGroup', 'small_groups', 'small_parameter', 'make_stand_in', 'standing_in']
 
 # %% ../../nbs/optim/02_param_specs.ipynb #8c39e138
 def _names(group: dict[str, Any], index: int) -> list[str]:
@@ -165,3 +167,43 @@ def small_groups(
             text = str(replace(small, options={k: v for k, v in options.items() if k != "lr"}))
             found.setdefault(text, small)
     return [*found.values()][:most]
+
+# %% ../../nbs/optim/02_param_specs.ipynb #f4e82b17
+def small_parameter(value: Tensor) -> Tensor:
+    """Copy a tensor with its strides and attributes."""
+    param = Parameter(value.detach().clone())
+    vars(param).update(vars(value))
+    return param
+
+
+def make_stand_in(
+    param_group: dict[str, Any], master_dtype: torch.dtype | None
+) -> Tensor | None:  # None: the group has nothing to stand in for
+    """Make a small tensor of a kind that a param group has, with a value that is its gradient, too."""
+    groups = small_groups([param_group], master_dtype)
+    if not groups:
+        return None
+    device = next(p.device for p in param_group["params"] if p.numel())
+    return groups[0].tensors(device, torch.Generator().manual_seed(1))[0]
+
+
+@contextmanager
+def standing_in(
+    optim: torch.optim.Optimizer,
+    tensors: Sequence[Tensor | None],  # one for each param group; None: there is no need
+) -> Iterator[None]:
+    """Give each param group that has no gradient another tensor, with one, for the time of a step."""
+    lent = []
+    for group, value in zip(optim.param_groups, tensors, strict=True):
+        params = group["params"]
+        if value is not None and all(p.grad is None for p in params):
+            stand_in = small_parameter(value)
+            stand_in.grad = value.clone()
+            group["params"] = [*params, stand_in]
+            lent.append((group, params, stand_in))
+    try:
+        yield
+    finally:
+        for group, params, stand_in in lent:
+            group["params"] = params
+            optim.state.pop(stand_in, None)

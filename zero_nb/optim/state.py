@@ -40,6 +40,7 @@ from zero_nb.optim.state_exchange import (
 from zero_nb.optim.state_plan import (
     FrozenState,
     StatePlan,
+    check_moves,
     params_of,
     read_entries,
     stepped_by,
@@ -47,6 +48,7 @@ from zero_nb.optim.state_plan import (
 from ..plan.bucket import Place
 from ..plan.bucket_plan import BucketPlan
 from ..plan.moves import moves_of
+from ..plan.policies import runs
 from ..plan.shards import Span
 
 # %% auto #0
@@ -202,6 +204,12 @@ class ShardedState:
             end_groups(self.groups, error)
             raise
 
+    def check_merges(self, param_groups: list[dict[str, Any]]) -> None:
+        """Refuse a class that keeps state beside what moves, where parameters are stepped as one
+        tensor: it is split, with its state, when one of them gets no gradient."""
+        if merging := [rule for rule in self.local.rules if rule.policy is runs]:
+            check_moves(self.local, param_groups, "shard='even'", merging)
+
     def plan(self) -> StatePlan:
         """Tell which rank holds what; equal on all ranks."""
         return StatePlan(self.groups[0].size, tuple(self.shards), self.frozen.places)
@@ -236,6 +244,7 @@ class ShardedState:
         ):
             for i in indices:  # what was cast may be wider than its copies
                 check_group(param_groups[i], local.settings)
+            check_moves(local, param_groups, f"A plan made anew {why}")
             new = make_shard(param_groups, indices, local.rules, group, local.settings, plan)
             entries += read_entries(local, olds, self.frozen)
         counts = count_state(group, params, entries, device)

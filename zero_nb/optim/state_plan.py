@@ -5,20 +5,38 @@
 # %% ../../nbs/optim/12_state_plan.ipynb #d704d837
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from .local_optimizers import LocalOptimizers
+from .param_specs import SmallGroup, small_parameter
+from .rules import Rule, is_known
 from .shard import Shard
 from .state_entry import StateEntry, read_entry
+from zero_nb.optim.trial import (
+    TRIAL_STEPS,
+    Trial,
+    difference,
+    find_stand_ins,
+    leaving_alone,
+    make_trial,
+    remembered,
+    shown_numbers,
+)
 from ..plan.bucket import Place, Slot
 from ..plan.shards import Span
 from ..plan.specs import ParamTable
 
 # %% auto #0
-__all__ = ['FrozenState', 'stepped_by', 'StatePlan', 'read_entries', 'params_of']
+__all__ = ['FrozenState', 'stepped_by', 'StatePlan', 'read_entries', 'params_of', 'kept_numbers', 'moved', 'by_bucket',
+           'PlanFinding', 'try_plans', 'find_plan_trouble', 'find_called_once', 'check_moves']
 
 # %% ../../nbs/optim/12_state_plan.ipynb #c5cf6b8d
 @dataclass(frozen=True, eq=False)
@@ -107,3 +125,169 @@ def read_entries(
 def params_of(shards: Iterable[Shard]) -> list[Tensor]:
     """Give all parameters of some shards, in the order in which they were registered."""
     return [p for shard in shards for p in shard.params]
+
+# %% ../../nbs/optim/12_state_plan.ipynb #2e7d41ab
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [_numbers(v) for v in value.values()]
+    if isinstance(value, (list, tuple)):
+        return [*map(_numbers, value)]
+    if getattr(value, "ndim", 1) == 0:
+        return value.item()
+    return value if type(value) in (int, float) else None
+
+
+def kept_numbers(optim: torch.optim.Optimizer) -> str:
+    """Write down the numbers that an optimizer keeps beside the state of parameters."""
+    own = {k: v for k, v in vars(optim).items() if k not in ("state", "param_groups")}
+    return f"{shown_numbers(optim)} {_numbers(own)}"
+
+
+def moved(trial: Trial) -> list[list[Tensor]]:
+    """Have one optimizer step all tensors, and in the middle another one, which has stepped others,
+    take them over with their state, in another order, as where a plan gives them to another rank."""
+    half = len(trial.gradients) // 2
+    first, params = trial.make(trial.values)
+    other, others = trial.make(trial.values)
+    for given, unlike in zip(trial.gradients[:half], trial.gradients[half:], strict=True):
+        trial.step(first, params, given)
+        trial.step(other, others, unlike)
+    for p in [p for ps in others for p in ps]:
+        other.state.pop(p, None)
+    olds = [p for ps in params for p in reversed(ps)]
+    taken = [[*map(small_parameter, ps)] for ps in params]
+    for group, news in zip(other.param_groups, taken, strict=True):
+        group["params"] = news[::-1]
+    held = other.state_dict()
+    states = {i: deepcopy(first.state[p]) for i, p in enumerate(olds) if p in first.state}
+    other.load_state_dict({**held, "state": {**held["state"], **states}})
+    for given in trial.gradients[half:]:
+        trial.step(other, taken, given)
+    return [[p.detach() for p in ps] for ps in taken]
+
+
+def by_bucket(trial: Trial) -> tuple[list[list[Tensor]], str]:
+    """Step all tensors in the first call, and from then on a third of them in each, the last ones
+    first; those that are not stepped have no gradient, and in every other step no elements."""
+    optim, params = trial.make(trial.values)
+    trial.step(optim, params, trial.gradients[0])
+    every = [p for ps in params for p in ps]
+    third = -(-len(every) // 3)
+    starts = [*range(0, len(every), third), len(every)]  # the last one has nothing
+    for t, step in enumerate(trial.gradients[1:]):
+        grads = [grad for of_group in step for grad in of_group]
+        for start in reversed(starts):
+            hidden = []
+            for i, p in enumerate(every):
+                inside = start <= i < start + third
+                p.grad = grads[i].clone() if inside else None
+                if t % 2 and not inside:
+                    hidden.append((p, p.data))
+                    p.data = p.data.new_empty(0)
+            optim.step()
+            for p, data in hidden:
+                p.data = data
+    return [[p.detach() for p in ps] for ps in params], kept_numbers(optim)
+
+# %% ../../nbs/optim/12_state_plan.ipynb #93c5f0d8
+@dataclass(frozen=True)
+class PlanFinding:
+    """What a trial has found of how a class goes with plans."""
+
+    trouble: str = ""  # why parameters may not move to other ranks; empty: they may
+    by_bucket: bool = False  # may be called for some parameters at a time
+
+
+def try_plans(
+    optimizer_class: Any,
+    defaults: dict[str, Any],  # options for all groups
+    groups: list[SmallGroup],
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> PlanFinding:
+    """Find out by trial whether parameters may move with their state, and be stepped by bucket, in
+    a class that may be sharded."""
+    for tried in ([group.widened() for group in groups], groups):
+        with leaving_alone(device), contextlib.suppress(Exception):
+            trial = find_stand_ins(make_trial(optimizer_class, defaults, tried, device))
+            optim, params = trial.make(trial.values)
+            for step in trial.gradients:
+                trial.step(optim, params, step)
+            together = [[p.detach() for p in ps] for ps in params]
+            numbers = kept_numbers(optim)
+            trouble = _lost_in_moves(trial, together)
+            with contextlib.suppress(Exception):
+                found, now = by_bucket(trial)
+                same = now == numbers and not difference(trial, together, found)
+                return PlanFinding(trouble, same)
+            return PlanFinding(trouble)
+    return PlanFinding()
+
+
+def _lost_in_moves(trial: Trial, together: list[list[Tensor]]) -> str:
+    what = (
+        "keeps more of parameters than what moves with them, which is in self.state[parameter] of"
+        " its own: another optimizer that takes them over with that"
+    )
+    try:
+        found = difference(trial, together, moved(trial))
+    except Exception as error:
+        return f"{what} fails with {type(error).__name__}: {error!s:.300}"
+    if not found:
+        return ""
+    steps = TRIAL_STEPS // 2
+    return f"{what} is off by {found:.2g} of what they changed after {steps} more steps"
+
+
+def find_plan_trouble(
+    optimizer_class: Any,
+    defaults: dict[str, Any],  # as for `find_trouble`, as what follows
+    param_groups: Sequence[dict[str, Any]],
+    master_dtype: torch.dtype | None = None,
+) -> PlanFinding:
+    """Try how a class of optimizers goes with plans, unless that was done before."""
+    answer = partial(try_plans, optimizer_class, defaults)
+    found = remembered(optimizer_class, defaults, param_groups, master_dtype, "plans", answer)
+    return found or PlanFinding(by_bucket=True)
+
+
+def _find_plan_troubles(
+    local: LocalOptimizers, param_groups: list[dict[str, Any]], rules: Sequence[Rule]
+) -> dict[type, PlanFinding]:  # by class; without those that are known
+    settings = local.settings
+    found = {}
+    for kind in {rule.optimizer_class: None for rule in rules}:
+        if is_known(kind, cuts=False):
+            continue
+        if settings.trusted:
+            found[kind] = PlanFinding()
+            continue
+        pairs = zip(local.rules, param_groups, strict=True)
+        groups = [group for rule, group in pairs if rule.optimizer_class is kind]
+        found[kind] = find_plan_trouble(kind, settings.options(kind), groups, settings.master_dtype)
+    return found
+
+
+def find_called_once(local: LocalOptimizers, param_groups: list[dict[str, Any]]) -> list[str]:
+    """Name the classes whose optimizers must be called once for a step, with all gradients; the
+    same on every rank. Those that were not tried, with `trust_optimizer_class=True`, are among them."""
+    found = _find_plan_troubles(local, param_groups, local.rules)
+    return [kind.__name__ for kind, one in found.items() if not one.by_bucket]
+
+
+def check_moves(
+    local: LocalOptimizers,
+    param_groups: list[dict[str, Any]],
+    what: str,  # moves parameters; for the error message
+    rules: Sequence[Rule] | None = None,  # whose classes are looked at; None: all
+) -> None:
+    """Refuse a class that keeps more of a parameter than what moves with it, as far as a trial shows.
+
+    Raises `ValueError`."""
+    for kind, one in _find_plan_troubles(local, param_groups, rules or local.rules).items():
+        if one.trouble:
+            raise ValueError(
+                f"optimizer_class {kind.__name__} {one.trouble}. {what} lets other ranks step"
+                " parameters with their state, and would not train as the unsharded optimizer does:"
+                " keep all of a parameter's state in self.state[parameter], or step after backward"
+                " with shard='whole', and train the same parameters all the time"
+            )

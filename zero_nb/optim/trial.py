@@ -10,7 +10,7 @@ import io
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -20,14 +20,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.traced import first_collective
-from .param_specs import SmallGroup, small_groups
+from zero_nb.optim.param_specs import (
+    SmallGroup,
+    small_groups,
+    small_parameter,
+    standing_in,
+)
 
 # %% auto #0
-__all__ = ['TRIAL_STEPS', 'Trial', 'make_trial', 'difference', 'leaving_alone', 'try_class', 'find_trouble']
+__all__ = ['TRIAL_STEPS', 'Trial', 'make_trial', 'difference', 'shown_numbers', 'find_stand_ins', 'leaving_alone', 'Finding',
+           'try_class', 'remembered', 'find_trouble']
 
 # %% ../../nbs/optim/08_trial.ipynb #bea3d7cb
 TRIAL_STEPS = 12
@@ -44,12 +49,6 @@ def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:  # side b
     return {dtype: torch.cat(row) for dtype, row in found.items()}
 
 
-def _parameter(value: Tensor) -> Tensor:  # with strides and attributes of the value
-    param = Parameter(value.clone())
-    vars(param).update(vars(value))
-    return param
-
-
 @dataclass(frozen=True, eq=False)
 class Trial:
     """Small groups with first values and gradients, and the class of optimizers that is to step them."""
@@ -59,20 +58,37 @@ class Trial:
     groups: list[SmallGroup]
     values: list[list[Tensor]]  # of each group
     gradients: list[list[list[Tensor]]]  # of each step, of each group
+    stand_ins: Sequence[Tensor | None]  # for groups without a gradient; None: there are none
 
-    def train(
-        self, values: list[list[Tensor]], gradients: list[list[list[Tensor]]]
-    ) -> list[list[Tensor]]:
-        """Step tensors with one optimizer, and give what became of them."""
-        params = [[_parameter(value) for value in of_group] for of_group in values]
+    def make(self, values: list[list[Tensor]]) -> tuple[torch.optim.Optimizer, list[list[Tensor]]]:
+        """Make an optimizer, and its parameters by group."""
+        params = [[small_parameter(value) for value in of_group] for of_group in values]
         options = [_fresh(group.options) for group in self.groups]
         param_groups = [{**own, "params": ps} for own, ps in zip(options, params, strict=True)]
-        optim = self.optimizer_class(param_groups, **_fresh(self.defaults))
-        for given in gradients:
-            for ps, grads in zip(params, given, strict=True):
-                for p, grad in zip(ps, grads, strict=True):
-                    p.grad = grad.clone()
+        return self.optimizer_class(param_groups, **_fresh(self.defaults)), params
+
+    def step(
+        self,
+        optim: torch.optim.Optimizer,
+        params: list[list[Tensor]],
+        gradients: Sequence[Sequence[Tensor | None]],
+    ) -> None:
+        """Take one step."""
+        for ps, grads in zip(params, gradients, strict=True):
+            for p, grad in zip(ps, grads, strict=True):
+                p.grad = None if grad is None else grad.clone()
+        with standing_in(optim, self.stand_ins):
             optim.step()
+
+    def train(
+        self,
+        values: list[list[Tensor]],
+        gradients: Sequence[Sequence[Sequence[Tensor | None]]],
+    ) -> list[list[Tensor]]:
+        """Step tensors with one optimizer, and give what became of them."""
+        optim, params = self.make(values)
+        for given in gradients:
+            self.step(optim, params, given)
         return [[p.detach() for p in ps] for ps in params]
 
     def together(self) -> list[list[Tensor]]:
@@ -125,7 +141,7 @@ def make_trial(
         size = (1.0, 10.0, 0.1)[t % 3]
         drawn = [group.tensors(device, generator) for group in groups]
         gradients.append([[g * size * (1 + i) for i, g in enumerate(gs)] for gs in drawn])
-    return Trial(optimizer_class, defaults, groups, values, gradients)
+    return Trial(optimizer_class, defaults, groups, values, gradients, [None] * len(groups))
 
 
 def difference(
@@ -143,6 +159,42 @@ def difference(
             if not apart <= 1e-5 * change + rounding:
                 worst = max(worst, apart / change if change and isfinite(apart) else float("inf"))
     return worst
+
+# %% ../../nbs/optim/08_trial.ipynb #7d3a95e2
+def shown_numbers(optim: torch.optim.Optimizer) -> str:
+    """Write down what an optimizer keeps that belongs to no parameter, but for its attributes."""
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optim.param_groups]
+    return str([groups, {k: v for k, v in optim.state.items() if not isinstance(k, Tensor)}])
+
+
+def _idle(trial: Trial, alone: bool) -> tuple[list[list[Tensor]], str]:
+    """Step the first tensor of each group without a gradient in some steps, in which others have one."""
+    most = 1 if alone else None
+    optim, params = trial.make([values[:most] for values in trial.values])
+    for t, step in enumerate(trial.gradients):
+        given = [[None if 3 <= t < 6 else grads[0], *grads[1:most]] for grads in step]
+        trial.step(optim, params, given)
+    return [[ps[0].detach()] for ps in params], shown_numbers(optim)
+
+
+def find_stand_ins(trial: Trial) -> Trial:
+    """Have tensors stand in for groups without gradients, where the class needs them, and can take them."""
+    firsts = replace(trial, values=[values[:1] for values in trial.values])
+    chance = torch.Generator().manual_seed(1)
+    device = trial.values[0][0].device
+    stand_ins = [group.tensors(device, chance)[0] for group in trial.groups]
+    try:
+        wanted, numbers = _idle(trial, alone=False)
+        for tried in (trial, replace(trial, stand_ins=stand_ins)):
+            with contextlib.suppress(Exception):
+                nothing, _ = tried.make([[] for _ in trial.groups])
+                tried.step(nothing, [[] for _ in trial.groups], [[] for _ in trial.groups])
+                found, now = _idle(tried, alone=True)
+                if now == numbers and not difference(firsts, wanted, found):
+                    return tried
+    except Exception:  # unsharded, all its parameters must have gradients
+        return trial
+    return trial
 
 # %% ../../nbs/optim/08_trial.ipynb #ab2f1adc
 def _random_states(device: torch.device) -> tuple[Any, ...]:  # of the process's generators
@@ -200,19 +252,32 @@ def leaving_alone(device: torch.device) -> Iterator[None]:
                 numpy.random.set_state(in_numpy)
 
 # %% ../../nbs/optim/08_trial.ipynb #e316ea6b
-def _judge(trial: Trial, cuts: bool, device: torch.device) -> str:
+@dataclass(frozen=True)
+class Finding:
+    """What a trial has found of a class."""
+
+    trouble: str = ""  # why the class may not be sharded; empty: it may
+    idles: bool = True  # steps groups without gradients as a rank that owns nothing needs it
+
+
+def _judge(trial: Trial, cuts: bool, device: torch.device) -> Finding:
     if operation := first_collective(trial.together):
-        return (
+        return Finding(
             f"communicates ({operation}), as if all ranks stepped the same parameters, and each"
             " rank would step other ones"
         )
     before = _random_states(device)
     together = trial.together()
     if before != _random_states(device):
-        return "draws random numbers, and each rank draws other ones"
+        return Finding("draws random numbers, and each rank draws other ones")
     if not all(t.isfinite().all() for ts in together for t in ts):
         raise ArithmeticError("they are stepped to values that are not finite")
     torch.default_generator.manual_seed(torch.initial_seed() ^ 1)
+    with_stand_ins = find_stand_ins(trial)
+    return Finding(_compare_ways(with_stand_ins, together, cuts), with_stand_ins is trial)
+
+
+def _compare_ways(trial: Trial, together: list[list[Tensor]], cuts: bool) -> str:
     ways = [
         ("together with others and alone", trial.apart),
         *([("whole and cut (shard='even'; try shard='whole')", trial.cut)] if cuts else []),
@@ -241,7 +306,7 @@ def try_class(
     groups: list[SmallGroup],
     cuts: bool,  # whether parameters are cut between ranks
     device: torch.device = torch.device("cpu"),  # noqa: B008
-) -> str:  # what was found; empty: each parameter is stepped by itself
+) -> Finding:
     """Find out by trial whether a class of optimizers may be sharded."""
     wide = [group.widened() for group in groups]
     found = []
@@ -253,16 +318,40 @@ def try_class(
             except Exception as error:  # one that training would raise as well
                 failed = error
     if found:
-        return next(filter(None, found), "")
-    return (
+        trouble = next(filter(None, (one.trouble for one in found)), "")
+        return Finding(trouble, all(one.idles for one in found))
+    return Finding(
         "cannot be tried on small tensors of the kinds that it is given:"
         f" {type(failed).__name__}: {failed!s:.300}"
     )
 
 # %% ../../nbs/optim/08_trial.ipynb #58678ad6
 # by class and by what was tried
-_FOUND: WeakKeyDictionary[type, dict[str, str]] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
 _MOST = 16  # findings kept for a class
+
+
+def remembered(
+    optimizer_class: Any,
+    defaults: dict[str, Any],
+    param_groups: Sequence[dict[str, Any]],
+    master_dtype: torch.dtype | None,
+    question: str,  # what is tried
+    answer: Callable[[list[SmallGroup], torch.device], Any],  # tries it
+) -> Any:  # None: there is nothing to try
+    """Try a class on small groups, unless that was done before."""
+    groups = small_groups(param_groups, master_dtype)
+    if not groups:
+        return None
+    first = next(p for group in param_groups for p in group["params"] if p.numel())
+    device = torch.device("cpu") if first.is_meta or isinstance(first, FakeTensor) else first.device
+    known = _FOUND.setdefault(optimizer_class, {})
+    key = f"{question} {defaults} {groups} {device}"
+    if key not in known:
+        if len(known) >= _MOST:
+            known.pop(next(iter(known)))
+        known[key] = answer(groups, device)
+    return known[key]
 
 
 def find_trouble(
@@ -271,17 +360,12 @@ def find_trouble(
     param_groups: Sequence[dict[str, Any]],  # that the class steps, with their parameters
     cuts: bool,  # whether parameters are cut between ranks
     master_dtype: torch.dtype | None = None,  # of copies that are stepped; None: no copies
-) -> str:  # what was found; empty: each parameter is stepped by itself
+) -> Finding:
     """Try a class of optimizers, unless that was done before."""
-    groups = small_groups(param_groups, master_dtype)
-    if not groups:
-        return ""
-    first = next(p for group in param_groups for p in group["params"] if p.numel())
-    device = torch.device("cpu") if first.is_meta or isinstance(first, FakeTensor) else first.device
-    known = _FOUND.setdefault(optimizer_class, {})
-    key = f"{defaults} {groups} {cuts} {device}"
-    if key not in known:
-        if len(known) >= _MOST:
-            known.pop(next(iter(known)))
-        known[key] = try_class(optimizer_class, defaults, groups, cuts, device)
-    return known[key]
+
+    def answer(groups: list[SmallGroup], device: torch.device) -> Finding:
+        return try_class(optimizer_class, defaults, groups, cuts, device)
+
+    question = f"cuts={cuts}"
+    found = remembered(optimizer_class, defaults, param_groups, master_dtype, question, answer)
+    return found or Finding()

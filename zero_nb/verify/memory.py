@@ -215,7 +215,7 @@ def _said(
     filled = None
     if isinstance(driver, DdpOverlap):
         filled = driver.planner.layout.filled
-    elif not driver.planner.interleaved:  # the optimizer was seen to count its steps
+    elif not driver.planner.interleaved:  # a class of the optimizer is called once for a step
         method = "zero2"
     return estimate_setup(tuple(plan.params), size, method, setup, group_rank, plan, filled)
 
