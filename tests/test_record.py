@@ -608,9 +608,12 @@ def test_simulated_inside_a_real_job():
     assert run(2, simulated_in_a_job) == [True, True]
 
 
-@pytest.mark.parametrize(("size", "group_rank"), [(0, 0), (4, 4), (4, -1)])
-def test_simulating_a_rank_that_is_not_there(size, group_rank):
-    with pytest.raises(ValueError, match="group_rank"):
+@pytest.mark.parametrize(
+    ("size", "group_rank", "wrong"),
+    [(0, 0, "size must be"), (4, 4, "group_rank must be"), (4, -1, "group_rank must be")],
+)
+def test_simulating_a_rank_that_is_not_there(size, group_rank, wrong):
+    with pytest.raises(ValueError, match=wrong):
         simulate(size, group_rank)
     assert not dist.is_initialized()
 
