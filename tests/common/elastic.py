@@ -1,6 +1,7 @@
 """An elastic job on one machine: an agent of torchrun for each rank, and blows that kill some of them."""
 
 import ctypes
+import faulthandler
 import os
 import re
 import signal
@@ -179,8 +180,16 @@ class ElasticJob:
             if any(self.codes) or not self.agents:
                 raise AssertionError(f"agents ended, with {self.codes}: {self.tail()}")
             if time.monotonic() > end:
+                self._log_stacks()
                 raise AssertionError(f"nothing happened; last seen: {life}: {self.tail()}")
             time.sleep(pause)
+
+    def _log_stacks(self) -> None:
+        """Let forked agents that live write into their logs what they are at."""
+        for pid in self.agents if self.fork else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(1)
 
     def tail(self) -> str:
         """Give the end of each log, for errors."""
@@ -271,6 +280,7 @@ def _be_agent(arguments: list[str], log: Path, environ: dict[str, str]) -> NoRet
         sys.stdout = os.fdopen(1, "w", buffering=1)
         sys.stderr = os.fdopen(2, "w", buffering=1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         config, _, (*_, flags) = _parsed(arguments)
         elastic_launch(config, run_rank)(flags)
         code = 0
