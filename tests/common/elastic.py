@@ -49,6 +49,27 @@ def kill(*pids: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def serve_store() -> tuple[int, int]:
+    """Fork a process that keeps the agents' store, and give its id and port.
+
+    In this process the store's thread would look up the names of those who call while agents are
+    forked: one that is forked meanwhile waits forever for the C library's lock (4 of 34 tries).
+    """
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            die_with_parent()
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(writer, b"%d\n" % store.port)
+            while True:
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        return pid, int(file.readline())
+
+
 @dataclass
 class Life:
     """What happens between two starts of the ranks."""
@@ -93,7 +114,7 @@ class ElasticJob:
     struck: list[Struck] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store, self.port = serve_store()
         self.agents: dict[int, Any] = {}  # by process id, which also orders the ranks
         self.codes: list[int] = []  # exit codes of agents that ended by themselves
         self.started = 0
@@ -104,7 +125,7 @@ class ElasticJob:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in self.agents:
+        for pid in [*self.agents, self.store]:
             kill(*children(pid), pid)
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
@@ -114,7 +135,7 @@ class ElasticJob:
         for _ in range(count):
             log = self.folder / f"agent-{self.started}.log"
             arguments = ["--nproc-per-node=1", f"--nnodes={self.nnodes}", "--max-restarts=100"]
-            arguments += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store.port}"]
+            arguments += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}"]
             arguments += [
                 f"--rdzv-conf=is_host=0,last_call_timeout={self.last_call},{SECONDS}",
                 "--rdzv-id=job",
