@@ -1,5 +1,6 @@
 """`zero-nb ckpt` on checkpoints of the main job, as a user calls it."""
 
+import json
 import os
 
 import pytest
@@ -55,6 +56,28 @@ def test_inspect_and_verify_say_what_is_there(made, capsys):
         assert "are as they were written" in called(capsys, "verify", path)
     told = called(capsys, "inspect", folder, "--tensors")
     assert "blocks.1.down.weight" in told and "betas" in told
+
+
+def test_inspect_for_programs(made, capsys):
+    folder = newest_checkpoint(made / "sharded")
+    found = json.loads(called(capsys, "inspect", folder, "--json", "--tensors"))
+    wanted = read_checkpoint(str(made / "full"))["optimizer"]
+    assert found["format"] == "sharded" and found["about"]["step"] == 4
+    options = {"lr", "betas", "params"}
+    for group, other in zip(found["param_groups"], wanted["param_groups"], strict=True):
+        assert {k: group[k] for k in options} == {
+            **{k: other[k] for k in options},
+            "betas": [*other["betas"]],
+        }
+    by_key = {row["key"]: row for row in found["state"]}
+    tensors = [state["exp_avg"] for state in wanted["state"].values()]
+    assert by_key["exp_avg"]["tensors"] == len(tensors)
+    assert by_key["exp_avg"]["bytes"] == sum(tensor.nbytes for tensor in tensors)
+    shapes = [row["shape"] for row in found["tensors"] if row["key"] == "exp_avg"]
+    assert sorted(shapes) == sorted([*tensor.shape] for tensor in tensors)
+    assert "tensors" not in json.loads(
+        called(capsys, "inspect", made / "full" / "checkpoint.pt", "--json")
+    )
 
 
 def test_merged_state_is_that_of_the_file(made, capsys, tmp_path):

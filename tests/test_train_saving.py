@@ -1,5 +1,6 @@
 """What the main job's checkpoints leave on a disk that is full, and where a life was killed."""
 
+import json
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ import torch
 from common.errors import caught
 from common.jobs import TINY
 
+from zero_nb.apps import train
 from zero_nb.apps.checkpoints import saved_checkpoints
 from zero_nb.apps.loop import train_rank
 from zero_nb.apps.resume import configured
@@ -36,6 +38,46 @@ def test_a_disk_that_is_full_is_named_with_the_file(kind, name, tmp_path):
     assert "File too large" in second and f"{tmp_path / name}'" in second
     assert [path.name for path in saved_checkpoints(str(tmp_path))] == before
     assert [path.name for path in tmp_path.iterdir()] == before  # and nothing half written
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """What two ranks report, of which one loss is no number."""
+    config = configured({**TWO_STEPS, "steps": 3, "out": str(tmp_path_factory.mktemp("trained"))})
+    found = run(2, train_rank, config)
+    found[0].losses["zero_nb"][2] = float("nan")
+    return found
+
+
+def test_results_are_json_where_a_loss_is_no_number(reports, tmp_path):
+    train.leave(reports, tmp_path)
+
+    def strange(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    numbers = json.loads((tmp_path / "report.json").read_text(), parse_constant=strange)
+    losses = numbers["losses"]["zero_nb"]
+    assert losses["2"] is None and losses["1"] == reports[0].losses["zero_nb"][1]
+
+
+@pytest.mark.parametrize("name", ["curve.png", "report.json"])
+def test_results_on_a_disk_that_is_full(name, reports, tmp_path, monkeypatch):
+    train.leave(reports, tmp_path)
+    before = {path.name for path in tmp_path.iterdir()}
+    old = (tmp_path / name).read_bytes()
+    if name == "report.json":  # the others fit
+        monkeypatch.setattr(train, "draw_losses", lambda report, file: Path(file).touch())
+        monkeypatch.setattr(train, "memory_table", lambda reports: "")
+        monkeypatch.setattr(reports[0], "samples", ["short"])
+
+    def in_little_room():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+        return caught(lambda: train.leave(reports, tmp_path))
+
+    [said] = run(1, in_little_room)
+    assert "File too large" in said and f"{tmp_path / name}'" in said
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert (tmp_path / name).read_bytes() == old
 
 
 def killed(module, name, config):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .config import extra
+from .results import json_text
 from zero_nb.checkpoint.convert import (
     check_target,
     convert_checkpoint,
@@ -62,9 +63,16 @@ def _overview(found: Checkpoint) -> list[tuple[str, str]]:
         ("names", "known" if found.names else "not known: by index"),
         ("weights", f"{len(found.model)} tensors" if found.model else "none"),
     ]
-    said = {name: v for name, v in found.about.items() if isinstance(v, (int, float, str))}
-    said.pop("format", None)  # of the manifest itself
-    return rows + [(name, f"{value!s:.60}") for name, value in said.items()]
+    return rows + [(name, f"{value!s:.60}") for name, value in _about_itself(found).items()]
+
+
+def _about_itself(found: Checkpoint) -> dict[str, int | float | str]:
+    """Give what the checkpoint says of itself, but the format of its manifest."""
+    return {
+        name: value
+        for name, value in found.about.items()
+        if isinstance(value, (int, float, str)) and name != "format"
+    }
 
 
 def _group_options(found: Checkpoint) -> list[tuple[str, ...]]:  # name, and the value in each group
@@ -77,14 +85,12 @@ def _group_options(found: Checkpoint) -> list[tuple[str, ...]]:  # name, and the
     return rows
 
 
-def _state_by_key(found: Checkpoint) -> list[tuple[str, str, str, str]]:
+def _state_by_key(found: Checkpoint) -> list[tuple[str, str, int, int]]:
+    """Give key, dtype, number of tensors and their bytes."""
     kinds = dict[tuple[str, str], list[int]]()
     for _, key, value in found.values():
         kinds.setdefault((str(key), _kind_of(value)), []).append(_nbytes_of(value))
-    return [
-        (key, form, str(len(sizes)), _size(sum(sizes)))
-        for (key, form), sizes in sorted(kinds.items())
-    ]
+    return [(key, form, len(sizes), sum(sizes)) for (key, form), sizes in sorted(kinds.items())]
 
 
 def _every_tensor(found: Checkpoint) -> Iterator[tuple[str, str, str, str, str]]:
@@ -94,6 +100,34 @@ def _every_tensor(found: Checkpoint) -> Iterator[tuple[str, str, str, str, str]]
         parts = str(len(value.parts)) if isinstance(value, SavedTensor) else "-"
         shape = str(tuple(value.shape)) if hasattr(value, "shape") else str(value)
         yield name, str(key), _kind_of(value), shape, parts
+
+
+def _tensors_as_values(found: Checkpoint) -> list[dict[str, Any]]:
+    rows = []
+    for param, key, value in found.values():
+        row = {"parameter": found.names[param] if found.names else param, "key": key}
+        row["dtype"] = _kind_of(value)
+        row |= {"shape": [*value.shape]} if hasattr(value, "shape") else {"value": value}
+        rows.append(row)
+    return rows
+
+
+def _as_json(found: Checkpoint, tensors: bool) -> str:
+    """Write what the tables say for a program: sizes in bytes, shapes as lists."""
+    kinds = ("key", "dtype", "tensors", "bytes")
+    content: dict[str, Any] = {
+        "path": str(found.path),
+        "format": found.format,
+        "bytes": found.nbytes,
+        "names": bool(found.names),
+        "weights": len(found.model),
+        "about": _about_itself(found),
+        "param_groups": found.optimizer["param_groups"],
+        "state": [dict(zip(kinds, row, strict=True)) for row in _state_by_key(found)],
+    }
+    if tensors:
+        content["tensors"] = _tensors_as_values(found)
+    return json_text(content)
 
 # %% ../../nbs/apps/25_ckpt.ipynb #c06a0008
 def _rich_table(title: str, columns: list[str], rows: Any) -> Any:
@@ -110,6 +144,9 @@ def _rich_table(title: str, columns: list[str], rows: Any) -> Any:
 
 def _inspect(options: argparse.Namespace, console: Any) -> None:
     found = describe_checkpoint(options.path, options.key)
+    if options.json:
+        print(_as_json(found, options.tensors))
+        return
     count = len(found.optimizer["param_groups"])
     console.print(_rich_table("checkpoint", [], _overview(found)))
     titles = ["option", *[f"group {i}" for i in range(count)]]
@@ -118,7 +155,8 @@ def _inspect(options: argparse.Namespace, console: Any) -> None:
             "param groups", titles if count > 1 else ["option", "value"], _group_options(found)
         )
     )
-    console.print(_rich_table("state", ["key", "dtype", "tensors", "size"], _state_by_key(found)))
+    state = [(*row[:2], str(row[2]), _size(row[3])) for row in _state_by_key(found)]
+    console.print(_rich_table("state", ["key", "dtype", "tensors", "size"], state))
     if options.tensors:
         columns = ["parameter", "key", "dtype", "shape", "parts"]
         console.print(_rich_table("tensors", columns, _every_tensor(found)))
@@ -221,6 +259,8 @@ def add_ckpt_arguments(parser: argparse.ArgumentParser) -> None:
         if reads:
             if name == "inspect":
                 found.add_argument("--tensors", action="store_true", help="list every tensor")
+                words = "print one JSON object in place of tables, sizes in bytes"
+                found.add_argument("--json", action="store_true", help=words)
             continue
         found.add_argument("target", help="what to write; .safetensors, .pt, or a folder")
         words = "do not compare the source with its checksums first"

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 
 from .config import extra
@@ -17,7 +20,7 @@ from .sides import RankReport, _largest
 from .loop import tokens_per_second
 
 # %% auto #0
-__all__ = ['measured', 'memory_table', 'draw_losses']
+__all__ = ['json_text', 'measured', 'memory_table', 'draw_losses']
 
 # %% ../../nbs/apps/08_results.ipynb #0d49e585
 _NOT_FINITE = "first step whose loss is not finite"
@@ -67,6 +70,24 @@ def _first_not_finite(losses: Mapping[str, Mapping[int, float]]) -> dict[str, in
     """Give the first step whose loss is infinite or NaN, of each side that has one."""
     bad = {side: [i for i in at if not math.isfinite(at[i])] for side, at in losses.items()}
     return {side: min(steps) for side, steps in bad.items() if steps}
+
+
+def _json_value(value: Any) -> Any:
+    """Give what JSON has words for: null for a number that is infinite or NaN, lists for tensors."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _json_value(member) for key, member in value.items()}
+    return [*map(_json_value, value)] if isinstance(value, (list, tuple)) else value
+
+
+def json_text(
+    value: Any,  # numbers, texts and tensors in dicts and lists; anything else becomes a text
+) -> str:
+    """Write JSON that every program reads: Python's own has the words NaN and Infinity."""
+    return json.dumps(_json_value(value), indent=1, allow_nan=False, default=str)
 
 
 def measured(

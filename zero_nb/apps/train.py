@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..comm.objects import gather_object
 from ..comm.groups import Group
+from ..checkpoint.files import replacing
+from ..checkpoint.skeleton import naming_target
 from .config import TrainConfig, add_train_arguments, extra
 from .sides import RankReport
 from .text import read_corpus
@@ -29,7 +32,7 @@ from .checkpoints import read_checkpoint as read_checkpoint  # for scripts
 from .checkpoints import saved_checkpoints
 from .resume import configured
 from .loop import check_devices, joined, train_rank
-from .results import draw_losses, measured, memory_table
+from .results import draw_losses, json_text, measured, memory_table
 
 # %% auto #0
 __all__ = ['leave', 'run_rank']
@@ -74,26 +77,41 @@ def _train_and_leave(config: TrainConfig) -> None:
         leave([RankReport(**report) for report in reports], Path(config.out), rows)
 
 
+@contextmanager
+def _result(path: Path) -> Iterator[Path]:
+    """Give the name under which a result is written; it takes the place of an older one when it is whole."""
+    with naming_target(path), replacing(path) as beside:
+        yield beside
+
+
 def leave(
     reports: Sequence[RankReport],  # of all ranks
     out: Path,  # folder
     rows: Sequence[ModeRow] = (),  # of all modes, if they were compared
 ) -> None:
-    """Write the curve, the samples and the numbers, and print the tables."""
+    """Write the curve, the samples and the numbers, and print the tables.
+
+    In `report.json` a number that is infinite or NaN is null. Raises `OSError` with the file that
+    could not be written; an older one stays.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    draw_losses(reports[0], out / "curve.png")
+    with _result(out / "curve.png") as file:
+        draw_losses(reports[0], file)
     samples = [sample for report in reports for sample in report.samples]
-    (out / "samples.txt").write_text("\n\n----\n\n".join(samples) + "\n", encoding="utf-8")
+    with _result(out / "samples.txt") as file:
+        file.write_text("\n\n----\n\n".join(samples) + "\n", encoding="utf-8")
     numbers = measured(reports)
     saved = [path.name for path in saved_checkpoints(str(out))[:1]]
     names = [*saved, "curve.png", "samples.txt", "report.json"]
     print(memory_table(reports))
     if rows:
         numbers["modes"] = [asdict(row) for row in rows]
-        draw_modes(rows, out / "modes.png")
+        with _result(out / "modes.png") as file:
+            draw_modes(rows, file)
         names.insert(-2, "modes.png")
         print(mode_table(rows))
-    (out / "report.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    with _result(out / "report.json") as file:
+        file.write_text(json_text(numbers) + "\n", encoding="utf-8")
     print(f"in {out}: {', '.join(names)}")
 
 # %% ../../nbs/apps/10_train.ipynb #b0457086

@@ -261,7 +261,7 @@ def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
                 " with torch.load, and save it with torch.save and no _use_new_zipfile_serialization"
             ) from error
         raise ValueError(
-            f"{path} is no file of torch.save, or it was cut off ({error}); use the checkpoint before it"
+            f"{path} is no file of torch.save, or not as it was written ({error}); use the checkpoint before it"
         ) from error
     if "data.pkl" not in found:
         raise ValueError(f"{path} is an archive, but none of torch.save: it has no data.pkl")
