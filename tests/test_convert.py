@@ -520,10 +520,19 @@ def sgd_without_state(folder):
     )
 
 
+def load_sgd_without_state(path):
+    model = Net()
+    zero = ZeroRedundancyOptimizer(model.named_parameters(), SGD, lr=2.0)
+    load_sharded(path, model, zero)
+    assert zero.param_groups[0]["lr"] == 1.0
+
+
 def test_a_folder_of_an_optimizer_without_state_is_described_and_rewritten(folder):
     run(2, sgd_without_state, folder)
     convert_checkpoint(folder / "sgd", folder / "out.pt")
     assert torch.load(folder / "out.pt")["state"] == {}
+    convert_checkpoint(folder / "sgd", folder / "cut", ranks=3)
+    run(2, load_sgd_without_state, folder / "cut")
 
 
 @pytest.mark.parametrize("form", [*TARGETS])

@@ -28,6 +28,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
 from zero_nb.checkpoint.files import check_file, read_records
@@ -643,6 +644,36 @@ def test_fsdps_functions_refuse_groups_that_do_not_fit():
     ):
         with pytest.raises(ValueError, match=words):
             what()
+
+
+WRAPPERS = {
+    "DDP": lambda model: DistributedDataParallel(model),
+    "compiled, in DDP": lambda model: DistributedDataParallel(torch.compile(model)),
+    "DDP, compiled": lambda model: torch.compile(DistributedDataParallel(model)),
+}
+
+
+def wrapped_and_bare(folder, wrap):
+    """Save state by the names of a wrapped model, load it by those of the bare one, and back."""
+    found = []
+    for first, second in ((wrap, lambda model: model), (lambda model: model, wrap)):
+        optimizers = []
+        for change in (first, second):
+            model = Net()
+            named = change(model).named_parameters()
+            optimizers.append(ZeroRedundancyOptimizer(named, AdamW, lr=0.1))
+            if change is first:
+                net_steps(model, optimizers[0], 0)
+        full_state_dict(optimizers[0], folder / "full.pt", key_by="name")
+        load_full_state_dict(optimizers[1], folder / "full.pt")
+        both = [full_state_dict(optimizer, to=None)["state"] for optimizer in optimizers]
+        found.append(equal(*both))
+    return found
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_names_may_differ_by_what_wraps_the_model(folder, wrap):
+    assert run(2, wrapped_and_bare, folder, wrap) == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("sharded", [False, True])

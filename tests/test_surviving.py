@@ -14,6 +14,7 @@ from random import Random
 
 import pytest
 import torch
+import torch.distributed as dist
 from common import caught
 from common.elastic import Blow, ElasticJob
 from common.saving import damage
@@ -65,6 +66,30 @@ def test_killed_again_and_again_at_three_and_two_ranks(tmp_path):
     got = found["losses"]["zero_nb"]
     assert got == replayed(job.history(), SHORT, tmp_path / "again")
     assert largest_gap(got, unbroken(3, SHORT, tmp_path / "unbroken")) < 1e-4
+
+
+STARTED_AGAIN = """
+from datetime import timedelta
+from zero_nb.apps.config import TrainConfig
+from zero_nb.apps.loop import joined
+with joined(TrainConfig(timeout=10)):
+    found = torch.ones(1)
+    dist.all_reduce(found)
+    print("ranks", int(found))
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(1) # as one that is killed, and leaves its address in the store
+"""
+
+
+def test_ranks_that_are_started_again_find_each_other_in_the_store_of_the_agent(starter, tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+    for count in (0, 1, 2):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        variables |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_RESTART_COUNT": str(count)}
+        ended = starter.run(STARTED_AGAIN, folder, seconds=30, **variables)
+        assert [(end.code, end.stdout) for end in ended] == [(not count, "ranks 2\n")] * 2, ended
 
 
 # --- the same data at any number of ranks ---------------------------------------------------------

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon
 
@@ -58,7 +59,7 @@ class Recipe:
     shape: tuple[int, ...] = (12,)  # of an input
     muon: bool = False  # for matrices, beside `kind`
     options: tuple[tuple[str, Any], ...] = (("lr", 1e-2),)
-    levels: bool = False
+    levels: bool = False  # two, of two ranks, where their number is even
 
     def optimizer(self, module, **more):
         params = list(module.parameters())
@@ -69,7 +70,8 @@ class Recipe:
                 {"params": matrices, "optimizer_class": Muon, "lr": 1e-2},
                 {"params": rest, "lr": 1e-2},
             ]
-        group = two_level(2) if self.levels else None
+        levels = self.levels and dist.get_world_size() % 2 == 0
+        group = two_level(2) if levels else None
         options = dict(self.options) | more
         return ZeroRedundancyOptimizer(params, self.kind, group, bucket_cap_mb=0.002, **options)
 

@@ -40,7 +40,7 @@ from zero_nb.apps.sides import (
     _parameter_difference,
 )
 from .checkpoints import load_checkpoint, save_checkpoint
-from .resume import prepared, writing_alone
+from .resume import prepared, store_of_this_start, writing_alone
 
 # %% auto #0
 __all__ = ['LOG_COLUMNS', 'LOGS', 'check_devices', 'joined', 'Display', 'StepLog', 'CsvLog', 'TensorBoardLog', 'open_log',
@@ -76,12 +76,11 @@ def joined(config: TrainConfig) -> Iterator[torch.device]:
     if dist.is_initialized():
         yield device
         return
-    alone: dict[str, Any] = (
-        {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    )
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=config.timeout), **alone
-    )
+    timeout = timedelta(seconds=config.timeout)
+    place: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if "RANK" in os.environ:
+        place = store_of_this_start(timeout)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timeout, **place)
     yield device
     dist.destroy_process_group()  # not after an error: the others may never answer
 

@@ -13,10 +13,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 try:
     import fcntl
@@ -34,7 +36,7 @@ from .text import PLAIN_BYTES, BytePairs, Corpus, learn_pairs, read_corpus, wind
 from .checkpoints import read_checkpoint, saved_checkpoints
 
 # %% auto #0
-__all__ = ['FREE', 'configured', 'resumable', 'writing_alone', 'prepared']
+__all__ = ['FREE', 'store_of_this_start', 'configured', 'resumable', 'writing_alone', 'prepared']
 
 # %% ../../nbs/apps/06_resume.ipynb #a21c0029
 FREE = {
@@ -69,6 +71,21 @@ def _check_choices(chosen: dict[str, Any], state: dict[str, Any], out: str, advi
 
 def _checkpoint_path(state: dict[str, Any], out: str) -> str:
     return state.get("folder", str(Path(out, "checkpoint.pt")))
+
+
+def store_of_this_start(timeout: timedelta) -> dict[str, Any]:  # for `init_process_group`
+    """Give this start of the ranks keys of its own in a store that torchrun's agent keeps over all starts.
+
+    Without them gloo in torch 2.13 reads the addresses of ranks that are gone, and never connects
+    again after one rank was killed (`--standalone`, `--max-restarts`)."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    size = int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(*place, size, is_master=False, timeout=timeout)
+    start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    own = dist.PrefixStore(start, store)
+    return {"store": own, "rank": int(os.environ["RANK"]), "world_size": size}
 
 
 def configured(

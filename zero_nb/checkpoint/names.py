@@ -5,6 +5,7 @@
 # %% ../../nbs/checkpoint/03_names.ipynb #150df5ae
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -105,6 +106,27 @@ def _saved_names(group: Mapping[str, Any]) -> list[str] | None:
     return None if names is None else list(names)
 
 
+_INNER_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+def _without_wrappers(groups: Iterable[Sequence[str]]) -> list[list[str]]:
+    """Give names as the model has them before `torch.compile`, DDP and others wrap it."""
+    return [[_INNER_WRAPPERS.sub("", n).removeprefix("module.") for n in names] for names in groups]
+
+
+def _comparable(
+    wanted: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]
+) -> tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]]:
+    """Leave out wrappers where one side has others, unless two parameters then have one name."""
+    sides = (wanted, saved)
+    found = [{*chain.from_iterable(side)} for side in sides]
+    if found[0] == found[1]:
+        return sides
+    bare = [_without_wrappers(side) for side in sides]
+    counts = [len({*chain.from_iterable(side)}) for side in bare]
+    return (bare[0], bare[1]) if counts == [*map(len, found)] else sides
+
+
 def _take_group(
     wanted: Sequence[str], number: int, saved: list[tuple[list[str], Mapping[str, Any]]]
 ) -> dict[str, Any]:  # its keys, by name
@@ -129,8 +151,9 @@ def by_index(
 ) -> dict[str, Any]:  # by index, in the order of these groups
     """Bring a full state dict into the order of an optimizer, by the parameters' names.
 
-    Without names in the state dict the groups must have the same order. Raises `ValueError` where
-    groups do not fit."""
+    Names may differ by what DDP, `torch.compile` and checkpoint wrappers put before them. Without
+    names in the state dict the groups must have the same order. Raises `ValueError` where groups do
+    not fit."""
     given = [(_saved_names(group), group) for group in full["param_groups"]]
     if len(given) != len(names):
         raise ValueError(
@@ -145,15 +168,16 @@ def by_index(
                     f" {len(group['params'])}; make the groups as they were when the state was saved"
                 )
         return dict(full)
-    saved = [(found, group) for found, group in given if found is not None]
+    wanted_names, saved_names = _comparable(names, [found or [] for found, _ in given])
+    saved = [(list(found), group) for found, (_, group) in zip(saved_names, given, strict=True)]
     state = dict(full["state"])
     groups = list[dict[str, Any]]()
     by_param = dict[Any, Any]()
-    for number, wanted in enumerate(names):
+    for number, wanted in enumerate(wanted_names):
         keys = _take_group(wanted, number, saved)
         first = sum(len(group["params"]) for group in groups)
         params = range(first, first + len(wanted))
-        groups.append({**keys[""], "params": [*params], "param_names": [*wanted]})
+        groups.append({**keys[""], "params": [*params], "param_names": [*names[number]]})
         for index, name in zip(params, wanted, strict=True):
             if keys[name] in state:
                 by_param[index] = state.pop(keys[name])
@@ -326,10 +350,10 @@ class SavedOptimizer:
         every = list(chain.from_iterable(self.names))
         self._index = {name: i for i, name in enumerate(every)}
         others = {entry.path[0] for entry in entries_below(table, "model")} - {*every}
-        found = entries_below(table, "optimizer")
         # of parameters that this optimizer does not have nothing is read
-        self._entries = [e for e in found if e.path[0] != "state" or e.path[1] not in others]
-        self._kept = [(p, k) for p, k in kept if p[0] != "state" or p[1] not in others]
+        ours = lambda path: path[0] != "state" or len(path) < 2 or path[1] not in others
+        self._entries = [e for e in entries_below(table, "optimizer") if ours(e.path)]
+        self._kept = [(path, keys) for path, keys in kept if ours(path)]
         self.groups: list[dict[str, Any]] = []  # as saved, once they are read
         self.values = dict[str, Any]()  # of the state, by fqn, once there is room
 
