@@ -5,7 +5,6 @@
 # %% ../../nbs/checkpoint/03_names.ipynb #150df5ae
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -25,7 +24,7 @@ from zero_nb.optim.sharded_state_dict import (
     restore_keys,
     room_for_state,
 )
-from ..optim.state_dict_check import read_state
+from ..optim.state_dict_check import comparable_names, read_state
 
 # %% auto #0
 __all__ = ['KEYS', 'names_of_params', 'by_name', 'names_in_model', 'names_in_groups', 'by_index', 'check_saved', 'state_to_save',
@@ -106,27 +105,6 @@ def _saved_names(group: Mapping[str, Any]) -> list[str] | None:
     return None if names is None else list(names)
 
 
-_INNER_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-
-
-def _without_wrappers(groups: Iterable[Sequence[str]]) -> list[list[str]]:
-    """Give names as the model has them before `torch.compile`, DDP and others wrap it."""
-    return [[_INNER_WRAPPERS.sub("", n).removeprefix("module.") for n in names] for names in groups]
-
-
-def _comparable(
-    wanted: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]
-) -> tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]]:
-    """Leave out wrappers where one side has others, unless two parameters then have one name."""
-    sides = (wanted, saved)
-    found = [{*chain.from_iterable(side)} for side in sides]
-    if found[0] == found[1]:
-        return sides
-    bare = [_without_wrappers(side) for side in sides]
-    counts = [len({*chain.from_iterable(side)}) for side in bare]
-    return (bare[0], bare[1]) if counts == [*map(len, found)] else sides
-
-
 def _take_group(
     wanted: Sequence[str], number: int, saved: list[tuple[list[str], Mapping[str, Any]]]
 ) -> dict[str, Any]:  # its keys, by name
@@ -168,7 +146,7 @@ def by_index(
                     f" {len(group['params'])}; make the groups as they were when the state was saved"
                 )
         return dict(full)
-    wanted_names, saved_names = _comparable(names, [found or [] for found, _ in given])
+    wanted_names, saved_names = comparable_names(names, [found or [] for found, _ in given])
     saved = [(list(found), group) for found, (_, group) in zip(saved_names, given, strict=True)]
     state = dict(full["state"])
     groups = list[dict[str, Any]]()
@@ -347,9 +325,8 @@ class SavedOptimizer:
     ):
         self.optimizer = optimizer
         self.names = names_in_groups(model, optimizer.param_groups)
-        every = list(chain.from_iterable(self.names))
-        self._index = {name: i for i, name in enumerate(every)}
-        others = {entry.path[0] for entry in entries_below(table, "model")} - {*every}
+        self._index = {name: i for i, name in enumerate(chain.from_iterable(self.names))}
+        others = {entry.path[0] for entry in entries_below(table, "model")} - {*self._index}
         # of parameters that this optimizer does not have nothing is read
         ours = lambda path: path[0] != "state" or len(path) < 2 or path[1] not in others
         self._entries = [e for e in entries_below(table, "optimizer") if ours(e.path)]

@@ -5,6 +5,9 @@
 # %% ../../nbs/optim/07_state_dict_check.ipynb #0aa652ba
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from .pieces import SCALARS
 from .rules import ELEMENTWISE, Rule, is_torchs
 
 # %% auto #0
-__all__ = ['ELEMENTS', 'OPTIONAL', 'COUNTS', 'read_state', 'describe_state']
+__all__ = ['ELEMENTS', 'OPTIONAL', 'COUNTS', 'read_state', 'comparable_names', 'describe_state']
 
 # %% ../../nbs/optim/07_state_dict_check.ipynb #eb32900b
 ELEMENTS = {
@@ -235,6 +238,28 @@ def read_state(
         if key in by_key
     }
     return {**state_dict, "state": by_index | common, "param_groups": given}
+
+# %% ../../nbs/optim/07_state_dict_check.ipynb #56bb1fec
+_INNER_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+def _without_wrappers(groups: Iterable[Sequence[str]]) -> list[list[str]]:
+    """Give names as the model has them before `torch.compile`, DDP and others wrap it."""
+    return [[_INNER_WRAPPERS.sub("", n).removeprefix("module.") for n in names] for names in groups]
+
+
+def comparable_names(
+    wanted: Sequence[Sequence[str]],  # of each param group that loads
+    saved: Sequence[Sequence[str]],  # of each that was saved
+) -> tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]]:
+    """Leave out wrappers where one side has others, unless two parameters then have one name."""
+    sides = (wanted, saved)
+    found = [{*chain.from_iterable(side)} for side in sides]
+    if found[0] == found[1]:
+        return sides
+    bare = [_without_wrappers(side) for side in sides]
+    counts = [len({*chain.from_iterable(side)}) for side in bare]
+    return (bare[0], bare[1]) if counts == [*map(len, found)] else sides
 
 # %% ../../nbs/optim/07_state_dict_check.ipynb #2f9785ee
 def describe_state(state_dict: dict[str, Any]) -> list[str]:
