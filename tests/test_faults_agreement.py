@@ -13,12 +13,20 @@ import torch
 import torch.distributed as dist
 from common import caught_error, free_port
 
-from zero_nb import Group, agree, agreeing, get_global_rank, get_group_rank, two_level
+from zero_nb import (
+    Group,
+    ZeroRedundancyOptimizer,
+    agree,
+    agreeing,
+    get_global_rank,
+    get_group_rank,
+    two_level,
+)
 from zero_nb.comm.ending import abort, destroy, fail
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list, gather_object
 from zero_nb.comm.ranks import Ranks
-from zero_nb.comm.store import _Notes, _read, _reported
+from zero_nb.comm.store import _Notes, _read, _reported, _store
 from zero_nb.comm.subgroups import clone, split
 
 # ---- C1, L1: what other ranks post is text, never code ----
@@ -417,3 +425,117 @@ def test_a_rank_that_fails_after_an_agreement_does_not_undo_it():
     (during, after), other = run(2, fails_after_agreeing, timeout=30)
     assert during is other is None
     assert after[0] == "RuntimeError" and "rank 1 failed with KeyError" in after[1]
+
+
+# ---- a rank that fails before the first agreement ----
+
+
+def fails_before(who, late, first_use):
+    """Let ranks fail before their group has agreed on anything, and the others use it; what they hear."""
+    store = _store(Group())
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank in who:
+        if late:
+            store.wait(["used"])
+            time.sleep(0.2)  # they wait for this rank now
+        fail(Group(), FileNotFoundError(f"no data on rank {rank}"))
+        store.set(f"failed {rank}", "")
+        return None
+    if late:
+        store.set("used", "")
+    else:
+        store.wait([f"failed {other}" for other in who])
+    return caught_error(first_use)
+
+
+def makes_optimizer():
+    ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["fails first", "fails while they wait"])
+@pytest.mark.parametrize("who", [(0,), (2,), (1, 2), (0, 1)])
+def test_H5_ranks_hear_of_one_that_fails_before_their_first_agreement(who, late):
+    said = run(3, fails_before, who, late, makes_optimizer, timeout=60)
+    for rank in {0, 1, 2}.difference(who):
+        assert said[rank][0] == "RuntimeError" and any(
+            f"rank {other} failed with FileNotFoundError: no data on rank {other}" in said[rank][1]
+            for other in who
+        ), said
+
+
+def test_H5_a_first_collective_ends_with_the_words_of_a_rank_that_failed_before_it():
+    first_use = lambda: Group().all_reduce(torch.ones(3))
+    (kind, words), _, _ = run(3, fails_before, (1, 2), False, first_use, timeout=60)
+    assert kind == "RuntimeError" and "no data on rank" in words and "all_reduce of 3" in words
+
+
+def fails_in_several():
+    """Let rank 3 fail in groups that torch has made, and that have not agreed on anything."""
+    rows, columns = ([dist.new_group(ranks) for ranks in every] for every in ROWS_AND_COLUMNS)
+    row, column = divmod(dist.get_rank(), 2)
+    groups = [Group(rows[row]), Group(columns[column])]
+    dist.barrier()
+    if dist.get_rank() == 3:
+        return fail(groups, ValueError("no data"))
+    return [caught_error(lambda g=g: agree(g, "the work")) for g in groups if 3 in g.ranks]
+
+
+ROWS_AND_COLUMNS = ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+
+
+def test_H5_the_ranks_of_each_group_hear_of_one_that_fails_before_any_agreement():
+    none, by_column, by_row, _ = run(4, fails_in_several, timeout=60)
+    assert none == []
+    for ((kind, words),) in (by_column, by_row):
+        assert kind == "RuntimeError" and "rank 3 failed with ValueError: no data" in words
+
+
+def tries_again(folder, early, silent):
+    """Make a group three times on one store; rank 1 fails before the first agreement of two, and
+    comes late to the third."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    for name in ("arrivals", "agreement"):  # they need no backend
+        module = importlib.import_module(f"zero_nb.comm.{name}")
+        module._has_no_peers = lambda group: group.size == 1
+    store = dist.FileStore(str(folder / "store"), 3)
+    heard = []
+    for attempt in range(3):
+        dist.init_process_group("fake", store=store, rank=rank, world_size=3)
+        if attempt < 2 and rank == 1:
+            if not early:
+                store.wait([f"comes {attempt}"])
+                time.sleep(0.2)  # others wait
+            fail(Group(), ValueError(f"attempt {attempt}"))
+            store.set(f"failed {attempt}", "")
+        elif attempt < 2 and not silent:
+            if early:
+                store.wait([f"failed {attempt}"])
+            store.set(f"comes {attempt}", "")
+            heard.append(caught_error(lambda: agree(Group(), "the work")))
+        elif attempt == 2:
+            if rank == (2 if silent else 1):
+                time.sleep(1.5)  # longer than ranks doubt what they find
+            heard.append(caught_error(lambda: agree(Group(), "the work")))
+        store.set(f"done {attempt} {rank}", "")
+        store.wait([f"done {attempt} {other}" for other in range(3)])
+        dist.destroy_process_group()
+    return heard
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["fails later", "fails first"])
+def test_L2_a_group_made_anew_hears_only_its_own_words_in_its_first_agreement(tmp_path, early):
+    first, failed, third = run(3, tries_again, tmp_path, early, False, timeout=60)
+    assert failed == [None]
+    for *others, last in (first, third):
+        for attempt, (kind, words) in enumerate(others):
+            assert kind == "RuntimeError"
+            assert f"rank 1 failed with ValueError: attempt {attempt}, while" in words
+        assert len(others) == 2 and last is None
+
+
+def test_L2_a_rank_takes_back_what_was_read_by_no_other(tmp_path):
+    assert run(3, tries_again, tmp_path, True, True, timeout=60) == [[None]] * 3

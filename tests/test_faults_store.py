@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 from common import free_port
 
-from zero_nb.comm import agreement
+from zero_nb.comm import agreement, arrivals
 from zero_nb.comm import store as store_module
 from zero_nb.comm.agreement import _Agreement, _steps_of, agree
-from zero_nb.comm.arrivals import _missing
+from zero_nb.comm.arrivals import _leave_words, _missing
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.ranks import Ranks, _State
@@ -81,7 +81,8 @@ def clock(monkeypatch):
     """Make a clock that goes when ranks sleep."""
     now = SimpleNamespace(seconds=0.0, limit=30.0)
     monkeypatch.setattr(store_module, "_store", lambda group: group.store)
-    monkeypatch.setattr(agreement, "_has_no_peers", lambda group: False)
+    for module in (arrivals, agreement):
+        monkeypatch.setattr(module, "_has_no_peers", lambda group: False)
     for module in (store_module, agreement):
         monkeypatch.setattr(module, "_timeout", lambda group: timedelta(seconds=now.limit))
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.seconds))
@@ -318,8 +319,8 @@ def live_and_stop(clock, chance, size, store):
             until=clock.seconds + chance.choice([1e-4, 0.02, 1, 100]),
         )
     for rank in ranks:
-        if rank._wire.met and chance.random() < 0.3:
-            _Notes(rank, rank._wire.life).set("failed", "old words")
+        if chance.random() < 0.3:
+            _leave_words(rank, "old words")
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -359,7 +360,7 @@ def again(store_of):
     for life in range(2):
         dist.init_process_group("fake", store=store, rank=rank, world_size=2)
         g = Group()
-        agreement._has_no_peers = lambda group: (
+        agreement._has_no_peers = arrivals._has_no_peers = lambda group: (
             group.size == 1
         )  # this backend sends nothing, so that it meets again on any store; agreement needs none
         try:

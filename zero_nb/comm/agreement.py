@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import itertools
 import json
-import secrets
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from zero_nb.comm.arrivals import (
+    _AFTER,
     _DIGESTS,
     _OldLife,
     _arrive,
     _digest,
     _first_difference,
     _missing,
+    _name_life,
+    _named,
     _plain,
+    _take_back,
 )
-from .ranks import Ranks, _few, _no_group, _several
+from .ranks import Ranks, _no_group, _several
 from zero_nb.comm.store import (
     _GROUP_COUNT,
     _Notes,
@@ -57,6 +60,9 @@ class _Agreement:
         self.digest = _digest(self.lines)
         self.first = group.group_rank == 0
         self.noted = False  # where this rank waits
+        self.before = (
+            ""  # on the first rank: where others have left words before it named this life
+        )
         self.notes = _Notes(group)  # of this life, once its name is known
 
     def run(self) -> Steps:
@@ -67,7 +73,7 @@ class _Agreement:
                 f" agree on {_plain(self.what)!r}; make a new group"
             )
         while True:
-            yield from _learn_life(self)
+            self.before = yield from _learn_life(self)
             self.notes = _Notes(self.group, self.state.life)
             try:
                 return (yield from self._take_part())
@@ -110,7 +116,7 @@ class _Agreement:
             if self.first and (found := self.peek("complete")):
                 return self._decide(found)
             self.check_ended()
-            if self.turn and (said := self.peek("failed", of_group=True)):
+            if said := _heard(self, time.monotonic() - begin):
                 if outcome := self._outcome():
                     return outcome  # the rank that failed has left this agreement before
                 raise RuntimeError(f"{said}, while {self.place()}")
@@ -158,16 +164,7 @@ class _Agreement:
         return f"rank {self.group.global_rank} waited at {_shortened(_plain(self.what), 600)!r}"
 
     def missing_words(self, group_ranks: Sequence[int]) -> str:
-        late = [self.group.ranks[rank] for rank in group_ranks]
-        names = (
-            f"rank {late[0]}"
-            if len(late) == 1
-            else (
-                f"ranks {_few(late)}"
-                if len(late) < 9
-                else f"ranks {', '.join(map(str, late[:8]))} and more"
-            )
-        )
+        names = _named(self.group, group_ranks)
         return (
             f"{names} did not arrive within {_timeout(self.group).total_seconds():g} s, while"
             f" {self.place()}; look at the output of {names}: died, or took another path"
@@ -184,22 +181,43 @@ class _Agreement:
 
 # %% ../../nbs/comm/04_agreement.ipynb #ac86af96
 def _learn_life(agreement: _Agreement) -> Steps:
-    """Learn the name of this life of the group, or give it one."""
+    """Learn the name of this life of the group, or give it one. Returns what `_name_life` does, on the first rank."""
     state = agreement.state
-    notes = _Notes(agreement.group)
+    group = agreement.group
     if agreement.first and not state.life:
-        old = notes.peek("life")
-        while state.life in ("", old):
-            state.enter_life(secrets.token_urlsafe(3))
-        notes.set("life", state.life)
-    for pause in _pauses(agreement.group):
-        if not state.life and (life := notes.peek("life")) not in state.old:
+        return _name_life(group)
+    _take_back(group)
+    begin = time.monotonic()
+    for pause in _pauses(group):
+        if not state.life and (life := _Notes(group).peek("life")) not in ("", *state.old):
             state.enter_life(life)
         if state.life:
-            return state.life
+            return ""
         agreement.check_ended()
+        if time.monotonic() - begin > _doubt(group) and (
+            said := _Notes(group, life + _AFTER).peek("failed")
+        ):
+            raise RuntimeError(f"{said}, while {agreement.place()}")
         yield pause
     raise RuntimeError(agreement.missing_words([0]))
+
+
+_DOUBT = 1.0  # seconds in which words that a first agreement finds may be those of an earlier life
+
+
+def _doubt(group: Ranks) -> float:
+    return min(_DOUBT, _timeout(group).total_seconds() / 4)
+
+
+def _heard(agreement: _Agreement, waited: float) -> str:
+    """Give the last words of a rank that has failed, as far as they can be believed."""
+    group = agreement.group
+    if not agreement.turn and waited <= _doubt(group):
+        return ""
+    said = agreement.peek("failed", of_group=True)
+    if not said and agreement.before and (said := _Notes(group, agreement.before).peek("failed")):
+        agreement.notes.set("failed", said)  # where the others look
+    return said
 
 
 def _find(agreement: _Agreement, key: str) -> Steps:

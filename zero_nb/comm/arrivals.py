@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import secrets
 from collections.abc import Iterator, Sequence
 
-from .store import _Notes
+from .ranks import Ranks
+from .store import _Notes, _has_no_peers
 
 # %% auto #0
 __all__ = []
@@ -79,6 +81,14 @@ def _missing(notes: _Notes, turn: int, size: int) -> Iterator[int]:
 
     return below(len(sizes) - 1, 0)
 
+
+def _named(group: Ranks, group_ranks: Sequence[int]) -> str:
+    """Name ranks by their numbers in the job, at most eight of them."""
+    names = [str(group.ranks[rank]) for rank in group_ranks]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    return f"ranks {', '.join(names[:8])}{' and more' if len(names) > 8 else ''}"
+
 # %% ../../nbs/comm/03_arrivals.ipynb #0bc6ce1a
 _NOTE = "  # "  # what follows in a line need not be the same on all ranks
 
@@ -115,3 +125,48 @@ def _first_difference(
         if here.split(_NOTE)[0] != there.split(_NOTE)[0]:
             return _excerpt(here, there), _excerpt(there, here), number == 0
     raise AssertionError("digests differ but the lines are equal")
+
+# %% ../../nbs/comm/03_arrivals.ipynb #0c3ebc7e
+_AFTER = "+"  # behind the name of a life: after it, and before the next one has a name
+
+
+def _name_life(group: Ranks) -> str:  # where ranks may have left words before
+    """Give this life of the group a name; its first rank does, once."""
+    state = group._wire
+    notes = _Notes(group)
+    old = notes.peek("life")
+    while state.life in ("", old):
+        state.enter_life(secrets.token_urlsafe(3))
+    notes.set("life", state.life)
+    return old + _AFTER
+
+
+def _leave_words(group: Ranks, words: str) -> None:
+    """Tell the other ranks why this one leaves, whether the group has agreed on something or not. Waits for no rank."""
+    if _has_no_peers(group):
+        return
+    state = group._wire
+    if group.group_rank == 0 and not state.life:
+        _name_life(group)
+    if state.life:
+        _Notes(group, state.life).set_first("failed", words)
+        return
+    seen = None
+    while seen != (life := _Notes(group).peek("life")):  # the first rank may name it just now
+        seen = life
+        places = [life] if life and life not in state.old else []
+        # an earlier group of this process has ended before it learned its life, which may be this one
+        unsure = any(name.endswith(_AFTER) for name in state.old)
+        if not places or unsure:
+            places.append(life + _AFTER)
+        for place in places:
+            _Notes(group, place).set("failed", words)
+            state.lives.add(place)
+
+
+def _take_back(group: Ranks) -> None:
+    """Remove what this rank has said after lives of earlier groups."""
+    for place in [name for name in group._wire.old if name.endswith(_AFTER)]:
+        _Notes(group, place).remove("failed")
+        group._wire.lives.discard(place)
+        group._wire.old.discard(place)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .arrivals import _leave_words
 from .group_store import _last_words
 from .ranks import Ranks, _MARKS, _TAGS, _ranks_of, _several
 from .store import _Notes, _described, _has_no_peers, _shortened
@@ -98,8 +99,7 @@ def fail(
     ]
     for group in levels:
         with suppress(Exception):  # the store may be gone
-            if group._wire.met:
-                _Notes(group, group._wire.life).set("failed", words[0])
+            _leave_words(group, words[0])
     if any(not group._state.ended and "gloo" in group.backends.values() for group in levels):
         time.sleep(_SETTLE)
     for group in levels:

@@ -93,9 +93,12 @@ class _State:
     )
     life: str = ""  # name of this life of the group, in its store; "" before the first agreement
     met: bool = False  # whether an agreement has shown that all ranks are in this life
+    lives: set[str] = field(
+        default_factory=set
+    )  # names that this process has known of lives of any group of this name, this one's too
     old: set[str] = field(
         default_factory=set
-    )  # names of earlier lives that were found in the store
+    )  # names of earlier lives: known when this state was made, or found out since
 
     def next_tag(self, like: str) -> int:
         """Reserve a tag for the messages of a collective of a kind."""
@@ -111,6 +114,7 @@ class _State:
     def enter_life(self, name: str) -> None:
         """Note the name of this life of the group."""
         self.life = name
+        self.lives.add(name)
 
     def leave_life(self) -> None:
         """Note that the name found in the store was that of an earlier life."""
@@ -150,13 +154,18 @@ class _State:
 
 
 _STATES: WeakKeyDictionary[Any, _State] = WeakKeyDictionary()  # by process group
+_LIVES: dict[tuple[str, int], set[str]] = {}  # by name of a group and rank in it
 _NO_GROUP = _State()  # a process alone
 
 
 def _state(process_group: Any) -> _State:
     if process_group is None:
         return _NO_GROUP
-    return _STATES.setdefault(process_group, _State())
+    if process_group not in _STATES:
+        name = str(getattr(process_group, "group_name", ""))
+        lives = _LIVES.setdefault((name, process_group.rank()), set())
+        _STATES.setdefault(process_group, _State(lives=lives, old=set(lives)))
+    return _STATES[process_group]
 
 
 def _sending_group(process_group: Any) -> Any:
