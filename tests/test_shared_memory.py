@@ -347,6 +347,8 @@ print(run(2, work))
         if done.returncode == 77:
             pytest.skip("may not mount here")
         assert way in done.stdout, done.stdout + done.stderr[-2000:]
+        said = done.stdout + done.stderr  # `run` brings what ranks print into stdout
+        assert not done.stderr and "ignored" not in said and "Traceback" not in said, said
     assert (
         "No space left on device" in done.stdout
         and done.stdout.count("shared memory cannot be used") == 1

@@ -32,6 +32,8 @@ _NAP = 0.02  # seconds after which a rank that sleeps looks if its peers are ali
 class SharedMemory:
     """Moves tensors between ranks of one machine through a segment that they share."""
 
+    error = "it was never made"  # why nothing moves; of one whose `__init__` has raised
+
     def __init__(
         self,
         segment: Segment,  # allocated on all ranks
@@ -46,7 +48,7 @@ class SharedMemory:
         self.numbers = itertools.count()
         self.woken = threading.Condition()  # held while anything here changes
         self.sleeping = False  # a thread sleeps on the bell
-        self.error = ""  # why nothing moves any more
+        self.error = ""
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Iterator[None]:
         """Add each rank's part up, in the order of the ranks."""
@@ -59,7 +61,7 @@ class SharedMemory:
     def close(self) -> None:
         """Wake all that wait, here and on other ranks; they raise. A process that was forked leaves
         that to its parent."""
-        if self.pid != os.getpid() or self.error:
+        if self.error or self.pid != os.getpid():
             return
         self.error = "it was ended on this rank"
         self.segment.leave(self.progress.outbox.count)
