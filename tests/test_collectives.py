@@ -168,7 +168,7 @@ def test_a_stranger_to_the_group_is_told_so():
     first, *others = run(3, stranger)
     assert (
         first[0] == "ValueError"
-        and "global rank 0 is not a member" in first[1]
+        and "Global rank 0 is not part of group" in first[1]
         and others == [None, None]
     )
 

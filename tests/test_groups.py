@@ -33,6 +33,15 @@ def test_translation_is_torchs_and_checks_more():
         for group in groups:
             if group is dist.GroupMember.NON_GROUP_MEMBER:
                 said.append(caught_error(lambda group=group: get_process_group_ranks(group)))
+                for call, words in (
+                    (get_group_rank, "Global rank 17 is not part of group -100"),
+                    (get_global_rank, "Group rank 17 is not part of group -100"),
+                ):
+                    theirs = getattr(dist, call.__name__)
+                    for kind, message in (
+                        caught_error(lambda f=f, group=group: f(group, 17)) for f in (call, theirs)
+                    ):
+                        assert kind == "ValueError" and words in message, message
                 continue
             for given in (group, Group(group)):
                 ranks = get_process_group_ranks(given)
@@ -56,7 +65,7 @@ def test_translation_is_torchs_and_checks_more():
     for rank, said in enumerate(run(4, translate)):
         assert len(said) == 3 - [[2, 3], [0, 3], [1]].__str__().count(str(rank))
         assert all(
-            kind == "ValueError" and f"global rank {rank} is not a member" in message
+            kind == "ValueError" and f"Global rank {rank} is not part of group" in message
             for kind, message in said
         )
 

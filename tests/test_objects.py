@@ -1,6 +1,7 @@
 """Objects between ranks: any object, any group, any error on all ranks; and nothing but plain
 values where that was asked."""
 
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from common import caught_error
 
+from zero_nb.comm import objects
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list, gather_object, scatter_object_list
@@ -214,3 +216,25 @@ def test_what_fails_on_one_rank_fails_on_all():
         and "a list of 1" in first[2][1]
     )
     assert first[7][0] == second[7][0] == "TypeError" and "test_objects.Odd" in second[7][1]
+
+
+def test_a_rank_that_is_not_in_the_group_is_warned_as_by_torch():
+    def outside():
+        group = dist.new_group([0])
+        if dist.get_rank() == 0:
+            return None
+        said = []
+        for module in (dist, objects):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                given = [1]
+                assert module.broadcast_object_list(given, src=0, group=group) is None
+                assert module.gather_object(2, None, dst=0, group=group) is None
+                assert module.scatter_object_list(given, None, src=0, group=group) is None
+            assert given == [1]
+            said.append([(w.category, str(w.message)) for w in caught])
+            assert module is dist or {w.filename for w in caught} == {__file__}
+        return said
+
+    theirs, ours = run(2, outside)[1]
+    assert ours == theirs and len(ours) == 3

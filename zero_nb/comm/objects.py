@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import re
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from io import SEEK_CUR, SEEK_END, BytesIO, RawIOBase
@@ -28,7 +29,7 @@ from zero_nb.comm.payloads import (
     gather_bytes,
     send_bytes,
 )
-from .ranks import get_group_rank
+from .ranks import _is_outside, get_group_rank
 
 # %% auto #0
 __all__ = ['dump', 'MemoryFile', 'load', 'plain_numbers', 'check_plain', 'explain_unread', 'broadcast_object_list',
@@ -140,6 +141,16 @@ def explain_unread(error: Exception) -> str:  # a line
     return f"{words}{kind}".replace("\n", " ")
 
 # %% ../../nbs/comm/30_objects.ipynb #8c629bf7
+def _skips(name: str, group: Any) -> bool:
+    """Tell if this process is not in the group, and warn of it, as torch does."""
+    outside = _is_outside(group)
+    if outside:
+        rank = torch.distributed.get_rank()
+        words = f"Running {name} on global rank {rank} which does not belong to the given group."
+        warnings.warn(words, stacklevel=3)
+    return outside
+
+
 def _root(group: Group, global_rank: int | None, group_rank: int | None) -> int:
     """Group rank from one of the two; global rank 0 if neither is given, as in torch."""
     if group_rank is None:
@@ -169,7 +180,10 @@ def broadcast_object_list(
     Any object that can be pickled is taken, and unpickling can run code of the sender: ranks of one
     job trust each other. `weights_only=True` does without.
     Raises on every rank: `ValueError` if list lengths differ, what pickling or unpickling raised on one rank.
+    On a rank that is not in the group it warns and does nothing, as torch's.
     Source: `torch.distributed.broadcast_object_list`."""
+    if _skips("broadcast_object_list", group):
+        return
     g = Group(group)
     payload = memoryview(b"")
     with agreeing(
@@ -229,6 +243,8 @@ def gather_object(
     Raises as `broadcast_object_list` does, and `ValueError` on every rank if the list is not there,
     or there on another rank.
     Source: `torch.distributed.gather_object`."""
+    if _skips("gather_object", group):
+        return
     g = Group(group)
     with agreeing(g, "gather_object", lambda: [f"to group rank {to}"]):
         to = _root(g, dst, group_dst)
@@ -254,6 +270,8 @@ def scatter_object_list(
 
     Each rank unpickles what the source sends, so it trusts it, as in `broadcast_object_list`.
     Raises as `gather_object` does. Source: `torch.distributed.scatter_object_list`."""
+    if _skips("scatter_object_list", group):
+        return
     g = Group(group)
     payloads: list[memoryview] = []
     with agreeing(g, "scatter_object_list", lambda: [f"from group rank {source}"]):

@@ -38,14 +38,21 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
         )
     dist = torch.distributed
     try:
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
+        if _is_outside(group):
             raise KeyError(group)  # torch answers with the ranks of some other group
         return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
     except (KeyError, TypeError):
         raise ValueError(
-            f"global rank {dist.get_rank()} is not a member of this process group: {group!r}; "
+            f"Global rank {dist.get_rank()} is not part of group {group!r}, or the group is not registered; "
             "use a group that torch.distributed made, on the ranks it was made of, before it is destroyed"
         ) from None
+
+
+def _is_outside(group: Any) -> bool:
+    """Tell if torch has given this process a stand-in, for a group that it is not in."""
+    if isinstance(group, Ranks) or not _ready():
+        return False
+    return bool(group == torch.distributed.GroupMember.NON_GROUP_MEMBER)
 
 # %% ../../nbs/comm/01_ranks.ipynb #68f003ff
 # messages inside collectives are numbered, and marked by size and dtype
@@ -237,6 +244,9 @@ def _several(groups: Ranks | Sequence[Ranks]) -> Sequence[Ranks]:
     return several
 
 # %% ../../nbs/comm/01_ranks.ipynb #591774f0
+_OUTSIDE = "this process is not in it; ask on the ranks that the group was made of"
+
+
 def get_process_group_ranks(
     group: Any = None,  # a process group, a `Group`, or None: all ranks of the job
 ) -> list[int]:  # global ranks, ordered by group rank
@@ -253,12 +263,11 @@ def get_global_rank(
     """Translate a group rank to a global rank.
 
     Raises `ValueError` if the group has no such rank. Source: `torch.distributed.get_global_rank`."""
-    ranks = _ranks_of(group)
+    ranks = () if _is_outside(group) else _ranks_of(group)
     if group_rank in range(len(ranks)):
         return ranks[group_rank]
-    raise ValueError(
-        f"Group rank {group_rank} is not part of group {group}; it has ranks 0 to {len(ranks) - 1}"
-    )
+    known = f"it has ranks 0 to {len(ranks) - 1}" if ranks else _OUTSIDE
+    raise ValueError(f"Group rank {group_rank} is not part of group {group}; {known}")
 
 
 def get_group_rank(
@@ -268,9 +277,8 @@ def get_group_rank(
     """Translate a global rank to a group rank.
 
     Raises `ValueError` if that rank is not in the group. Source: `torch.distributed.get_group_rank`."""
-    ranks = _ranks_of(group)
+    ranks = () if _is_outside(group) else _ranks_of(group)
     if global_rank in ranks:
         return ranks.index(global_rank)
-    raise ValueError(
-        f"Global rank {global_rank} is not part of group {group}; it has global ranks [{_few(ranks)}]"
-    )
+    known = f"it has global ranks [{_few(ranks)}]" if ranks else _OUTSIDE
+    raise ValueError(f"Global rank {global_rank} is not part of group {group}; {known}")
