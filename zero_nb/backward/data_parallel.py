@@ -278,7 +278,14 @@ def data_parallel(
     """Train a plain module data-parallel, with gradients and optimizer state sharded. All ranks call this.
 
     `backward` averages gradients, frees them, and steps; `optimizer.step()` only checks. What changes
-    `.grad` after `backward` comes too late, and raises.
+    `.grad` after `backward`, such as `clip_grad_norm_`, comes too late, and raises: pass
+    `max_grad_norm` to clip, and `scaler` if the loss is scaled.
+
+    With `hidden=True` a parameter that is read between `backward` and the next forward through a list
+    made earlier, `.data`, or `optimizer.param_groups` may be that of the step before, without an
+    error, as in an average of weights (EMA). Read `module.parameters()` or `module.state_dict()` anew,
+    which wait, or call `wait()` of what this returns first.
+
     Raises `TypeError` or `ValueError` on every rank for what does not go together.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2 (ZeRO stage 2)."""
     options = DataParallelOptions(
