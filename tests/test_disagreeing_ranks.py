@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 from common.bad_input import GROUP, Case, all_cases, check, make, on_one, planned, saved, weight
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon
 
+from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
@@ -34,6 +37,49 @@ def other_lr_at_the_first_step():
     zero = make([weight()])
     zero.param_groups[0]["lr"] = on_one(1.0, 2.0)
     zero.step()
+
+
+class Counting(SGD):
+    """Counts its calls on one rank, and steps the less the more there were."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += on_one(1, 0)
+        for group in self.param_groups:
+            group["lr"] = 0.1 / (1 + self.calls)
+        return super().step(closure)
+
+
+class Normed(nn.Linear):
+    """A layer with running statistics, as many as the rank wants."""
+
+    def __init__(self, size):
+        super().__init__(4, 4)
+        self.register_buffer("mean", torch.zeros(size))
+
+
+def attached(
+    attach, model=lambda: nn.Linear(4, 4), kind=AdamW, change=lambda zero: None, **options
+):
+    """Make a model and an optimizer, change that, and attach a step inside backward."""
+
+    def do():
+        made = model()
+        zero = make(made.parameters(), kind, shard="whole" if kind is Counting else "auto")
+        change(zero)
+        ddp = made if attach is data_parallel else DDP(made, process_group=GROUP[0])
+        try:
+            attach(ddp, zero, **{key: on_one(*values) for key, values in options.items()})
+        except Exception:
+            assert not zero.driver.steps_in_backward, "nothing is attached that was refused"
+            raise
+
+    return do
+
+
+def other_rate(zero):
+    zero.param_groups[0]["lr"] = on_one(1.0, 2.0)
 
 
 def other_call(mine, theirs):
@@ -146,6 +192,58 @@ DISAGREEING = {
     ),
     "another rate at the first step": Case(
         other_lr_at_the_first_step, ValueError, "disagree", "the first step", "lr 1.0", "lr 2.0"
+    ),
+    "another clipping in overlap": Case(
+        attached(overlap, max_grad_norm=(1.0, 2.0)),
+        ValueError,
+        "disagree on overlap",
+        "max_grad_norm=1.0",
+        "max_grad_norm=2.0",
+    ),
+    "a class that one rank calls once, in overlap": Case(
+        attached(overlap, kind=Counting),
+        ValueError,
+        "disagree on overlap",
+        "for all buckets: none",
+        "for all buckets: Counting",
+    ),
+    "another cut in data_parallel": Case(
+        attached(data_parallel, cut_mb=(1.0, 2.0)),
+        ValueError,
+        "disagree on data_parallel",
+        "cut_mb=1.0",
+        "cut_mb=2.0",
+    ),
+    "a class that one rank calls once, in data_parallel": Case(
+        attached(data_parallel, kind=Counting),
+        ValueError,
+        "disagree on data_parallel",
+        "for all buckets: none",
+        "for all buckets: Counting",
+    ),
+    "another buffer in data_parallel": Case(
+        attached(data_parallel, lambda: Normed(on_one(3, 4))),
+        ValueError,
+        "disagree on data_parallel",
+        "a buffer of 3 float32",
+        "a buffer of 4 float32 mean",
+    ),
+    "another rate in data_parallel": Case(
+        attached(data_parallel, change=other_rate),
+        ValueError,
+        "disagree on data_parallel",
+        "'lr': 1.0",
+        "'lr': 2.0",
+    ),
+    "one takes data_parallel, one steps": Case(
+        other_call(
+            lambda zero: data_parallel(nn.ParameterList(zero.params()), zero),
+            lambda zero: zero.step(),
+        ),
+        ValueError,
+        "what comes next",
+        "data_parallel",
+        "the first step",
     ),
     "one constructs, one consolidates": Case(
         other_call(lambda zero: make([weight()]), lambda zero: zero.consolidate_state_dict()),

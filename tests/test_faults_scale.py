@@ -1,5 +1,6 @@
 """Work for each step, messages and memory, from 2 ranks to 16,384."""
 
+import itertools
 import sys
 import time
 
@@ -163,6 +164,58 @@ def test_H6_unlike_buckets_of_a_plan_are_not_compared_one_by_one(way, nodes, mos
             same,
             requests,
         )
+
+
+def agreements_by_phase(way: str, nodes: bool, loads: bool):
+    """Agreements of making, loading, attaching, and each of three iterations, on this rank."""
+    levels = two_level(2) if nodes else (Group(),)
+    model = Sizes(12)
+    ddp = model if way == "parallel" else DDP(model, bucket_cap_mb=1e-4)
+    counts = [sum(group._wire.turn for group in levels)]
+
+    def note():
+        counts.append(sum(group._wire.turn for group in levels))
+
+    zero = zero_nb.ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, levels if nodes else None, lr=0.1, bucket_cap_mb=1e-4
+    )
+    note()
+    moments = {
+        i: {"step": torch.tensor(5.0), "exp_avg": p.detach(), "exp_avg_sq": p.detach()}
+        for i, p in enumerate(model.parameters())
+    }
+    given = [{**zero.param_groups[0], "params": [*range(12)]}]
+    zero.load_state_dict({"state": moments if loads else {}, "param_groups": given})
+    note()
+    if way == "parallel":
+        data_parallel(model, zero, bucket_cap_mb=1e-4)
+    elif way != "step":
+        overlap(ddp, zero, interleaved=way == "interleaved")
+    note()
+    for _ in range(3):
+        ddp(1.0).backward()
+        zero.step()
+        zero.zero_grad()
+        note()
+    return [after - before for before, after in itertools.pairwise(counts)]
+
+
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("nodes", [False, True])
+@pytest.mark.parametrize(
+    ("way", "counts"),
+    [
+        ("step", [1, 1, 0, 1, 0, 0]),
+        ("overlap", [1, 1, 1, 2, 1, 0]),  # DDP makes other buckets in the second iteration
+        ("interleaved", [1, 1, 1, 2, 1, 0]),
+        ("parallel", [1, 1, 1, 2, 0, 0]),
+    ],
+)
+def test_H6_ranks_agree_a_few_times_until_they_train(way, counts, nodes, loads):
+    expected = [count * (1 + nodes) for count in counts]
+    assert run(4 if nodes else 2, agreements_by_phase, way, nodes, loads, timeout=60) == [
+        expected
+    ] * (4 if nodes else 2)
 
 
 # ---- unequal parts on NCCL ----

@@ -8,11 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import nn
 
-from .arriving import ParameterGate
-from .engine import StepEngine, mark_means
+from .arriving import ParameterGate, Search
+from zero_nb.backward.engine import (
+    StepEngine,
+    check_attachable,
+    check_complex,
+    check_dense,
+    describe_engine,
+    mark_means,
+)
 from .gradient_buffers import BufferPool
 from zero_nb.backward.gradients import (
     ArrivalOrder,
@@ -20,14 +28,20 @@ from zero_nb.backward.gradients import (
     GradientListeners,
     GradientMap,
 )
-from .module_buffers import BufferMode
+from .module_buffers import BufferMode, check_module, describe_sent
 from .parallel_backward import BucketReducer, ParallelBackward, UsageReducer
+from .watch import TransientHook
+from ..comm.agreement import agreeing
+from ..comm.groups import Group
 from ..optim.driver import StepOptions
 from ..optim.iteration import GradientReducer, Iteration, StepPlan, make_step_plan
+from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.shard import Shard, storage_snapshot
+from ..optim.state import Replanning
+from ..optim.state_plan import find_called_once
 
 # %% auto #0
-__all__ = ['DataParallelOptions', 'BucketPlanner']
+__all__ = ['DataParallelOptions', 'plan_first', 'BucketPlanner', 'check_and_plan']
 
 # %% ../../nbs/backward/14_bucket_planner.ipynb #21983776
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +72,20 @@ class DataParallelOptions(StepOptions):
             )
 
 # %% ../../nbs/backward/14_bucket_planner.ipynb #86939dfe
+_WHY = "in the order in which gradients come"
+
+
+def plan_first(
+    module: nn.Module, optimizer: ZeroRedundancyOptimizer, options: DataParallelOptions
+) -> Replanning:
+    """Plan buckets before the first backward, inside a block of `agreeing`."""
+    order = ArrivalOrder(module, optimizer)
+    arrange = partial(order.plan, options.bucket_cap_mb, options.cut_mb)
+    return Replanning(
+        optimizer.sharded_state, optimizer.param_groups, optimizer.shards, _WHY, arrange
+    )
+
+
 class BucketPlanner:
     """Plans the buckets of a module, runs iterations on them, and learns from a backward which
     gradients come, and in which order."""
@@ -67,12 +95,21 @@ class BucketPlanner:
     map: GradientMap | None = None  # once a backward has shown which parameters get a gradient
     unused: Sequence[bool] = ()  # of each parameter, whether no rank had a gradient
 
-    def __init__(self, module: nn.Module, engine: StepEngine, options: DataParallelOptions):
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: StepEngine,
+        options: DataParallelOptions,
+        first: Replanning | None = None,  # all ranks have agreed on; None: they do now
+    ):
         self.engine = engine
         self.options = options
         self.pool = BufferPool()
         self.order = ArrivalOrder(module, engine.optimizer)
-        self.plan_buckets()
+        if first is None:
+            self.plan_buckets()
+        else:
+            self._adopt(first.carry_out())
 
     @property
     def interleaved(self) -> bool:
@@ -83,8 +120,7 @@ class BucketPlanner:
         """Plan the buckets in the order in which gradients arrive; all ranks call this."""
         optimizer = self.engine.optimizer
         arrange = partial(self.order.plan, self.options.bucket_cap_mb, self.options.cut_mb)
-        why = "in the order in which gradients come"
-        self._adopt(optimizer.replan(optimizer.shards, why, arrange))
+        self._adopt(optimizer.replan(optimizer.shards, _WHY, arrange))
 
     def _adopt(self, shard: Shard) -> None:
         """Run the next iterations on the buckets of a shard."""
@@ -153,10 +189,15 @@ class BucketPlanner:
         self.unused = backward.unused
         return stepped
 
-    def learn(self, backward: ParallelBackward, listeners: GradientListeners) -> None:
+    def learn(
+        self,
+        backward: ParallelBackward,
+        listeners: GradientListeners,
+        agreed: bool = False,  # as for `ArrivalOrder.learn`
+    ) -> None:
         """Note which parameters had a gradient in a trial; plan anew if they came in another order than was thought."""
         assert backward.collector is not None, "it is over"
-        if self.order.learn(backward.arrived):
+        if self.order.learn(backward.arrived, agreed):
             peak, largest = backward.collector.map.peak_unsent_bytes(self.order.order)
             if peak > self.options.bucket_cap_mb * 2**20 + largest:
                 self.plan_buckets()
@@ -169,3 +210,75 @@ class BucketPlanner:
         """Tell a gate when the parameters of each module arrive."""
         assert self.map is not None, "it is known after a step"
         gate.arrange(self.map, gather_order)
+
+# %% ../../nbs/backward/14_bucket_planner.ipynb #a50c8c69
+def _check_module(module: Any, optimizer: Any) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if isinstance(module, DistributedDataParallel):
+        raise TypeError(
+            "module must be the plain model, got a DistributedDataParallel; pass its .module"
+        )
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise TypeError(
+            f"optimizer must be zero_nb's ZeroRedundancyOptimizer, got {type(optimizer).__name__}"
+        )
+    check_attachable(optimizer)
+    if any(isinstance(hook, TransientHook) for hook in module._forward_pre_hooks.values()):
+        raise RuntimeError(
+            "the module is trained with another optimizer already; detach that first"
+        )
+
+
+def _check_together(
+    module: nn.Module, optimizer: ZeroRedundancyOptimizer, options: DataParallelOptions
+) -> None:
+    in_module = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    in_optimizer = {id(p): p for p in optimizer.params() if p.requires_grad}
+    for key, name in in_module.items():
+        if key not in in_optimizer:
+            raise ValueError(
+                f"the optimizer must have every parameter that is trained, {name!r} is not in it;"
+                " freeze it, or give it to the optimizer"
+            )
+    if options.hidden:
+        search = Search(module, [p for p in module.parameters() if p.requires_grad])
+        if reader := search.unseen_reader():
+            raise ValueError(
+                f"hidden=True needs every reader of a parameter to go through its module, and"
+                f" {reader}; leave hidden=True out"
+            )
+    for key, p in in_optimizer.items():
+        if key not in in_module:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(p.shape)} that is not in the"
+                " module; make it of module.parameters()"
+            )
+
+
+def check_and_plan(
+    module: Any, optimizer: Any, options: DataParallelOptions
+) -> tuple[list[str], Replanning]:  # classes that are called once for all buckets, and the plan
+    """Refuse what does not go together, and plan: the ranks compare all of it in one agreement."""
+    groups: Sequence[Group] = (Group(),)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        groups = optimizer.groups
+        optimizer.wait_for_driver()
+        optimizer.sharded_state.follow_layouts()
+
+    def describe() -> list[str]:
+        lines = [*describe_engine(options, called_once), *describe_sent(module)]
+        return lines + first.describe()
+
+    with agreeing(groups, "data_parallel", describe):
+        _check_module(module, optimizer)
+        check_module(module)
+        options.check()
+        check_complex(options.reduce_dtype, optimizer)
+        _check_together(module, optimizer, options)
+        check_dense(module, optimizer)
+        called_once = find_called_once(optimizer.local, optimizer.param_groups)
+        first = plan_first(module, optimizer, options)
+    return called_once, first

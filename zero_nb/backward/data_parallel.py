@@ -15,22 +15,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from .arriving import ArrivingParameters, ParameterGate, Search
-from .bucket_planner import BucketPlanner, DataParallelOptions
-from zero_nb.backward.engine import (
-    InBackward,
-    StepEngine,
-    check_complex,
-    check_dense,
-    check_attachable,
-    in_torchs_join,
-)
-from .module_buffers import BufferMode, BufferSync, broadcast_from, check_module
+from .arriving import ArrivingParameters, ParameterGate
+from .bucket_planner import BucketPlanner, DataParallelOptions, check_and_plan
+from .engine import InBackward, StepEngine, in_torchs_join
+from .module_buffers import BufferMode, BufferSync, broadcast_from
 from .parallel_backward import ParallelBackward
 from .parallel_reducer import ParallelReducer, StepObserver, TorchJoinHook
-from .watch import BackwardWatch, TransientHook, fail_peers_on_error
-from ..comm.agreement import agreeing
-from ..comm.groups import Group
+from .watch import BackwardWatch, fail_peers_on_error
 from ..optim.iteration import Iteration, StepPlan
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.torch_interface import _Joinable
@@ -47,63 +38,6 @@ def _waiting_before_fork() -> WeakSet[Any]:
         os.register_at_fork(before=lambda: [handle.wait() for handle in list(handles)])
     return handles
 
-# %% ../../nbs/backward/16_data_parallel.ipynb #a50c8c69
-def _check_module(module: Any, optimizer: Any) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-    if isinstance(module, DistributedDataParallel):
-        raise TypeError(
-            "module must be the plain model, got a DistributedDataParallel; pass its .module"
-        )
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        raise TypeError(
-            f"optimizer must be zero_nb's ZeroRedundancyOptimizer, got {type(optimizer).__name__}"
-        )
-    check_attachable(optimizer)
-    if any(isinstance(hook, TransientHook) for hook in module._forward_pre_hooks.values()):
-        raise RuntimeError(
-            "the module is trained with another optimizer already; detach that first"
-        )
-
-
-def _check_together(
-    module: nn.Module, optimizer: ZeroRedundancyOptimizer, options: DataParallelOptions
-) -> None:
-    in_module = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-    in_optimizer = {id(p): p for p in optimizer.params() if p.requires_grad}
-    for key, name in in_module.items():
-        if key not in in_optimizer:
-            raise ValueError(
-                f"the optimizer must have every parameter that is trained, {name!r} is not in it;"
-                " freeze it, or give it to the optimizer"
-            )
-    if options.hidden:
-        search = Search(module, [p for p in module.parameters() if p.requires_grad])
-        if reader := search.unseen_reader():
-            raise ValueError(
-                f"hidden=True needs every reader of a parameter to go through its module, and"
-                f" {reader}; leave hidden=True out"
-            )
-    for key, p in in_optimizer.items():
-        if key not in in_module:
-            raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(p.shape)} that is not in the"
-                " module; make it of module.parameters()"
-            )
-
-
-def _check_on_all_ranks(module: Any, optimizer: Any, options: DataParallelOptions) -> None:
-    groups = optimizer.groups if isinstance(optimizer, ZeroRedundancyOptimizer) else Group()
-    with agreeing(groups, "data_parallel", lambda: [options.described]):
-        _check_module(module, optimizer)
-        check_module(module)
-        options.check()
-        check_complex(options.reduce_dtype, optimizer)
-        _check_together(module, optimizer, options)
-        check_dense(module, optimizer)
-
 # %% ../../nbs/backward/16_data_parallel.ipynb #541b64b8
 @torch._disable_dynamo
 def _uncompiled(f: Callable[[], None]) -> None:
@@ -119,16 +53,16 @@ class DataParallel(InBackward, _Joinable):
     averages = True  # the last forward was not in `no_sync`
 
     def __init__(self, module: nn.Module, optimizer: Any, options: DataParallelOptions):
-        _check_on_all_ranks(module, optimizer, options)
+        called_once, first = check_and_plan(module, optimizer, options)
         _Joinable.__init__(self)
         self.module = module
         self.options = options
         self.gate = ParameterGate(module, self.wait)
         self.buffers = BufferSync(module, optimizer, options.buffers)
         self.torch_join = TorchJoinHook(self)
-        broadcast_from(module, optimizer)
-        self.engine = StepEngine(optimizer, options, options.find_unused_parameters)
-        self.planner = BucketPlanner(module, self.engine, options)
+        broadcast_from(module, optimizer, agreed=True)
+        self.engine = StepEngine(optimizer, options, options.find_unused_parameters, called_once)
+        self.planner = BucketPlanner(module, self.engine, options, first)
         self.reducer = ParallelReducer(self, self.planner)
         self.watch = BackwardWatch(module, self, optimizer.groups)
         optimizer.attach(self)

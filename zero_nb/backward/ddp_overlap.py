@@ -35,6 +35,7 @@ from zero_nb.backward.engine import (
     InBackward,
     StepEngine,
     check_torchs_join,
+    describe_engine,
     in_torchs_join,
 )
 from .stepped_gradients import GRADIENTS_CHANGED, unstepped_grad
@@ -45,6 +46,7 @@ from ..comm.groups import Group
 from ..optim.driver import on_stream
 from ..optim.iteration import StepPlan
 from ..optim.optimizer import ZeroRedundancyOptimizer
+from ..optim.state_plan import find_called_once
 
 # %% auto #0
 __all__ = ['check_leftovers', 'DdpOverlap', 'find_overlap', 'advise_views', 'overlap']
@@ -82,20 +84,20 @@ class DdpOverlap(InBackward):
     contribution: Contribution = "own"
     is_in_torchs_join = False  # where DDP reads what is in `.grad` on ranks without data
     averages = True  # the last forward was not in `no_sync`
-    # by id of a parameter: the average that a hook of the user's left, and its version
-    kept: Mapping[int, Any] = MappingProxyType({})
+    kept: Mapping[int, Any] = MappingProxyType({})  # a hook's averages and versions, by id
 
     def __init__(self, ddp: Any, optimizer: Any, options: OverlapOptions, registers: bool = True):
         groups = optimizer.groups if isinstance(optimizer, ZeroRedundancyOptimizer) else Group()
-        with agreeing(groups, "overlapping the step", lambda: [options.described]):
+        with agreeing(groups, "overlap", lambda: describe_engine(options, called_once)):
             check_pair(options, ddp, optimizer)
+            called_once = find_called_once(optimizer.local, optimizer.param_groups)
             self.switch = find_switch(ddp) or CommHookSwitch(ddp.process_group)
             if registers and self.switch.hook is None:
                 ddp.register_comm_hook(None, self.switch.make_hook())  # the switch has the state
         self.options = options
         self.traits = read_traits(ddp, optimizer.params())
         self.groups = (*optimizer.groups, self.traits.ranks)  # who would wait if this rank failed
-        self.engine = StepEngine(optimizer, options, self.traits.finds_unused)
+        self.engine = StepEngine(optimizer, options, self.traits.finds_unused, called_once)
         self.planner = DdpPlanner(self.engine, options, self.traits)
         self.watch = BackwardWatch(ddp, self, self.groups)
         optimizer.attach(self)

@@ -25,7 +25,7 @@ from ..optim.iteration import Iteration, Reduction, StepPlan
 from ..optim.local_optimizers import check_options, snapshot_options
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.param_specs import specs
-from ..optim.state_plan import check_moves, find_called_once
+from ..optim.state_plan import check_moves, find_called_once, leaves_no_parts
 from ..plan.schedule import Schedule
 from ..plan.balancing import by_group, mixed
 from ..plan.policies import Policy, even, runs
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'cut_in_place', 'check_attachable', 'check_complex',
-           'check_dense', 'StepEngine', 'InBackward', 'in_torchs_join', 'check_torchs_join']
+           'check_dense', 'describe_engine', 'StepEngine', 'InBackward', 'in_torchs_join', 'check_torchs_join']
 
 # %% ../../nbs/backward/03_engine.ipynb #bcb158cc
 def mean_dtype(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
@@ -160,6 +160,11 @@ _FROZEN = (
 )
 
 
+def describe_engine(options: StepOptions, called_once: Sequence[str]) -> list[str]:
+    """Describe what must be the same on all ranks before an engine is made of it."""
+    return [options.described, f"called once for all buckets: {', '.join(called_once) or 'none'}"]
+
+
 class StepEngine:
     """What a step inside backward needs beside its buckets, and what `step` checks when it is called."""
 
@@ -168,6 +173,8 @@ class StepEngine:
         optimizer: ZeroRedundancyOptimizer,
         options: StepOptions,
         finds_unused: bool = False,  # parameters may get no gradient
+        # of `find_called_once`, where all ranks have compared it; None: they do so now
+        called_once: Sequence[str] | None = None,
     ):
         device = optimizer.join_device
         self.optimizer = optimizer
@@ -175,10 +182,12 @@ class StepEngine:
         self.options = options
         self.stream = SideStream(device) if device.type == "cuda" else None  # where steps run
         self.markers = SteppedGradients(finds_unused)
-        called_once = list[str]()
-        with agreeing(optimizer.groups, "whether to step bucket by bucket", lambda: called_once):
-            called_once += find_called_once(optimizer.local, optimizer.param_groups)
+        if called_once is None:
+            with agreeing(optimizer.groups, "how to step", lambda: describe_engine(options, found)):
+                found = find_called_once(optimizer.local, optimizer.param_groups)
+            called_once = found
         self.steps_per_bucket = not called_once
+        self.leaves_no_parts = leaves_no_parts(optimizer.local)
         if called_once and options.interleaved:
             warnings.warn(_COUNTS.format(", ".join(called_once)), stacklevel=4)
         self.has_stepped = False
@@ -242,7 +251,7 @@ class StepEngine:
 
     def note_step(self) -> None:
         """Note that a backward has stepped, or has found that it must not, and with which options."""
-        self.optimizer.note_step()
+        self.optimizer.note_step(self.leaves_no_parts)
         self.options_used = snapshot_options(self.optimizer.param_groups)
 
     def count_step(self) -> None:

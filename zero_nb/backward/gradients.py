@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .engine import cut_in_place
@@ -19,7 +20,10 @@ from zero_nb.backward.gradient_buffers import (
     choose_layout,
     flatten_gradients,
 )
-from ..comm.objects import broadcast_object_list
+from ..comm.agreement import agreeing
+from ..comm.calls import mark_agreed
+from ..comm.groups import Group
+from ..comm.payloads import byte_device
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.param_specs import specs
 from ..plan.bucket_plan import BucketPlan
@@ -84,24 +88,37 @@ class ArrivalOrder:
         trained = [p.requires_grad for p in self.params]
         return [] if trained == self.trained else [j for j, trains in enumerate(trained) if trains]
 
-    def learn(self, arrived: Iterable[int]) -> bool:  # whether there was something to learn
+    def learn(
+        self,
+        arrived: Iterable[int],
+        agreed: bool = False,  # the last that all ranks did is to agree
+    ) -> bool:  # whether there was something to learn
         """Take over the order of the first rank that had a gradient; all ranks call this."""
         trained = [p.requires_grad for p in self.params]
         if trained == self.trained:
             return False
         order = list(arrived)
+        if not agreed:
+            with agreeing(self.optimizer.groups, "the order in which gradients come"):
+                pass
         for group in self.optimizer.groups:
-            for source in range(group.size):
-                given = [order]
-                broadcast_object_list(given, group=group, group_src=source, weights_only=True)
-                if given[0]:
-                    break
-            order = given[0]
+            order = self._order_of_first(group, order)
         if not order:
             return False
         self.order = order
         self.trained = trained
         return True
+
+    def _order_of_first(self, group: Group, order: list[int]) -> list[int]:
+        count = len(self.params)
+        device = byte_device(group, self.optimizer.join_device)
+        for source in range(group.size):
+            sent = torch.tensor(order + [-1] * (count - len(order)), device=device)
+            mark_agreed(group, "broadcast", sent.dtype, count, source)
+            group.broadcast(sent, source)
+            if given := [index for index in sent.tolist() if index >= 0]:
+                return given
+        return []
 
     def plan(self, bucket_cap_mb: float, cut_mb: float) -> BucketPlan:
         """Plan buckets: small parameters together in the order of arrival, large ones alone, very

@@ -20,7 +20,7 @@ from ..optim.optimizer import ZeroRedundancyOptimizer
 BufferMode = Literal["broadcast", "average", "local"]
 
 # %% auto #0
-__all__ = ['BufferMode', 'check_module', 'broadcast_from', 'sync_buffers', 'BufferSync']
+__all__ = ['BufferMode', 'check_module', 'describe_sent', 'broadcast_from', 'sync_buffers', 'BufferSync']
 
 # %% ../../nbs/backward/13_module_buffers.ipynb #1a34d94d
 def _to_send(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -48,11 +48,14 @@ def _run_on_each(
     group: Group,
     dense: Sequence[Tensor],
     collective: Callable[[Tensor], Any],  # writes into a tensor
+    agreed: bool = False,  # all ranks have compared what is sent
 ) -> None:
     """Run a collective on each tensor, all in one go."""
-    with coalescing_manager(group):
+    with coalescing_manager(group) as block:
         for t in dense:
             collective(t)
+        if agreed:
+            block.mark_agreed()
 
 
 def check_module(module: nn.Module) -> None:
@@ -77,8 +80,21 @@ def check_module(module: nn.Module) -> None:
             )
 
 
+def describe_sent(module: nn.Module) -> list[str]:
+    """Describe what must be the same on all ranks before parameters and buffers are sent."""
+    sent = {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
+    return [
+        f"a {kind} of {t.numel()} {str(t.dtype).removeprefix('torch.')}  # {name}"
+        for kind, tensors in sent.items()
+        for name, t in tensors
+    ]
+
+
 def broadcast_from(
-    module: nn.Module, optimizer: ZeroRedundancyOptimizer, group_rank: int = 0
+    module: nn.Module,
+    optimizer: ZeroRedundancyOptimizer,
+    group_rank: int = 0,
+    agreed: bool = False,  # all ranks have compared what `describe_sent` gives
 ) -> None:
     """Give all ranks the parameters and buffers of one."""
     for state in (module.parameters(), module.buffers()):  # a buffer may be a view of a parameter
@@ -89,7 +105,8 @@ def broadcast_from(
         with torch.no_grad():
             dense = _to_send(tensors)
             for group in reversed(optimizer.groups):
-                _run_on_each(group, dense, partial(group.broadcast, group_rank=group_rank))
+                send = partial(group.broadcast, group_rank=group_rank)
+                _run_on_each(group, dense, send, agreed)
             _write_back(tensors, dense)
 
 

@@ -129,7 +129,9 @@ class ParallelReducer:
         """Send what is left, and step."""
         backward = self.backward
         planner = self.planner
+        optimizer = self.engine.optimizer
         assert backward is not None, "it has begun"
+        first = backward.stage != "streaming" and optimizer.is_first_step
         with fail_peers_on_error(self.groups), torch.no_grad():
             with on_stream(self.engine.stream):
                 if backward.stage == "unplanned":
@@ -139,7 +141,8 @@ class ParallelReducer:
             assert backward.iteration is not None, "it was sent"
             self.handle.after_step(backward.iteration)
             if backward.stage != "streaming":
-                planner.learn(backward, self.listeners)
+                agreed = first and not optimizer.is_first_step
+                planner.learn(backward, self.listeners, agreed)
         self.backward = None
         self.may_have_leftovers = False
         self.handle.after_backward(backward, stepped)

@@ -56,7 +56,7 @@ from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.saved_state import check_kinds
 from ..optim.shard import Shard
 from ..optim.sharded_state_dict import Keys, in_part, restore_keys
-from ..optim.state import end_groups
+from ..optim.state_exchange import end_groups
 from ..optim.tensor_shard import TensorShard
 
 # %% auto #0

@@ -173,9 +173,10 @@ def _dtype(tensor: Tensor) -> str:
 # %% ../../nbs/comm/09_calls.ipynb #91462aad
 def mark_agreed(
     group: Ranks,  # all its ranks call this, after an agreement on what the collective follows from
-    kind: str,  # "all_reduce", "reduce_scatter" or "all_gather"
+    kind: str,  # "all_reduce", "broadcast", "reduce_scatter" or "all_gather"
     dtype: torch.dtype,  # of the tensor
     size: Parts | int,  # how the tensor is divided, or its elements
+    root: int = -1,  # group rank that sends, of a broadcast
 ) -> None:
     """Note that a collective need not be compared when it comes."""
-    group._wire.known.add((kind, -1, dtype, size))
+    group._wire.known.add((kind, root, dtype, size))

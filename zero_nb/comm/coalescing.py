@@ -80,6 +80,11 @@ class Coalesced:
         self.calls.append(call)
         return self
 
+    def mark_agreed(self) -> None:
+        """Note that all ranks have agreed on what the collectives so far follow from: they need not
+        be compared."""
+        self.group._wire.known.add(tuple(map(_like, self.calls)))
+
     def add_exchange(
         self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
     ) -> Any:

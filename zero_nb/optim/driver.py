@@ -20,7 +20,7 @@ from ..comm.groups import Group
 from .iteration import BucketRun, ParameterGathers, Phase, StepMonitor, Steppable
 from .pieces import lend_pieces, reclaim_pieces, record_versions
 from .shard import Shard, release_step_memory
-from .state import end_groups
+from .state_exchange import end_groups
 
 # %% auto #0
 __all__ = ['Driver', 'ShardedOptimizer', 'check_backends', 'check_param_groups', 'gather_parameters', 'AfterBackward', 'norm_of',

@@ -374,14 +374,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             self._history = history
             self._opt_called = history.stepped_groups > 0
 
-    @property
-    def history(self) -> History:
-        """What was done with this optimizer so far."""
-        return self._history
+    history = property(lambda self: self._history, doc="What was done with it so far.")
 
-    def note_step(self) -> None:
+    # `leaves_no_parts`: the step has left no state of parts of parameters, as all ranks know
+    def note_step(self, leaves_no_parts: bool = False) -> None:
         """Note a step: what was consolidated before it is of the past, and a scheduler may go on,
         also where a driver has taken it."""
+        if not (leaves_no_parts or self.sharded_state.may_be_uneven):
+            self.sharded_state.note_uneven_step()
         self._consolidated = torch_interface.Consolidated()
         self._opt_called = True
         if not self._history.has_state:
@@ -416,7 +416,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             kwargs["closure"], closure = closure, None
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        self.note_step()
+        self.note_step(self._driver is not None)  # which notes its own steps
         if self.group.process_group is not None or torch.distributed.is_available():
             _Join.Join.notify_join_context(self)  # ranks without data see that this one steps
         returned = self.driver.step(kwargs)

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..comm.agreement import agreeing
 from ..comm.calls import mark_agreed
 from ..comm.groups import Group
-from ..comm.ending import fail
 from ..comm.payloads import byte_device
 from .arguments import check_group
 from zero_nb.optim.load_state import (
@@ -31,6 +30,7 @@ from .shard import Shard, release_step_memory
 from .state_entry import CommonState, StateEntry, read_common, split_common
 from zero_nb.optim.state_exchange import (
     casts_of,
+    end_groups,
     exchange_state,
     prepare_sends,
     reorder_rows,
@@ -52,7 +52,7 @@ from ..plan.policies import runs
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['uneven_error', 'count_state', 'check_complete', 'end_groups', 'mark_plans_agreed', 'replace_shards', 'ShardedState',
+__all__ = ['uneven_error', 'count_state', 'check_complete', 'mark_plans_agreed', 'replace_shards', 'ShardedState', 'Replanning',
            'StateLoad']
 
 # %% ../../nbs/optim/16_state.ipynb #00f3b2ac
@@ -96,18 +96,6 @@ def check_complete(
                 raise uneven_error(index, "its parts have different step counts")
 
 # %% ../../nbs/optim/16_state.ipynb #014dfd2e
-def end_groups(
-    groups: Sequence[Group],  # of an optimizer
-    error: Exception,  # why
-) -> None:
-    """End the groups, so that no rank waits for this one; with two levels also the job's, in
-    which the ranks of other nodes wait next."""
-    job = Group()
-    if len(groups) > 1 and job.size == groups[0].size * groups[1].size:
-        groups = (*groups, job)
-    fail(groups, error)
-
-
 def mark_plans_agreed(group: Group, shards: Iterable[Shard]) -> None:
     """Note that all ranks have agreed on the plans of shards: their gathers need not be compared."""
     for bucket in (bucket for shard in shards for bucket in shard.buckets):
@@ -150,10 +138,19 @@ class ShardedState:
         self.local = local
         self.shards = shards
         self.frozen = FrozenState()
+        # a step that may have left parts only was taken; the same on all ranks
+        self.may_be_uneven = False
 
     def change_groups(self, groups: Sequence[Group]) -> None:
         """Share the state with the ranks of other groups, to which it has moved."""
         self.groups = groups
+        self.may_be_uneven = (
+            True  # as a rank that was here before knows, and one that joins does not
+        )
+
+    def note_uneven_step(self) -> None:
+        """Note a step that may leave state of which there are parts only; all ranks call this."""
+        self.may_be_uneven = True
 
     def keep_frozen(self, frozen: FrozenState) -> None:
         """Replace the state of frozen parameters."""
@@ -231,39 +228,88 @@ class ShardedState:
     ) -> Shard:
         """Make one shard of several, by a new plan, and move their state to its new owners."""
         self.follow_layouts()
-        local = self.local
+        with agreeing(self.groups, f"planning anew {why}", lambda: made.describe()):
+            made = Replanning(self, param_groups, olds, why, plan)
+        return made.carry_out()
+
+    def look_for_all_parts(self, why: str, entries: Sequence[StateEntry]) -> None:
+        """Refuse a state of which there are parts only, after an agreement in which all ranks have
+        compared `may_be_uneven` and their parameters.
+
+        Raises on all ranks. Where no step can have left parts, the program has, and a rank that
+        sees it ends the groups: that costs no agreement."""
         group = self.groups[0]
-        entries = list[StateEntry]()
         params = params_of(self.shards)
         device = byte_device(group, params[0].device)
-        indices = range(olds[0].groups.start, olds[-1].groups.stop)
-        with agreeing(
-            self.groups,
-            f"planning anew {why}",
-            lambda: plan_lines(local.rules, param_groups, [new]),
-        ):
-            for i in indices:  # what was cast may be wider than its copies
-                check_group(param_groups[i], local.settings)
-            check_moves(local, param_groups, f"A plan made anew {why}")
-            new = make_shard(param_groups, indices, local.rules, group, local.settings, plan)
-            entries += read_entries(local, olds, self.frozen)
+        mark_agreed(group, "all_reduce", torch.int64, 2 * len(params))
         counts = count_state(group, params, entries, device)
-        with agreeing(self.groups, f"looking for all parts of the state {why}"):
-            if group.backend(device) != "fake":  # of simulated ranks nothing comes
+        if group.backend(device) == "fake":  # of simulated ranks nothing comes
+            return
+        if self.may_be_uneven:
+            with agreeing(self.groups, f"looking for all parts of the state {why}"):
                 check_complete(counts, params, entries)
+            return
         try:
-            before = StatePlan(group.size, tuple(olds), self.frozen.places)
+            check_complete(counts, params, entries)
+        except Exception as error:
+            end_groups(self.groups, error)
+            raise
+
+# %% ../../nbs/optim/16_state.ipynb #5b1e92c7
+class Replanning:
+    """One change of plan. Each rank makes it inside a block of `agreeing`, in which all compare what
+    `describe` gives, and carries it out behind the block; until then the state is as it was."""
+
+    def __init__(
+        self,
+        state: ShardedState,
+        param_groups: list[dict[str, Any]],  # as for `ShardedState.replan`, as what follows
+        olds: Sequence[Shard],
+        why: str,
+        plan: Callable[[], BucketPlan] | None,
+    ):
+        local = state.local
+        indices = range(olds[0].groups.start, olds[-1].groups.stop)
+        for i in indices:  # what was cast may be wider than its copies
+            check_group(param_groups[i], local.settings)
+        check_moves(local, param_groups, f"A plan made anew {why}")
+        self.state = state
+        self.param_groups = param_groups
+        self.olds = olds
+        self.why = why
+        self.new = make_shard(
+            param_groups, indices, local.rules, state.groups[0], local.settings, plan
+        )
+        self.entries = read_entries(local, olds, state.frozen)
+
+    def describe(self) -> list[str]:
+        """Describe what must be the same on all ranks, one line a thing."""
+        lines = plan_lines(self.state.local.rules, self.param_groups, [self.new])
+        return [*lines, f"parts of the state may differ in steps: {self.state.may_be_uneven}"]
+
+    def carry_out(self) -> Shard:
+        """Move the state to its new owners; all ranks call this, after they have agreed."""
+        state = self.state
+        local = state.local
+        group = state.groups[0]
+        new = self.new
+        state.look_for_all_parts(self.why, self.entries)
+        try:
+            device = byte_device(group, params_of(state.shards)[0].device)
+            before = StatePlan(group.size, tuple(self.olds), state.frozen.places)
             after = StatePlan(group.size, [new], {})
             moves = moves_of(group.group_rank, before, after)
-            casts = casts_of(olds, new)
-            replace_shards(local, param_groups, self.shards, olds, new)
-            outgoing, frozen = prepare_sends(entries, new, moves.sends, group.group_rank, casts)
-            self.frozen = FrozenState(frozen, before.places_without(stepped_by(new)))
-            entries.clear()
+            casts = casts_of(self.olds, new)
+            replace_shards(local, self.param_groups, state.shards, self.olds, new)
+            outgoing, frozen = prepare_sends(
+                self.entries, new, moves.sends, group.group_rank, casts
+            )
+            state.keep_frozen(FrozenState(frozen, before.places_without(stepped_by(new))))
+            self.entries.clear()
             moved = exchange_state(group, outgoing, new, new.pieces, moves.receives, device)
             give_state(local, new, [*deal_to_pieces(local, new, moved)], loaded=False)
         except Exception as error:
-            end_groups(self.groups, error)
+            end_groups(state.groups, error)
             raise
         return new
 

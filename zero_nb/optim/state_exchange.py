@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm.ending import fail
 from ..comm.groups import Group
 from ..comm.payloads import exchange_bytes
 from .flat import flatten_like
@@ -29,8 +30,8 @@ from ..plan.shards import Span
 from ..plan.specs import ParamTable
 
 # %% auto #0
-__all__ = ['Outgoing', 'ROUND', 'Cast', 'casts_of', 'prepare_sends', 'assemble', 'exchange_state', 'exchange_frozen', 'reordered',
-           'reorder_rows', 'write_row']
+__all__ = ['Outgoing', 'ROUND', 'Cast', 'casts_of', 'prepare_sends', 'end_groups', 'assemble', 'exchange_state',
+           'exchange_frozen', 'reordered', 'reorder_rows', 'write_row']
 
 # %% ../../nbs/optim/15_state_exchange.ipynb #6d2dbe52
 class Cast(NamedTuple):
@@ -162,6 +163,18 @@ def _exchange_entries(
     return found
 
 # %% ../../nbs/optim/15_state_exchange.ipynb #70f8aaf4
+def end_groups(
+    groups: Sequence[Group],  # of an optimizer
+    error: Exception,  # why
+) -> None:
+    """End the groups, so that no rank waits for this one; with two levels also the job's, in
+    which the ranks of other nodes wait next."""
+    job = Group()
+    if len(groups) > 1 and job.size == groups[0].size * groups[1].size:
+        groups = (*groups, job)
+    fail(groups, error)
+
+
 def assemble(
     piece: Piece,
     span: Span,

@@ -36,7 +36,7 @@ from ..plan.specs import ParamTable
 
 # %% auto #0
 __all__ = ['FrozenState', 'stepped_by', 'StatePlan', 'read_entries', 'params_of', 'kept_numbers', 'moved', 'by_bucket',
-           'PlanFinding', 'try_plans', 'find_plan_trouble', 'find_called_once', 'check_moves']
+           'PlanFinding', 'try_plans', 'find_plan_trouble', 'find_called_once', 'leaves_no_parts', 'check_moves']
 
 # %% ../../nbs/optim/12_state_plan.ipynb #c5cf6b8d
 @dataclass(frozen=True, eq=False)
@@ -272,6 +272,12 @@ def find_called_once(local: LocalOptimizers, param_groups: list[dict[str, Any]])
     same on every rank. Those that were not tried, with `trust_optimizer_class=True`, are among them."""
     found = _find_plan_troubles(local, param_groups, local.rules)
     return [kind.__name__ for kind, one in found.items() if not one.by_bucket]
+
+
+def leaves_no_parts(local: LocalOptimizers) -> bool:
+    """Tell whether a step leaves state of whole parameters, if all ranks know who has a gradient: a
+    class of torch steps all that has one, and another may leave out what it likes."""
+    return all(is_known(rule.optimizer_class, cuts=False) for rule in local.rules)
 
 
 def check_moves(

@@ -16,7 +16,8 @@ from torch import Tensor
 from ..comm.groups import Group
 from ..comm.payloads import byte_device, gather_in_turn, receive_bytes
 from .flat import flatten
-from .state import ShardedState, end_groups
+from .state import ShardedState
+from .state_exchange import end_groups
 from .state_forms import Forms, OwnState, ValueForm
 from ..plan.shards import Span
 
