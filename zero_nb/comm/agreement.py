@@ -21,7 +21,7 @@ from zero_nb.comm.arrivals import (
     _first_difference,
     _missing,
     _name_life,
-    _named,
+    _named_ranks,
     _plain,
     _take_back,
 )
@@ -164,7 +164,7 @@ class _Agreement:
         return f"rank {self.group.global_rank} waited at {_shortened(_plain(self.what), 600)!r}"
 
     def missing_words(self, group_ranks: Sequence[int]) -> str:
-        names = _named(self.group, group_ranks)
+        names = _named_ranks(self.group, group_ranks)
         return (
             f"{names} did not arrive within {_timeout(self.group).total_seconds():g} s, while"
             f" {self.place()}; look at the output of {names}: died, or took another path"

@@ -82,7 +82,7 @@ def _missing(notes: _Notes, turn: int, size: int) -> Iterator[int]:
     return below(len(sizes) - 1, 0)
 
 
-def _named(group: Ranks, group_ranks: Sequence[int]) -> str:
+def _named_ranks(group: Ranks, group_ranks: Sequence[int]) -> str:
     """Name ranks by their numbers in the job, at most eight of them."""
     names = [str(group.ranks[rank]) for rank in group_ranks]
     if len(names) == 1:

@@ -244,7 +244,7 @@ def _several(groups: Ranks | Sequence[Ranks]) -> Sequence[Ranks]:
     return several
 
 # %% ../../nbs/comm/01_ranks.ipynb #591774f0
-_OUTSIDE = "this process is not in it; ask on the ranks that the group was made of"
+_NOT_A_MEMBER = "this process is not in it; ask on the ranks that the group was made of"
 
 
 def get_process_group_ranks(
@@ -266,7 +266,7 @@ def get_global_rank(
     ranks = () if _is_outside(group) else _ranks_of(group)
     if group_rank in range(len(ranks)):
         return ranks[group_rank]
-    known = f"it has ranks 0 to {len(ranks) - 1}" if ranks else _OUTSIDE
+    known = f"it has ranks 0 to {len(ranks) - 1}" if ranks else _NOT_A_MEMBER
     raise ValueError(f"Group rank {group_rank} is not part of group {group}; {known}")
 
 
@@ -280,5 +280,5 @@ def get_group_rank(
     ranks = () if _is_outside(group) else _ranks_of(group)
     if global_rank in ranks:
         return ranks.index(global_rank)
-    known = f"it has global ranks [{_few(ranks)}]" if ranks else _OUTSIDE
+    known = f"it has global ranks [{_few(ranks)}]" if ranks else _NOT_A_MEMBER
     raise ValueError(f"Global rank {global_rank} is not part of group {group}; {known}")
