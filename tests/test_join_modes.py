@@ -234,6 +234,7 @@ def nothing_here(first):
             if k != first or rank:
                 net(x).square().mean().backward()
             zero.step()
+            zero.zero_grad()  # else it would step again with the gradients of the last batch
     handle.wait()
     return flatten(net)
 

@@ -262,10 +262,16 @@ class ArrivingParameters:
         works: Sequence[Work | NanUntilWaited],  # the gathers, in the order in which they began
         stream: SideStream | None,  # on which they end
         record_versions: Callable[[], None],  # called once all have arrived
+        members: Sequence[Sequence[Tensor]],  # the parameters that each of them brings
+        versions: dict[
+            int, int
+        ],  # by id: by how many arrivals have raised versions, to be counted on
     ):
         self.works = works
         self.stream = stream
         self.record_versions = record_versions
+        self.members = members
+        self.versions = versions
         self.gate: ParameterGate | None = None  # that modules wait at
         self.count = 0  # gathers that have ended
         self.events: list[Any] = []  # on the side stream, after each of those
@@ -288,7 +294,9 @@ class ArrivingParameters:
         for work in self.works:
             work.wait()
         works = [NanUntilWaited(found) for found in by_place]
-        return ArrivingParameters(works, self.stream, self.record_versions)
+        return ArrivingParameters(
+            works, self.stream, self.record_versions, self.members, self.versions
+        )
 
     def close(self, gate: ParameterGate) -> None:
         """Let modules wait for what has not arrived."""
@@ -320,8 +328,12 @@ class ArrivingParameters:
             ) from self.error
         try:
             while self.count <= place:
+                members = self.members[self.count]
+                before = [p._version for p in members]
                 with self.stream.running() if self.stream else nullcontext():
                     self.works[self.count].wait()
+                for p, version in zip(members, before, strict=True):
+                    self.versions[id(p)] = self.versions.get(id(p), 0) + p._version - version
                 if self.stream:
                     self.events.append(self.stream.record())
                 self.count += 1

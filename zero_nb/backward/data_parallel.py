@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -108,15 +108,17 @@ class DataParallel(InBackward, _Joinable):
         """Take over the gathers that are in flight."""
         if self.options.hidden:
             gathers = iteration.gathers
+            members = [run.bucket.members for run in gathers.runs]
             stream = self.engine.stream
-            self.arriving = ArrivingParameters(gathers.works, stream, iteration.record_versions)
+            record = iteration.record_versions
+            raised = self.engine.versions.arrived
+            self.arriving = ArrivingParameters(gathers.works, stream, record, members, raised)
 
     def after_backward(self, backward: ParallelBackward, stepped: bool) -> None:
         """Go back to the user's code: parameters are there, or modules wait for them."""
         assert backward.iteration is not None, "it was sent"
         engine = self.engine
         engine.wait_transformed()  # norm and scale are read where backward was called
-        engine.note_step()
         if stepped and backward.contribution == "own":
             engine.count_step()
         self.stepped = True
@@ -128,18 +130,20 @@ class DataParallel(InBackward, _Joinable):
                 self.arriving = self.arriving.unread(engine.params, self.gate.places)
             self.arriving.close(self.gate)
         engine.mark_gradients(backward.unused, stepped)
+        engine.note_step(backward.unused, stepped and backward.contribution == "own")
 
     def step(self, kwargs: dict[str, Any]) -> None:
         """Check the step that backward took; take one here if this rank's backward took none."""
-        self.engine.check_call(kwargs)
+        with self.arriving.lock if self.arriving else nullcontext():  # a thread may wait for them
+            self.watch.tell_of_refusal(self.engine.check_call, kwargs)
         self.engine.check_count()
         if not self.stepped:
             self.engine.markers.remove()
             if self.options.find_unused_parameters or self.reducer.has_unheard_gradients():
                 self.reducer.begin()
                 self.reducer.finish()
+            self.engine.forget_steps()
         self.stepped = False
-        self.engine.forget_steps()
 
     def wait(self, param: Tensor | None = None) -> None:
         """Return when a parameter has arrived on this rank, or all have."""
@@ -212,8 +216,9 @@ def data_parallel(
     """Train a plain module data-parallel, with gradients and optimizer state sharded. All ranks call this.
 
     `backward` averages gradients, frees them, and steps; `optimizer.step()` only checks. What changes
-    `.grad` after `backward`, such as `clip_grad_norm_`, comes too late, and raises: pass
-    `max_grad_norm` to clip, and `scaler` if the loss is scaled.
+    `.grad` after `backward`, such as `clip_grad_norm_`, or parameters before `optimizer.step()`, comes
+    too late, and raises (but not what is written to `p.data`): pass `max_grad_norm` to clip, and
+    `scaler` if the loss is scaled. Gradients do not add up over steps if nothing clears them.
 
     With `hidden=True` a parameter that is read between `backward` and the next forward through a list
     made earlier, `.data`, or `optimizer.param_groups` may be that of the step before, without an

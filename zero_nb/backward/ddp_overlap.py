@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from zero_nb.backward.engine import (
     describe_engine,
     in_torchs_join,
 )
-from .stepped_gradients import GRADIENTS_CHANGED, unstepped_grad
+from .stepped_gradients import KeptMeans, SteppedGradient
 from .watch import BackwardWatch, fail_peers_on_error, on_backward_end
 from ..comm.agreement import agreeing
 from ..comm.ending import fail
@@ -58,23 +57,23 @@ _NOT_AVERAGED = (
     f" its backward outside no_sync(); {LEFT_OUT}"
 )
 
+_TWO_BACKWARDS = (
+    "step() found gradients of another backward after the one that has taken the step. DDP averages"
+    " one backward for each forward, so these are this rank's alone: add the losses up and call"
+    " backward() once, or give each backward a forward of its own, and all but the last under no_sync()"
+)
+
 
 def check_leftovers(
     params: Sequence[Tensor],
-    # by id of a parameter: the average that a hook left, and its version; None: no step was taken
-    kept: Mapping[int, Any] | None,
-    options: OverlapOptions,
+    stepped: bool,  # since the last check
 ) -> None:
-    """Refuse gradients that no step has seen, or not as they are now."""
+    """Refuse gradients that no step has seen."""
     for p in params:
-        grad = unstepped_grad(p)
-        if grad is None:
+        if p.grad is None or isinstance(p.grad, SteppedGradient):
             continue
-        if kept is None and not options.keeps_means:
-            raise RuntimeError(_NOT_AVERAGED)
-        known = kept.get(id(p)) if kept else None
-        if known is not None and (id(grad), grad._version) != known:
-            raise RuntimeError(GRADIENTS_CHANGED)
+        if p.requires_grad or not stepped:
+            raise RuntimeError(_TWO_BACKWARDS if stepped else _NOT_AVERAGED)
 
 # %% ../../nbs/backward/07_ddp_overlap.ipynb #db95b6d7
 class DdpOverlap(InBackward):
@@ -84,7 +83,6 @@ class DdpOverlap(InBackward):
     contribution: Contribution = "own"
     is_in_torchs_join = False  # where DDP reads what is in `.grad` on ranks without data
     averages = True  # the last forward was not in `no_sync`
-    kept: Mapping[int, Any] = MappingProxyType({})  # a hook's averages and versions, by id
 
     def __init__(self, ddp: Any, optimizer: Any, options: OverlapOptions, registers: bool = True):
         groups = optimizer.groups if isinstance(optimizer, ZeroRedundancyOptimizer) else Group()
@@ -99,6 +97,7 @@ class DdpOverlap(InBackward):
         self.groups = (*optimizer.groups, self.traits.ranks)  # who would wait if this rank failed
         self.engine = StepEngine(optimizer, options, self.traits.finds_unused, called_once)
         self.planner = DdpPlanner(self.engine, options, self.traits)
+        self.means = KeptMeans()
         self.watch = BackwardWatch(ddp, self, self.groups)
         optimizer.attach(self)
         self.switch.attach(self, options)
@@ -128,6 +127,9 @@ class DdpOverlap(InBackward):
     def _begin(self) -> DdpBackward:
         # a callback at the end of backward, unless DDP runs its hooks for a rank without data
         in_autograd = on_backward_end(self._finish, self.groups)
+        if not in_autograd:
+            self.engine.markers.remove()  # DDP's own may come now, and the step is not this rank's
+            self.engine.forget_steps()  # where there is no backward, `step` is not called
         contribution = self.contribution
         self.backward = backward = DdpBackward(
             self.traits, self.options, self.engine.optimizer, contribution, in_autograd
@@ -162,11 +164,9 @@ class DdpOverlap(InBackward):
         with fail_peers_on_error(self.groups), torch.no_grad(), on_stream(engine.stream):
             stepped = self.planner.finish(backward)
         engine.wait()
-        if not backward.in_autograd:
-            engine.forget_steps()  # where there is no backward, `step` is not called
-        elif stepped:
+        if backward.in_autograd and stepped:
             engine.count_step()
-        engine.note_step()
+        engine.note_step(backward.unused, stepped and backward.in_autograd)
         self.backward = None
         drop = partial(self._drop_gradients, backward, stepped)
         if not (backward.in_autograd and on_backward_end(drop, self.groups)):
@@ -176,8 +176,7 @@ class DdpOverlap(InBackward):
         """Take away gradients that no longer are what they are called."""
         params = self.traits.params
         if self.options.keeps_means and not self.options.scales:
-            grads = [(id(p), p.grad) for p in params if p.grad is not None]
-            self.kept = {i: (id(grad), grad._version) for i, grad in grads}
+            self.means.note(params)
             return
         for p in params:
             p.grad = None
@@ -217,11 +216,12 @@ class DdpOverlap(InBackward):
 
     def step(self, kwargs: dict[str, Any]) -> None:
         """Look back at a step that was over when backward returned."""
-        self.engine.check_call(kwargs)
+        self.watch.tell_of_refusal(self.engine.check_call, kwargs)
         if self.backward is not None and not self.backward.in_autograd:
             self._finish()  # in the place of an iteration, after what DDP sends last
-        taken = self.engine.check_count()
-        check_leftovers(self.traits.params, self.kept if taken else None, self.options)
+        stepped = self.engine.check_count()
+        check = self.means.check if self.options.keeps_means else check_leftovers
+        check(self.traits.params, stepped)
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
@@ -271,7 +271,9 @@ def overlap(
     When `backward` returns, the parameters are those after the step on every rank; `zero.step()`
     need not be called, and only checks. Each backward outside `no_sync` is a step. What reads or
     changes `.grad` between `backward` and `step`, such as `clip_grad_norm_`, comes too late, and
-    raises: pass `max_grad_norm` to clip, and `scaler` if the loss is scaled. An all-reduce or a
+    raises: pass `max_grad_norm` to clip, and `scaler` if the loss is scaled. Write parameters after
+    `step`, which raises if they were written before it; what is written to `p.data` it does not see.
+    Gradients are freed, and do not add up over steps if nothing clears them. An all-reduce or a
     compressing `hook` becomes a reduce-scatter; the average of any other can still be read.
     A forward that raises on all ranks can be caught, and its batch skipped, as with DDP. One that
     raises on some ranks only, and a backward that raises, end the job's groups on all of them.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .stepped_gradients import SteppedGradients
+from .stepped_gradients import WRITTEN, SteppedGradients, SteppedVersions
 from .watch import BackwardWatch
 from ..comm.agreement import agreeing
 from ..comm.calls import mark_agreed
@@ -195,6 +195,7 @@ class StepEngine:
         self.transformed: Any = None  # event on the stream, after the last averages were clipped
         self.options_used: list[dict[str, Any]] | None = None  # by a step that was not checked yet
         self.steps_since_call = 0  # of `step`
+        self.versions = SteppedVersions()  # of parameters of a step that was not checked yet
 
     @property
     def transform(self) -> Callable[[list[Tensor]], bool] | None:
@@ -213,8 +214,11 @@ class StepEngine:
         stale = self.markers.remove()
         stale += [p for p in self.params if not p.requires_grad and p.grad is not None]
         if stale:
-            pairs = zip(specs(self.optimizer.param_groups), self.params, strict=True)
-            raise RuntimeError(_FROZEN.format(next(s.name for s, p in pairs if p is stale[0])))
+            raise RuntimeError(_FROZEN.format(self._name(stale[0])))
+
+    def _name(self, param: Tensor) -> str:
+        pairs = zip(specs(self.optimizer.param_groups), self.params, strict=True)
+        return next(spec.name for spec, p in pairs if p is param)
 
     def wait(self) -> None:
         """Let the current stream go on after the steps."""
@@ -242,16 +246,17 @@ class StepEngine:
     def mark_gradients(self, unused: Sequence[bool], stepped: bool) -> None:
         """Leave markers in the place of gradients that are gone, in which a scaler reads whether to
         step, and how to change its scale."""
-        pairs = zip(self.params, unused, strict=True)
-        used = [p for p, is_unused in pairs if p.requires_grad and not is_unused]
-        if self.options.scales:
-            self.markers.place(used or self.params, not stepped)
-        else:
-            self.markers.place(used)
+        used = self._used(unused)
+        scales = self.options.scales
+        self.markers.place(used or (self.params if scales else []), not stepped if scales else None)
 
-    def note_step(self) -> None:
-        """Note that a backward has stepped, or has found that it must not, and with which options."""
+    def _used(self, unused: Sequence[bool]) -> list[Tensor]:
+        return [p for p, no in zip(self.params, unused, strict=True) if p.requires_grad and not no]
+
+    def note_step(self, unused: Sequence[bool] = (), stepped: bool = False) -> None:
+        """Note a step of backward, or that there must be none: options, and versions of parameters."""
         self.optimizer.note_step(self.leaves_no_parts)
+        self.versions.record(self._used(unused) if stepped else ())
         self.options_used = snapshot_options(self.optimizer.param_groups)
 
     def count_step(self) -> None:
@@ -261,6 +266,7 @@ class StepEngine:
     def forget_steps(self) -> None:
         """Begin to count anew: `step` need not be called for those that were taken."""
         self.steps_since_call = 0
+        self.versions.record(())
 
     def check_call(self, kwargs: dict[str, Any]) -> None:
         """Refuse a call of `step` that comes too late for what it asks for, or for what was changed."""
@@ -275,6 +281,8 @@ class StepEngine:
             if used is not None:
                 check_options(self.optimizer.param_groups, used, _TAKEN)
             self.markers.check()
+            if written := self.versions.written(self.params):
+                raise RuntimeError(WRITTEN.format(self._name(written[0])))
         except RuntimeError:
             self.forget_steps()  # the step that was refused is over
             raise

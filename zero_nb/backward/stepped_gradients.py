@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['GRADIENTS_CHANGED', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients']
+__all__ = ['GRADIENTS_CHANGED', 'STEPPED_AGAIN', 'WRITTEN', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'KeptMeans',
+           'SteppedVersions']
 
 # %% ../../nbs/backward/02_stepped_gradients.ipynb #0f2c1768
 _GONE = (
@@ -26,6 +27,16 @@ GRADIENTS_CHANGED = (
     "gradients were changed or taken away after backward() had taken the step, which comes too"
     " late; pass max_grad_norm= to clip, scaler= for a GradScaler, and for all else detach() and"
     " step after backward"
+)
+STEPPED_AGAIN = (
+    "step() was called again after one backward(), whose gradients were stepped once and are freed;"
+    " torch.optim would step with them again. Call step() once for each backward(), or zero_grad()"
+    " before the next step(); or detach() and step after backward"
+)
+WRITTEN = (
+    "{} was written between backward() and step(), but backward() had taken the step by then: a loop"
+    " that steps after backward writes it before the step, and ends with other parameters. Write"
+    " parameters after step(), or detach() the handle and step after backward"
 )
 _ATEN = torch.ops.aten
 
@@ -202,7 +213,8 @@ class SteppedGradients:
         self.keeps_zeros = keeps_zeros
         self.made: dict[int, SteppedGradient] = {}  # by id of the parameter
         self.placed: list[Tensor] = []  # parameters
-        self.unseen = False  # by `check`, since they were placed
+        # what the last call of `check` has found; "placed": there was none since
+        self.state: Literal["placed", "checked", "refused"] = "checked"
 
     def place(
         self,
@@ -222,14 +234,22 @@ class SteppedGradients:
             if mark.zeroed:
                 mark.note_zeroed(False)
             self._put(p, mark)
-        self.unseen = True
+        self.state = "placed"
 
     def check(self) -> None:
-        """Refuse gradients that were put where markers are, or taken away, after the step; once for each step."""
-        unseen = self.unseen
-        self.unseen = False
-        if unseen and not all(_is_unread(p.grad) for p in self.placed):
+        """Refuse gradients that were put where markers are, or taken away, after the step, and a second
+        step with the same ones; once for each step."""
+        if self.state == "refused":
+            return
+        before = self.state
+        unread = [g for g in [p.grad for p in self.placed] if isinstance(g, SteppedGradient)]
+        unread = [grad for grad in unread if not grad.zeroed]
+        self.state = "refused"
+        if before == "placed" and len(unread) < len(self.placed):
             raise RuntimeError(GRADIENTS_CHANGED)
+        if before == "checked" and unread:
+            raise RuntimeError(STEPPED_AGAIN)
+        self.state = "checked"
 
     def _make(self, param: Tensor, found_inf: bool | None) -> SteppedGradient:
         zeros = self.keeps_zeros
@@ -257,3 +277,58 @@ class SteppedGradients:
             p.grad = None
         self.placed = []
         return frozen
+
+# %% ../../nbs/backward/02_stepped_gradients.ipynb #718169b4
+class KeptMeans:
+    """Averages that a hook of the user's has left in `.grad`, and whether a step has used them."""
+
+    def __init__(self) -> None:
+        self.versions: dict[int, tuple[int, int]] = {}  # of each gradient, by id of the parameter
+        self.used = False
+
+    def note(self, params: Iterable[Tensor]) -> None:
+        """Note what was left."""
+        grads = [(id(p), p.grad) for p in params if p.grad is not None]
+        self.versions = {i: (id(grad), grad._version) for i, grad in grads}
+        self.used = False
+
+    def check(
+        self,
+        params: Iterable[Tensor],
+        stepped: bool,  # since the last check
+    ) -> None:
+        """Refuse averages that were changed after the step, and a second step with the same ones."""
+        for p in params:
+            grad = p.grad
+            known = self.versions.get(id(p))
+            if grad is None or known is None:
+                continue
+            same = known == (id(grad), grad._version)
+            if stepped and not same:
+                raise RuntimeError(GRADIENTS_CHANGED)
+            if self.used and not stepped and same:
+                raise RuntimeError(STEPPED_AGAIN)
+        self.used |= stepped
+
+
+class SteppedVersions:
+    """The versions of parameters when backward had stepped them."""
+
+    def __init__(self) -> None:
+        self.noted: dict[int, int] = {}  # by id of a parameter
+        self.arrived: dict[int, int] = {}  # by how many they have risen since, by arrivals
+
+    def record(self, params: Iterable[Tensor]) -> None:
+        """Note them when all else is done."""
+        self.noted = {id(p): p._version for p in params}
+        self.arrived.clear()
+
+    def written(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """List the parameters that were written since, once."""
+        noted = self.noted
+        self.noted = {}
+        if not noted:
+            return []
+        pairs = [(p, p._version - self.arrived.get(id(p), 0)) for p in params]
+        # lower: the parameter was swapped for another one, whose versions say nothing
+        return [p for p, version in pairs if version > noted.get(id(p), version)]

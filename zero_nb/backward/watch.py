@@ -214,6 +214,14 @@ class BackwardWatch:
                 " in step with those of the others"
             )
 
+    def tell_of_refusal(self, check: Callable[..., None], *args: Any) -> None:
+        """Check something; other ranks that do not refuse it are told of one that does."""
+        try:
+            check(*args)
+        except RuntimeError as error:
+            self._tell_of(error)
+            raise
+
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self.listener.before_forward(module)
 
@@ -229,7 +237,7 @@ class BackwardWatch:
                     tensor.register_hook(self._on_output_gradient)
 
     def _tell_of(self, error: BaseException) -> None:
-        """Tell the other ranks of an error in forward, unless all have one: then nobody waits."""
+        """Tell the other ranks of an error outside of backward, unless all have one: then nobody waits."""
         on_all_ranks = getattr(error, "on_all_ranks", False)
         if on_all_ranks or self.tell_if_backward_fails():
             return
