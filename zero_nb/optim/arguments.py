@@ -5,7 +5,9 @@
 # %% ../../nbs/optim/06_arguments.ipynb #e4dd0a0b
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,10 +15,11 @@ from torch import Tensor
 
 from .rules import Rule, Settings, find_rule
 from .shard import Shard
+from ..plan.policies import runs
 from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
-__all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines']
+__all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines', 'which_cut']
 
 # %% ../../nbs/optim/06_arguments.ipynb #f8e7d0d3
 def read_params(params: Any, what: str = "params") -> list[Any]:
@@ -180,3 +183,18 @@ def _strides(names: Sequence[str], params: Sequence[Tensor]) -> list[str]:
         for name, p in zip(names, params, strict=True)
         if not p.is_contiguous()
     ]
+
+# %% ../../nbs/optim/06_arguments.ipynb #5a1c0d32
+def which_cut(
+    param_groups: list[dict[str, Any]], rules: list[Rule], shards: Sequence[Shard]
+) -> list[bool]:
+    """Tell of which param groups a rank may own parts of parameters."""
+    cut = {
+        shard.first + span.param
+        for shard in shards
+        for span in (() if shard.alone else shard.plan.spans(shard.group.group_rank))
+        if span.numel < shard.params[span.param].numel()
+    }
+    ends = [*accumulate(len(group["params"]) for group in param_groups)]
+    by_policy = {bisect_right(ends, index) for index in cut}  # a policy of the user's may cut, too
+    return [rule.policy is runs or i in by_policy for i, rule in enumerate(rules)]

@@ -5,13 +5,11 @@
 # %% ../../nbs/optim/09_local_optimizers.ipynb #0419d4b6
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import pack
 from ..comm.groups import Group
+from .arguments import which_cut
 from .param_specs import make_stand_in, specs, standing_in
 from .pieces import Piece, lay_out_gradients
 from .shard import Shard, release_step_memory
@@ -314,21 +313,6 @@ class LocalOptimizers:
             local[i]["params"] = _views(param_groups[i], shard)
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #55718bba
-def _which_cut(
-    param_groups: list[dict[str, Any]], rules: list[Rule], shards: Sequence[Shard]
-) -> list[bool]:
-    """Tell of which param groups a rank may own parts of parameters."""
-    cut = {
-        shard.first + span.param
-        for shard in shards
-        for span in (() if shard.alone else shard.plan.spans(shard.group.group_rank))
-        if span.numel < shard.params[span.param].numel()
-    }
-    ends = [*accumulate(len(group["params"]) for group in param_groups)]
-    by_policy = {bisect_right(ends, index) for index in cut}  # a policy of the user's may cut, too
-    return [rule.policy is runs or i in by_policy for i, rule in enumerate(rules)]
-
-
 def check_classes(
     local: LocalOptimizers,
     rules: list[Rule],  # of each param group
@@ -341,7 +325,7 @@ def check_classes(
     settings = local.settings
     if settings.trusted or all(is_known(rule.optimizer_class, cuts=True) for rule in rules):
         return
-    cut = _which_cut(param_groups, rules, shards)
+    cut = which_cut(param_groups, rules, shards)
     groups: dict[tuple[type, bool], list[dict[str, Any]]] = {}
     for rule, group, cuts in zip(rules, param_groups, cut, strict=True):
         groups.setdefault((rule.optimizer_class, cuts), []).append(group)
