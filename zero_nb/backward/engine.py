@@ -19,6 +19,7 @@ from .watch import BackwardWatch
 from ..comm.agreement import agreeing
 from ..comm.calls import mark_agreed
 from ..comm.groups import Group
+from ..optim.arguments import check_references
 from ..optim.driver import AfterBackward, SideStream, StepOptions, read_options, write_options
 from ..optim.flat import FlatBucket
 from ..optim.iteration import Iteration, Reduction, StepPlan
@@ -110,7 +111,10 @@ def check_attachable(optimizer: ZeroRedundancyOptimizer) -> None:
         raise RuntimeError(
             f"a {type(driver).__name__} takes the optimizer's steps; detach that first"
         )
-    check_moves(optimizer.local, optimizer.param_groups, "A step inside backward")
+    local = optimizer.local
+    groups = optimizer.param_groups
+    check_references(local.settings, local.rules, groups, None, "a step inside backward")
+    check_moves(local, groups, "A step inside backward")
 
 
 def check_complex(

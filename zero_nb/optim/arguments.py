@@ -6,20 +6,25 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from copy import deepcopy
+from functools import partial
+from itertools import accumulate, chain, islice
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .rules import Rule, Settings, find_rule
+from .rules import Rule, Settings, find_rule, is_known
 from .shard import Shard
 from ..plan.policies import runs
 from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
-__all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines', 'which_cut']
+__all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines', 'which_cut', 'find_references',
+           'hide_parameters', 'check_references']
 
 # %% ../../nbs/optim/06_arguments.ipynb #f8e7d0d3
 def read_params(params: Any, what: str = "params") -> list[Any]:
@@ -198,3 +203,103 @@ def which_cut(
     ends = [*accumulate(len(group["params"]) for group in param_groups)]
     by_policy = {bisect_right(ends, index) for index in cut}  # a policy of the user's may cut, too
     return [rule.policy is runs or i in by_policy for i, rule in enumerate(rules)]
+
+# %% ../../nbs/optim/06_arguments.ipynb #5a1c0d34
+def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
+    """Give what an option holds, down to some depth."""
+    inner: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inner = (*value.keys(), *value.values())
+    elif isinstance(value, (Sequence, AbstractSet)) and not isinstance(value, (str, bytes, range)):
+        inner = value
+    elif isinstance(value, torch.nn.Module):
+        inner = value.parameters()
+    elif isinstance(value, partial):
+        inner = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, FunctionType):
+        bound = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        inner = (*bound, *(value.__defaults__ or ()))
+    else:
+        yield value
+    for one in inner if depth else ():
+        yield from _inside(one, depth - 1)
+
+
+def find_references(
+    options: Mapping[str, Any],
+    params: Sequence[Tensor],
+    most: int = 100_000,  # so many values of an option are looked at
+) -> dict[int, str]:  # by index of a parameter: the name of the first option that refers to it
+    """Tell which options refer to parameters, as these themselves or by their ids."""
+    places = {id(p): i for i, p in enumerate(params)}
+    found = dict[int, str]()
+    for name, option in options.items():
+        for value in islice(_inside(option), most):
+            place = places.get(value if type(value) is int else id(value))
+            if place is not None:
+                found.setdefault(place, name)
+    return found
+
+
+class _Referred(torch.nn.Parameter):
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+def hide_parameters(options: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
+    """Put tensors without memory in the place of parameters that options refer to: a trial copies
+    options, and ids of copies that are gone may be those of other tensors later."""
+    found = find_references(options, params)
+    hidden: dict[int, Any] = {}
+    for p in map(params.__getitem__, found):
+        hidden[id(p)] = _Referred(torch.empty_like(p, device="meta"), p.requires_grad)
+    copied = (Tensor, list, dict)
+    return {
+        k: deepcopy(v, {**hidden}) if hidden and isinstance(v, copied) else v
+        for k, v in options.items()
+    }
+
+# %% ../../nbs/optim/06_arguments.ipynb #5a1c0d36
+def _replaced(shard: Shard) -> set[int]:  # indices in the optimizer
+    """Tell in whose place this rank steps a part, a copy or a view."""
+    found = set()
+    for index, start, stop in () if shard.alone else shard.plan.spans(shard.group.group_rank):
+        p = shard.params[index]
+        copies = shard.master_dtype not in (None, p.dtype) and p.is_floating_point()
+        if copies or shard.merges[index] or not shard.borrows or stop - start < p.numel():
+            found.add(shard.first + index)
+    return found
+
+
+def check_references(
+    settings: Settings,
+    rules: Sequence[Rule],  # of each param group
+    param_groups: list[dict[str, Any]],
+    # which step the parameters; None: in the place of all of them, other tensors are stepped
+    shards: Sequence[Shard] | None,
+    what: str = "sharded in this way, a rank",  # steps other tensors; for the error message
+) -> None:
+    """Refuse options of a class that refer to parameters in whose place other tensors are stepped.
+
+    Raises `ValueError`."""
+    params = [p for group in param_groups for p in group["params"]]
+    replaced = {*range(len(params))}
+    if shards is not None:
+        replaced = {*chain.from_iterable(map(_replaced, shards))}
+    options = dict[tuple[type, str, int], Any]()
+    for rule, group in zip(rules, param_groups, strict=True):
+        kind = rule.optimizer_class
+        if not settings.trusted and not is_known(kind, cuts=False):
+            own = {**settings.options(kind), **group, "params": None, "param_names": None}
+            options.update({(kind, name, id(value)): value for name, value in own.items()})
+    for (kind, name, _), value in options.items():
+        for index in sorted(find_references({name: value}, params).keys() & replaced):
+            form = f"{tuple(params[index].shape)}, {params[index].dtype}"
+            raise ValueError(
+                f"optimizer_class {kind.__name__} has an option {name!r} that refers to parameter"
+                f" {index} of the optimizer ({form}), and {what} steps a part, a copy or a view in"
+                " its place, which the class would not find in the option. Give such parameters a"
+                " param group of their own, with an option that says what the class shall do with"
+                " them; or step after backward, with shard='whole' and without master_dtype; or"
+                " pass trust_optimizer_class=True if the class does not look for the parameter"
+            )

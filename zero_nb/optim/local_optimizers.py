@@ -18,7 +18,7 @@ from torch import Tensor
 from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import pack
 from ..comm.groups import Group
-from .arguments import which_cut
+from .arguments import check_references, which_cut
 from .param_specs import make_stand_in, specs, standing_in
 from .pieces import Piece, lay_out_gradients
 from .shard import Shard, release_step_memory
@@ -325,6 +325,7 @@ def check_classes(
     settings = local.settings
     if settings.trusted or all(is_known(rule.optimizer_class, cuts=True) for rule in rules):
         return
+    check_references(settings, rules, param_groups, shards)
     cut = which_cut(param_groups, rules, shards)
     groups: dict[tuple[type, bool], list[dict[str, Any]]] = {}
     for rule, group, cuts in zip(rules, param_groups, cut, strict=True):

@@ -15,7 +15,7 @@ from ..comm.agreement import agreeing
 from ..comm.calls import mark_agreed
 from ..comm.groups import Group
 from ..comm.payloads import byte_device
-from .arguments import check_group
+from .arguments import check_group, check_references
 from zero_nb.optim.load_state import (
     cut_for_pieces,
     deal_to_pieces,
@@ -280,6 +280,7 @@ class Replanning:
         self.new = make_shard(
             param_groups, indices, local.rules, state.groups[0], local.settings, plan
         )
+        check_references(local.settings, local.rules, param_groups, [self.new])
         self.entries = read_entries(local, olds, state.frozen)
 
     def describe(self) -> list[str]:

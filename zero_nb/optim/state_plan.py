@@ -245,7 +245,7 @@ def find_plan_trouble(
     master_dtype: torch.dtype | None = None,
 ) -> PlanFinding:
     """Try how a class of optimizers goes with plans, unless that was done before."""
-    answer = partial(try_plans, optimizer_class, defaults)
+    answer = partial(try_plans, optimizer_class)
     found = remembered(optimizer_class, defaults, param_groups, master_dtype, "plans", answer)
     return found or PlanFinding(by_bucket=True)
 

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.traced import first_collective
+from .arguments import hide_parameters
 from zero_nb.optim.param_specs import (
     SmallGroup,
     small_groups,
@@ -337,7 +338,8 @@ def remembered(
     param_groups: Sequence[dict[str, Any]],
     master_dtype: torch.dtype | None,
     question: str,  # what is tried
-    answer: Callable[[list[SmallGroup], torch.device], Any],  # tries it
+    # tries it, with the options for all groups
+    answer: Callable[[dict[str, Any], list[SmallGroup], torch.device], Any],
 ) -> Any:  # None: there is nothing to try
     """Try a class on small groups, unless that was done before."""
     groups = small_groups(param_groups, master_dtype)
@@ -350,7 +352,9 @@ def remembered(
     if key not in known:
         if len(known) >= _MOST:
             known.pop(next(iter(known)))
-        known[key] = answer(groups, device)
+        params = [p for group in param_groups for p in group["params"]]
+        hidden = [replace(g, options=hide_parameters(g.options, params)) for g in groups]
+        known[key] = answer(hide_parameters(defaults, params), hidden, device)
     return known[key]
 
 
@@ -363,8 +367,8 @@ def find_trouble(
 ) -> Finding:
     """Try a class of optimizers, unless that was done before."""
 
-    def answer(groups: list[SmallGroup], device: torch.device) -> Finding:
-        return try_class(optimizer_class, defaults, groups, cuts, device)
+    def answer(given: dict[str, Any], groups: list[SmallGroup], device: torch.device) -> Finding:
+        return try_class(optimizer_class, given, groups, cuts, device)
 
     question = f"cuts={cuts}"
     found = remembered(optimizer_class, defaults, param_groups, master_dtype, question, answer)
