@@ -181,3 +181,93 @@ def many_trials():
 
 def test_a_trial_takes_no_tensor_for_a_parameter_of_the_options():
     assert run(2, many_trials) == [[None] * 20] * 2
+
+
+class ByName(Decays):
+    """Shrinks all but biases, by their names."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                int(name.split(".")[0])  # names are those of the model, also in a trial
+                if p.grad is not None:
+                    p.mul_(1.0 if name.endswith("bias") else 0.9).sub_(p.grad, alpha=group["lr"])
+
+
+def by_name():
+    none = dict
+    named = nn.Module.named_parameters
+    ways = [*WAYS, ("data_parallel", {"bucket_cap_mb": 0.0005}), ("after", {"shard": "greedy"})]
+    return [apart(ByName, mode, lambda _: none(), named, **options) for mode, options in ways]
+
+
+def test_a_class_may_read_the_names_of_parameters():
+    for n in (2, 3):
+        for worst in run(n, by_name):
+            assert all(isinstance(one, float) and one < 1e-6 for one in worst), worst
+
+
+def by_name_later():
+    """Freeze a parameter, thaw it, add a group, save and load, beside the unsharded optimizer."""
+    ours, plain = network(), network()
+    optimizers = []
+    for module, make in (
+        (ours, lambda named: ZeroRedundancyOptimizer(named, ByName)),
+        (plain, ByName),
+    ):
+        one = make(list(module[:3].named_parameters()))
+        train(module, one)
+        module[0].weight.requires_grad_(False)
+        train(module, one)
+        module[0].weight.requires_grad_(True)
+        one.add_param_group({"params": [(f"4.{n}", p) for n, p in module[4].named_parameters()]})
+        train(module, one)
+        if module is ours:
+            one.consolidate_state_dict(to=None)
+        saved = one.state_dict()
+        one.load_state_dict(saved)
+        train(module, one)
+        groups = saved["param_groups"]
+        optimizers.append([(g["params"], g["param_names"]) for g in groups])
+    pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+    worst = max(float((p - q).detach().abs().max()) for p, q in pairs)
+    return worst, optimizers[0] == optimizers[1]
+
+
+def test_names_stay_with_their_pieces_and_in_state_dicts():
+    assert all(worst < 1e-6 and same for worst, same in run(2, by_name_later))
+
+
+class Sorts(Decays):
+    """Sorts parameters into groups, unless it gets groups."""
+
+    def __init__(self, params, lr=0.05):
+        params = list(params)
+        if isinstance(params[0], torch.Tensor):
+            many = [p for p in params if p.dim() > 1]
+            params = [{"params": many, "lr": 0.5}, {"params": [p for p in params if p.dim() < 2]}]
+        elif isinstance(params[0], tuple):
+            params = [{"params": [pair], "lr": 0.01 * len(pair[0])} for pair in params]
+        super().__init__(params, lr)
+
+    def factor(self, p):
+        return 1.0
+
+
+def sort():
+    def make(params):
+        return caught(lambda: ZeroRedundancyOptimizer(params, Sorts) and None)
+
+    module = network()
+    return [
+        make(g)
+        for g in (module.parameters(), module.named_parameters(), [{"params": module.parameters()}])
+    ]
+
+
+def test_a_constructor_that_sorts_what_it_is_given_is_refused_unless_it_gets_groups():
+    for tensors, pairs, groups in run(2, sort):
+        assert groups is None
+        assert "Sorts makes other param groups if it is made of tensors" in tensors
+        assert "Sorts makes other param groups if it is made of (name, tensor) pairs" in pairs

@@ -23,8 +23,8 @@ from ..plan.policies import runs
 from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
-__all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines', 'which_cut', 'find_references',
-           'hide_parameters', 'check_references']
+__all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines', 'which_cut', 'piece_names',
+           'find_references', 'fresh_options', 'hide_parameters', 'check_references']
 
 # %% ../../nbs/optim/06_arguments.ipynb #f8e7d0d3
 def read_params(params: Any, what: str = "params") -> list[Any]:
@@ -204,6 +204,15 @@ def which_cut(
     by_policy = {bisect_right(ends, index) for index in cut}  # a policy of the user's may cut, too
     return [rule.policy is runs or i in by_policy for i, rule in enumerate(rules)]
 
+# %% ../../nbs/optim/06_arguments.ipynb #5a1c0d38
+def piece_names(group: dict[str, Any], shard: Shard) -> dict[str, Any]:
+    """Give the entry with the names of what a local optimizer steps of a group, if they have names."""
+    if "param_names" not in group or shard.alone:
+        return {k: [*v] for k, v in group.items() if k == "param_names"}
+    named = {id(p): name for p, name in zip(group["params"], group["param_names"], strict=True)}
+    whose = [id(piece.params[0]) for piece in shard.pieces]
+    return {"param_names": [named[i] for i in whose if i in named]}
+
 # %% ../../nbs/optim/06_arguments.ipynb #5a1c0d34
 def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
     """Give what an option holds, down to some depth."""
@@ -244,6 +253,11 @@ def find_references(
 class _Referred(torch.nn.Parameter):
     def __deepcopy__(self, memo: Any) -> Any:
         return self
+
+
+def fresh_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Copy options into which an optimizer may write."""
+    return {k: deepcopy(v) if isinstance(v, (Tensor, list, dict)) else v for k, v in given.items()}
 
 
 def hide_parameters(options: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import pack
 from ..comm.groups import Group
-from .arguments import check_references, which_cut
+from .arguments import check_references, piece_names, which_cut
 from .param_specs import make_stand_in, specs, standing_in
 from .pieces import Piece, lay_out_gradients
 from .shard import Shard, release_step_memory
@@ -120,7 +120,9 @@ def make_shard(
     own = partial(_plan_groups, taken, groups.start, rules, group.size, settings)
     merges = list[bool]()
     for i in groups:
-        merges += [rules[i].policy is runs] * len(param_groups[i]["params"])
+        # a piece has one name, for classes that read names
+        named = "param_names" in param_groups[i] and not is_known(rules[i].optimizer_class, False)
+        merges += [rules[i].policy is runs and not named] * len(param_groups[i]["params"])
     if borrows is None:
         borrows = plan is None
     return Shard(
@@ -181,6 +183,7 @@ class LocalOptimizers:
     # among the options, by id: the user's groups have the same, and a step may write into them
     tensors: dict[int, Tensor] = field(default_factory=dict)
     written: Counter[int] = field(default_factory=Counter)  # how often a step has, since `pulled`
+    tried_with_closure: set[type] = field(default_factory=set)
     # classes for which a tensor stands in where this rank has no gradient of a group
     stood_in_for: set[type] = field(default_factory=set)
 
@@ -194,13 +197,26 @@ class LocalOptimizers:
         for i in shard.groups:
             kind = self.rules[i].optimizer_class
             options = self.settings.options(kind)
-            new.setdefault(kind, []).append(_local_group(kind, param_groups[i], options, shard))
+            group = _local_group(kind, param_groups[i], options, shard)
+            if kind in self.by_class and "param_names" in self.by_class[kind].param_groups[0]:
+                group.update(
+                    piece_names(param_groups[i], shard)
+                )  # torch refuses groups with and without
+            new.setdefault(kind, []).append(group)
         for kind, groups in new.items():
             if kind not in self.by_class:
                 self.by_class[kind] = kind(groups, **self.settings.options(kind))
                 continue
             for group in groups:
                 self.by_class[kind].add_param_group(group)
+        self._name_pieces(param_groups, shard)
+
+    def _name_pieces(self, param_groups: ParamGroups, shard: Shard) -> None:
+        """Write the names of pieces into the groups of classes that may read them."""
+        local = self.groups()
+        for i in shard.groups:
+            if not is_known(self.rules[i].optimizer_class, cuts=False):
+                local[i].update(piece_names(param_groups[i], shard))
 
     def keep_groups(self, count: int) -> None:
         """Drop all param groups but the first `count`, with the optimizers that have no other."""
@@ -304,13 +320,14 @@ class LocalOptimizers:
                 optim.state.pop(piece.view, None)
         local = self.groups()
         for i in shard.groups:
-            local[i]["params"] = []
+            local[i].update({k: [] for k in ("params", "param_names") if k in local[i]})
 
     def take_over(self, param_groups: list[dict[str, Any]], shard: Shard) -> None:
         """Step the pieces of a new shard of known param groups from now on."""
         local = self.groups()
         for i in shard.groups:
             local[i]["params"] = _views(param_groups[i], shard)
+        self._name_pieces(param_groups, shard)
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #55718bba
 def check_classes(

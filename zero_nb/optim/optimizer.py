@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,8 @@ from .rules import Settings
 from .state_dict_check import describe_state, read_state
 from .saved_state import gather_state
 from .sharded_state_dict import shard_state
-from .state_forms import keys_to_come
+from .state_forms import keys_of_param
+from .state_plan import check_constructor
 from .state import ShardedState, StateLoad, mark_plans_agreed
 from .torch_interface import History, _Join, _Joinable, find_groups
 from ..plan.policies import Policy
@@ -101,6 +103,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             shared = check_settings(params, settings, overlap_with_ddp)
             super().__init__([dict(p) if isinstance(p, dict) else p for p in params], {})
             self._take(range(len(self.param_groups)))
+            check_constructor(self.local, self.param_groups, params)
         mark_plans_agreed(self.group, self.shards)
         log_once(self.group, lambda: f"{type(self).__name__}: {self.shards[0].plan}")
         _Joinable.__init__(self)
@@ -220,6 +223,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     def _take(self, indices: range) -> None:
         take_groups(self.local, self.param_groups, indices, self.shards, self.group)
         self.sharded_state.check_merges(self.param_groups)
+        torch_interface.check_methods(self.local, self.param_groups)
         self.defaults = self.local.defaults()
 
     @property
@@ -230,7 +234,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         known = self._history.has_state or torch_interface.asked_by_dcp("_init_optim_state")
         by_class = vars(self)["local"].by_class if known and "local" in vars(self) else {}
         found = {kind.__name__: optim.state for kind, optim in by_class.items()}
-        return torch_interface.StateByClass(found, self._state_keys)
+        keys_of = partial(keys_of_param, self.local, self.param_groups)
+        return torch_interface.StateByClass(found, keys_of)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -239,12 +244,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
                 "the state is spread over the ranks and cannot be set; load one by"
                 " load_state_dict() or make a new optimizer for an empty one"
             )
-
-    def _state_keys(self, param: Tensor) -> list[Any]:
-        for i, group in enumerate(self.param_groups):
-            if any(p is param for p in group["params"]):
-                return keys_to_come(self.local, i, param)
-        raise KeyError(f"no parameter of this optimizer: {tuple(param.shape)}, {param.dtype}")
 
     def consolidate_state_dict(
         self,
@@ -415,7 +414,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         if closure is not None and not callable(closure):
             kwargs["closure"], closure = closure, None
         with torch.enable_grad():
-            loss = None if closure is None else closure()
+            loss = torch_interface.call_closure(closure, self.local, self.param_groups)
         self.note_step(self._driver is not None)  # which notes its own steps
         if self.group.process_group is not None or torch.distributed.is_available():
             _Join.Join.notify_join_context(self)  # ranks without data see that this one steps
@@ -443,4 +442,4 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(torch_interface.describe_missing(self, name))
+            return torch_interface.forwarded(self, name)

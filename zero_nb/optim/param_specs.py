@@ -5,6 +5,11 @@
 # %% ../../nbs/optim/02_param_specs.ipynb #0a1a00f3
 from __future__ import annotations
 
+import contextlib
+import io
+import random
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .flat import flatten
 from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
-__all__ = ['specs', 'small_shapes', 'SmallKind', 'SmallGroup', 'small_groups', 'small_parameter', 'make_stand_in', 'standing_in']
+__all__ = ['specs', 'small_shapes', 'SmallKind', 'SmallGroup', 'small_groups', 'small_parameter', 'name_small_parameters',
+           'make_stand_in', 'standing_in', 'random_states', 'leaving_alone']
 
 # %% ../../nbs/optim/02_param_specs.ipynb #8c39e138
 def _names(group: dict[str, Any], index: int) -> list[str]:
@@ -123,6 +130,7 @@ class SmallGroup:
     options: dict[str, Any]  # without parameters
     kinds: tuple[SmallKind, ...]  # of its parameters
     attributes: list[dict[str, Any]]  # of some of its parameters
+    names: tuple[str, ...] = ()  # of the small tensors, if the parameters have names
 
     def widened(self) -> SmallGroup:
         """Give the same group in float64, where rounding hides nothing."""
@@ -133,6 +141,8 @@ class SmallGroup:
         made = [t for kind in self.kinds for t in kind.tensors(device, generator)]
         for i, value in enumerate(made):
             vars(value).update(self.attributes[i % len(self.attributes)])
+            if self.names:
+                vars(value)["param_name"] = self.names[i % len(self.names)]
         return made
 
 
@@ -158,13 +168,19 @@ def small_groups(
         params = [p for p in group["params"] if p.numel()]
         params = [p for p in params if p.is_floating_point() or p.is_complex()]
         params = [p for p in params if p.requires_grad] or params
-        kinds = set()
+        named = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+        kinds = dict[SmallKind, list[str]]()
         for p in params:
             dtype = master_dtype if master_dtype and p.is_floating_point() else p.dtype
-            kinds.add(SmallKind(p.dim(), not p.is_contiguous(), dtype))
+            names = kinds.setdefault(SmallKind(p.dim(), not p.is_contiguous(), dtype), [])
+            if len(names) < 3 and id(p) in named:
+                names.append(named[id(p)])
         if kinds:
-            small = SmallGroup(options, tuple(sorted(kinds, key=str)), _attributes(params))
-            text = str(replace(small, options={k: v for k, v in options.items() if k != "lr"}))
+            sorted_kinds = sorted(kinds, key=str)
+            each = tuple(name for kind in sorted_kinds for name in (kinds[kind] * 3)[:3])
+            small = SmallGroup(options, tuple(sorted_kinds), _attributes(params), each)
+            alike = {k: v for k, v in options.items() if k != "lr"}
+            text = str(replace(small, options=alike, names=()))
             found.setdefault(text, small)
     return [*found.values()][:most]
 
@@ -174,6 +190,12 @@ def small_parameter(value: Tensor) -> Tensor:
     param = Parameter(value.detach().clone())
     vars(param).update(vars(value))
     return param
+
+
+def name_small_parameters(optim: torch.optim.Optimizer) -> None:
+    """Write the names of small tensors into the param groups of an optimizer that steps them."""
+    for group in optim.param_groups:
+        group["param_names"] = [getattr(p, "param_name", "") for p in group["params"]]
 
 
 def make_stand_in(
@@ -196,14 +218,75 @@ def standing_in(
     lent = []
     for group, value in zip(optim.param_groups, tensors, strict=True):
         params = group["params"]
+        names = group.get("param_names")
         if value is not None and all(p.grad is None for p in params):
             stand_in = small_parameter(value)
             stand_in.grad = value.clone()
             group["params"] = [*params, stand_in]
-            lent.append((group, params, stand_in))
+            if names is not None:
+                group["param_names"] = [*names, getattr(value, "param_name", "")]
+            lent.append((group, params, names, stand_in))
     try:
         yield
     finally:
-        for group, params, stand_in in lent:
+        for group, params, names, stand_in in lent:
             group["params"] = params
+            if names is not None:
+                group["param_names"] = names
             optim.state.pop(stand_in, None)
+
+# %% ../../nbs/optim/02_param_specs.ipynb #ab2f1adc
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """Give the states of the process's generators."""
+    found: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
+    if device.type != "cpu":
+        found.append(torch.get_device_module(device).get_rng_state(device).tolist())
+    numpy = sys.modules.get("numpy")
+    if numpy:
+        parts = numpy.random.get_state()
+        found += [part.tolist() if hasattr(part, "tolist") else part for part in parts]
+    return tuple(found)
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Take away the user's hooks for all optimizers."""
+    hooks = [
+        vars(sys.modules[torch.optim.Optimizer.__module__]).get(
+            f"_global_optimizer_{when}_hooks", {}
+        )
+        for when in ("pre", "post")
+    ]
+    kept = [dict(of_when) for of_when in hooks]
+    for of_when in hooks:
+        of_when.clear()
+    try:
+        yield
+    finally:
+        for of_when, before in zip(hooks, kept, strict=True):
+            of_when.update(before)
+
+
+@contextmanager
+def leaving_alone(device: torch.device) -> Iterator[None]:
+    """Put random states back after the block, call no hooks of the user's in it, and let nobody see
+    what is printed or warned of in it."""
+    numpy = sys.modules.get("numpy")
+    devices = [] if device.type == "cpu" else [device]
+    in_python = random.getstate()
+    in_numpy = numpy.random.get_state() if numpy else None
+    with (
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+        warnings.catch_warnings(),
+        _disable_current_modes(),
+        _without_global_hooks(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            random.setstate(in_python)
+            if numpy:
+                numpy.random.set_state(in_numpy)

@@ -25,7 +25,8 @@ from .state_entry import MASTER, CommonState, StateEntry, is_row, read_common
 from .state_plan import params_of, read_entries
 
 # %% auto #0
-__all__ = ['Forms', 'ValueForm', 'is_without_gaps', 'form_of', 'OwnState', 'state_to_come', 'keys_to_come', 'describe_saved']
+__all__ = ['Forms', 'ValueForm', 'is_without_gaps', 'form_of', 'OwnState', 'state_to_come', 'keys_to_come', 'keys_of_param',
+           'describe_saved']
 
 # %% ../../nbs/optim/17_state_forms.ipynb #5a7e0007
 class ValueForm(NamedTuple):
@@ -165,9 +166,17 @@ def state_to_come(local: LocalOptimizers, shards: Iterable[Shard]) -> list[State
     entries = list[StateEntry]()
     for kind, optim in local.by_class.items():
         for group in optim.param_groups:
-            for piece in filter(_is_trained, [pieces[id(view)] for view in group["params"]]):
+            names = group.get("param_names")
+            for i, piece in enumerate(pieces[id(view)] for view in group["params"]):
+                if not _is_trained(piece):
+                    continue
                 made = _stand_in(piece)
-                other = kind([{**group, "params": [made]}], **local.settings.options(kind))
+                own = (
+                    {"params": [made]}
+                    if names is None
+                    else {"params": [made], "param_names": [names[i]]}
+                )
+                other = kind([{**group, **own}], **local.settings.options(kind))
                 other.step()
                 values = dict(other.state[made])
                 _count_from_start(kind, group, values)
@@ -193,6 +202,16 @@ def keys_to_come(
     keys = [*other.state[made]]
     wide = local.settings.master_dtype
     return [*keys, MASTER] if wide not in (None, param.dtype) else keys
+
+
+def keys_of_param(
+    local: LocalOptimizers, param_groups: list[dict[str, Any]], param: Tensor
+) -> list[Any]:
+    """Tell which values the first step makes for one of the user's parameters."""
+    for i, group in enumerate(param_groups):
+        if any(p is param for p in group["params"]):
+            return keys_to_come(local, i, param)
+    raise KeyError(f"no parameter of this optimizer: {tuple(param.shape)}, {param.dtype}")
 
 # %% ../../nbs/optim/17_state_forms.ipynb #5a7e000d
 class _FormTable:

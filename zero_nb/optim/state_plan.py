@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import fresh_options
 from .local_optimizers import LocalOptimizers
-from .param_specs import SmallGroup, small_parameter
+from .param_specs import SmallGroup, leaving_alone, small_parameter
 from .rules import Rule, is_known
 from .shard import Shard
 from .state_entry import StateEntry, read_entry
@@ -25,7 +26,6 @@ from zero_nb.optim.trial import (
     Trial,
     difference,
     find_stand_ins,
-    leaving_alone,
     make_trial,
     remembered,
     shown_numbers,
@@ -36,7 +36,8 @@ from ..plan.specs import ParamTable
 
 # %% auto #0
 __all__ = ['FrozenState', 'stepped_by', 'StatePlan', 'read_entries', 'params_of', 'kept_numbers', 'moved', 'by_bucket',
-           'PlanFinding', 'try_plans', 'find_plan_trouble', 'find_called_once', 'leaves_no_parts', 'check_moves']
+           'PlanFinding', 'try_plans', 'find_plan_trouble', 'find_called_once', 'leaves_no_parts', 'check_moves',
+           'untried_classes', 'check_constructor']
 
 # %% ../../nbs/optim/12_state_plan.ipynb #c5cf6b8d
 @dataclass(frozen=True, eq=False)
@@ -158,6 +159,7 @@ def moved(trial: Trial) -> list[list[Tensor]]:
     taken = [[*map(small_parameter, ps)] for ps in params]
     for group, news in zip(other.param_groups, taken, strict=True):
         group["params"] = news[::-1]
+    trial.name(other)
     held = other.state_dict()
     states = {i: deepcopy(first.state[p]) for i, p in enumerate(olds) if p in first.state}
     other.load_state_dict({**held, "state": {**held["state"], **states}})
@@ -297,3 +299,68 @@ def check_moves(
                 " keep all of a parameter's state in self.state[parameter], or step after backward"
                 " with shard='whole', and train the same parameters all the time"
             )
+
+# %% ../../nbs/optim/12_state_plan.ipynb #6b7e0002
+def _groups_of(optim: torch.optim.Optimizer, params: Sequence[Tensor]) -> str:
+    """Write down which parameters each group has, and its options."""
+    places = {id(p): i for i, p in enumerate(params)}
+    groups = [{**g, "params": [places.get(id(p)) for p in g["params"]]} for g in optim.param_groups]
+    return str([sorted({**g, "param_names": None}.items()) for g in groups])
+
+
+def _try_constructor(
+    optimizer_class: Any,
+    pairs: bool,  # the user has given (name, tensor) pairs
+    defaults: dict[str, Any],
+    groups: list[SmallGroup],
+    device: torch.device,
+) -> str:  # what is wrong; empty: nothing is
+    """Compare what a class makes of tensors or pairs with what it makes of param groups."""
+    for tried in ([group.widened() for group in groups], groups):
+        with leaving_alone(device), contextlib.suppress(Exception):
+            trial = make_trial(optimizer_class, defaults, tried, device)
+            optim, [params] = trial.make(trial.values)
+            own = [*map(small_parameter, trial.values[0])]
+            given: list[Any] = [(vars(p)["param_name"], p) for p in own] if pairs else own
+            other = optimizer_class(given, **fresh_options(defaults))
+            if _groups_of(optim, params) != _groups_of(other, own):
+                return "makes other param groups"
+            for step in trial.gradients:
+                trial.step(optim, [params], step)
+                trial.step(other, [own], step)
+            found = [[[p.detach() for p in ps]] for ps in (params, own)]
+            return "steps otherwise" if difference(trial, found[0], found[1]) else ""
+    return ""
+
+
+def untried_classes(local: LocalOptimizers) -> list[type]:
+    """Name the classes that are not known, unless all are trusted."""
+    kinds = () if local.settings.trusted else local.by_class
+    return [kind for kind in kinds if not is_known(kind, cuts=False)]
+
+
+def check_constructor(
+    local: LocalOptimizers,
+    param_groups: list[dict[str, Any]],
+    given: Sequence[
+        Any
+    ],  # tensors, (name, tensor) pairs or param groups, as the user has given them
+) -> None:
+    """Refuse a class that makes of what the user has given something else than of param groups.
+
+    Raises `ValueError`."""
+    settings = local.settings
+    kind = settings.optimizer_class
+    if kind not in untried_classes(local) or isinstance(given[0], dict):
+        return
+    pairs = isinstance(given[0], tuple)
+    what = "(name, tensor) pairs" if pairs else "tensors"
+    answer = partial(_try_constructor, kind, pairs)
+    wide = settings.master_dtype
+    trouble = remembered(kind, settings.defaults, param_groups, wide, f"made of {what}", answer)
+    if trouble:
+        raise ValueError(
+            f"optimizer_class {kind.__name__} {trouble} if it is made of {what} than if it is made"
+            " of param groups, which each rank gives it with its own part of them. Pass param groups"
+            f" in the place of {what}, as the class would make them: [{{'params': [...], ...}}, ...]"
+        )

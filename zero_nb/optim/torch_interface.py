@@ -8,13 +8,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .driver import Driver
+from .driver import Driver, gather_parameters
+from .local_optimizers import LocalOptimizers, snapshot_options
+from .param_specs import SmallGroup, leaving_alone
+from .pieces import reclaim_pieces, record_versions
+from .state import end_groups
+from .state_plan import kept_numbers, untried_classes
+from .trial import difference, make_trial, remembered
 from ..comm.groups import Group
 from ..comm.subgroups import TwoLevel, two_level
 from .saved_state import check_destination
@@ -22,7 +29,8 @@ from .saved_state import check_destination
 # %% auto #0
 __all__ = ['STATE_DICT_TYPES', 'ALL_CALL', 'without_state_dict_hooks', 'call_hooks', 'StepWithoutData', 'find_groups', 'History',
            'Consolidated', 'Giving', 'known_type', 'find_receiver', 'check_not_overlapped', 'copy_state_dict',
-           'describe_keys', 'describe_missing', 'asked_by_dcp', 'laid_out_by_rows', 'StateByClass']
+           'describe_keys', 'describe_missing', 'asked_by_dcp', 'laid_out_by_rows', 'StateByClass', 'check_closure',
+           'call_closure', 'check_methods', 'forwarded']
 
 # %% ../../nbs/optim/23_torch_interface.ipynb #2b8e32fb
 @contextmanager
@@ -256,3 +264,195 @@ class StateByClass(Mapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._by_class)
+
+# %% ../../nbs/optim/23_torch_interface.ipynb #6b7e0004
+def _try_closure(
+    optimizer_class: Any,
+    defaults: dict[str, Any],
+    groups: list[SmallGroup],
+    device: torch.device,
+) -> str:  # what is wrong; empty: nothing is
+    """Compare steps with a closure, which gives the same gradients again, and without one."""
+    for tried in ([group.widened() for group in groups], groups):
+        with leaving_alone(device), suppress(Exception):
+            trial = make_trial(optimizer_class, defaults, tried, device)
+            plain, params = trial.make(trial.values)
+            other, others = trial.make(trial.values)
+            for step in trial.gradients[:4]:
+                trial.step(plain, params, step)
+                calls = _step_with_closure(other, others, step)
+                if calls > 1:
+                    return f"calls a closure {calls} times in a step"
+            ends = [[[p.detach() for p in ps] for ps in every] for every in (params, others)]
+            same = not difference(trial, ends[0], ends[1])
+            return "" if same else "steps otherwise with a closure"
+    return ""
+
+
+def _step_with_closure(
+    optim: torch.optim.Optimizer, params: list[list[Tensor]], gradients: list[list[Tensor]]
+) -> int:  # how often the closure was called
+    calls = []
+
+    def closure() -> Tensor:
+        for ps, grads in zip(params, gradients, strict=True):
+            for p, grad in zip(ps, grads, strict=True):
+                p.grad = grad.clone()
+        calls.append(1)
+        return torch.zeros(())
+
+    closure()
+    optim.step(closure)  # type: ignore[arg-type]  # a loss may be a tensor
+    return len(calls) - 1
+
+
+def check_closure(local: LocalOptimizers, param_groups: list[dict[str, Any]]) -> None:
+    """Refuse a class that a closure makes step otherwise than one call of it before the step.
+
+    Raises `ValueError`."""
+    settings = local.settings
+    for kind in untried_classes(local):
+        if kind in local.tried_with_closure:
+            continue
+        pairs = zip(local.rules, param_groups, strict=True)
+        of_kind = [group for rule, group in pairs if rule.optimizer_class is kind]
+        answer = partial(_try_closure, kind)
+        wide = settings.master_dtype
+        trouble = remembered(kind, settings.options(kind), of_kind, wide, "closure", answer)
+        if trouble:
+            raise ValueError(
+                f"optimizer_class {kind.__name__} {trouble}, and step(closure) calls it once here,"
+                " before each rank steps its part without it. Sharded, the class would not train as"
+                " it does unsharded: use it unsharded, or call the closure yourself and step()"
+                " without it"
+            )
+        local.tried_with_closure.add(kind)
+
+
+def call_closure(
+    closure: Callable[[], Any] | None,
+    local: LocalOptimizers,
+    param_groups: list[dict[str, Any]],
+) -> Any:  # its loss
+    """Call a closure once, if no class would call it more often."""
+    if closure is None:
+        return None
+    check_closure(local, param_groups)
+    return closure()
+
+# %% ../../nbs/optim/23_torch_interface.ipynb #6b7e0006
+def _overrides(kind: type, name: str) -> bool:
+    return getattr(kind, name, None) is not getattr(torch.optim.Optimizer, name, None)
+
+
+def _shown(optim: torch.optim.Optimizer, params: Iterable[Tensor]) -> str:
+    """Write down all that an optimizer holds, and its parameters."""
+    state = [*map(optim.state.get, params)]
+    return f"{kept_numbers(optim)} {state} {[p.tolist() for p in params]}"
+
+
+def _try_methods(
+    optimizer_class: Any,
+    defaults: dict[str, Any],
+    groups: list[SmallGroup],
+    device: torch.device,
+) -> str:  # what is wrong; empty: nothing is
+    """Call on small tensors what a class overrides, and see what it does beside what torch's does."""
+    tried = [group.widened() for group in groups]
+    with leaving_alone(device), suppress(Exception):
+        trial = make_trial(optimizer_class, defaults, tried, device)
+        optim, by_group = trial.make(trial.values)
+        params = [p for ps in by_group for p in ps]
+        for step in trial.gradients[:3]:
+            trial.step(optim, by_group, step)
+        before = _shown(optim, params)
+        if _overrides(optimizer_class, "zero_grad"):
+            optim.zero_grad()
+            if _shown(optim, params) != before or any(
+                p.grad is not None and p.grad.any() for p in params
+            ):
+                return "has a zero_grad() that does more than to clear gradients"
+        if _overrides(optimizer_class, "state_dict"):
+            given, own = optim.state_dict(), torch.optim.Optimizer.state_dict(optim)
+            for key in ("param_groups", "state"):
+                if str(given[key]) != str(own[key]):
+                    return (
+                        f"has a state_dict() that gives another {key!r} than torch's, which is read"
+                    )
+        for name in ("eval", "train"):
+            if _overrides(optimizer_class, name):
+                before = _shown(optim, params)
+                options = snapshot_options(optim.param_groups)
+                getattr(optim, name)()
+                same = options == snapshot_options(optim.param_groups)
+                if same and _shown(optim, params) != before:
+                    return f"has {name}() that changes parameters and notes it in no param group"
+    return ""
+
+
+_OVERRIDDEN = ("zero_grad", "state_dict", "eval", "train")
+
+
+def check_methods(local: LocalOptimizers, param_groups: list[dict[str, Any]]) -> None:
+    """Refuse a class whose methods beside `step` do what no rank would do.
+
+    Raises `ValueError`."""
+    settings = local.settings
+    for kind in untried_classes(local):
+        if not any(_overrides(kind, name) for name in _OVERRIDDEN):
+            continue
+        pairs = zip(local.rules, param_groups, strict=True)
+        of_kind = [group for rule, group in pairs if rule.optimizer_class is kind]
+        answer = partial(_try_methods, kind)
+        wide = settings.master_dtype
+        trouble = remembered(kind, settings.options(kind), of_kind, wide, "methods", answer)
+        if trouble:
+            raise ValueError(
+                f"optimizer_class {kind.__name__} {trouble}, so it would not train or resume as it"
+                " does unsharded: do that in step(), keep it in self.state[parameter] or"
+                " self.param_groups, or pass trust_optimizer_class=True if nothing depends on it"
+            )
+
+# %% ../../nbs/optim/23_torch_interface.ipynb #6b7e0007
+@torch.no_grad()
+def _call_on_pieces(optimizer: Any, name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    """Call a method of the local optimizers with all pieces in place, and gather the parameters if
+    param groups have changed, on all ranks or on none."""
+    local = optimizer.local
+    optims = local.by_class.values()
+    optimizer.wait_for_driver()
+    if optimizer.sharded_state.frozen.places:
+        raise RuntimeError(
+            f"{name}() changes frozen parameters that were stepped before, too, and no rank has"
+            " them with their state any more; call it before they are frozen"
+        )
+    local.pull_options(optimizer.param_groups)
+    shards = [shard for shard in optimizer.shards if not shard.alone]
+    pieces = [piece for shard in shards for piece in shard.pieces]
+    before = snapshot_options(optimizer.param_groups)
+    try:
+        for piece in pieces:
+            if not piece.direct:
+                piece.lend(None)
+        for optim in optims:
+            getattr(optim, name, lambda *_, **__: None)(*args, **kwargs)
+        reclaim_pieces(pieces, optims)
+        local.push_options(optimizer.param_groups)
+        if snapshot_options(optimizer.param_groups) != before:
+            gather_parameters(shards, optimizer.monitor)
+            record_versions(pieces)
+    except Exception as error:
+        end_groups(optimizer.groups, error)
+        raise
+
+
+def forwarded(
+    optimizer: Any,
+    name: str,  # of an attribute that the optimizer lacks
+) -> Callable[..., None]:  # calls it on the local optimizers; all ranks call this
+    """Give `train` and `eval` of classes that have them; `AttributeError` for all else."""
+    local = vars(optimizer).get("local")
+    kinds = local.by_class if local is not None and name in ("train", "eval") else ()
+    if any(hasattr(kind, name) for kind in kinds):
+        return lambda *args, **kwargs: _call_on_pieces(optimizer, name, args, kwargs)
+    raise AttributeError(describe_missing(optimizer, name))

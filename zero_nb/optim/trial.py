@@ -6,12 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import random
-import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -20,27 +15,25 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.traced import first_collective
-from .arguments import hide_parameters
+from .arguments import fresh_options, hide_parameters
 from zero_nb.optim.param_specs import (
     SmallGroup,
+    leaving_alone,
+    name_small_parameters,
+    random_states,
     small_groups,
     small_parameter,
     standing_in,
 )
 
 # %% auto #0
-__all__ = ['TRIAL_STEPS', 'Trial', 'make_trial', 'difference', 'shown_numbers', 'find_stand_ins', 'leaving_alone', 'Finding',
-           'try_class', 'remembered', 'find_trouble']
+__all__ = ['TRIAL_STEPS', 'Trial', 'make_trial', 'difference', 'shown_numbers', 'find_stand_ins', 'Finding', 'try_class',
+           'remembered', 'find_trouble']
 
 # %% ../../nbs/optim/08_trial.ipynb #bea3d7cb
 TRIAL_STEPS = 12
-
-
-def _fresh(given: dict[str, Any]) -> dict[str, Any]:  # an optimizer may write into its options
-    return {k: deepcopy(v) if isinstance(v, (Tensor, list, dict)) else v for k, v in given.items()}
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:  # side by side, by dtype
@@ -64,9 +57,16 @@ class Trial:
     def make(self, values: list[list[Tensor]]) -> tuple[torch.optim.Optimizer, list[list[Tensor]]]:
         """Make an optimizer, and its parameters by group."""
         params = [[small_parameter(value) for value in of_group] for of_group in values]
-        options = [_fresh(group.options) for group in self.groups]
+        options = [fresh_options(group.options) for group in self.groups]
         param_groups = [{**own, "params": ps} for own, ps in zip(options, params, strict=True)]
-        return self.optimizer_class(param_groups, **_fresh(self.defaults)), params
+        optim = self.optimizer_class(param_groups, **fresh_options(self.defaults))
+        self.name(optim)
+        return optim, params
+
+    def name(self, optim: torch.optim.Optimizer) -> None:
+        """Write names into the param groups of an optimizer, if the user's have names."""
+        if any(group.names for group in self.groups):
+            name_small_parameters(optim)
 
     def step(
         self,
@@ -106,18 +106,27 @@ class Trial:
         part with an optimizer of its own, as with `shard="even"`."""
         found = []
         for g, values in enumerate(self.values):
-            sizes = {dtype: len(row) for dtype, row in _by_dtype(values).items()}
-            starts = [(dtype, at) for dtype, size in sizes.items() for at in range(0, size, 60)]
-            found.append([self._part(g, dtype, slice(at, at + 60)) for dtype, at in starts])
+            sizes = {key: len(row) for key, row in self._rows(g, values).items()}
+            starts = [(key, at) for key, size in sizes.items() for at in range(0, size, 60)]
+            found.append([self._part(g, key, slice(at, at + 60)) for key, at in starts])
         return found
+
+    def _rows(self, g: int, tensors: list[Tensor]) -> dict[Any, Tensor]:
+        """Lay tensors side by side, but named ones, which are stepped by themselves."""
+        if not self.groups[g].names:
+            return _by_dtype(tensors)
+        return {i: t.reshape(-1) for i, t in enumerate(tensors)}
 
     def _alone(self, g: int, i: int) -> Tensor:  # tensor i of group g
         gradients = [step[g][i] for step in self.gradients]
         return self._trained(g, self.values[g][i], gradients)
 
-    def _part(self, g: int, dtype: torch.dtype, where: slice) -> Tensor:
-        gradients = [_by_dtype(step[g])[dtype][where] for step in self.gradients]
-        return self._trained(g, _by_dtype(self.values[g])[dtype][where], gradients)
+    def _part(self, g: int, key: Any, where: slice) -> Tensor:
+        gradients = [self._rows(g, step[g])[key][where] for step in self.gradients]
+        value = self._rows(g, self.values[g])[key][where]
+        if self.groups[g].names:
+            vars(value)["param_name"] = vars(self.values[g][key])["param_name"]
+        return self._trained(g, value, gradients)
 
     def _trained(self, g: int, value: Tensor, gradients: list[Tensor]) -> Tensor:
         """Step one tensor of a group; the others are empty, as on a rank that owns nothing of them."""
@@ -197,61 +206,6 @@ def find_stand_ins(trial: Trial) -> Trial:
         return trial
     return trial
 
-# %% ../../nbs/optim/08_trial.ipynb #ab2f1adc
-def _random_states(device: torch.device) -> tuple[Any, ...]:  # of the process's generators
-    found: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
-    if device.type != "cpu":
-        found.append(torch.get_device_module(device).get_rng_state(device).tolist())
-    numpy = sys.modules.get("numpy")
-    if numpy:
-        parts = numpy.random.get_state()
-        found += [part.tolist() if hasattr(part, "tolist") else part for part in parts]
-    return tuple(found)
-
-
-@contextlib.contextmanager
-def _without_global_hooks() -> Iterator[None]:
-    """Take away the user's hooks for all optimizers."""
-    hooks = [
-        vars(sys.modules[torch.optim.Optimizer.__module__]).get(
-            f"_global_optimizer_{when}_hooks", {}
-        )
-        for when in ("pre", "post")
-    ]
-    kept = [dict(of_when) for of_when in hooks]
-    for of_when in hooks:
-        of_when.clear()
-    try:
-        yield
-    finally:
-        for of_when, before in zip(hooks, kept, strict=True):
-            of_when.update(before)
-
-
-@contextlib.contextmanager
-def leaving_alone(device: torch.device) -> Iterator[None]:
-    """Put random states back after the block, call no hooks of the user's in it, and let nobody see
-    what is printed or warned of in it."""
-    numpy = sys.modules.get("numpy")
-    devices = [] if device.type == "cpu" else [device]
-    in_python = random.getstate()
-    in_numpy = numpy.random.get_state() if numpy else None
-    with (
-        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
-        warnings.catch_warnings(),
-        _disable_current_modes(),
-        _without_global_hooks(),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            random.setstate(in_python)
-            if numpy:
-                numpy.random.set_state(in_numpy)
-
 # %% ../../nbs/optim/08_trial.ipynb #e316ea6b
 @dataclass(frozen=True)
 class Finding:
@@ -267,9 +221,9 @@ def _judge(trial: Trial, cuts: bool, device: torch.device) -> Finding:
             f"communicates ({operation}), as if all ranks stepped the same parameters, and each"
             " rank would step other ones"
         )
-    before = _random_states(device)
+    before = random_states(device)
     together = trial.together()
-    if before != _random_states(device):
+    if before != random_states(device):
         return Finding("draws random numbers, and each rank draws other ones")
     if not all(t.isfinite().all() for ts in together for t in ts):
         raise ArithmeticError("they are stepped to values that are not finite")
