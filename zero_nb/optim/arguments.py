@@ -23,7 +23,7 @@ from ..plan.policies import runs
 from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
-__all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines', 'which_cut', 'piece_names',
+__all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines', 'which_cut', 'piece_names', 'name_pieces',
            'find_references', 'fresh_options', 'hide_parameters', 'check_references']
 
 # %% ../../nbs/optim/06_arguments.ipynb #f8e7d0d3
@@ -212,6 +212,18 @@ def piece_names(group: dict[str, Any], shard: Shard) -> dict[str, Any]:
     named = {id(p): name for p, name in zip(group["params"], group["param_names"], strict=True)}
     whose = [id(piece.params[0]) for piece in shard.pieces]
     return {"param_names": [named[i] for i in whose if i in named]}
+
+
+def name_pieces(
+    local_groups: Sequence[dict[str, Any]],  # of the local optimizers
+    rules: Sequence[Rule],
+    param_groups: Sequence[dict[str, Any]],  # the user's, in the same order
+    shard: Shard,  # whose pieces are to be named
+) -> None:
+    """Write the names of pieces into the local groups of classes that may read them."""
+    for i in shard.groups:
+        if not is_known(rules[i].optimizer_class, cuts=False):
+            local_groups[i].update(piece_names(param_groups[i], shard))
 
 # %% ../../nbs/optim/06_arguments.ipynb #5a1c0d34
 def _inside(value: Any, depth: int = 4) -> Iterator[Any]:

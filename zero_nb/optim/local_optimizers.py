@@ -18,7 +18,7 @@ from torch import Tensor
 from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import pack
 from ..comm.groups import Group
-from .arguments import check_references, piece_names, which_cut
+from .arguments import check_references, name_pieces, piece_names, which_cut
 from .param_specs import make_stand_in, specs, standing_in
 from .pieces import Piece, lay_out_gradients
 from .shard import Shard, release_step_memory
@@ -209,14 +209,7 @@ class LocalOptimizers:
                 continue
             for group in groups:
                 self.by_class[kind].add_param_group(group)
-        self._name_pieces(param_groups, shard)
-
-    def _name_pieces(self, param_groups: ParamGroups, shard: Shard) -> None:
-        """Write the names of pieces into the groups of classes that may read them."""
-        local = self.groups()
-        for i in shard.groups:
-            if not is_known(self.rules[i].optimizer_class, cuts=False):
-                local[i].update(piece_names(param_groups[i], shard))
+        name_pieces(self.groups(), self.rules, param_groups, shard)
 
     def keep_groups(self, count: int) -> None:
         """Drop all param groups but the first `count`, with the optimizers that have no other."""
@@ -327,7 +320,7 @@ class LocalOptimizers:
         local = self.groups()
         for i in shard.groups:
             local[i]["params"] = _views(param_groups[i], shard)
-        self._name_pieces(param_groups, shard)
+        name_pieces(self.groups(), self.rules, param_groups, shard)
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #55718bba
 def check_classes(

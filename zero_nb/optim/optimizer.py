@@ -414,7 +414,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         if closure is not None and not callable(closure):
             kwargs["closure"], closure = closure, None
         with torch.enable_grad():
-            loss = torch_interface.call_closure(closure, self.local, self.param_groups)
+            loss = None if closure is None else torch_interface.call_closure(closure, self)
         self.note_step(self._driver is not None)  # which notes its own steps
         if self.group.process_group is not None or torch.distributed.is_available():
             _Join.Join.notify_join_context(self)  # ranks without data see that this one steps

@@ -301,7 +301,7 @@ def check_moves(
             )
 
 # %% ../../nbs/optim/12_state_plan.ipynb #6b7e0002
-def _groups_of(optim: torch.optim.Optimizer, params: Sequence[Tensor]) -> str:
+def _written_groups(optim: torch.optim.Optimizer, params: Sequence[Tensor]) -> str:
     """Write down which parameters each group has, and its options."""
     places = {id(p): i for i, p in enumerate(params)}
     groups = [{**g, "params": [places.get(id(p)) for p in g["params"]]} for g in optim.param_groups]
@@ -323,7 +323,7 @@ def _try_constructor(
             own = [*map(small_parameter, trial.values[0])]
             given: list[Any] = [(vars(p)["param_name"], p) for p in own] if pairs else own
             other = optimizer_class(given, **fresh_options(defaults))
-            if _groups_of(optim, params) != _groups_of(other, own):
+            if _written_groups(optim, params) != _written_groups(other, own):
                 return "makes other param groups"
             for step in trial.gradients:
                 trial.step(optim, [params], step)

@@ -283,9 +283,9 @@ def _try_closure(
                 calls = _step_with_closure(other, others, step)
                 if calls > 1:
                     return f"calls a closure {calls} times in a step"
-            ends = [[[p.detach() for p in ps] for ps in every] for every in (params, others)]
-            same = not difference(trial, ends[0], ends[1])
-            return "" if same else "steps otherwise with a closure"
+            with torch.no_grad():
+                found = difference(trial, params, others)
+            return "steps otherwise with a closure" if found else ""
     return ""
 
 
@@ -329,15 +329,9 @@ def check_closure(local: LocalOptimizers, param_groups: list[dict[str, Any]]) ->
         local.tried_with_closure.add(kind)
 
 
-def call_closure(
-    closure: Callable[[], Any] | None,
-    local: LocalOptimizers,
-    param_groups: list[dict[str, Any]],
-) -> Any:  # its loss
+def call_closure(closure: Callable[[], Any], optimizer: Any) -> Any:  # its loss
     """Call a closure once, if no class would call it more often."""
-    if closure is None:
-        return None
-    check_closure(local, param_groups)
+    check_closure(optimizer.local, optimizer.param_groups)
     return closure()
 
 # %% ../../nbs/optim/23_torch_interface.ipynb #6b7e0006
@@ -345,7 +339,7 @@ def _overrides(kind: type, name: str) -> bool:
     return getattr(kind, name, None) is not getattr(torch.optim.Optimizer, name, None)
 
 
-def _shown(optim: torch.optim.Optimizer, params: Iterable[Tensor]) -> str:
+def _held_by(optim: torch.optim.Optimizer, params: Iterable[Tensor]) -> str:
     """Write down all that an optimizer holds, and its parameters."""
     state = [*map(optim.state.get, params)]
     return f"{kept_numbers(optim)} {state} {[p.tolist() for p in params]}"
@@ -365,15 +359,16 @@ def _try_methods(
         params = [p for ps in by_group for p in ps]
         for step in trial.gradients[:3]:
             trial.step(optim, by_group, step)
-        before = _shown(optim, params)
+        before = _held_by(optim, params)
         if _overrides(optimizer_class, "zero_grad"):
             optim.zero_grad()
-            if _shown(optim, params) != before or any(
+            if _held_by(optim, params) != before or any(
                 p.grad is not None and p.grad.any() for p in params
             ):
                 return "has a zero_grad() that does more than to clear gradients"
         if _overrides(optimizer_class, "state_dict"):
-            given, own = optim.state_dict(), torch.optim.Optimizer.state_dict(optim)
+            given = optim.state_dict()
+            own = torch.optim.Optimizer.state_dict(optim)
             for key in ("param_groups", "state"):
                 if str(given[key]) != str(own[key]):
                     return (
@@ -381,11 +376,11 @@ def _try_methods(
                     )
         for name in ("eval", "train"):
             if _overrides(optimizer_class, name):
-                before = _shown(optim, params)
+                before = _held_by(optim, params)
                 options = snapshot_options(optim.param_groups)
                 getattr(optim, name)()
                 same = options == snapshot_options(optim.param_groups)
-                if same and _shown(optim, params) != before:
+                if same and _held_by(optim, params) != before:
                     return f"has {name}() that changes parameters and notes it in no param group"
     return ""
 
