@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..comm.ending import fails_everywhere
 from ..comm.groups import Group
+from .param_specs import clear_gradients, with_gradients
 from .iteration import BucketRun, ParameterGathers, Phase, StepMonitor, Steppable
 from .pieces import lend_pieces, reclaim_pieces, record_versions
 from .shard import Shard, release_step_memory
@@ -139,7 +140,11 @@ class AfterBackward:
                     lend_pieces(local.by_class.values(), shard)
                 pulled = local.pull_options(optimizer.param_groups)
                 stepping = True
+                stepped = with_gradients(local.groups()) if local.leaves else []
                 returned = local.step(optimizer.param_groups, **kwargs)
+                if stepped:
+                    leaves = [local.leaves.get(rule.optimizer_class, ()) for rule in local.rules]
+                    clear_gradients(optimizer.param_groups, stepped, leaves)
                 local.push_options(optimizer.param_groups, pulled)
         except Exception as error:
             self._end_failed_step(shards, stepping, None if first else error)
@@ -158,19 +163,15 @@ class AfterBackward:
     def _show_before_step(self, monitor: StepMonitor) -> None:
         shards = self.optimizer.shards
         monitor.begin_step(shards)
-        for shard in shards:
-            for bucket in shard.buckets:
-                monitor.before_step(bucket, reads_grads=True)
+        for bucket in [bucket for shard in shards for bucket in shard.buckets]:
+            monitor.before_step(bucket, reads_grads=True)
 
     def _agreed(self) -> AbstractContextManager[None]:
         """Have all ranks compare which parameters have a gradient, and learn of an error of any."""
-        optimizer = self.optimizer
-
-        def describe() -> list[str]:
-            has = [p.grad is not None for p in optimizer.params()]
-            return [f"parameter {i} with{'' if g else 'out'} a gradient" for i, g in enumerate(has)]
-
-        return optimizer.checked_first_step(describe)
+        # now: a class may free gradients in its step
+        lacks = ["out" if p.grad is None else "" for p in self.optimizer.params()]
+        lines = [f"parameter {i} with{out} a gradient" for i, out in enumerate(lacks)]
+        return self.optimizer.checked_first_step(lambda: lines)
 
     def _end_failed_step(
         self,
@@ -225,9 +226,8 @@ def clip_parts(
     norm = norm_of(group, parts, norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for part in parts:
-        part.mul_(
-            scale.to(part.device)
-        )  # a number in the norm's dtype: in half precision it could round to 0
+        # a number in the norm's dtype: in half precision it could round to 0
+        part.mul_(scale.to(part.device))
     return norm
 
 # %% ../../nbs/optim/22_driver.ipynb #343a3b6a

@@ -38,9 +38,8 @@ ParamGroups = list[dict[str, Any]]
 def _copy_options(source: ParamGroups, target: ParamGroups) -> None:
     """Copy options between groups; each side keeps its own parameters and its own choice of kernel."""
     for theirs, ours in zip(source, target, strict=True):
-        ours.update(
-            {k: v for k, v in theirs.items() if k not in ("params", "param_names", "fused")}
-        )
+        copied = {k: v for k, v in theirs.items() if k not in ("params", "param_names", "fused")}
+        ours.update(copied)
         if "fused" in theirs:
             ours.setdefault("fused", None)
 
@@ -123,8 +122,7 @@ def make_shard(
         # a piece has one name, for classes that read names
         named = "param_names" in param_groups[i] and not is_known(rules[i].optimizer_class, False)
         merges += [rules[i].policy is runs and not named] * len(param_groups[i]["params"])
-    if borrows is None:
-        borrows = plan is None
+    borrows = plan is None if borrows is None else borrows
     return Shard(
         plan or own,
         [p for group in taken for p in group["params"]],
@@ -154,9 +152,8 @@ def _sample(
 ) -> list[Tensor]:  # one parameter of each form where forms are known
     if shard.alone or len(shard.groups) > 1:
         return group["params"]
-    return [
-        *dict(zip(ParamTable.of(shard.plan.params).which, group["params"], strict=True)).values()
-    ]
+    by_form = dict(zip(ParamTable.of(shard.plan.params).which, group["params"], strict=True))
+    return [*by_form.values()]
 
 
 def _local_group(
@@ -186,6 +183,8 @@ class LocalOptimizers:
     tried_with_closure: set[type] = field(default_factory=set)
     # classes for which a tensor stands in where this rank has no gradient of a group
     stood_in_for: set[type] = field(default_factory=set)
+    # what steps leave of gradients, by class: of those that are not known, as far as they were tried
+    leaves: dict[type, frozenset[str]] = field(default_factory=dict)
 
     def add_groups(
         self,
@@ -333,7 +332,9 @@ def check_classes(
 
     Raises `ValueError`."""
     settings = local.settings
-    if settings.trusted or all(is_known(rule.optimizer_class, cuts=True) for rule in rules):
+    unknown = [kind for kind in local.by_class if not is_known(kind, cuts=True)]
+    local.leaves.update(dict.fromkeys(unknown, frozenset()) | local.leaves)
+    if settings.trusted or not unknown:
         return
     check_references(settings, rules, param_groups, shards)
     cut = which_cut(param_groups, rules, shards)
@@ -345,6 +346,7 @@ def check_classes(
             continue
         found = find_trouble(kind, settings.options(kind), of_kind, cuts, settings.master_dtype)
         local.stood_in_for.update(() if found.idles else (kind,))
+        local.leaves[kind] = found.leaves
         if found.trouble:
             raise ValueError(
                 f"optimizer_class {kind.__name__} {found.trouble}. Sharded, it would not train as it does"

@@ -10,7 +10,7 @@ import io
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -26,7 +26,8 @@ from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
 __all__ = ['specs', 'small_shapes', 'SmallKind', 'SmallGroup', 'small_groups', 'small_parameter', 'name_small_parameters',
-           'make_stand_in', 'standing_in', 'random_states', 'leaving_alone']
+           'make_stand_in', 'standing_in', 'with_gradients', 'what_is_left', 'clear_gradients', 'random_states',
+           'leaving_alone']
 
 # %% ../../nbs/optim/02_param_specs.ipynb #8c39e138
 def _names(group: dict[str, Any], index: int) -> list[str]:
@@ -234,6 +235,41 @@ def standing_in(
             if names is not None:
                 group["param_names"] = names
             optim.state.pop(stand_in, None)
+
+# %% ../../nbs/optim/02_param_specs.ipynb #5a02c0d2
+def with_gradients(param_groups: Sequence[dict[str, Any]]) -> list[list[Tensor]]:
+    """List the tensors of each group that have a gradient."""
+    return [[p for p in group["params"] if p.grad is not None] for group in param_groups]
+
+
+def what_is_left(
+    stepped: Sequence[Tensor],  # that had a gradient before a step
+    expected: Collection[str],  # what steps of the class may leave, as far as it was tried
+) -> str:
+    """Tell what a step has left of gradients: "kept", "freed" or "zeros"."""
+    if not stepped:
+        return next(iter(expected)) if len(expected) == 1 else "kept"
+    if all(p.grad is None for p in stepped):
+        return "freed"
+    # a look at the numbers waits for the device
+    zeros = "zeros" in expected and not any(p.grad is not None and p.grad.any() for p in stepped)
+    return "zeros" if zeros else "kept"
+
+
+@torch.no_grad()
+def clear_gradients(
+    param_groups: Sequence[dict[str, Any]],  # the user's
+    stepped: Sequence[Sequence[Tensor]],  # of each group, what this rank has stepped
+    expected: Sequence[Collection[str]],  # of each group, what its class may leave
+) -> None:
+    """Free or zero all gradients of the groups of which a step has done so with all that it stepped."""
+    for group, views, leaves in zip(param_groups, stepped, expected, strict=True):
+        left = what_is_left(views, leaves)
+        for p in group["params"] if left != "kept" else ():
+            if left == "freed":
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
 
 # %% ../../nbs/optim/02_param_specs.ipynb #ab2f1adc
 def random_states(device: torch.device) -> tuple[Any, ...]:

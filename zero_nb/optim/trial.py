@@ -26,6 +26,7 @@ from zero_nb.optim.param_specs import (
     small_groups,
     small_parameter,
     standing_in,
+    what_is_left,
 )
 
 # %% auto #0
@@ -73,13 +74,14 @@ class Trial:
         optim: torch.optim.Optimizer,
         params: list[list[Tensor]],
         gradients: Sequence[Sequence[Tensor | None]],
-    ) -> None:
+    ) -> str:  # what it has left of them
         """Take one step."""
         for ps, grads in zip(params, gradients, strict=True):
             for p, grad in zip(ps, grads, strict=True):
                 p.grad = None if grad is None else grad.clone()
         with standing_in(optim, self.stand_ins):
             optim.step()
+        return what_is_left([p for ps in params for p in ps], {"zeros"})
 
     def train(
         self,
@@ -213,6 +215,13 @@ class Finding:
 
     trouble: str = ""  # why the class may not be sharded; empty: it may
     idles: bool = True  # steps groups without gradients as a rank that owns nothing needs it
+    # of gradients, after its steps; see `what_is_left`
+    leaves: frozenset[str] = frozenset({"kept"})
+
+
+def _find_left(trial: Trial) -> frozenset[str]:
+    optim, params = trial.make(trial.values)
+    return frozenset({trial.step(optim, params, gradients) for gradients in trial.gradients})
 
 
 def _judge(trial: Trial, cuts: bool, device: torch.device) -> Finding:
@@ -228,15 +237,14 @@ def _judge(trial: Trial, cuts: bool, device: torch.device) -> Finding:
     if not all(t.isfinite().all() for ts in together for t in ts):
         raise ArithmeticError("they are stepped to values that are not finite")
     torch.default_generator.manual_seed(torch.initial_seed() ^ 1)
-    with_stand_ins = find_stand_ins(trial)
-    return Finding(_compare_ways(with_stand_ins, together, cuts), with_stand_ins is trial)
+    tried = find_stand_ins(trial)
+    return Finding(_compare_ways(tried, together, cuts), tried is trial, _find_left(trial))
 
 
 def _compare_ways(trial: Trial, together: list[list[Tensor]], cuts: bool) -> str:
-    ways = [
-        ("together with others and alone", trial.apart),
-        *([("whole and cut (shard='even'; try shard='whole')", trial.cut)] if cuts else []),
-    ]
+    ways = [("together with others and alone", trial.apart)]
+    if cuts:
+        ways.append(("whole and cut (shard='even'; try shard='whole')", trial.cut))
     for what, step in ways:
         try:
             found = difference(trial, together, step())
@@ -263,9 +271,8 @@ def try_class(
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Finding:
     """Find out by trial whether a class of optimizers may be sharded."""
-    wide = [group.widened() for group in groups]
     found = []
-    for tried in (wide, groups):
+    for tried in ([group.widened() for group in groups], groups):
         with leaving_alone(device):
             try:
                 trial = make_trial(optimizer_class, defaults, tried, device)
@@ -274,7 +281,8 @@ def try_class(
                 failed = error
     if found:
         trouble = next(filter(None, (one.trouble for one in found)), "")
-        return Finding(trouble, all(one.idles for one in found))
+        leaves = frozenset[str]().union(*(one.leaves for one in found))
+        return Finding(trouble, all(one.idles for one in found), leaves)
     return Finding(
         "cannot be tried on small tensors of the kinds that it is given:"
         f" {type(failed).__name__}: {failed!s:.300}"
