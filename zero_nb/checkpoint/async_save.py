@@ -28,7 +28,7 @@ from zero_nb.checkpoint.sharded import (
     plan_save,
     write_part,
 )
-from .skeleton import naming_target, tight
+from .skeleton import naming_target, not_twice, tight
 from ..comm.agreement import agreeing
 from ..comm.group_store import GroupStore, pauses_for_others
 from ..comm.groups import Group
@@ -233,6 +233,7 @@ class AsyncCheckpointer:
         self.optimizer = optimizer
         self.group = Group(process_group)
         self._staged = StagingMemory()
+        self._lock = threading.Lock()  # held while `save` runs
         self._saving: Saving | None = None
         self._groups = getattr(optimizer, "groups", None)
 
@@ -247,13 +248,13 @@ class AsyncCheckpointer:
 
         Waits for the save before this one, if that is still under way. Raises on all ranks what went
         wrong in that one or, as `save_sharded`, in the beginning of this one; nothing is left behind."""
-        self.wait()  # no thread of this rank reads the copies after that
-        if getattr(self.optimizer, "groups", None) is not self._groups:
-            raise RuntimeError(
-                "reshard() has moved the optimizer to other ranks since this checkpointer was made, so"
-                " not all of its ranks would come; make another one for the ranks that hold the state"
-            )
-        with ExitStack() as opened:
+        with not_twice(self._lock, "save() of an AsyncCheckpointer"), ExitStack() as opened:
+            self.wait()  # no thread of this rank reads the copies after that
+            if getattr(self.optimizer, "groups", None) is not self._groups:
+                raise RuntimeError(
+                    "reshard() has moved the optimizer to other ranks since this checkpointer was made,"
+                    " so not all of its ranks would come; make another one for those that hold the state"
+                )
             beside, more = open_save(
                 folder, self.model, self.optimizer, step, extra, self.group, opened
             )

@@ -13,6 +13,7 @@ from typing import Any
 
 from .folder import MANIFEST, check_listed, mapped_file, read_table
 from .names import by_index, lay_out
+from .skeleton import letting_go
 from .saved_tensors import Part, SavedTensor, load_saved, replace_tensors
 from ..comm.objects import MemoryFile
 
@@ -215,13 +216,13 @@ def _read_boxes(
 ) -> Iterator[Any]:
     """Give the values in one file of a folder: fully qualified name, and value or part."""
     path = folder / name
-    with mapped_file(path) as mapped, memoryview(mapped) as data:
+    with mapped_file(path) as mapped, letting_go(memoryview(mapped)) as data:
         for index, info in held:
             if getattr(info, "transform_descriptors", None):
                 raise ValueError(
                     f"{folder} has {index.fqn} in a transformed form, which cannot be read"
                 )
-            with data[info.offset : info.offset + info.length] as box:
+            with letting_go(data[info.offset : info.offset + info.length]) as box:
                 found = load_saved(MemoryFile(box), path, info.offset)
             if not hasattr(table.state_dict_metadata[index.fqn], "size"):
                 yield index.fqn, found

@@ -21,6 +21,7 @@ from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from torch.futures import Future
 
 import zero_nb
 from .files import crc_of, records_in
-from .skeleton import read_box
+from .skeleton import crc_until, letting_go, read_box
 from ..comm.objects import MemoryFile, explain_unread, load
 
 # %% auto #0
@@ -226,7 +227,7 @@ def mapped_file(path: Path) -> Iterator[mmap.mmap]:
     with open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
             raise ValueError(f"{path} is damaged: it is empty; use the checkpoint before it")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        with letting_go(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)) as mapped:
             yield mapped
 
 
@@ -237,7 +238,7 @@ def _box(
 ) -> Iterator[memoryview]:
     """Give the bytes of a box, and let go of its pages afterwards."""
     start, stop, _ = slice(place.offset, place.offset + place.length).indices(len(mapped))
-    with memoryview(mapped) as data, data[start:stop] as box:
+    with letting_go(memoryview(mapped)) as data, letting_go(data[start:stop]) as box:
         yield box
     if start < stop and hasattr(mapped, "madvise"):
         first = start - start % mmap.PAGESIZE
@@ -303,33 +304,29 @@ def check_listed(
 _DAMAGED = "is damaged: {} is not as it was written; use the checkpoint before it"
 
 
-def _trouble(box: memoryview) -> str:  # "": it can be read, and all of its bytes are as they were
-    """Say what is wrong with a box, whose name goes into the braces."""
-    try:
-        file: Any = MemoryFile(box)
-        with zipfile.ZipFile(file) as archive:
-            for info in archive.infolist():
-                archive.open(info).close()  # compares what the archive says of it in two places
-        found = records_in(file, "")
-        ends = {name: record.offset + record.nbytes for name, record in found.items()}
-        whole = all(  # nothing is copied: a check by `testzip` takes 1.8 times as long
-            zlib.crc32(box[record.offset : ends[name]]) == record.crc
-            for name, record in found.items()
-        )
-        try:
-            read_box(box, found)
-        except TypeError:  # it has no tensor
-            load(box, "cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        return f"cannot be read: {{}}: {explain_unread(error)}" if whole else _DAMAGED
-    except Exception:  # bytes that make no sense raise anything
-        return _DAMAGED
-    return "" if whole else _DAMAGED
-
-
-def _trouble_at(mapped: mmap.mmap, place: Any) -> str:
+def _trouble(mapped: mmap.mmap, stopped: Event, place: Any) -> str:
+    """Say what is wrong with a box, whose name goes into the braces; nothing if all bytes are as they were."""
     with _box(mapped, place) as box:
-        return _trouble(box)
+        try:
+            file: Any = MemoryFile(box)
+            with zipfile.ZipFile(file) as archive:
+                for info in archive.infolist():
+                    archive.open(info).close()  # compares what the archive says of it in two places
+            found = records_in(file, "")
+            ends = {name: record.offset + record.nbytes for name, record in found.items()}
+            whole = all(  # nothing is copied: a check by `testzip` takes 1.8 times as long
+                crc_until(box[record.offset : ends[name]], stopped) == record.crc
+                for name, record in found.items()
+            )
+            try:
+                read_box(box, found)
+            except TypeError:  # it has no tensor
+                load(box, "cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            return f"cannot be read: {{}}: {explain_unread(error)}" if whole else _DAMAGED
+        except Exception:  # bytes that make no sense raise anything
+            return _DAMAGED
+        return "" if whole else _DAMAGED
 
 
 def _share(boxes: Sequence[tuple[Any, Any]], part: tuple[int, int]) -> list[tuple[Any, Any]]:
@@ -344,11 +341,17 @@ def _share(boxes: Sequence[tuple[Any, Any]], part: tuple[int, int]) -> list[tupl
     return found
 
 
-def _threads() -> int:  # one to four
-    """Take this process's share of the cores."""
+@contextmanager
+def _threads(stopped: Event) -> Iterator[ThreadPoolExecutor]:  # zlib lets other threads run
+    """Start one to four threads, by this process's share of the cores; after an error they stop soon."""
     can_tell = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
-    return max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    pool = ThreadPoolExecutor(max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
+    try:
+        yield pool
+    finally:
+        stopped.set()
+        pool.shutdown(cancel_futures=True)
 
 
 def _boxes_in(folder: str | os.PathLike[str]) -> list[tuple[Any, Any]]:  # index, and place
@@ -358,14 +361,14 @@ def _boxes_in(folder: str | os.PathLike[str]) -> list[tuple[Any, Any]]:  # index
 
 
 def _check_boxes(folder: str | os.PathLike[str], boxes: Sequence[tuple[Any, Any]]) -> None:
-    with ThreadPoolExecutor(_threads()) as pool:  # zlib lets other threads run
-        for name, mine in groupby(boxes, lambda box: box[1].relative_path):
-            indices, places = zip(*mine, strict=True)
-            with mapped_file(Path(folder, name)) as mapped:
-                troubles = [*pool.map(partial(_trouble_at, mapped), places)]
-            for index, words in zip(indices, troubles, strict=True):
-                if words:
-                    raise ValueError(f"{folder} {words.replace('{}', f'{index.fqn} in {name}')}")
+    for name, mine in groupby(boxes, lambda box: box[1].relative_path):
+        indices, places = zip(*mine, strict=True)
+        stopped = Event()
+        with mapped_file(Path(folder, name)) as mapped, _threads(stopped) as pool:
+            troubles = [*pool.map(partial(_trouble, mapped, stopped), places)]
+        for index, words in zip(indices, troubles, strict=True):
+            if words:
+                raise ValueError(f"{folder} {words.replace('{}', f'{index.fqn} in {name}')}")
 
 
 def check_files(
@@ -425,18 +428,15 @@ class FolderReader(_FileSystemReader):
             return
         file: Any = MemoryFile(box)
         found = read_box(box, records_in(file, item.storage_index.fqn))
-        try:
-            for dim, span in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                found = found.narrow(dim, *span)
-            target = planner.resolve_tensor(item).detach()
-            if target.size() != found.size():
-                raise ValueError(
-                    f"{item.storage_index.fqn}: {tuple(found.size())} was saved, and there is room"
-                    f" for {tuple(target.size())}"
-                )
-            target.copy_(found)
-        finally:
-            del found  # a traceback would keep it, and the file could not be closed
+        for dim, span in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            found = found.narrow(dim, *span)
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != found.size():
+            raise ValueError(
+                f"{item.storage_index.fqn}: {tuple(found.size())} was saved, and there is room"
+                f" for {tuple(target.size())}"
+            )
+        target.copy_(found)
         planner.commit_tensor(item, target)
 
 

@@ -18,8 +18,9 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -38,7 +39,7 @@ from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
 __all__ = ['TensorForm', 'unbacked', 'SkeletonFile', 'check_room', 'naming_target', 'FileTarget', 'tight', 'StoredNumbers',
-           'read_box']
+           'read_box', 'letting_go', 'not_twice', 'crc_until']
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110007
 class TensorForm(NamedTuple):
@@ -326,3 +327,42 @@ def read_box(
     if not isinstance(found, Tensor):
         raise TypeError(f"a box of a tensor has a {type(found).__name__}")
     return found
+
+# %% ../../nbs/checkpoint/02_skeleton.ipynb #5a0202d2
+@contextmanager
+def letting_go(held: Any) -> Iterator[Any]:
+    """Give memory (an `mmap` or a `memoryview`) and let go of it; after an error, when its traceback does."""
+    try:
+        yield held
+    except BaseException:
+        with suppress(BufferError):
+            held.__exit__(None, None, None)
+        raise
+    held.__exit__(None, None, None)
+
+
+@contextmanager
+def not_twice(lock: Lock, what: str) -> Iterator[None]:
+    """Refuse to do something while it is being done; `RuntimeError`."""
+    if not lock.acquire(blocking=False):
+        raise RuntimeError(
+            f"{what} was called while it was running, as from a signal handler or another thread; set"
+            " a flag there, and call it between two steps, on all ranks"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+_CHUNK = 2**24  # bytes
+
+
+def crc_until(memory: memoryview, stopped: Event) -> int:
+    """Take the CRC-32 of memory; `RuntimeError` when another thread has set `stopped`."""
+    crc = 0
+    for at in range(0, len(memory), _CHUNK):
+        if stopped.is_set():
+            raise RuntimeError("nobody waits for this checksum any more")
+        crc = zlib.crc32(memory[at : at + _CHUNK], crc)
+    return crc

@@ -229,7 +229,7 @@ def _find(agreement: _Agreement, key: str) -> Steps:
         yield pause
     raise RuntimeError(
         f"no rank said within {_timeout(agreement.group).total_seconds():g} s what is wrong, while"
-        f" {agreement.place()}; one has died since"
+        f" {agreement.place()}; a rank was interrupted or has died since: see the ranks' output"
     )
 
 

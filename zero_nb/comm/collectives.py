@@ -192,8 +192,9 @@ def _check_state(group: Ranks) -> None:
         what = state.dropped[0]
         state.dropped.clear()
         raise RuntimeError(
-            f"{what} was started with async_op=True and never waited for, so its result was never"
-            " there; keep its Work and call wait()"
+            f"{what} was started and never waited for, so its result was never there: an exception, as"
+            " from Ctrl-C, ended the call that started it, or its Work was not kept; go on from a"
+            " checkpoint, or keep the Work of async_op=True and call wait()"
         )
 
 

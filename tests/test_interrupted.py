@@ -1,0 +1,166 @@
+"""Exceptions that come between two lines, as from Ctrl-C: they arrive as they are, and later errors name them."""
+
+import gc
+import os
+import signal
+import sys
+import time
+import zlib
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import caught
+from torch import nn
+
+from zero_nb import convert_checkpoint, newest_checkpoint, verify_checkpoint
+from zero_nb.checkpoint.async_save import AsyncCheckpointer, StagingMemory
+from zero_nb.checkpoint.sharded import load_sharded, save_sharded
+from zero_nb.comm.launch import run
+from zero_nb.optim.iteration import BucketRun
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+
+ROOM = os.sep + os.path.join("zero_nb", "checkpoint") + os.sep
+
+
+def trained():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    zero = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW)
+    model(torch.ones(1, 8)).sum().backward()
+    zero.step()
+    return model, zero
+
+
+def save(folder):
+    save_sharded(folder, *trained(), 1)
+
+
+def load(folder):
+    load_sharded(folder, *trained())
+
+
+class Interrupts:
+    """A trace that raises `KeyboardInterrupt` at one of the lines that this thread runs in a room."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def __call__(self, frame, event, arg):
+        if ROOM not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def outcomes(action, stride, most=40):
+    """Interrupt an action at some of its lines; give what came out, but for interrupts."""
+    found = []
+    for at in range(1, most * stride, stride):
+        try:
+            sys.settrace(Interrupts(at))
+            action()
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):
+                found.append((at, repr(error)))
+            continue
+        finally:
+            sys.settrace(None)
+        break
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "step_1"
+    run(2, save, path)
+    return path
+
+
+@pytest.mark.parametrize("what", ("verify", "newest", "convert", "convert back"))
+def test_an_interrupt_while_a_checkpoint_is_read_arrives_as_one(folder, tmp_path, what):
+    plain = tmp_path / "plain.pt"
+    convert_checkpoint(folder, plain)
+    action = {
+        "verify": partial(verify_checkpoint, folder),
+        "newest": partial(newest_checkpoint, folder.parent),
+        "convert": partial(convert_checkpoint, folder, tmp_path / "again.pt"),
+        "convert back": partial(convert_checkpoint, plain, tmp_path / "folder"),
+    }[what]
+    assert outcomes(action, {"newest": 13}.get(what, 37)) == []
+
+
+def test_an_interrupt_while_a_checkpoint_is_loaded_arrives_as_one(folder):
+    assert run(1, outcomes, partial(load, folder), 61) == [[]]
+
+
+def test_threads_that_check_a_folder_stop_after_an_interrupt(folder, monkeypatch):
+    plain = zlib.crc32
+    told = []
+    maps = Path("/proc/self/maps")
+
+    def interrupting(*args):
+        if not told and sys._getframe(1).f_code.co_name == "crc_until":
+            told.append(os.kill(os.getpid(), signal.SIGINT))
+            time.sleep(0.3)  # the main thread has the exception by now
+        return plain(*args)
+
+    monkeypatch.setattr(zlib, "crc32", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        verify_checkpoint(folder)
+    while maps.exists() and str(folder) in maps.read_text():  # they stop, and let go of the files
+        gc.collect()
+        time.sleep(0.05)
+    assert told
+
+
+def save_inside_a_save(folder, ranks):
+    """Let a signal handler save while this rank copies what goes to another checkpoint."""
+    model, zero = trained()
+    saver = AsyncCheckpointer(model, zero)
+    plain = StagingMemory.copy
+
+    def copy(self, planned):
+        StagingMemory.copy = plain
+        if dist.get_rank() in ranks:
+            signal.raise_signal(signal.SIGUSR1)
+        return plain(self, planned)
+
+    StagingMemory.copy = copy
+    signal.signal(signal.SIGUSR1, lambda *_: saver.save(folder / "inner", 2))
+    said = caught(lambda: saver.save(folder / "outer", 1)) or ""
+    saver.save(folder / "next", 3).wait()
+    return "save() of an AsyncCheckpointer was called while it was running" in said
+
+
+@pytest.mark.parametrize("ranks", ((0, 1), (1,)), ids=str)
+def test_a_save_in_a_signal_handler_inside_a_save_is_refused_on_all_ranks(tmp_path, ranks):
+    assert run(2, save_inside_a_save, tmp_path, ranks) == [True, True]
+    assert os.listdir(tmp_path) == ["next"]
+
+
+def drop_a_gather():
+    """Interrupt a step between the start of its gather and the wait; give what the next one says."""
+    _, zero = trained()
+    plain = BucketRun.finish_gather
+
+    def interrupt(self):
+        BucketRun.finish_gather = plain
+        raise KeyboardInterrupt
+
+    BucketRun.finish_gather = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        zero.step()
+    gc.collect()
+    return caught(zero.step)
+
+
+def test_the_words_for_a_dropped_collective_name_both_reasons():
+    for said in run(2, drop_a_gather):
+        assert "was started and never waited for" in said
+        assert "as from Ctrl-C, ended the call that started it, or its Work was not kept" in said
