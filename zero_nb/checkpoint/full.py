@@ -160,7 +160,9 @@ def read_full(
         before = os.stat(path)  # another one may take its place after it was checked
         check_file(path, part)
         try:
-            full = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            # torch maps no file whose name is not UTF-8; that one is read into memory
+            maps = os.fsencode(path) == os.fsdecode(path).encode(errors="replace")
+            full = torch.load(path, map_location="cpu", mmap=maps, weights_only=True)
         except OSError:
             raise
         except Exception as error:  # bytes that make no sense raise anything

@@ -355,14 +355,14 @@ def not_twice(lock: Lock, what: str) -> Iterator[None]:
         lock.release()
 
 
-_CHUNK = 2**24  # bytes
+_CRC_BYTES = 2**24  # bytes
 
 
 def crc_until(memory: memoryview, stopped: Event) -> int:
     """Take the CRC-32 of memory; `RuntimeError` when another thread has set `stopped`."""
     crc = 0
-    for at in range(0, len(memory), _CHUNK):
+    for at in range(0, len(memory), _CRC_BYTES):
         if stopped.is_set():
             raise RuntimeError("nobody waits for this checksum any more")
-        crc = zlib.crc32(memory[at : at + _CHUNK], crc)
+        crc = zlib.crc32(memory[at : at + _CRC_BYTES], crc)
     return crc

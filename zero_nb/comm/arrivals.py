@@ -98,7 +98,8 @@ def _plain(what: object) -> str:
 
 
 def _digest(lines: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(line.split(_NOTE)[0] for line in lines).encode()).hexdigest()
+    text = "\n".join(line.split(_NOTE)[0] for line in lines)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()  # names may not be UTF-8
 
 
 def _excerpt(text: str, other: str, longest: int = 300) -> str:
