@@ -24,50 +24,48 @@ from zero_nb.comm.simulation import simulate
 from zero_nb.comm.subgroups import clone, split, two_level
 
 
-def test_translation_is_torchs_and_checks_more():
-    def translate():
-        said, groups = (
-            [],
-            [None, dist.new_group([2, 3]), dist.new_group([0, 3]), dist.new_group([1])],
-        )
-        for group in groups:
-            if group is dist.GroupMember.NON_GROUP_MEMBER:
-                said.append(caught_error(lambda group=group: get_process_group_ranks(group)))
-                for call, words in (
-                    (get_group_rank, "Global rank 17 is not part of group -100"),
-                    (get_global_rank, "Group rank 17 is not part of group -100"),
-                ):
-                    theirs = getattr(dist, call.__name__)
-                    for kind, message in (
-                        caught_error(lambda f=f, group=group: f(group, 17)) for f in (call, theirs)
-                    ):
-                        assert kind == "ValueError" and words in message, message
-                continue
-            for given in (group, Group(group)):
-                ranks = get_process_group_ranks(given)
-                assert ranks == dist.get_process_group_ranks(group) and type(ranks) is list
-                assert [get_group_rank(given, r) for r in ranks] == list(range(len(ranks)))
-                assert [get_global_rank(given, r) for r in range(len(ranks))] == ranks
-                assert (
-                    caught_error(
-                        lambda given=given, ranks=ranks: get_global_rank(given, len(ranks))
-                    )[0]
-                    == "ValueError"
-                )
-                assert (
-                    caught_error(lambda given=given: get_global_rank(given, -1))[0] == "ValueError"
-                )
-                assert (
-                    caught_error(lambda given=given: get_group_rank(given, 17))[0] == "ValueError"
-                )
-        return said
+def check_of_outsider(group):
+    """Compare the errors on a rank that is not in a group with torch's."""
+    for call, words in (
+        (get_group_rank, "Global rank 17 is not part of group -100"),
+        (get_global_rank, "Group rank 17 is not part of group -100"),
+    ):
+        for f in (call, getattr(dist, call.__name__)):
+            kind, message = caught_error(lambda f=f: f(group, 17))
+            assert kind == "ValueError" and words in message, message
+    return caught_error(lambda: get_process_group_ranks(group))
 
+
+def check_of_member(group):
+    for given in (group, Group(group)):
+        ranks = get_process_group_ranks(given)
+        assert ranks == dist.get_process_group_ranks(group) and type(ranks) is list
+        assert [get_group_rank(given, r) for r in ranks] == list(range(len(ranks)))
+        assert [get_global_rank(given, r) for r in range(len(ranks))] == ranks
+        for call, rank in (
+            (get_global_rank, len(ranks)),
+            (get_global_rank, -1),
+            (get_group_rank, 17),
+        ):
+            assert caught_error(lambda c=call, g=given, r=rank: c(g, r))[0] == "ValueError"
+
+
+def translate():
+    said = []
+    for ranks in (None, [2, 3], [0, 3], [1]):
+        group = None if ranks is None else dist.new_group(ranks)
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            said.append(check_of_outsider(group))
+        else:
+            check_of_member(group)
+    return said
+
+
+def test_translation_is_torchs_and_checks_more():
     for rank, said in enumerate(run(4, translate)):
         assert len(said) == 3 - [[2, 3], [0, 3], [1]].__str__().count(str(rank))
-        assert all(
-            kind == "ValueError" and f"Global rank {rank} is not part of group" in message
-            for kind, message in said
-        )
+        words = f"Global rank {rank} is not part of group"
+        assert all(kind == "ValueError" and words in message for kind, message in said)
 
 
 def test_translation_without_a_job():

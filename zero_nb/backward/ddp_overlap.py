@@ -130,12 +130,11 @@ class DdpOverlap(InBackward):
         if not in_autograd:
             self.engine.markers.remove()  # DDP's own may come now, and the step is not this rank's
             self.engine.forget_steps()  # where there is no backward, `step` is not called
-        contribution = self.contribution
         self.backward = backward = DdpBackward(
-            self.traits, self.options, self.engine.optimizer, contribution, in_autograd
+            self.traits, self.options, self.engine.optimizer, self.contribution, in_autograd
         )
         learns = self.planner.iterations == 0 and not self.traits.dynamic
-        if learns and not in_autograd and contribution == "own":
+        if learns and not in_autograd and self.contribution == "own":
             raise RuntimeError(
                 "static_graph=True learns the graph in the first backward, which a rank without"
                 " data has not; give every rank a first batch"

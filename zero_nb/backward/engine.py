@@ -188,8 +188,7 @@ class StepEngine:
         self.markers = SteppedGradients(finds_unused)
         if called_once is None:
             with agreeing(optimizer.groups, "how to step", lambda: describe_engine(options, found)):
-                found = find_called_once(optimizer.local, optimizer.param_groups)
-            called_once = found
+                found = called_once = find_called_once(optimizer.local, optimizer.param_groups)
         self.steps_per_bucket = not called_once
         self.leaves_no_parts = leaves_no_parts(optimizer.local)
         if called_once and options.interleaved:

@@ -15,7 +15,7 @@ from ..comm.agreement import agreeing
 from ..comm.calls import mark_agreed
 from ..comm.groups import Group
 from ..comm.payloads import byte_device
-from .arguments import check_group, check_references
+from .arguments import check_group, check_references, plan_lines
 from zero_nb.optim.load_state import (
     cut_for_pieces,
     deal_to_pieces,
@@ -24,7 +24,6 @@ from zero_nb.optim.load_state import (
     snapshot,
     split_state_dict,
 )
-from .arguments import plan_lines
 from .local_optimizers import LocalOptimizers, make_shard
 from .shard import Shard, release_step_memory
 from .state_entry import CommonState, StateEntry, read_common, split_common

@@ -339,7 +339,7 @@ def _overrides(kind: type, name: str) -> bool:
     return getattr(kind, name, None) is not getattr(torch.optim.Optimizer, name, None)
 
 
-def _held_by(optim: torch.optim.Optimizer, params: Iterable[Tensor]) -> str:
+def _all_held(optim: torch.optim.Optimizer, params: Iterable[Tensor]) -> str:
     """Write down all that an optimizer holds, and its parameters."""
     state = [*map(optim.state.get, params)]
     return f"{kept_numbers(optim)} {state} {[p.tolist() for p in params]}"
@@ -359,10 +359,10 @@ def _try_methods(
         params = [p for ps in by_group for p in ps]
         for step in trial.gradients[:3]:
             trial.step(optim, by_group, step)
-        before = _held_by(optim, params)
+        before = _all_held(optim, params)
         if _overrides(optimizer_class, "zero_grad"):
             optim.zero_grad()
-            if _held_by(optim, params) != before or any(
+            if _all_held(optim, params) != before or any(
                 p.grad is not None and p.grad.any() for p in params
             ):
                 return "has a zero_grad() that does more than to clear gradients"
@@ -376,11 +376,11 @@ def _try_methods(
                     )
         for name in ("eval", "train"):
             if _overrides(optimizer_class, name):
-                before = _held_by(optim, params)
+                before = _all_held(optim, params)
                 options = snapshot_options(optim.param_groups)
                 getattr(optim, name)()
                 same = options == snapshot_options(optim.param_groups)
-                if same and _held_by(optim, params) != before:
+                if same and _all_held(optim, params) != before:
                     return f"has {name}() that changes parameters and notes it in no param group"
     return ""
 
