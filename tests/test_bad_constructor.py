@@ -297,16 +297,16 @@ SETTINGS = {
         lambda: make([weight()], AdamW, None, False, False, 1e-3), TypeError, "positional"
     ),
     "a group by name": Case(
-        lambda: make([weight()], AdamW, "gloo"), ValueError, "not a member", "'gloo'"
+        lambda: make([weight()], AdamW, "gloo"), ValueError, "is not part of group", "'gloo'"
     ),
     "a group of a list": Case(
-        lambda: make([weight()], AdamW, [0, 1]), ValueError, "not a member", "[0, 1]"
+        lambda: make([weight()], AdamW, [0, 1]), ValueError, "is not part of group", "[0, 1]"
     ),
     "a group by number": Case(lambda: make([weight()], AdamW, 7), ValueError, "7"),
     "somebody else's group": Case(
         lambda: make([weight()], AdamW, dist.GroupMember.NON_GROUP_MEMBER),
         ValueError,
-        "not a member",
+        "is not part of group",
         "made",
     ),
     "a destroyed group": Case(

@@ -307,7 +307,7 @@ def test_what_only_one_rank_can_know_is_at_least_named_by_the_others():
             return str(error)
 
     waiting, own = run(2, group_of_one_rank)
-    assert "not a member" in own and waiting.startswith(
+    assert "is not part of group" in own and waiting.startswith(
         "rank 1 did not arrive within 2 s, while rank 0 waited at 'making ZeroRedundancyOptimizer'"
     )
     waiting, own = run(2, closure_of_one_rank)

@@ -3,22 +3,24 @@
 import errno
 import fcntl
 import itertools
+import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 import torch.distributed as dist
 from common import caught
-from common.elastic import Blow, ElasticJob
 from common.saving import damage
-from surviving import TRAINING, flags_of, largest_gap, replayed, saved, unbroken
+from forked_job import SHORT
+from surviving import largest_gap, replayed, unbroken
 
 from zero_nb.apps import train
 from zero_nb.apps.checkpoints import checkpoint_files, read_checkpoint
@@ -33,7 +35,6 @@ from zero_nb.checkpoint.sharded import newest_checkpoint, save_sharded
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 
-SHORT = {**TRAINING, "steps": 160, "horizon": 160, "layers": 2, "width": 32, "save_every": 10}
 TINY = {**SHORT, "steps": 6, "horizon": 6, "block": 32, "eval_every": 3, "save_every": 2}
 
 
@@ -43,28 +44,23 @@ def losses(reports):
 
 def test_killed_again_and_again_at_three_and_two_ranks(tmp_path):
     """Agents are forked, and so are ranks: what `make surviving` does 21 times with torchrun itself."""
-    chance = Random(3)
-    blows = [Blow("save", 3), Blow("agent", 4, 0.05), Blow("grow", 6), Blow("start", 4, 0.1)]
-    job = ElasticJob(tmp_path, flags_of(SHORT), nnodes="2:3", fork=True)
-    job.last_call = (
-        15  # where cores are short, an agent comes late; two would train to the end alone
-    )
-    with job:
-        job.start(3)
-        job.wait(lambda life: life and life.ranks == 3)
-        for blow in blows:
-            job.strike(blow, lambda: saved(job.out), chance)
-        job.finish()
-    assert [struck.ranks for struck in job.struck] == [3, 3, 2, 3] and job.struck[0].in_save
-    assert all(life.first % 10 == 0 for life in job.lives)
-    for struck in job.struck:  # a machine that is busy may need more than one life after it
-        later = job.lives[struck.begun :]
-        assert later and all(life.first >= struck.saved for life in later), (struck, job.lives)
-    found = read_checkpoint(str(job.out))
-    assert found["step"] == 160 and len(checkpoint_files(str(job.out))) == 2
-    assert (job.out / "report.json").is_file() and not [*job.out.glob(".*.tmp")]
+    program = Path(__file__).with_name("forked_job.py")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, program, tmp_path]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    report = json.loads((tmp_path / "job.json").read_text())
+    lives, struck, out = report["lives"], report["struck"], tmp_path / "out"
+    assert [blow["ranks"] for blow in struck] == [3, 3, 2, 3] and struck[0]["in_save"]
+    assert all(life["first"] % 10 == 0 for life in lives)
+    for blow in struck:  # a machine that is busy may need more than one life after it
+        later = lives[blow["begun"] :]
+        assert later and all(life["first"] >= blow["saved"] for life in later), (blow, lives)
+    found = read_checkpoint(str(out))
+    assert found["step"] == 160 and len(checkpoint_files(str(out))) == 2
+    assert (out / "report.json").is_file() and not [*out.glob(".*.tmp")]
     got = found["losses"]["zero_nb"]
-    assert got == replayed(job.history(), SHORT, tmp_path / "again")
+    assert got == replayed(report["history"], SHORT, tmp_path / "again")
     assert largest_gap(got, unbroken(3, SHORT, tmp_path / "unbroken")) < 1e-4
 
 

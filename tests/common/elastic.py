@@ -53,8 +53,7 @@ def serve_store() -> tuple[int, int]:
     """Fork a process that keeps the agents' store, and give its id and port.
 
     In this process the store's thread would look up the names of those who call while agents are
-    forked: one that is forked meanwhile waits forever for the C library's lock (4 of 34 tries).
-    """
+    forked: one that is forked meanwhile waits forever for the C library's lock (4 of 34 tries)."""
     reader, writer = os.pipe()
     if not (pid := os.fork()):
         try:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -168,8 +169,10 @@ _NO_GROUP = _State()  # a process alone
 def _state(process_group: Any) -> _State:
     if process_group is None:
         return _NO_GROUP
+    name = ""
     if process_group not in _STATES:
-        name = str(getattr(process_group, "group_name", ""))
+        with suppress(AttributeError, RuntimeError):  # a backend of the user's may have no name
+            name = str(process_group.group_name)
         lives = _LIVES.setdefault((name, process_group.rank()), set())
         _STATES.setdefault(process_group, _State(lives=lives, old=set(lives)))
     return _STATES[process_group]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -234,7 +233,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         known = self._history.has_state or torch_interface.asked_by_dcp("_init_optim_state")
         by_class = vars(self)["local"].by_class if known and "local" in vars(self) else {}
         found = {kind.__name__: optim.state for kind, optim in by_class.items()}
-        keys_of = partial(keys_of_param, self.local, self.param_groups)
+        keys_of = lambda param: keys_of_param(self.local, self.param_groups, param)
         return torch_interface.StateByClass(found, keys_of)
 
     @state.setter
