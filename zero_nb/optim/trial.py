@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -54,13 +54,17 @@ class Trial:
     values: list[list[Tensor]]  # of each group
     gradients: list[list[list[Tensor]]]  # of each step, of each group
     stand_ins: Sequence[Tensor | None]  # for groups without a gradient; None: there are none
+    # copies of options: ids of copies that are gone may be those of other tensors later
+    copies: list[Any] = field(default_factory=list)
 
     def make(self, values: list[list[Tensor]]) -> tuple[torch.optim.Optimizer, list[list[Tensor]]]:
         """Make an optimizer, and its parameters by group."""
         params = [[small_parameter(value) for value in of_group] for of_group in values]
         options = [fresh_options(group.options) for group in self.groups]
         param_groups = [{**own, "params": ps} for own, ps in zip(options, params, strict=True)]
-        optim = self.optimizer_class(param_groups, **fresh_options(self.defaults))
+        defaults = fresh_options(self.defaults)
+        self.copies.append((options, defaults))
+        optim = self.optimizer_class(param_groups, **defaults)
         self.name(optim)
         return optim, params
 
