@@ -126,11 +126,9 @@ def choose_fused(optimizer_class: type, group: dict[str, Any]) -> bool | None:
         return group.get("fused")
     if not is_torchs(optimizer_class, FUSED):
         return None
-    devices = (
-        ["cpu", "cuda"]
-        if optimizer_class is torch.optim.Adagrad
-        else _get_fused_kernels_supported_devices()
-    )
+    devices = _get_fused_kernels_supported_devices()
+    if optimizer_class is torch.optim.Adagrad:  # older torch refuses it on a GPU
+        devices = ["cpu", "cuda"] if torch.__version__ >= "2.13" else ["cpu"]
     params = group["params"]
     if not all(dtype.is_floating_point for dtype in set(map(attrgetter("dtype"), params))):
         return None
