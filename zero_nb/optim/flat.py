@@ -95,6 +95,8 @@ def move_together(
         place = flat[slots[0].offset : slots[0].offset + param.numel()]
         place.copy_(flatten(param.detach()))
         param.data = place.as_strided(param.shape, param.stride())
+        if "_fp_param" in vars(param):  # where DDP's mixed_precision finds it after backward
+            vars(param)["_fp_param"] = param.data
     return flat
 
 
