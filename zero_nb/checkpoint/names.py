@@ -246,7 +246,7 @@ class SavedEntry(NamedTuple):
         dtype = self.form.properties.dtype
         if like is not None and like.shape == self.form.size:
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
-        return torch.empty(self.form.size, dtype=dtype)
+        return torch.empty(self.form.size, dtype=dtype, device="cpu")
 
 
 def keys_below(manifest: Mapping[str, Any], root: str) -> Keys:  # whose paths begin after the root

@@ -251,7 +251,7 @@ class Resharding:
         """Look whether the state is complete, and the same in all groups that hold some.
 
         Raises `RuntimeError` or `ValueError` on all ranks if it is not."""
-        found = torch.zeros(0, dtype=torch.int64)
+        found = torch.zeros(0, dtype=torch.int64, device="cpu")
         if self.holds_state:
             group = self.optimizer.group
             device = byte_device(group, self.params[0].device)

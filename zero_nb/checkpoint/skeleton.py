@@ -273,7 +273,7 @@ def _view_of(numbers: StoredNumbers, offset: int, shape: Any, stride: Any, *rest
     last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if all(shape) and (last + 1) * dtype.itemsize > numbers.memory.nbytes():
         raise ValueError("its numbers are not all there")  # torch would make room for them
-    return torch.empty(0, dtype=dtype).set_(numbers.memory, offset, shape, stride)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(numbers.memory, offset, shape, stride)
 
 
 class _BoxUnpickler(pickle.Unpickler):
