@@ -23,6 +23,7 @@ from .groups import Group
 from zero_nb.comm.native import (
     _KNOWN,
     _check_sum,
+    _free_here,
     _native_all_gather,
     _native_all_reduce,
     _native_broadcast,
@@ -159,10 +160,11 @@ def _merge(group: Any, pack: list[Call]) -> Iterator[None]:
 
     def steps() -> Iterator[None]:
         yield from _steps(group, call)
-        back = list(zip(pieces, call.tensor.split([len(p) for p in pieces]), strict=True))
+        done = _free_here(call.tensor).split([len(p) for p in pieces])
+        back = list(zip(pieces, done, strict=True))
         if call.kind == "reduce_scatter":
             back = back[group.group_rank * len(pack) :][: len(pack)]
-        torch._foreach_copy_([piece for piece, _ in back], [done for _, done in back])
+        torch._foreach_copy_([piece for piece, _ in back], [new for _, new in back])
 
     return steps()
 

@@ -17,17 +17,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .calls import Call, Parts, _dtype
 from .comparison import _compare
-from .exchange import _all_to_all, _exchange, _from_root, _refuse_first, _to_root
+from zero_nb.comm.exchange import (
+    _all_to_all,
+    _by_host,
+    _exchange,
+    _from_root,
+    _off_host,
+    _refuse_first,
+    _to_root,
+)
 from .meeting import _transport
 from zero_nb.comm.native import (
     _KNOWN,
     _check_sum,
+    _free_here,
     _lacks,
     _native_all_gather,
     _native_all_reduce,
     _native_broadcast,
     _native_reduce_scatter,
     backend_of,
+    unserved,
 )
 from .ranks import Ranks
 from .relays import _by_messages
@@ -47,6 +57,8 @@ def _all_gather(group: Ranks, call: Call) -> Iterator[None]:
     gloo = _over_gloo(group, call.tensor)
     if gloo and (near := _transport(group, call.tensor)):
         return near.all_gather(call.split())
+    if gloo and _off_host(call.tensor):
+        return _by_host(group, call, _all_gather)
     if parts.largest == parts.numel:
         return _broadcast(
             group, Call("broadcast", call.tensor[: parts.numel], root=parts.owners()[0][0])
@@ -67,6 +79,8 @@ def _reduce_scatter(group: Ranks, call: Call) -> Iterator[None]:
     if _over_gloo(group, call.tensor):
         if near := _transport(group, call.tensor):
             return near.reduce_scatter(call.split())
+        if _off_host(call.tensor):
+            return _by_host(group, call, _reduce_scatter)
         return _by_messages(group, call)
     if _lacks(group, call, _native_reduce_scatter):
         return _all_reduce(group, call)
@@ -80,6 +94,8 @@ def _broadcast(group: Ranks, call: Call) -> Iterator[None]:
 def _all_reduce(group: Ranks, call: Call) -> Iterator[None]:
     if call.tensor.dtype in _KNOWN or not _over_gloo(group, call.tensor):
         return _started(_native_all_reduce(group, call.tensor))
+    if _off_host(call.tensor):
+        return _by_host(group, call, _all_reduce)
     flat = call.tensor.view(-1)
     halves = [
         Call(kind, flat, Parts.of([*map(len, flat.tensor_split(group.size))]))
@@ -210,16 +226,13 @@ def _check(group: Ranks, tensor: Tensor, peer: int | None = None) -> None:
             f"a collective moves dense tensors, got {tensor.layout}; send its indices and values"
             " apart"
         )
-    if group.size > 1 and tensor.device.type not in group.backends:
-        raise ValueError(
-            f"no backend of {group} serves {tensor.device}; initialize the process group with one,"
-            " e.g. backend='cpu:gloo,cuda:nccl'"
-        )
+    served = group.size == 1 or {"cpu", tensor.device.type} <= group.backends.keys()
+    if not served and (why := unserved(group, tensor.device)):
+        raise ValueError(why)
 
 # %% ../../nbs/comm/16_collectives.ipynb #a738fa78
-_MERGED = frozenset(
-    {"all_reduce", "broadcast", "reduce_scatter", "all_gather"}
-)  # kinds that one block may hold, and of which backends have their own
+# kinds that one block may hold, and of which backends have their own
+_MERGED = frozenset({"all_reduce", "broadcast", "reduce_scatter", "all_gather"})
 
 
 def _block(group: Ranks) -> Any:
@@ -228,11 +241,8 @@ def _block(group: Ranks) -> Any:
     return block if block is not None and block.group.process_group is group.process_group else None
 
 
-def _sent(
-    group: Ranks, call: Call
-) -> (
-    int | None
-):  # bytes this rank sends, or that the others read from it; None: by the formula of the kind
+def _sent(group: Ranks, call: Call) -> int | None:
+    """Give the bytes this rank sends, or the others read from it; None: by the formula of the kind."""
     if call.kind not in ("reduce_scatter", "all_gather"):
         return None
     mine = call.parts[group.group_rank]
@@ -258,8 +268,11 @@ def _by_copy(group: Ranks, call: Call) -> Iterator[None]:
     copy = call.tensor.resolve_conj().contiguous()
 
     def steps() -> Iterator[None]:
-        yield from _steps(group, replace(call, tensor=copy))
-        call.tensor.copy_(copy)
+        dense = replace(call, tensor=copy)
+        for _ in _steps(group, dense):
+            call.note_relay(dense.passes_on)
+            yield
+        call.tensor.copy_(_free_here(copy))
 
     return steps()
 

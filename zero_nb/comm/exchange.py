@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,56 @@ from .work import _started
 
 # %% auto #0
 __all__ = []
+
+# %% ../../nbs/comm/13_exchange.ipynb #5d0c41b7
+def _off_host(tensor: Tensor) -> bool:  # where a socket cannot read or write it
+    return tensor.device.type != "cpu"
+
+
+def _host_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor.data, device="cpu", memory_format=torch.contiguous_format)
+
+
+def _host_place(group: Ranks, tensor: Tensor) -> Tensor:
+    """Give memory that gloo can receive a tensor into: its own, or some of the CPU."""
+    if _off_host(tensor) and backend_of(group, tensor.device) == "gloo":
+        return _host_like(tensor)
+    return tensor
+
+
+def _host_copy(group: Ranks, tensor: Tensor) -> Tensor:
+    """Give what gloo can send in the place of a tensor: itself, or its copy on the CPU."""
+    place = _host_place(group, tensor)
+    return tensor if place is tensor else place.copy_(tensor.data)
+
+
+def _spans(group: Ranks, call: Call) -> tuple[list[slice], list[slice]]:
+    """Tell what of a flat tensor leaves this rank in a call, and what arrives."""
+    if call.kind == "all_reduce":
+        return [slice(None)], [slice(None)]
+    start, stop = call.parts.part(group.group_rank)
+    own = [slice(start, stop)]
+    if call.kind == "reduce_scatter":
+        return [slice(call.parts.numel)], own
+    return own, [slice(start), slice(stop, call.parts.numel)]
+
+
+def _by_host(
+    group: Ranks,
+    call: Call,  # an all-reduce, a reduce-scatter or an all-gather
+    make: Callable[[Ranks, Call], Iterator[None]],  # its steps on the CPU
+) -> Iterator[None]:
+    """Run a call over gloo, of a tensor on another device, on a copy in the CPU's memory."""
+    tensor = call.tensor.data.view(-1)  # apart from autograd, as a message is
+    leaving, arriving = _spans(group, call)
+    copy = replace(call, tensor=_host_like(tensor))
+    for span in leaving:
+        copy.tensor[span].copy_(tensor[span])  # waits for the device
+    for _ in make(group, copy):
+        call.note_relay(copy.passes_on)
+        yield
+    for span in arriving:
+        tensor[span].copy_(copy.tensor[span])
 
 # %% ../../nbs/comm/13_exchange.ipynb #a639107b
 _TOP = (1 << 31) - 1  # the highest tag there is
@@ -45,15 +96,21 @@ def _exchange(
         return
     device = (sends or receives)[0][0].device
     if backend_of(group, device) == "gloo":
-        works = [dist.irecv(t, peer, pg, _tag(t)) for t, peer in receives]
-        works += [dist.isend(t, peer, pg, _tag(t)) for t, peer in sends]
+        arriving = [(_host_place(group, t), peer) for t, peer in receives]
+        works = [dist.irecv(t, peer, pg, _tag(t)) for t, peer in arriving]
+        leaving = [(_host_copy(group, t), peer) for t, peer in sends]
+        works += [dist.isend(t, peer, pg, _tag(t)) for t, peer in leaving]
     else:
+        arriving = receives
         messages = [dist.P2POp(dist.irecv, _to_move(t), peer, pg) for t, peer in receives]
         messages += [dist.P2POp(dist.isend, _to_move(t), peer, pg) for t, peer in sends]
         works = dist.batch_isend_irecv(messages)
     yield
     for work in works:
         work.wait()
+    for (tensor, _), (place, _) in zip(receives, arriving, strict=True):
+        if place is not tensor:
+            tensor.data.copy_(place)
 
 # %% ../../nbs/comm/13_exchange.ipynb #aedae21c
 _LATE = frozenset({"nccl", "xccl"})  # backends that connect all ranks in the first call on a group

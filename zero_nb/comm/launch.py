@@ -80,7 +80,7 @@ def _check_run(n: int, f: Callable, timeout: float, group_timeout: float | None)
 # %% ../../nbs/comm/41_launch.ipynb #a068cc31
 def _env(rank: int, n: int, backend: str) -> dict[str, str]:
     env: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
-    if "nccl" not in backend:
+    if "nccl" not in backend and "cuda" not in backend:
         env["CUDA_VISIBLE_DEVICES"] = ""
     if sys.platform == "linux":
         env["GLOO_SOCKET_IFNAME"] = "lo"
@@ -133,7 +133,7 @@ def run(
     f: Callable,  # called on each rank, inside an initialised process group
     *args: Any,  # for `f`
     timeout: float = 120.0,  # seconds after which all ranks are stopped
-    backend: str = "gloo",  # of the process group; the ranks see GPUs only if it names NCCL
+    backend: str = "gloo",  # of the process group; the ranks see GPUs only if it names nccl or cuda
     # print what the ranks wrote at the end, by rank; False leaves them this process's file
     # descriptors
     capture: bool = True,

@@ -18,12 +18,29 @@ from .ranks import Ranks
 from .work import _Native, _started
 
 # %% auto #0
-__all__ = ['backend_of']
+__all__ = ['backend_of', 'unserved']
 
 # %% ../../nbs/comm/10_native.ipynb #75a77ffd
 def backend_of(group: Ranks, device: torch.device) -> str:
     """Backend that serves tensors of `device`, for example "gloo" or "nccl"; "none" in a group of one."""
     return group.backends.get(device.type, "none")
+
+
+def unserved(group: Ranks, device: torch.device) -> str:
+    """Say why a group of several ranks moves no tensors of a device, and what to do; "" where it does."""
+    backends = group.backends
+    if device.type not in backends:
+        return (
+            f"no backend of {group} serves {device}; initialize the process group with one, e.g."
+            " backend='cpu:gloo,cuda:nccl'"
+        )
+    if backends[device.type] == "gloo" and "cpu" not in backends:
+        return (
+            f"gloo moves what lies on {device} through the memory of the CPU, which no backend of"
+            f" {group} serves; initialize the process group with backend='gloo' or"
+            f" 'cpu:gloo,{device.type}:gloo'"
+        )
+    return ""
 
 
 def _named(module: Any, new: str, old: str) -> Callable[..., Any]:
@@ -74,18 +91,17 @@ def _adds(dtype: torch.dtype, device: str) -> bool:
 
 
 def _check_sum(group: Ranks, call: Call) -> None:
-    """Refuse to add what torch cannot add, where sums are made of messages or in shared memory; all ranks
-    have agreed on the call."""
+    """Refuse to add what torch cannot add, where sums are made of messages or in shared memory, on the
+    CPU; all ranks have agreed on the call."""
     tensor = call.tensor
-    device = tensor.device
     if (
         call.kind in ("all_reduce", "reduce_scatter")
-        and backend_of(group, device) == "gloo"
-        and not _adds(tensor.dtype, device.type)
+        and backend_of(group, tensor.device) == "gloo"
+        and not _adds(tensor.dtype, "cpu")
     ):
         raise ValueError(
-            f"{call} adds numbers, and torch adds no {_dtype(tensor)} on {device.type}; cast the"
-            " tensor to a dtype that it adds, such as float32"
+            f"{call} adds numbers, and torch adds no {_dtype(tensor)} on cpu; cast the tensor to a"
+            " dtype that it adds, such as float32"
         )
 
 

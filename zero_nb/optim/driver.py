@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..comm.ending import fails_everywhere
 from ..comm.groups import Group
+from ..comm.native import unserved
 from .param_specs import clear_gradients, with_gradients
 from .iteration import BucketRun, ParameterGathers, Phase, StepMonitor, Steppable
 from .pieces import lend_pieces, reclaim_pieces, record_versions
@@ -72,11 +73,8 @@ def check_backends(group: Group, params: Sequence[Tensor]) -> None:
     if group.size == 1:
         return
     for device in {p.device for p in params}:
-        if group.backend(device) == "none":
-            raise ValueError(
-                f"no backend of {group} serves {device}, where a parameter is; initialize"
-                " the process group with one, for example backend='cpu:gloo,cuda:nccl'"
-            )
+        if why := unserved(group, device):
+            raise ValueError(f"a parameter is on {device}: {why}")
 
 
 def check_param_groups(optimizer: ShardedOptimizer) -> None:
