@@ -43,6 +43,19 @@ if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def pytest_configure(config):
+    """Show GPUs only to the tests that need one, which `-m cuda` runs.
+
+    The first `backward()` of a process starts a thread for each GPU that it sees, and its forks
+    then cannot call `backward()`; but most tests fork ranks, and many compute a reference before.
+    Where torch is built for CUDA and sees no GPU, its compiler puts a stand-in for GPUs in place,
+    which a first `backward()` after it would take for real ones: call one now."""
+    if config.option.markexpr == "cuda":
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.ones((), requires_grad=True).backward()
+
+
 def pytest_collection_modifyitems(config, items):
     """Of the whole suite, leave out the cases whose turn it is not, unless `ZERO_NB_ALL` is set.
 
