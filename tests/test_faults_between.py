@@ -138,7 +138,9 @@ def two_forwards():
         torch.manual_seed(0)
         net = (model := normed()).eval()
         if kind == "DDP":
-            net, optimizer = DDP(model), AdamW(model.parameters(), lr=0.05, foreach=False)
+            # in torch 2.11, DDP cannot send buffers that a backward still needs
+            net = DDP(model, broadcast_buffers=False)
+            optimizer = AdamW(model.parameters(), lr=0.05, foreach=False)
         else:
             data_parallel(
                 model,

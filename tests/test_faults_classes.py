@@ -2,7 +2,6 @@
 rank with words that say why; never different in silence."""
 
 import contextlib
-import importlib
 import inspect
 import io
 import os
@@ -36,7 +35,7 @@ def classes():
     The second is imported here only: it brings transformers along, whose memory every rank would get."""
     return {
         f"{kind.__module__.split('.')[0]}.{name}": kind
-        for module in (torch.optim, importlib.import_module("pytorch_optimizer"))
+        for module in (torch.optim, pytest.importorskip("pytorch_optimizer"))
         for name, kind in vars(module).items()
         if isinstance(kind, type)
         and issubclass(kind, torch.optim.Optimizer)
