@@ -315,7 +315,8 @@ def by_default(mode, folder, device):
     """Train, save, load and train on, with new tensors made where the model is, or where they are."""
     torch.set_default_device(device)
     try:
-        net = Net().to(gpu.DEVICE, torch.float64)
+        with torch.device("cpu"):  # a GPU draws other weights
+            net = Net().to(gpu.DEVICE, torch.float64)
         attached = gpu.attach(mode, net, gpu.adamw)
         with Join([attached.joinable, attached.optimizer]):
             for inputs in batches(4):

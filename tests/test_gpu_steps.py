@@ -269,6 +269,7 @@ def mixed(make, param_dtype, reduce_dtype, bucket_view):
     )
     optimizer = make(net.parameters(), lr=gpu.LR, fused=True)
     for (x,) in batches(6, torch.float32):
+        torch.cuda.synchronize()  # DDP copies parameters on a stream that does not wait for the step
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
