@@ -79,12 +79,13 @@ class Options:
             )
 
 # %% ../../nbs/apps/22_measuring.ipynb #1ebc33a0
+_GPU_BACKENDS = "cpu:gloo,cuda:nccl"
 Launcher = Callable[..., list]  # (n, f, *args) -> what f(*args) returned on each rank
 
 
 def forked(device: str) -> Launcher:  # for every call fresh processes
     """Give a function that starts n ranks on this machine."""
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    backend = _GPU_BACKENDS if device == "cuda" else "gloo"
     return lambda n, f, *args: run(n, f, *args, timeout=7200.0, backend=backend)
 
 
@@ -226,6 +227,13 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def _gpu_name() -> str:
+    """Name the GPU, and leave CUDA alone in a process that forks ranks."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.get_device_name()
+    return run(1, torch.cuda.get_device_name, backend=_GPU_BACKENDS)[0]
+
+
 def machine(options: Options) -> dict[str, str]:
     """Describe when and on what a report was made."""
     found = {
@@ -237,7 +245,7 @@ def machine(options: Options) -> dict[str, str]:
     }
     if options.device == "cuda":
         threads = str(torch.get_num_threads())
-        gpu = torch.cuda.get_device_name()
+        gpu = _gpu_name()
         return found | {"gpu": gpu, "threads of a rank": threads, "backend": "nccl"}
     machines = os.environ.get("GROUP_WORLD_SIZE", "1")  # torchrun's
     way = "shared memory" if available() and machines == "1" else "messages"

@@ -135,7 +135,24 @@ def _stack(thread: int) -> str:
     return "".join(traceback.StackSummary.extract(shown).format())
 
 # %% ../../nbs/comm/37_rank_process.ipynb #18b19e7e
+def _start_cuda() -> None:
+    """Put CUDA in use in this process, if it sees a GPU."""
+    if not torch.cuda.device_count():
+        return
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a forked rank cannot use a GPU if the process that forks it has put CUDA in use, as"
+            " torch.cuda.is_available(), the step() of any optimizer and backward() do where there is"
+            " a GPU; call run() before them, or use %%torchrun (from `%load_ext"
+            f" zero_nb.comm.launch`) or torchrun (torch says: {str(error).splitlines()[0]})"
+        ) from error
+
+
 def _enter(backend: str, place: str = "env://", seconds: float | None = None) -> None:
+    if "nccl" in backend or "cuda" in backend:
+        _start_cuda()
     if "nccl" in backend:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
