@@ -117,8 +117,8 @@ class SmallKind:
 
     def tensors(self, device: torch.device, generator: torch.Generator) -> list[Tensor]:
         """Make three tensors with random values, the same in every dtype."""
-        wide = self.widened().dtype
-        made = [torch.randn(s, dtype=wide, generator=generator) for s in small_shapes(self.dim)]
+        how: dict[str, Any] = {"dtype": self.widened().dtype, "device": generator.device}
+        made = [torch.randn(s, generator=generator, **how) for s in small_shapes(self.dim)]
         if self.transposed:
             made = [value.transpose(0, -1).contiguous().transpose(0, -1) for value in made]
         return [value.to(device, self.dtype) for value in made]
