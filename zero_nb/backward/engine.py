@@ -189,7 +189,7 @@ class StepEngine:
         if called_once is None:
             with agreeing(optimizer.groups, "how to step", lambda: describe_engine(options, found)):
                 found = called_once = find_called_once(optimizer.local, optimizer.param_groups)
-        self.steps_per_bucket = not called_once
+        self.called_once = bool(called_once)  # a class is, for all buckets
         self.leaves_no_parts = leaves_no_parts(optimizer.local)
         if called_once and options.interleaved:
             warnings.warn(_COUNTS.format(", ".join(called_once)), stacklevel=4)
@@ -199,6 +199,13 @@ class StepEngine:
         self.options_used: list[dict[str, Any]] | None = None  # by a step that was not checked yet
         self.steps_since_call = 0  # of `step`
         self.versions = SteppedVersions()  # of parameters of a step that was not checked yet
+
+    @property
+    def steps_per_bucket(self) -> bool:
+        """Whether each bucket is stepped by a call of its own. After backward, on a stream, such calls
+        hide nothing, and each of them keeps the device waiting for the host."""
+        apart = self.options.interleaved or self.stream is None
+        return apart and not self.called_once
 
     @property
     def transform(self) -> Callable[[list[Tensor]], bool] | None:
