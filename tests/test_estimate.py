@@ -584,10 +584,10 @@ def test_a_step_after_backward_copies_gradients():
 
 
 def test_fewer_ranks_than_a_search_by_halves_finds():
-    precision = {"dtype": "bfloat16", "master_dtype": "float32"}
+    how = {"dtype": "bfloat16", "master_dtype": "float32", "bucket_cap_mb": 8.0}
     method = "zero2-interleaved"
-    needs = {n: estimate("gpt2", "muon", n, method, **precision).total for n in (23, 24, 26)}
+    needs = {n: estimate("gpt2", "muon", n, method, **how).total for n in (23, 24, 26)}
     assert needs[23] < min(needs[24], needs[26])
-    assert fewest_ranks("gpt2", "muon", needs[23] + 1, method, **precision) == 23
+    assert fewest_ranks("gpt2", "muon", needs[23] + 1, method, **how) == 23
     with pytest.raises(ValueError, match="most must be at least replicas, 4, got 3"):
         fewest_ranks("gpt2", most=3, replicas=4)

@@ -99,6 +99,7 @@ def counted(name, method, kind="AdamW", **options):
 def check(case, size, found, **options):
     """Hold what was counted on all ranks against what is said of each."""
     name, method, kind = case
+    options.setdefault("machine", "laptop")
     method = method.replace("zero1-interleaved", "zero1-overlap")
     specs = specs_of(MODELS[name]())
     said = [

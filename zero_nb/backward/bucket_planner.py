@@ -39,6 +39,7 @@ from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.shard import Shard, storage_snapshot
 from ..optim.state import Replanning
 from ..optim.state_plan import find_called_once
+from ..plan.machines import bucket_mb
 
 # %% auto #0
 __all__ = ['DataParallelOptions', 'plan_first', 'BucketPlanner', 'check_and_plan']
@@ -50,16 +51,22 @@ class DataParallelOptions(StepOptions):
 
     hidden: bool = False
     check_reads: bool = False
-    bucket_cap_mb: float = 8.0
+    bucket_cap_mb: float | None = None
     cut_mb: float = 25.0
     find_unused_parameters: bool = False
     buffers: BufferMode = "broadcast"
+
+    def cap_mb(self, optimizer: ZeroRedundancyOptimizer) -> float:  # MiB
+        """Tell how much travels together."""
+        chosen = self.bucket_cap_mb
+        return bucket_mb(optimizer.join_device.type == "cuda") if chosen is None else chosen
 
     def check(self) -> None:
         """Refuse what cannot work."""
         super().check()
         for name, value in (("bucket_cap_mb", self.bucket_cap_mb), ("cut_mb", self.cut_mb)):
-            if not (isinstance(value, (int, float)) and value > 0):
+            chosen = value is None and name == "bucket_cap_mb"
+            if not chosen and not (isinstance(value, (int, float)) and value > 0):
                 raise ValueError(f"{name} must be a number above 0, got {value!r}")
         if self.check_reads and not self.hidden:
             raise ValueError(
@@ -80,7 +87,7 @@ def plan_first(
 ) -> Replanning:
     """Plan buckets before the first backward, inside a block of `agreeing`."""
     order = ArrivalOrder(module, optimizer)
-    arrange = partial(order.plan, options.bucket_cap_mb, options.cut_mb)
+    arrange = partial(order.plan, options.cap_mb(optimizer), options.cut_mb)
     return Replanning(
         optimizer.sharded_state, optimizer.param_groups, optimizer.shards, _WHY, arrange
     )
@@ -104,6 +111,7 @@ class BucketPlanner:
     ):
         self.engine = engine
         self.options = options
+        self.cap_mb = options.cap_mb(engine.optimizer)
         self.pool = BufferPool()
         self.order = ArrivalOrder(module, engine.optimizer)
         if first is None:
@@ -119,7 +127,7 @@ class BucketPlanner:
     def plan_buckets(self) -> None:
         """Plan the buckets in the order in which gradients arrive; all ranks call this."""
         optimizer = self.engine.optimizer
-        arrange = partial(self.order.plan, self.options.bucket_cap_mb, self.options.cut_mb)
+        arrange = partial(self.order.plan, self.cap_mb, self.options.cut_mb)
         self._adopt(optimizer.replan(optimizer.shards, _WHY, arrange))
 
     def _adopt(self, shard: Shard) -> None:
@@ -199,7 +207,7 @@ class BucketPlanner:
         assert backward.collector is not None, "it is over"
         if self.order.learn(backward.arrived, agreed):
             peak, largest = backward.collector.map.peak_unsent_bytes(self.order.order)
-            if peak > self.options.bucket_cap_mb * 2**20 + largest:
+            if peak > self.cap_mb * 2**20 + largest:
                 self.plan_buckets()
         never = [] if self.options.find_unused_parameters else self.unused
         self.map = GradientMap.of_plan(self.plan.shard.plan, self.engine.params, never)

@@ -204,7 +204,9 @@ def data_parallel(
     lag: int = 1,
     hidden: bool = False,  # parameters arrive while the next forward runs; every read must go through its module
     check_reads: bool = False,  # for debugging, with `hidden`: parameters are NaN for readers that do not wait for them
-    bucket_cap_mb: float = 8.0,  # MiB; parameters up to this size travel together, larger ones alone and without a copy
+    # MiB; parameters up to this size travel together, larger ones alone and without a copy; None: 25
+    # on a GPU, 8 on a CPU
+    bucket_cap_mb: float | None = None,
     cut_mb: float = 25.0,  # MiB; larger parameters are cut into pieces of this size
     find_unused_parameters: bool = False,  # which parameters get a gradient may change; costs a small all-reduce a step
     buffers: BufferMode = "broadcast",  # before a forward: from rank 0 as DDP, their mean, or not

@@ -175,7 +175,8 @@ def estimate(
     policy: str
     | Policy
     | None = None,  # None: even where the optimizer allows it, else whole parameters
-    bucket_cap_mb: float | None = None,  # MiB of a bucket of `zero1` (None: 1) or `zero2` (None: 8)
+    bucket_cap_mb: float
+    | None = None,  # MiB of a bucket; None: 1 for `zero1`, 25 for `zero2`, 8 on CPUs
     ddp_bucket_cap_mb: float = 25.0,  # MiB of a bucket of DDP, in which `zero1-overlap` steps, too
     cut_mb: float = 25.0,  # MiB; `zero2` cuts larger parameters into pieces of this size
     align: int = 1,  # every part of a bucket is a multiple of this many elements, and of 16

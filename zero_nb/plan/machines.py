@@ -9,9 +9,15 @@ import math
 from dataclasses import dataclass
 
 # %% auto #0
-__all__ = ['MACHINES', 'Machine']
+__all__ = ['MACHINES', 'bucket_mb', 'Machine']
 
 # %% ../../nbs/plan/14_machines.ipynb #78576991
+def bucket_mb(gpus: bool) -> float:  # MiB
+    """Choose how much travels together where gradients are not in DDP's buckets. A GPU waits for the
+    host, to which each bucket is as much work; a CPU has less to wait for, and caches."""
+    return 25.0 if gpus else 8.0
+
+
 @dataclass(frozen=True)
 class Machine:
     """What bounds the time of a step from below."""
@@ -24,6 +30,12 @@ class Machine:
     latency: float  # seconds for one message inside a node
     node_bandwidth: float  # bytes per second that a node receives from others
     node_latency: float  # seconds for one message between nodes
+    gpus: bool = True  # ranks compute on GPUs, which each bucket costs time of the host
+
+    @property
+    def bucket_mb(self) -> float:  # MiB
+        """What `data_parallel` lets travel together here if it is not told."""
+        return bucket_mb(self.gpus)
 
     def __post_init__(self) -> None:
         if type(self.per_node) is not int or self.per_node < 1:
@@ -69,7 +81,7 @@ MACHINES = {
     m.name: m
     for m in (
         Machine(
-            "laptop", 8, 4e9, 1e10, 1.3e9, 1e-4, 1e8, 1e-3
+            "laptop", 8, 4e9, 1e10, 1.3e9, 1e-4, 1e8, 1e-3, gpus=False
         ),  # gloo between processes of one machine, measured; Wi-Fi between machines
         Machine(
             "8xH100", 8, 80e9, 3.35e12, 450e9, 5e-6, 50e9, 2e-5

@@ -95,7 +95,7 @@ class Setup:
         after_backward = method == "zero1"
         cap_mb = self.bucket_cap_mb
         if cap_mb is None:
-            cap_mb = 1.0 if after_backward else 8.0
+            cap_mb = 1.0 if after_backward else self.device().bucket_mb
         order = range(len(unique(specs))) if after_backward else None
         rule |= {"cut": not after_backward, "cut_mb": self.cut_mb}
         return pack(specs, ranks, bucket_cap_mb=cap_mb, order=order, **rule)
