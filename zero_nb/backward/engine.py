@@ -177,8 +177,7 @@ class StepEngine:
         optimizer: ZeroRedundancyOptimizer,
         options: StepOptions,
         finds_unused: bool = False,  # parameters may get no gradient
-        # of `find_called_once`, where all ranks have compared it; None: they do so now
-        called_once: Sequence[str] | None = None,
+        called_once: Sequence[str] | None = None,  # classes, compared by all ranks
     ):
         device = optimizer.join_device
         self.optimizer = optimizer
@@ -200,12 +199,10 @@ class StepEngine:
         self.steps_since_call = 0  # of `step`
         self.versions = SteppedVersions()  # of parameters of a step that was not checked yet
 
-    @property
-    def steps_per_bucket(self) -> bool:
-        """Whether each bucket is stepped by a call of its own. After backward, on a stream, such calls
-        hide nothing, and each of them keeps the device waiting for the host."""
-        apart = self.options.interleaved or self.stream is None
-        return apart and not self.called_once
+    steps_per_bucket = property(
+        lambda self: not self.called_once and (self.options.interleaved or self.stream is None),
+        doc="Whether buckets are stepped in calls of their own; on a stream, after backward, those hide nothing.",
+    )
 
     @property
     def transform(self) -> Callable[[list[Tensor]], bool] | None:
@@ -247,9 +244,7 @@ class StepEngine:
 
         Until there was a step, in which ranks agree, and where buckets came `late`, all are stepped
         in one call."""
-        if self.has_stepped and not late:
-            return iteration.finish(self.steps_per_bucket)
-        stepped = iteration.finish(steps_per_bucket=False)
+        stepped = iteration.finish(self.has_stepped and not late and self.steps_per_bucket)
         self.has_stepped |= stepped
         return stepped
 
