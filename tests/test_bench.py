@@ -457,6 +457,24 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch)
     assert not [*tmp_path.glob("*.new")]
 
 
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_gpu_is_named_by_a_rank_unless_cuda_is_in_use(monkeypatch, in_use):
+    ask = lambda device=None: "a GPU"
+    started = []
+
+    def run_one(n, f, *args, backend):
+        started.append((n, f, args, backend))
+        return [f(*args)]
+
+    monkeypatch.setattr(measuring, "run", run_one)
+    monkeypatch.setattr(torch.cuda, "get_device_name", ask)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = measuring.machine(Options(device="cuda", ranks=(1,)))
+    assert (found["gpu"], found["backend"]) == ("a GPU", "nccl")
+    assert started == ([] if in_use else [(1, ask, (), "cpu:gloo,cuda:nccl")])
+
+
 def test_profiles_are_drawn_of_the_variants_that_were_named(tmp_path, capsys):
     (tmp_path / "report.json").write_text("a report that is there")
     bench.run_benchmark(

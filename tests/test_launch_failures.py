@@ -507,3 +507,52 @@ def test_one_gpu_a_rank(monkeypatch):
             ),
         ):
             start()
+
+
+CUDA_ASKED = """
+import torch, traceback
+asked = []
+def watch(module, name, answer):
+    def ask(*args, **how):
+        if name != "current_accelerator" or how.get("check_available"):
+            asked.append(f"{name}, from {''.join(traceback.format_stack())}")
+        return answer
+    setattr(module, name, ask)
+for name in ("is_available", "is_current_stream_capturing", "init", "current_device"):
+    watch(torch.cuda, name, False)
+for name in ("is_available", "current_accelerator", "current_stream"):
+    watch(torch.accelerator, name, None)
+watch(torch.autograd, "backward", None)
+watch(torch._C, "_cuda_getDeviceCount", 0)
+torch.backends.cuda.is_built = lambda: True
+from zero_nb.comm.launch import run
+assert run(2, lambda x: x + 1, 3) == [4, 4]
+if asked: raise SystemExit(asked[0])
+"""
+
+
+def test_a_process_that_forks_ranks_puts_no_cuda_in_use(starter, tmp_path):
+    """After a question to the CUDA runtime, a process cannot fork ranks that use a GPU."""
+    (ended,) = starter.run(CUDA_ASKED, tmp_path, size=1)
+    assert ended.code == 0, ended
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+def test_a_rank_that_cannot_use_cuda_tells_why(monkeypatch, backend):
+    def refuse():
+        raise getattr(torch, "AcceleratorError", RuntimeError)(
+            "CUDA error: initialization error\nCUDA kernel errors might be reported later"
+        )
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    with pytest.raises(RuntimeError, match="put CUDA in use, as") as caught:
+        run(1, rank, backend=backend)
+    said = str(caught.value)
+    assert said.endswith("torchrun (torch says: CUDA error: initialization error)"), said
+
+
+def test_ranks_on_cpus_start_where_cuda_cannot_be_used(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", lambda: 1 / 0)
+    assert run(2, rank) == [0, 1]

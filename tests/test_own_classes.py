@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from common import caught_error, flatten, run_each
 from common.modes import MODES
+from common.optimizers import SignSGD
 from common.overlapping import Blocks, plainly
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -284,3 +285,20 @@ def with_less_data(mode):
 def test_a_rank_without_data_takes_over_options_that_are_tensors(mode):
     first, second = run(2, with_less_data, mode)
     assert first == second and first[1] == pytest.approx([0.4, 4.0])
+
+
+def found_under(device, kind):
+    """Shard a class under a default device; how its parameters are cut, and what their rules say."""
+    params = list(torch.nn.Linear(8, 5).parameters())
+    torch.set_default_device(device)
+    try:
+        zero = ZeroRedundancyOptimizer(params, kind, lr=0.1)
+    finally:
+        torch.set_default_device(None)
+    return zero.local.rules, [shard.plan for shard in zero.shards]
+
+
+@pytest.mark.parametrize("kind", [SignSGD, Sets, Exchanges])
+def test_a_class_is_tried_alike_under_any_default_device(kind):
+    found = [run(2, found_under, device, kind) for device in (None, "meta")]
+    assert found[0] == found[1]

@@ -1,5 +1,6 @@
 """A recorded group does what the group does, and its log is exact."""
 
+import _thread
 import inspect
 import pickle
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from common.waiting import wait_for
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_store, _world
@@ -606,6 +608,14 @@ def simulated_in_a_job():
 
 def test_simulated_inside_a_real_job():
     assert run(2, simulated_in_a_job) == [True, True]
+
+
+def test_a_collective_that_a_thread_without_callers_starts_is_in_the_log():
+    """On a GPU, backward runs in threads of autograd, where Python's stack is the call itself."""
+    with simulate(2) as group:
+        _thread.start_new_thread(group.allreduce, ([torch.ones(3)],))
+        (event,) = wait_for(lambda: list(group.log.events), 20)
+        assert (event.kind, event.bytes, event.site) == ("all_reduce", 12, "backward")
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,7 @@ def start_mean(
 ) -> Reduction:
     """Start to average a bucket over all ranks by reduce-scatter."""
     group = bucket.group
-    size = group.size
-    if replica_group:
-        size *= replica_group.size
+    size = group.size * (replica_group.size if replica_group else 1)
     sent = gradient if wire_dtype in (None, gradient.dtype) else gradient.to(wire_dtype)
     # 16 bits have little range: divided before they are added, as DDP divides
     divides_first = sent.dtype.itemsize < 4
@@ -74,9 +72,7 @@ def start_mean(
             mean = grad_shard
         elif mean is None:  # let go of what was sent
             mean = torch.empty_like(grad_shard, dtype=mean_dtype(gradient.dtype, wire_dtype))
-        if divides_first:
-            return mean.copy_(grad_shard)
-        return torch.div(grad_shard, size, out=mean)
+        return mean.copy_(grad_shard) if divides_first else torch.div(grad_shard, size, out=mean)
 
     return finish
 
@@ -145,6 +141,11 @@ def check_dense(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
                 " sharded; use sparse=False in this layer"
             )
 
+
+def describe_engine(options: StepOptions, called_once: Sequence[str]) -> list[str]:
+    """Describe what must be the same on all ranks before an engine is made of it."""
+    return [options.described, f"called once for all buckets: {', '.join(called_once) or 'none'}"]
+
 # %% ../../nbs/backward/03_engine.ipynb #4c3b4b2f
 _TAKEN = "after backward() had taken the step"
 _COUNTS = (
@@ -164,11 +165,6 @@ _FROZEN = (
 )
 
 
-def describe_engine(options: StepOptions, called_once: Sequence[str]) -> list[str]:
-    """Describe what must be the same on all ranks before an engine is made of it."""
-    return [options.described, f"called once for all buckets: {', '.join(called_once) or 'none'}"]
-
-
 class StepEngine:
     """What a step inside backward needs beside its buckets, and what `step` checks when it is called."""
 
@@ -177,7 +173,8 @@ class StepEngine:
         optimizer: ZeroRedundancyOptimizer,
         options: StepOptions,
         finds_unused: bool = False,  # parameters may get no gradient
-        called_once: Sequence[str] | None = None,  # classes, compared by all ranks
+        # of `find_called_once`, where all ranks have compared it; None: they do so now
+        called_once: Sequence[str] | None = None,
     ):
         device = optimizer.join_device
         self.optimizer = optimizer
@@ -199,10 +196,11 @@ class StepEngine:
         self.steps_since_call = 0  # of `step`
         self.versions = SteppedVersions()  # of parameters of a step that was not checked yet
 
-    steps_per_bucket = property(
-        lambda self: not self.called_once and (self.options.interleaved or self.stream is None),
-        doc="Whether buckets are stepped in calls of their own; on a stream, after backward, those hide nothing.",
-    )
+    @property
+    def steps_per_bucket(self) -> bool:
+        """Whether each bucket is stepped by a call of its own. On a stream, after backward, such calls
+        hide nothing, and the device waits for the host between them."""
+        return not self.called_once and (self.options.interleaved or self.stream is None)
 
     @property
     def transform(self) -> Callable[[list[Tensor]], bool] | None:

@@ -29,9 +29,8 @@ _PASSED = ("torch", "zero_nb", "contextlib", "functools", "typing_extensions")
 
 def _call_site() -> str:
     frame: Any = sys._getframe()
-    for _ in range(
-        3
-    ):  # the caller of the method that opened the event; a thread of autograd has none
+    # the method that opened the event is two calls above; a thread of autograd has no caller of it
+    for _ in range(3):
         frame = frame and frame.f_back
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED:
         frame = frame.f_back
