@@ -591,3 +591,14 @@ def test_fewer_ranks_than_a_search_by_halves_finds():
     assert fewest_ranks("gpt2", "muon", needs[23] + 1, method, **how) == 23
     with pytest.raises(ValueError, match="most must be at least replicas, 4, got 3"):
         fewest_ranks("gpt2", most=3, replicas=4)
+
+
+@pytest.mark.parametrize("method", ["zero2", "zero2-interleaved"])
+@pytest.mark.parametrize(("machine", "cap"), [("laptop", 8.0), ("8xH100", 25.0)])
+def test_zero2_packs_for_the_machine(method, machine, cap):
+    def planned(**given):
+        return estimate("gpt2", "adamw", 8, method, machine=machine, **given)
+
+    assert MACHINES[machine].bucket_mb == cap
+    assert planned() == planned(bucket_cap_mb=cap)
+    assert planned().collectives != planned(bucket_cap_mb=33.0 - cap).collectives

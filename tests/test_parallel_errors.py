@@ -4,6 +4,7 @@ import contextlib
 import re
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
+from zero_nb.backward.bucket_planner import DataParallelOptions
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.comm.launch import run
 from zero_nb.comm.subgroups import two_level
@@ -92,7 +94,10 @@ BAD = {
     "unknown": lambda: made(bucket_cap=3),
     "apart": lambda: made(bucket_cap_mb=1.0 + dist.get_rank()),
     "negative cap": lambda: made(bucket_cap_mb=-1.0),
-    "cap": lambda: made(bucket_cap_mb="big"),
+    "cap": lambda: made(bucket_cap_mb="8"),
+    "no cap": lambda: made(bucket_cap_mb=0),
+    "cap of no number": lambda: made(bucket_cap_mb=float("nan")),
+    "no cut": lambda: made(cut_mb=None),
     "cut": lambda: made(cut_mb=0.0),
     "lag": lambda: made(lag=-1),
     "lag of a float": lambda: made(lag=1.5),
@@ -134,7 +139,10 @@ WORDS = {
     "unknown": "TypeError.*bucket_cap",
     "apart": "rank",
     "negative cap": "ValueError.*bucket_cap_mb",
-    "cap": "bucket_cap_mb",
+    "cap": "ValueError.*bucket_cap_mb must be a number above 0, got '8'",
+    "no cap": "ValueError.*bucket_cap_mb must be a number above 0, got 0",
+    "cap of no number": "ValueError.*bucket_cap_mb must be a number above 0, got nan",
+    "no cut": "ValueError.*cut_mb must be a number above 0, got None",
     "cut": "ValueError.*cut_mb",
     "lag": "ValueError.*lag",
     "lag of a float": "(Type|Value)Error.*lag",
@@ -427,3 +435,26 @@ def test_a_penalty_on_its_own_is_summed_in_no_sync_and_else_told_to_be():
     assert all(found < 1e-9 for found in run(2, penalized, True))
     words = "as that of a penalty, belongs into no_sync()"
     assert all(words in message for message in run(2, caught, partial(penalized, False)))
+
+
+@pytest.mark.parametrize(("device", "cap"), [("cpu", 8.0), ("cuda", 25.0)])
+def test_what_travels_together_follows_the_device(device, cap):
+    optimizer = SimpleNamespace(join_device=torch.device(device))
+    assert DataParallelOptions().cap_mb(optimizer) == cap
+    assert DataParallelOptions(bucket_cap_mb=3).cap_mb(optimizer) == 3
+
+
+def planned_buckets(**setup):
+    """Train once; count the buckets of four layers of 4 MiB."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    handle = data_parallel(model, sharded(one_adamw(model)), **setup)
+    model(torch.ones(1, 1024)).sum().backward()
+    return len(handle.step_plan.shard.plan.buckets)
+
+
+def test_buckets_on_a_cpu_are_those_of_8_mib():
+    by_default, small, large = (
+        run(1, planned_buckets, **setup)
+        for setup in ({}, {"bucket_cap_mb": 8}, {"bucket_cap_mb": 25})
+    )
+    assert by_default == small > large

@@ -250,8 +250,8 @@ class GpuReport:
 
     def updated(self, later: GpuReport) -> GpuReport:
         """Take over the parts that a later run has measured."""
-        values = {f.name: getattr(later, f.name) for f in fields(self)}
-        return replace(self, **{name: value for name, value in values.items() if value})
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if not getattr(later, f.name)}
+        return replace(later, **kept | {"quick": later.quick})
 
 
 @contextmanager
@@ -290,19 +290,23 @@ class GpuRun:
     def measure(
         self,
         say: Callable[[str], None] = lambda line: None,  # is told what is being done
-        keep: Callable[[GpuReport], None] = lambda report: (
-            None
-        ),  # given what there is, part by part
+        # is given what there is after each part
+        keep: Callable[[GpuReport], None] = lambda report: None,
     ) -> GpuReport:
         """Run what is asked for."""
-        torch.set_float32_matmul_precision("high")  # as most train: products in TF32
-        size = (1 << 20) if self.quick else (4 << 30)
-        speed = copy_bandwidth(self.device, size) if "bandwidth" in self.parts else None
-        report = GpuReport(gpu_machine(self.device), self.quick, speed)
-        for part in (self._times, self._host, self._memory):
-            for _ in part(report, say):
-                keep(report)
-        return report
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")  # as in most training: products in TF32
+        try:
+            size = (1 << 20) if self.quick else (4 << 30)
+            speed = copy_bandwidth(self.device, size) if "bandwidth" in self.parts else None
+            report = GpuReport(gpu_machine(self.device), self.quick, speed)
+            keep(report)
+            for part in (self._times, self._host, self._memory):
+                for _ in part(report, say):
+                    keep(report)
+            return report
+        finally:
+            torch.set_float32_matmul_precision(before)
 
     def _times(self, report: GpuReport, say: Callable[[str], None]) -> Iterator[None]:
         if "times" not in self.parts:
@@ -357,7 +361,8 @@ def _gpu_run(given: Any) -> GpuRun:  # of the parsed command line
         raise ValueError("--device cpu is for a try, with --quick; its times say nothing")
     if given.rounds < 1 or min(given.ranks) < 1:
         raise ValueError(
-            f"--rounds and --ranks must be at least 1, got {given.rounds} and {given.ranks}"
+            f"--rounds and --ranks must be at least 1, got --rounds {given.rounds} --ranks"
+            f" {' '.join(map(str, given.ranks))}"
         )
     device = (
         torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
@@ -371,6 +376,20 @@ def _gpu_run(given: Any) -> GpuRun:  # of the parsed command line
         given.quick,
         tuple(given.parts),
     )
+
+
+def _added_to(path: Path, run: GpuRun) -> GpuReport | None:  # None: there is no report yet
+    """Read the report to which a run adds."""
+    if not path.exists():
+        return None
+    found = GpuReport.from_json(path.read_text(encoding="utf-8"))
+    if found.quick != run.quick:
+        with_it, without = ("report", "run") if found.quick else ("run", "report")
+        raise ValueError(
+            f"--add needs both made with --quick or both without, and this {with_it} is a try with"
+            f" it and the {without} is not; leave out --add, or choose another --out"
+        )
+    return found
 
 
 def run_gpu_benchmark(
@@ -391,23 +410,24 @@ def run_gpu_benchmark(
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", metavar="FOLDER", default="runs/gpu")
     given = parser.parse_args(argv)
+    out = Path(given.out)
+    path = out / "report.json"
     try:
         run = _gpu_run(given)
+        old = _added_to(path, run) if given.add else None
     except ValueError as error:
         parser.error(str(error))
-    out = Path(given.out)
     out.mkdir(parents=True, exist_ok=True)
 
     def say(line: str) -> None:
         print(line, flush=True)
 
     def keep(report: GpuReport) -> None:
-        (out / "report.json").write_text(report.to_json(), encoding="utf-8")
+        new = path.with_suffix(".new")  # a run that is cut off leaves no half report
+        new.write_text((old.updated(report) if old else report).to_json(), encoding="utf-8")
+        new.replace(path)
 
-    path = out / "report.json"
-    old = path.read_text(encoding="utf-8") if given.add and path.exists() else None
-    report = run.measure(say, keep)
-    keep(GpuReport.from_json(old).updated(report) if old else report)
+    run.measure(say, keep)
     for name, figure in run.draw(say).items():
         figure.save(out / name)
     say(f"in {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")

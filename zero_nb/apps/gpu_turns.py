@@ -204,9 +204,8 @@ def take_turns(
     return found
 
 # %% ../../nbs/apps/25_gpu_turns.ipynb #59a8096f
-_TOUCHED = (
-    7  # AdamW reads a parameter, its gradient and two moments, and writes all but the gradient
-)
+# AdamW reads a parameter, its gradient and two moments, and writes all but the gradient
+_TOUCHED = 7
 
 
 def copy_bandwidth(
