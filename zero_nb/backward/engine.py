@@ -173,8 +173,7 @@ class StepEngine:
         optimizer: ZeroRedundancyOptimizer,
         options: StepOptions,
         finds_unused: bool = False,  # parameters may get no gradient
-        # of `find_called_once`, where all ranks have compared it; None: they do so now
-        called_once: Sequence[str] | None = None,
+        called_once: Sequence[str] | None = None,  # classes, compared by all ranks
     ):
         device = optimizer.join_device
         self.optimizer = optimizer
