@@ -67,7 +67,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--bucket-cap-mb": {
         "type": float,
         "metavar": "MIB",
-        "help": "MiB of a bucket of zero1 (default: 1) or zero2 (default: 8)",
+        "help": "MiB of a bucket of zero1 (default: 1) or zero2 (default: 25, on CPUs 8)",
     },
     "--ddp-bucket-cap-mb": {
         "type": float,

@@ -184,6 +184,7 @@ def _dtype_name(dtype: Any) -> str | None:
 def _options_of(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:  # of a `Setup`
     driver = optimizer.driver
     options: dict[str, Any] = {"master_dtype": _dtype_name(optimizer.settings.master_dtype)}
+    options["machine"] = "8xH100" if optimizer.join_device.type == "cuda" else "laptop"
     if isinstance(driver, DdpOverlap):
         options["ddp_bucket_cap_mb"] = driver.traits.cap_bytes / MIB
         options["reduce_dtype"] = _dtype_name(driver.options.wire_dtype)
