@@ -198,8 +198,11 @@ class StepEngine:
     @property
     def steps_per_bucket(self) -> bool:
         """Whether each bucket is stepped by a call of its own. On a stream, after backward, such calls
-        hide nothing, and the device waits for the host between them."""
-        return not self.called_once and (self.options.interleaved or self.stream is None)
+        hide nothing, and the device waits for the host between them; but one call casts all
+        averages at once, where there are master copies."""
+        if self.called_once or self.stream is None or self.options.interleaved:
+            return not self.called_once
+        return self.optimizer.settings.master_dtype is not None
 
     @property
     def transform(self) -> Callable[[list[Tensor]], bool] | None:

@@ -15,7 +15,6 @@ from .estimated import Estimate, PLANNED
 from .machines import Machine
 from .models import find_model, unknown
 from zero_nb.plan.planned_memory import (
-    _cast_averages,
     _copied_gradients,
     _fullest,
     _kept,
@@ -242,17 +241,6 @@ def _scratch_bytes(
     return alive + max(scratch, adding)
 
 
-def _taken_to_step(
-    found: Estimate, setup: Setup, plan: BucketPlan, owned: Sequence[Sequence[Any]]
-) -> int:  # bytes
-    """Count the gradients that are copied for a step of all buckets: after backward, or in one call."""
-    if found.method == "zero1":
-        return _copied_gradients(plan, owned, setup.master_dtype)
-    if found.method in ("zero1-overlap", "zero2") and setup.device().gpus:
-        return _cast_averages(plan, found.group_rank, setup)
-    return 0
-
-
 def _fill_in(
     found: Estimate,
     setup: Setup,
@@ -266,7 +254,8 @@ def _fill_in(
     mine = sum((s.stop - s.start) * specs[s.param].itemsize for spans in owned for s in spans)
     state, master = _kept(specs, owned, state_rule(setup.optimizer), setup.master_dtype)
     gradients, alive = _gradient_bytes(found, plan, setup, full, copied)
-    beside = _taken_to_step(found, setup, plan, owned)
+    after_backward = found.method == "zero1"
+    beside = _copied_gradients(plan, owned, setup.master_dtype) if after_backward else 0
     stepped = 2 * (state + master) + 3 * mine
     seconds, collectives = _time_and_collectives(found, plan, setup, stepped)
     padding = sum(b.padding * ITEMSIZE[b.dtype] for b in plan.buckets)

@@ -50,7 +50,7 @@ def _scratch(
     copied = _copied(plan, method, master_dtype)
     stepped = sum(_part_bytes(b, group_rank, ITEMSIZE[b.dtype]) for b in copied)
     if method == "zero1-overlap":  # parameters are gathered in the memory of their gradients
-        return stepped + gradients
+        return stepped
     return stepped + max(_most_at_a_time([b.nbytes for b in copied], MAX_IN_FLIGHT), gradients)
 
 
@@ -85,13 +85,6 @@ def _copied_gradients(
         if len(slots) > 1 or wide > itemsize:
             total += sum(slot.numel for slot in slots) * max(wide, itemsize)
     return total
-
-
-def _cast_averages(plan: BucketPlan, group_rank: int, setup: Setup) -> int:  # bytes
-    """Count the averages of a rank that a step of all buckets in one call takes into a wider dtype."""
-    wide = ITEMSIZE[setup.master_dtype] if setup.master_dtype else 0
-    cast = [b for b in plan.buckets if wide > setup.mean_itemsize(b)]
-    return sum(_part_bytes(b, group_rank, wide) for b in cast)
 
 
 def _stepped_together(
