@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
+import uuid
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -73,6 +75,33 @@ def _checkpoint_path(state: dict[str, Any], out: str) -> str:
     return state.get("folder", str(Path(out, "checkpoint.pt")))
 
 
+def _tell_start(store: Any, size: int, start: str) -> None:
+    """Answer the ranks that ask which start this is, until all have heard it."""
+    missing = set(range(1, size))
+    with suppress(RuntimeError):  # the store is gone, and with it this start
+        while missing:
+            for rank in missing:
+                if store.check([f"rank {rank}"]):  # perhaps one that is gone
+                    store.set(f"start of {store.get(f'rank {rank}').decode()}", start)
+            missing = {rank for rank in missing if not store.check([f"{start} rank {rank}"])}
+            time.sleep(0.05)
+
+
+def _this_start(place: tuple[str, int], rank: int, size: int, timeout: timedelta) -> str:
+    """Name this start, the same on all ranks. The agents of several machines count their starts each
+    for itself, so rank 0 makes up a name, and the others ask for it by names of their own: what a
+    start before has left answers none of these."""
+    store = dist.TCPStore(*place, size, is_master=False, timeout=timeout)
+    name = uuid.uuid4().hex
+    if rank == 0:
+        threading.Thread(target=_tell_start, args=(store, size, name), daemon=True).start()
+        return name
+    store.set(f"rank {rank}", name)
+    start = store.get(f"start of {name}").decode()
+    store.set(f"{start} rank {rank}", "here")
+    return start
+
+
 def store_of_this_start(timeout: timedelta) -> dict[str, Any]:  # for `init_process_group`
     """Give this start of the ranks keys of its own in a store that torchrun's agent keeps over all starts.
 
@@ -82,10 +111,11 @@ def store_of_this_start(timeout: timedelta) -> dict[str, Any]:  # for `init_proc
         return {}
     place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     size = int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    start = _this_start(place, rank, size, timeout)
     store = dist.TCPStore(*place, size, is_master=False, timeout=timeout)
-    start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    own = dist.PrefixStore(start, store)
-    return {"store": own, "rank": int(os.environ["RANK"]), "world_size": size}
+    own = dist.PrefixStore(f"start {start}", store)
+    return {"store": own, "rank": rank, "world_size": size}
 
 
 def configured(
