@@ -23,9 +23,9 @@ def starts(port):
         dist.barrier()
         if start == 2 and rank == 0:
             agents.set("rank 1", "one that is gone")
-        place = store_of_this_start(timedelta(seconds=20))
-        place["store"].set(f"from {rank}", str(start))
-        found.append(place["store"].get(f"from {1 - rank}").decode())
+        with store_of_this_start(timedelta(seconds=20)) as place:
+            place["store"].set(f"from {rank}", str(start))
+            found.append(place["store"].get(f"from {1 - rank}").decode())
         dist.barrier()
     return found
 

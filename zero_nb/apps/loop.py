@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -77,10 +77,10 @@ def joined(config: TrainConfig) -> Iterator[torch.device]:
         yield device
         return
     timeout = timedelta(seconds=config.timeout)
-    place: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if "RANK" in os.environ:
-        place = store_of_this_start(timeout)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timeout, **place)
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    backends = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    with store_of_this_start(timeout) if "RANK" in os.environ else nullcontext(alone) as place:
+        dist.init_process_group(backends, timeout=timeout, **place)
     yield device
     dist.destroy_process_group()  # not after an error: the others may never answer
 

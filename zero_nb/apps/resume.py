@@ -75,11 +75,11 @@ def _checkpoint_path(state: dict[str, Any], out: str) -> str:
     return state.get("folder", str(Path(out, "checkpoint.pt")))
 
 
-def _tell_start(store: Any, size: int, start: str) -> None:
+def _tell_start(store: Any, size: int, start: str, stop: threading.Event) -> None:
     """Answer the ranks that ask which start this is, until all have heard it."""
     missing = set(range(1, size))
     with suppress(RuntimeError):  # the store is gone, and with it this start
-        while missing:
+        while missing and not stop.is_set():
             for rank in missing:
                 if store.check([f"rank {rank}"]):  # perhaps one that is gone
                     store.set(f"start of {store.get(f'rank {rank}').decode()}", start)
@@ -87,35 +87,44 @@ def _tell_start(store: Any, size: int, start: str) -> None:
             time.sleep(0.05)
 
 
-def _this_start(place: tuple[str, int], rank: int, size: int, timeout: timedelta) -> str:
+@contextmanager
+def _this_start(store: Any, rank: int, size: int) -> Iterator[str]:
     """Name this start, the same on all ranks. The agents of several machines count their starts each
     for itself, so rank 0 makes up a name, and the others ask for it by names of their own: what a
     start before has left answers none of these."""
-    store = dist.TCPStore(*place, size, is_master=False, timeout=timeout)
     name = uuid.uuid4().hex
     if rank == 0:
-        threading.Thread(target=_tell_start, args=(store, size, name), daemon=True).start()
-        return name
+        stop = threading.Event()
+        answers = threading.Thread(target=_tell_start, args=(store, size, name, stop))
+        answers.start()
+        try:
+            yield name
+        finally:
+            stop.set()
+            answers.join()
+        return
     store.set(f"rank {rank}", name)
     start = store.get(f"start of {name}").decode()
     store.set(f"{start} rank {rank}", "here")
-    return start
+    yield start
 
 
-def store_of_this_start(timeout: timedelta) -> dict[str, Any]:  # for `init_process_group`
+@contextmanager
+def store_of_this_start(timeout: timedelta) -> Iterator[dict[str, Any]]:  # for `init_process_group`
     """Give this start of the ranks keys of its own in a store that torchrun's agent keeps over all starts.
 
     Without them gloo in torch 2.13 reads the addresses of ranks that are gone, and never connects
     again after one rank was killed (`--standalone`, `--max-restarts`)."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
+        yield {}
+        return
     place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     size = int(os.environ["WORLD_SIZE"])
     rank = int(os.environ["RANK"])
-    start = _this_start(place, rank, size, timeout)
-    store = dist.TCPStore(*place, size, is_master=False, timeout=timeout)
-    own = dist.PrefixStore(f"start {start}", store)
-    return {"store": own, "rank": rank, "world_size": size}
+    stores = [dist.TCPStore(*place, size, is_master=False, timeout=timeout) for _ in range(2)]
+    with _this_start(stores[0], rank, size) as start:
+        own = dist.PrefixStore(f"start {start}", stores[1])
+        yield {"store": own, "rank": rank, "world_size": size}
 
 
 def configured(
