@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import yaml
@@ -46,6 +47,11 @@ def test_the_sidebar_is_in_reading_order_and_lists_each_notebook_once():
     for room in first[1:]:
         numbered = [page for page in body if page.startswith(f"{room}/")]
         assert numbered == sorted(numbered), room
+
+
+def test_each_chapter_of_a_room_has_a_number_of_its_own():
+    numbers = Counter(chapter.partition("_")[0] for chapter in chapters() if "/" in chapter)
+    assert [number for number, count in numbers.items() if count > 1] == []
 
 
 def test_the_index_lists_the_pages_in_the_order_of_the_sidebar():
