@@ -1,5 +1,6 @@
 """What several files of tests share."""
 
+import gc
 import os
 import tempfile
 import threading
@@ -44,12 +45,15 @@ if hasattr(os, "SCHED_BATCH"):
 
 
 def pytest_configure(config):
-    """Show GPUs only to the tests that need one, which `-m cuda` runs.
+    """Let a worker of pytest compute with one thread, as the ranks that it forks do: of several
+    workers on a few cores, each one's threads would wait for the others' by spinning.
 
+    Show GPUs only to the tests that need one, which `-m cuda` runs.
     The first `backward()` of a process starts a thread for each GPU that it sees, and its forks
     then cannot call `backward()`; but most tests fork ranks, and many compute a reference before.
     Where torch is built for CUDA and sees no GPU, its compiler puts a stand-in for GPUs in place,
     which a first `backward()` after it would take for real ones: call one now."""
+    torch.set_num_threads(1)
     if config.option.markexpr == "cuda":
         return
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -69,6 +73,13 @@ def pytest_collection_modifyitems(config, items):
     tests = Counter(item.path for item in items)
     long = {f"test_{name}" for name in LONG}
     items.sort(key=lambda item: (item.path.stem not in long, -tests[item.path]))
+
+
+def pytest_collection_finish(session):
+    """Leave half a million objects of modules out of each later search for garbage, which takes 0.6 s
+    with them; ranks search when they end, and tests of memory ask for it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["memory", "messages"])

@@ -14,7 +14,10 @@ DTYPES = (
     *(torch.float8_e5m2, torch.complex64, torch.complex128, torch.int64, torch.uint8),
 )
 SHAPES = ((8, 16), (33, 31), (128, 1024), (257, 255), (1024, 64))
-CHESS = (torch.arange(1024)[:, None] + torch.arange(2048)) % 2
+
+
+def chess(rows, columns):
+    return (torch.arange(rows)[:, None] + torch.arange(columns)) % 2
 
 
 def parts(rows, columns):
@@ -26,7 +29,7 @@ def parts(rows, columns):
     cuts |= {f"block of {n}": (slice(1, 1 + n), slice(2, 2 + n)) for n in (2, 3, 7)}
     cuts |= {"whole": (every, every), "half": (slice(rows // 2), every)}
     cuts |= {"every second row": (slice(None, None, 2), every)}
-    found = {"chess board": CHESS[:rows, :columns] == 0}
+    found = {"chess board": chess(rows, columns) == 0}
     for name, cut in cuts.items():
         found[name] = torch.zeros(rows, columns, dtype=torch.bool)
         found[name][cut] = True
@@ -40,8 +43,8 @@ def numbers(kind, rows, columns):
         return torch.eye(1024)[:rows, :columns]
     return {
         "zeros": torch.zeros(rows, columns),
-        "signs": CHESS[:rows, :columns] * 2.0 - 1,
-        "0 and 2": CHESS[:rows, :columns] * 2.0,
+        "signs": chess(rows, columns) * 2.0 - 1,
+        "0 and 2": chess(rows, columns) * 2.0,
     }[kind]
 
 
