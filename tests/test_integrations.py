@@ -218,14 +218,13 @@ def fitted(folder, resume, overlapped, kind, options):
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
         max_steps=8,
         logger=False,
         callbacks=[saving],
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        **options,
+        **{"strategy": "ddp"} | options,
     )
     module = lightning_module(overlapped, kind)
     path = folder / "step=4.ckpt" if resume else None
@@ -280,3 +279,24 @@ def test_lightning_is_told_to_leave_clipping_to_overlap(tmp_path):
 
     for message in run(2, clipped):
         assert "Pass max_grad_norm= to overlap()" in message
+
+
+def test_lightning_refuses_to_average_parameters_of_a_divided_step(tmp_path):
+    """It asks for the type of torch's class, and of ranks that step with gradients of their own each
+    would step its part with its own."""
+    pytest.importorskip("pytorch_lightning")
+
+    def averaged():
+        from pytorch_lightning.strategies import DDPStrategy
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+
+        state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=2)
+        strategy = DDPStrategy(
+            ddp_comm_state=state,
+            ddp_comm_hook=post_localSGD_hook.post_localSGD_hook,
+            model_averaging_period=2,
+        )
+        return caught(lambda: fitted(tmp_path, False, False, sharded, {"strategy": strategy}))
+
+    for message in run(2, averaged):
+        assert "distributed optimizer of type ZeroRedundancyOptimizer" in message

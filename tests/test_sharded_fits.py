@@ -260,3 +260,21 @@ def test_keys_that_no_table_keeps_are_refused(folder):
         assert kind == "TypeError" and "tag must be plain, got (1, 2)" in words
         assert "param_groups.0.tag.1" in twice
     assert not [*folder.iterdir()]
+
+
+def loaded_into_others(folder):
+    model, zero = make()
+    save_sharded(folder / "s", model, zero)
+    wider, deeper, same = nn.Linear(4, 3), nn.Sequential(model, nn.Linear(3, 3)), make()[0]
+    said = []
+    for other, kind in ((wider, AdamW), (deeper, AdamW), (same, SGD)):
+        optimizer = ZeroRedundancyOptimizer(other.parameters(), kind, lr=0.1)
+        load = lambda other=other, optimizer=optimizer: load_sharded(folder / "s", other, optimizer)
+        said.append(caught_error(load))
+    return said
+
+
+def test_a_folder_that_does_not_fit_is_named(folder):
+    for said in run(2, loaded_into_others, folder):
+        assert {kind for kind, _ in said} == {"ValueError"}
+        assert all(text.startswith(f"{folder / 's'} cannot be loaded: ") for _, text in said)

@@ -47,7 +47,8 @@ from zero_nb.optim.saved_state import (
 from ..optim.state_runs import gather_values
 
 # %% auto #0
-__all__ = ['full_state_dict', 'read_full', 'load_full_state_dict', 'full_optim_state_dict', 'shard_full_optim_state_dict']
+__all__ = ['full_state_dict', 'read_full', 'naming_source', 'load_full_state_dict', 'full_optim_state_dict',
+           'shard_full_optim_state_dict']
 
 # %% ../../nbs/checkpoint/04_full.ipynb #f011000c
 _Source = str | os.PathLike[str]
@@ -176,8 +177,8 @@ def read_full(
 
 
 @contextmanager
-def _naming_file(source: _Source | Mapping[str, Any]) -> Iterator[None]:
-    """Raise a `ValueError` that names the file for a state dict in it that makes no sense, or does not fit."""
+def naming_source(source: _Source | Mapping[str, Any]) -> Iterator[None]:
+    """Raise a `ValueError` that names the file or folder if what is in it makes no sense, or does not fit."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -197,13 +198,13 @@ def load_full_state_dict(
     state dict, or if groups or shapes do not fit, `OSError` if it cannot be opened."""
     group = optimizer.group
     found = list[dict[str, Any]]()
-    with agreeing(optimizer.groups, "load_full_state_dict"), _naming_file(source):
+    with agreeing(optimizer.groups, "load_full_state_dict"), naming_source(source):
         part = (group.group_rank, group.size)
         full = dict(source) if isinstance(source, Mapping) else read_full(source, part)
         groups = optimizer.param_groups
         named = all("param_names" in g for g in groups)
         found.append(by_index(full, [g["param_names"] for g in groups]) if named else full)
-    with _naming_file(source):
+    with naming_source(source):
         optimizer.load_state_dict(found[0])
 
 # %% ../../nbs/checkpoint/04_full.ipynb #f0110017

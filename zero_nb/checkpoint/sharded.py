@@ -33,6 +33,7 @@ from zero_nb.checkpoint.folder import (
     read_manifest,
     write_manifest,
 )
+from .full import naming_source
 from zero_nb.checkpoint.names import (
     SavedOptimizer,
     keys_below,
@@ -307,7 +308,8 @@ def load_sharded(
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.wait_for_driver()
         optimizer.sharded_state.follow_layouts()  # before what is read is put where state lies
-    with agreeing(group, f"making room for {folder}"):  # all of it has been checked
+    # all of it has been checked
+    with agreeing(group, f"making room for {folder}"), naming_source(folder):
         found.append(_make_room(folder, said, model, optimizer))
     [(whole, saved)] = found
     shards = _divided(optimizer)

@@ -106,6 +106,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         mark_plans_agreed(self.group, self.shards)
         log_once(self.group, lambda: f"{type(self).__name__}: {self.shards[0].plan}")
         _Joinable.__init__(self)
+        torch_interface.register_with_lightning(ZeroRedundancyOptimizer)
         self.parameters_as_bucket_view = views
 
     @property

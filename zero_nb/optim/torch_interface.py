@@ -29,8 +29,8 @@ from .saved_state import check_destination
 # %% auto #0
 __all__ = ['STATE_DICT_TYPES', 'ALL_CALL', 'without_state_dict_hooks', 'call_hooks', 'StepWithoutData', 'find_groups', 'History',
            'Consolidated', 'Giving', 'known_type', 'find_receiver', 'check_not_overlapped', 'copy_state_dict',
-           'describe_keys', 'describe_missing', 'asked_by_dcp', 'laid_out_by_rows', 'StateByClass', 'check_closure',
-           'call_closure', 'check_methods', 'forwarded']
+           'describe_keys', 'describe_missing', 'register_with_lightning', 'asked_by_dcp', 'laid_out_by_rows',
+           'StateByClass', 'check_closure', 'call_closure', 'check_methods', 'forwarded']
 
 # %% ../../nbs/optim/23_torch_interface.ipynb #2b8e32fb
 @contextmanager
@@ -197,6 +197,14 @@ def describe_missing(optimizer: Any, name: str) -> str:
         f"a copied or unpickled {kind} holds its param groups but no process"
         f" group, so it has no {name!r}; make a new one and load a state dict"
     )
+
+# %% ../../nbs/optim/23_torch_interface.ipynb #70b85bd2
+def register_with_lightning(kind: type) -> None:
+    """Let `isinstance` take a class for torch's sharded optimizer, where Lightning may ask."""
+    if "lightning" in sys.modules or "pytorch_lightning" in sys.modules:
+        from torch.distributed.optim import ZeroRedundancyOptimizer as Torchs
+
+        Torchs.register(kind)
 
 # %% ../../nbs/optim/23_torch_interface.ipynb #70b85bcf
 _DCP = "torch.distributed.checkpoint.state_dict"

@@ -249,7 +249,7 @@ _LESS = {
     "buffers": "buffers share memory, with each other or with parameters",
     "gradients": "gone from .grad, by zero_grad or a step inside backward; buckets of a DDP stay, unseen",
     "state": "parameters that have not had a gradient yet have no state",
-    "buckets": "needed inside a step, at its worst moment; DDP's own, in C++, are not seen",
+    "buckets": "needed inside a step, at its worst moment; those of a DDP, in C++, are not seen",
 }
 _MORE = {
     "parameters": "the rest of storages that parameters are views of: padding of buckets, or tensors"
