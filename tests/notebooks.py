@@ -10,6 +10,7 @@ job's text is Python's own library, and tracebacks and warnings differ.
 """
 
 import argparse
+import gc
 import importlib
 import json
 import math
@@ -43,8 +44,11 @@ PASSING = {
 }
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 
-# by the process that forks one for each notebook: most of them would import these, for 2 s
-ALREADY_IMPORTED = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "matplotlib.pyplot")
+# by the process that forks one for each notebook: most of them would import these, for 3 s
+ALREADY_IMPORTED = (
+    *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.optim"),
+    *("matplotlib.pyplot", "zero_nb.optim.optimizer"),
+)
 
 
 def shown(outputs: list[dict[str, Any]]) -> list[str]:
@@ -190,8 +194,12 @@ def main() -> None:
     given = parser.parse_args()
     every = (p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
     paths = sorted(path.absolute() for path in given.paths or every)
+    # threads of one notebook's torch that wait for each other do not keep a core from another notebook
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for module in ALREADY_IMPORTED:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # each notebook's shell looks for garbage when it ends
 
     results = sorted(in_processes(paths, given.workers))
     failed = [path for path, wrong, _ in results if wrong]
