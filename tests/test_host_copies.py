@@ -93,9 +93,9 @@ def noted_relay():
     counts = []
     for tensor in (x, y):
         work = group.reduce_scatter(tensor, relay=True, async_op=True)
-        counts.append(len(group._wire.relayed))
+        counts.append(len(group._wire.unfinished))
         work.wait()
-        group._wire.relayed.clear()
+        group._wire.unfinished.clear()
     return counts
 
 

@@ -129,11 +129,6 @@ class Call:
     sent: Parts = _WHOLE  # all_to_all only: what goes to each rank
     even: bool = True  # all_to_all only: all ranks send as much to all
     relay: bool = False  # whether ranks may pass parts on; then all ranks must wait for it
-    passes_on: bool = False  # whether they do; known when it has started
-
-    def note_relay(self, relayed: bool) -> None:
-        """Note whether ranks pass its parts on."""
-        self.passes_on = relayed
 
     def part(self, group_rank: int) -> Tensor:
         """Give a rank's part of the flat tensor, as a view."""

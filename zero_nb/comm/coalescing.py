@@ -29,7 +29,7 @@ from zero_nb.comm.native import (
     _native_broadcast,
     _native_reduce_scatter,
 )
-from .work import Work, _Native, _launch, _together
+from .work import NEXT, CollectiveSteps, Work, _Native, _launch, _together
 
 # %% auto #0
 __all__ = ['Coalesced', 'coalescing_manager']
@@ -144,7 +144,7 @@ def _packs(calls: Sequence[Call]) -> list[list[Call]]:
     return [pack for pack in (*packs, *filling.values()) if pack]
 
 # %% ../../nbs/comm/27_coalescing.ipynb #846134e7
-def _merge(group: Any, pack: list[Call]) -> Iterator[None]:
+def _merge(group: Any, pack: list[Call]) -> CollectiveSteps:
     """Run a pack as one collective on one flat tensor, made of the pieces of all, ordered by rank
     where the kind has parts."""
     if len(pack) == 1:
@@ -158,7 +158,7 @@ def _merge(group: Any, pack: list[Call]) -> Iterator[None]:
     )
     call = replace(pack[0], tensor=torch.cat(pieces), parts=sizes)
 
-    def steps() -> Iterator[None]:
+    def steps() -> CollectiveSteps:
         yield from _steps(group, call)
         done = _free_here(call.tensor).split([len(p) for p in pieces])
         back = list(zip(pieces, done, strict=True))
@@ -208,18 +208,22 @@ def _coalesced(
     calls: list[Call],
     sends: list[tuple[Tensor, int]],
     receives: list[tuple[Tensor, int]],
-) -> Iterator[None]:
+) -> CollectiveSteps:
     """Run by run; the first starts at once, each other when the one before it has ended."""
-    for alike in _runs_of_one_kind(calls):
+    runs = _runs_of_one_kind(calls)
+    for i, alike in enumerate(runs, 1):
         native = (
             len({c.tensor.device for c in alike}) == 1
             and group.backend(alike[0].tensor.device) == "nccl"
         )
-        yield from (
+        steps = (
             _natively(group, alike)
             if native
             else _together([_merge(group, pack) for pack in _packs(alike)])
         )
+        last = i == len(runs) and not sends and not receives
+        for more in steps:
+            yield more if last else NEXT
     yield from _exchange(group, sends, receives)
 
 # %% ../../nbs/comm/27_coalescing.ipynb #828733a3

@@ -5,8 +5,7 @@
 # %% ../../nbs/comm/16_collectives.ipynb #ed9e16c6
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -42,7 +41,8 @@ from zero_nb.comm.native import (
 from .ranks import Ranks
 from .relays import _by_messages
 from .traced import _traced
-from .work import Work, _FINISHED, _launch, _pass_on, _started
+from .work import NEXT, CollectiveSteps, Work, _FINISHED
+from .work import _one_by_one, _launch, _start_the_rest, _started
 
 # %% auto #0
 __all__ = ['all_reduce', 'broadcast', 'reduce_scatter', 'all_gather']
@@ -52,7 +52,7 @@ def _over_gloo(group: Ranks, tensor: Tensor) -> bool:
     return group.backends.get(tensor.device.type) == "gloo"
 
 
-def _all_gather(group: Ranks, call: Call) -> Iterator[None]:
+def _all_gather(group: Ranks, call: Call) -> CollectiveSteps:
     parts = call.parts
     gloo = _over_gloo(group, call.tensor)
     if gloo and (near := _transport(group, call.tensor)):
@@ -75,7 +75,7 @@ def _all_gather(group: Ranks, call: Call) -> Iterator[None]:
     )
 
 
-def _reduce_scatter(group: Ranks, call: Call) -> Iterator[None]:
+def _reduce_scatter(group: Ranks, call: Call) -> CollectiveSteps:
     if _over_gloo(group, call.tensor):
         if near := _transport(group, call.tensor):
             return near.reduce_scatter(call.split())
@@ -87,11 +87,11 @@ def _reduce_scatter(group: Ranks, call: Call) -> Iterator[None]:
     return _started(*_native_reduce_scatter(group, call))
 
 
-def _broadcast(group: Ranks, call: Call) -> Iterator[None]:
+def _broadcast(group: Ranks, call: Call) -> CollectiveSteps:
     return _started(_native_broadcast(group, call.tensor, call.root))
 
 
-def _all_reduce(group: Ranks, call: Call) -> Iterator[None]:
+def _all_reduce(group: Ranks, call: Call) -> CollectiveSteps:
     if call.tensor.dtype in _KNOWN or not _over_gloo(group, call.tensor):
         return _started(_native_all_reduce(group, call.tensor))
     if _off_host(call.tensor):
@@ -101,10 +101,10 @@ def _all_reduce(group: Ranks, call: Call) -> Iterator[None]:
         Call(kind, flat, Parts.of([*map(len, flat.tensor_split(group.size))]))
         for kind in ("reduce_scatter", "all_gather")
     ]
-    return itertools.chain(*[_STEPS[half.kind](group, half) for half in halves])
+    return _one_by_one(*[_STEPS[half.kind](group, half) for half in halves])
 
 
-_STEPS: dict[str, Callable[[Ranks, Call], Iterator[None]]] = {
+_STEPS: dict[str, Callable[[Ranks, Call], CollectiveSteps]] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "reduce_scatter": _reduce_scatter,
@@ -251,7 +251,7 @@ def _sent(group: Ranks, call: Call) -> int | None:
     )
 
 
-def _steps(group: Ranks, call: Call) -> Iterator[None]:
+def _steps(group: Ranks, call: Call) -> CollectiveSteps:
     """Give the steps of a call; a group that records sees what it is made of as parts of it."""
     steps = _STEPS[call.kind](group, call)
     backend = backend_of(group, call.tensor.device)
@@ -263,15 +263,12 @@ def _steps(group: Ranks, call: Call) -> Iterator[None]:
     return group.process_group.follow(call.kind, call.tensor, steps, _sent(group, call))
 
 
-def _by_copy(group: Ranks, call: Call) -> Iterator[None]:
+def _by_copy(group: Ranks, call: Call) -> CollectiveSteps:
     """Give the steps of a call whose tensor has gaps, or is conjugated when it is read."""
     copy = call.tensor.resolve_conj().contiguous()
 
-    def steps() -> Iterator[None]:
-        dense = replace(call, tensor=copy)
-        for _ in _steps(group, dense):
-            call.note_relay(dense.passes_on)
-            yield
+    def steps() -> CollectiveSteps:
+        yield from _steps(group, replace(call, tensor=copy))
         call.tensor.copy_(_free_here(copy))
 
     return steps()
@@ -288,8 +285,8 @@ def _start(group: Any, call: Call, async_op: bool) -> Work:
         return block.add(call)
     like = _like(call)
     if group.size > 1 and not _is_known(group, like):
-        if group._wire.relayed:
-            _pass_on(group)
+        if group._wire.unfinished:
+            _start_the_rest(group, NEXT)
         _compare(group, like, call)
     if call.source is None and (group.size == 1 or not call.tensor.numel()):
         return _FINISHED  # nothing to move, on any rank

@@ -16,7 +16,7 @@ from torch import Tensor
 from .calls import Call
 from .native import _native_all_reduce, _to_move, backend_of
 from .ranks import Ranks
-from .work import _started
+from .work import CollectiveSteps, _started
 
 # %% auto #0
 __all__ = []
@@ -57,17 +57,15 @@ def _spans(group: Ranks, call: Call) -> tuple[list[slice], list[slice]]:
 def _by_host(
     group: Ranks,
     call: Call,  # an all-reduce, a reduce-scatter or an all-gather
-    make: Callable[[Ranks, Call], Iterator[None]],  # its steps on the CPU
-) -> Iterator[None]:
+    make: Callable[[Ranks, Call], CollectiveSteps],  # its steps on the CPU
+) -> CollectiveSteps:
     """Run a call over gloo, of a tensor on another device, on a copy in the CPU's memory."""
     tensor = call.tensor.data.view(-1)  # apart from autograd, as a message is
     leaving, arriving = _spans(group, call)
     copy = replace(call, tensor=_host_like(tensor))
     for span in leaving:
         copy.tensor[span].copy_(tensor[span])  # waits for the device
-    for _ in make(group, copy):
-        call.note_relay(copy.passes_on)
-        yield
+    yield from make(group, copy)
     for span in arriving:
         tensor[span].copy_(copy.tensor[span])
 

@@ -80,9 +80,9 @@ class _State:
     scratch: list[Any] = field(
         default_factory=list
     )  # one: memory that messages are received into; empty before it is needed
-    relayed: list[Any] = field(
+    unfinished: list[Any] = field(
         default_factory=list
-    )  # works, if alive, that may have something to pass on
+    )  # works, if alive, that have something left to start; in the order of their starts
     lacks: dict[Any, bool] = field(
         default_factory=dict
     )  # collectives that were tried on a backend we do not know; True if it has none

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .events import _METHODS, Log, _measure, _nbytes, _sent_bytes
 from .tape import _DIST, RecordedWork, Tape, _failure
+from .work import CollectiveSteps
 
 # %% auto #0
 __all__ = ['RecordingGroup', 'record']
@@ -167,10 +168,10 @@ class RecordingGroup(_PassingGroup):
         kind: str,  # of the collective that the steps make together
         tensor: Tensor,  # the whole of it
         # starts and finishes collectives of this group, or moves the tensor by other means
-        steps: Iterator[None],
+        steps: CollectiveSteps,
         # bytes that this rank sends, if it starts no collectives; None: by the formula of the kind
         wire: int | None = None,
-    ) -> Iterator[None]:  # the same steps
+    ) -> CollectiveSteps:  # the same steps
         """Record what a generator starts as steps of one collective."""
         sent = _sent_bytes(kind, _nbytes(tensor), self.size()) if wire is None else wire
         return self.tape.follow(kind, sent, tensor, steps)

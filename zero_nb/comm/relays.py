@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from .calls import Call
 from .messages import _Arrival, _Messages, _gather_straight, _reduce_straight
 from .ranks import Ranks, _sending_group
+from .work import LATER, NEXT, CollectiveSteps
 
 # %% auto #0
 __all__ = []
@@ -80,7 +81,7 @@ def _relay(hosts: tuple[str, ...], mine: int) -> _Relay:
     return _Relay(tuple(mates), tuple(answers_for), tuple(agents))
 
 # %% ../../nbs/comm/12_relays.ipynb #47a0b252
-def _reduce_by_relay(messages: _Messages) -> Iterator[None]:
+def _reduce_by_relay(messages: _Messages) -> CollectiveSteps:
     """Add up parts on each host, and then the sums of the hosts."""
     group = messages.group
     parts = messages.parts
@@ -98,17 +99,17 @@ def _reduce_by_relay(messages: _Messages) -> Iterator[None]:
     for peer in route.mates:
         for rank in (peer, *_relay(hosts, peer).answers_for):
             messages.send(parts[rank], peer)
-    yield
+    yield NEXT
     for rank in summed:
         messages.add_up(parts[rank], arriving[rank])
         if rank != mine:
             messages.send(parts[rank], rank)
-    yield
+    yield None
     messages.add_up(parts[mine], sums)
     messages.finish()
 
 
-def _gather_by_relay(messages: _Messages) -> Iterator[None]:
+def _gather_by_relay(messages: _Messages) -> CollectiveSteps:
     """Send this rank's part to one rank of each other host, which passes it on."""
     group = messages.group
     parts = messages.parts
@@ -122,12 +123,12 @@ def _gather_by_relay(messages: _Messages) -> Iterator[None]:
             near += messages.receive(parts[rank], peer)
     for peer in (*route.agents, *route.mates):
         messages.send(parts[mine], peer)
-    yield
+    yield NEXT
     for arrival in far:
         arrival.wait(group)
         for peer in route.mates:
             messages.send(arrival.place, peer)
-    yield
+    yield None
     for arrival in near:
         arrival.wait(group)
     messages.finish()
@@ -144,10 +145,10 @@ _MADE_OF_MESSAGES = {
 }
 
 
-def _by_messages(group: Ranks, call: Call) -> Iterator[None]:
+def _by_messages(group: Ranks, call: Call) -> CollectiveSteps:
     """Make a reduce-scatter or an all-gather of messages, if need be in turns."""
-    call.note_relay(call.relay and _relays(_hosts(group, call.tensor.device)))
-    make = _MADE_OF_MESSAGES[call.kind, call.passes_on]
+    relayed = call.relay and _relays(_hosts(group, call.tensor.device))
+    make = _MADE_OF_MESSAGES[call.kind, relayed]
     parts = call.split()
     tag = group._wire.next_tag(f"{parts[0].dtype} {[len(part) for part in parts]}")
     longest = call.parts.largest
@@ -160,12 +161,12 @@ def _by_messages(group: Ranks, call: Call) -> Iterator[None]:
     return _in_turns([make(_Messages(group, turn, tag)) for turn in turns])
 
 
-def _in_turns(turns: Sequence[Iterator[None]]) -> Iterator[None]:
+def _in_turns(turns: Sequence[CollectiveSteps]) -> CollectiveSteps:
     """Run collectives one after the other, the next one always started."""
-    for turn in turns[:2]:
-        next(turn)
-    yield
+    first, _ = [next(turn) for turn in turns[:2]]
+    yield first or LATER
     for i, turn in enumerate(turns):
-        yield from turn
+        for _ in turn:
+            yield LATER
         if i + 2 < len(turns):
             next(turns[i + 2])

@@ -9,7 +9,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .events import CollectiveEvent, Log, _nbytes
+from .work import CollectiveSteps
 
 # %% auto #0
 __all__ = ['Tape', 'RecordedWork']
@@ -110,8 +111,8 @@ class Tape:
             self.logs = [other for other in self.logs if other is not log]
 
     def follow(
-        self, kind: str, wire: int | Fraction, tensor: Tensor, steps: Iterator[None]
-    ) -> Iterator[None]:
+        self, kind: str, wire: int | Fraction, tensor: Tensor, steps: CollectiveSteps
+    ) -> CollectiveSteps:
         """Run the steps of one event, and note what they start as parts of it."""
         number = self.open(kind, _nbytes(tensor), wire, [tensor])
         error = ""
@@ -121,7 +122,7 @@ class Tape:
                 outer = self.parents.get(thread)
                 self.parents[thread] = number
                 try:
-                    next(steps)
+                    more = next(steps)
                 except StopIteration:
                     return
                 finally:
@@ -129,7 +130,7 @@ class Tape:
                         del self.parents[thread]
                     else:
                         self.parents[thread] = outer
-                yield
+                yield more
         except Exception as e:
             error = type(e).__name__
             raise

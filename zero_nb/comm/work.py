@@ -16,9 +16,14 @@ from .group_store import _elsewhere
 from .ranks import Ranks
 
 # %% auto #0
-__all__ = ['Work']
+__all__ = ['CollectiveSteps', 'LATER', 'NEXT', 'Work']
 
 # %% ../../nbs/comm/08_work.ipynb #9c1b3d17
+CollectiveSteps = Iterator[int | None]  # of a collective: each tells what is left to start
+LATER = 1  # something that must start before a later collective is waited for
+NEXT = 2  # something that must start before the next collective does
+
+
 def _failed(
     group: Ranks | None, what: object, error: RuntimeError
 ) -> RuntimeError:  # worth raising
@@ -42,9 +47,7 @@ class Work:
 
     def __init__(
         self,
-        steps: Iterator[
-            None
-        ],  # starts the collective before its first `yield`, finishes it afterwards
+        steps: CollectiveSteps,  # starts the collective before its first `yield`, finishes it afterwards
         # its description, for errors; None: the steps wait for works that say themselves what
         # failed
         what: object = None,
@@ -54,14 +57,15 @@ class Work:
         self._what = what
         self._group = group
         self._error: RuntimeError | None = None
-        self._passed_on = False
+        self.more = 0  # what is left to start: 0, `LATER` or `NEXT`
         self.done = False
         self._advance(to_end=False)
 
     def _advance(self, to_end: bool) -> None:
         """Run the steps to the next `yield`, or to their end."""
         try:
-            for _ in self._steps:
+            for more in self._steps:
+                self.more = more or 0
                 if not to_end:
                     return
             _check_aborted(self._group)
@@ -75,12 +79,10 @@ class Work:
             raise self._error from error
         self.done = True
 
-    def pass_on(self) -> None:
-        """Go on to the next `yield`, if the work has not: send what others wait for. An error is
-        raised by `wait`."""
-        if not self.done and not self._passed_on:
-            self._passed_on = True
-            with suppress(RuntimeError):
+    def pass_on(self, urgency: int) -> None:
+        """Start what is left of the work and as urgent. An error is raised by `wait`."""
+        with suppress(RuntimeError):
+            while not self.done and self.more >= urgency:
                 self._advance(to_end=False)
 
     def wait(self) -> None:
@@ -89,6 +91,8 @@ class Work:
         Raises `RuntimeError` if a peer is gone or does not come within the group's timeout."""
         if self._error is not None:
             raise self._error
+        if self._group and self._group._wire.unfinished:
+            _start_the_rest(self._group, LATER, self)
         self._advance(to_end=True)
 
     def __del__(
@@ -115,23 +119,30 @@ def _started(*natives: _Native) -> Iterator[None]:
         native.finish()
 
 
-def _together(works: Sequence[Iterator[None]]) -> Iterator[None]:
+def _together(works: Sequence[CollectiveSteps]) -> CollectiveSteps:
     """Start all, then finish all."""
-    for steps in works:
-        next(steps, None)
-    yield
-    for steps in works:
-        yield from steps
+    left = [next(steps, None) or 0 for steps in works]
+    yield max(left, default=0)
+    for i, steps in enumerate(works):
+        for more in steps:
+            yield max(more or 0, 0, *left[i + 1 :])
+
+
+def _one_by_one(first: CollectiveSteps, second: CollectiveSteps) -> CollectiveSteps:
+    """Run one, and then another."""
+    for _ in first:
+        yield NEXT
+    yield from second
 
 # %% ../../nbs/comm/08_work.ipynb #711c310d
-def _launch(group: Ranks, what: object, async_op: bool, steps: Iterator[None]) -> Work:
+def _launch(group: Ranks, what: object, async_op: bool, steps: CollectiveSteps) -> Work:
     """Start a collective, and finish it unless it is asynchronous."""
-    if group._wire.relayed:
-        _pass_on(group)
+    if group._wire.unfinished:
+        _start_the_rest(group, NEXT)
     if async_op:
         work = Work(steps, what, group)
-        if getattr(what, "passes_on", False):
-            group._wire.relayed.append(weakref.ref(work))
+        if work.more:
+            group._wire.unfinished.append(weakref.ref(work))
         return work
     try:
         for _ in steps:
@@ -142,13 +153,16 @@ def _launch(group: Ranks, what: object, async_op: bool, steps: Iterator[None]) -
     return _FINISHED
 
 
-def _pass_on(group: Ranks) -> None:
-    """Let collectives in flight send what other ranks wait for, before this rank waits for others."""
-    relayed = group._wire.relayed
-    while relayed:
-        work = relayed.pop(0)()
-        if work is not None:
-            work.pass_on()
+def _start_the_rest(group: Ranks, urgency: int, before: Work | None = None) -> None:
+    """Let collectives in flight, or those that started before one of them, start what is left of
+    them and as urgent."""
+    works = [work for ref in group._wire.unfinished if (work := ref())]
+    if before is None or before in works:
+        stop = len(works) if before is None else works.index(before)
+        for work in works[:stop]:
+            work.pass_on(urgency)
+    left = [work for work in works if work.more and not work.done]
+    group._wire.unfinished[:] = map(weakref.ref, left)
 
 # %% ../../nbs/comm/08_work.ipynb #b3de215a
 _FINISHED = Work(iter(()))

@@ -1,0 +1,110 @@
+"""Works that are more than one collective, waited for in another order on each rank."""
+
+import itertools
+
+import pytest
+import torch
+
+from zero_nb.comm import relays
+from zero_nb.comm.coalescing import coalescing_manager
+from zero_nb.comm.groups import Group
+from zero_nb.comm.launch import run
+
+KINDS = ("all_reduce", "broadcast", "reduce_scatter", "all_gather")
+
+
+def started(group, kind, tensor):
+    root = {"group_rank": 0} if kind == "broadcast" else {}
+    return getattr(group, kind)(tensor, async_op=True, **root)
+
+
+def in_a_block(group, kinds, first):
+    tensors = [torch.full((6,), float(first + group.group_rank)) for _ in kinds]
+    with coalescing_manager(group, async_ops=True) as block:
+        for kind, tensor in zip(kinds, tensors, strict=True):
+            started(group, kind, tensor)
+    return block, tensors
+
+
+def waited(group, works, turned):
+    """Wait from the last to the first on every rank but rank 0, if they are to be turned round."""
+    for work in works[:: -1 if turned and group.group_rank else 1]:
+        work.wait()
+
+
+def blocks(turned):
+    group = Group()
+    found = []
+    for kinds in itertools.permutations(KINDS, 3):
+        made = [in_a_block(group, kinds, first) for first in (0, 100, 200)]
+        waited(group, [block for block, _ in made], turned)
+        mine = [t[2 * group.group_rank :][:2] for _, tensors in made for t in tensors]
+        found.append(torch.stack(mine).tolist())
+    return found
+
+
+def test_blocks_of_several_kinds(way):
+    for turned, wanted in zip(run(3, blocks, True), run(3, blocks, False), strict=True):
+        assert turned == wanted
+
+
+def sums(dtype, turned):
+    group = Group()
+    found = []
+    for sizes in ((4, 4, 4), (4, 9, 1)):
+        tensors = [
+            torch.full((size,), 10**i * (group.group_rank + 1)).to(dtype)
+            for i, size in enumerate(sizes)
+        ]
+        waited(group, [group.all_reduce(t, async_op=True) for t in tensors], turned)
+        found += [t.tolist() for t in tensors]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.complex64], ids=str)
+def test_sums_that_gloo_cannot_make(way, dtype):
+    wanted = [[sum(10**i * (r + 1) for r in range(3))] for i in range(3)]
+    for found in run(3, sums, dtype, True):
+        assert found == run(3, sums, dtype, False)[0]
+        numbers = [[int(bool(w[0])) if dtype == torch.bool else w[0]] for w in wanted]
+        assert [t[:1] for t in found[:3]] == numbers
+
+
+def between(turned):
+    """Start another collective before a work is waited for on some ranks, and after it on others."""
+    group = Group()
+    block, tensors = in_a_block(group, ("broadcast", "all_reduce"), 0)
+    other = torch.full((6,), 100.0 + group.group_rank)
+    if turned and group.group_rank:
+        work = group.all_reduce(other, async_op=True)
+        block.wait()
+    else:
+        block.wait()
+        work = group.all_reduce(other, async_op=True)
+    work.wait()
+    return [t.tolist() for t in (*tensors, other)]
+
+
+def test_a_collective_between_start_and_wait(way):
+    assert run(3, between, True) == run(3, between, False)
+    assert run(3, between, True)[0] == [[0.0] * 6, [3.0] * 6, [303.0] * 6]
+
+
+def in_turns(relay, turned):
+    relays._AHEAD = 256
+    if relay:
+        relays._host = lambda: f"{torch.distributed.get_rank() // 2:08x}"
+    group = Group()
+    tensors = [torch.arange(400.0) * (group.group_rank + 1) + i for i in range(3)]
+    works = [group.reduce_scatter(t, async_op=True, relay=relay) for t in tensors]
+    waited(group, works, turned)
+    start = 100 * group.group_rank
+    return [t[start : start + 100].tolist() for t in tensors]
+
+
+@pytest.mark.parametrize("relay", [False, True])
+def test_tensors_that_travel_in_turns(monkeypatch, relay):
+    monkeypatch.setenv("ZERO_NB_MEMORY", "0")
+    found = run(4, in_turns, relay, True)
+    assert found == run(4, in_turns, relay, False)
+    assert found[1][0][:2] == [1000.0, 1010.0]
