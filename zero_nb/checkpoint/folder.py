@@ -30,7 +30,7 @@ from torch.futures import Future
 
 import zero_nb
 from .files import crc_of, records_in
-from .skeleton import crc_until, letting_go, read_box
+from .skeleton import crc_until, letting_go, map_private, read_box
 from ..comm.objects import MemoryFile, explain_unread, load
 
 # %% auto #0
@@ -227,7 +227,7 @@ def mapped_file(path: Path) -> Iterator[mmap.mmap]:
     with open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
             raise ValueError(f"{path} is damaged: it is empty; use the checkpoint before it")
-        with letting_go(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)) as mapped:
+        with letting_go(map_private(file)) as mapped:
             yield mapped
 
 

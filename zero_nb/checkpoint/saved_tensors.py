@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, _weights_only_unpickler
 
 from .files import Record, records_in
+from .skeleton import map_private
 from ..comm.objects import explain_unread
 from ..optim.tensor_shard import boxes
 
@@ -58,9 +59,7 @@ class Part(NamedTuple):
         with open(self.path, "rb") as file:
             if os.fstat(file.fileno()).st_size < self.offset - page + nbytes:
                 raise ValueError(f"{self.path} was cut off; use the checkpoint before it")
-            memory = mmap.mmap(
-                file.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=self.offset - page
-            )
+            memory = map_private(file, nbytes, self.offset - page)
         flat = torch.frombuffer(memory, dtype=dtype, count=last + 1, offset=page)
         return flat.as_strided(self.sizes, self.stride)
 

@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import pickle
+import platform
 import queue
 import shutil
 import sys
@@ -26,20 +27,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from zero_nb.checkpoint.files import (
-    Record,
-    joined_crc,
-    read_records,
-    storages_in,
-    with_checksums,
-)
+from .files import Record, joined_crc, read_records, storages_in, with_checksums
 from ..comm.objects import load
 from ..optim.flat import flatten
 from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
-__all__ = ['TensorForm', 'unbacked', 'SkeletonFile', 'check_room', 'naming_target', 'FileTarget', 'tight', 'StoredNumbers',
-           'read_box', 'letting_go', 'not_twice', 'crc_until']
+__all__ = ['TensorForm', 'map_private', 'unbacked', 'SkeletonFile', 'check_room', 'naming_target', 'FileTarget', 'tight',
+           'StoredNumbers', 'read_box', 'letting_go', 'not_twice', 'crc_until']
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110007
 class TensorForm(NamedTuple):
@@ -62,14 +57,27 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
+# Linux's number for MAP_NORESERVE, which Python names since 3.13; other processors have others
+_LINUX = {"x86_64": 0x4000, "aarch64": 0x4000} if sys.platform == "linux" else {}
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", _LINUX.get(platform.machine(), 0))
+
+
+def map_private(file: Any, nbytes: int = 0, offset: int = 0) -> mmap.mmap:  # 0 bytes: all of it
+    """Map an open file, or, for None, just addresses; what is written stays here, and only it takes memory."""
+    handle = -1 if file is None else file.fileno()
+    if not hasattr(mmap, "MAP_PRIVATE"):  # on Windows
+        return mmap.mmap(handle, nbytes, access=mmap.ACCESS_COPY if file else 0, offset=offset)
+    try:
+        return mmap.mmap(handle, nbytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE, offset=offset)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, getattr(file, "name", None)) from error
+
+
 def unbacked(forms: Mapping[_Key, TensorForm]) -> dict[_Key, Tensor]:
     """Make tensors that have form and size, and no memory until somebody touches it."""
     made = dict[_Key, Tensor]()
     total = sum(_padded(form.nbytes) for form in forms.values())
-    flags = {}
-    if hasattr(mmap, "MAP_ANONYMOUS"):
-        flags["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    addresses = mmap.mmap(-1, max(total, 1), **flags)
+    addresses = map_private(None, max(total, 1))
     offset = 0
     for key, form in forms.items():
         shape = tuple(form.shape)
@@ -90,9 +98,7 @@ class SkeletonFile:
         self,
         path: Path,  # to write to
         content: Any,  # what the file holds
-        later: Mapping[
-            Any, Tensor
-        ],  # tensors of it that are written later, each in memory of its own
+        later: Mapping[Any, Tensor],  # tensors in it whose elements come later, with own memory
     ):
         with with_checksums(), torch.serialization.skip_data(), open(path, "wb") as file:
             torch.save(content, file)  # given a path, torch does not say what the disk said
@@ -166,7 +172,7 @@ def naming_target(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _WRITE_ERRORS:
+        if error.errno in _WRITE_ERRORS or (error.errno == errno.ENOMEM and not error.filename):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
