@@ -12,11 +12,11 @@ from torch import nn
 from torch.optim import AdamW
 
 from zero_nb.apps import cli
-from zero_nb.checkpoint import slab_writers
+from zero_nb.checkpoint import full, slab_writers
 from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
 from zero_nb.checkpoint.formats import encode, header_checksum, read_header
 from zero_nb.checkpoint.saved_tensors import SavedTensor
-from zero_nb.checkpoint.skeleton import TensorForm, unbacked
+from zero_nb.checkpoint.skeleton import SkeletonFile, TensorForm, unbacked
 
 _MODE = Path("/proc/sys/vm/overcommit_memory")
 large = pytest.mark.skipif(
@@ -78,6 +78,17 @@ def test_a_folder_with_a_file_larger_than_memory_can_be_checked_and_read(folder)
     convert_checkpoint(folder / "made", folder / "made.pt")
     loaded = torch.load(folder / "made.pt", weights_only=True)
     assert loaded["state"][0]["exp_avg"].tolist() == state["state.weight.exp_avg"].tolist()
+
+
+@large
+def test_a_full_file_larger_than_memory_is_refused_with_what_to_do(folder, monkeypatch):
+    form = TensorForm(torch.float32, (more_than_memory() // 4,), (1,))
+    holes = unbacked({0: form})
+    SkeletonFile(folder / "full.pt", {"state": {0: holes}, "param_groups": []}, holes).close()
+    monkeypatch.setattr(full, "check_file", lambda path, part: None)  # which reads all of it
+    with pytest.raises(OSError, match=r"larger than the machine's memory.*full\.pt") as raised:
+        full.read_full(folder / "full.pt")
+    assert raised.value.errno == errno.ENOMEM
 
 
 def test_an_error_for_want_of_memory_names_the_target(folder, monkeypatch):

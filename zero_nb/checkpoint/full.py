@@ -5,6 +5,7 @@
 # %% ../../nbs/checkpoint/04_full.ipynb #f0110004
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -167,6 +168,12 @@ def read_full(
         except OSError:
             raise
         except Exception as error:  # bytes that make no sense raise anything
+            if os.strerror(errno.ENOMEM) in str(error):  # torch asks for as much as the file has
+                words = (
+                    "torch maps no file that is larger than the machine's memory; make a folder of it, with"
+                    " its weights (zero-nb ckpt convert --model), and load that with load_sharded"
+                )
+                raise OSError(errno.ENOMEM, words, str(path)) from error
             raise ValueError(f"{path} cannot be read: {explain_unread(error)}") from error
     if not isinstance(full, dict) or not {"state", "param_groups"} <= full.keys():
         raise ValueError(
