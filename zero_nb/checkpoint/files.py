@@ -126,9 +126,7 @@ def replacing(
     says so, the new one, which is complete and may not be on the disk yet."""
     path = Path(os.path.realpath(path))  # a link stays one
     if path.is_dir():
-        raise IsADirectoryError(
-            errno.EISDIR, "a file is to be written, and a folder is there", str(path)
-        )
+        raise IsADirectoryError(errno.EISDIR, "must be a file, and a folder is there", str(path))
     if path.exists():  # what was left behind is not the last copy
         _remove_abandoned(path)
     beside, handle = _open_beside(path)
@@ -225,6 +223,19 @@ def _header_at(
     return said, name + sum(found)
 
 
+def _why_no_archive(file: Any, error: Exception) -> str:  # words that follow the path
+    file.seek(0)
+    head = file.read(len(_LEGACY))
+    if head == _LEGACY:
+        return (
+            "has torch.save's format from before torch 1.6, which has no checksums; load it with"
+            " torch.load, and save it with torch.save and no _use_new_zipfile_serialization"
+        )
+    if b"PK\x03\x04".startswith(head[:4]) and not zipfile.is_zipfile(file):  # without its end
+        return f"was cut off at {file.seek(0, os.SEEK_END)} bytes, or damaged; use the checkpoint before it"
+    return f"is no file of torch.save, or not as it was written ({error}); use the checkpoint before it"
+
+
 def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
     """Tell where in an open file of `torch.save` the records are; see `read_records`."""
     found = dict[str, Record]()
@@ -254,15 +265,7 @@ def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
     except (*_NO_ARCHIVE, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
-        file.seek(0)
-        if file.read(len(_LEGACY)) == _LEGACY:
-            raise ValueError(
-                f"{path} has torch.save's format from before torch 1.6, which has no checksums; load it"
-                " with torch.load, and save it with torch.save and no _use_new_zipfile_serialization"
-            ) from error
-        raise ValueError(
-            f"{path} is no file of torch.save, or not as it was written ({error}); use the checkpoint before it"
-        ) from error
+        raise ValueError(f"{path} {_why_no_archive(file, error)}") from error
     if "data.pkl" not in found:
         raise ValueError(f"{path} is an archive, but none of torch.save: it has no data.pkl")
     return found
@@ -336,10 +339,9 @@ def crc_of(
 
 def _name_of(path: str | os.PathLike[str], record: str) -> str:
     """Name the tensor that a record belongs to, as far as the file can still tell."""
-    number = record.removeprefix("data/")
     try:
         state = torch.load(path, mmap=True, weights_only=True)
-        return f"tensor {[*storages_in(state)][int(number)][0]}"
+        return f"tensor {[*storages_in(state)][int(record.removeprefix('data/'))][0]}"
     except Exception:  # what is damaged may be what says so
         return f"record {record!r}"
 
