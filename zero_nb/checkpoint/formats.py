@@ -27,7 +27,7 @@ from zero_nb.checkpoint.contents import (
     find_weights,
 )
 from .folder import MANIFEST, TABLE
-from .saved_tensors import Part, SavedTensor, load_saved, reading
+from .saved_tensors import Part, SavedTensor, check_length, load_saved, reading
 from ..optim.state_entry import MASTER
 from ..optim.tensor_shard import boxes
 
@@ -140,7 +140,7 @@ _OWN = (METADATA, "crc32", "header_crc32")  # metadata that this package writes
 
 
 def _read_safetensors(path: Path, key: str | None) -> Checkpoint:
-    tensors, metadata = read_header(path)
+    tensors, metadata = read_header(check_length(path))
     if METADATA not in metadata:
         raise ValueError(
             f"{path} holds {len(tensors)} tensors and no state of an optimizer: its metadata has no"
@@ -399,7 +399,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Find the weights in a file of `torch.save` or safetensors, or in a checkpoint; `ValueError` if there are none."""
     path = Path(path)
     form = format_of(path)
-    header = read_header(path) if form == "safetensors" else None
+    header = read_header(check_length(path)) if form == "safetensors" else None
     if path.is_dir() or (header and METADATA in header[1]):
         found = describe_checkpoint(path).model
     elif header:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import mmap
 import os
@@ -25,7 +26,7 @@ from ..comm.objects import explain_unread
 from ..optim.tensor_shard import boxes
 
 # %% auto #0
-__all__ = ['SLAB', 'Part', 'SavedTensor', 'reading', 'replace_tensors', 'load_saved']
+__all__ = ['SLAB', 'Part', 'SavedTensor', 'reading', 'replace_tensors', 'load_saved', 'check_length']
 
 # %% ../../nbs/checkpoint/07_saved_tensors.ipynb #f04a0007
 SLAB = 1 << 26  # bytes
@@ -255,3 +256,25 @@ def load_saved(
             raise
         replace_tensors(content, check)
         return replace_tensors(content, lambda name, tensor: _describe(tensor, path, base))
+
+# %% ../../nbs/checkpoint/07_saved_tensors.ipynb #5afe0002
+def check_length(path: Path) -> Path:
+    """Give the path of a `.safetensors` file back. Raises `ValueError` if the file ends before its tensors do."""
+    nbytes = path.stat().st_size
+    with open(path, "rb") as file, reading(path, "is no file of safetensors, or it is damaged"):
+        begin = 8 + int.from_bytes(file.read(8), "little")  # of the first element
+        if begin > nbytes:
+            raise ValueError(
+                f"{path} was cut off at {nbytes} bytes, or damaged: its header should have {begin};"
+                " use the checkpoint before it"
+            )
+        header = json.loads(file.read(begin - 8))
+        header.pop("__metadata__", None)
+        ends = sorted((begin + entry["data_offsets"][1], name) for name, entry in header.items())
+    for end, name in ends:
+        if end > nbytes:
+            raise ValueError(
+                f"{path} was cut off: it should have {ends[-1][0]} bytes and has {nbytes}, so"
+                f" {name} is not whole; use the checkpoint before it"
+            )
+    return path
