@@ -222,7 +222,13 @@ def _read_boxes(
                 raise ValueError(
                     f"{folder} has {index.fqn} in a transformed form, which cannot be read"
                 )
-            with letting_go(data[info.offset : info.offset + info.length]) as box:
+            end = info.offset + info.length
+            if end > len(mapped):
+                raise ValueError(
+                    f"{folder} is damaged: {name} has {len(mapped)} bytes and {index.fqn} ends at {end}, so"
+                    " it is not whole; use the checkpoint before it"
+                )
+            with letting_go(data[info.offset : end]) as box:
                 found = load_saved(MemoryFile(box), path, info.offset)
             if not hasattr(table.state_dict_metadata[index.fqn], "size"):
                 yield index.fqn, found

@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum, EnumMeta
 from functools import partial
 from importlib import import_module
@@ -42,6 +42,11 @@ __all__ = ['MANIFEST', 'FORMAT', 'TABLE', 'Files', 'DCP', 'FileEntry', 'describe
 MANIFEST = "manifest.json"
 FORMAT = 2
 TABLE = ".metadata"
+_DAMAGED = "is damaged: {} is not as it was written; use the checkpoint before it"
+_OF_TORCH = (
+    "; or, if torch's dcp.save wrote it (of FSDP2, for example), load it with torch's dcp.load, or"
+    " convert it first: convert_checkpoint(folder, new_folder) or zero-nb ckpt convert"
+)
 
 
 class FileEntry(NamedTuple):
@@ -109,10 +114,17 @@ def _read_content(path: Path) -> tuple[dict[str, Any], Files]:
             f"{path} has format {form!r}, and this version reads {FORMAT}; use the zero_nb that wrote it"
         )
     if found.pop("crc32", None) != sealed(found)["crc32"]:
-        raise ValueError(
-            f"{path} is damaged: it is not as it was written; use the checkpoint before it"
-        )
+        raise ValueError(f"{path} {_DAMAGED.format('it')}")
     return found, files
+
+
+def _name_cut(folder: str | os.PathLike[str], name: str, nbytes: int) -> str:  # words, or none
+    """Name the first box that a data file ends before, or in."""
+    with suppress(Exception):  # the table of contents may be damaged as well
+        for index, place in _boxes_in(folder):
+            if place.relative_path == name and place.offset + place.length > nbytes:
+                return f", so {index.fqn} is not whole"
+    return ""
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -122,8 +134,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder, MANIFEST)
     if not path.is_file():
         raise ValueError(
-            f"{folder} is no complete checkpoint: it has no {MANIFEST}, which is written last; use"
-            " the checkpoint before it"
+            f"{folder} is no complete checkpoint of save_sharded: it has no {MANIFEST}, which is written"
+            f" last; use the checkpoint before it{_OF_TORCH if Path(folder, TABLE).is_file() else ''}"
         )
     found, files = _read_content(path)
     for name, entry in files.items():
@@ -134,12 +146,11 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
         if there != entry.nbytes:
             raise ValueError(
                 f"{folder} is damaged: {name} should have {entry.nbytes} bytes and"
-                f" {'is not there' if there is None else f'has {there}'}; use the checkpoint before it"
+                f" {'is not there' if there is None else f'has {there}'}"
+                f"{_name_cut(folder, name, there or 0)}; use the checkpoint before it"
             )
     if TABLE not in files or describe_table(Path(folder)) != files[TABLE]:
-        raise ValueError(
-            f"{folder} is damaged: {TABLE} is not as it was written; use the checkpoint before it"
-        )
+        raise ValueError(f"{folder} {_DAMAGED.format(TABLE)}")
     return found
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a20009
@@ -166,17 +177,12 @@ DCP: Any = import_dcp()
 _FileSystemReader: Any = DCP.FileSystemReader
 _DefaultLoadPlanner: Any = DCP.DefaultLoadPlanner
 _TABLE = "torch.distributed.checkpoint.metadata"
+_TABLE_CLASSES = (
+    "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata"
+    " MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
+)
 _ALLOWED = {
-    _TABLE: {
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
+    _TABLE: {*_TABLE_CLASSES.split()},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -290,9 +296,7 @@ def _check_directories(
             )
 
 
-def check_listed(
-    folder: str | os.PathLike[str],
-) -> dict[str, Any]:  # the manifest
+def check_listed(folder: str | os.PathLike[str]) -> dict[str, Any]:  # the manifest
     """Compare a checkpoint with its manifest, and read none of its tensors.
 
     Raises `ValueError` if the checkpoint is not complete, or a file is another one."""
@@ -301,9 +305,6 @@ def check_listed(
     return found
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a2000b
-_DAMAGED = "is damaged: {} is not as it was written; use the checkpoint before it"
-
-
 def _trouble(mapped: mmap.mmap, stopped: Event, place: Any) -> str:
     """Say what is wrong with a box, whose name goes into the braces; nothing if all bytes are as they were."""
     with _box(mapped, place) as box:
@@ -403,8 +404,7 @@ class FolderReader(_FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Read the table of contents."""
         table = read_table(self.path)
-        if table.storage_meta is not None:
-            table.storage_meta.load_id = self.load_id
+        table.storage_meta.load_id = self.load_id
         return table
 
     def read_data(self, plan: Any, planner: Any) -> Any:  # a future that is done
