@@ -176,7 +176,7 @@ def check_found(case, found, every, step, what, rank, size):
 
 def places(mode, size):
     """Give what is flipped before which step, with which `every`: owned and not, first and last
-    element, right before and right after a report."""
+    element, right before and right after a report, before state moves for the second step."""
     for what in FLIPS:
         if what == "gradient" and mode != "zero1":
             continue
@@ -187,6 +187,7 @@ def places(mode, size):
             yield what, 3, 3, 0, 1
         if what != "statistics":
             yield what, 3, 4, LAST, 0 if what == "parameter" else 1
+        yield what, 2, 2, LAST, 1  # DDP fills other buckets from the second backward on
 
 
 @pytest.mark.turns(2)
@@ -270,6 +271,35 @@ def test_averages_of_gradients():
         assert (raised, kind, window) == (6, "gradient", (5, 6)), (case, found[0])
         assert ranks == ((0, 1, 2) if case[2] else (1,)), (case, found[0])
         assert case[2] or name.startswith("average of "), (case, found[0])
+
+
+def flipped_before_a_move(mode, how):
+    """Flip a bit of state after the last step of a plan."""
+    module, training = attached(mode, ddp={"find_unused_parameters": True})
+    watch_divergence(training.call, training.optimizer, every=2)
+
+    def between(step):
+        if step != 5:
+            return
+        training.optimizer.wait_for_driver()
+        if dist.get_rank() == 1:
+            flip_state(module, training, LAST)
+        if how == "detach":
+            training.handle.detach()
+        else:
+            module.first.requires_grad_(False)
+
+    return steps_of(module, training, 8, between)
+
+
+def test_state_is_looked_at_before_another_plan_moves_it():
+    cases = {(mode, "freeze"): (mode, "freeze") for mode in MODES}
+    cases |= {(m, "detach"): (m, "detach") for m in ("zero1-overlap", "zero1-interleaved")}
+    for case, found in run_each(3, flipped_before_a_move, cases).items():
+        assert found[0] is not None and all(one == found[0] for one in found), (case, found)
+        raised, kind, name, ranks, steps = found[0]
+        assert (raised, kind, ranks, steps) == (6, "state", (1,), (5, 6)), (case, found[0])
+        assert name.startswith("exp_avg of ") and name.endswith(", before step 5"), (case, name)
 
 
 def frozen_flipped(mode):

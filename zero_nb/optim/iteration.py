@@ -128,6 +128,9 @@ class InFlight:
 class StepMonitor(Protocol):
     """Sees each bucket on its way, at the same points of a step on all ranks."""
 
+    def before_replan(self, shards: Sequence[Shard]) -> None:
+        """Look at the state of shards before it moves to those of another plan."""
+
     def begin_step(self, shards: Sequence[Shard]) -> None:
         """Learn that a step of these shards begins."""
 

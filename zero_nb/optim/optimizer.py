@@ -361,6 +361,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         """Plan the parameters of neighbouring shards anew, as one, and move their state to its new
         owners; all ranks call this."""
         self.wait_for_driver()
+        if self.monitor is not None:
+            self.monitor.before_replan(olds)
         return self.sharded_state.replan(self.param_groups, olds, why, plan)
 
     def move_to(self, groups: Sequence[Group], history: History) -> None:

@@ -178,6 +178,15 @@ class StepDigests:
         """Tell whether something is looked at."""
         return kind in self.options.kinds
 
+    def before_replan(self, shards: Sequence[Shard]) -> None:
+        """Look at state before it moves: of where it comes to lie nothing is kept."""
+        if not self.watches("state"):
+            return
+        moving = {id(bucket) for shard in shards for bucket in shard.buckets}
+        for bucket in [bucket for key, bucket in self.buckets.items() if key in moving]:
+            bucket.state.compare(self._state_of(bucket.pieces()), self.when)
+        self.state.compare(self._state_of(self.alone), self.when)
+
     def begin_step(self, shards: Sequence[Shard]) -> None:
         """Get ready for a step."""
         if len(self.names) != len(self.optimizer.params()):

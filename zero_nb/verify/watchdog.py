@@ -140,8 +140,8 @@ def watch_divergence(
     added, but for two levels of ranks.
     What a program writes into state, buffers or frozen parameters through `.data` or NumPy is taken
     for a flip; write it under `torch.no_grad()`. Not found: a flip in a rank's own gradient, in state
-    between a load and the end of the next step, and, in a `Join` block, in a buffer between a step and
-    the next forward.
+    between a load, or the `detach` of what steps inside backward, and the end of the next step, and,
+    in a `Join` block, in a buffer between a step and the next forward.
     Raises `TypeError`, `ValueError` or `RuntimeError` on every rank for what cannot be watched, and
     `DivergenceError` where the ranks do not begin with the same parameters."""
     return DivergenceWatch(model, optimizer, WatchOptions(every, kinds, on_divergence))
