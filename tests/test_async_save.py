@@ -22,9 +22,9 @@ from common.saving import (
     Recipe,
     begin,
     check,
-    half,
     inputs,
     kill_again_and_again,
+    limit_of,
     parameters,
     train,
     two_layers,
@@ -108,9 +108,8 @@ def test_nothing_of_later_steps_is_saved_in_any_mode_or_class(folder):
     }
     loaded = run_each(3, load, others)
     for name, (_, recipe, _) in cases.items():
-        limit = 0.02 if recipe.model is half else 1e-12
         for got in loaded[name]:
-            check(saved[name][0], got, limit)
+            check(saved[name][0], got, limit_of(recipe))
 
 
 def test_two_levels_save_each_part_once(folder):

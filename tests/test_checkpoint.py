@@ -20,8 +20,8 @@ from common.saving import (
     begin,
     check,
     convolutions,
-    half,
     inputs,
+    limit_of,
     parameters,
     train,
     two_layers,
@@ -87,10 +87,9 @@ def test_every_mode_resumes_on_other_ranks(folder, mode, ranks):
 def test_every_class_resumes_in_another_mode(folder, name, modes):
     recipe = RECIPES[name]
     # a rank's bfloat16 gradients are rounded before they are added
-    limit = 0.02 if recipe.model is half else 1e-12
     [wanted, *_] = run(4, save, folder, recipe, modes[0], "sharded")
     for got in run(2, load, folder, recipe, modes[1], "sharded"):
-        check(wanted, got, limit)
+        check(wanted, got, limit_of(recipe))
 
 
 @pytest.mark.parametrize("kinds", [("full", "sharded"), ("sharded", "full")], ids=str)
@@ -253,7 +252,7 @@ def test_every_class_is_set_with_every_option_of_torch():
     }
     for (name, *_), ranks in run_each(3, set_again, cases).items():
         for wanted, got in ranks:
-            check(wanted, got, 0.02 if RECIPES[name].model is half else 1e-12)
+            check(wanted, got, limit_of(RECIPES[name]))
 
 
 def test_what_torch_cannot_set_is_an_error_on_every_rank():

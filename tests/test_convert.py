@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common.saving import RECIPES, begin, check, half, inputs, parameters, same, train
+from common.saving import RECIPES, begin, check, inputs, limit_of, parameters, same, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -87,9 +87,8 @@ def test_every_class_goes_on_after_a_way_through_the_formats(folder, name):
     convert_checkpoint(folder / "begin", folder / "a.safetensors")
     convert_checkpoint(folder / "a.safetensors", folder / "b", ranks=3)
     same(content(folder / "begin"), content(folder / "b"))
-    limit = 0.02 if recipe.model is half else 1e-12  # gradients are rounded before they are added
     for got in run(2, load, folder / "b", recipe, "zero1-overlap"):
-        check(wanted, got, limit)
+        check(wanted, got, limit_of(recipe))
 
 
 @pytest.mark.turns(4)

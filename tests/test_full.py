@@ -17,9 +17,9 @@ from common.saving import (
     Recipe,
     begin,
     check,
-    half,
     inputs,
     kill_again_and_again,
+    limit_of,
     parameters,
     train,
     two_layers,
@@ -85,13 +85,12 @@ def load(folder, recipe, mode):
 
 
 def round_trip(folder, recipe, modes, ranks):
-    limit = 0.02 if recipe.model is half else 1e-12  # gradients are rounded before they are added
     wholes, [wanted, *_] = zip(*run(ranks[0], save, folder, recipe, modes[0]), strict=True)
     check_file(folder / "last.pt")
     for whole in wholes:
         assert equal(whole, torch.load(folder / "last.pt"))
     for got in run(ranks[1], load, folder, recipe, modes[1]):
-        check(wanted, got, limit)
+        check(wanted, got, limit_of(recipe))
 
 
 @pytest.mark.turns(3)

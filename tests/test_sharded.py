@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common.modes import MODES
-from common.saving import RECIPES, begin, check, half, inputs, parameters, train, two_layers
+from common.saving import RECIPES, begin, check, inputs, limit_of, parameters, train, two_layers
 from torch import nn
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.fsdp import fully_shard
@@ -45,11 +45,10 @@ def load(folder, recipe, mode, machines):
 
 
 def round_trip(folder, recipe, modes, ranks, machines=1):
-    limit = 0.02 if recipe.model is half else 1e-12  # gradients are rounded before they are added
     [wanted, *_] = run(ranks[0], save, folder, recipe, modes[0])
     assert read_manifest(folder)["world_size"] == ranks[0]
     for got in run(ranks[1], load, folder, recipe, modes[1], machines):
-        check(wanted, got, limit)
+        check(wanted, got, limit_of(recipe))
 
 
 @pytest.mark.turns(4)
