@@ -242,12 +242,11 @@ def make_step_plan(
     reuses_gradients: bool = False,
 ) -> StepPlan:
     """Plan iterations whose buckets are those of a shard."""
-    count = len(shard.buckets)
-    phases = order(count, method, lag=lag, hidden=hidden)
+    phases = order(len(shard.buckets), method, lag=lag, hidden=hidden)
     return StepPlan(
         optimizer,
         shard,
-        make_schedule(count, method, lag=lag, hidden=hidden),
+        make_schedule(len(shard.buckets), method, lag=lag, hidden=hidden),
         tuple(phases["backward"]),
         tuple(phases["step"]),
         transform,
@@ -311,8 +310,7 @@ class Iteration:
             if steps_per_bucket or op != "STEP":
                 self._do(op, i)
         # now: a scheduler may write others before the parameters have arrived
-        optimizer = self.plan.optimizer
-        optimizer.local.push_options(optimizer.param_groups, self.pulled)
+        self.plan.optimizer.local.push_options(self.plan.optimizer.param_groups, self.pulled)
         return True
 
     def step(self, runs: Sequence[BucketRun], always: bool = False) -> None:
