@@ -50,13 +50,11 @@ from zero_nb.comm.objects import (
     plain_numbers,
     scatter_object_list,
 )
-from ..comm.payloads import byte_device
-from ..comm.relays import _hosts
 from ..optim.driver import gather_parameters
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.saved_state import check_kinds
 from ..optim.shard import Shard
-from ..optim.sharded_state_dict import Keys, in_part, restore_keys
+from ..optim.sharded_state_dict import Keys, in_part, restore_keys, shards_to_divide
 from ..optim.state_exchange import end_groups
 from ..optim.tensor_shard import TensorShard
 
@@ -260,21 +258,6 @@ def _make_room(
     return whole, saved
 
 
-def _divided(optimizer: torch.optim.Optimizer) -> list[Shard]:  # none: each rank reads all
-    """Give the shards whose parameters a rank reads in part and gets from the others, who are on other
-    machines, or whose parameters are not in the machine's memory; all ranks call this."""
-    if not isinstance(optimizer, ZeroRedundancyOptimizer) or optimizer.world_size == 1:
-        return []
-    group = optimizer.group
-    shards = [shard for shard in optimizer.shards if not shard.alone]
-    can = torch.zeros(group.size, dtype=torch.int64, device=byte_device(group))
-    can[group.group_rank] = not any(shard.changed() for shard in shards)
-    group.all_gather(can)
-    on_cpu = all(p.is_cpu for p in optimizer.params())
-    near = on_cpu and len({*_hosts(group, can.device)}) == 1
-    return [] if near or not can.all() else shards
-
-
 def _complete(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
     """Bring the parts that ranks have read to all of them."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
@@ -312,7 +295,9 @@ def load_sharded(
     with agreeing(group, f"making room for {folder}"), naming_source(folder):
         found.append(_make_room(folder, said, model, optimizer))
     [(whole, saved)] = found
-    shards = _divided(optimizer)
+    shards: Sequence[Shard] = ()
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        shards = shards_to_divide(optimizer.group, optimizer.shards)
     parts = {"model": in_part(whole, shards), **saved.values}
     _load_boxes(folder, parts, group)
     _complete(optimizer, shards)

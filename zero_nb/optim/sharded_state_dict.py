@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ..comm.groups import Group
+from ..comm.payloads import byte_device
+from ..comm.relays import _hosts
 from .flat import flatten
 from .load_state import frozen_place, frozen_span
 from .pieces import SCALARS
@@ -28,8 +30,8 @@ from .tensor_shard import TensorShard
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['SavedForms', 'Runs', 'Keys', 'shard_state', 'SavedForm', 'room_for_state', 'shard_parameters', 'in_part',
-           'keys_to_keep', 'restore_keys']
+__all__ = ['SavedForms', 'Runs', 'Keys', 'shard_state', 'SavedForm', 'room_for_state', 'shard_parameters', 'shards_to_divide',
+           'in_part', 'keys_to_keep', 'restore_keys']
 
 # %% ../../nbs/optim/18_sharded_state_dict.ipynb #5a7e0010
 def _shard_value(
@@ -208,6 +210,22 @@ def shard_parameters(
             param = shard.params[index]
             found[param] = TensorShard(param, [memory for _, memory in mine], starts)
     return found
+
+
+def shards_to_divide(
+    group: Group, shards: Sequence[Shard]
+) -> Sequence[Shard]:  # none: each reads all
+    """Give the shards whose parameters a rank reads in part and gets from the others, who are on other
+    machines, or whose parameters are not in the machine's memory; all ranks call this."""
+    if group.size == 1:
+        return ()
+    cut = [shard for shard in shards if not shard.alone]
+    can = torch.zeros(group.size, dtype=torch.int64, device=byte_device(group))
+    can[group.group_rank] = not any(shard.changed() for shard in cut)
+    group.all_gather(can)
+    on_cpu = all(p.is_cpu for shard in shards for p in shard.params)
+    near = on_cpu and len({*_hosts(group, can.device)}) == 1
+    return () if near or not can.all() else cut
 
 
 def in_part(state: Mapping[str, Any], shards: Iterable[Shard]) -> dict[str, Any]:
