@@ -139,7 +139,8 @@ def test_files_of_another_save_or_rank_are_refused(folder, capsys):
             assert "it may be of another checkpoint, or of another rank" in words, name
     for found in zip(*run(2, lambda: [*map(refusals, MIXTURES)]), strict=True):
         assert all("ValueError" in words for ranks in found for words in ranks), found
-    assert newest_checkpoint(folder).name == "two"  # of the same step as "what lists the files"
+    with pytest.warns(UserWarning, match="what lists the files is damaged"):  # of the same step
+        assert newest_checkpoint(folder).name == "two"
 
 
 def test_damage_names_the_tensor(folder, saved):
@@ -227,14 +228,60 @@ def test_the_newest_complete_one_is_found_whatever_the_clock_said(folder, saved)
         lay(folder / f"step-{step}", saved | manifest_with(saved, step=step))
         os.utime(folder / f"step-{step}", (when, when))
     assert newest_checkpoint(folder).name == "step-12"
-    (folder / "step-12" / "__0_0.distcp").write_bytes(b"cut off")
-    assert newest_checkpoint(folder).name == "step-9"
-    for damage in ({MANIFEST: b"{"}, manifest_with(saved, step=float("inf"))):
+    (folder / "step-5" / "__0_0.distcp").write_bytes(b"cut off")  # older than what is given
+    assert newest_checkpoint(folder).name == "step-12"
+
+
+def test_what_is_passed_over_for_an_older_checkpoint_is_named_with_the_reason(folder, saved):
+    for step in (3, 5, 7, 9):
+        lay(folder / f"step-{step}", saved | manifest_with(saved, step=step))
+    lay(folder / "step-3", {"__0_0.distcp": b"cut off"})
+    lay(folder / "step-7", {"__0_0.distcp": b"cut off"})
+    for damage, reason in (
+        ({MANIFEST: b"{"}, "manifest.json is damaged (JSONDecodeError"),
+        (manifest_with(saved, step=float("inf")), "is damaged: its manifest.json says no step"),
+        (manifest_with(saved, format=1), "manifest.json has format 1, and this version reads 2"),
+    ):
         lay(folder / "step-9", damage)
-        assert newest_checkpoint(folder).name == "step-5"
-    (folder / "step-5" / MANIFEST).unlink()
-    assert newest_checkpoint(folder) is None
+        with pytest.warns(UserWarning) as told:
+            assert newest_checkpoint(folder).name == "step-5"
+        [words] = [str(warning.message) for warning in told]
+        assert reason in words and words.index("step-9") < words.index("step-7 is damaged: __0_0")
+        assert words.endswith(f"Going on from {folder / 'step-5'}") and "step-3" not in words
+        assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("damage", ["format 1", "format 99", "cut off", "no manifest's sense"])
+def test_a_job_whose_checkpoints_cannot_be_used_is_told_so(folder, saved, damage):
+    """Otherwise it would begin at step 1, and say nothing."""
+    files, reason = {
+        "format 1": (manifest_with(saved, format=1), "has format 1, and this version reads 2"),
+        "format 99": (manifest_with(saved, format=99), "has format 99, and this version reads 2"),
+        "cut off": ({"__0_0.distcp": saved["__0_0.distcp"][:-9]}, "__0_0.distcp should have"),
+        "no manifest's sense": ({MANIFEST: b""}, "is damaged (JSONDecodeError"),
+    }[damage]
+    for name in ("one", "two"):
+        lay(folder / name, saved | files)
+    with pytest.raises(ValueError, match=f"no checkpoint in {folder} can be used: ") as error:
+        newest_checkpoint(folder)
+    words = str(error.value)
+    assert words.count(reason) == 2 and "one" in words and "two" in words
+    assert "to begin anew, move them away or name another folder" in words
+
+
+def test_what_is_no_checkpoint_is_passed_over_silently(folder, saved, recwarn):
     assert newest_checkpoint(folder / "nothing") is None
+    assert newest_checkpoint(folder) is None
+    lay(
+        folder / f".step-9.{'0' * 32}.tmp", saved
+    )  # a save that was killed before its folder had a name
+    lay(folder / "by-dcp", {name: data for name, data in saved.items() if name != MANIFEST})
+    lay(folder / "site", {MANIFEST: b'{"name": "of a web page"}'})
+    (folder / "log.txt").touch()
+    assert newest_checkpoint(folder) is None
+    lay(folder / "one", saved)
+    assert newest_checkpoint(folder).name == "one"
+    assert not recwarn
 
 
 def test_a_box_is_read_as_torch_reads_it():

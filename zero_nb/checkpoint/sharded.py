@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ from .files import new_folder, with_checksums
 from zero_nb.checkpoint.folder import (
     DCP,
     MANIFEST,
+    TABLE,
     Files,
+    _read_content,
     check_available,
     FolderReader,
     PlainPlanner,
@@ -30,7 +34,6 @@ from zero_nb.checkpoint.folder import (
     check_listed,
     describe_files,
     listed_files,
-    read_manifest,
     write_manifest,
 )
 from .full import naming_source
@@ -309,27 +312,40 @@ def load_sharded(
     return said.get("extra")
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a20010
-def _step_of(child: Path) -> int | None:  # None: it is no complete checkpoint
-    try:
-        whole = not child.name.startswith(".") and (child / MANIFEST).is_file()
-        return int(read_manifest(child)["step"]) if whole else None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return None  # damaged, or not ours to read
+def _step_of(folder: Path) -> float:  # infinity: it cannot be read, and may be the newest
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        return int(_read_content(folder / MANIFEST)[0]["step"])
+    return math.inf
 
 
-def _is_of_one_save(folder: Path) -> bool:
-    with suppress(OSError, ValueError):
-        return bool(check_listed(folder))
-    return False
+def _has_files(folder: Path) -> bool:  # a manifest alone may be of another program
+    return os.path.isfile(folder / TABLE) or any(folder.glob("*.distcp"))
 
 
 def newest_checkpoint(
     parent: str | os.PathLike[str],  # has a folder for each checkpoint
 ) -> Path | None:
-    """Give the complete checkpoint of the largest step; `None` if there is none.
+    """Give the complete checkpoint of the largest step; `None` if no save has ended.
 
-    Compares files with their manifest by size and by the checksums of their directories, and reads no tensors."""
-    steps = [(_step_of(child), child.name) for child in Path(parent).glob("*")]
-    found = [(step, name) for step, name in steps if step is not None]
-    folders = (Path(parent, name) for _, name in sorted(found, reverse=True))
-    return next(filter(_is_of_one_save, folders), None)
+    Compares files with their manifest by size and by the checksums of their directories, and reads no tensors. Warns
+    of those that are damaged or of another format and may be newer. Raises `ValueError` if there are only such."""
+    found = [path.parent for path in Path(parent).glob(f"[!.]*/{MANIFEST}")]
+    steps = [(_step_of(folder), folder) for folder in filter(_has_files, found)]
+    problems = list[str]()
+    for step, folder in sorted(steps, reverse=True):
+        try:
+            check_listed(folder)
+            if step == math.inf:
+                raise ValueError(f"{folder} is damaged: its {MANIFEST} says no step")
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            warnings.warn(f"{'; '.join(problems)}. Going on from {folder}", stacklevel=2)
+        return folder
+    if problems:
+        raise ValueError(
+            f"no checkpoint in {parent} can be used: {'; '.join(problems)}; to begin anew, move them"
+            " away or name another folder"
+        )
+    return None
