@@ -147,7 +147,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
             raise ValueError(
                 f"{folder} is damaged: {name} should have {entry.nbytes} bytes and"
                 f" {'is not there' if there is None else f'has {there}'}"
-                f"{_name_cut(folder, name, there or 0)}; use the checkpoint before it"
+                f"{'' if there is None else _name_cut(folder, name, there)}; use the checkpoint before it"
             )
     if TABLE not in files or describe_table(Path(folder)) != files[TABLE]:
         raise ValueError(f"{folder} {_DAMAGED.format(TABLE)}")
