@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import subprocess
 import tempfile
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -82,6 +84,12 @@ def largest_gap(one: dict[int, float], other: dict[int, float]) -> float:
     return max(abs(one[step] - other[step]) for step in one)
 
 
+def code_of() -> str:
+    """Name the commit that runs; `-dirty` where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> None:
     """Run the job, and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -89,6 +97,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     given = parser.parse_args()
     chance = Random(given.seed)
+    made = {"date": time.strftime("%Y-%m-%d"), "commit": code_of(), "torch": torch.__version__}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         with ElasticJob(folder, flags_of(TRAINING)) as job:
@@ -103,6 +112,7 @@ def main() -> None:
         again = replayed(job.history(), TRAINING, folder / "again")
         steps = [begin for begin, _, ranks in job.history() if ranks != 4]
         report = {
+            **made,
             "training": TRAINING,
             **job.report(),
             "history": job.history(),
