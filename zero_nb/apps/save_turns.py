@@ -47,10 +47,12 @@ WAYS = {  # of saving and loading, for people
     "sharded": "save_sharded",
     "async": "AsyncCheckpointer.save",
     "load": "load_sharded",
+    "load-disk": "the same, and no file is in memory",
     "load-file": "load_full_state_dict(path)",
     "fsdp2": "FSDP2: dcp.save",
     "fsdp2-async": "FSDP2: dcp.async_save",
     "fsdp2-load": "FSDP2: dcp.load",
+    "fsdp2-load-disk": "the same, and no file is in memory",
 }
 Way = Callable[[str], Any]  # given a path; gives what is to be waited for, if there is something
 
@@ -102,6 +104,7 @@ def _our_ways(model: Model, device: torch.device) -> tuple[dict[str, Way], int]:
         "load": lambda path: load_sharded(f"{path}.sharded", module, zero) and None,
         "load-file": lambda path: load_full_state_dict(zero, f"{path}.file"),
     }
+    ways["load-disk"] = ways["load"]
     return ways, state_bytes(zero.optim.state.values())
 
 
@@ -133,11 +136,13 @@ def _fsdp2_ways(model: Model, device: torch.device) -> dict[str, Way]:
         "fsdp2": lambda path: dcp.save(parts(), checkpoint_id=path) and None,
         "fsdp2-async": save_async,
         "fsdp2-load": load,
+        "fsdp2-load-disk": load,
     }
 
 # %% ../../nbs/apps/18_save_turns.ipynb #c4ec0004
 _SLOW = ("torch", "torch-file")  # ways that have a third of the turns, and no first call
 _LOADED = {"load": "sharded", "load-file": "file", "fsdp2-load": "fsdp2"}  # what is loaded
+_FROM_DISK = {"load-disk": "sharded", "fsdp2-load-disk": "fsdp2"}  # as after a restart
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,15 @@ class SaveTurn:
     way: str
     seconds: float | None  # None: the first call, which is not counted
     risen: int | None  # bytes, as `Launch.resident`
+
+
+def _forget(folder: Path) -> None:
+    """Let the system drop the pages of files, which are on the disk."""
+    if not hasattr(os, "posix_fadvise"):  # on macOS and Windows: they are read from memory
+        return
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _remove(path: Path) -> None:
@@ -173,7 +187,10 @@ def save_rank(
     numbers = itertools.count()
 
     def take_turn(way: str, counted: bool) -> SaveTurn:
-        path = folder / ("kept" if way in _LOADED else str(next(numbers)))
+        loads = way in _LOADED or way in _FROM_DISK
+        path = folder / ("kept" if loads else str(next(numbers)))
+        if first and way in _FROM_DISK:
+            _forget(Path(f"{path}.{_FROM_DISK[way]}"))
         risen = _mark_memory(device)
         ranks.all_reduce(torch.zeros(1, device=device))
         start = synchronized_time(device)
@@ -190,6 +207,8 @@ def save_rank(
     try:
         for way in _LOADED.values():
             ways[way](str(folder / f"kept.{way}"))
+        if first:
+            os.sync()
         turns = [take_turn(way, False) for way in ways if way not in _SLOW]
         for i in range(rounds):
             order = [way for way in ways if way not in _SLOW or i % 3 == 0]

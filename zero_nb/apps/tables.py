@@ -205,6 +205,7 @@ _BESIDE = {  # of torch's class, and of FSDP2
     "sharded": ("torch-file", "fsdp2"),
     "async": ("torch-file", "fsdp2-async"),
     "load": ("", "fsdp2-load"),
+    "load-disk": ("", "fsdp2-load-disk"),
 }
 
 

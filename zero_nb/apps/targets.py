@@ -163,7 +163,12 @@ _SAVE_TARGETS = (
             1.0,
             _saving(ours, theirs, 2, 4),
         )
-        for ours, theirs in (("sharded", "fsdp2"), ("async", "fsdp2-async"), ("load", "fsdp2-load"))
+        for ours, theirs in (
+            ("sharded", "fsdp2"),
+            ("async", "fsdp2-async"),
+            ("load", "fsdp2-load"),
+            ("load-disk", "fsdp2-load-disk"),
+        )
     ),
 )
 
