@@ -4,8 +4,11 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
+import traceback
 import zlib
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +21,8 @@ from torch import nn
 from zero_nb import convert_checkpoint, newest_checkpoint, verify_checkpoint
 from zero_nb.checkpoint.async_save import AsyncCheckpointer, StagingMemory
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
+from zero_nb.comm.coalescing import coalescing_manager
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.optim.iteration import BucketRun
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
@@ -169,3 +174,55 @@ def test_the_words_for_a_dropped_collective_name_both_reasons():
     for said in run(2, drop_a_gather):
         assert "was started and never waited for" in said
         assert "as from Ctrl-C, ended the call that started it, or its Work was not kept" in said
+
+
+class Stopped(Exception):
+    """What a signal handler of the user's raises."""
+
+
+def interrupt_a_wait(store):
+    """Send this process a signal once its main thread waits; then let rank 1 come."""
+    main = threading.main_thread().ident
+    names = []
+    while "_advance" not in names:
+        time.sleep(0.01)
+        stack = traceback.walk_stack(sys._current_frames()[main])
+        names = [frame.f_code.co_name for frame, _ in stack]
+    os.kill(os.getpid(), signal.SIGALRM)
+    store.set("interrupted", "")
+
+
+def wait_twice(error, in_a_block):
+    """Let a signal end rank 0's wait for a peer that comes later; wait two times more."""
+    group = Group()
+    store = dist.distributed_c10d._get_default_store()
+    tensor = torch.full((4,), 1.0 + group.group_rank)
+    for given in (torch.zeros(4), torch.zeros(4), tensor):  # the first is compared at its start
+        if given is tensor and group.group_rank:
+            store.wait(["interrupted"])
+        with coalescing_manager(group, async_ops=True) if in_a_block else nullcontext() as block:
+            work = group.all_gather(given, async_op=True)
+        work = block or work
+        if given is not tensor or group.group_rank:
+            work.wait()
+
+    if group.group_rank:
+        return tensor.tolist(), []
+
+    def handler(*_):
+        raise error
+
+    signal.signal(signal.SIGALRM, handler)
+    threading.Thread(target=interrupt_a_wait, args=(store,), daemon=True).start()
+    with pytest.raises(error):
+        work.wait()
+    return tensor.tolist(), [caught(work.wait), caught(work.wait)]
+
+
+@pytest.mark.parametrize("in_a_block", (False, True), ids=("alone", "block"))
+@pytest.mark.parametrize("error", (KeyboardInterrupt, Stopped))
+def test_a_wait_that_a_signal_ended_raises_when_it_is_repeated(way, error, in_a_block):
+    (_, said), (other, _) = run(2, wait_twice, error, in_a_block)
+    for text in said:
+        assert "all_gather" in text and f"was ended by {error.__name__}" in text, text
+    assert other == [1.0, 1.0, 2.0, 2.0]

@@ -36,6 +36,15 @@ def _failed(
     )
 
 
+def _interrupted(what: object, error: BaseException) -> RuntimeError:
+    """Give what later waits raise: the steps cannot go on where an exception has ended them."""
+    name = "a collective" if what is None else _plain(what)
+    return RuntimeError(
+        f"{name} was ended by {type(error).__name__}, as from Ctrl-C or a signal handler, before its"
+        " result was there, so its tensor may not be read; go on from a checkpoint"
+    )
+
+
 def _check_aborted(group: Ranks | None) -> None:
     """Refuse a result that a kernel left when its communicator was aborted: the backend raises nothing."""
     if group and group._state.reason:
@@ -72,6 +81,7 @@ class Work:
         except BaseException as error:
             self.done = True
             if not isinstance(error, RuntimeError):
+                self._error = _interrupted(self._what, error)  # of the next wait
                 raise
             self._error = error if self._what is None else _failed(self._group, self._what, error)
             if self._error is error:
@@ -88,7 +98,8 @@ class Work:
     def wait(self) -> None:
         """Return when the result is there.
 
-        Raises `RuntimeError` if a peer is gone or does not come within the group's timeout."""
+        Raises `RuntimeError` if a peer is gone or does not come within the group's timeout, or if
+        another exception, as from Ctrl-C, has ended an earlier wait."""
         if self._error is not None:
             raise self._error
         if self._group and self._group._wire.unfinished:
