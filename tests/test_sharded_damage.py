@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import tempfile
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -361,3 +362,26 @@ def test_a_tensor_that_has_no_room_is_the_error_that_is_raised():
     data = memoryview(bytearray(buffer.getbuffer()))
     with pytest.raises(ValueError, match=room), data as box:
         reader._read_item(box, item, planner)
+
+
+@pytest.mark.parametrize("mode", (0o000, 0o300, 0o400), ids=oct)
+def test_a_parent_that_may_not_be_read_is_an_error_and_no_new_beginning(mode):
+    def search(parent):
+        if os.geteuid() == 0:  # root may read everything
+            os.seteuid(65534)
+        return caught(lambda: newest_checkpoint(parent)), caught(
+            lambda: newest_checkpoint(parent / "run")
+        )
+
+    with tempfile.TemporaryDirectory() as name:
+        parent = Path(name) / "checkpoints"
+        parent.mkdir()
+        if os.geteuid() == 0:
+            os.chmod(name, 0o755)
+            os.chown(parent, 65534, -1)
+        parent.chmod(mode)
+        said, inside = run(1, search, parent)[0]
+        parent.chmod(0o700)
+    assert said.startswith("PermissionError") and str(parent) in said
+    assert "may list and enter" in said
+    assert (inside is None) == (mode == 0o300)  # it is not there yet, or nobody can tell
