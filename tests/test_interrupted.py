@@ -24,7 +24,6 @@ from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.comm.coalescing import coalescing_manager
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
-from zero_nb.optim.iteration import BucketRun
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 ROOM = os.sep + os.path.join("zero_nb", "checkpoint") + os.sep
@@ -155,19 +154,14 @@ def test_a_save_in_a_signal_handler_inside_a_save_is_refused_on_all_ranks(tmp_pa
 
 
 def drop_a_gather():
-    """Interrupt a step between the start of its gather and the wait; give what the next one says."""
-    _, zero = trained()
-    plain = BucketRun.finish_gather
-
-    def interrupt(self):
-        BucketRun.finish_gather = plain
-        raise KeyboardInterrupt
-
-    BucketRun.finish_gather = interrupt
+    """Interrupt a call between the start of a gather and the wait; give what the next one says."""
+    group = Group()
+    group.all_gather(torch.zeros(4))
     with pytest.raises(KeyboardInterrupt):
-        zero.step()
-    gc.collect()
-    return caught(zero.step)
+        work = group.all_gather(torch.zeros(4), async_op=True)
+        raise KeyboardInterrupt
+    del work
+    return caught(lambda: group.all_gather(torch.zeros(4)))
 
 
 def test_the_words_for_a_dropped_collective_name_both_reasons():
@@ -180,11 +174,11 @@ class Stopped(Exception):
     """What a signal handler of the user's raises."""
 
 
-def interrupt_a_wait(store):
-    """Send this process a signal once its main thread waits; then let rank 1 come."""
+def interrupt_at(store, place):
+    """Send this process a signal once its main thread is in a function; then let rank 1 come."""
     main = threading.main_thread().ident
     names = []
-    while "_advance" not in names:
+    while place not in names:
         time.sleep(0.01)
         stack = traceback.walk_stack(sys._current_frames()[main])
         names = [frame.f_code.co_name for frame, _ in stack]
@@ -213,10 +207,14 @@ def wait_twice(error, in_a_block):
         raise error
 
     signal.signal(signal.SIGALRM, handler)
-    threading.Thread(target=interrupt_a_wait, args=(store,), daemon=True).start()
+    threading.Thread(target=interrupt_at, args=(store, "_advance"), daemon=True).start()
     with pytest.raises(error):
         work.wait()
-    return tensor.tolist(), [caught(work.wait), caught(work.wait)]
+    said = [caught(work.wait), caught(work.wait)]
+    assert "all_gather" in caught(lambda: group.all_reduce(torch.zeros(1))), (
+        "its messages would be mixed up"
+    )
+    return tensor.tolist(), said
 
 
 @pytest.mark.parametrize("in_a_block", (False, True), ids=("alone", "block"))
@@ -226,3 +224,34 @@ def test_a_wait_that_a_signal_ended_raises_when_it_is_repeated(way, error, in_a_
     for text in said:
         assert "all_gather" in text and f"was ended by {error.__name__}" in text, text
     assert other == [1.0, 1.0, 2.0, 2.0]
+
+
+def interrupt_a_step(error):
+    """Let a signal end rank 0's step while it waits for what rank 1 has stepped, and go on."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    zero = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW)
+    store = dist.distributed_c10d._get_default_store()
+
+    def handler(*_):
+        raise error
+
+    signal.signal(signal.SIGALRM, handler)
+    for step in range(2):
+        model(torch.ones(1, 8)).sum().backward()
+        if step and zero.rank:
+            store.wait(["interrupted"])
+        if step and not zero.rank:
+            waiting = threading.Thread(target=interrupt_at, args=(store, "gather_parameters"))
+            waiting.start()
+            with pytest.raises(error):
+                zero.step()
+            waiting.join()
+        else:
+            said = caught(zero.step)  # what rank 0 sent before it may be all that rank 1 needs
+    return said if zero.rank and said else caught(zero.step)
+
+
+@pytest.mark.parametrize("error", (KeyboardInterrupt, Stopped))
+def test_no_rank_goes_on_after_a_step_that_a_signal_ended(way, error):
+    for said in run(2, interrupt_a_step, error, timeout=60):
+        assert f"rank 0 failed with {error.__name__}" in said, said

@@ -1,6 +1,8 @@
 """Works that are more than one collective, waited for in another order on each rank."""
 
 import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -88,6 +90,62 @@ def between(turned):
 def test_a_collective_between_start_and_wait(way):
     assert run(3, between, True) == run(3, between, False)
     assert run(3, between, True)[0] == [[0.0] * 6, [3.0] * 6, [303.0] * 6]
+
+
+def around_another_group(kind, turned):
+    """Let rank 1 wait for a work first, and call another group then; the others do it the other way round."""
+    group = Group()
+    second = Group(torch.distributed.new_group())
+    if kind == "block":
+        work, tensors = in_a_block(group, ("all_reduce", "broadcast"), 1)
+    else:
+        tensors = [torch.full((6,), 1 + group.group_rank, dtype=torch.int16)]
+        work = group.all_reduce(tensors[0], async_op=True)
+    other = torch.full((3,), 10.0 + group.group_rank)
+    for act in (work.wait, lambda: second.all_reduce(other))[:: -1 if turned else 1]:
+        act()
+    return [t.tolist() for t in (*tensors, other)]
+
+
+def around(kind):
+    return around_another_group(kind, Group().group_rank != 1)
+
+
+@pytest.mark.parametrize("kind", ["block", "int16"])
+def test_a_collective_of_another_group_between_start_and_wait(way, kind):
+    wanted = [[3] * 6, [1] * 6][: 2 if kind == "block" else 1]
+    assert run(2, around, kind, timeout=60) == [[*wanted, [21.0] * 3]] * 2
+
+
+def in_a_thread(kind):
+    """Wait in one thread for a work of which something is left to start, and start more in another."""
+    group = Group()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    found = []
+    for late in (False, True):  # at first all calls are compared
+        if late and group.group_rank:
+            store.wait(["both"])
+        if kind == "block":
+            work, tensors = in_a_block(group, ("all_reduce", "broadcast"), 1)
+        else:
+            tensors = [torch.full((6,), 1 + group.group_rank, dtype=torch.int16)]
+            work = group.all_reduce(tensors[0], async_op=True)
+        other = torch.full((3,), 10.0 + group.group_rank)
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(work.wait)
+            if late and not group.group_rank:
+                time.sleep(0.2)  # the thread waits by now
+                store.set("both", "")
+            group.all_reduce(other)
+            waiting.result()
+        found = [t.tolist() for t in (*tensors, other)]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["block", "int16"])
+def test_a_thread_waits_while_another_goes_on(way, kind):
+    wanted = [[3] * 6, [1] * 6][: 2 if kind == "block" else 1]
+    assert run(2, in_a_thread, kind, timeout=60) == [[*wanted, [21.0] * 3]] * 2
 
 
 def in_turns(relay, turned):

@@ -286,6 +286,10 @@ def flipped_before_a_move(mode, how):
             flip_state(module, training, LAST)
         if how == "detach":
             training.handle.detach()
+        elif how == "add":
+            training.optimizer.add_param_group(
+                {"params": [("added", nn.Parameter(torch.zeros(3)))]}
+            )
         else:
             module.first.requires_grad_(False)
 
@@ -294,6 +298,7 @@ def flipped_before_a_move(mode, how):
 
 def test_state_is_looked_at_before_another_plan_moves_it():
     cases = {(mode, "freeze"): (mode, "freeze") for mode in MODES}
+    cases["zero1", "add"] = ("zero1", "add")
     cases |= {(m, "detach"): (m, "detach") for m in ("zero1-overlap", "zero1-interleaved")}
     for case, found in run_each(3, flipped_before_a_move, cases).items():
         assert found[0] is not None and all(one == found[0] for one in found), (case, found)

@@ -187,8 +187,7 @@ def save_rank(
     numbers = itertools.count()
 
     def take_turn(way: str, counted: bool) -> SaveTurn:
-        loads = way in _LOADED or way in _FROM_DISK
-        path = folder / ("kept" if loads else str(next(numbers)))
+        path = folder / ("kept" if way in _LOADED | _FROM_DISK else str(next(numbers)))
         if first and way in _FROM_DISK:
             _forget(Path(f"{path}.{_FROM_DISK[way]}"))
         risen = _mark_memory(device)
@@ -207,8 +206,6 @@ def save_rank(
     try:
         for way in _LOADED.values():
             ways[way](str(folder / f"kept.{way}"))
-        if first:
-            os.sync()
         turns = [take_turn(way, False) for way in ways if way not in _SLOW]
         for i in range(rounds):
             order = [way for way in ways if way not in _SLOW or i % 3 == 0]

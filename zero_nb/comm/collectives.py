@@ -42,7 +42,7 @@ from .ranks import Ranks
 from .relays import _by_messages
 from .traced import _traced
 from .work import NEXT, CollectiveSteps, Work, _FINISHED
-from .work import _one_by_one, _launch, _start_the_rest, _started
+from .work import _UNFINISHED, _one_by_one, _launch, _start_the_rest, _started
 
 # %% auto #0
 __all__ = ['all_reduce', 'broadcast', 'reduce_scatter', 'all_gather']
@@ -285,7 +285,7 @@ def _start(group: Any, call: Call, async_op: bool) -> Work:
         return block.add(call)
     like = _like(call)
     if group.size > 1 and not _is_known(group, like):
-        if group._wire.unfinished:
+        if _UNFINISHED:
             _start_the_rest(group, NEXT)
         _compare(group, like, call)
     if call.source is None and (group.size == 1 or not call.tensor.numel()):

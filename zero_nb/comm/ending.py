@@ -104,6 +104,7 @@ def fail(
         time.sleep(_SETTLE)
     for group in levels:
         abort(group)
+        group._state.note_failure(words[0])  # what later calls on this rank say
 
 # %% ../../nbs/comm/24_ending.ipynb #6a998c28
 _TOGETHER = 3.0  # seconds in which all ranks fail if they fail at the same place

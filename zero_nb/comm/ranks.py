@@ -80,9 +80,6 @@ class _State:
     scratch: list[Any] = field(
         default_factory=list
     )  # one: memory that messages are received into; empty before it is needed
-    unfinished: list[Any] = field(
-        default_factory=list
-    )  # works, if alive, that have something left to start; in the order of their starts
     lacks: dict[Any, bool] = field(
         default_factory=dict
     )  # collectives that were tried on a backend we do not know; True if it has none
@@ -147,7 +144,7 @@ class _State:
         self.named = number
 
     def note_failure(self, reason: str) -> None:
-        """Note what another rank said that failed."""
+        """Note what a rank that failed has said."""
         self.reason = reason
 
     def watch(self, watcher: Any) -> None:

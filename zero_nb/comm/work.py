@@ -5,10 +5,12 @@
 # %% ../../nbs/comm/08_work.ipynb #56f1314b
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from threading import RLock, get_ident
 from typing import Any, NamedTuple
 
 from .arrivals import _plain
@@ -45,6 +47,12 @@ def _interrupted(what: object, error: BaseException) -> RuntimeError:
     )
 
 
+def _note_interrupted(group: Ranks | None, what: object, error: BaseException) -> None:
+    """Let the group's next collective raise: it would take messages of this one for its own."""
+    if group and not isinstance(error, (TypeError, ValueError)):  # else nothing was sent
+        group._state.dropped.append(_plain(what))
+
+
 def _check_aborted(group: Ranks | None) -> None:
     """Refuse a result that a kernel left when its communicator was aborted: the backend raises nothing."""
     if group and group._state.reason:
@@ -66,6 +74,8 @@ class Work:
         self._what = what
         self._group = group
         self._error: RuntimeError | None = None
+        self._lock = RLock()  # several threads may wait for it, and pass it on
+        self._thread = get_ident()
         self.more = 0  # what is left to start: 0, `LATER` or `NEXT`
         self.done = False
         self._advance(to_end=False)
@@ -82,6 +92,7 @@ class Work:
             self.done = True
             if not isinstance(error, RuntimeError):
                 self._error = _interrupted(self._what, error)  # of the next wait
+                _note_interrupted(self._group, self._what, error)
                 raise
             self._error = error if self._what is None else _failed(self._group, self._what, error)
             if self._error is error:
@@ -89,9 +100,15 @@ class Work:
             raise self._error from error
         self.done = True
 
+    def precedes(self, group: Ranks) -> bool:
+        """Tell whether what is left must start before a collective of a group: it is of the same group, or
+        of another one and this thread has started it."""
+        own = self._group is not None and self._group._wire is group._wire
+        return own or self._thread == get_ident()
+
     def pass_on(self, urgency: int) -> None:
         """Start what is left of the work and as urgent. An error is raised by `wait`."""
-        with suppress(RuntimeError):
+        with suppress(RuntimeError), self._lock:
             while not self.done and self.more >= urgency:
                 self._advance(to_end=False)
 
@@ -100,11 +117,13 @@ class Work:
 
         Raises `RuntimeError` if a peer is gone or does not come within the group's timeout, or if
         another exception, as from Ctrl-C, has ended an earlier wait."""
-        if self._error is not None:
-            raise self._error
-        if self._group and self._group._wire.unfinished:
+        if self._group and _UNFINISHED:
             _start_the_rest(self._group, LATER, self)
-        self._advance(to_end=True)
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if not self.done:
+                self._advance(to_end=True)
 
     def __del__(
         self, ends: Callable[[], bool] = sys.is_finalizing
@@ -146,14 +165,20 @@ def _one_by_one(first: CollectiveSteps, second: CollectiveSteps) -> CollectiveSt
     yield from second
 
 # %% ../../nbs/comm/08_work.ipynb #711c310d
+# works of all groups, if alive, that have something left to start; in the order of their starts
+_UNFINISHED: list[weakref.ref[Work]] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_UNFINISHED.clear)  # they are the parent's
+
+
 def _launch(group: Ranks, what: object, async_op: bool, steps: CollectiveSteps) -> Work:
     """Start a collective, and finish it unless it is asynchronous."""
-    if group._wire.unfinished:
+    if _UNFINISHED:
         _start_the_rest(group, NEXT)
     if async_op:
         work = Work(steps, what, group)
         if work.more:
-            group._wire.unfinished.append(weakref.ref(work))
+            _UNFINISHED.append(weakref.ref(work))
         return work
     try:
         for _ in steps:
@@ -161,19 +186,26 @@ def _launch(group: Ranks, what: object, async_op: bool, steps: CollectiveSteps) 
         _check_aborted(group)
     except RuntimeError as error:
         raise _failed(group, what, error) from error
+    except BaseException as error:
+        _note_interrupted(group, what, error)
+        raise
     return _FINISHED
 
 
 def _start_the_rest(group: Ranks, urgency: int, before: Work | None = None) -> None:
     """Let collectives in flight, or those that started before one of them, start what is left of
     them and as urgent."""
-    works = [work for ref in group._wire.unfinished if (work := ref())]
+    works = [work for ref in [*_UNFINISHED] if (work := ref())]
     if before is None or before in works:
         stop = len(works) if before is None else works.index(before)
         for work in works[:stop]:
-            work.pass_on(urgency)
-    left = [work for work in works if work.more and not work.done]
-    group._wire.unfinished[:] = map(weakref.ref, left)
+            if work.precedes(group):
+                work.pass_on(urgency)
+    for ref in [*_UNFINISHED]:
+        listed = ref()
+        if listed is None or listed.done or not listed.more:
+            with suppress(ValueError):  # another thread has removed it
+                _UNFINISHED.remove(ref)
 
 # %% ../../nbs/comm/08_work.ipynb #b3de215a
 _FINISHED = Work(iter(()))

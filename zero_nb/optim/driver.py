@@ -151,7 +151,7 @@ class AfterBackward:
             for shard in shards:
                 reclaim_pieces(shard.pieces, local.by_class.values())
             gather_parameters(shards, monitor)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C, too: this rank lacks what others have stepped
             end_groups(optimizer.groups, error)
             raise
         for shard in shards:

@@ -165,7 +165,7 @@ def _exchange_entries(
 # %% ../../nbs/optim/15_state_exchange.ipynb #70f8aaf4
 def end_groups(
     groups: Sequence[Group],  # of an optimizer
-    error: Exception,  # why
+    error: BaseException,  # why
 ) -> None:
     """End the groups, so that no rank waits for this one; with two levels also the job's, in
     which the ranks of other nodes wait next."""

@@ -117,8 +117,10 @@ def watched_buckets(
     for shard in shards:
         for bucket in shard.buckets:
             watched = known.get(id(bucket))
-            if watched is None or watched.bucket is not bucket or watched.all_names is not names:
-                watched = WatchedBucket(bucket, shard, names, changes)
+            if watched is None or watched.bucket is not bucket:
+                watched = WatchedBucket(bucket, shard, names, KeptDigests(changes))
+            elif watched.all_names is not names:  # there are more parameters
+                watched = WatchedBucket(bucket, shard, names, watched.state)
             found[id(bucket)] = watched
     return found
 

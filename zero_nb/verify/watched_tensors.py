@@ -40,7 +40,7 @@ class WatchedBucket:
         bucket: FlatBucket,
         shard: Shard,
         names: Sequence[str],  # of all parameters of the optimizer
-        changes: list[tuple[str, Tensor]],  # where changes of its state are noted
+        state: KeptDigests,  # of its state
     ):
         slots = bucket.bucket.slots
         device = shard.params[slots[0].param].device
@@ -55,7 +55,7 @@ class WatchedBucket:
         else:
             runs = [bucket.flat[slot.offset : slot.offset + slot.numel] for slot in slots]
         self.runs = DigestPlan(runs)
-        self.state = KeptDigests(changes)
+        self.state = state
 
     @property
     def described(self) -> str:
