@@ -322,19 +322,6 @@ def _has_files(folder: Path) -> bool:  # a manifest alone may be of another prog
     return os.path.isfile(folder / TABLE) or any(folder.glob("*.distcp"))
 
 
-def _check_searchable(parent: str | os.PathLike[str]) -> None:  # it may not be there yet
-    with suppress(FileNotFoundError, NotADirectoryError):
-        try:
-            os.stat(os.path.join(parent, "."))
-            os.scandir(parent).close()
-        except PermissionError as error:
-            raise PermissionError(
-                f"{os.fspath(parent)} must be a folder that this process may list and enter, to find the"
-                f" checkpoints in it, got {error.strerror!r}; change its permissions, or name another"
-                " folder"
-            ) from error
-
-
 def newest_checkpoint(
     parent: str | os.PathLike[str],  # has a folder for each checkpoint
 ) -> Path | None:
@@ -343,7 +330,9 @@ def newest_checkpoint(
     Compares files with their manifest by size and by the checksums of their directories, and reads no tensors. Warns
     of those that are damaged or of another format and may be newer. Raises `ValueError` if there are only such, and
     `PermissionError` for a folder that this process may not list or enter."""
-    _check_searchable(parent)
+    with suppress(FileNotFoundError, NotADirectoryError):  # then there is none
+        os.stat(os.path.join(parent, "."))  # glob finds nothing where it may not look
+        os.scandir(parent).close()
     found = [path.parent for path in Path(parent).glob(f"[!.]*/{MANIFEST}")]
     steps = [(_step_of(folder), folder) for folder in filter(_has_files, found)]
     problems = list[str]()
