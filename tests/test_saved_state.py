@@ -352,8 +352,8 @@ def test_groups_are_found_by_their_names_or_refused_before_anything_is_loaded(fo
     found = run_each(2, loads_groups, cases)
     assert found["turned"] == [([0.2, 0.1], True)] * 2
     for form, words in (
-        ("one", "1 param groups and the state dict 2"),
-        ("moved", "no counterpart"),
+        ("one", "param group 0 must have one 'lr'"),
+        ("moved", "param group 1 must have one 'lr'"),
     ):
         for (kind, text), unchanged in found[form]:
             assert kind == "ValueError" and words in text and unchanged, (form, text)

@@ -17,6 +17,7 @@ from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..comm.objects import check_plain, plain_numbers
 from ..optim.optimizer import ZeroRedundancyOptimizer
+from ..optim.saved_state import regroup, saved_param_names
 from zero_nb.optim.sharded_state_dict import (
     Keys,
     SavedForm,
@@ -98,13 +99,6 @@ def names_in_groups(
     return found
 
 # %% ../../nbs/checkpoint/03_names.ipynb #f0110011
-def _saved_names(group: Mapping[str, Any]) -> list[str] | None:
-    if all(isinstance(key, str) for key in group["params"]):
-        return list(group["params"])
-    names = group.get("param_names")
-    return None if names is None else list(names)
-
-
 def _take_group(
     wanted: Sequence[str], number: int, saved: list[tuple[list[str], Mapping[str, Any]]]
 ) -> dict[str, Any]:  # its keys, by name
@@ -132,7 +126,7 @@ def by_index(
     Names may differ by what DDP, `torch.compile` and checkpoint wrappers put before them. Without
     names in the state dict the groups must have the same order. Raises `ValueError` where groups do
     not fit."""
-    given = [(_saved_names(group), group) for group in full["param_groups"]]
+    given = [(saved_param_names(group), group) for group in full["param_groups"]]
     if len(given) != len(names):
         raise ValueError(
             f"the optimizer has {len(names)} param groups and the state dict {len(given)}; make the"
@@ -331,7 +325,8 @@ class SavedOptimizer:
         ours = lambda path: path[0] != "state" or len(path) < 2 or path[1] not in others
         self._entries = [e for e in entries_below(table, "optimizer") if ours(e.path)]
         self._kept = [(path, keys) for path, keys in kept if ours(path)]
-        self.groups: list[dict[str, Any]] = []  # as saved, once they are read
+        self.groups: list[dict[str, Any]] = []  # once they are read
+        self.overruled: list[str] = []  # which options of the optimizer they overrule
         self.values = dict[str, Any]()  # of the state, by fqn, once there is room
 
     def room_for_groups(self) -> dict[str, Any]:  # by fqn
@@ -339,10 +334,11 @@ class SavedOptimizer:
         return {e.fqn: e.empty() for e in self._entries if e.path[0] == "param_groups"}
 
     def take_groups(self, values: Mapping[str, Any]) -> None:  # by fqn
-        """Take the param groups; `ValueError` if the optimizer has others."""
+        """Take the param groups, divided as the optimizer's; `ValueError` if it has other parameters."""
         read = [(e.path, values[e.fqn]) for e in self._entries if e.fqn in values]
         kept = [(path, keys) for path, keys in self._kept if path[0] == "param_groups"]
-        self.groups = lay_out(read, kept).get("param_groups", [])
+        found = lay_out(read, kept).get("param_groups", [])
+        self.groups, self.overruled = regroup(found, self.names, self.optimizer.param_groups)
         by_index({"state": {}, "param_groups": self.groups}, self.names)
 
     def make_room(self) -> None:
@@ -353,12 +349,8 @@ class SavedOptimizer:
         cut = dict[tuple[int, Any], str]()  # fqn of what each rank reads a part of
         for entry in self._entries:
             index = self._index.get(entry.path[1]) if entry.path[0] == "state" else None
-            if (
-                index is not None
-                and sharded
-                and len(entry.path) == 3
-                and hasattr(entry.form, "size")
-            ):
+            is_tensor = len(entry.path) == 3 and hasattr(entry.form, "size")
+            if index is not None and sharded and is_tensor:
                 form = SavedForm(entry.form.properties.dtype, tuple(entry.form.size))
                 forms.setdefault(index, {})[entry.path[2]] = form
                 cut[index, entry.path[2]] = entry.fqn

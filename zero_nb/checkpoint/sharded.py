@@ -283,7 +283,7 @@ def load_sharded(
     On several machines, and on GPUs, each rank reads the parameters that it owns, and an all-gather brings the others.
     Raises on all ranks, before anything is loaded: `TypeError` for what is no model or optimizer, `ValueError` if the
     checkpoint is damaged, not complete, or does not fit. A hook before `load_state_dict` sees numbers in their place.
-    Source: `torch.distributed.checkpoint.load`."""
+    Groups may divide parameters otherwise, and take their saved options. Source: `torch.distributed.checkpoint.load`."""
     group = Group(process_group)
     said = dict[str, Any]()
     found = list[tuple[dict[str, Any], SavedOptimizer]]()
@@ -309,6 +309,8 @@ def load_sharded(
     restore_keys(loaded, keys_below(said, "model"))
     DCP.state_dict.set_model_state_dict(model, loaded)
     saved.load(parts)
+    for words in () if group.group_rank else saved.overruled:
+        warnings.warn(words, stacklevel=2)
     return said.get("extra")
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a20010

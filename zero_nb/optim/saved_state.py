@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ..comm.groups import Group
 from ..comm.objects import broadcast_object_list, dump, load
 from ..comm.payloads import byte_device, gather_bytes
 from .state import ShardedState
+from .state_dict_check import comparable_names
 from .state_entry import CommonState, split_common
 from .state_forms import Forms, OwnState, describe_saved
 from zero_nb.optim.state_runs import (
@@ -29,7 +32,8 @@ from zero_nb.optim.state_runs import (
 )
 
 # %% auto #0
-__all__ = ['Objects', 'WholeState', 'describe_whole', 'check_kinds', 'check_destination', 'gather_state']
+__all__ = ['Objects', 'WholeState', 'describe_whole', 'check_kinds', 'check_destination', 'gather_state', 'saved_param_names',
+           'regroup']
 
 # %% ../../nbs/optim/20_saved_state.ipynb #5a7e001a
 def _same_value(one: Any, other: Any) -> bool:
@@ -186,3 +190,105 @@ def gather_state(
             broadcast_object_list(every, None, group, device, group_src=root, weights_only=True)
         whole = replace(whole, objects=every[0])
     return whole.put_together(found[0].tensors)
+
+# %% ../../nbs/optim/20_saved_state.ipynb #c7e5cd09
+def saved_param_names(group: Mapping[str, Any]) -> list[str] | None:
+    """Give the names of the parameters of a saved param group; `None` if it has numbers only."""
+    if all(isinstance(key, str) for key in group["params"]):
+        return list(group["params"])
+    names = group.get("param_names")
+    return None if names is None else list(names)
+
+
+def _same_option(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same_option(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same_option, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
+    return not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other)
+
+
+_OF_PARAMS = ("params", "param_names")
+
+
+def _common_options(
+    number: int,  # of the param group that takes them
+    givers: Sequence[tuple[str, Mapping[str, Any]]],  # of each saved group a parameter, and it
+) -> dict[str, Any]:
+    (name, first), *others = givers
+    for other, group in others:
+        for key in dict.fromkeys((*first, *group)):
+            has = [key in first, key in group]
+            if key in _OF_PARAMS or (all(has) and _same_option(first[key], group[key])):
+                continue
+            one, two = (repr(g[key]) if key in g else "nothing" for g in (first, group))
+            raise ValueError(
+                f"param group {number} must have one {key!r}, and its parameters were saved with two:"
+                f" {name!r} with {one:.60} and {other!r} with {two:.60}. Give them groups of their own;"
+                " or load them in groups as they were saved, make the option equal, and save again"
+            )
+    return {key: value for key, value in first.items() if key not in _OF_PARAMS}
+
+
+def _overruled(
+    takers: Sequence[int],  # groups of the optimizer with parameters of one saved group
+    ours: Sequence[Mapping[str, Any]],
+    divided: Sequence[Mapping[str, Any]],  # as they will be
+) -> Iterator[str]:
+    first, *others = takers
+    for other in others:
+        for key in ours[first].keys() & divided[first].keys() - {*_OF_PARAMS}:
+            if not _same_option(ours[first][key], ours[other].get(key)):
+                yield (
+                    f"param groups {first} and {other} were saved as one, and both get its {key}, which"
+                    f" is {divided[first][key]!r:.60}; to give them {ours[first][key]!r:.60} and"
+                    f" {ours[other].get(key)!r:.60}, set it in optimizer.param_groups after the load"
+                )
+
+
+def _check_same_params(wanted: set[str], saved: set[str]) -> None:
+    if wanted != saved:
+        raise ValueError(
+            f"the saved optimizer lacks {sorted(wanted - saved)[:3] or 'nothing'} and has"
+            f" {sorted(saved - wanted)[:3] or 'nothing'} besides; make this one of the same parameters,"
+            " in any groups: keep a frozen one in its group, and add a new one by add_param_group"
+            " after the load"
+        )
+
+
+def regroup(
+    saved: Sequence[Mapping[str, Any]],  # param groups, left as they are
+    names: Sequence[Sequence[str]],  # of the parameters of each param group that is to load them
+    ours: Sequence[Mapping[str, Any]],  # these param groups
+) -> tuple[list[dict[str, Any]], list[str]]:  # the groups, and which options of ours they overrule
+    """Divide saved param groups as those of an optimizer, by the parameters' names; without names they stay.
+
+    Raises `ValueError` if other parameters were saved, or with options that differ within a group."""
+    given = [saved_param_names(group) for group in saved]
+    if any(found is None for found in given):
+        return [dict(group) for group in saved], []
+    wanted, found = comparable_names(names, [each or [] for each in given])
+    home = {
+        name: (number, key, own)
+        for number, group in enumerate(saved)
+        for name, key, own in zip(found[number], group["params"], given[number] or (), strict=True)
+    }
+    _check_same_params({*chain.from_iterable(wanted)}, {*home})
+    empty = [dict(group) for group in saved if not group["params"]]
+    takers = dict[int, list[int]]()  # by saved group
+    divided = list[dict[str, Any]]()
+    for number, members in enumerate(wanted):
+        firsts = {home[name][0]: name for name in reversed(members)}
+        for i in firsts:
+            takers.setdefault(i, []).append(number)
+        givers = [(name, saved[i]) for i, name in sorted(firsts.items())]
+        if not givers:
+            givers = [("", empty.pop(0) if empty else ours[number])]
+        options = deepcopy(_common_options(number, givers))  # halves share no tensor
+        params = [home[name][1] for name in members]
+        called = [home[name][2] for name in members]
+        divided.append({**options, "params": params, "param_names": called})
+    words = [text for each in takers.values() for text in sorted(_overruled(each, ours, divided))]
+    return divided, [*dict.fromkeys(words)]
