@@ -283,7 +283,7 @@ def load_sharded(
     On several machines, and on GPUs, each rank reads the parameters that it owns, and an all-gather brings the others.
     Raises on all ranks, before anything is loaded: `TypeError` for what is no model or optimizer, `ValueError` if the
     checkpoint is damaged, not complete, or does not fit. A hook before `load_state_dict` sees numbers in their place.
-    Groups may divide parameters otherwise, and take their saved options. Source: `torch.distributed.checkpoint.load`."""
+    Groups may divide parameters otherwise; saved options win. Source: `torch.distributed.checkpoint.load`."""
     group = Group(process_group)
     said = dict[str, Any]()
     found = list[tuple[dict[str, Any], SavedOptimizer]]()
