@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from common.errors import caught
 from torch import nn
 from torch.optim import AdamW
 
@@ -185,3 +186,32 @@ def test_a_folder_takes_no_name_of_a_link_that_leads_nowhere(folder):
     with pytest.raises(FileExistsError, match="a folder of its own"):
         ways["sharded"](folder / "to" / "sharded")
     assert [path.name for path in (folder / "to").iterdir()] == ["sharded"]
+
+
+def save_like_another_job(parent):
+    """Two jobs in one: rank 0 and rank 1 save into folders of the same names at once."""
+    group, _ = dist.new_subgroups(1)
+    model = nn.Linear(3, 2)
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, group)
+    rename = os.rename
+
+    def together(source, target):
+        dist.barrier()  # both have looked whether the folder is there, and have written
+        rename(source, target)
+
+    os.rename = together
+    said = []
+    with AsyncCheckpointer(model, zero, process_group=group) as checkpoints:
+        said.append(caught(lambda: save_sharded(parent / "one", model, zero, process_group=group)))
+        said.append(caught(lambda: checkpoints.save(parent / "two", 1).wait()))
+    return said
+
+
+def test_of_two_jobs_that_save_into_one_folder_one_is_told_that_it_is_there(folder):
+    first, second = run(2, save_like_another_job, folder)
+    for name, *said in zip(("one", "two"), first, second, strict=True):
+        [words] = filter(None, said)
+        assert words.startswith("FileExistsError: ") and str(folder / name) in words, words
+        assert "each checkpoint needs a folder of its own, and one is there" in words
+        verify_checkpoint(folder / name)
+    assert sorted(path.name for path in folder.iterdir()) == ["one", "two"]

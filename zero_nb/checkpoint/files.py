@@ -72,16 +72,19 @@ def _lock(handle: int, wait: bool) -> bool:
 _NUMBER = "[0-9a-f]" * 32  # what matches a UUID in the names of files that are ours
 
 
+def _remove_unlocked(file: Path, folder: Path | None = None) -> None:
+    """Remove a file, and before it the folder that it stands for, unless a living process has locked it."""
+    with suppress(OSError), open(file, "rb+") as left:
+        if _lock(left.fileno(), wait=False):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            file.unlink()
+
+
 def _remove_abandoned(path: Path) -> None:
     """Remove what writers of `path` left behind that were killed."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.{_NUMBER}.tmp"):
-        with suppress(OSError):
-            handle = os.open(left, os.O_RDWR)
-            try:
-                if _lock(handle, wait=False):
-                    left.unlink()
-            finally:
-                os.close(handle)
+        _remove_unlocked(left)
 
 
 def _open_beside(path: Path, suffix: str = ".tmp") -> tuple[Path, int]:
@@ -147,14 +150,13 @@ def replacing(
 def _remove_abandoned_folders(parent: Path) -> None:
     """Remove what writers of folders left behind that were killed."""
     for lock in parent.glob(f".*.{_NUMBER}.lock"):
-        with suppress(OSError):
-            handle = os.open(lock, os.O_RDWR)
-            try:
-                if _lock(handle, wait=False):
-                    shutil.rmtree(lock.with_suffix(".tmp"), ignore_errors=True)
-                    lock.unlink()
-            finally:
-                os.close(handle)
+        _remove_unlocked(lock, lock.with_suffix(".tmp"))
+
+
+def _check_not_there(folder: Path) -> None:
+    if os.path.lexists(folder):
+        words = "each checkpoint needs a folder of its own, and one is there"
+        raise FileExistsError(errno.EEXIST, words, str(folder))
 
 
 @contextmanager
@@ -163,13 +165,10 @@ def new_folder(
 ) -> Iterator[Path]:
     """Give a folder to write to, which becomes `folder` if the block ends well, and is removed if not.
 
-    Raises `FileExistsError` if `folder` is there, and `OSError` as the file system does; `folder` is
-    there then only if the error says so: complete, and maybe not on the disk yet."""
+    Raises `FileExistsError` if `folder` is there, or another job makes it meanwhile, and `OSError` as the file
+    system does; what was written is at `folder` then only if the error says that it is complete."""
     folder = Path(folder)
-    if os.path.lexists(folder):
-        raise FileExistsError(
-            errno.EEXIST, "each checkpoint needs a folder of its own, and one is there", str(folder)
-        )
+    _check_not_there(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned_folders(folder.parent)
     lock, handle = _open_beside(folder, ".lock")  # from before the folder is there until it is not
@@ -179,7 +178,12 @@ def new_folder(
         yield beside
         for inside, _, _ in os.walk(beside):
             _flush_folder(Path(inside))
-        os.rename(beside, folder)
+        try:
+            os.rename(beside, folder)
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                _check_not_there(folder)
+            raise
         _flush_name(folder)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -339,9 +343,10 @@ def crc_of(
 
 def _name_of(path: str | os.PathLike[str], record: str) -> str:
     """Name the tensor that a record belongs to, as far as the file can still tell."""
+    number = record.removeprefix("data/")
     try:
         state = torch.load(path, mmap=True, weights_only=True)
-        return f"tensor {[*storages_in(state)][int(record.removeprefix('data/'))][0]}"
+        return f"tensor {[*storages_in(state)][int(number)][0]}"
     except Exception:  # what is damaged may be what says so
         return f"record {record!r}"
 
@@ -363,8 +368,7 @@ def check_file(
         for name in sorted(found, key=lambda name: -found[name].nbytes)[part[0] :: part[1]]:
             record = found[name]
             file.seek(record.offset)
-            crc = crc_of(file, record.nbytes)
-            if crc != record.crc:
+            if (crc := crc_of(file, record.nbytes)) != record.crc:
                 raise ValueError(
                     f"{path} is damaged: {_name_of(path, name)} has {record.nbytes} bytes of checksum"
                     f" {crc:08x} where the file says {record.crc:08x}; use the checkpoint before it"
