@@ -1,11 +1,14 @@
-"""Training after a round trip equals training without it: classes, formats, modes and world sizes, every
-two of them together.
+"""Training after a round trip equals training without it: classes, formats, modes and world sizes.
 
-The whole product has 19 classes and options in place of `RECIPES`' 9, and 89,376 cases. A day's sample
-has half of the classes, and every pair of values of two axes at least once; it is another one
-tomorrow, and `ZERO_NB_SEED` gives the sample of an earlier day again."""
+`ZERO_NB_ALL` runs each of 19 classes in each format from each world size to each: 1,824 round trips from
+456 checkpoints. Their modes take turns; each class, and each format, goes from every mode to every mode.
+Otherwise a day's sample has half of the classes, and every pair of values of two axes at least once; it is
+another one tomorrow, and `ZERO_NB_SEED` gives the sample of an earlier day again. A failure gives the text
+of its case, which `ZERO_NB_CASE` runs alone."""
 
 import itertools
+import os
+from collections import Counter
 from random import Random
 
 import pytest
@@ -123,8 +126,52 @@ OTHERS["two levels"] = Recipe(levels=True)  # where the number of ranks is even
 KINDS = RECIPES | OTHERS
 
 
+SIZES = (1, 2, 3, 4)
+
+
 def axes(recipes):
-    return ([*recipes], [*FORMATS], [*MODES], [*MODES], [1, 2, 3, 4], [1, 2, 3, 4])
+    return ([*recipes], [*FORMATS], [*MODES], [*MODES], [*SIZES], [*SIZES])
+
+
+def text(case):
+    return "/".join(map(str, case))
+
+
+def case_of(words):
+    """Give the case of a text."""
+    *names, ranks, others = words.split("/")
+    return (*names, int(ranks), int(others))
+
+
+def whole(name, seed=SEED):
+    """Give all formats and world sizes of a class. A checkpoint is saved once for four cases; the modes that
+    follow one mode take turns."""
+    number = [*KINDS].index(name)
+    modes = [*MODES]
+    loads = Counter()
+    cases = []
+    for i, (form, ranks) in enumerate(itertools.product(FORMATS, SIZES)):
+        mode = modes[(i + number + seed) % len(modes)]
+        for others in SIZES:
+            other = modes[(loads[mode] + number + seed) % len(modes)]
+            loads[mode] += 1
+            cases.append((name, form, mode, other, ranks, others))
+    return cases
+
+
+def samples():
+    """Give functions that choose cases, by the name of a test."""
+    if chosen := os.environ.get("ZERO_NB_CASE"):
+        return {chosen: lambda: [case_of(chosen)]}
+    if os.environ.get("ZERO_NB_ALL"):
+        return {name: lambda name=name: whole(name) for name in KINDS}
+    return {
+        "some classes": lambda: covering(axes(RECIPES), Random(SEED)),
+        "the others": lambda: covering(axes(OTHERS), Random(SEED)),
+    }
+
+
+SAMPLES = samples()
 
 
 def limit(case):
@@ -182,30 +229,56 @@ def in_launches(call, cases):
     return found
 
 
-@pytest.mark.turns(2)
-@pytest.mark.parametrize("recipes", [RECIPES, OTHERS], ids=["some classes", "the others"])
-def test_training_after_a_round_trip_equals_training_without_it(folder, recipes):
-    print(f"ZERO_NB_SEED={SEED}")
-    cases = {case: folder / str(i) for i, case in enumerate(covering(axes(recipes), Random(SEED)))}
-    assert 63 <= len(cases) < 130
-    saved = in_launches(
-        save,
-        {case: (case[4], path, KINDS[case[0]], case[1], case[2]) for case, path in cases.items()},
-    )
-    for case, path in cases.items():
-        if case[1] == "safetensors":
-            convert_checkpoint(path, f"{path}.safetensors")
-            path.rename(f"{path}.before")
-            convert_checkpoint(f"{path}.safetensors", path, ranks=case[5])
-    loaded = in_launches(
-        load,
-        {case: (case[5], path, KINDS[case[0]], case[1], case[3]) for case, path in cases.items()},
-    )
+def saving(case):
+    """Give what the cases of one checkpoint have in common."""
+    name, form, mode, _, ranks, _ = case
+    return name, form, mode, ranks
+
+
+def converted(path, ranks):
+    """Give a folder for a number of ranks that is made of safetensors."""
+    between = path.with_name(f"{path.name}.safetensors")
+    if not between.exists():
+        convert_checkpoint(path, between)
+    target = path.with_name(f"{path.name} for {ranks}")
+    convert_checkpoint(between, target, ranks=ranks)
+    return target
+
+
+def gaps(folder, cases):
+    """Save each checkpoint once, and go on from it in each of its cases; gives how far apart the parameters
+    are from those of a training that went on."""
+    firsts = {saving(case): case for case in reversed(cases)}  # by whose names errors go
+    places = {key: folder / str(i) for i, key in enumerate(firsts)}
+    calls = {}
+    for (name, form, mode, ranks), case in firsts.items():
+        calls[text(case)] = (ranks, places[saving(case)], KINDS[name], form, mode)
+    saved = in_launches(save, calls)
+    calls = {}
     for case in cases:
-        [wanted, *others] = saved[case]
-        for got in (*others, *loaded[case]):
-            worst = max(largest_gap(a, b) for a, b in zip(wanted, got, strict=True))
-            assert worst <= limit(case), (case, worst)
+        name, form, _, mode, _, ranks = case
+        path = places[saving(case)]
+        path = converted(path, ranks) if form == "safetensors" else path
+        calls[text(case)] = (ranks, path, KINDS[name], form, mode)
+    loaded = in_launches(load, calls)
+    found = {}
+    for case in cases:
+        [wanted, *others] = saved[text(firsts[saving(case)])]
+        found[case] = max(
+            largest_gap(a, b)
+            for got in (*others, *loaded[text(case)])
+            for a, b in zip(wanted, got, strict=True)
+        )
+    return found
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_training_after_a_round_trip_equals_training_without_it(folder, sample):
+    print(f"ZERO_NB_SEED={SEED}; ZERO_NB_CASE=... of a case that is named here runs it alone")
+    cases = SAMPLES[sample]()
+    wrong = {text(k): gap for k, gap in gaps(folder, cases).items() if not gap <= limit(k)}
+    assert not wrong, f"ZERO_NB_CASE='{next(iter(wrong))}' runs the first of these alone"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -221,10 +294,29 @@ def test_lost_master_copies_are_further_apart_than_right_ones_may_be(folder, ran
             assert right or worst > 2 * limit_of(KINDS["master copies"]), (change, worst)
 
 
-def test_a_sample_has_all_pairs():
-    whole = axes(RECIPES)
-    cases = covering(whole, Random(1))
-    assert cases == covering(whole, Random(1)) != covering(whole, Random(2))
+@pytest.mark.parametrize("recipes", [RECIPES, OTHERS], ids=["some classes", "the others"])
+def test_a_sample_has_all_pairs(recipes):
+    values = axes(recipes)
+    cases = covering(values, Random(1))
+    assert 63 <= len(cases) < 130
+    assert cases == covering(values, Random(1)) != covering(values, Random(2))
     seen = set().union(*map(pairs, cases))
-    sizes = [len(axis) for axis in whole]
+    sizes = [len(axis) for axis in values]
     assert len(seen) == sum(a * b for a, b in itertools.combinations(sizes, 2))
+
+
+@pytest.mark.parametrize("seed", [0, 3, 739_947])
+def test_the_whole_has_all_classes_formats_and_sizes_and_all_pairs_of_modes(seed):
+    cases = [case for name in KINDS for case in whole(name, seed)]
+    names, forms, modes, _, sizes, _ = axes(KINDS)
+    assert (
+        len(names) == 19 and len(cases) == 19 * 6 * 16 and len({*map(saving, cases)}) == 19 * 6 * 4
+    )
+    assert all(case_of(text(case)) == case for case in cases)
+    places = {(name, form, ranks, others) for name, form, _, _, ranks, others in cases}
+    assert places == {*itertools.product(names, forms, sizes, sizes)}
+    for i, axis in enumerate((names, forms)):
+        assert {(case[i], *case[2:4]) for case in cases} == {*itertools.product(axis, modes, modes)}
+    counts = [len(axis) for axis in axes(KINDS)]
+    seen = set().union(*map(pairs, cases))
+    assert len(seen) == sum(a * b for a, b in itertools.combinations(counts, 2))
