@@ -248,7 +248,31 @@ def test_what_is_no_model_is_refused_on_all_ranks():
         assert other_kind == "ValueError" and "are none of the Linear's" in other_text
 
 
-def test_gradients_that_ddp_keeps_in_its_buckets_are_not_said_to_be_free():
-    report = run(2, report_of, "zero1-overlap", "AdamW", 3)[0]
-    row = report.row(0, "gradients")
-    assert row.held == 0 and "buckets of a DDP stay" in row.reason
+def of_reducer(mode, view, steps):
+    """Report after some steps, with gradients and without them."""
+    model = network()
+    attached = MODES[mode].attach(
+        model, lambda m: optimizer_of(m, "AdamW"), ddp={"gradient_as_bucket_view": view}
+    )
+    for _ in range(steps):
+        attached.call(torch.ones(2, 12)).square().mean().backward()
+        attached.optimizer.step()
+    reports = [memory_report(attached.call, attached.optimizer)]
+    attached.optimizer.zero_grad()
+    return [*reports, memory_report(attached.call, attached.optimizer)]
+
+
+@pytest.mark.parametrize("view", (True, False), ids=("view", "no view"))
+@pytest.mark.parametrize("mode", ("zero1", "zero1-overlap"))
+def test_buckets_of_ddps_reducer_are_counted_once(mode, view):
+    size = sum(p.nbytes for p in network().parameters())
+    cases = {steps: (mode, view, steps) for steps in range(4)}
+    for steps, reports in run_each(2, of_reducer, cases).items():
+        full, empty = reports[0]
+        for rank in range(2):
+            for report in (full, empty):
+                assert report.unexplained == (), (steps, report)
+                rows = [report.row(rank, c) for c in ("gradients", "buckets")]
+                assert rows[1 - view].held >= size, (steps, report)
+            if view:
+                assert full.row(rank, "gradients").held == empty.row(rank, "gradients").held == size

@@ -84,6 +84,18 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
+def _unseen_buckets(model: nn.Module) -> int:  # bytes
+    """Count the buckets of DDP's reducer, in C++, by its own log, without those that gradients are views of."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return 0
+    # buckets that DDP makes anew, in the second iteration, are as large together
+    sizes = str(model._get_ddp_logging_data().get("bucket_sizes", ""))
+    total = sum(int(size) for size in sizes.split(",") if size.strip())
+    if not model.gradient_as_bucket_view:
+        return total
+    return max(0, total - _Counter().add(p.grad for p in model.parameters() if p.grad is not None))
+
+
 def _held_now(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Count bytes on this rank, by category."""
     count = _Counter()
@@ -97,6 +109,8 @@ def _held_now(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
         "buckets": 0,
         "messages": 0,
     }
+    in_view = getattr(model, "gradient_as_bucket_view", False)
+    found["gradients" if in_view else "buckets"] += _unseen_buckets(model)
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return found
     if isinstance(optimizer.driver, DataParallel):  # its averages have memory of their own
@@ -107,7 +121,7 @@ def _held_now(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
     found["master"] = count.add(masters)
     found["messages"] = count.add(_tensors_below(optimizer.groups, visited))
     kept = [*shards, optimizer.driver]
-    found["buckets"] = count.add(t for root in kept for t in _tensors_below(root, visited))
+    found["buckets"] += count.add(t for root in kept for t in _tensors_below(root, visited))
     return found
 
 # %% ../../nbs/verify/05_memory.ipynb #9a72000e
@@ -247,9 +261,9 @@ UNEXPLAINED = "not explained"
 _LESS = {
     "parameters": "parameters share memory",
     "buffers": "buffers share memory, with each other or with parameters",
-    "gradients": "gone from .grad, by zero_grad or a step inside backward; buckets of a DDP stay, unseen",
+    "gradients": "gone from .grad, by zero_grad or a step inside backward",
     "state": "parameters that have not had a gradient yet have no state",
-    "buckets": "needed inside a step, at its worst moment; those of a DDP, in C++, are not seen",
+    "buckets": "needed inside a step, at its worst moment",
 }
 _MORE = {
     "parameters": "the rest of storages that parameters are views of: padding of buckets, or tensors"
