@@ -9,9 +9,11 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from threading import RLock, get_ident
 from typing import Any, NamedTuple
+
+from torch.compiler import is_compiling
 
 from .arrivals import _plain
 from .group_store import _elsewhere
@@ -74,8 +76,10 @@ class Work:
         self._what = what
         self._group = group
         self._error: RuntimeError | None = None
-        self._lock = RLock()  # several threads may wait for it, and pass it on
-        self._thread = get_ident()
+        traced = is_compiling()  # then there is nothing to wait for
+        # several threads may wait for it, and pass it on
+        self._lock: Any = nullcontext() if traced else RLock()
+        self._thread = 0 if traced else get_ident()
         self.more = 0  # what is left to start: 0, `LATER` or `NEXT`
         self.done = False
         self._advance(to_end=False)
