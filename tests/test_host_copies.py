@@ -36,6 +36,7 @@ def test_a_group_that_records_copies_too():
 
 def relayed(dtypes):
     from zero_nb.comm import relays
+    from zero_nb.comm.work import _UNFINISHED
 
     relays._host = lambda: f"{dist.get_rank() // 2:08x}"
     return copied(dtypes, False)
@@ -86,6 +87,7 @@ def test_parameters_travel_apart_from_autograd():
 def noted_relay():
     """Start a relayed reduce-scatter of a tensor with gaps, and give what may have parts to pass on."""
     from zero_nb.comm import relays
+    from zero_nb.comm.work import _UNFINISHED
 
     relays._host = lambda: f"{dist.get_rank() // 2:08x}"
     group = Group()
@@ -93,9 +95,9 @@ def noted_relay():
     counts = []
     for tensor in (x, y):
         work = group.reduce_scatter(tensor, relay=True, async_op=True)
-        counts.append(len(group._wire.unfinished))
+        counts.append(len(_UNFINISHED))
         work.wait()
-        group._wire.unfinished.clear()
+        _UNFINISHED.clear()
     return counts
 
 
