@@ -36,7 +36,6 @@ def test_a_group_that_records_copies_too():
 
 def relayed(dtypes):
     from zero_nb.comm import relays
-    from zero_nb.comm.work import _UNFINISHED
 
     relays._host = lambda: f"{dist.get_rank() // 2:08x}"
     return copied(dtypes, False)
