@@ -23,6 +23,7 @@ from .save_turns import Checkpoints, SaveTurn, save_rank
 from .turns import Launch, Turn, time_rank, trace_rank
 from .variants import REFERENCES, VARIANTS
 from .workloads import Model, models
+from ..checkpoint.files import crc32
 from ..comm.groups import Group
 from ..comm.launch import run
 from ..comm.objects import gather_object
@@ -242,6 +243,7 @@ def machine(options: Options) -> dict[str, str]:
         "python": platform.python_version(),
         "processor": _processor(),
         "cores": str(os.cpu_count()),
+        "checksums by": crc32.__module__.partition(".")[0],  # zlib, or zlib_ng
     }
     if options.device == "cuda":
         threads = str(torch.get_num_threads())

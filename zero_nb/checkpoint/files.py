@@ -14,7 +14,6 @@ import struct
 import threading
 import uuid
 import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -28,6 +27,11 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl: Any = None  # type: ignore[no-redef]
+
+try:  # where it is installed
+    from zlib_ng.zlib_ng import crc32
+except ImportError:
+    from zlib import crc32
 
 # %% auto #0
 __all__ = ['replacing', 'new_folder', 'Record', 'records_in', 'read_records', 'tensors_in', 'storages_in', 'with_checksums',
@@ -329,15 +333,22 @@ def with_checksums() -> Iterator[None]:
                 options.set_crc32_options(before)
 
 
+_CRC_BYTES = 2**20  # bytes, which stay in a core's cache between reading and counting
+
+
 def crc_of(
     file: Any,  # open for reading bytes
     nbytes: int,  # from where it stands
+    stopped: threading.Event | None = None,  # set by a thread that does not wait for this any more
 ) -> int:
-    """Take the CRC-32 of a part of a file, a few MiB at a time."""
+    """Take the CRC-32 of a part of a file, 1 MiB at a time; `RuntimeError` once `stopped` is set."""
     crc = 0
-    while nbytes and (data := file.read(min(nbytes, 1 << 22))):
-        crc = zlib.crc32(data, crc)
-        nbytes -= len(data)
+    room = memoryview(bytearray(min(nbytes, _CRC_BYTES)))
+    while nbytes and (count := file.readinto(room[:nbytes])):
+        if stopped is not None and stopped.is_set():
+            raise RuntimeError("nobody waits for this checksum any more")
+        crc = crc32(room[:count], crc)
+        nbytes -= count
     return crc
 
 

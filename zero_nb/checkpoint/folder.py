@@ -12,7 +12,6 @@ import os
 import pickle
 import sys
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -29,8 +28,8 @@ import torch
 from torch.futures import Future
 
 import zero_nb
-from .files import crc_of, records_in
-from .skeleton import crc_until, letting_go, map_private, read_box
+from .files import Record, crc32, crc_of, records_in
+from .skeleton import letting_go, map_private, read_box
 from ..comm.objects import MemoryFile, explain_unread, load
 
 # %% auto #0
@@ -82,7 +81,7 @@ def listed_files(content: Mapping[str, Any]) -> Files:
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
     """Add the checksum of a manifest's content, which does not depend on how JSON is laid out."""
     text = json.dumps(content, sort_keys=True)
-    return {**content, "crc32": f"{zlib.crc32(text.encode()):08x}"}
+    return {**content, "crc32": f"{crc32(text.encode()):08x}"}
 
 
 def write_manifest(
@@ -272,7 +271,7 @@ def describe_files(
         with mapped_file(Path(folder, name)) as mapped:
             for place in held:
                 with _box(mapped, place) as box:
-                    crc = zlib.crc32(_directory(box), crc)
+                    crc = crc32(_directory(box), crc)
             found[name] = FileEntry(len(mapped), f"{crc:08x}")
     return found
 
@@ -305,7 +304,21 @@ def check_listed(folder: str | os.PathLike[str]) -> dict[str, Any]:  # the manif
     return found
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a2000b
-def _trouble(mapped: mmap.mmap, stopped: Event, place: Any) -> str:
+_LARGE_RECORD = (
+    2**18
+)  # bytes of a record that is read: as pages of a map, it comes slower from a disk
+
+
+def _has_crc(path: Path, box: memoryview, place: Any, record: Record, stopped: Event) -> bool:
+    """Compare a record with its checksum."""
+    if record.nbytes < _LARGE_RECORD:
+        return crc32(box[record.offset : record.offset + record.nbytes]) == record.crc
+    with open(path, "rb", buffering=0) as file:
+        file.seek(place.offset + record.offset)
+        return crc_of(file, record.nbytes, stopped) == record.crc
+
+
+def _trouble(path: Path, mapped: mmap.mmap, stopped: Event, place: Any) -> str:
     """Say what is wrong with a box, whose name goes into the braces; nothing if all bytes are as they were."""
     with _box(mapped, place) as box:
         try:
@@ -314,11 +327,7 @@ def _trouble(mapped: mmap.mmap, stopped: Event, place: Any) -> str:
                 for info in archive.infolist():
                     archive.open(info).close()  # compares what the archive says of it in two places
             found = records_in(file, "")
-            ends = {name: record.offset + record.nbytes for name, record in found.items()}
-            whole = all(  # nothing is copied: a check by `testzip` takes 1.8 times as long
-                crc_until(box[record.offset : ends[name]], stopped) == record.crc
-                for name, record in found.items()
-            )
+            whole = all(_has_crc(path, box, place, record, stopped) for record in found.values())
             try:
                 read_box(box, found)
             except TypeError:  # it has no tensor
@@ -343,7 +352,7 @@ def _share(boxes: Sequence[tuple[Any, Any]], part: tuple[int, int]) -> list[tupl
 
 
 @contextmanager
-def _threads(stopped: Event) -> Iterator[ThreadPoolExecutor]:  # zlib lets other threads run
+def _threads(stopped: Event) -> Iterator[ThreadPoolExecutor]:  # a checksum lets other threads run
     """Start one to four threads, by this process's share of the cores; after an error they stop soon."""
     can_tell = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
@@ -364,9 +373,10 @@ def _boxes_in(folder: str | os.PathLike[str]) -> list[tuple[Any, Any]]:  # index
 def _check_boxes(folder: str | os.PathLike[str], boxes: Sequence[tuple[Any, Any]]) -> None:
     for name, mine in groupby(boxes, lambda box: box[1].relative_path):
         indices, places = zip(*mine, strict=True)
+        path = Path(folder, name)
         stopped = Event()
-        with mapped_file(Path(folder, name)) as mapped, _threads(stopped) as pool:
-            troubles = [*pool.map(partial(_trouble, mapped, stopped), places)]
+        with mapped_file(path) as mapped, _threads(stopped) as pool:
+            troubles = [*pool.map(partial(_trouble, path, mapped, stopped), places)]
         for index, words in zip(indices, troubles, strict=True):
             if words:
                 raise ValueError(f"{folder} {words.replace('{}', f'{index.fqn} in {name}')}")

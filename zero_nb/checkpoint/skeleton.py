@@ -15,26 +15,32 @@ import platform
 import queue
 import shutil
 import sys
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Event, Lock
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .files import Record, joined_crc, read_records, storages_in, with_checksums
+from zero_nb.checkpoint.files import (
+    Record,
+    crc32,
+    joined_crc,
+    read_records,
+    storages_in,
+    with_checksums,
+)
 from ..comm.objects import load
 from ..optim.flat import flatten
 from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
 __all__ = ['TensorForm', 'map_private', 'unbacked', 'SkeletonFile', 'check_room', 'naming_target', 'FileTarget', 'tight',
-           'StoredNumbers', 'read_box', 'letting_go', 'not_twice', 'crc_until']
+           'StoredNumbers', 'read_box', 'letting_go', 'not_twice']
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110007
 class TensorForm(NamedTuple):
@@ -126,7 +132,7 @@ class SkeletonFile:
 
     def _write(self, record: Record, start: int, data: Tensor) -> None:
         bytes_ = memoryview(data.numpy().data)
-        self._checksums.setdefault(record, []).append((start, len(bytes_), zlib.crc32(bytes_)))
+        self._checksums.setdefault(record, []).append((start, len(bytes_), crc32(bytes_)))
         done = 0
         while done < len(bytes_):
             done += os.pwrite(self._file, bytes_[done:], record.offset + start + done)
@@ -359,16 +365,3 @@ def not_twice(lock: Lock, what: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-_CRC_BYTES = 2**24  # bytes
-
-
-def crc_until(memory: memoryview, stopped: Event) -> int:
-    """Take the CRC-32 of memory; `RuntimeError` when another thread has set `stopped`."""
-    crc = 0
-    for at in range(0, len(memory), _CRC_BYTES):
-        if stopped.is_set():
-            raise RuntimeError("nobody waits for this checksum any more")
-        crc = zlib.crc32(memory[at : at + _CRC_BYTES], crc)
-    return crc

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .contents import Checkpoint
-from .files import new_folder, replacing, with_checksums
+from .files import crc32, new_folder, replacing, with_checksums
 from zero_nb.checkpoint.folder import (
     Files,
     check_available,
@@ -133,7 +132,7 @@ def tensor_crc32(tensor: SavedTensor | Tensor, advance: Advance) -> str:
     slabs = tensor.slabs() if isinstance(tensor, SavedTensor) else [(0, tensor.reshape(-1))]
     for _, slab in slabs:
         data = bytes_of(slab)
-        crc = zlib.crc32(data.numpy().data, crc)
+        crc = crc32(data.numpy().data, crc)
         advance(len(data))
     return f"{crc:08x}"
 
