@@ -5,8 +5,8 @@
 # %% ../../nbs/checkpoint/04_full.ipynb #f0110004
 from __future__ import annotations
 
-import errno
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .files import check_file, replacing
+from .files import Record, check_file, records_in, replacing
 from zero_nb.checkpoint.names import (
     KEYS,
     by_index,
@@ -31,8 +31,10 @@ from zero_nb.checkpoint.skeleton import (
     SkeletonFile,
     TensorForm,
     check_room,
+    map_private,
     naming_target,
     unbacked,
+    unpickle_records,
 )
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
@@ -150,6 +152,30 @@ def _write_full(
             opened.close()
 
 # %% ../../nbs/checkpoint/04_full.ipynb #f0110014
+def _load_mapped(path: _Source) -> Any:
+    """Read a file as `torch.load(path, mmap=True)` does, and one that is larger than the machine's memory."""
+    with open(path, "rb") as file:
+        records = records_in(file, path)
+        mapped = map_private(file)
+
+        def memory_of(record: Record) -> torch.UntypedStorage:
+            if not record.nbytes:
+                return torch.UntypedStorage(0)
+            first = record.offset
+            numbers = torch.frombuffer(mapped, dtype=torch.uint8, count=record.nbytes, offset=first)
+            return numbers.untyped_storage()
+
+        order = records.get("byteorder")
+        if (
+            order is not None
+            and mapped[order.offset : order.offset + order.nbytes] != sys.byteorder.encode()
+        ):
+            return torch.load(path, map_location="cpu", weights_only=True)  # which swaps bytes
+        found = unpickle_records(file, records, memory_of)
+    torch._utils._validate_loaded_sparse_tensors()
+    return found
+
+
 def read_full(
     path: _Source,
     part: tuple[int, int] = (0, 1),  # of the file, which one of how many parts is checked
@@ -162,18 +188,10 @@ def read_full(
         before = os.stat(path)  # another one may take its place after it was checked
         check_file(path, part)
         try:
-            # torch maps no file whose name is not UTF-8; that one is read into memory
-            maps = os.fsencode(path) == os.fsdecode(path).encode(errors="replace")
-            full = torch.load(path, map_location="cpu", mmap=maps, weights_only=True)
+            full = _load_mapped(path)
         except OSError:
             raise
         except Exception as error:  # bytes that make no sense raise anything
-            if os.strerror(errno.ENOMEM) in str(error):  # torch asks for as much as the file has
-                words = (
-                    "torch maps no file that is larger than the machine's memory; make a folder of it, with"
-                    " its weights (zero-nb ckpt convert --model), and load that with load_sharded"
-                )
-                raise OSError(errno.ENOMEM, words, str(path)) from error
             raise ValueError(f"{path} cannot be read: {explain_unread(error)}") from error
     if not isinstance(full, dict) or not {"state", "param_groups"} <= full.keys():
         raise ValueError(

@@ -5,7 +5,6 @@
 # %% ../../nbs/checkpoint/07_saved_tensors.ipynb #c4212e86
 from __future__ import annotations
 
-import io
 import json
 import math
 import mmap
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, _weights_only_unpickler
+from torch import Tensor
 
 from .files import Record, records_in
-from .skeleton import map_private
+from .skeleton import map_private, unpickle_records
 from ..comm.objects import explain_unread
 from ..optim.tensor_shard import boxes
 
@@ -198,32 +197,17 @@ def _without_elements() -> Any:  # a context
 
 
 def _load_without_elements(file: Any, records: Mapping[str, Record]) -> Any:
-    """Read the pickle of an archive as `torch.load` does, with memory that knows its record.
+    """Read the pickle of an archive, with memory that knows its record."""
 
-    Torch's own offsets of such memory are computed, and wrong where another program packed the archive."""
-
-    def find_storage(saved: Any) -> torch.TypedStorage:
-        _, kind, key, _, count = saved
-        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        record = records[f"data/{key}"]
-        if record.nbytes != count * dtype.itemsize:
-            raise ValueError(
-                f"storage {key} has {count} elements of {dtype}, and its record {record.nbytes} bytes"
-            )
+    def memory_of(record: Record) -> torch.UntypedStorage:
         memory: Any = torch.UntypedStorage(record.nbytes, device="meta")
         memory._fake_device = torch.device("cpu")
         memory._record = record
-        return torch.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
+        return memory
 
-    pickled = records["data.pkl"]
-    file.seek(pickled.offset)
-    unpickler: Any = _weights_only_unpickler.Unpickler(
-        io.BytesIO(file.read(pickled.nbytes)), encoding="utf-8"
-    )
-    unpickler.persistent_load = find_storage
     with _without_elements():
         try:
-            return unpickler.load()
+            return unpickle_records(file, records, memory_of)
         finally:
             torch._utils._sparse_tensors_to_validate.clear()  # which are refused
 

@@ -16,15 +16,16 @@ import queue
 import shutil
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, _weights_only_unpickler
 
 from zero_nb.checkpoint.files import (
     Record,
@@ -40,7 +41,7 @@ from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
 __all__ = ['TensorForm', 'map_private', 'unbacked', 'SkeletonFile', 'check_room', 'naming_target', 'FileTarget', 'tight',
-           'StoredNumbers', 'read_box', 'letting_go', 'not_twice']
+           'StoredNumbers', 'read_box', 'unpickle_records', 'letting_go', 'not_twice']
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110007
 class TensorForm(NamedTuple):
@@ -339,6 +340,34 @@ def read_box(
     if not isinstance(found, Tensor):
         raise TypeError(f"a box of a tensor has a {type(found).__name__}")
     return found
+
+
+def unpickle_records(
+    file: Any,  # of `torch.save`, open for reading
+    records: Mapping[str, Record],
+    memory_of: Callable[[Record], torch.UntypedStorage],  # gives the memory of a storage
+) -> Any:  # what was saved
+    """Read the pickle of an archive as `torch.load` does, running no code from it.
+
+    Torch's own offsets of memory are computed, and wrong where another program packed the archive."""
+
+    @cache
+    def find_storage(kind: Any, key: str, count: int) -> torch.TypedStorage:
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        record = records[f"data/{key}"]
+        if record.nbytes != count * dtype.itemsize:
+            raise ValueError(
+                f"storage {key} has {count} elements of {dtype}, and its record {record.nbytes} bytes"
+            )
+        return torch.TypedStorage(wrap_storage=memory_of(record), dtype=dtype, _internal=True)
+
+    pickled = records["data.pkl"]
+    file.seek(pickled.offset)
+    unpickler: Any = _weights_only_unpickler.Unpickler(
+        io.BytesIO(file.read(pickled.nbytes)), encoding="utf-8"
+    )
+    unpickler.persistent_load = lambda saved: find_storage(saved[1], saved[2], saved[4])
+    return unpickler.load()
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #5a0202d2
 @contextmanager
