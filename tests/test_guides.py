@@ -1,5 +1,5 @@
 """The stand-alone scripts of the guides, each run as a program by two ranks of torchrun's agent, and
-what guide 14 says of FSDP2."""
+what guides say of FSDP2 and of torch's class."""
 
 import os
 import re
@@ -12,9 +12,13 @@ import torch._dynamo  # ranks are forked, and would each import it
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.distributed.run import config_from_args, parse_args
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from zero_nb import run
 
@@ -127,3 +131,67 @@ def test_fsdp2_steps_inside_backward_by_a_hook_for_each_parameter():
     ):
         assert inside == 3 * len(after)
         assert all(map(torch.equal, hooked, after))
+
+
+def train_fsdp2_as_guides_say() -> tuple[dict, dict, dict]:
+    """Give what FSDP2 keeps and sends while gradients add up, in low precision, and with Muon."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for part in (*model, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    x = torch.randn(64, 8)
+    loss = lambda: (model(x) - x).square().mean()
+    sent = {}
+    for name in ("synced", "added"):
+        model.set_requires_gradient_sync(name == "synced")
+        with CommDebugMode() as counted:
+            loss().backward()
+        sent[name] = counted.get_comm_counts()[torch.ops.c10d._reduce_scatter_base_]
+    first = next(model.parameters())
+    once = first.grad.full_tensor()
+    model.set_requires_gradient_sync(True)
+    loss().backward()
+    kept = {"dtype": first.dtype, "grad": first.grad.dtype, "share": first.to_local().numel()}
+    kept["times"] = (first.grad.full_tensor() / once).median().item()
+    kept["norm"] = clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
+    with CommDebugMode() as counted:
+        torch.optim.Muon(model.parameters()).step()
+    return sent, kept, {"step": counted.get_total_counts(), "join": hasattr(model, "join_hook")}
+
+
+def test_fsdp2_does_what_guides_4_to_7_say_of_it():
+    for sent, kept, step in run(2, train_fsdp2_as_guides_say):
+        assert sent == {"synced": 2, "added": 0}
+        assert (kept["dtype"], kept["grad"], kept["share"]) == (torch.float32, torch.float32, 64)
+        assert abs(kept["times"] - 3) < 0.1 and kept["norm"] > 0
+        assert step["step"] > 10 and not step["join"]
+
+
+def train_inside_nodes() -> tuple[float, int, int]:
+    """Train by torch's class in the group of a node; give the gap to AdamW, and elements of state."""
+    node = dist.get_rank() // 2
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][node]
+    torch.manual_seed(0)
+    ours, plain = (DistributedDataParallel(nn.Linear(6, 6)) for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    sharded = TorchZero(ours.parameters(), torch.optim.AdamW, process_group=group, lr=1e-2)
+    whole = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for model, optimizer in ((ours, sharded), (plain, whole)):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+    gap = max((a - b).abs().max().item() for a, b in pairs)
+    sizes = (
+        sum(v.numel() for s in o.state.values() for v in s.values()) for o in (sharded.optim, whole)
+    )
+    return gap, *sizes
+
+
+def test_torchs_class_divides_the_state_inside_a_node():
+    found = run(4, train_inside_nodes)
+    assert [gap for gap, *_ in found] == [0] * 4
+    assert all(found[node][1] + found[node + 1][1] == found[0][2] for node in (0, 2))
