@@ -20,6 +20,7 @@ from torch import nn
 from zero_nb import convert_checkpoint, newest_checkpoint, verify_checkpoint
 from zero_nb.checkpoint import files
 from zero_nb.checkpoint.async_save import AsyncCheckpointer, StagingMemory
+from zero_nb.checkpoint.folder import PlainPlanner
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.comm.coalescing import coalescing_manager
 from zero_nb.comm.groups import Group
@@ -101,6 +102,31 @@ def test_an_interrupt_while_a_checkpoint_is_read_arrives_as_one(folder, tmp_path
 
 def test_an_interrupt_while_a_checkpoint_is_loaded_arrives_as_one(folder):
     assert run(1, outcomes, partial(load, folder), 61) == [[]]
+
+
+def load_interrupted(folder, rank):
+    model, zero = trained()
+
+    def interrupting(*args):
+        raise KeyboardInterrupt
+
+    if Group().group_rank == rank:
+        PlainPlanner.resolve_tensor = interrupting
+    try:
+        load_sharded(folder, model, zero)
+    except BaseException as error:
+        raised = (type(error).__name__, str(error))
+    if Group().group_rank == rank:
+        del PlainPlanner.resolve_tensor
+    load_sharded(folder, model, zero)
+    return *raised, [p.tolist() for p in model.parameters()]
+
+
+def test_an_interrupt_while_numbers_are_read_is_no_error_of_the_checkpoint(folder):
+    names, words, values = zip(*run(2, load_interrupted, folder, 1), strict=True)
+    assert names == ("RuntimeError", "KeyboardInterrupt")
+    assert "KeyboardInterrupt on rank 1" in words[0] and "load again" in words[0]
+    assert values[0] == values[1]
 
 
 def test_threads_that_check_a_folder_stop_after_an_interrupt(folder, monkeypatch):

@@ -46,6 +46,7 @@ from zero_nb.checkpoint.names import (
 )
 from .skeleton import naming_target, tight
 from ..comm.agreement import agreeing
+from ..comm.ending import fail
 from ..comm.groups import Group
 from zero_nb.comm.objects import (
     broadcast_object_list,
@@ -238,9 +239,21 @@ def _load_boxes(folder: Any, into: dict[str, Any], group: Group) -> None:
     try:
         DCP.load(into, process_group=group.process_group, **by)
     except DCP.CheckpointException as error:
+        mine, _ = error.failures.get(group.group_rank, (None, None))
+        if mine is not None and not isinstance(mine, Exception):
+            raise mine from error  # Ctrl-C
         rank, (first, _) = min(error.failures.items())
+        if not isinstance(first, Exception):
+            raise RuntimeError(
+                f"loading {folder}: {type(first).__name__} on rank {rank}, so model and optimizer may have"
+                " parts of what was saved; load again before going on"
+            ) from first
         kind = type(first) if isinstance(first, (OSError, MemoryError)) else ValueError
         raise kind(f"loading {folder}: on rank {rank}, {type(first).__name__}: {first}") from first
+    except BaseException as error:  # the others may wait for this rank in an exchange of DCP's
+        if group.size > 1:
+            fail([group], error)
+        raise
 
 
 def _make_room(
@@ -282,7 +295,8 @@ def load_sharded(
 
     On several machines, and on GPUs, each rank reads the parameters that it owns, and an all-gather brings the others.
     Raises on all ranks, before anything is loaded: `TypeError` for what is no model or optimizer, `ValueError` if the
-    checkpoint is damaged, not complete, or does not fit. A hook before `load_state_dict` sees numbers in their place.
+    checkpoint is damaged, not complete, or does not fit. Ctrl-C on one rank is a `RuntimeError` on the others: all must
+    load again. A hook before `load_state_dict` sees numbers in their place.
     Groups may divide parameters otherwise; saved options win. Source: `torch.distributed.checkpoint.load`."""
     group = Group(process_group)
     said = dict[str, Any]()
