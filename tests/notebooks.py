@@ -198,8 +198,11 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for module in ALREADY_IMPORTED:
         importlib.import_module(module)
+    from common.huge_pages import collapse_memory  # after the policy: it imports torch
+
     gc.collect()
     gc.freeze()  # each notebook's shell looks for garbage when it ends
+    collapse_memory()  # the notebooks are forked from this process, and their ranks from them
 
     results = sorted(in_processes(paths, given.workers))
     failed = [path for path, wrong, _ in results if wrong]
