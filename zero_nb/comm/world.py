@@ -174,7 +174,8 @@ def _agent(n: int, master_port: int | None, log: str, world: list) -> Reaper:
     else:
         command += ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={master_port}"]
     command += [f"--nproc-per-node={n}", "--monitor-interval=0.05", f"--log-dir={os.devnull}"]
-    program = "from zero_nb.comm.world import serve; serve()"
+    imports = "from zero_nb.comm.world import serve"
+    program = f"import gc; gc.disable(); {imports}; gc.freeze(); gc.enable(); serve()"
     command += ["--no-python", sys.executable, "-c", program]
     env = {"OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
