@@ -20,7 +20,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from zero_nb import run
+from zero_nb import run, verify_checkpoint
+from zero_nb.apps.cli import main
 
 GUIDES = Path(__file__).parents[1] / "nbs" / "guides"
 
@@ -90,6 +91,25 @@ def test_two_levels(tmp_path):
     assert loss == again
     assert [round(n / full, 1) for n in one] == [0.5, 0.5, 1.0]
     assert [round(n / full, 1) for n in two] == [1.0, 1.0, 0.5]
+
+
+def test_checkpoints(tmp_path):
+    saved = tmp_path / "letters"
+    first = launched(tmp_path, "checkpoints", str(saved), "--steps=12", ranks=3)
+    second = launched(tmp_path, "checkpoints", str(saved), "--steps=20")
+    assert re.match(r"3 ranks, 12 steps up to step 12, loss \d", first)
+    assert re.match(r"2 ranks, 8 steps up to step 20, loss \d", second)
+    assert sorted(path.name for path in saved.iterdir()) == ["step-10", "step-12", "step-20"]
+    text = (GUIDES / "checkpoints.py").read_text(encoding="utf-8")
+    commands = re.findall(r"^    zero-nb (.+)$", text, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        here = command.replace("runs/letters/step-60", f"{saved}/step-20")
+        assert main(here.replace("runs/", f"{tmp_path}/").split()) == 0
+    state = torch.load(tmp_path / "optimizer.pt", weights_only=True)["state"]
+    assert len(state) == 5 and all(values["step"] == 20 for values in state.values())
+    for found in (tmp_path / "letters.safetensors", tmp_path / "deepspeed"):
+        verify_checkpoint(found)
 
 
 def test_coming_from(tmp_path):

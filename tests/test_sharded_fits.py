@@ -1,5 +1,7 @@
 """A folder gives back what was saved, all of it, to the model and the optimizer that it is of."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -278,3 +280,23 @@ def test_a_folder_that_does_not_fit_is_named(folder):
     for said in run(2, loaded_into_others, folder):
         assert {kind for kind, _ in said} == {"ValueError"}
         assert all(text.startswith(f"{folder / 's'} cannot be loaded: ") for _, text in said)
+
+
+def save_one(folder):
+    model, zero = make()
+    step(model, zero)
+    save_sharded(folder / "s", model, zero, extra="here")
+    return values_of(model), full_state_dict(zero, None)["state"]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_process_without_a_process_group_loads_without_a_warning(folder, sharded):
+    saved, state = run(2, save_one, folder)[0]
+    model, optimizer = make(seed=1, sharded=sharded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_sharded(folder / "s", model, optimizer) == "here"
+        save_sharded(folder / "again", model, optimizer)
+    assert all(map(torch.equal, values_of(model), saved))
+    own = full_state_dict(optimizer, None) if sharded else optimizer.state_dict()
+    torch.testing.assert_close(own["state"], state, rtol=0, atol=0)

@@ -1,7 +1,14 @@
-"""Train, save every ten steps, and go on from the newest checkpoint at any number of ranks:
+"""Train, save every ten steps and after the last, and go on from the newest checkpoint at any number of ranks:
 
-torchrun --nproc-per-node 4 checkpoints.py runs/letters --steps 30
-torchrun --nproc-per-node 2 checkpoints.py runs/letters --steps 60
+    torchrun --nproc-per-node 4 checkpoints.py runs/letters --steps 30
+    torchrun --nproc-per-node 2 checkpoints.py runs/letters --steps 60
+
+Look into a checkpoint, and convert it to plain torch.optim, to safetensors, and to DeepSpeed on two ranks:
+
+    zero-nb ckpt inspect runs/letters/step-60
+    zero-nb ckpt convert runs/letters/step-60 runs/optimizer.pt
+    zero-nb ckpt convert runs/letters/step-60 runs/letters.safetensors
+    zero-nb ckpt convert runs/letters/step-60 runs/deepspeed --format deepspeed --ranks 2
 """
 
 import argparse
@@ -17,7 +24,7 @@ from torch.optim import AdamW
 from zero_nb import ZeroRedundancyOptimizer, load_sharded, newest_checkpoint, save_sharded
 
 WINDOW = 16  # letters that are read to tell the next one
-BATCH = 48  # windows in a step, of all ranks together
+BATCH = 48  # windows in a step, of all ranks together, whose number divides it
 TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8)
 LETTERS = TEXT.clamp(max=127).long()
 
@@ -56,15 +63,19 @@ def train(folder: Path, steps: int, every: int = 10) -> list[float]:
         optimizer.step()
         dist.all_reduce(shown := loss.detach() / size)
         losses.append(shown.item())
-        if step % every == 0:
+        if step % every == 0 or step == steps:
             save_sharded(folder / f"step-{step}", model, optimizer, step, extra={"step": step})
     return losses
 
 
 def main() -> None:
     """Train as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="of the checkpoints")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", type=Path, help="has a folder for each checkpoint, such as step-30"
+    )
     parser.add_argument("--steps", type=int, default=60, help="up to which step (default: 60)")
     given = parser.parse_args()
     dist.init_process_group()

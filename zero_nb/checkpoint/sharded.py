@@ -237,7 +237,9 @@ def _load_boxes(folder: Any, into: dict[str, Any], group: Group) -> None:
     """Let DCP read, and raise the first rank's error in the place of its list of tracebacks."""
     by = {"storage_reader": FolderReader(folder), "planner": PlainPlanner()}
     try:
-        DCP.load(into, process_group=group.process_group, **by)
+        with warnings.catch_warnings():  # that there is no process group is no mistake
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unin")
+            DCP.load(into, process_group=group.process_group, **by)
     except DCP.CheckpointException as error:
         mine, _ = error.failures.get(group.group_rank, (None, None))
         if mine is not None and not isinstance(mine, Exception):

@@ -263,9 +263,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     def state_dict_type(self) -> str:
         """What `state_dict` gives: `"consolidated"`, the whole state where `consolidate_state_dict`
         brought it, as torch's class; `"full"`, the whole state on all ranks, which all call it, or
-        any of them after `consolidate_state_dict` and before the next step;
-        `"sharded"`, a `TensorShard` of each value on all ranks, which all call it, for
-        `torch.distributed.checkpoint`."""
+        any of them after `consolidate_state_dict` and before the next step; `"sharded"`, a
+        `TensorShard` of each value on all ranks, which all call it, for DCP. Where a rank does not
+        call, the others wait for the timeout of their group, and then their error names it."""
         return self._giving.state_dict_type
 
     @state_dict_type.setter
