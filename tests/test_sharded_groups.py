@@ -5,13 +5,19 @@ import warnings
 
 import pytest
 import torch
-from common import caught_error
+import torch.distributed as dist
+from common import caught_error, run_each
+from common.modes import MODES
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Muon
 
 from zero_nb import (
     AsyncCheckpointer,
     ZeroRedundancyOptimizer,
+    convert_checkpoint,
     full_state_dict,
     load_sharded,
     run,
@@ -221,3 +227,114 @@ def test_a_parameter_that_moves_to_another_class_is_refused(folder):
         assert mixed[0] == apart[0] == "ValueError"
         assert "param group 1 must have one" in mixed[1] and "'1.weight' with" in mixed[1]
         assert "no 'betas'" in apart[1] and "same optimizer class" in apart[1]
+
+
+def descend(call, optimizer, steps, dtype=torch.float64, whole=False):
+    """Train on this rank's rows of what one process sees, or on all of them."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if size > 1 else 0
+    for i in steps:
+        torch.manual_seed(i)
+        x = torch.randn(12, 5, dtype=dtype)
+        optimizer.zero_grad()
+        call(x if whole else x[rank::size]).square().mean().backward()
+        optimizer.step()
+
+
+def set_apart(groups):
+    for i, group in enumerate(groups):
+        group["lr"] *= i + 1
+        group["weight_decay"] = 0.1 * i
+
+
+def descends_alone(division):
+    """Train plain optimizers, the second one with these groups and the state of the first."""
+    model = make_model()
+    first = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    descend(model, first, range(3))
+    second = AdamW(groups_of(model, division), lr=0.01, weight_decay=0.1)
+    second.state.update(first.state)
+    set_apart(second.param_groups)
+    descend(model, second, range(3, 6))
+    return values(model)
+
+
+def attached_in(mode, model, division, master=None, **options):
+    def sharded(_):
+        groups = groups_of(model, division)
+        return ZeroRedundancyOptimizer(groups, AdamW, master_dtype=master, **options)
+
+    return MODES[mode].attach(model, sharded)
+
+
+def saves_in(folder, mode):
+    attached = attached_in(mode, make_model(), "one", lr=0.01, weight_decay=0.1)
+    descend(attached.call, attached.optimizer, range(3))
+    save_sharded(folder, attached.call, attached.optimizer)
+
+
+def loads_in(folder, mode, division):
+    model = make_model(1)
+    attached = attached_in(mode, model, division, lr=1.0, weight_decay=0.5)
+    load_sharded(folder, attached.call, attached.optimizer)
+    set_apart(attached.optimizer.param_groups)
+    descend(attached.call, attached.optimizer, range(3, 6))
+    return values(model)
+
+
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_regroups_what_the_mode_before_has_saved(folder, mode):
+    modes = [*MODES]
+    run(2, saves_in, folder / "s", modes[modes.index(mode) - 1])
+    for division in ("two", "layers"):
+        for found in run(3, loads_in, folder / "s", mode, division):
+            torch.testing.assert_close(found, descends_alone(division), rtol=0, atol=1e-14)
+
+
+def saves_by_fsdp2(folder):
+    model = make_model()
+    fully_shard(model[0])
+    fully_shard(model)
+    adamw = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    descend(model, adamw, range(3))
+    saved = {"model": get_model_state_dict(model)}
+    dcp.save({**saved, "optimizer": get_optimizer_state_dict(model, adamw)}, checkpoint_id=folder)
+
+
+def test_converted_folders_are_regrouped(folder):
+    run(2, saves_by_fsdp2, folder / "fsdp2")
+    convert_checkpoint(folder / "fsdp2", folder / "dcp", ranks=3)
+    convert_checkpoint(folder / "fsdp2", folder / "a.safetensors")
+    convert_checkpoint(folder / "a.safetensors", folder / "safetensors")
+    for source in ("dcp", "safetensors"):
+        cases = {d: (folder / source, "zero2-interleaved", d) for d in ("two", "layers")}
+        for division, found in run_each(2, loads_in, cases).items():
+            for one in found:
+                torch.testing.assert_close(one, descends_alone(division), rtol=0, atol=1e-14)
+
+
+def low_in(folder, mode, division, saving=False):
+    """Train in bfloat16 with float32 masters, all ranks on the same rows: one rank has the same gradients."""
+    model = make_model(0 if saving else 1, torch.bfloat16)
+    attached = attached_in(mode, model, division, torch.float32, lr=0.01)
+    if not saving:
+        load_sharded(folder, attached.call, attached.optimizer)
+        set_apart(attached.optimizer.param_groups)
+    descend(attached.call, attached.optimizer, range(3), torch.bfloat16, True)
+    if saving:
+        save_sharded(folder, attached.call, attached.optimizer)
+    return values(model)
+
+
+def test_masters_of_other_ranks_are_regrouped_from_deepspeeds_files_too(folder):
+    run(4, low_in, folder / "s", "zero2", "one", True)
+    convert_checkpoint(folder / "s", folder / "deepspeed", "deepspeed", ranks=3)
+    convert_checkpoint(folder / "deepspeed", folder / "c", ranks=3)
+    for division in ("two", "layers"):
+        [want] = run(1, low_in, folder / "s", "zero1", division)
+        cases = {
+            (n, m): (folder / n, m, division) for n in "sc" for m in ("zero1-overlap", "zero2")
+        }
+        for found in run_each(2, low_in, cases).values():
+            assert all(torch.equal(one, want) for one in found)
