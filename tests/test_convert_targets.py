@@ -7,8 +7,9 @@ import pytest
 import torch
 from common.sharded_saving import stepped_linear
 from test_ckpt import called
+from torch.optim import AdamW
 
-from zero_nb import save_sharded
+from zero_nb import ZeroRedundancyOptimizer, load_full_state_dict, save_sharded
 from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
 
 
@@ -107,3 +108,19 @@ def test_a_table_that_names_a_file_that_is_not_there_is_damaged(folder, trained)
     table.write_bytes(table.read_bytes().replace(b"__0_0.distcp", b"__0_1.distcp"))
     with pytest.raises(ValueError, match=r"names '__0_1\.distcp', which is not there"):
         verify_checkpoint(folder / "one")
+
+
+def test_states_by_rank_of_an_early_fairscale_are_refused(folder, trained):
+    model, adamw = trained
+    state, [group] = adamw.state_dict().values()
+    parts = [{0: state[0]}, {0: state[1]}]
+    groups = [{**group, "params": [0]}] * 2
+    early = {"state": parts, "param_groups": groups, "partition": [(0, 1), (1, 2)]}
+    torch.save(early, folder / "early.pt")
+    with pytest.raises(ValueError, match=r"'state', a dict by parameter, .* got .*'partition'"):
+        convert_checkpoint(folder / "early.pt", folder / "out.pt")
+    with pytest.raises(ValueError, match="'state' of a state dict must be a dict by parameter"):
+        load_full_state_dict(
+            ZeroRedundancyOptimizer(model.parameters(), AdamW), folder / "early.pt"
+        )
+    assert [path.name for path in folder.iterdir()] == ["early.pt"]

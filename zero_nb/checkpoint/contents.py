@@ -151,7 +151,8 @@ def choose_state(path: Path, content: Any, key: str | None) -> dict[str, Any]:
             sorted(map(str, content))[:5] if isinstance(content, dict) else type(content).__name__
         )
         raise ValueError(
-            f"{path} holds no state dict of an optimizer, which has 'state' and 'param_groups'; got {held}"
+            f"{path} holds no state dict of an optimizer, which has 'state', a dict by parameter, and"
+            f" 'param_groups', a list; got {held}"
         )
     if key is None and len(found) > 1:
         raise ValueError(f"{path} holds {len(found)} state dicts, {named}; choose one by its key")
