@@ -324,6 +324,36 @@ def test_frozen_parameters_are_compared():
         assert found == [(6, "parameter", "first.weight, up to step 6", (2,), (5, 6))] * 3, found
 
 
+def frozen_state_flipped(mode, optimizer, thaws):
+    """Flip a bit of what rank 0 keeps of parameters that were frozen after two steps."""
+    dtype = torch.bfloat16 if optimizer == "masters" else torch.float32
+    options = {"ddp": {"find_unused_parameters": True}}
+    module, training = attached(mode, optimizer, dtype=dtype, **options)
+    watch_divergence(training.call, training.optimizer, every=4)
+
+    def between(step):
+        if step == 3:
+            module.first.requires_grad_(False)
+        if step == 6:
+            if dist.get_rank() == 0:
+                entry = training.optimizer.sharded_state.frozen.entries[0]
+                flip(entry.values["master_param" if optimizer == "masters" else "exp_avg"])
+            module.first.requires_grad_(thaws)
+
+    return steps_of(module, training, 8, between)
+
+
+def test_state_of_frozen_parameters_keeps_its_bits():
+    cases = {(m, "adamw", thaws): (m, "adamw", thaws) for m in MODES for thaws in (False, True)}
+    cases["zero1", "masters", False] = ("zero1", "masters", False)
+    for case, found in run_each(3, frozen_state_flipped, cases).items():
+        assert found[0] is not None and all(one == found[0] for one in found), (case, found)
+        raised, kind, name, ranks, steps = found[0]
+        assert (raised, kind, ranks, steps) == (8, "state", (0,), (5, 8)), (case, found[0])
+        when = "before step 6" if case[2] else "up to step 8"
+        assert " of first." in name and name.endswith(f", which is frozen, {when}"), (case, name)
+
+
 def one_rank(mode, what):
     return flipped(mode, what, 3, 5, 0, rank=0)
 

@@ -34,7 +34,13 @@ from zero_nb.verify.divergence import (
 )
 from .same import gather_to_all
 from .trainings import check_same_params
-from .watched_tensors import ModelTensors, WatchedBucket, plain_tensors, state_parts
+from zero_nb.verify.watched_tensors import (
+    FrozenStateDigests,
+    ModelTensors,
+    WatchedBucket,
+    plain_tensors,
+    state_parts,
+)
 
 # %% auto #0
 __all__ = ['WatchOptions', 'on_all_levels', 'names_alike', 'names_of', 'watched_buckets', 'sums_to_watch', 'StepDigests',
@@ -165,6 +171,7 @@ class StepDigests:
         self.names = names_of(held.module, optimizer)
         self.state = KeptDigests()  # of pieces in no bucket
         self.frozen = KeptDigests()
+        self.frozen_state = FrozenStateDigests(optimizer, self.state.differences)
         self.params = RunningDigests(len(self.names), optimizer.join_device)
         self.grads = RunningDigests(len(self.names), optimizer.join_device)
         self.sums = GradientSums()
@@ -188,6 +195,7 @@ class StepDigests:
         for bucket in [bucket for key, bucket in self.buckets.items() if key in moving]:
             bucket.state.compare(self._state_of(bucket.pieces()), self.when)
         self.state.compare(self._state_of(self.alone), self.when)
+        self.frozen_state.compare(self.names, self.when)
 
     def begin_step(self, shards: Sequence[Shard]) -> None:
         """Get ready for a step."""
@@ -204,6 +212,7 @@ class StepDigests:
             self.held.before_step(self.when)
         if self.watches("state"):
             self.state.compare(self._state_of(self.alone), self.when)
+            self.frozen_state.note(self.names)
 
     def pieces(self) -> list[Piece]:
         """Give all that this rank steps."""
@@ -316,6 +325,8 @@ def report_sections(look: StepDigests) -> list[ReportSection]:
         found = look.frozen.keep(tensors).to(params.device)
         if frozen:
             params[torch.tensor([i for i, _ in frozen], device=params.device)] = found
+    if look.watches("state"):
+        look.frozen_state.compare(names, f"up to step {look.steps}")
     sections = [ReportSection("parameter", names, params)]
     grads = look.grads.restart()
     if look.reads_grads:

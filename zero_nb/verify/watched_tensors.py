@@ -29,7 +29,7 @@ from .conservation import conservation_limit
 from .digest_trace import KeptDigests
 
 # %% auto #0
-__all__ = ['StatePart', 'WatchedBucket', 'state_parts', 'plain_tensors', 'ModelTensors']
+__all__ = ['StatePart', 'WatchedBucket', 'state_parts', 'plain_tensors', 'FrozenStateDigests', 'ModelTensors']
 
 # %% ../../nbs/verify/10_watched_tensors.ipynb #9a730020
 class WatchedBucket:
@@ -141,6 +141,40 @@ def plain_tensors(
         and tensor.numel()
         and not (tensor.is_meta or tensor.is_quantized)
     }
+
+# %% ../../nbs/verify/10_watched_tensors.ipynb #9a730032
+class FrozenStateDigests:
+    """State that this rank keeps of parameters that were frozen after some steps; no step writes it."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer, differences: list[tuple[str, Tensor]]):
+        self.optimizer = optimizer
+        self.kept = KeptDigests(differences)
+        self.noted: Any = None  # the `FrozenState` that was kept
+
+    def _tensors(self, names: Sequence[str]) -> dict[str, tuple[Tensor, Tensor]]:
+        params = self.optimizer.params()
+        found = {}
+        for entry in self.optimizer.sharded_state.frozen.entries:
+            [span] = entry.spans
+            where = _where(names, span, params[span.param].numel())
+            for key, value in entry.values.items():
+                for i, tensor in enumerate(found_tensors(value)):
+                    number = f"[{i}]" if tensor is not value else ""
+                    found[f"{key}{number} of {where}, which is frozen"] = tensor
+        return plain_tensors(found.items())
+
+    def note(self, names: Sequence[str]) -> None:
+        """Remember it where a plan or a load has put other tensors in its place."""
+        if self.noted is not self.optimizer.sharded_state.frozen:
+            self.noted = self.optimizer.sharded_state.frozen
+            self.kept.keep(self._tensors(names))
+
+    def compare(self, names: Sequence[str], when: str) -> None:
+        """Look whether it is still what it was; what has changed is the new measure."""
+        if self.kept.kept and self.noted is self.optimizer.sharded_state.frozen:
+            tensors = self._tensors(names)
+            self.kept.compare(tensors, when)
+            self.kept.keep(tensors)
 
 # %% ../../nbs/verify/10_watched_tensors.ipynb #9a730023
 class ModelTensors:
