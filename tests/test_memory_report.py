@@ -1,6 +1,8 @@
 """What ranks hold against what the plans say, in every mode, and what is in nobody's plan."""
 
+import gc
 import os
+from contextlib import suppress
 
 import pytest
 import torch
@@ -276,3 +278,54 @@ def test_buckets_of_ddps_reducer_are_counted_once(mode, view):
                 assert rows[1 - view].held >= size, (steps, report)
             if view:
                 assert full.row(rank, "gradients").held == empty.row(rank, "gradients").held == size
+
+
+def live_storages():
+    """Find the memory behind every tensor that Python has, and behind its gradient: bytes by address."""
+    gc.collect()
+    found = {}
+    for tensor in (o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)):
+        for one in (tensor, tensor.grad) if tensor.is_leaf else (tensor,):
+            with suppress(RuntimeError):  # of a tensor that stands for another
+                if one is not None and (address := one.untyped_storage().data_ptr()):
+                    found[address] = one.untyped_storage().nbytes()
+    return found
+
+
+def beside_the_garbage_collector(mode, view, foreign):
+    """Count what a training has made, by the report and by what lives in the process."""
+    before = live_storages()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(60, 200), nn.BatchNorm1d(200), nn.Linear(200, 300))
+    ddp = {"gradient_as_bucket_view": view}
+    attached = MODES[mode].attach(model, lambda _: optimizer_of(model, "AdamW"), ddp=ddp)
+    counted = []
+    for step in range(4):
+        attached.call(torch.randn(8, 60)).square().mean().backward()
+        attached.optimizer.step()
+        if step % 3 == 0:
+            if foreign:
+                for p in model[2].parameters():
+                    p.grad = torch.zeros_like(p)
+            report = memory_report(attached.call, attached.optimizer)
+            mine = [row.held for row in report.rows if row.rank == dist.get_rank()]
+            now = live_storages().items() - before.items()
+            counted.append((sum(mine), sum(size for _, size in now)))
+        attached.optimizer.zero_grad()
+    return counted, sum(p.nbytes for p in model.parameters())
+
+
+VIEWS = {"zero1": (True, False), "zero1-overlap": (True, False)}
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero1-overlap", "zero2", "zero2-interleaved"])
+def test_the_report_counts_every_byte_that_the_garbage_collector_finds(mode):
+    for view in VIEWS.get(mode, (False,)):
+        for counted, size in run(2, beside_the_garbage_collector, mode, view, False):
+            unseen = size if (mode, view) == ("zero1", False) else 0  # DDP's buckets, in C++ alone
+            assert [held - seen for held, seen in counted] == [unseen] * 2, (view, counted)
+
+
+def test_gradients_of_the_users_hide_no_bucket():
+    for counted, _ in run(2, beside_the_garbage_collector, "zero1", True, True):
+        assert [held - seen for held, seen in counted] == [0, 0], counted

@@ -91,9 +91,9 @@ def _unseen_buckets(model: nn.Module) -> int:  # bytes
     # buckets that DDP makes anew, in the second iteration, are as large together
     sizes = str(model._get_ddp_logging_data().get("bucket_sizes", ""))
     total = sum(int(size) for size in sizes.split(",") if size.strip())
-    if not model.gradient_as_bucket_view:
-        return total
-    return max(0, total - _Counter().add(p.grad for p in model.parameters() if p.grad is not None))
+    params = model.parameters() if model.gradient_as_bucket_view else ()
+    grads = [p.grad for p in params if p.grad is not None and p.grad._is_view()]
+    return max(0, total - _Counter().add(grads))
 
 
 def _held_now(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
