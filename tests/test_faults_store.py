@@ -83,8 +83,9 @@ def clock(monkeypatch):
     monkeypatch.setattr(store_module, "_store", lambda group: group.store)
     for module in (arrivals, agreement):
         monkeypatch.setattr(module, "_has_no_peers", lambda group: False)
-    for module in (store_module, agreement):
+    for module in (store_module, arrivals, agreement):
         monkeypatch.setattr(module, "_timeout", lambda group: timedelta(seconds=now.limit))
+    for module in (store_module, agreement):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     return now
 

@@ -21,16 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from .files import with_checksums
-from zero_nb.checkpoint.sharded import (
-    PlannedSave,
-    finish_save,
-    open_save,
-    plan_save,
-    write_part,
-)
+from .sharded import PlannedSave, finish_save, open_save, plan_save, write_part
 from .skeleton import naming_target, not_twice, tight
 from ..comm.agreement import agreeing
-from ..comm.group_store import GroupStore, pauses_for_others
+from ..comm.group_store import GroupStore, explain_gone, gone_ranks, pauses_for_others
 from ..comm.groups import Group
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
@@ -82,13 +76,17 @@ _NOT_WRITTEN = "failed"  # the note of a rank that did not write its part
 def _read_notes(notes: GroupStore, group: Group) -> list[str]:  # by group rank
     """Wait until all ranks have left a note. Raises `RuntimeError` that names ranks without one."""
     found = dict[int, str]()
-    for pause in pauses_for_others(group):
+    # `gone` is found before notes are read: a rank may write its part, and leave
+    for pause, gone in zip(pauses_for_others(group), gone_ranks(group), strict=False):
         for rank in {*range(group.size)} - {*found}:
             if (note := notes.see(str(rank))) is not None:
                 found[rank] = note
         if len(found) == group.size:
             notes.remove(*map(str, found))
             return [found[rank] for rank in range(group.size)]
+        lost = [rank for rank in gone if rank not in found]
+        if lost and (said := explain_gone(group, lost)):
+            raise RuntimeError(f"{said}, without a part of the checkpoint that is written")
         time.sleep(pause)
     late = [group.ranks[rank] for rank in range(group.size) if rank not in found]
     raise RuntimeError(f"ranks {late} did not write their parts of a checkpoint in time")

@@ -12,33 +12,12 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from zero_nb.comm.arrivals import (
-    _AFTER,
-    _DIGESTS,
-    _OldLife,
-    _arrive,
-    _digest,
-    _first_difference,
-    _missing,
-    _name_life,
-    _named_ranks,
-    _plain,
-    _take_back,
-)
+from .arrivals import _AFTER, _DIGESTS, _Connections, _OldLife, _arrive, _digest, _doubt
+from .arrivals import _first_difference, _gone_words, _missing, _missing_words
+from .arrivals import _name_life, _plain, _take_back, _undecided_words, _waits_at
 from .ranks import Ranks, _no_group, _several
-from zero_nb.comm.store import (
-    _GROUP_COUNT,
-    _Notes,
-    _has_no_peers,
-    _is_agreed,
-    _note_agreed,
-    _pauses,
-    _read,
-    _report,
-    _reported,
-    _shortened,
-    _timeout,
-)
+from .store import _GROUP_COUNT, _Notes, _has_no_peers, _is_agreed, _note_agreed
+from .store import _pauses, _read, _report, _reported, _shortened, _timeout
 
 # %% auto #0
 __all__ = ['Steps', 'agree', 'agreeing']
@@ -105,8 +84,11 @@ class _Agreement:
 
     def _wait(self) -> Steps:
         begin = time.monotonic()
+        connections = _Connections(self.group)
         for looks, pause in enumerate(_pauses(self.group)):
             yield pause
+            waited = time.monotonic() - begin
+            gone = connections.look(waited)  # before all else: a rank may do its part, and leave
             if self.notes.there(f"{self.turn}/ok"):
                 return "ok"
             if not looks and not self.first:
@@ -116,12 +98,17 @@ class _Agreement:
             if self.first and (found := self.peek("complete")):
                 return self._decide(found)
             self.check_ended()
-            if said := _heard(self, time.monotonic() - begin):
+            if said := _heard(self, waited):
                 if outcome := self._outcome():
                     return outcome  # the rank that failed has left this agreement before
-                raise RuntimeError(f"{said}, while {self.place()}")
-            self._look_around(time.monotonic() - begin)
-        return self._leave()
+                raise RuntimeError(f"{said}, while {_waits_at(self.group, self.what)}")
+            self._look_around(waited)
+            if said := self._explain_gone(gone, waited):
+                return self._leave(f"{said}, while {_waits_at(self.group, self.what)}")
+        late = list(itertools.islice(_missing(self.notes, self.turn, self.group.size), 9))
+        if late:
+            return self._leave(_missing_words(self.group, late, self.what))
+        return self._leave(_undecided_words(self.group, self.what))
 
     def _outcome(self) -> str:  # "" if it is not decided
         return "ok" if self.notes.there(f"{self.turn}/ok") else self.peek("no")
@@ -131,12 +118,10 @@ class _Agreement:
         self._set("ok" if outcome == "ok" else "no", outcome)
         return outcome
 
-    def _leave(self) -> str:
+    def _leave(self, words: str) -> str:
         """Give up, unless all is decided just now."""
-        late = list(itertools.islice(_missing(self.notes, self.turn, self.group.size), 9)) or [0]
-        words = self.missing_words(late) + (
-            f"; {_read(said, str, str)[1]}" if (said := self.peek("error")) else ""
-        )
+        if said := self.peek("error"):
+            words += f"; {_read(said, str, str)[1]}"
         outcome = self.notes.set_first(f"{self.turn}/decided", f"left {words}")
         if not outcome.startswith("left"):
             return outcome
@@ -158,17 +143,19 @@ class _Agreement:
 
     def check_ended(self) -> None:
         if self.group._state.ended:
-            raise RuntimeError(f"the group was {self.group._state.ended} while {self.place()}")
+            where = _waits_at(self.group, self.what)
+            raise RuntimeError(f"the group was {self.group._state.ended} while {where}")
 
-    def place(self) -> str:
-        return f"rank {self.group.global_rank} waited at {_shortened(_plain(self.what), 600)!r}"
-
-    def missing_words(self, group_ranks: Sequence[int]) -> str:
-        names = _named_ranks(self.group, group_ranks)
-        return (
-            f"{names} did not arrive within {_timeout(self.group).total_seconds():g} s, while"
-            f" {self.place()}; look at the output of {names}: died, or took another path"
-        )
+    def _explain_gone(
+        self, gone: Sequence[int], waited: float
+    ) -> str:  # "" if the agreement may go on
+        said = _gone_words(self.group, gone) if gone else ""
+        if not self.turn and self.first and waited >= _doubt(self.group):
+            said = said or self.peek("gone")
+        elif not self.turn and gone and 0 not in gone:
+            self.notes.set_first(f"{self.turn}/gone", said)
+            return ""  # the first rank decides, for it knows where that rank may have left words
+        return self.notes.set_first("failed", said) if said else ""
 
     def _set(self, key: str, text: str) -> None:
         self.notes.set(f"{self.turn}/{key}", text)
@@ -188,7 +175,9 @@ def _learn_life(agreement: _Agreement) -> Steps:
         return _name_life(group)
     _take_back(group)
     begin = time.monotonic()
+    connections = _Connections(group)
     for pause in _pauses(group):
+        gone = connections.look(time.monotonic() - begin)  # before words are read
         if not state.life and (life := _Notes(group).peek("life")) not in ("", *state.old):
             state.enter_life(life)
         if state.life:
@@ -197,22 +186,18 @@ def _learn_life(agreement: _Agreement) -> Steps:
         if time.monotonic() - begin > _doubt(group) and (
             said := _Notes(group, life + _AFTER).peek("failed")
         ):
-            raise RuntimeError(f"{said}, while {agreement.place()}")
+            raise RuntimeError(f"{said}, while {_waits_at(group, agreement.what)}")
+        if 0 in gone:
+            said = _gone_words(group, gone)
+            raise RuntimeError(f"{said}, while {_waits_at(group, agreement.what)}")
         yield pause
-    raise RuntimeError(agreement.missing_words([0]))
-
-
-_DOUBT = 1.0  # seconds in which words that a first agreement finds may be those of an earlier life
-
-
-def _doubt(group: Ranks) -> float:
-    return min(_DOUBT, _timeout(group).total_seconds() / 4)
+    raise RuntimeError(_missing_words(group, [0], agreement.what))
 
 
 def _heard(agreement: _Agreement, waited: float) -> str:
     """Give the last words of a rank that has failed, as far as they can be believed."""
     group = agreement.group
-    if not agreement.turn and waited <= _doubt(group):
+    if not agreement.turn and waited < _doubt(group):
         return ""
     said = agreement.peek("failed", of_group=True)
     if not said and agreement.before and (said := _Notes(group, agreement.before).peek("failed")):
@@ -222,15 +207,18 @@ def _heard(agreement: _Agreement, waited: float) -> str:
 
 def _find(agreement: _Agreement, key: str) -> Steps:
     """Wait for a text of this turn."""
+    begin = time.monotonic()
+    connections = _Connections(agreement.group)
     for pause in _pauses(agreement.group):
+        gone = connections.look(time.monotonic() - begin)  # before: a rank may say it, and leave
         if text := agreement.peek(key):
             return text
         agreement.check_ended()
+        if gone:
+            where = _waits_at(agreement.group, agreement.what)
+            raise RuntimeError(f"{_gone_words(agreement.group, gone)}, while {where}")
         yield pause
-    raise RuntimeError(
-        f"no rank said within {_timeout(agreement.group).total_seconds():g} s what is wrong, while"
-        f" {agreement.place()}; a rank was interrupted or has died since: see the ranks' output"
-    )
+    raise RuntimeError(_undecided_words(agreement.group, agreement.what))
 
 
 def _let_read(agreement: _Agreement) -> Steps:
@@ -238,10 +226,14 @@ def _let_read(agreement: _Agreement) -> Steps:
     store, stays a while so that all can read."""
     if agreement.add("readers") == agreement.group.size:
         agreement.notes.remove(*(f"{agreement.turn}/{key}" for key in _TROUBLE))
-    end = time.monotonic() + _LINGER
+    begin = time.monotonic()
+    connections = _Connections(agreement.group, patience=0.0)
     for pause in _pauses(agreement.group) if agreement.first else ():
-        if not agreement.peek("readers") or time.monotonic() > end:
+        waited = time.monotonic() - begin
+        if not agreement.peek("readers") or waited > _LINGER:
             break
+        if len(connections.look(waited)) == agreement.group.size - 1:
+            break  # no rank is left to read
         yield pause
     return ""
 

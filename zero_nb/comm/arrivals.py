@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
-from .ranks import Ranks
-from .store import _Notes, _has_no_peers
+import torch
+
+from .ranks import _MARKS, _TAGS, Ranks, _sending_group
+from .store import _Notes, _has_no_peers, _shortened, _timeout
 
 # %% auto #0
 __all__ = []
@@ -171,3 +176,93 @@ def _take_back(group: Ranks) -> None:
         _Notes(group, place).remove("failed")
         group._wire.lives.discard(place)
         group._wire.old.discard(place)
+
+# %% ../../nbs/comm/03_arrivals.ipynb #5b1c7e25
+def _waits_at(group: Ranks, what: str) -> str:
+    return f"rank {group.global_rank} waited at {_shortened(_plain(what), 600)!r}"
+
+
+def _missing_words(group: Ranks, group_ranks: Sequence[int], what: str) -> str:
+    names = _named_ranks(group, group_ranks)
+    return (
+        f"{names} did not arrive within {_timeout(group).total_seconds():g} s, while"
+        f" {_waits_at(group, what)}; look at the output of {names}: died, or took another path"
+    )
+
+
+def _undecided_words(group: Ranks, what: str) -> str:
+    return (
+        f"no rank said within {_timeout(group).total_seconds():g} s what is wrong, while"
+        f" {_waits_at(group, what)}; a rank was interrupted or has died since: see the ranks' output"
+    )
+
+
+_DOUBT = 1.0  # seconds in which words that a first agreement finds may be those of an earlier life
+
+
+def _doubt(group: Ranks) -> float:
+    return min(_DOUBT, _timeout(group).total_seconds() / 4)
+
+# %% ../../nbs/comm/03_arrivals.ipynb #5b1c7e21
+_NOBODY_TAG = _TAGS[0] * _MARKS - 1  # nobody sends with this one
+
+
+_NOTHING_SENT = torch.empty(1, dtype=torch.uint8, device="cpu")  # nothing is received into it
+
+
+def _gloo_of(group: Ranks) -> Any:  # None: no backend keeps connections that can be asked
+    # connections that are made when first used would be made here, with a rank that may be gone
+    lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
+    with suppress(AttributeError, RuntimeError):  # a backend of the user's may have no parts
+        if group.backends.get("cpu") == "gloo" and not lazy:
+            return _sending_group(group.process_group)._get_backend(torch.device("cpu"))
+    return None
+
+
+def _is_closed(gloo: Any, peer: int) -> bool:
+    """Tell whether a group rank has closed its connection to this one."""
+    try:
+        gloo.recv([_NOTHING_SENT], peer, _NOBODY_TAG)
+    except RuntimeError as error:
+        return _CLOSED_HERE not in str(error)
+    return False
+
+
+_CLOSED_HERE = "Application timeout"  # a collective of this rank took too long: no peer has closed
+
+
+class _Connections:
+    """What the connections of a rank that waits tell of the others in its group."""
+
+    def __init__(self, group: Ranks, patience: float = 1.0):
+        self.group = group
+        self.due = patience  # seconds of waiting after which connections are asked
+        self.asked = 0  # ranks so far
+        self.gone: set[int] = set()  # group ranks that were found to be gone
+
+    def look(self, waited: float) -> list[int]:
+        """Give the group ranks that are known to be gone. Asks once a second, and never waits."""
+        others = self.group.size - 1
+        if waited < self.due or not others:
+            return sorted(self.gone)
+        self.due = waited + 1.0
+        gloo = _gloo_of(self.group)
+        for hop in range(self.asked, self.asked + min(_FAN, others) * (gloo is not None)):
+            peer = (self.group.group_rank + 1 + hop % others) % self.group.size
+            if _is_closed(gloo, peer):
+                self.gone.add(peer)
+        self.asked = (self.asked + _FAN) % others
+        return sorted(self.gone)
+
+
+def _gone_words(group: Ranks, group_ranks: Sequence[int]) -> str:
+    """Say that ranks are gone, for any rank of the group."""
+    names = _named_ranks(group, group_ranks)
+    theirs = "their connections" if len(group_ranks) > 1 else "its connection"
+    return (
+        f"{names} {_DIED_OR_LEFT}: {theirs} to rank {group.global_rank} ended (look at the output"
+        f" of {names})"
+    )
+
+
+_DIED_OR_LEFT = "died or left the group"

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from .arrivals import _leave_words
+from .arrivals import _NOBODY_TAG, _leave_words
 from .group_store import _last_words
-from .ranks import Ranks, _MARKS, _TAGS, _ranks_of, _several
+from .ranks import Ranks, _ranks_of, _several
 from .store import _Notes, _described, _has_no_peers, _shortened
 
 # %% auto #0
@@ -24,8 +24,6 @@ __all__ = ['abort', 'destroy', 'fail', 'fails_everywhere']
 # %% ../../nbs/comm/24_ending.ipynb #b5488098
 if torch.distributed.is_available():
     import torch.distributed.nn  # before there is a group: see "Ending well"
-
-_NOBODY_TAG = _TAGS[0] * _MARKS - 1  # nobody sends with this one
 
 
 def _close_connections(group: Ranks) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from .agreement import agree
-from .arrivals import _plain
+from .arrivals import _DIED_OR_LEFT, _Connections, _gone_words, _plain
 from .ranks import Ranks
 from .store import _Notes, _has_no_peers, _timeout
 
 # %% auto #0
-__all__ = ['GroupStore', 'timeout_seconds', 'pauses_for_others', 'waiting_elsewhere']
+__all__ = ['GroupStore', 'timeout_seconds', 'pauses_for_others', 'gone_ranks', 'explain_gone', 'waiting_elsewhere']
 
 # %% ../../nbs/comm/06_group_store.ipynb #37bcf310
 class GroupStore:
@@ -115,6 +115,27 @@ def pauses_for_others(
         waited = time.monotonic() - begin
         if ended is None and not threading.main_thread().is_alive():
             ended = waited
+
+
+def gone_ranks(
+    group: Ranks,  # of any number of ranks
+) -> Iterator[list[int]]:  # group ranks
+    """Give, again and again, the ranks that were found to be gone so far: killed, ended, or out of the group.
+
+    Asks the group's connections once a second, where its backend has some."""
+    begin = time.monotonic()
+    connections = _Connections(group)
+    while True:
+        yield connections.look(time.monotonic() - begin)
+
+
+def explain_gone(
+    group: Ranks,
+    group_ranks: Sequence[int],  # that are gone
+) -> str:  # "" if a rank has failed: it may still write, but has closed its connections
+    """Say that ranks died or left the group."""
+    said = _last_words(group)
+    return "" if said and _DIED_OR_LEFT not in said else _gone_words(group, group_ranks)
 
 
 def waiting_elsewhere(

@@ -10,6 +10,7 @@ import time
 
 from torch import Tensor
 
+from .arrivals import _Connections, _gone_words
 from .group_store import _last_words
 from .ranks import Ranks
 from .store import _Notes, _has_no_peers, _pauses, _shortened, _timeout
@@ -47,10 +48,16 @@ class _Meeting:
             notes.set_first(refused, _shortened(refusal, 500))
         if notes.add(arrived) == size:
             notes.set(verdict, f"={notes.peek(refused)}")
+        begin = time.monotonic()
+        connections = _Connections(self._group)
         for pause in _pauses(self._group):
+            gone = connections.look(time.monotonic() - begin)  # before: a rank may come, and leave
             if found := notes.peek(verdict):
                 break
-            if said := self._group._state.ended or _last_words(self._group):
+            said = self._group._state.ended or _last_words(self._group)
+            if gone and not said:
+                said = notes.set_first("failed", _gone_words(self._group, gone))
+            if said:
                 raise RuntimeError(f"{said}, while {self._waited()}")
             time.sleep(pause)
         else:

@@ -1,0 +1,215 @@
+"""Ranks that are killed, or end, while others wait for them in an agreement: these hear of it at once, in
+a group whose time limit is a minute, and hear nothing of one that is late, or stopped."""
+
+import re
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import caught, free_port, take_way
+
+from zero_nb.comm import arrivals
+from zero_nb.comm.agreement import agree
+from zero_nb.comm.groups import Group
+from zero_nb.comm.launch import run
+
+# seconds in which a rank hears, on a machine that does much else: a group's limit is 60, and it takes 1 to 2
+BOUND = 30.0
+
+BEGIN = """
+import os, signal, sys, threading, time
+from datetime import timedelta
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_killed_saves as t
+from zero_nb import ZeroRedundancyOptimizer
+from zero_nb.comm.agreement import agree
+from zero_nb.comm.group_store import GroupStore
+from zero_nb.comm.groups import Group
+_, tests, store, folder, end = sys.argv
+size = int(os.environ["WORLD_SIZE"])
+victim = rank == size - 1
+dist.init_process_group(
+    "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+)
+def leave():
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else sys.exit(0)
+def raising(f):
+    begin = time.monotonic()
+    try:
+        f()
+    except (RuntimeError, OSError) as error:
+        print(f"{time.monotonic() - begin:.1f} s: {error}", flush=True)
+    else:
+        print("returned", flush=True)
+"""
+
+WAITS = {
+    "first agreement": """
+if victim: leave()
+raising(lambda: ZeroRedundancyOptimizer([torch.ones(8)], torch.optim.SGD, lr=0.1))
+""",
+    "second agreement": """
+agree(Group(), "the first")
+if victim: leave()
+raising(lambda: ZeroRedundancyOptimizer([torch.ones(8)], torch.optim.SGD, lr=0.1))
+""",
+    "first step": """
+model = torch.nn.Linear(4, 4)
+zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+model(torch.ones(1, 4)).sum().backward()
+if victim: leave()
+raising(zero.step)
+""",
+    "load_state_dict": """
+model, zero = t.stepped()
+state = t.full_state_dict(zero, None)
+zero.step()
+if victim: leave()
+raising(lambda: zero.load_state_dict(state if state else t.full_state_dict(zero, None)))
+""",
+    **{
+        form: f"""
+made = t.stepped()
+save = t.saver({form!r}, Path(folder), *made)
+saving = save(0)
+if saving is not None: saving.wait()
+if victim: leave()
+raising(lambda: save(1))
+"""
+        for form in ("full", "sharded", "async")
+    },
+    # rank 0 has decided that all agree, and the victim is gone before rank 0 looks for a part
+    "part of an async save": """
+import zero_nb.checkpoint.async_save as module
+made = t.stepped()
+save = t.saver("async", Path(folder), *made)
+if victim: module.write_part = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+saving = save(1)
+raising(saving.wait if rank == 0 else lambda: (saving.join(), agree(Group(), "the end")))
+""",
+}
+
+
+def play(code, starter, folder, size=2, end="killed"):
+    """Run a program on ranks of which the last one leaves; give what the others have printed."""
+    out = folder / "out"
+    out.mkdir()
+    store = f"tcp://127.0.0.1:{free_port()}"
+    arguments = (str(Path(__file__).parent), store, str(folder), end)
+    *others, last = starter.run(BEGIN + code, out, size, arguments, 120.0)
+    waits = [float(s) for ended in others for s in re.findall(r"(\S+) s:", ended.stdout)]
+    assert max(waits, default=0.0) < BOUND, others
+    assert last.code == (-signal.SIGKILL if end == "killed" else 0), last
+    return others
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("way", ["memory", "messages"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("what", WAITS)
+def test_a_rank_that_waits_for_one_that_was_killed_hears_of_it_at_once(
+    what, size, way, starter, folder, monkeypatch
+):
+    take_way(monkeypatch, way)
+    for ended in play(WAITS[what], starter, folder, size):
+        assert ended.code == 0 and f"rank {size - 1}" in ended.stdout, ended
+        assert "died or left the group" in ended.stdout or "nothing came" in ended.stdout, ended
+
+
+@pytest.mark.parametrize("what", ["first agreement", "second agreement", "sharded"])
+def test_a_rank_that_waits_for_one_that_has_ended_hears_of_it_at_once(what, starter, folder):
+    for ended in play(WAITS[what], starter, folder, 3, "exits"):
+        assert "rank 2 died or left the group" in ended.stdout, ended
+
+
+LATE = """
+agree(Group(), "the first")
+if not victim:
+    raising(lambda: agree(Group(), "the second"))
+    sys.exit()
+if end == "late": time.sleep(4)
+if end == "stopped":
+    if not os.fork():
+        time.sleep(4)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+agree(Group(), "the second")
+"""
+
+
+@pytest.mark.parametrize("end", ["late", "stopped"])
+def test_a_rank_that_is_late_or_stopped_is_waited_for(end, starter, folder):
+    for ended in play(LATE, starter, folder, 3, end):
+        assert ended.stdout == "returned\n", ended
+
+
+NEWS = """
+agree(Group(), "the first")
+group = Group()
+if victim: leave()
+raising(lambda: agree(group, "the second"))
+raising(lambda: agree(group, "the third"))
+"""
+
+
+def test_all_later_agreements_say_which_rank_is_gone(starter, folder):
+    for ended in play(NEWS, starter, folder, 3):
+        second, third = ended.stdout.splitlines()
+        assert "rank 2 died or left the group" in second and "at 'the second'" in second
+        assert "rank 2 died or left the group" in third and "at 'the third'" in third
+
+
+class Gloo:
+    """Stands for a backend; counts what is asked, and refuses what a rank that is gone would send."""
+
+    def __init__(self, gone=()):
+        self.gone, self.asked = gone, []
+
+    def recv(self, tensors, peer, tag):
+        self.asked.append(peer)
+        if peer in self.gone:
+            raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9, 10, 64, 16384])
+def test_connections_are_asked_once_a_second_and_eight_at_a_time(size, monkeypatch):
+    gloo = Gloo()
+    monkeypatch.setattr(arrivals, "_gloo_of", lambda group: gloo)
+    rank = size // 2
+    connections = arrivals._Connections(SimpleNamespace(size=size, group_rank=rank))
+    for tenth in range(10):
+        assert connections.look(tenth / 10) == [] and not gloo.asked
+    for second in range(1, size // 8 + 2):
+        for tenth in range(10):
+            connections.look(second + tenth / 10)
+        assert len(gloo.asked) == second * min(8, size - 1)
+    assert set(gloo.asked) == {*range(size)} - {rank}
+    gloo.gone = {0} - {rank}
+    for second in range(size, size + size // 8 + 2):
+        found = connections.look(second)
+    assert found == sorted(gloo.gone)
+
+
+def after_own_timeout():
+    """A collective of this rank takes too long, and gloo closes all its connections."""
+    group = Group(dist.new_group(timeout=timedelta(seconds=1)))
+    agree(group, "the first")
+    if group.group_rank == 1:
+        time.sleep(4)
+        return caught(lambda: agree(group, "the second"))
+    said = caught(lambda: group.recv(torch.ones(1), 1))
+    assert said.startswith("RuntimeError"), said
+    gloo = arrivals._gloo_of(group)
+    return [arrivals._is_closed(gloo, 1)]
+
+
+def test_a_rank_whose_own_collective_took_too_long_does_not_say_that_others_died():
+    assert run(2, after_own_timeout)[0] == [False]
