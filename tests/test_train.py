@@ -143,8 +143,11 @@ def test_one_process_without_a_launcher(tmp_path):
         "--no-compare",
         f"--out={tmp_path}",
     ]
+    (tmp_path / "checkpoint-7.pt").write_bytes(b"of a training before")
     process = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert process.returncode == 0, process.stderr
+    assert f"{tmp_path} has checkpoint-7.pt of an earlier training" in process.stderr
+    assert not (tmp_path / "checkpoint-7.pt").exists()
     assert "Exception ignored" not in process.stderr and "Traceback" not in process.stderr
     assert STATE not in json.loads((tmp_path / "report.json").read_text())
 

@@ -228,7 +228,11 @@ class TrainConfig:
         " writes its part, on a file system of all",
         choices=("full", "sharded"),
     )
-    keep: int = option(1, "checkpoints to keep, the newest ones", 1)
+    keep: int = option(
+        1,
+        "checkpoints of this training to keep, the newest ones; those of one before it in --out go",
+        1,
+    )
     out: str = option(
         "runs/train",
         "folder for checkpoint.pt or checkpoint-STEP, curve.png, modes.png, samples.txt, report.json, the log",

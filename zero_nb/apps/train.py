@@ -127,6 +127,19 @@ def _follow_launcher() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def _tell_what_goes(config: TrainConfig) -> None:
+    """Say on the first rank which checkpoints of an earlier training this one removes when it saves."""
+    begins = not (config.resume or config.auto_resume)
+    names = [path.name for path in saved_checkpoints(config.out)]
+    if begins and names and os.environ.get("RANK", "0") == "0":
+        print(
+            f"{config.out} has {', '.join(names)} of an earlier training, which this one removes when it"
+            " saves: --resume continues that training, another --out keeps it",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def run_rank(argv: Sequence[str] | None = None) -> None:
     """Be one rank: read the options, train, and on rank 0 leave the results."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -142,6 +155,7 @@ def run_rank(argv: Sequence[str] | None = None) -> None:
         check_devices(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     except ValueError as error:
         parser.error(str(error))
+    _tell_what_goes(config)
     try:
         _train_and_leave(config)
     except (Exception, KeyboardInterrupt) as error:
