@@ -35,9 +35,10 @@ from torch.optim import AdamW
 
 from zero_nb.checkpoint import async_save
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
+from zero_nb.checkpoint.contents import newest_checkpoint
 from zero_nb.checkpoint.folder import check_folder
 from zero_nb.checkpoint.reshard import reshard
-from zero_nb.checkpoint.sharded import load_sharded, newest_checkpoint
+from zero_nb.checkpoint.sharded import load_sharded
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer

@@ -17,8 +17,8 @@ from zero_nb.apps.checkpoints import read_checkpoint
 from zero_nb.apps.config import TrainConfig
 from zero_nb.apps.gpt import GPT
 from zero_nb.apps.sides import make_optimizer
+from zero_nb.checkpoint.contents import newest_checkpoint
 from zero_nb.checkpoint.formats import header_checksum
-from zero_nb.checkpoint.sharded import newest_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from common import caught
 from torch import nn
 
 from zero_nb import convert_checkpoint, newest_checkpoint, verify_checkpoint
-from zero_nb.checkpoint import files
+from zero_nb.checkpoint import checksums
 from zero_nb.checkpoint.async_save import AsyncCheckpointer, StagingMemory
 from zero_nb.checkpoint.folder import PlainPlanner
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
@@ -130,7 +130,7 @@ def test_an_interrupt_while_numbers_are_read_is_no_error_of_the_checkpoint(folde
 
 
 def test_threads_that_check_a_folder_stop_after_an_interrupt(folder, monkeypatch):
-    plain = files.crc32
+    plain = checksums.crc32
     told = []
     maps = Path("/proc/self/maps")
 
@@ -141,8 +141,7 @@ def test_threads_that_check_a_folder_stop_after_an_interrupt(folder, monkeypatch
             time.sleep(0.3)  # the main thread has the exception by now
         return plain(*args)
 
-    monkeypatch.setattr(files, "crc32", interrupting)
-    monkeypatch.setattr("zero_nb.checkpoint.folder._LARGE_RECORD", 0)  # every record is read
+    monkeypatch.setattr(checksums, "crc32", interrupting)
     # torch's launcher may have left its own in a test before
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -11,10 +11,11 @@ from torch import nn
 from torch.optim import SGD
 
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
+from zero_nb.checkpoint.contents import newest_checkpoint
 from zero_nb.checkpoint.files import check_file
 from zero_nb.checkpoint.folder import check_folder
 from zero_nb.checkpoint.full import full_state_dict, load_full_state_dict
-from zero_nb.checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded
+from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
+from zero_nb.checkpoint.contents import newest_checkpoint
 from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
 from zero_nb.checkpoint.files import read_records, records_in
 from zero_nb.checkpoint.folder import (
@@ -35,7 +36,7 @@ from zero_nb.checkpoint.folder import (
     sealed,
 )
 from zero_nb.checkpoint.formats import describe_checkpoint
-from zero_nb.checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded
+from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.checkpoint.skeleton import read_box
 from zero_nb.comm.launch import run
 

@@ -19,10 +19,11 @@ from torch.optim import AdamW
 
 from zero_nb.checkpoint import sharded
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
+from zero_nb.checkpoint.contents import newest_checkpoint
 from zero_nb.checkpoint.files import new_folder
 from zero_nb.checkpoint.folder import check_folder
 from zero_nb.checkpoint.full import full_optim_state_dict, full_state_dict
-from zero_nb.checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded
+from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.comm import relays
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer

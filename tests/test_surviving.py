@@ -29,9 +29,10 @@ from zero_nb.apps.loop import train_rank
 from zero_nb.apps.results import measured
 from zero_nb.apps.resume import configured, writing_alone
 from zero_nb.apps.text import rank_windows, windows
+from zero_nb.checkpoint.contents import newest_checkpoint
 from zero_nb.checkpoint.files import replacing
 from zero_nb.checkpoint.folder import MANIFEST, check_folder
-from zero_nb.checkpoint.sharded import newest_checkpoint, save_sharded
+from zero_nb.checkpoint.sharded import save_sharded
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 

@@ -41,7 +41,8 @@ _MODULES = {
         "load_full_state_dict",
         "shard_full_optim_state_dict",
     ),
-    "checkpoint.sharded": ("load_sharded", "newest_checkpoint", "save_sharded"),
+    "checkpoint.contents": ("newest_checkpoint",),
+    "checkpoint.sharded": ("load_sharded", "save_sharded"),
     "checkpoint.convert": ("convert_checkpoint", "verify_checkpoint"),
     "checkpoint.reshard": ("reshard",),
     "checkpoint.async_save": ("AsyncCheckpointer",),
@@ -65,7 +66,8 @@ if TYPE_CHECKING:
         load_full_state_dict,
         shard_full_optim_state_dict,
     )
-    from .checkpoint.sharded import load_sharded, newest_checkpoint, save_sharded
+    from .checkpoint.contents import newest_checkpoint
+    from .checkpoint.sharded import load_sharded, save_sharded
     from .checkpoint.async_save import AsyncCheckpointer
     from .checkpoint.convert import convert_checkpoint, verify_checkpoint
     from .checkpoint.reshard import reshard

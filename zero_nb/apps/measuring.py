@@ -23,7 +23,7 @@ from .save_turns import Checkpoints, SaveTurn, save_rank
 from .turns import Launch, Turn, time_rank, trace_rank
 from .variants import REFERENCES, VARIANTS
 from .workloads import Model, models
-from ..checkpoint.files import crc32
+from ..checkpoint.checksums import crc32
 from ..comm.groups import Group
 from ..comm.launch import run
 from ..comm.objects import gather_object

@@ -5,20 +5,32 @@
 # %% ../../nbs/checkpoint/08_contents.ipynb #f73f70a5
 from __future__ import annotations
 
+import math
+import os
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .folder import MANIFEST, check_listed, mapped_file, read_table
+from zero_nb.checkpoint.folder import (
+    MANIFEST,
+    TABLE,
+    _read_content,
+    check_listed,
+    mapped_file,
+    read_table,
+)
 from .names import by_index, lay_out
 from .skeleton import letting_go
 from .saved_tensors import Part, SavedTensor, load_saved, replace_tensors
 from ..comm.objects import MemoryFile
 
 # %% auto #0
-__all__ = ['nested_state', 'Checkpoint', 'choose_state', 'find_weights', 'describe_file', 'describe_folder', 'check_alike']
+__all__ = ['nested_state', 'Checkpoint', 'choose_state', 'find_weights', 'describe_file', 'describe_folder', 'newest_checkpoint',
+           'check_alike']
 
 # %% ../../nbs/checkpoint/08_contents.ipynb #5b1f0c22
 def _form_of_saved(value: Any) -> str:  # equal for equal values
@@ -270,6 +282,49 @@ def describe_folder(folder: Path, key: str | None) -> Checkpoint:
     return Checkpoint(
         folder, "sharded", choose_state(folder, content, key), find_weights(content), about
     )
+
+# %% ../../nbs/checkpoint/08_contents.ipynb #54a20010
+def _step_of(folder: Path) -> float:  # infinity: it cannot be read, and may be the newest
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        return int(_read_content(folder / MANIFEST)[0]["step"])
+    return math.inf
+
+
+def _has_files(folder: Path) -> bool:  # a manifest alone may be of another program
+    return os.path.isfile(folder / TABLE) or any(folder.glob("*.distcp"))
+
+
+def newest_checkpoint(
+    parent: str | os.PathLike[str],  # has a folder for each checkpoint
+) -> Path | None:
+    """Give the complete checkpoint of the largest step; `None` if no save has ended.
+
+    Compares files with their manifest by size and by the checksums of their directories, and reads no tensors. Warns
+    of those that are damaged or of another format and may be newer. Raises `ValueError` if there are only such, and
+    `PermissionError` for a folder that this process may not list or enter."""
+    with suppress(FileNotFoundError, NotADirectoryError):  # then there is none
+        os.stat(os.path.join(parent, "."))  # glob finds nothing where it may not look
+        os.scandir(parent).close()
+    found = [path.parent for path in Path(parent).glob(f"[!.]*/{MANIFEST}")]
+    steps = [(_step_of(folder), folder) for folder in filter(_has_files, found)]
+    problems = list[str]()
+    for step, folder in sorted(steps, reverse=True):
+        try:
+            check_listed(folder)
+            if step == math.inf:
+                raise ValueError(f"{folder} is damaged: its {MANIFEST} says no step")
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            warnings.warn(f"{'; '.join(problems)}. Going on from {folder}", stacklevel=2)
+        return folder
+    if problems:
+        raise ValueError(
+            f"no checkpoint in {parent} can be used: {'; '.join(problems)}; to begin anew, move them"
+            " away or name another folder"
+        )
+    return None
 
 # %% ../../nbs/checkpoint/08_contents.ipynb #a11ce002
 def check_alike(

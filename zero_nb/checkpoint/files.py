@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import io
 import os
 import pickle
 import shutil
@@ -14,28 +15,25 @@ import struct
 import threading
 import uuid
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, _weights_only_unpickler
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl: Any = None  # type: ignore[no-redef]
 
-try:  # where it is installed
-    from zlib_ng.zlib_ng import crc32
-except ImportError:
-    from zlib import crc32
+from .checksums import crc_of
 
 # %% auto #0
-__all__ = ['replacing', 'new_folder', 'Record', 'records_in', 'read_records', 'tensors_in', 'storages_in', 'with_checksums',
-           'crc_of', 'check_file', 'joined_crc']
+__all__ = ['replacing', 'new_folder', 'Record', 'records_in', 'read_records', 'unpickle_records', 'tensors_in', 'storages_in',
+           'with_checksums', 'check_file']
 
 # %% ../../nbs/checkpoint/01_files.ipynb #f11e0009
 def _flush_folder(folder: Path) -> None:
@@ -286,6 +284,34 @@ def read_records(path: str | os.PathLike[str]) -> dict[str, Record]:  # by name,
     with open(path, "rb") as file:
         return records_in(file, path)
 
+
+def unpickle_records(
+    file: Any,  # of `torch.save`, open for reading
+    records: Mapping[str, Record],
+    memory_of: Callable[[Record], torch.UntypedStorage],  # gives the memory of a storage
+) -> Any:  # what was saved
+    """Read the pickle of an archive as `torch.load` does, running no code from it.
+
+    Torch's own offsets of memory are computed, and wrong where another program packed the archive."""
+
+    @cache
+    def find_storage(kind: Any, key: str, count: int) -> torch.TypedStorage:
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        record = records[f"data/{key}"]
+        if record.nbytes != count * dtype.itemsize:
+            raise ValueError(
+                f"storage {key} has {count} elements of {dtype}, and its record {record.nbytes} bytes"
+            )
+        return torch.TypedStorage(wrap_storage=memory_of(record), dtype=dtype, _internal=True)
+
+    pickled = records["data.pkl"]
+    file.seek(pickled.offset)
+    unpickler: Any = _weights_only_unpickler.Unpickler(
+        io.BytesIO(file.read(pickled.nbytes)), encoding="utf-8"
+    )
+    unpickler.persistent_load = lambda saved: find_storage(saved[1], saved[2], saved[4])
+    return unpickler.load()
+
 # %% ../../nbs/checkpoint/01_files.ipynb #f11e0011
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Give the tensors of a structure with their places in it, in the order in which they are pickled."""
@@ -333,25 +359,6 @@ def with_checksums() -> Iterator[None]:
                 options.set_crc32_options(before)
 
 
-_CRC_BYTES = 2**20  # bytes, which stay in a core's cache between reading and counting
-
-
-def crc_of(
-    file: Any,  # open for reading bytes
-    nbytes: int,  # from where it stands
-    stopped: threading.Event | None = None,  # set by a thread that does not wait for this any more
-) -> int:
-    """Take the CRC-32 of a part of a file, 1 MiB at a time; `RuntimeError` once `stopped` is set."""
-    crc = 0
-    room = memoryview(bytearray(min(nbytes, _CRC_BYTES)))
-    while nbytes and (count := file.readinto(room[:nbytes])):
-        if stopped is not None and stopped.is_set():
-            raise RuntimeError("nobody waits for this checksum any more")
-        crc = crc32(room[:count], crc)
-        nbytes -= count
-    return crc
-
-
 def _name_of(path: str | os.PathLike[str], record: str) -> str:
     """Name the tensor that a record belongs to, as far as the file can still tell."""
     number = record.removeprefix("data/")
@@ -378,46 +385,8 @@ def check_file(
             )
         for name in sorted(found, key=lambda name: -found[name].nbytes)[part[0] :: part[1]]:
             record = found[name]
-            file.seek(record.offset)
-            if (crc := crc_of(file, record.nbytes)) != record.crc:
+            if (crc := crc_of(file, record.offset, record.nbytes)) != record.crc:
                 raise ValueError(
                     f"{path} is damaged: {_name_of(path, name)} has {record.nbytes} bytes of checksum"
                     f" {crc:08x} where the file says {record.crc:08x}; use the checkpoint before it"
                 )
-
-# %% ../../nbs/checkpoint/01_files.ipynb #f11e0017
-_POLYNOMIAL = 0xEDB88320  # of CRC-32, with the power of the highest bit first
-
-
-def _multiply(a: int, b: int) -> int:
-    """Multiply two polynomials, and take the remainder."""
-    product = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
-    return product
-
-
-@lru_cache(maxsize=4096)
-def _power(nbytes: int) -> int:
-    """Give x to the power of the number of bits."""
-    power = 1 << 31  # x to the power 0
-    square = 1 << 30  # x, and then its squares
-    bits = 8 * nbytes
-    while bits:
-        if bits & 1:
-            power = _multiply(power, square)
-        square = _multiply(square, square)
-        bits >>= 1
-    return power
-
-
-def joined_crc(
-    parts: Sequence[tuple[int, int]],  # checksum and number of bytes, in order
-) -> int:
-    """Give the CRC-32 of parts laid side by side. Source: `crc32_combine` of zlib."""
-    crc = 0
-    for part, nbytes in parts:
-        crc = _multiply(_power(nbytes), crc) ^ part
-    return crc

@@ -28,7 +28,8 @@ import torch
 from torch.futures import Future
 
 import zero_nb
-from .files import Record, crc32, crc_of, records_in
+from .checksums import crc32, crc_of
+from .files import records_in
 from .skeleton import letting_go, map_private, read_box
 from ..comm.objects import MemoryFile, explain_unread, load
 
@@ -62,7 +63,7 @@ def describe_table(folder: Path) -> FileEntry:
     """Take size and CRC-32 of the table of contents."""
     with open(folder / TABLE, "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
-        return FileEntry(nbytes, f"{crc_of(file, nbytes):08x}")
+        return FileEntry(nbytes, f"{crc_of(file, 0, nbytes):08x}")
 
 
 def as_json(files: Files) -> dict[str, Any]:
@@ -304,30 +305,19 @@ def check_listed(folder: str | os.PathLike[str]) -> dict[str, Any]:  # the manif
     return found
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a2000b
-_LARGE_RECORD = (
-    2**18
-)  # bytes of a record that is read: as pages of a map, it comes slower from a disk
-
-
-def _has_crc(path: Path, box: memoryview, place: Any, record: Record, stopped: Event) -> bool:
-    """Compare a record with its checksum."""
-    if record.nbytes < _LARGE_RECORD:
-        return crc32(box[record.offset : record.offset + record.nbytes]) == record.crc
-    with open(path, "rb", buffering=0) as file:
-        file.seek(place.offset + record.offset)
-        return crc_of(file, record.nbytes, stopped) == record.crc
-
-
 def _trouble(path: Path, mapped: mmap.mmap, stopped: Event, place: Any) -> str:
     """Say what is wrong with a box, whose name goes into the braces; nothing if all bytes are as they were."""
-    with _box(mapped, place) as box:
+    with _box(mapped, place) as box, open(path, "rb", buffering=0) as data:
         try:
             file: Any = MemoryFile(box)
             with zipfile.ZipFile(file) as archive:
                 for info in archive.infolist():
                     archive.open(info).close()  # compares what the archive says of it in two places
             found = records_in(file, "")
-            whole = all(_has_crc(path, box, place, record, stopped) for record in found.values())
+            whole = all(
+                crc_of(data, place.offset + each.offset, each.nbytes, stopped) == each.crc
+                for each in found.values()
+            )
             try:
                 read_box(box, found)
             except TypeError:  # it has no tensor

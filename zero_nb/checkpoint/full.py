@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .files import Record, check_file, records_in, replacing
+from .files import check_file, records_in, replacing, unpickle_records
 from zero_nb.checkpoint.names import (
     KEYS,
     by_index,
@@ -32,9 +33,9 @@ from zero_nb.checkpoint.skeleton import (
     TensorForm,
     check_room,
     map_private,
+    memory_in,
     naming_target,
     unbacked,
-    unpickle_records,
 )
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
@@ -156,22 +157,11 @@ def _load_mapped(path: _Source) -> Any:
     """Read a file as `torch.load(path, mmap=True)` does, and one that is larger than the machine's memory."""
     with open(path, "rb") as file:
         records = records_in(file, path)
-        mapped = map_private(file)
-
-        def memory_of(record: Record) -> torch.UntypedStorage:
-            if not record.nbytes:
-                return torch.UntypedStorage(0)
-            first = record.offset
-            numbers = torch.frombuffer(mapped, dtype=torch.uint8, count=record.nbytes, offset=first)
-            return numbers.untyped_storage()
-
         order = records.get("byteorder")
-        if (
-            order is not None
-            and mapped[order.offset : order.offset + order.nbytes] != sys.byteorder.encode()
-        ):
+        mapped = memoryview(map_private(file))
+        if order and mapped[order.offset :][: order.nbytes] != sys.byteorder.encode():
             return torch.load(path, map_location="cpu", weights_only=True)  # which swaps bytes
-        found = unpickle_records(file, records, memory_of)
+        found = unpickle_records(file, records, partial(memory_in, mapped))
     torch._utils._validate_loaded_sparse_tensors()
     return found
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .files import Record, records_in
-from .skeleton import map_private, unpickle_records
+from .files import Record, records_in, unpickle_records
+from .skeleton import map_private
 from ..comm.objects import explain_unread
 from ..optim.tensor_shard import boxes
 

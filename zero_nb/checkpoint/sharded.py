@@ -23,15 +23,12 @@ from .files import new_folder, with_checksums
 from zero_nb.checkpoint.folder import (
     DCP,
     MANIFEST,
-    TABLE,
     Files,
-    _read_content,
     check_available,
     FolderReader,
     PlainPlanner,
     as_json,
     check_folder,
-    check_listed,
     describe_files,
     listed_files,
     write_manifest,
@@ -63,8 +60,7 @@ from ..optim.state_exchange import end_groups
 from ..optim.tensor_shard import TensorShard
 
 # %% auto #0
-__all__ = ['PlannedSave', 'plan_save', 'write_part', 'finish_save', 'check_extra', 'open_save', 'save_sharded', 'load_sharded',
-           'newest_checkpoint']
+__all__ = ['PlannedSave', 'plan_save', 'write_part', 'finish_save', 'check_extra', 'open_save', 'save_sharded', 'load_sharded']
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a2000d
 @dataclass(frozen=True, eq=False)
@@ -328,46 +324,3 @@ def load_sharded(
     for words in () if group.group_rank else saved.overruled:
         warnings.warn(words, stacklevel=2)
     return said.get("extra")
-
-# %% ../../nbs/checkpoint/06_sharded.ipynb #54a20010
-def _step_of(folder: Path) -> float:  # infinity: it cannot be read, and may be the newest
-    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-        return int(_read_content(folder / MANIFEST)[0]["step"])
-    return math.inf
-
-
-def _has_files(folder: Path) -> bool:  # a manifest alone may be of another program
-    return os.path.isfile(folder / TABLE) or any(folder.glob("*.distcp"))
-
-
-def newest_checkpoint(
-    parent: str | os.PathLike[str],  # has a folder for each checkpoint
-) -> Path | None:
-    """Give the complete checkpoint of the largest step; `None` if no save has ended.
-
-    Compares files with their manifest by size and by the checksums of their directories, and reads no tensors. Warns
-    of those that are damaged or of another format and may be newer. Raises `ValueError` if there are only such, and
-    `PermissionError` for a folder that this process may not list or enter."""
-    with suppress(FileNotFoundError, NotADirectoryError):  # then there is none
-        os.stat(os.path.join(parent, "."))  # glob finds nothing where it may not look
-        os.scandir(parent).close()
-    found = [path.parent for path in Path(parent).glob(f"[!.]*/{MANIFEST}")]
-    steps = [(_step_of(folder), folder) for folder in filter(_has_files, found)]
-    problems = list[str]()
-    for step, folder in sorted(steps, reverse=True):
-        try:
-            check_listed(folder)
-            if step == math.inf:
-                raise ValueError(f"{folder} is damaged: its {MANIFEST} says no step")
-        except (OSError, ValueError) as error:
-            problems.append(str(error))
-            continue
-        if problems:
-            warnings.warn(f"{'; '.join(problems)}. Going on from {folder}", stacklevel=2)
-        return folder
-    if problems:
-        raise ValueError(
-            f"no checkpoint in {parent} can be used: {'; '.join(problems)}; to begin anew, move them"
-            " away or name another folder"
-        )
-    return None

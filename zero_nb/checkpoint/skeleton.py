@@ -16,32 +16,25 @@ import queue
 import shutil
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, _weights_only_unpickler
+from torch import Tensor
 
-from zero_nb.checkpoint.files import (
-    Record,
-    crc32,
-    joined_crc,
-    read_records,
-    storages_in,
-    with_checksums,
-)
+from .checksums import crc32, joined_crc
+from .files import Record, read_records, storages_in, with_checksums
 from ..comm.objects import load
 from ..optim.flat import flatten
 from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
 __all__ = ['TensorForm', 'map_private', 'unbacked', 'SkeletonFile', 'check_room', 'naming_target', 'FileTarget', 'tight',
-           'StoredNumbers', 'read_box', 'unpickle_records', 'letting_go', 'not_twice']
+           'StoredNumbers', 'memory_in', 'read_box', 'letting_go', 'not_twice']
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110007
 class TensorForm(NamedTuple):
@@ -289,6 +282,17 @@ def _view_of(numbers: StoredNumbers, offset: int, shape: Any, stride: Any, *rest
     return torch.empty(0, dtype=dtype, device="cpu").set_(numbers.memory, offset, shape, stride)
 
 
+def memory_in(
+    archive: memoryview,  # that must stay where it is
+    record: Record,
+) -> torch.UntypedStorage:
+    """Give the memory of a record, where it lies."""
+    if not record.nbytes:
+        return torch.UntypedStorage(0)
+    data = archive[record.offset : record.offset + record.nbytes]
+    return torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+
+
 class _BoxUnpickler(pickle.Unpickler):
     """Reads a pickle of one tensor, as a view of where its numbers lie; `UnpicklingError` for all else."""
 
@@ -317,11 +321,7 @@ class _BoxUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> StoredNumbers:
         """Give the memory that a tensor is a view of."""
         _, dtype, key, *_ = pid
-        record = self.records[f"data/{key}"]
-        if not record.nbytes:
-            return StoredNumbers(dtype, torch.UntypedStorage(0))
-        data = self.box[record.offset : record.offset + record.nbytes]
-        return StoredNumbers(dtype, torch.frombuffer(data, dtype=torch.uint8).untyped_storage())
+        return StoredNumbers(dtype, memory_in(self.box, self.records[f"data/{key}"]))
 
 
 def read_box(
@@ -340,34 +340,6 @@ def read_box(
     if not isinstance(found, Tensor):
         raise TypeError(f"a box of a tensor has a {type(found).__name__}")
     return found
-
-
-def unpickle_records(
-    file: Any,  # of `torch.save`, open for reading
-    records: Mapping[str, Record],
-    memory_of: Callable[[Record], torch.UntypedStorage],  # gives the memory of a storage
-) -> Any:  # what was saved
-    """Read the pickle of an archive as `torch.load` does, running no code from it.
-
-    Torch's own offsets of memory are computed, and wrong where another program packed the archive."""
-
-    @cache
-    def find_storage(kind: Any, key: str, count: int) -> torch.TypedStorage:
-        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        record = records[f"data/{key}"]
-        if record.nbytes != count * dtype.itemsize:
-            raise ValueError(
-                f"storage {key} has {count} elements of {dtype}, and its record {record.nbytes} bytes"
-            )
-        return torch.TypedStorage(wrap_storage=memory_of(record), dtype=dtype, _internal=True)
-
-    pickled = records["data.pkl"]
-    file.seek(pickled.offset)
-    unpickler: Any = _weights_only_unpickler.Unpickler(
-        io.BytesIO(file.read(pickled.nbytes)), encoding="utf-8"
-    )
-    unpickler.persistent_load = lambda saved: find_storage(saved[1], saved[2], saved[4])
-    return unpickler.load()
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #5a0202d2
 @contextmanager

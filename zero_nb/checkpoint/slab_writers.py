@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .contents import Checkpoint
-from .files import crc32, new_folder, replacing, with_checksums
+from .checksums import crc32
+from .files import new_folder, replacing, with_checksums
 from zero_nb.checkpoint.folder import (
     Files,
     check_available,
