@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +18,14 @@ import torch.distributed as dist
 from common import caught
 from torch import nn
 
-from zero_nb import convert_checkpoint, newest_checkpoint, verify_checkpoint
-from zero_nb.checkpoint import checksums
+from zero_nb import convert_checkpoint, full_state_dict, newest_checkpoint, verify_checkpoint
+from zero_nb.checkpoint import checksums, files
 from zero_nb.checkpoint.async_save import AsyncCheckpointer, StagingMemory
 from zero_nb.checkpoint.folder import PlainPlanner
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
+from zero_nb.comm.agreement import agree, agreeing
 from zero_nb.comm.coalescing import coalescing_manager
+from zero_nb.comm.ending import end_if_interrupted
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
@@ -49,11 +52,11 @@ def load(folder):
 class Interrupts:
     """A trace that raises `KeyboardInterrupt` at one of the lines that this thread runs in a room."""
 
-    def __init__(self, at):
-        self.left = at
+    def __init__(self, at, room=ROOM):
+        self.left, self.room = at, room
 
     def __call__(self, frame, event, arg):
-        if ROOM not in frame.f_code.co_filename:
+        if self.room not in frame.f_code.co_filename:
             return None
         if event == "line":
             self.left -= 1
@@ -282,3 +285,173 @@ def interrupt_a_step(error):
 def test_no_rank_goes_on_after_a_step_that_a_signal_ended(way, error):
     for said in run(2, interrupt_a_step, error, timeout=60):
         assert f"rank 0 failed with {error.__name__}" in said, said
+
+
+def go_on_after(kind, async_op):
+    """Let a signal end rank 0's collective, and call three more on all ranks."""
+    group = Group()
+    store = dist.distributed_c10d._get_default_store()
+
+    def call(async_op=False):
+        getattr(group, kind)(torch.ones(2 * group.size), async_op=async_op).wait()
+
+    def handler(*_):
+        raise KeyboardInterrupt
+
+    call()
+    call()
+    if group.group_rank:
+        store.wait(["interrupted"])
+        caught(call)  # what rank 0 sent may be all that it needs
+    else:
+        signal.signal(signal.SIGALRM, handler)
+        place = "_advance" if async_op else "_launch"
+        threading.Thread(target=interrupt_at, args=(store, place), daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            call(async_op)
+    return [caught(call) or "no error" for _ in range(3)]
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("async_op", (False, True), ids=("sync", "async"))
+@pytest.mark.parametrize("kind", ("all_gather", "reduce_scatter"))
+def test_no_collective_of_a_group_runs_after_one_that_a_signal_ended(way, kind, async_op, size):
+    for said in run(size, go_on_after, kind, async_op):
+        for text in said:
+            assert f"rank 0 failed with KeyboardInterrupt in {kind}" in text, said
+
+
+def forget_on_one_rank():
+    """Keep no `Work` on rank 0; the others wait for theirs."""
+    group = Group()
+    for _ in range(2):
+        group.all_gather(torch.zeros(4 * group.size))
+    work = group.all_gather(torch.ones(4 * group.size), async_op=True)
+    if group.group_rank:
+        caught(work.wait)  # by messages rank 0 may be gone by then
+    del work
+    return [caught(lambda: group.all_gather(torch.ones(4 * group.size))) for _ in range(3)]
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_no_collective_of_a_group_runs_after_one_that_one_rank_has_forgotten(way, size):
+    for said in run(size, forget_on_one_rank):
+        for text in said:
+            assert text and "all_gather of" in text and "never waited for" in text, said
+
+
+class Left(BaseException):
+    """What a signal handler of the user's raises to leave a program."""
+
+
+def leave_by(error, ranks, place):
+    """Leave an agreement by an exception on some ranks; give what each rank raised, and what comes then."""
+    group = Group()
+    group.all_gather(torch.zeros(group.size))
+    leaves = group.group_rank in ranks
+
+    def leave():
+        if leaves:
+            raise error
+        if place == "between":
+            group.all_gather(torch.zeros(group.size))
+
+    block = {
+        "local": lambda: agreeing(group, "the work", local=True),
+        "block": lambda: agreeing(group, "the work"),
+        "between": lambda: end_if_interrupted(group, "the work"),
+    }[place]
+    with pytest.raises(error if leaves else RuntimeError) as raised, block():
+        leave()
+    summed = torch.ones(1)
+    said = caught(lambda: agree(group, "the next")) or caught(lambda: group.all_reduce(summed))
+    return str(raised.value), said or summed.item()
+
+
+@pytest.mark.parametrize("ranks", ((0,), (1,), (0, 1, 2)), ids=str)
+@pytest.mark.parametrize("error", (KeyboardInterrupt, SystemExit, Left))
+@pytest.mark.parametrize("place", ("local", "block", "between"))
+def test_ranks_hear_of_one_that_leaves_an_agreement_by_no_error(place, error, ranks):
+    found = run(3, leave_by, error, ranks, place)
+    for rank, (said, then) in enumerate(found):
+        words = f"failed with {error.__name__} at 'the work'"
+        if (
+            place != "between"
+        ):  # there they are in a collective, which may end before they read the words
+            assert rank in ranks or words in said, found
+        assert then == 3.0 if place == "local" else words in then, found
+
+
+def test_ranks_hear_of_one_that_was_interrupted_while_it_waited_for_them():
+    found = run(2, wait_interrupted)
+    assert found[0] == ("KeyboardInterrupt", 2.0)
+    assert "rank 0 failed with KeyboardInterrupt at 'the work'" in found[1][0]
+    assert found[1][1] == 2.0
+
+
+def wait_interrupted():
+    """Let a signal end rank 0's wait in an agreement before rank 1 comes."""
+    group = Group()
+    group.all_reduce(torch.ones(1))
+    store = dist.distributed_c10d._get_default_store()
+
+    def handler(*_):
+        raise KeyboardInterrupt
+
+    if group.group_rank:
+        store.wait(["interrupted"])
+    else:
+        signal.signal(signal.SIGALRM, handler)
+        threading.Thread(target=interrupt_at, args=(store, "_wait"), daemon=True).start()
+    try:
+        agree(group, "the work")
+    except (KeyboardInterrupt, RuntimeError) as error:
+        said = str(error) or type(error).__name__
+    summed = torch.ones(1)
+    group.all_reduce(summed)
+    return said, summed.item()
+
+
+def save_again(folder, form, places):
+    """Interrupt a save on all ranks, at a line that differs, and save again, in one group for each place."""
+    found = []
+    for at in places:
+        group = dist.new_group(timeout=timedelta(seconds=60))
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        zero = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW, group)
+        model(torch.ones(1, 8)).sum().backward()
+        zero.step()
+        saver = AsyncCheckpointer(model, zero, group)
+        save = {
+            "sharded": lambda path: save_sharded(path, model, zero, process_group=group),
+            "async": lambda path: saver.save(path) and saver.wait(),
+            "full": lambda path: full_state_dict(zero, path.with_suffix(".pt")),
+        }[form]
+        try:
+            sys.settrace(Interrupts(at, os.sep + "zero_nb" + os.sep))
+            save(folder / f"{at}")
+        except (KeyboardInterrupt, Exception):
+            pass
+        finally:
+            sys.settrace(None)
+        begin = (
+            time.monotonic()
+        )  # in the first, gloo may lose a message that meets a closed connection
+        said = caught(lambda: save(folder / f"{at} again"))
+        found.append((at, said, time.monotonic() - begin))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("form", ("sharded", "async", "full"))
+def test_a_save_after_an_interrupted_one_works_or_fails_on_all_ranks_at_once(
+    way, form, size, tmp_path
+):
+    found = run(size, save_again, tmp_path, form, range(211, 12000, 997), timeout=200)
+    for ranks in zip(*found, strict=True):
+        assert len({said is None for _, said, _ in ranks}) == 1, ranks
+        assert max(seconds for *_, seconds in ranks) < 30, ranks
+        assert all(said is None or "failed with KeyboardInterrupt" in said for _, said, _ in ranks)

@@ -24,6 +24,7 @@ from .files import with_checksums
 from .sharded import PlannedSave, finish_save, open_save, plan_save, write_part
 from .skeleton import naming_target, not_twice, tight
 from ..comm.agreement import agreeing
+from ..comm.ending import end_if_interrupted
 from ..comm.group_store import GroupStore, explain_gone, gone_ranks, pauses_for_others
 from ..comm.groups import Group
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -209,9 +210,9 @@ class Saving:
         it is complete and may not be on the disk yet."""
         self.join()  # an exception that ends this, of a signal handler, leaves all as it was
         self.waited = True
-        with agreeing(self._group, f"saving {self.folder}"):
+        with agreeing(self._group, f"saving {self.folder}", local=True):
             self._outcome.raise_error(self._outcome.own_error)
-        with agreeing(self._group, f"finishing {self.folder}"):
+        with agreeing(self._group, f"finishing {self.folder}", local=True):
             self._outcome.raise_error(self._outcome.error)
         return self.folder
 
@@ -253,14 +254,15 @@ class AsyncCheckpointer:
                     "reshard() has moved the optimizer to other ranks since this checkpointer was made,"
                     " so not all of its ranks would come; make another one for those that hold the state"
                 )
-            beside, more = open_save(
-                folder, self.model, self.optimizer, step, extra, self.group, opened
-            )
-            folder = Path(folder).absolute()  # the program may go elsewhere meanwhile
-            planned = plan_save(beside, self.model, self.optimizer, self.group)
-            data = list[dict[Any, Any]]()
-            with agreeing(self.group, f"copying what goes to {folder}"):
-                data.append(self._staged.copy(planned))
+            with end_if_interrupted(self.group, f"saving {folder}"):
+                beside, more = open_save(
+                    folder, self.model, self.optimizer, step, extra, self.group, opened
+                )
+                folder = Path(folder).absolute()  # the program may go elsewhere meanwhile
+                planned = plan_save(beside, self.model, self.optimizer, self.group)
+                data = list[dict[Any, Any]]()
+                with agreeing(self.group, f"copying what goes to {folder}", local=True):
+                    data.append(self._staged.copy(planned))
             saving = Saving(
                 folder,
                 self.group,
@@ -279,9 +281,10 @@ class AsyncCheckpointer:
         if saving is None:
             return
         saving.join()
-        self._saving = None  # not before: the next copy goes where this save is read from
-        if not saving.waited:
-            saving.wait()
+        with end_if_interrupted(self.group, f"saving {saving.folder}"):
+            self._saving = None  # not before: the next copy goes where this save is read from
+            if not saving.waited:
+                saving.wait()
 
     def close(self) -> None:
         """Wait for the last save, and let go of the memory of copies; all ranks call this."""

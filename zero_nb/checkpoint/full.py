@@ -38,6 +38,7 @@ from zero_nb.checkpoint.skeleton import (
     unbacked,
 )
 from ..comm.agreement import agreeing
+from ..comm.ending import end_if_interrupted
 from ..comm.groups import Group
 from ..comm.objects import explain_unread, plain_numbers
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -93,15 +94,16 @@ def full_state_dict(
         raise TypeError(f"full_state_dict is for a ZeroRedundancyOptimizer, got {optimizer!r:.80}")
     optimizer.wait_for_driver()
     given = [f"to={to}, key_by={key_by}"]
-    with agreeing(optimizer.groups, "full_state_dict", lambda: given):
+    with agreeing(optimizer.groups, "full_state_dict", lambda: given, local=True):
         _check_arguments(optimizer, to, key_by)
         groups = _own_copy(optimizer.groups_to_save())
         if isinstance(to, (str, os.PathLike)):
             check_saved({"state": {}, "param_groups": groups})
-    if isinstance(to, (str, os.PathLike)):
-        _write_full(optimizer, Path(to), groups, key_by)
-        return None
-    state = gather_state(optimizer.sharded_state, to, "full_state_dict")
+    with end_if_interrupted(optimizer.groups, "full_state_dict"):
+        if isinstance(to, (str, os.PathLike)):
+            _write_full(optimizer, Path(to), groups, key_by)
+            return None
+        state = gather_state(optimizer.sharded_state, to, "full_state_dict")
     return None if state is None else _with_groups(state, groups, key_by)
 
 
@@ -140,14 +142,14 @@ def _write_full(
     shares = replica is None or replica.group_rank == 0  # one node has all of it
     with ExitStack() as opened:
         target: FileTarget | None = None
-        with agreeing(every, f"opening {path}"), naming_target(path):
+        with agreeing(every, f"opening {path}", local=True), naming_target(path):
             if shares and optimizer.group.group_rank == 0:
                 beside = opened.enter_context(replacing(path))
                 target = _open_target(path, beside, whole, groups, key_by)
                 opened.callback(target.close)
         if shares:
             gather_values(optimizer.sharded_state, whole.own, whole.values, 0, target)
-        with agreeing(every, f"writing {path}"), naming_target(path):
+        with agreeing(every, f"writing {path}", local=True), naming_target(path):
             if target is not None:
                 target.finish()
             opened.close()
@@ -213,7 +215,7 @@ def load_full_state_dict(
     state dict, or if groups or shapes do not fit, `OSError` if it cannot be opened."""
     group = optimizer.group
     found = list[dict[str, Any]]()
-    with agreeing(optimizer.groups, "load_full_state_dict"), naming_source(source):
+    with agreeing(optimizer.groups, "load_full_state_dict", local=True), naming_source(source):
         part = (group.group_rank, group.size)
         full = dict(source) if isinstance(source, Mapping) else read_full(source, part)
         groups = optimizer.param_groups

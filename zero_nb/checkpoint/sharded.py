@@ -43,7 +43,7 @@ from zero_nb.checkpoint.names import (
 )
 from .skeleton import naming_target, tight
 from ..comm.agreement import agreeing
-from ..comm.ending import fail
+from ..comm.ending import end_if_interrupted, fail
 from ..comm.groups import Group
 from zero_nb.comm.objects import (
     broadcast_object_list,
@@ -87,14 +87,14 @@ def plan_save(
     planner = DCP.DefaultSavePlanner()
     writer = DCP.FileSystemWriter(folder)
     mine = list[Any]()
-    with agreeing(group, "planning what each rank writes"):
+    with agreeing(group, "planning what each rank writes", local=True):
         planner.set_up_planner(parts, writer.storage_meta(), first)
         writer.set_up_storage_writer(first)
         mine.append(writer.prepare_local_plan(planner.create_local_plan()))
     every: list[Any] | None = [None] * group.size if first else None
     gather_object(mine[0], every, group=group, group_dst=0)
     table: Any = None
-    with agreeing(group, "planning what all ranks write"):
+    with agreeing(group, "planning what all ranks write", local=True):
         if every is not None:
             plans, table = planner.create_global_plan(every)
             every = writer.prepare_global_plan(plans)
@@ -187,7 +187,7 @@ def open_save(
         note = "  # of which one is kept for all: gather what ranks have of their own into one list"
         return [f"folder={folder}, step={step}", f"extra={kept}{note}"]
 
-    with agreeing(group, "save_sharded", describe), naming_target(folder):
+    with agreeing(group, "save_sharded", describe, local=True), naming_target(folder):
         check_available()
         check_kinds(model, optimizer, folder)
         if type(step) is not int:
@@ -214,16 +214,16 @@ def save_sharded(
     `OSError` as the disk does; only where that says so, the folder is there, and maybe not on the disk yet.
     `AsyncCheckpointer` does it while training goes on."""
     group = Group(process_group)
-    with ExitStack() as opened:
+    with end_if_interrupted(group, f"saving {folder}"), ExitStack() as opened:
         beside, more = open_save(folder, model, optimizer, step, extra, group, opened)
         folder = Path(folder)
         planned = plan_save(beside, model, optimizer, group)
         part = list[str]()
-        with agreeing(group, f"saving {folder}"), naming_target(folder):
+        with agreeing(group, f"saving {folder}", local=True), naming_target(folder):
             part.append(write_part(planned, planned.planner.resolve_data))
         parts: list[Any] | None = [""] * group.size if group.group_rank == 0 else None
         gather_object(part[0], parts, group=group, group_dst=0)
-        with agreeing(group, f"finishing {folder}"), naming_target(folder):
+        with agreeing(group, f"finishing {folder}", local=True), naming_target(folder):
             if parts is not None:
                 finish_save(planned, parts, more)
             opened.close()
@@ -299,7 +299,7 @@ def load_sharded(
     group = Group(process_group)
     said = dict[str, Any]()
     found = list[tuple[dict[str, Any], SavedOptimizer]]()
-    with agreeing(group, "load_sharded", lambda: [f"folder={folder}"]):
+    with agreeing(group, "load_sharded", lambda: [f"folder={folder}"], local=True):
         check_available()
         check_kinds(model, optimizer, folder)
         said |= check_folder(folder, (group.group_rank, group.size))

@@ -12,9 +12,11 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from .arrivals import _AFTER, _DIGESTS, _Connections, _OldLife, _arrive, _digest, _doubt
-from .arrivals import _first_difference, _gone_words, _missing, _missing_words
-from .arrivals import _name_life, _plain, _take_back, _undecided_words, _waits_at
+from .arrivals import _AFTER, _DIGESTS, _Connections, _OldLife, _arrive
+from .arrivals import _check_ended, _decide, _difference_words, _digest, _doubt
+from .arrivals import _first_difference, _gone_words, _interrupt, _missing
+from .arrivals import _missing_words, _name_life, _plain, _take_back
+from .arrivals import _undecided_words, _waits_at
 from .ranks import Ranks, _no_group, _several
 from .store import _GROUP_COUNT, _Notes, _has_no_peers, _is_agreed, _note_agreed
 from .store import _pauses, _read, _report, _reported, _shortened, _timeout
@@ -46,6 +48,7 @@ class _Agreement:
 
     def run(self) -> Steps:
         """Take part, and give the outcome: "ok", "differ", "failed", or "left" and who did not come."""
+        _check_ended(self.group, self.what)
         if self.turn and not self.state.met:
             raise RuntimeError(
                 f"the ranks of {self.group} did not all come to its first agreement, so they cannot"
@@ -64,7 +67,7 @@ class _Agreement:
         if self.error is not None and self.add("failed") == 1:
             self._set("error", json.dumps(_report(self.group, self.what, self.error)))
         if not mine and self.turn:
-            self._decide("failed")  # nobody need wait for the others
+            _decide(self.notes, self.turn, "failed")  # nobody need wait for the others
         agreed = _arrive(self.notes, self.turn, self.group.group_rank, self.group.size, mine)
         if agreed is not None and self.turn > 1:
             self.notes.remove(
@@ -78,7 +81,7 @@ class _Agreement:
             "ok" if agreed else "failed" if self.notes.there(f"{self.turn}/failed") else "differ"
         )
         if self.turn or self.first:
-            return self._decide(outcome)
+            return _decide(self.notes, self.turn, outcome)
         self._set("complete", outcome)
         return (yield from self._wait())
 
@@ -96,8 +99,8 @@ class _Agreement:
             if found := self.peek("no"):
                 return found
             if self.first and (found := self.peek("complete")):
-                return self._decide(found)
-            self.check_ended()
+                return _decide(self.notes, self.turn, found)
+            _check_ended(self.group, self.what)
             if said := _heard(self, waited):
                 if outcome := self._outcome():
                     return outcome  # the rank that failed has left this agreement before
@@ -106,17 +109,11 @@ class _Agreement:
             if said := self._explain_gone(gone, waited):
                 return self._leave(f"{said}, while {_waits_at(self.group, self.what)}")
         late = list(itertools.islice(_missing(self.notes, self.turn, self.group.size), 9))
-        if late:
-            return self._leave(_missing_words(self.group, late, self.what))
-        return self._leave(_undecided_words(self.group, self.what))
+        words = _missing_words if late else _undecided_words
+        return self._leave(words(self.group, self.what, late))
 
     def _outcome(self) -> str:  # "" if it is not decided
         return "ok" if self.notes.there(f"{self.turn}/ok") else self.peek("no")
-
-    def _decide(self, outcome: str) -> str:  # the outcome, if no other rank has decided before
-        outcome = self.notes.set_first(f"{self.turn}/decided", outcome)
-        self._set("ok" if outcome == "ok" else "no", outcome)
-        return outcome
 
     def _leave(self, words: str) -> str:
         """Give up, unless all is decided just now."""
@@ -140,11 +137,6 @@ class _Agreement:
         self._set(f"at/{self.group.group_rank}", self.what[:300])
         if self.add("waiting") == 1:
             self._set("who", str(self.group.group_rank))
-
-    def check_ended(self) -> None:
-        if self.group._state.ended:
-            where = _waits_at(self.group, self.what)
-            raise RuntimeError(f"the group was {self.group._state.ended} while {where}")
 
     def _explain_gone(
         self, gone: Sequence[int], waited: float
@@ -182,7 +174,7 @@ def _learn_life(agreement: _Agreement) -> Steps:
             state.enter_life(life)
         if state.life:
             return ""
-        agreement.check_ended()
+        _check_ended(group, agreement.what)
         if time.monotonic() - begin > _doubt(group) and (
             said := _Notes(group, life + _AFTER).peek("failed")
         ):
@@ -191,7 +183,7 @@ def _learn_life(agreement: _Agreement) -> Steps:
             said = _gone_words(group, gone)
             raise RuntimeError(f"{said}, while {_waits_at(group, agreement.what)}")
         yield pause
-    raise RuntimeError(_missing_words(group, [0], agreement.what))
+    raise RuntimeError(_missing_words(group, agreement.what, [0]))
 
 
 def _heard(agreement: _Agreement, waited: float) -> str:
@@ -213,10 +205,10 @@ def _find(agreement: _Agreement, key: str) -> Steps:
         gone = connections.look(time.monotonic() - begin)  # before: a rank may say it, and leave
         if text := agreement.peek(key):
             return text
-        agreement.check_ended()
-        if gone:
-            where = _waits_at(agreement.group, agreement.what)
-            raise RuntimeError(f"{_gone_words(agreement.group, gone)}, while {where}")
+        _check_ended(agreement.group, agreement.what)
+        said = agreement.peek("failed", of_group=True)
+        if said := said or (_gone_words(agreement.group, gone) if gone else ""):
+            raise RuntimeError(f"{said}, while {_waits_at(agreement.group, agreement.what)}")
         yield pause
     raise RuntimeError(_undecided_words(agreement.group, agreement.what))
 
@@ -253,6 +245,7 @@ def _finish(agreement: _Agreement, outcome: str) -> Steps:
         error = agreement.error or _reported(
             *_read((yield from _find(agreement, "error")), str, str)
         )
+    _note_agreed(error, agreement.group)
     yield from _let_read(agreement)
     raise error
 
@@ -286,11 +279,7 @@ def _tell_difference(agreement: _Agreement) -> Generator[float, None, Exception]
         (yield from _find(agreement, "verdict")), int, str, str, bool
     )
     topic = "what comes next" if is_first else _shortened(_plain(agreement.what), 300)
-    return _reported(
-        "ValueError",
-        f"ranks disagree on {topic}: rank {group.ranks[0]} has {_plain(here)!r}, rank"
-        f" {group.ranks[rank]} has {_plain(there)!r}; do the same on every rank",
-    )
+    return _reported("ValueError", _difference_words(group, topic, rank, here, there))
 
 # %% ../../nbs/comm/04_agreement.ipynb #d9b4f8ff
 def agree(
@@ -312,12 +301,15 @@ def agree(
         if error is not None:
             raise error
         return
-    agreement = _Agreement(group, what, lines, error)
+    since = next(_GROUP_COUNT)
+    turn = group._wire.turn
     try:
-        for pause in _steps_of(agreement):
+        for pause in _steps_of(_Agreement(group, what, lines, error)):
             time.sleep(pause)
-    except Exception as agreed:
-        _note_agreed(agreed, group)
+    except BaseException as ended:
+        if not isinstance(ended, RuntimeError):  # agreed on, of a signal handler, or Ctrl-C
+            _interrupt(group, since, turn, what, ended)
+        _note_agreed(ended, group)
         raise
     group._agreed()
 
@@ -334,21 +326,27 @@ def agreeing(
     lines: Callable[
         [], Sequence[str]
     ] = lambda: (),  # describes the result, which must be the same on every rank
+    # the block waits for no other rank: Ctrl-C in it leaves the ranks in step, and the groups usable
+    local: bool = False,
 ) -> Iterator[None]:
     """Do something on every rank, and raise on every rank what went wrong on one.
 
     What is done may agree by itself. A rank that fails before it does then takes part in that
-    agreement with its error, and an error of that agreement is not agreed on again."""
+    agreement with its error, and an error of that agreement is not agreed on again. Ctrl-C, or another
+    exception that is no `Exception`, leaves at once, and is a `RuntimeError` on the other ranks."""
     first, *others = _several(groups)
     error: Exception | None = None
     said: Sequence[str] = ()
     since = next(_GROUP_COUNT)  # an older error may be raised again, on this rank alone
     try:
-        with agreeing(others, what, lines) if others else nullcontext():
+        with agreeing(others, what, lines, local) if others else nullcontext():
             yield
         if first.size > 1:
             said = lines()
-    except Exception as e:
+    except BaseException as e:
+        if not isinstance(e, Exception):
+            _interrupt(first, since, first._wire.turn if local else 0, what, e)
+            raise
         if _is_agreed(e, first, since):
             raise
         error = e

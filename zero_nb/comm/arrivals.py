@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from .ranks import _MARKS, _TAGS, Ranks, _sending_group
-from .store import _Notes, _has_no_peers, _shortened, _timeout
+from .store import _Notes, _described, _has_no_peers, _is_agreed, _note_agreed
+from .store import _shortened, _timeout
 
 # %% auto #0
 __all__ = []
@@ -71,6 +72,17 @@ class _OldLife(Exception):
     """What this rank found is from an earlier life of the group."""
 
 # %% ../../nbs/comm/03_arrivals.ipynb #c9bacc4f
+def _decide(
+    notes: _Notes,
+    turn: int,  # of the agreement, not the first
+    outcome: str,
+) -> str:  # the outcome, if no other rank has decided before
+    """Decide an agreement for all ranks, unless another rank has."""
+    outcome = notes.set_first(f"{turn}/decided", outcome)
+    notes.set(f"{turn}/{'ok' if outcome == 'ok' else 'no'}", outcome)
+    return outcome
+
+
 def _missing(notes: _Notes, turn: int, size: int) -> Iterator[int]:
     """Give the group ranks that have not arrived, lowest first, with one or two requests for each."""
     sizes = [size]
@@ -182,7 +194,20 @@ def _waits_at(group: Ranks, what: str) -> str:
     return f"rank {group.global_rank} waited at {_shortened(_plain(what), 600)!r}"
 
 
-def _missing_words(group: Ranks, group_ranks: Sequence[int], what: str) -> str:
+def _check_ended(group: Ranks, what: str) -> None:
+    if ended := group._state.ended:
+        why = group._state.reason or f"the group was {ended}"
+        raise RuntimeError(f"{why}, while {_waits_at(group, what)}; make a new group")
+
+
+def _difference_words(group: Ranks, topic: str, group_rank: int, here: str, there: str) -> str:
+    return (
+        f"ranks disagree on {topic}: rank {group.ranks[0]} has {_plain(here)!r}, rank"
+        f" {group.ranks[group_rank]} has {_plain(there)!r}; do the same on every rank"
+    )
+
+
+def _missing_words(group: Ranks, what: str, group_ranks: Sequence[int]) -> str:
     names = _named_ranks(group, group_ranks)
     return (
         f"{names} did not arrive within {_timeout(group).total_seconds():g} s, while"
@@ -190,11 +215,42 @@ def _missing_words(group: Ranks, group_ranks: Sequence[int], what: str) -> str:
     )
 
 
-def _undecided_words(group: Ranks, what: str) -> str:
+def _undecided_words(group: Ranks, what: str, group_ranks: Sequence[int] = ()) -> str:
     return (
         f"no rank said within {_timeout(group).total_seconds():g} s what is wrong, while"
         f" {_waits_at(group, what)}; a rank was interrupted or has died since: see the ranks' output"
     )
+
+
+def _interrupt(
+    group: Ranks,
+    since: int,  # an error that was agreed on after this count is known to all ranks
+    turn: int,  # the agreement to which all ranks come; 0: it is not known where they are
+    what: str,
+    error: BaseException,  # Ctrl-C, or an exception of a signal handler
+) -> None:
+    """Tell the other ranks that an exception from outside has ended something here. Waits for no rank.
+
+    Where all hear it in one agreement they are in step, and the group goes on; else it ends."""
+    context: BaseException | None = error
+    while context and not _is_agreed(context, group, since):
+        context = context.__context__  # it may come while an error that all have passes
+    if context or _has_no_peers(group):
+        return
+    state = group._wire
+    while state.turn <= turn:
+        state.next_agreement()
+    where = f"at {_shortened(_plain(what), 600)!r}"
+    words = f"rank {group.global_rank} failed with {_shortened(_described(error), 600)} {where}"
+    outcome = ""
+    try:
+        if turn and state.met and not group._state.ended:
+            with suppress(Exception):  # the store may be gone
+                outcome = _decide(_Notes(group, state.life), turn, f"left {words}")
+    finally:
+        if not outcome.startswith(("left", "failed")):
+            group._interrupted(words)
+        _note_agreed(error, group)
 
 
 _DOUBT = 1.0  # seconds in which words that a first agreement finds may be those of an earlier life

@@ -41,8 +41,9 @@ from zero_nb.comm.native import (
 from .ranks import Ranks
 from .relays import _by_messages
 from .traced import _traced
-from .work import NEXT, CollectiveSteps, Work, _FINISHED
-from .work import _UNFINISHED, _one_by_one, _launch, _start_the_rest, _started
+from .work import NEXT, CollectiveSteps, Work, _FINISHED, _UNFINISHED
+from .work import _launch, _note_interrupted, _one_by_one, _refuse_to_start
+from .work import _start_the_rest, _started
 
 # %% auto #0
 __all__ = ['all_reduce', 'broadcast', 'reduce_scatter', 'all_gather']
@@ -198,20 +199,8 @@ def _divide(
 
 def _check_state(group: Ranks) -> None:
     """Refuse to start a collective in a group that cannot carry it."""
-    state = group._state
-    if state.ended:
-        raise RuntimeError(
-            "this process group was"
-            f" {state.ended}{', because ' * bool(state.reason)}{state.reason}; make a new one"
-        )
-    if state.dropped:
-        what = state.dropped[0]
-        state.dropped.clear()
-        raise RuntimeError(
-            f"{what} was started and never waited for, so its result was never there: an exception, as"
-            " from Ctrl-C, ended the call that started it, or its Work was not kept; go on from a"
-            " checkpoint, or keep the Work of async_op=True and call wait()"
-        )
+    if group._state.ended or group._state.dropped:
+        _refuse_to_start(group)
 
 
 def _check(group: Ranks, tensor: Tensor, peer: int | None = None) -> None:
@@ -294,7 +283,11 @@ def _start(group: Any, call: Call, async_op: bool) -> Work:
     if call.tensor.dtype not in _KNOWN:
         _check_sum(group, call)
         lies_dense = lies_dense and not call.tensor.is_conj()
-    steps = _steps(group, call) if lies_dense else _by_copy(group, call)
+    try:
+        steps = _steps(group, call) if lies_dense else _by_copy(group, call)
+    except BaseException as error:
+        _note_interrupted(group, call, error)
+        raise
     return _launch(group, call, async_op, steps)
 
 

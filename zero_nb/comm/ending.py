@@ -6,20 +6,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from .arrivals import _NOBODY_TAG, _leave_words
+from .arrivals import _NOBODY_TAG, _interrupt, _leave_words
 from .group_store import _last_words
 from .ranks import Ranks, _ranks_of, _several
-from .store import _Notes, _described, _has_no_peers, _shortened
+from zero_nb.comm.store import (
+    _GROUP_COUNT,
+    _Notes,
+    _described,
+    _has_no_peers,
+    _shortened,
+)
 
 # %% auto #0
-__all__ = ['abort', 'destroy', 'fail', 'fails_everywhere']
+__all__ = ['abort', 'destroy', 'fail', 'end_if_interrupted', 'fails_everywhere']
 
 # %% ../../nbs/comm/24_ending.ipynb #b5488098
 if torch.distributed.is_available():
@@ -91,18 +97,38 @@ def fail(
 ) -> None:
     """Leave groups because of an error, so that no other rank waits for this one: their collectives
     raise, and say what it was."""
-    levels: Any = _several(groups)
-    words = [said for group in levels if (said := _last_words(group))] or [
-        _shortened(f"rank {levels[0].global_rank} failed with {_described(error)}")
-    ]
+    levels = _several(groups)
+    _leave_groups(levels, f"rank {levels[0].global_rank} failed with {_described(error)}")
+
+
+def _leave_groups(levels: Sequence[Ranks], words: str) -> None:
+    """Leave groups with words for the other ranks, or with those of a rank that has left before."""
+    said = [*filter(None, map(_last_words, levels)), _shortened(words)][0]
     for group in levels:
         with suppress(Exception):  # the store may be gone
-            _leave_words(group, words[0])
+            _leave_words(group, said)
     if any(not group._state.ended and "gloo" in group.backends.values() for group in levels):
         time.sleep(_SETTLE)
     for group in levels:
+        group._state.note_failure(said)  # what later calls on this rank say
         abort(group)
-        group._state.note_failure(words[0])  # what later calls on this rank say
+
+# %% ../../nbs/comm/24_ending.ipynb #44e0e9f9
+@contextmanager
+def end_if_interrupted(
+    groups: Ranks | Sequence[Ranks],  # unusable after an exception that is no `Exception`
+    what: str,  # what is done in the block, for the error
+) -> Iterator[None]:
+    """End groups if Ctrl-C, or the like, ends the block where no agreement or collective tells the other
+    ranks: some may wait for this one."""
+    since = next(_GROUP_COUNT)
+    try:
+        yield
+    except BaseException as error:
+        for group in _several(groups):
+            if not isinstance(error, Exception):
+                _interrupt(group, since, 0, what, error)
+        raise
 
 # %% ../../nbs/comm/24_ending.ipynb #6a998c28
 _TOGETHER = 3.0  # seconds in which all ranks fail if they fail at the same place

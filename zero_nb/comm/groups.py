@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from . import collectives
 from .calls import Call, _dtype
 from .collectives import _divide, _start, _start_exchange
+from .ending import _leave_groups
 from .exchange import _connected
 from .native import backend_of
 from .ranks import Ranks
@@ -112,6 +114,11 @@ class Group(Ranks):
     def recv(self, tensor: Tensor, group_rank: int, *, async_op: bool = False) -> Work:
         """Receive `tensor`, of the same dtype and size, from one rank."""
         return self.exchange([], [(tensor, group_rank)], async_op=async_op)
+
+    def _interrupted(self, words: str) -> None:
+        if not self._state.ended:
+            with suppress(Exception):  # what has interrupted is to be raised
+                _leave_groups([self], words)
 
     def _agreed(self) -> None:
         if _needs_watcher(self):

@@ -190,13 +190,14 @@ def broadcast_object_list(
         g,
         "broadcast_object_list",
         lambda: [f"a list of {len(object_list)} from group rank {source}"],
+        local=True,
     ):
         source = _root(g, src, group_src)
         if g.group_rank == source:
             payload = dump(list(object_list), weights_only)
     device = device or byte_device(g)
     data = _broadcast_bytes(g, payload, source, device)
-    with agreeing(g, "reading what was broadcast"):
+    with agreeing(g, "reading what was broadcast", local=True):
         if g.group_rank != source and not _pretends(g, device):
             object_list[:] = load(data, map_location, weights_only)
 
@@ -246,12 +247,12 @@ def gather_object(
     if _skips("gather_object", group):
         return
     g = Group(group)
-    with agreeing(g, "gather_object", lambda: [f"to group rank {to}"]):
+    with agreeing(g, "gather_object", lambda: [f"to group rank {to}"], local=True):
         to = _root(g, dst, group_dst)
         _check_list("object_gather_list", object_gather_list, g, to)
         payload = dump(obj, weights_only)
     parts = list(gather_bytes(g, payload, to))
-    with agreeing(g, "reading what was gathered"):
+    with agreeing(g, "reading what was gathered", local=True):
         if object_gather_list is not None:
             object_gather_list[:] = [load(part, map_location, weights_only) for part in parts]
 
@@ -274,7 +275,7 @@ def scatter_object_list(
         return
     g = Group(group)
     payloads: list[memoryview] = []
-    with agreeing(g, "scatter_object_list", lambda: [f"from group rank {source}"]):
+    with agreeing(g, "scatter_object_list", lambda: [f"from group rank {source}"], local=True):
         source = _root(g, src, group_src)
         if g.group_rank == source or scatter_object_input_list is not None:
             _check_list("scatter_object_input_list", scatter_object_input_list, g, source)
@@ -284,6 +285,6 @@ def scatter_object_list(
                 "scatter_object_output_list must have a place to fill, got an empty list"
             )
     mine = _scatter_bytes(g, payloads, source)
-    with agreeing(g, "reading what was scattered"):
+    with agreeing(g, "reading what was scattered", local=True):
         if g.group_rank == source or not _pretends(g, byte_device(g)):
             scatter_object_output_list[0] = load(mine, map_location, weights_only)

@@ -225,6 +225,10 @@ class Ranks:
     def _agreed(self) -> None:
         """Take note that all ranks have agreed on something; a `Group` then begins to watch the others."""
 
+    def _interrupted(self, words: str) -> None:
+        """Take note that an exception from outside has ended something here for which the other ranks may
+        wait; a `Group` tells them in these words, and ends. Waits for no rank, and raises nothing."""
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(group_rank={self.group_rank} of {self.size}, global ranks [{_few(self.ranks)}])"
 

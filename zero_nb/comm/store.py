@@ -234,7 +234,7 @@ def _described(
     error: BaseException,
 ) -> str:  # type and words, of a group of errors also those of its parts
     parts = getattr(error, "exceptions", ())
-    text = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")  # Ctrl-C has no words
     return (
         f"{text}: {'; '.join(map(_described, parts))}"
         if parts and isinstance(parts, tuple)
@@ -289,7 +289,7 @@ _GROUP_NAMES: WeakKeyDictionary[Any, str] = (
 _GROUP_COUNT = itertools.count()
 
 
-def _note_agreed(error: Exception, group: Ranks) -> None:
+def _note_agreed(error: BaseException, group: Ranks) -> None:
     """Note that all ranks of a group have this error, or cannot be told."""
     name = _GROUP_NAMES.setdefault(group.process_group, f"{os.getpid()}.{next(_GROUP_COUNT)}")
     with suppress(AttributeError):  # of a class that takes no attribute
@@ -297,7 +297,7 @@ def _note_agreed(error: Exception, group: Ranks) -> None:
         error.__dict__.setdefault("_agreed_by", []).append(agreed)
 
 
-def _is_agreed(error: Exception, group: Ranks, since: int) -> bool:
+def _is_agreed(error: BaseException, group: Ranks, since: int) -> bool:
     """Tell whether an error comes from an agreement of the group that ended after a count."""
     known = getattr(error, "_agreed_by", ())
     if not known or group.size == 1:

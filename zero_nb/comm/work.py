@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from .arrivals import _plain
 from .group_store import _elsewhere
 from .ranks import Ranks
+from .store import _described
 
 # %% auto #0
 __all__ = ['CollectiveSteps', 'LATER', 'NEXT', 'Work']
@@ -50,9 +51,33 @@ def _interrupted(what: object, error: BaseException) -> RuntimeError:
 
 
 def _note_interrupted(group: Ranks | None, what: object, error: BaseException) -> None:
-    """Let the group's next collective raise: it would take messages of this one for its own."""
-    if group and not isinstance(error, (TypeError, ValueError)):  # else nothing was sent
-        group._state.dropped.append(_plain(what))
+    """End the group: a later collective here would be another one's on the other ranks, or take its messages."""
+    if group and not isinstance(
+        error, (TypeError, ValueError, RuntimeError)
+    ):  # nothing was sent, or a peer is gone
+        group._interrupted(
+            f"rank {group.global_rank} failed with {_described(error)} in {_plain(what)}"
+        )
+
+
+def _refuse_to_start(group: Ranks) -> None:
+    """Raise why a collective cannot start in a group that has ended, or in which a work was dropped."""
+    state = group._state
+    if state.ended:
+        raise RuntimeError(
+            "this process group was"
+            f" {state.ended}{', because ' * bool(state.reason)}{state.reason}; make a new one"
+        )
+    if state.dropped:
+        words = (
+            f"{state.dropped[0]} was started and never waited for, so its result was never there: an exception,"
+            " as from Ctrl-C, ended the call that started it, or its Work was not kept"
+        )
+        group._interrupted(f"rank {group.global_rank} failed: {words}")  # others may have waited
+        state.dropped.clear()
+        raise RuntimeError(
+            f"{words}; go on from a checkpoint, or keep the Work of async_op=True and call wait()"
+        )
 
 
 def _check_aborted(group: Ranks | None) -> None:
