@@ -115,7 +115,7 @@ class DdpOverlap(InBackward):
             with torch.no_grad():
                 backward = self.backward or self._begin()
                 future = self._note(backward, bucket, state)
-        except Exception as error:
+        except BaseException as error:
             fail(self.groups, error)
             raise
         flags_follow = self.traits.finds_unused and self.traits.dynamic

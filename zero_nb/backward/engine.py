@@ -263,6 +263,7 @@ class StepEngine:
         self.optimizer.note_step(self.leaves_no_parts)
         self.versions.record(self._used(unused) if stepped else ())
         self.options_used = snapshot_options(self.optimizer.param_groups)
+        self.optimizer.local.change.finish()
 
     def count_step(self) -> None:
         """Count a step of this rank's own backward."""

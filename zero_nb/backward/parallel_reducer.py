@@ -90,7 +90,7 @@ class ParallelReducer:
                 if backward is None or backward.stage == "watched":
                     backward = self.begin()
                 backward.arrive(index)
-        except Exception as error:
+        except BaseException as error:
             fail(self.groups, error)
             raise
 

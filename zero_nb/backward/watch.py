@@ -82,9 +82,9 @@ class BackwardEnd:
         self.is_over = False
 
     def __call__(self) -> None:
-        """Do what was put off."""
-        self.is_over = True
+        """Do what was put off; if that fails, so has backward."""
         self.call()
+        self.is_over = True
 
     def cancel(self) -> None:
         """Expect no end: there is no backward."""
@@ -117,10 +117,10 @@ def on_backward_end(
 # %% ../../nbs/backward/01_watch.ipynb #0ed0f1f3
 @contextmanager
 def fail_peers_on_error(groups: Group | Sequence[Group]) -> Iterator[None]:
-    """Tell the other ranks of an error in the block."""
+    """Tell the other ranks of an error in the block, or of Ctrl-C."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         fail(groups, error)
         raise
 

@@ -197,8 +197,9 @@ def reshard(
     change.check_parts(senders)
     new = change.plan(senders, len(receivers.ranks[0]))
     try:
-        StateMover(change, new, senders, receivers).move(change.entries)
-    except Exception as error:
+        with optimizer.local.change.during("reshard()"):
+            StateMover(change, new, senders, receivers).move(change.entries)
+    except BaseException as error:
         every = [*ranks, *optimizer.groups, *change.target.groups]
         fail([*{id(g.process_group): g for g in every}.values()], error)
         raise

@@ -210,6 +210,7 @@ def check_free(optimizer: Any) -> None:
             "reshard() moves state that watch_divergence() compares from step to step; detach the"
             " watch, reshard, and watch the model of the new ranks"
         )
+    optimizer.local.change.check_finished()
 
 # %% ../../nbs/checkpoint/15_reshard_plan.ipynb #7e5a0018
 def _describe_new(shard: Any, rules: Sequence[Rule]) -> list[str]:

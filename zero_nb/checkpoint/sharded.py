@@ -210,8 +210,9 @@ def save_sharded(
 ) -> None:
     """Let each rank write its part of model and optimizer; all ranks call this, between steps.
 
-    Raises on all ranks, and leaves nothing behind: `TypeError` or `ValueError` for bad arguments,
-    `OSError` as the disk does; only where that says so, the folder is there, and maybe not on the disk yet.
+    Raises on all ranks, and leaves nothing behind: `TypeError` or `ValueError` for bad arguments, `RuntimeError` after
+    a step that an exception has ended (Ctrl-C, too) on any rank, `OSError` as the disk does; only where that
+    says so, the folder is there, and maybe not on the disk yet.
     `AsyncCheckpointer` does it while training goes on."""
     group = Group(process_group)
     with end_if_interrupted(group, f"saving {folder}"), ExitStack() as opened:
@@ -313,6 +314,7 @@ def load_sharded(
     shards: Sequence[Shard] = ()
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         shards = shards_to_divide(optimizer.group, optimizer.shards)
+        optimizer.local.change.start("load")  # `load_state_dict` notes that it has ended
     parts = {"model": in_part(whole, shards), **saved.values}
     _load_boxes(folder, parts, group)
     _complete(optimizer, shards)

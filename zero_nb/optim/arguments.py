@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from copy import deepcopy
 from functools import partial
 from itertools import accumulate, chain, islice
+from operator import is_
 from types import CellType, FunctionType
 from typing import Any
 
@@ -23,8 +24,8 @@ from ..plan.policies import runs
 from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
-__all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines', 'which_cut', 'piece_names', 'name_pieces',
-           'find_references', 'fresh_options', 'hide_parameters', 'check_references']
+__all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines', 'check_param_groups', 'which_cut',
+           'piece_names', 'name_pieces', 'find_references', 'fresh_options', 'hide_parameters', 'check_references']
 
 # %% ../../nbs/optim/06_arguments.ipynb #f8e7d0d3
 def read_params(params: Any, what: str = "params") -> list[Any]:
@@ -188,6 +189,23 @@ def _strides(names: Sequence[str], params: Sequence[Tensor]) -> list[str]:
         for name, p in zip(names, params, strict=True)
         if not p.is_contiguous()
     ]
+
+# %% ../../nbs/optim/06_arguments.ipynb #d08f84f9
+def check_param_groups(
+    param_groups: Sequence[Mapping[str, Any]],  # the user's, as they are now
+    rules: Sequence[Rule],  # of the groups that were taken
+    taken: Sequence[Tensor],  # their parameters
+) -> None:
+    """Refuse groups that the user has changed past `add_param_group`: parameters that no rank
+    would step, or that ranks would step without being asked."""
+    given = [p for group in param_groups for p in group["params"]]
+    if len(param_groups) == len(rules) and len(given) == len(taken) and all(map(is_, given, taken)):
+        return
+    raise RuntimeError(
+        f"param_groups hold {len(given)} parameters in {len(param_groups)} groups that are"
+        f" not the {len(taken)} in {len(rules)} groups that were shared out; add"
+        " parameters by add_param_group(), and stop training some by requires_grad_(False)"
+    )
 
 # %% ../../nbs/optim/06_arguments.ipynb #5a1c0d32
 def which_cut(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from ..comm.ending import fails_everywhere
 from ..comm.groups import Group
 from ..comm.native import unserved
+from .arguments import check_param_groups
 from .param_specs import clear_gradients, with_gradients
 from .iteration import BucketRun, ParameterGathers, Phase, StepMonitor, Steppable
 from .pieces import lend_pieces, reclaim_pieces, record_versions
@@ -25,8 +25,8 @@ from .shard import Shard, release_step_memory
 from .state_exchange import end_groups
 
 # %% auto #0
-__all__ = ['Driver', 'ShardedOptimizer', 'check_backends', 'check_param_groups', 'gather_parameters', 'AfterBackward', 'norm_of',
-           'clip_parts', 'StepOptions', 'read_options', 'write_options', 'SideStream', 'on_stream']
+__all__ = ['Driver', 'ShardedOptimizer', 'check_backends', 'gather_parameters', 'AfterBackward', 'norm_of', 'clip_parts',
+           'StepOptions', 'read_options', 'write_options', 'SideStream', 'on_stream']
 
 # %% ../../nbs/optim/22_driver.ipynb #0788cd90
 class Driver(Protocol):
@@ -77,22 +77,6 @@ def check_backends(group: Group, params: Sequence[Tensor]) -> None:
             raise ValueError(f"a parameter is on {device}: {why}")
 
 
-def check_param_groups(optimizer: ShardedOptimizer) -> None:
-    """Refuse groups that the user has changed past `add_param_group`: parameters that no rank
-    would step, or that ranks would step without being asked."""
-    param_groups = optimizer.param_groups
-    rules = optimizer.local.rules
-    taken = optimizer.params()
-    given = [p for group in param_groups for p in group["params"]]
-    if len(param_groups) == len(rules) and len(given) == len(taken) and all(map(is_, given, taken)):
-        return
-    raise RuntimeError(
-        f"param_groups hold {len(given)} parameters in {len(param_groups)} groups that are"
-        f" not the {len(taken)} in {len(rules)} groups that were shared out; add"
-        " parameters by add_param_group(), and stop training some by requires_grad_(False)"
-    )
-
-
 def gather_parameters(shards: Sequence[Shard], monitor: StepMonitor | None = None) -> None:
     """Bring every rank's part of every bucket to all ranks, in the order of the plan."""
     gathers = ParameterGathers(monitor=monitor)
@@ -121,19 +105,18 @@ class AfterBackward:
         returns."""
         optimizer = self.optimizer
         local = optimizer.local
-        why = "for parameters that were frozen, unfrozen or moved"
-        shards = [optimizer.replan([s], why) if s.changed() else s for s in [*optimizer.shards]]
-        shards = [shard for shard in shards if not shard.alone]
+        shards = self._fitting_shards()
         first = optimizer.is_first_step
         monitor = optimizer.monitor
         stepping = False
         try:
             with self._agreed() if first else nullcontext():
-                check_param_groups(optimizer)
+                check_param_groups(optimizer.param_groups, local.rules, optimizer.params())
                 if first:
                     check_backends(optimizer.group, optimizer.params())
                 if monitor is not None:
                     self._show_before_step(monitor)
+                local.change.start("step")
                 for shard in shards:
                     lend_pieces(local.by_class.values(), shard)
                 pulled = local.pull_options(optimizer.param_groups)
@@ -144,8 +127,8 @@ class AfterBackward:
                     leaves = [local.leaves.get(rule.optimizer_class, ()) for rule in local.rules]
                     clear_gradients(optimizer.param_groups, stepped, leaves)
                 local.push_options(optimizer.param_groups, pulled)
-        except Exception as error:
-            self._end_failed_step(shards, stepping, None if first else error)
+        except BaseException as error:
+            self._end_failed_step(shards, stepping, error, first)
             raise
         try:
             for shard in shards:
@@ -156,7 +139,15 @@ class AfterBackward:
             raise
         for shard in shards:
             record_versions(shard.pieces)
+        local.change.finish()
         return returned
+
+    def _fitting_shards(self) -> list[Shard]:
+        """Plan anew what the user has changed; give the shards whose parameters are gathered."""
+        optimizer = self.optimizer
+        why = "for parameters that were frozen, unfrozen or moved"
+        shards = [optimizer.replan([s], why) if s.changed() else s for s in [*optimizer.shards]]
+        return [shard for shard in shards if not shard.alone]
 
     def _show_before_step(self, monitor: StepMonitor) -> None:
         shards = self.optimizer.shards
@@ -175,21 +166,30 @@ class AfterBackward:
         self,
         shards: Sequence[Shard],
         stepping: bool,  # whether a local optimizer may have stepped
-        error: Exception | None,  # None: all ranks know of it
+        error: BaseException,
+        first: bool,  # in a first step all ranks know of an `Exception`
     ) -> None:
         """Leave the same parameters on all ranks: what a local optimizer had stepped stays stepped,
-        as in `torch.optim`. If not all fail, end the job."""
+        as in `torch.optim`. If not all fail, end the job; after Ctrl-C always, for it may have come
+        at any place."""
         optimizer = self.optimizer
+        raised = isinstance(error, Exception)
         for shard in shards:
             if stepping:
                 reclaim_pieces(shard.pieces, optimizer.local.by_class.values())
             else:
                 release_step_memory(shard)
-        if optimizer.replica_group is None and fails_everywhere(optimizer.groups):
+        if raised:
+            together = optimizer.replica_group is None and fails_everywhere(optimizer.groups)
+        else:
+            together = all(group.size == 1 for group in optimizer.groups)
+        if together:
             gather_parameters(shards)
-        elif error is not None:
+        elif not (raised and first):
             # else the others would wait for this rank; and what nodes hold of one part may differ
             end_groups(optimizer.groups, error)
+        if raised and (together or not stepping):
+            optimizer.local.change.finish()
 
 # %% ../../nbs/optim/22_driver.ipynb #6b6e6b77
 def norm_of(

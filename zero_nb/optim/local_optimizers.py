@@ -21,7 +21,7 @@ from ..comm.groups import Group
 from .arguments import check_references, name_pieces, piece_names, which_cut
 from .param_specs import make_stand_in, specs, standing_in
 from .pieces import Piece, lay_out_gradients
-from .shard import Shard, release_step_memory
+from .shard import CurrentChange, Shard, release_step_memory
 from .rules import Rule, Settings, choose_fused, is_known
 from ..plan.balancing import by_group, mixed
 from ..plan.policies import Policy, even, runs
@@ -185,6 +185,7 @@ class LocalOptimizers:
     stood_in_for: set[type] = field(default_factory=set)
     # what steps leave of gradients, by class: of those that are not known, as far as they were tried
     leaves: dict[type, frozenset[str]] = field(default_factory=dict)
+    change: CurrentChange = field(default_factory=CurrentChange)
 
     def add_groups(
         self,

@@ -315,6 +315,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             found = gather_state(self.sharded_state, None, "state_dict", fresh=True)
         elif fresh and not asked:
             found = self.sharded_state.without_steps()
+        self.local.change.check_finished()  # where no agreement of the ranks has
         full = torch_interface.copy_state_dict(found, groups, self.group)
         if whole:
             full["state"] = torch_interface.laid_out_by_rows(full["state"])
@@ -344,7 +345,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
                 self._consolidated = torch_interface.Consolidated()
                 load.finish()
                 self._history = self._history._replace(has_state=bool(read["state"]))
-        except Exception:  # on any rank
+        except BaseException:  # on any rank; Ctrl-C, too
             if load is not None:
                 load.undo()
                 self.param_groups, self._consolidated, self._history = before

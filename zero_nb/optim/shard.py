@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby, zip_longest
 from typing import Any
@@ -22,7 +23,7 @@ from ..plan.bucket_plan import BucketPlan
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['storage_snapshot', 'Shard', 'release_step_memory']
+__all__ = ['storage_snapshot', 'Shard', 'release_step_memory', 'CurrentChange']
 
 # %% ../../nbs/optim/04_shard.ipynb #39017363
 def _in_turn(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:  # by the rank that owns most
@@ -203,3 +204,35 @@ def release_step_memory(shard: Shard) -> None:
             piece.reclaim()
     for bucket in shard.buckets:
         bucket.release()
+
+# %% ../../nbs/optim/04_shard.ipynb #13947a05
+class CurrentChange:
+    """What changes parameters and state now, or has begun to and did not come to its end."""
+
+    def __init__(self) -> None:
+        self.what = ""  # nothing
+
+    def start(self, what: str) -> None:
+        """Note that a change begins."""
+        self.what = what
+
+    def finish(self) -> None:
+        """Note that parameters and state belong together."""
+        self.what = ""
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Note a change in the block; one that an exception ends stays noted."""
+        before = self.what
+        self.what = what
+        yield
+        self.what = before
+
+    def check_finished(self) -> None:
+        """Refuse what a change has left behind that did not come to its end; `RuntimeError`."""
+        if self.what:
+            raise RuntimeError(
+                f"the last {self.what} did not come to its end, for an exception, as from Ctrl-C, has"
+                " ended it, so parameters and state may be of two steps; load a checkpoint, or end"
+                " this job and go on from one"
+            )

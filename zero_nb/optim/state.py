@@ -29,6 +29,7 @@ from .shard import Shard, release_step_memory
 from .state_entry import CommonState, StateEntry, read_common, split_common
 from zero_nb.optim.state_exchange import (
     casts_of,
+    changing,
     end_groups,
     exchange_state,
     prepare_sends,
@@ -191,14 +192,11 @@ class ShardedState:
             if len([*plan.owners_of(span)]) > 1:
                 places[span.param] = plan.places_of(span)
         rows = [entry for entry in entries if not entry.whole]  # what is whole has its own strides
-        try:
+        with changing(self.local, self.groups, "change of the memory format"):
             for row in [row for row in rows if row.spans[0].param not in places]:
                 write_row(row, [reordered(row, shard, strides)])
             rows = [row for row in rows if row.spans[0].param in places]
             reorder_rows(group, rows, shard, places, strides, device)
-        except Exception as error:
-            end_groups(self.groups, error)
-            raise
 
     def check_merges(self, param_groups: list[dict[str, Any]]) -> None:
         """Refuse a class that keeps state beside what moves, where parameters are stepped as one
@@ -212,6 +210,7 @@ class ShardedState:
 
     def without_steps(self) -> dict[str, Any]:
         """Give the state before the first step, which all ranks know: of no parameter there is any."""
+        self.local.change.check_finished()
         common: CommonState = {}
         for kind in self.local.by_class:
             common |= read_common(self.local, kind)
@@ -294,7 +293,7 @@ class Replanning:
         group = state.groups[0]
         new = self.new
         state.look_for_all_parts(self.why, self.entries)
-        try:
+        with changing(local, state.groups, "change of plan"):
             device = byte_device(group, params_of(state.shards)[0].device)
             before = StatePlan(group.size, tuple(self.olds), state.frozen.places)
             after = StatePlan(group.size, [new], {})
@@ -308,9 +307,6 @@ class Replanning:
             self.entries.clear()
             moved = exchange_state(group, outgoing, new, new.pieces, moves.receives, device)
             give_state(local, new, [*deal_to_pieces(local, new, moved)], loaded=False)
-        except Exception as error:
-            end_groups(state.groups, error)
-            raise
         return new
 
 # %% ../../nbs/optim/16_state.ipynb #94ef0f1e
@@ -331,15 +327,19 @@ class StateLoad:
             self.dealt.append((shard, [*deal_to_pieces(state.local, shard, parts, taken)]))
         self.frozen = freeze_state(state.shards, by_param)
         self.before = state.frozen
+        self.unfinished = state.local.change.what
         self.undo_local = snapshot(state.local, state.shards)
 
     def finish(self) -> None:
         """Give the state to its pieces, and keep that of frozen parameters."""
+        self.state.local.change.start("load")
         self.state.keep_frozen(self.frozen)
         for shard, dealt in self.dealt:
             give_state(self.state.local, shard, dealt, self.common)
+        self.state.local.change.finish()
 
     def undo(self) -> None:
         """Have the state back as it was."""
         self.undo_local()
         self.state.keep_frozen(self.before)
+        self.state.local.change.start(self.unfinished)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, chain, groupby
 from operator import itemgetter
@@ -19,6 +20,7 @@ from ..comm.groups import Group
 from ..comm.payloads import exchange_bytes
 from .flat import flatten_like
 from .load_state import cut_values, laid_out_as, place_on_one_rank
+from .local_optimizers import LocalOptimizers
 from .pieces import Piece
 from .shard import Shard
 from .state_entry import MASTER, StateEntry, is_row, own_value
@@ -30,7 +32,7 @@ from ..plan.shards import Span
 from ..plan.specs import ParamTable
 
 # %% auto #0
-__all__ = ['Outgoing', 'ROUND', 'Cast', 'casts_of', 'prepare_sends', 'end_groups', 'assemble', 'exchange_state',
+__all__ = ['Outgoing', 'ROUND', 'Cast', 'casts_of', 'prepare_sends', 'end_groups', 'changing', 'assemble', 'exchange_state',
            'exchange_frozen', 'reordered', 'reorder_rows', 'write_row']
 
 # %% ../../nbs/optim/15_state_exchange.ipynb #6d2dbe52
@@ -173,6 +175,17 @@ def end_groups(
     if len(groups) > 1 and job.size == groups[0].size * groups[1].size:
         groups = (*groups, job)
     fail(groups, error)
+
+
+@contextmanager
+def changing(local: LocalOptimizers, groups: Sequence[Group], what: str) -> Iterator[None]:
+    """Change the state in the block; an exception there, Ctrl-C too, ends the groups."""
+    try:
+        with local.change.during(what):
+            yield
+    except BaseException as error:
+        end_groups(groups, error)
+        raise
 
 
 def assemble(

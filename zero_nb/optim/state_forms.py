@@ -283,6 +283,7 @@ def describe_saved(
     found = list[OwnState]()
     with agreeing(group, what):
         check()
+        state.local.change.check_finished()
         rows = (
             state_to_come(state.local, state.shards)
             if fresh

@@ -19,7 +19,7 @@ from .driver import Driver, gather_parameters
 from .local_optimizers import LocalOptimizers, snapshot_options
 from .param_specs import SmallGroup, leaving_alone
 from .pieces import reclaim_pieces, record_versions
-from .state import end_groups
+from .state_exchange import changing
 from .state_plan import kept_numbers, untried_classes
 from .trial import difference, make_trial, remembered
 from ..comm.groups import Group
@@ -433,7 +433,7 @@ def _call_on_pieces(optimizer: Any, name: str, args: Any, kwargs: dict[str, Any]
     shards = [shard for shard in optimizer.shards if not shard.alone]
     pieces = [piece for shard in shards for piece in shard.pieces]
     before = snapshot_options(optimizer.param_groups)
-    try:
+    with changing(local, optimizer.groups, f"{name}()"):
         for piece in pieces:
             if not piece.direct:
                 piece.lend(None)
@@ -444,9 +444,6 @@ def _call_on_pieces(optimizer: Any, name: str, args: Any, kwargs: dict[str, Any]
         if snapshot_options(optimizer.param_groups) != before:
             gather_parameters(shards, optimizer.monitor)
             record_versions(pieces)
-    except Exception as error:
-        end_groups(optimizer.groups, error)
-        raise
 
 
 def forwarded(
