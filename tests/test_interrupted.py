@@ -19,7 +19,7 @@ from common import caught
 from torch import nn
 
 from zero_nb import convert_checkpoint, full_state_dict, newest_checkpoint, verify_checkpoint
-from zero_nb.checkpoint import checksums, files
+from zero_nb.checkpoint import checksums
 from zero_nb.checkpoint.async_save import AsyncCheckpointer, StagingMemory
 from zero_nb.checkpoint.folder import PlainPlanner
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
