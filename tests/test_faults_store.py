@@ -59,6 +59,10 @@ class Counting:
 PREFIX = "/default_pg/0//"  # what torch puts before the keys of the default group
 
 
+class ProcessGroup:
+    """What a simulated rank has in the place of torch's: a name in this process."""
+
+
 class Simulated(Ranks):
     """A rank of a group of many, all in this process."""
 
@@ -71,7 +75,7 @@ class Simulated(Ranks):
         self.ranks = ranks
         self.size = len(ranks)
         self.group_rank = group_rank
-        self.process_group = None
+        self.process_group = ProcessGroup()
         self._state = self._wire = _State()
         self.store = Counting(store)
 

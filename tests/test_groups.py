@@ -271,7 +271,7 @@ def test_abort_frees_a_stuck_rank(known):
         return said, time.monotonic() - begin < 30
 
     ranks = run(3, lambda: {kind: stuck(kind) for kind in COLLECTIVES})
-    at_comparison = "failed" if known else "the group was aborted while rank"
+    at_comparison = "failed" if known else "the group was aborted, while rank"
     for kind in COLLECTIVES:
         first, *others = [found[kind] for found in ranks]
         assert first == (None, None)

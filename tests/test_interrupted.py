@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught
+from common import Interrupts, caught
 from torch import nn
 
 from zero_nb import convert_checkpoint, full_state_dict, newest_checkpoint, verify_checkpoint
@@ -49,29 +49,12 @@ def load(folder):
     load_sharded(folder, *trained())
 
 
-class Interrupts:
-    """A trace that raises `KeyboardInterrupt` at one of the lines that this thread runs in a room."""
-
-    def __init__(self, at, room=ROOM):
-        self.left, self.room = at, room
-
-    def __call__(self, frame, event, arg):
-        if self.room not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-
 def outcomes(action, stride, most=40):
     """Interrupt an action at some of its lines; give what came out, but for interrupts."""
     found = []
     for at in range(1, most * stride, stride):
         try:
-            sys.settrace(Interrupts(at))
+            sys.settrace(Interrupts(at, ROOM))
             action()
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt):

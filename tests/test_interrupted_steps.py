@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught
+from common import Interrupts, caught
 from common.modes import MODES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -19,6 +19,7 @@ from zero_nb.comm import ending
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
+ROOMS = [os.sep.join(("", *parts, "")) for parts in (("zero_nb",), ("torch", "optim"))]
 UNFINISHED = "did not come to its end"
 
 
@@ -274,25 +275,6 @@ def test_an_interrupt_before_anything_was_stepped_leaves_saving_possible(
     assert os.listdir(tmp_path) == ["saved"]
 
 
-class Interrupts:
-    """A trace that raises `KeyboardInterrupt` at one of the lines of the package or of torch's optimizers."""
-
-    rooms = tuple(os.sep.join(("", *parts, "")) for parts in (("zero_nb",), ("torch", "optim")))
-
-    def __init__(self, at):
-        self.left = at
-
-    def __call__(self, frame, event, arg):
-        if not any(room in frame.f_code.co_filename for room in self.rooms):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-
 def progress(module, zero):
     """Give what tells the steps of a checkpoint: the weights of each parameter, and the counts."""
     state = full_state_dict(zero)["state"]
@@ -304,7 +286,7 @@ def progress(module, zero):
 def interrupted(at, action):
     """Call an action, and tell whether it was interrupted at one of its lines."""
     try:
-        sys.settrace(Interrupts(at))
+        sys.settrace(Interrupts(at, *ROOMS))
         action()
     except KeyboardInterrupt:
         return True

@@ -2,11 +2,13 @@
 
 from .cases import run_each
 from .errors import caught, caught_error
+from .interrupts import Interrupts
 from .models import flatten, largest_gap, network
 from .ports import free_port
 from .ways import take_way
 
 __all__ = [
+    "Interrupts",
     "caught",
     "caught_error",
     "flatten",
