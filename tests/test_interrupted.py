@@ -418,9 +418,8 @@ def save_again(folder, form, places):
             pass
         finally:
             sys.settrace(None)
-        begin = (
-            time.monotonic()
-        )  # in the first, gloo may lose a message that meets a closed connection
+        # in the first, gloo may lose a message that meets a closed connection
+        begin = time.monotonic()
         said = caught(lambda: save(folder / f"{at} again"))
         found.append((at, said, time.monotonic() - begin))
         dist.barrier()
@@ -437,4 +436,5 @@ def test_a_save_after_an_interrupted_one_works_or_fails_on_all_ranks_at_once(
     for ranks in zip(*found, strict=True):
         assert len({said is None for _, said, _ in ranks}) == 1, ranks
         assert max(seconds for *_, seconds in ranks) < 30, ranks
-        assert all(said is None or "failed with KeyboardInterrupt" in said for _, said, _ in ranks)
+        # another rank may notice first that the interrupted one is gone, and fail in its words
+        assert all(said is None or "failed with" in said for _, said, _ in ranks), ranks
