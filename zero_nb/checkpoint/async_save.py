@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .files import with_checksums
 from .sharded import PlannedSave, finish_save, open_save, plan_save, write_part
-from .skeleton import naming_target, not_twice, tight
+from .skeleton import naming_target, refuse_twice, tight
 from ..comm.agreement import agreeing
 from ..comm.ending import end_if_interrupted
 from ..comm.group_store import GroupStore, explain_gone, gone_ranks, pauses_for_others
@@ -247,7 +247,8 @@ class AsyncCheckpointer:
 
         Waits for the save before this one, if that is still under way. Raises on all ranks what went
         wrong in that one or, as `save_sharded`, in the beginning of this one; nothing is left behind."""
-        with not_twice(self._lock, "save() of an AsyncCheckpointer"), ExitStack() as opened:
+        refuse_twice(self._lock, "save() of an AsyncCheckpointer")
+        with self._lock, ExitStack() as opened:
             self.wait()  # no thread of this rank reads the copies after that
             if getattr(self.optimizer, "groups", None) is not self._groups:
                 raise RuntimeError(
@@ -260,13 +261,12 @@ class AsyncCheckpointer:
                 )
                 folder = Path(folder).absolute()  # the program may go elsewhere meanwhile
                 planned = plan_save(beside, self.model, self.optimizer, self.group)
-                data = list[dict[Any, Any]]()
                 with agreeing(self.group, f"copying what goes to {folder}", local=True):
-                    data.append(self._staged.copy(planned))
+                    data = self._staged.copy(planned)
             saving = Saving(
                 folder,
                 self.group,
-                lambda: write_part(planned, lambda item: data[0][item.index]),
+                lambda: write_part(planned, lambda item: data[item.index]),
                 lambda parts: finish_save(planned, parts, more),
                 opened.pop_all(),
             )

@@ -34,7 +34,7 @@ from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
 __all__ = ['TensorForm', 'map_private', 'unbacked', 'SkeletonFile', 'check_room', 'naming_target', 'FileTarget', 'tight',
-           'StoredNumbers', 'memory_in', 'read_box', 'letting_go', 'not_twice']
+           'StoredNumbers', 'memory_in', 'read_box', 'letting_go', 'refuse_twice']
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110007
 class TensorForm(NamedTuple):
@@ -354,15 +354,13 @@ def letting_go(held: Any) -> Iterator[Any]:
     held.__exit__(None, None, None)
 
 
-@contextmanager
-def not_twice(lock: Lock, what: str) -> Iterator[None]:
+def refuse_twice(
+    lock: Lock,  # held by `with` while something is done: Ctrl-C cannot come before that lets go
+    what: str,
+) -> None:
     """Refuse to do something while it is being done; `RuntimeError`."""
-    if not lock.acquire(blocking=False):
+    if lock.locked():
         raise RuntimeError(
             f"{what} was called while it was running, as from a signal handler or another thread; set"
             " a flag there, and call it between two steps, on all ranks"
         )
-    try:
-        yield
-    finally:
-        lock.release()
