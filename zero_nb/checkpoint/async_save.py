@@ -232,7 +232,6 @@ class AsyncCheckpointer:
         self.optimizer = optimizer
         self.group = Group(process_group)
         self._staged = StagingMemory()
-        self._lock = threading.Lock()  # held while `save` runs
         self._saving: Saving | None = None
         self._groups = getattr(optimizer, "groups", None)
 
@@ -247,8 +246,8 @@ class AsyncCheckpointer:
 
         Waits for the save before this one, if that is still under way. Raises on all ranks what went
         wrong in that one or, as `save_sharded`, in the beginning of this one; nothing is left behind."""
-        refuse_twice(self._lock, "save() of an AsyncCheckpointer")
-        with self._lock, ExitStack() as opened:
+        refuse_twice(sys._getframe(), "save() of an AsyncCheckpointer")
+        with ExitStack() as opened:
             self.wait()  # no thread of this rank reads the copies after that
             if getattr(self.optimizer, "groups", None) is not self._groups:
                 raise RuntimeError(

@@ -19,8 +19,10 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
-from threading import Lock
+from traceback import walk_stack
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -355,12 +357,15 @@ def letting_go(held: Any) -> Iterator[Any]:
 
 
 def refuse_twice(
-    lock: Lock,  # held by `with` while something is done: Ctrl-C cannot come before that lets go
+    call: FrameType,  # of a method; a lock or a flag could stay set after Ctrl-C
     what: str,
 ) -> None:
-    """Refuse to do something while it is being done; `RuntimeError`."""
-    if lock.locked():
-        raise RuntimeError(
-            f"{what} was called while it was running, as from a signal handler or another thread; set"
-            " a flag there, and call it between two steps, on all ranks"
-        )
+    """Refuse a call while another one of this object is on a thread's stack; `RuntimeError`."""
+    stacks = map(walk_stack, sys._current_frames().values())
+    for frame, _ in chain.from_iterable(stacks):
+        alike = frame is not call and frame.f_code is call.f_code
+        if alike and frame.f_locals["self"] is call.f_locals["self"]:
+            raise RuntimeError(
+                f"{what} was called while it was running, as from a signal handler or another thread;"
+                " set a flag there, and call it between two steps, on all ranks"
+            )
