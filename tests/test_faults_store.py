@@ -427,7 +427,7 @@ def test_a_store_behind_a_cut_network_is_given_up(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     listener, cut = passed_on("127.0.0.1", server.port)
     client = dist.TCPStore("127.0.0.1", listener.getsockname()[1], is_master=False)
-    group = SimpleNamespace(global_rank=1, process_group=None, _wire=_State())
+    group = SimpleNamespace(global_rank=1, process_group=_State(), _wire=_State())
     monkeypatch.setattr(store_module, "_store", lambda group: dist.PrefixStore("x", client))
     monkeypatch.setattr(store_module, "_timeout", lambda group: timedelta(seconds=0.5))
     monkeypatch.setattr(store_module, "_is_near", lambda host: False)

@@ -28,6 +28,7 @@ from zero_nb.comm.coalescing import coalescing_manager
 from zero_nb.comm.ending import end_if_interrupted
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
+from zero_nb.comm.store import _Notes
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 ROOM = os.sep + os.path.join("zero_nb", "checkpoint") + os.sep
@@ -199,6 +200,24 @@ def interrupt_at(store, place):
     store.set("interrupted", "")
 
 
+def interrupt_asking(store):
+    """Send a signal while this rank asks the store whether all have come; then let rank 1 come."""
+    plain = _Notes._ask
+
+    def ask(self, request, key, *values):
+        def raising(*given):
+            store.set("interrupted", "")
+            signal.raise_signal(signal.SIGALRM)
+            return request(*given)
+
+        if not key.endswith("/ok"):
+            return plain(self, request, key, *values)
+        _Notes._ask = plain
+        return plain(self, raising, key, *values)
+
+    _Notes._ask = ask
+
+
 def wait_twice(error, in_a_block):
     """Let a signal end rank 0's wait for a peer that comes later; wait two times more."""
     group = Group()
@@ -366,31 +385,37 @@ def test_ranks_hear_of_one_that_leaves_an_agreement_by_no_error(place, error, ra
         assert then == 3.0 if place == "local" else words in then, found
 
 
-def test_ranks_hear_of_one_that_was_interrupted_while_it_waited_for_them():
-    found = run(2, wait_interrupted)
-    assert found[0] == ("KeyboardInterrupt", 2.0)
-    assert "rank 0 failed with KeyboardInterrupt at 'the work'" in found[1][0]
+@pytest.mark.parametrize("asking", (False, True))
+@pytest.mark.parametrize("error", (KeyboardInterrupt, RuntimeError, TimeoutError, Stopped))
+def test_ranks_hear_of_one_that_was_interrupted_while_it_waited_for_them(error, asking):
+    # a RuntimeError is what torch raises in a rank whose DataLoader has lost a worker
+    found = run(2, wait_interrupted, error, asking)
+    assert found[0] == (error.__name__, 2.0)
+    assert f"rank 0 failed with {error.__name__} at 'the work'" in found[1][0]
     assert found[1][1] == 2.0
 
 
-def wait_interrupted():
+def wait_interrupted(error, asking):
     """Let a signal end rank 0's wait in an agreement before rank 1 comes."""
     group = Group()
     group.all_reduce(torch.ones(1))
     store = dist.distributed_c10d._get_default_store()
 
     def handler(*_):
-        raise KeyboardInterrupt
+        raise error
 
     if group.group_rank:
         store.wait(["interrupted"])
     else:
         signal.signal(signal.SIGALRM, handler)
-        threading.Thread(target=interrupt_at, args=(store, "_wait"), daemon=True).start()
+        if asking:
+            interrupt_asking(store)
+        else:
+            threading.Thread(target=interrupt_at, args=(store, "agree"), daemon=True).start()
     try:
         agree(group, "the work")
-    except (KeyboardInterrupt, RuntimeError) as error:
-        said = str(error) or type(error).__name__
+    except (error, RuntimeError) as raised:
+        said = str(raised) or type(raised).__name__
     summed = torch.ones(1)
     group.all_reduce(summed)
     return said, summed.item()

@@ -18,7 +18,14 @@ from .arrivals import _first_difference, _gone_words, _interrupt, _missing
 from .arrivals import _missing_words, _name_life, _plain, _take_back
 from .arrivals import _undecided_words, _waits_at
 from .ranks import Ranks, _no_group, _several
-from .store import _GROUP_COUNT, _Notes, _has_no_peers, _is_agreed, _note_agreed
+from zero_nb.comm.store import (
+    _GROUP_COUNT,
+    _Notes,
+    _has_no_peers,
+    _is_agreed,
+    _note_agreed,
+    _untold,
+)
 from .store import _pauses, _read, _report, _reported, _shortened, _timeout
 
 # %% auto #0
@@ -104,7 +111,7 @@ class _Agreement:
             if said := _heard(self, waited):
                 if outcome := self._outcome():
                     return outcome  # the rank that failed has left this agreement before
-                raise RuntimeError(f"{said}, while {_waits_at(self.group, self.what)}")
+                raise _untold(self.group, f"{said}, while {_waits_at(self.group, self.what)}")
             self._look_around(waited)
             if said := self._explain_gone(gone, waited):
                 return self._leave(f"{said}, while {_waits_at(self.group, self.what)}")
@@ -124,7 +131,7 @@ class _Agreement:
             return outcome
         if self.turn:
             self._set("no", outcome)
-        raise RuntimeError(words)
+        raise _untold(self.group, words)
 
     def _look_around(self, waited: float) -> None:
         if not self.turn and _Notes(self.group).peek("life") != self.state.life:
@@ -178,12 +185,12 @@ def _learn_life(agreement: _Agreement) -> Steps:
         if time.monotonic() - begin > _doubt(group) and (
             said := _Notes(group, life + _AFTER).peek("failed")
         ):
-            raise RuntimeError(f"{said}, while {_waits_at(group, agreement.what)}")
+            raise _untold(group, f"{said}, while {_waits_at(group, agreement.what)}")
         if 0 in gone:
             said = _gone_words(group, gone)
-            raise RuntimeError(f"{said}, while {_waits_at(group, agreement.what)}")
+            raise _untold(group, f"{said}, while {_waits_at(group, agreement.what)}")
         yield pause
-    raise RuntimeError(_missing_words(group, agreement.what, [0]))
+    raise _untold(group, _missing_words(group, agreement.what, [0]))
 
 
 def _heard(agreement: _Agreement, waited: float) -> str:
@@ -200,17 +207,18 @@ def _heard(agreement: _Agreement, waited: float) -> str:
 def _find(agreement: _Agreement, key: str) -> Steps:
     """Wait for a text of this turn."""
     begin = time.monotonic()
-    connections = _Connections(agreement.group)
-    for pause in _pauses(agreement.group):
+    group = agreement.group
+    connections = _Connections(group)
+    for pause in _pauses(group):
         gone = connections.look(time.monotonic() - begin)  # before: a rank may say it, and leave
         if text := agreement.peek(key):
             return text
-        _check_ended(agreement.group, agreement.what)
+        _check_ended(group, agreement.what)
         said = agreement.peek("failed", of_group=True)
-        if said := said or (_gone_words(agreement.group, gone) if gone else ""):
-            raise RuntimeError(f"{said}, while {_waits_at(agreement.group, agreement.what)}")
+        if said := said or (_gone_words(group, gone) if gone else ""):
+            raise _untold(group, f"{said}, while {_waits_at(group, agreement.what)}")
         yield pause
-    raise RuntimeError(_undecided_words(agreement.group, agreement.what))
+    raise _untold(group, _undecided_words(group, agreement.what))
 
 
 def _let_read(agreement: _Agreement) -> Steps:
@@ -238,7 +246,7 @@ def _finish(agreement: _Agreement, outcome: str) -> Steps:
     if outcome == "ok":
         return outcome
     if outcome not in ("differ", "failed"):
-        raise RuntimeError(outcome.removeprefix("left "))
+        raise _untold(agreement.group, outcome.removeprefix("left "))
     if outcome == "differ":
         error: Exception = yield from _tell_difference(agreement)
     else:
@@ -268,9 +276,8 @@ def _tell_difference(agreement: _Agreement) -> Generator[float, None, Exception]
         try:
             lines = json.loads(zlib.decompress(bytes.fromhex(notes.peek(f"{turn}/text"))))
         except (ValueError, zlib.error) as error:
-            raise RuntimeError(
-                f"the store holds what rank {group.ranks[0]} cannot have written: {error}"
-            ) from error
+            words = f"the store holds what rank {group.ranks[0]} cannot have written: {error}"
+            raise _untold(group, words) from error
         notes.set(
             f"{turn}/verdict",
             json.dumps([group.group_rank, *_first_difference(lines, agreement.lines)]),
@@ -306,9 +313,8 @@ def agree(
     try:
         for pause in _steps_of(_Agreement(group, what, lines, error)):
             time.sleep(pause)
-    except BaseException as ended:
-        if not isinstance(ended, RuntimeError):  # agreed on, of a signal handler, or Ctrl-C
-            _interrupt(group, since, turn, what, ended)
+    except BaseException as ended:  # agreed on, of a signal handler, or Ctrl-C
+        _interrupt(group, since, turn, what, ended)
         _note_agreed(ended, group)
         raise
     group._agreed()

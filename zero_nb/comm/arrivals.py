@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .ranks import _MARKS, _TAGS, Ranks, _sending_group
-from .store import _Notes, _described, _has_no_peers, _is_agreed, _note_agreed
+from .store import _Notes, _described, _has_no_peers, _is_agreed, _note_agreed, _untold
 from .store import _shortened, _timeout
 
 # %% auto #0
@@ -197,7 +197,7 @@ def _waits_at(group: Ranks, what: str) -> str:
 def _check_ended(group: Ranks, what: str) -> None:
     if ended := group._state.ended:
         why = group._state.reason or f"the group was {ended}"
-        raise RuntimeError(f"{why}, while {_waits_at(group, what)}; make a new group")
+        raise _untold(group, f"{why}, while {_waits_at(group, what)}; make a new group")
 
 
 def _difference_words(group: Ranks, topic: str, group_rank: int, here: str, there: str) -> str:

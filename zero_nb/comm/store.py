@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from .ranks import Ranks, _sending_group
 
@@ -60,8 +61,12 @@ def _is_far(store: Any) -> bool:
     return isinstance(store, torch.distributed.TCPStore) and not _is_near(store.host)
 
 
+class _NoAnswer(Exception):
+    """A store did not answer in time."""
+
+
 def _within(seconds: float, request: Callable[[], Any]) -> Any:
-    """Make a request that may never return. Raises `TimeoutError`."""
+    """Make a request that may never return. Raises `_NoAnswer`."""
     answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -74,7 +79,7 @@ def _within(seconds: float, request: Callable[[], Any]) -> Any:
     try:
         answer, error = answers.get(timeout=seconds)
     except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:g} seconds") from None
+        raise _NoAnswer(f"no answer within {seconds:g} seconds") from None
     if error:
         raise error
     return answer
@@ -103,17 +108,17 @@ class _Notes:
                 f"the store of {self._group} holds, under {key!r}, what no rank has written"
                 f" ({error}); another program writes to it: keep its port from others"
             ) from error
-        except Exception as error:
+        except (dist.DistError, _NoAnswer) as error:  # others are of a signal handler
             raise _unreachable(self._group, self._store, error) from error
 
     def _ask_far(self, request: Callable[[], Any]) -> Any:
         """Ask a store on another machine: torch waits for its answer without a limit."""
         wire = self._group._wire
         if wire.silent:
-            raise TimeoutError("it has left a request without an answer before")
+            raise _NoAnswer("it has left a request without an answer before")
         try:
             return _within(_timeout(self._group).total_seconds(), request)
-        except TimeoutError:
+        except _NoAnswer:
             wire.note_silent()
             raise
 
@@ -155,11 +160,12 @@ def _unreachable(group: Ranks, store: Any, error: Exception) -> RuntimeError:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     place = f" at {store.host}:{store.port}" if hasattr(store, "port") else ""
-    return RuntimeError(
+    words = (
         f"rank {group.global_rank} cannot reach the store of its group{place}, through which ranks"
         f" agree: {_shortened(str(error), 300)}; the process that hosts it has ended, rank 0's or"
         " torchrun's agent, or the network to it is cut. Look at its output first"
     )
+    return _untold(group, words)
 
 
 _LONGEST = 4000  # characters of an error that travel
@@ -295,6 +301,13 @@ def _note_agreed(error: BaseException, group: Ranks) -> None:
     with suppress(AttributeError):  # of a class that takes no attribute
         agreed = name, next(_GROUP_COUNT)  # an error may be pickled
         error.__dict__.setdefault("_agreed_by", []).append(agreed)
+
+
+def _untold(group: Ranks, words: str) -> RuntimeError:
+    """Make an error that the other ranks have, too, or cannot be told of."""
+    error = RuntimeError(words)
+    _note_agreed(error, group)
+    return error
 
 
 def _is_agreed(error: BaseException, group: Ranks, since: int) -> bool:
