@@ -14,9 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_nb import full_state_dict, load_sharded, reshard, save_sharded
+from zero_nb.checkpoint import reshard as reshard_module
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
 from zero_nb.comm import ending
 from zero_nb.comm.launch import run
+from zero_nb.optim import optimizer as optimizer_module
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 ROOMS = [os.sep.join(("", *parts, "")) for parts in (("zero_nb",), ("torch", "optim"))]
@@ -127,6 +129,82 @@ def test_no_rank_goes_on_or_waits_after_a_local_step_that_was_interrupted(way, c
         heard = found[1 - ranks[0]][0][0]
         assert f"rank {ranks[0]} failed with {error.__name__}" in heard
     assert os.listdir(tmp_path) == []
+
+
+class Preempted(Exception):
+    """What a signal handler of the user's raises."""
+
+
+def stop_everywhere(error, folder):
+    """Let the third step of zero1 fail in the middle on all ranks; give what each way to save says then, and after
+    one more step."""
+    module = network()
+    model = DDP(module)
+    zero = ZeroRedundancyOptimizer(module.parameters(), Interrupted, lr=0.1)
+    train(model, zero, range(2))
+    Interrupted.error = error
+    Interrupted.left = 1
+    with pytest.raises(error):
+        train(model, zero, [2])
+    said = {name: caught(save) for name, save in saves(module, zero, folder).items()}
+    train(model, zero, [3])
+    return said, {name: caught(save) for name, save in saves(module, zero, folder).items()}
+
+
+@pytest.mark.parametrize("size", (1, 2))
+@pytest.mark.parametrize("error", (Preempted, RuntimeError))
+def test_nothing_is_saved_between_a_step_that_failed_on_all_ranks_and_the_next(
+    error, size, tmp_path
+):
+    for said, later in run(size, stop_everywhere, error, tmp_path):
+        assert all(text and f"the last step {UNFINISHED}" in text for text in said.values()), said
+        assert not any(later.values()), later
+
+
+def stepped_alone():
+    module = network()
+    zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=0.1)
+    train(module, zero, range(2))
+    return module, zero
+
+
+def step_after(change, monkeypatch):
+    """Interrupt a change of an optimizer that one process has; give what its next step says."""
+    module, zero = stepped_alone()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(reshard_module, "exchange_state", interrupting)
+        change(zero)
+    return caught(partial(train, module, zero, [2]))
+
+
+def interrupting(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_no_step_follows_a_move_of_the_state_that_was_interrupted(monkeypatch):
+    change = partial(reshard, shard="whole")
+    [said] = run(1, step_after, change, monkeypatch)
+    assert f"the last reshard() {UNFINISHED}" in said
+
+
+def add_again(monkeypatch):
+    """Interrupt an optimizer that takes a param group, and let it take that again, and step."""
+    _, zero = stepped_alone()
+    more = nn.Parameter(torch.ones(5))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optimizer_module, "take_groups", interrupting)
+        zero.add_param_group({"params": [more]})
+    groups = len(zero.param_groups)
+    zero.add_param_group({"params": [more]})
+    more.grad = torch.ones(5)
+    zero.step()
+    return groups, more.tolist()
+
+
+def test_a_param_group_that_was_added_in_part_is_taken_away(monkeypatch):
+    [(groups, values)] = run(1, add_again, monkeypatch)
+    assert groups == 1
+    assert all(value < 1 for value in values)
 
 
 def attached(mode, module, kind=Interrupted, group=None):

@@ -116,7 +116,7 @@ class AfterBackward:
                     check_backends(optimizer.group, optimizer.params())
                 if monitor is not None:
                     self._show_before_step(monitor)
-                local.change.start("step")
+                local.change.start_step()
                 for shard in shards:
                     lend_pieces(local.by_class.values(), shard)
                 pulled = local.pull_options(optimizer.param_groups)
@@ -188,7 +188,7 @@ class AfterBackward:
         elif not (raised and first):
             # else the others would wait for this rank; and what nodes hold of one part may differ
             end_groups(optimizer.groups, error)
-        if raised and (together or not stepping):
+        if raised and not stepping:
             optimizer.local.change.finish()
 
 # %% ../../nbs/optim/22_driver.ipynb #6b6e6b77

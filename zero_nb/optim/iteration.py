@@ -321,7 +321,7 @@ class Iteration:
         pieces = []
         if self.monitor is not None:
             self._show_before_step(self.monitor, runs)
-        local.change.start("step")  # the driver notes that it has ended
+        local.change.start_step()  # the driver notes that it has ended
         for run in runs:
             pieces += lend_bucket(optims, self.plan.shard, run.bucket, run.wait_reduced(), unused)
         versions = [] if always else [t._version for t in local.tensors.values()]

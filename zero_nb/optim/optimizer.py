@@ -197,7 +197,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             with agreeing(self.groups, "add_param_group", self._describe):
                 self._append(dict(param_group))
                 self._take(range(groups, len(self.param_groups)))
-        except Exception:
+        except BaseException:
             del self.shards[shards:], self.param_groups[groups:]
             self.local.keep_groups(groups)
             raise

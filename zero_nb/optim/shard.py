@@ -216,6 +216,12 @@ class CurrentChange:
         """Note that a change begins."""
         self.what = what
 
+    def start_step(self) -> None:
+        """Note that a step begins. Raises `RuntimeError` after another change that did not come to its end."""
+        if self.what not in ("", "step"):
+            self.check_finished()
+        self.what = "step"
+
     def finish(self) -> None:
         """Note that parameters and state belong together."""
         self.what = ""
