@@ -132,30 +132,43 @@ def test_output_is_lines(job):
     assert "zero_nb" not in job[1].stderr  # no warning that comes from this package
 
 
-def test_one_process_without_a_launcher(tmp_path):
-    env = {name: value for name, value in os.environ.items() if name != "RANK"}
-    command = [
-        sys.executable,
-        "-m",
-        "zero_nb.apps.train",
-        *FLAGS,
-        "--steps=2",
-        "--no-compare",
-        f"--out={tmp_path}",
-    ]
-    (tmp_path / "checkpoint-7.pt").write_bytes(b"of a training before")
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-    assert process.returncode == 0, process.stderr
-    assert f"{tmp_path} has checkpoint-7.pt of an earlier training" in process.stderr
-    assert not (tmp_path / "checkpoint-7.pt").exists()
-    assert "Exception ignored" not in process.stderr and "Traceback" not in process.stderr
-    assert STATE not in json.loads((tmp_path / "report.json").read_text())
+ALONE = """
+import runpy
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    del os.environ[name]
+"""
+RUN_MODULE = ALONE + "runpy.run_module('zero_nb.apps.train', run_name='__main__', alter_sys=True)"
+AGENT = (
+    ALONE
+    + """
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+from zero_nb.apps.train import run_rank
+options = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--nproc-per-node=2"]
+config, *_ = config_from_args(parse_args([*options, "a script"]))
+config.start_method = "fork" # ranks that have imported torch
+elastic_launch(config, run_rank)(sys.argv[1:])
+"""
+)
 
 
-def test_unknown_option_under_torchrun():
-    process = launched(2, "--stepz=3")
-    assert process.returncode != 0
-    assert process.stderr.count("zero_nb.apps.train: error: unrecognized arguments: --stepz=3") == 1
+def test_one_process_without_a_launcher(starter, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "checkpoint-7.pt").write_bytes(b"of a training before")
+    flags = (*FLAGS, "--steps=2", "--no-compare", f"--out={out}")
+    [ended] = starter.run(RUN_MODULE, tmp_path, 1, flags, seconds=120)
+    assert ended.code == 0, ended.stderr
+    assert f"{out} has checkpoint-7.pt of an earlier training" in ended.stderr
+    assert not (out / "checkpoint-7.pt").exists()
+    assert "Exception ignored" not in ended.stderr and "Traceback" not in ended.stderr
+    assert STATE not in json.loads((out / "report.json").read_text())
+
+
+def test_unknown_option_under_torchrun(starter, tmp_path):
+    [ended] = starter.run(AGENT, tmp_path, 1, ("--stepz=3",), seconds=120)
+    assert ended.code == 1 and "ChildFailedError" in ended.stderr, ended
+    assert ended.stderr.count("zero_nb.apps.train: error: unrecognized arguments: --stepz=3") == 1
 
 
 # --- resuming -------------------------------------------------------------------------------------
@@ -469,13 +482,13 @@ def test_compiled_blocks_train_in_every_mode(tmp_path):
 
 
 def test_a_rank_that_cannot_compile_stops_all(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     config = configured({**TINY, "compile": True, "compare": False, "out": str(tmp_path)})
 
     def refused():
         import torch._inductor.config
 
-        if Group().group_rank == 1:
+        if Group().group_rank == 1:  # rank 0 may find what earlier tests have compiled
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
             torch._inductor.config.cpp.cxx = ("/nowhere/c++",)
         try:
             train_rank(config)
