@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,8 @@ import psutil
 import pytest
 import torch
 from common.commands import refused
+from common.starter import ALONE
+from common.waiting import wait_for
 
 from zero_nb.apps import cli
 
@@ -52,21 +54,25 @@ def command(*words):
     )
 
 
-def called(*words, **env):
-    return subprocess.run(
-        command(*words), capture_output=True, text=True, timeout=120, env={**os.environ, **env}
-    )
+MAIN = ALONE + "from zero_nb.apps.cli import main; raise SystemExit(main())"
 
 
-def test_trains_and_resumes(tmp_path):
+def forked(starter, folder, *words, **environ):
+    """Run the command in a process that has imported torch; its ranks are new interpreters."""
+    (folder / "said").mkdir()
+    [ended] = starter.run(MAIN, folder / "said", 1, words, seconds=120, **environ)
+    return ended
+
+
+def test_trains_and_resumes(starter, tmp_path):
     out = tmp_path / "new" / "folder"
-    process = called("train", "--nproc=2", *TINY, f"--out={out}")
+    line = command("train", "--nproc=2", *TINY, f"--out={out}")
+    process = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert process.returncode == 0 and process.stderr == "", process.stderr
     assert "MiB on each rank" in process.stdout and str(out) in process.stdout
-    process = called(
-        "train", "--nproc=1", "--resume", "--no-compare", f"--out={out}"
-    )  # complete, so as far again
-    assert process.returncode == 0, process.stderr
+    flags = ("train", "--nproc=1", "--resume", "--no-compare", f"--out={out}")
+    ended = forked(starter, tmp_path, *flags)  # complete, so as far again
+    assert ended.code == 0, ended.stderr
     numbers = json.loads((out / "report.json").read_text())
     assert (numbers["world size"], list(numbers["losses"]["zero_nb"])) == (
         1,
@@ -252,49 +258,50 @@ def test_the_command_itself_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
-def test_a_rank_that_raises(tmp_path):
+def test_a_rank_that_raises(starter, tmp_path):
     Path(tmp_path, "sitecustomize.py").write_text(
         FAILS_ON_RANK_1.format(error="ZeroDivisionError('no gradient left')")
     )
-    process = called("train", "--nproc=2", *TINY, f"--out={tmp_path}", PYTHONPATH=str(tmp_path))
-    lines = process.stderr.splitlines()
+    flags = ("train", "--nproc=2", *TINY, f"--out={tmp_path}")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = forked(starter, tmp_path, *flags, PYTHONPATH=paths)
+    lines = ended.stderr.splitlines()
     assert (
-        process.returncode == 1
+        ended.code == 1
         and lines[-1] == "zero-nb train: rank 1 failed: ZeroDivisionError: no gradient left"
     )
     assert (
-        process.stderr.count("Traceback") == 1
-        and "clip_grad_norm_" in process.stderr
+        ended.stderr.count("Traceback") == 1
+        and "clip_grad_norm_" in ended.stderr
         and len(lines) < 40
     )
 
 
 @contextmanager
-def training(out):
-    """Start a training that would take hours; give its launcher and its ranks once it has taken a step."""
-    process = subprocess.Popen(
-        command("train", "--nproc=2", *TINY, "--steps=100000", "--eval-every=1", f"--out={out}"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    stop, ranks = threading.Timer(100, process.kill), []
-    stop.start()
-    try:
-        assert any(line.startswith("step ") for line in process.stdout)  # older gloo speaks first
-        ranks = [
-            child
-            for child in psutil.Process(process.pid).children(recursive=True)
-            if "zero_nb.apps.train" in child.cmdline()
-        ]
-        assert len(ranks) == 2
-        yield process, ranks
-        assert psutil.wait_procs(ranks, timeout=30)[1] == []
-    finally:
-        stop.cancel()
-        for left in [process, *ranks]:
-            left.kill() if psutil.pid_exists(left.pid) else None
-        process.communicate()
+def training(starter, out):
+    """Start a training that would take hours; give its launcher, its ranks, and how the launcher will
+    have ended, once it has taken a step."""
+    flags = ("train", "--nproc=2", *TINY, "--steps=100000", "--eval-every=1", f"--out={out}")
+    said = out / "said" / "stdout of 0"
+    left = []
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(forked, starter, out, *flags)
+        try:
+            wait_for(lambda: ended.done() or (said.exists() and "\nstep " in said.read_text()), 110)
+            assert not ended.done(), ended.result()
+            [launcher] = left = psutil.Process(starter.process.pid).children()
+            ranks = [
+                child
+                for child in launcher.children(recursive=True)
+                if "zero_nb.apps.train" in child.cmdline()
+            ]
+            left = [launcher, *ranks]
+            assert len(ranks) == 2
+            yield launcher, ranks, ended
+            assert psutil.wait_procs(ranks, timeout=30)[1] == []
+        finally:
+            for each in left:
+                each.kill() if each.is_running() else None
 
 
 def test_a_rank_that_is_ended_by_a_signal_without_a_name():
@@ -302,32 +309,31 @@ def test_a_rank_that_is_ended_by_a_signal_without_a_name():
     assert ended == ("rank 0 was ended by SIGRTMIN+6", 1)
 
 
-def test_a_rank_that_is_killed(tmp_path):
-    with training(tmp_path) as (process, ranks):
+def test_a_rank_that_is_killed(starter, tmp_path):
+    with training(starter, tmp_path) as (_, ranks, ended):
         next(rank for rank in ranks if rank.environ()["RANK"] == "1").kill()
-        _, err = process.communicate(timeout=60)
+        assert ended.result().code == 1
         assert (
-            process.returncode == 1
-            and err
+            ended.result().stderr
             == "zero-nb train: rank 1 was ended by SIGKILL; the machine may have run out of"
             " memory\n"
         )
 
 
-def test_an_interrupt_ends_all_ranks(tmp_path):
-    with training(tmp_path) as (process, _):
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+def test_an_interrupt_ends_all_ranks(starter, tmp_path):
+    with training(starter, tmp_path) as (launcher, _, ended):
+        launcher.send_signal(signal.SIGINT)
+        assert ended.result().code == 130
         assert (
-            process.returncode == 130
-            and err
+            ended.result().stderr
             == "zero-nb train: stopped by SIGINT; --resume continues from the last checkpoint\n"
         )
 
 
-def test_a_killed_launcher_leaves_no_rank(tmp_path):
-    with training(tmp_path) as (process, _):
-        process.kill()
+def test_a_killed_launcher_leaves_no_rank(starter, tmp_path):
+    with training(starter, tmp_path) as (launcher, _, ended):
+        launcher.kill()
+        assert ended.result().code == -signal.SIGKILL
 
 
 def test_out_that_is_a_file_and_a_shortened_option(capsys, monkeypatch, tmp_path):

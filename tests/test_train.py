@@ -15,6 +15,7 @@ import torch
 from common.devices import cuda
 from common.errors import caught
 from common.jobs import TINY
+from common.starter import ALONE
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from zero_nb.apps import loop
@@ -132,12 +133,13 @@ def test_output_is_lines(job):
     assert "zero_nb" not in job[1].stderr  # no warning that comes from this package
 
 
-ALONE = """
+RUN_MODULE = (
+    ALONE
+    + """
 import runpy
-for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-    del os.environ[name]
+runpy.run_module("zero_nb.apps.train", run_name="__main__", alter_sys=True)
 """
-RUN_MODULE = ALONE + "runpy.run_module('zero_nb.apps.train', run_name='__main__', alter_sys=True)"
+)
 AGENT = (
     ALONE
     + """

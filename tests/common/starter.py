@@ -53,6 +53,11 @@ sys.argv = ["-c", *job["arguments"]]
 exec(compile(job["code"], "<program>", "exec"))
 """
 
+ALONE = """
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    del os.environ[name]
+"""  # what a program begins with that is no rank, but a launcher of ranks or a job of one process
+
 
 @dataclass(frozen=True)
 class Ended:
