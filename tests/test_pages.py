@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[1]
 PROCESS = """
 import gc
 from nbdev.serve import proc_nbs
+gc.disable() # the shell of each notebook lives until the end, and little of it is garbage
 proc_nbs(n_workers=0, force=True)
-gc.freeze() # each notebook's shell collects garbage at exit: 200 times, a quarter of a second each
+gc.freeze() # each shell collects garbage at exit: 200 times, a quarter of a second each
 """
 
 
