@@ -20,6 +20,7 @@ from torch import nn
 
 from zero_nb import convert_checkpoint, full_state_dict, newest_checkpoint, verify_checkpoint
 from zero_nb.checkpoint import checksums
+from zero_nb.checkpoint import sharded as sharded_module
 from zero_nb.checkpoint.async_save import AsyncCheckpointer, StagingMemory
 from zero_nb.checkpoint.folder import PlainPlanner
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
@@ -114,6 +115,50 @@ def test_an_interrupt_while_numbers_are_read_is_no_error_of_the_checkpoint(folde
     assert names == ("RuntimeError", "KeyboardInterrupt")
     assert "KeyboardInterrupt on rank 1" in words[0] and "load again" in words[0]
     assert values[0] == values[1]
+
+
+def stop_a_load(folder, place, error, sharded):
+    """Let rank 0 leave a load by an exception, once the numbers are read, and wait; then load again."""
+    model, zero = trained()
+    optimizer = zero if sharded else torch.optim.AdamW(model.parameters())
+
+    def leave(*args):
+        raise error
+
+    if dist.get_rank() == 0 and place == "hook":
+        handle = model.register_load_state_dict_post_hook(leave)
+    elif dist.get_rank() == 0:
+        plain = getattr(sharded_module, place)
+        setattr(sharded_module, place, leave)
+    try:
+        load_sharded(folder, model, optimizer)
+    except BaseException as raised:
+        first = f"{type(raised).__name__}: {raised}"
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank():
+        store.set("heard", "")
+    else:
+        store.wait(["heard"])  # no call of this rank's frees the others
+        setattr(sharded_module, place, plain) if place != "hook" else handle.remove()
+    return first, caught(lambda: load_sharded(folder, model, optimizer))
+
+
+@pytest.mark.parametrize("sharded", (True, False), ids=("zero", "plain"))
+@pytest.mark.parametrize("place", ("hook", "restore_keys", "gather_parameters", "in_part"))
+def test_ranks_hear_at_once_of_an_interrupt_after_the_numbers_were_read(folder, place, sharded):
+    if not sharded and place == "gather_parameters":
+        pytest.skip("nothing is gathered")
+    ours, theirs = run(2, stop_a_load, folder, place, KeyboardInterrupt, sharded)
+    assert ours[0] == "KeyboardInterrupt: "
+    for said in (theirs[0], ours[1], theirs[1]):
+        assert f"rank 0 failed with KeyboardInterrupt at 'loading {folder}" in said, said
+    assert "make a new group" in ours[1]
+
+
+def test_an_error_of_a_hook_of_the_model_is_one_on_all_ranks_of_a_load(folder):
+    ours, theirs = run(2, stop_a_load, folder, "hook", ValueError("no"), True)
+    assert ours == ("ValueError: no", None)
+    assert "rank 0 failed at loading" in theirs[0] and theirs[1] is None, theirs
 
 
 def test_threads_that_check_a_folder_stop_after_an_interrupt(folder, monkeypatch):

@@ -42,8 +42,8 @@ from zero_nb.checkpoint.names import (
     room_for_model,
 )
 from .skeleton import naming_target, tight
-from ..comm.agreement import agreeing
-from ..comm.ending import end_if_interrupted, fail
+from ..comm.agreement import agree, agreeing
+from ..comm.ending import end_if_interrupted, fail, note_known
 from ..comm.groups import Group
 from zero_nb.comm.objects import (
     broadcast_object_list,
@@ -230,8 +230,9 @@ def save_sharded(
             opened.close()
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a20106
-def _load_boxes(folder: Any, into: dict[str, Any], group: Group) -> None:
+def _load_boxes(folder: Any, into: dict[str, Any], groups: Sequence[Group]) -> None:
     """Let DCP read, and raise the first rank's error in the place of its list of tracebacks."""
+    group = groups[0]
     by = {"storage_reader": FolderReader(folder), "planner": PlainPlanner()}
     try:
         with warnings.catch_warnings():  # that there is no process group is no mistake
@@ -240,7 +241,7 @@ def _load_boxes(folder: Any, into: dict[str, Any], group: Group) -> None:
     except DCP.CheckpointException as error:
         mine, _ = error.failures.get(group.group_rank, (None, None))
         if mine is not None and not isinstance(mine, Exception):
-            raise mine from error  # Ctrl-C
+            raise note_known(mine, groups) from error  # Ctrl-C
         rank, (first, _) = min(error.failures.items())
         if not isinstance(first, Exception):
             raise RuntimeError(
@@ -249,9 +250,11 @@ def _load_boxes(folder: Any, into: dict[str, Any], group: Group) -> None:
             ) from first
         kind = type(first) if isinstance(first, (OSError, MemoryError)) else ValueError
         raise kind(f"loading {folder}: on rank {rank}, {type(first).__name__}: {first}") from first
-    except BaseException as error:  # the others may wait for this rank in an exchange of DCP's
+    except Exception as error:  # the others may wait for this rank in an exchange of DCP's
         if group.size > 1:
             fail([group], error)
+        if isinstance(error, RuntimeError):  # of a lost connection: raise what its rank has said
+            agree(group, f"loading {folder}")
         raise
 
 
@@ -273,7 +276,9 @@ def _make_room(
     return whole, saved
 
 
-def _complete(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
+def _complete(
+    optimizer: torch.optim.Optimizer, shards: Sequence[Shard], groups: Sequence[Group]
+) -> None:
     """Bring the parts that ranks have read to all of them."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return
@@ -281,7 +286,50 @@ def _complete(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None
         gather_parameters(shards)
     except Exception as error:  # the others may wait for this rank
         end_groups(optimizer.groups, error)
+        fail(groups, error)
         raise
+
+
+def _take_model(
+    model: nn.Module,
+    whole: Mapping[str, Any],  # the memory of the model
+    read: Mapping[str, Any],  # what was read, into it or elsewhere
+    kept: Keys,
+) -> None:
+    """Load what was read into the model."""
+    loaded = {k: whole[k] if isinstance(v, TensorShard) else v for k, v in read.items()}
+    restore_keys(loaded, kept)
+    DCP.state_dict.set_model_state_dict(model, loaded)
+
+
+def _load_checked(
+    folder: Any,
+    said: Mapping[str, Any],  # by its manifest
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Group],  # ranks that load, and those that share the state
+) -> SavedOptimizer:
+    """Load a checkpoint that was checked; all ranks call this."""
+    group = groups[0]
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.wait_for_driver()
+        optimizer.sharded_state.follow_layouts()  # before what is read is put where state lies
+    found = list[tuple[dict[str, Any], SavedOptimizer]]()
+    # all of it has been checked
+    with agreeing(group, f"making room for {folder}"), naming_source(folder):
+        found.append(_make_room(folder, said, model, optimizer))
+    [(whole, saved)] = found
+    shards: Sequence[Shard] = ()
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        shards = shards_to_divide(optimizer.group, optimizer.shards)
+        optimizer.local.change.start("load")  # `load_state_dict` notes that it has ended
+    parts = {"model": in_part(whole, shards), **saved.values}
+    _load_boxes(folder, parts, groups)
+    _complete(optimizer, shards, groups)
+    with agreeing(group, f"loading {folder} into the model"):  # whose hooks are called
+        _take_model(model, whole, parts.pop("model"), keys_below(said, "model"))
+    saved.load(parts)
+    return saved
 
 
 def load_sharded(
@@ -294,35 +342,21 @@ def load_sharded(
 
     On several machines, and on GPUs, each rank reads the parameters that it owns, and an all-gather brings the others.
     Raises on all ranks, before anything is loaded: `TypeError` for what is no model or optimizer, `ValueError` if the
-    checkpoint is damaged, not complete, or does not fit. Ctrl-C on one rank is a `RuntimeError` on the others: all must
-    load again. A hook before `load_state_dict` sees numbers in their place.
+    checkpoint is damaged, not complete, or does not fit. Ctrl-C on one rank is a `RuntimeError` on the others, here or
+    in their next call: load again where it says so, else in a new group, as it then says, or a new job.
+    A hook before `load_state_dict` sees numbers in their place.
     Groups may divide parameters otherwise; saved options win. Source: `torch.distributed.checkpoint.load`."""
     group = Group(process_group)
     said = dict[str, Any]()
-    found = list[tuple[dict[str, Any], SavedOptimizer]]()
     with agreeing(group, "load_sharded", lambda: [f"folder={folder}"], local=True):
         check_available()
         check_kinds(model, optimizer, folder)
         said |= check_folder(folder, (group.group_rank, group.size))
+    groups = [group]
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.wait_for_driver()
-        optimizer.sharded_state.follow_layouts()  # before what is read is put where state lies
-    # all of it has been checked
-    with agreeing(group, f"making room for {folder}"), naming_source(folder):
-        found.append(_make_room(folder, said, model, optimizer))
-    [(whole, saved)] = found
-    shards: Sequence[Shard] = ()
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        shards = shards_to_divide(optimizer.group, optimizer.shards)
-        optimizer.local.change.start("load")  # `load_state_dict` notes that it has ended
-    parts = {"model": in_part(whole, shards), **saved.values}
-    _load_boxes(folder, parts, group)
-    _complete(optimizer, shards)
-    loaded = parts.pop("model")
-    loaded = {k: whole[k] if isinstance(v, TensorShard) else v for k, v in loaded.items()}
-    restore_keys(loaded, keys_below(said, "model"))
-    DCP.state_dict.set_model_state_dict(model, loaded)
-    saved.load(parts)
+        groups += optimizer.groups
+    with end_if_interrupted(groups, f"loading {folder}"):
+        saved = _load_checked(folder, said, model, optimizer, groups)
     for words in () if group.group_rank else saved.overruled:
         warnings.warn(words, stacklevel=2)
     return said.get("extra")

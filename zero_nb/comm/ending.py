@@ -21,11 +21,12 @@ from zero_nb.comm.store import (
     _Notes,
     _described,
     _has_no_peers,
+    _note_agreed,
     _shortened,
 )
 
 # %% auto #0
-__all__ = ['abort', 'destroy', 'fail', 'end_if_interrupted', 'fails_everywhere']
+__all__ = ['abort', 'destroy', 'fail', 'end_if_interrupted', 'note_known', 'fails_everywhere']
 
 # %% ../../nbs/comm/24_ending.ipynb #b5488098
 if torch.distributed.is_available():
@@ -129,6 +130,14 @@ def end_if_interrupted(
             if not isinstance(error, Exception):
                 _interrupt(group, since, 0, what, error)
         raise
+
+
+def note_known(error: BaseException, groups: Sequence[Ranks]) -> BaseException:
+    """Note that all ranks of groups know of an exception, so that `end_if_interrupted` ends none of them."""
+    for group in groups:
+        if group.size > 1:
+            _note_agreed(error, group)
+    return error
 
 # %% ../../nbs/comm/24_ending.ipynb #6a998c28
 _TOGETHER = 3.0  # seconds in which all ranks fail if they fail at the same place
