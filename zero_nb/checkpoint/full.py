@@ -221,7 +221,7 @@ def load_full_state_dict(
         groups = optimizer.param_groups
         named = all("param_names" in g for g in groups)
         found.append(by_index(full, [g["param_names"] for g in groups]) if named else full)
-    with naming_source(source):
+    with end_if_interrupted(optimizer.groups, "load_full_state_dict"), naming_source(source):
         optimizer.load_state_dict(found[0])
 
 # %% ../../nbs/checkpoint/04_full.ipynb #f0110017

@@ -21,7 +21,7 @@ from zero_nb.checkpoint.reshard_plan import (
 from .seats import parameter_sources, placement_from, send_parameters
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
-from ..comm.ending import fail
+from ..comm.ending import end_if_interrupted, fail
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.state import replace_shards
 from ..optim.load_state import deal_to_pieces, frozen_place, give_state
@@ -193,9 +193,10 @@ def reshard(
     with agreeing(ranks, "reshard", lambda: describe_request(optimizer, request)):
         check_free(optimizer)
         change = Resharding(optimizer, request, ranks)
-    senders, receivers = change.find_rows()
-    change.check_parts(senders)
-    new = change.plan(senders, len(receivers.ranks[0]))
+    with end_if_interrupted(ranks, "reshard"):
+        senders, receivers = change.find_rows()
+        change.check_parts(senders)
+        new = change.plan(senders, len(receivers.ranks[0]))
     try:
         with optimizer.local.change.during("reshard()"):
             StateMover(change, new, senders, receivers).move(change.entries)

@@ -240,7 +240,7 @@ class JoinSession:
         """Leave the block together with the others."""
         try:
             self.exchange(stopped)
-        except Exception as failure:
+        except BaseException as failure:  # Ctrl-C, too
             self.fail(failure)
             raise
 

@@ -20,6 +20,7 @@ from .iteration import StepMonitor
 from .shard import Shard
 from ..comm.agreement import agreeing
 from ..comm.comparison import log_once
+from ..comm.ending import end_if_interrupted
 from ..comm.groups import Group
 from ..comm.objects import plain_numbers
 from .arguments import check_group, check_settings, plan_lines, read_group, read_params
@@ -201,8 +202,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             del self.shards[shards:], self.param_groups[groups:]
             self.local.keep_groups(groups)
             raise
-        mark_plans_agreed(self.group, self.shards[shards:])
-        self._consolidated = torch_interface.Consolidated()  # it lacks the group
+        with end_if_interrupted(self.groups, "add_param_group"):
+            mark_plans_agreed(self.group, self.shards[shards:])
+            self._consolidated = torch_interface.Consolidated()  # it lacks the group
 
     def _describe(self) -> list[str]:
         return plan_lines(self.local.rules, self.param_groups, self.shards)

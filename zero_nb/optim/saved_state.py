@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agreeing
+from ..comm.ending import end_if_interrupted
 from ..comm.groups import Group
 from ..comm.objects import broadcast_object_list, dump, load
 from ..comm.payloads import byte_device, gather_bytes
@@ -173,22 +174,23 @@ def gather_state(
     parts of a state only."""
     group = state.groups[0]
     whole = describe_whole(state, f"{what}(to={to})", lambda: check_destination(group, to), fresh)
-    root = check_destination(group, to)
-    receives = group.group_rank == root
-    found = list[MemoryTarget]()
-    with agreeing(group, "making room for the state"):
-        if receives or to is None:
-            found.append(MemoryTarget(whole.values))
-    gather_values(state, whole.own, whole.values, root, found[0] if receives else None)
-    if not found:
-        return None
-    if to is None:
-        device = byte_device(group, whole.own.params[0].device)
-        share_values(group, whole.values, found[0], root, device)
-        every: list[Any] = [whole.objects]
-        if any(form.is_object for forms in whole.forms.values() for form in forms):
-            broadcast_object_list(every, None, group, device, group_src=root, weights_only=True)
-        whole = replace(whole, objects=every[0])
+    with end_if_interrupted(state.groups, what):
+        root = check_destination(group, to)
+        receives = group.group_rank == root
+        found = list[MemoryTarget]()
+        with agreeing(group, "making room for the state"):
+            if receives or to is None:
+                found.append(MemoryTarget(whole.values))
+        gather_values(state, whole.own, whole.values, root, found[0] if receives else None)
+        if not found:
+            return None
+        if to is None:
+            device = byte_device(group, whole.own.params[0].device)
+            share_values(group, whole.values, found[0], root, device)
+            every: list[Any] = [whole.objects]
+            if any(form.is_object for forms in whole.forms.values() for form in forms):
+                broadcast_object_list(every, None, group, device, group_src=root, weights_only=True)
+            whole = replace(whole, objects=every[0])
     return whole.put_together(found[0].tensors)
 
 # %% ../../nbs/optim/20_saved_state.ipynb #c7e5cd09

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agreeing
+from ..comm.ending import end_if_interrupted
 from ..comm.calls import mark_agreed
 from ..comm.groups import Group
 from ..comm.payloads import byte_device
@@ -165,7 +166,8 @@ class ShardedState:
             strides = shard.relaid()
             if not strides:
                 continue
-            self._reorder(shard, strides)
+            with end_if_interrupted(self.groups, "laying out the state"):
+                self._reorder(shard, strides)
             shard.note_strides()
 
     def _reorder(self, shard: Shard, strides: Mapping[int, Sequence[int]]) -> None:
@@ -228,7 +230,8 @@ class ShardedState:
         self.follow_layouts()
         with agreeing(self.groups, f"planning anew {why}", lambda: made.describe()):
             made = Replanning(self, param_groups, olds, why, plan)
-        return made.carry_out()
+        with end_if_interrupted(self.groups, f"planning anew {why}"):
+            return made.carry_out()
 
     def look_for_all_parts(self, why: str, entries: Sequence[StateEntry]) -> None:
         """Refuse a state of which there are parts only, after an agreement in which all ranks have

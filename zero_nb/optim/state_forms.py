@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agreeing
+from ..comm.ending import end_if_interrupted
 from ..comm.groups import Group
 from ..comm.objects import broadcast_object_list, gather_object
 from ..comm.payloads import byte_device
@@ -295,11 +296,12 @@ def describe_saved(
         found.append(OwnState(rows, params, common))
     [own] = found
     simulated = group.backend(device) == "fake"
-    forms = _merge_forms(group, own.forms(simulated), device)
-    counts = count_state(group, params, own.entries(), device)
-    with agreeing(group, "looking for all parts of the state"):
-        if not simulated:
-            check_complete(counts, params, own.entries())
-            own.check(forms)
-    _drop_unstepped(group, own, forms, device)
+    with end_if_interrupted(state.groups, what):
+        forms = _merge_forms(group, own.forms(simulated), device)
+        counts = count_state(group, params, own.entries(), device)
+        with agreeing(group, "looking for all parts of the state"):
+            if not simulated:
+                check_complete(counts, params, own.entries())
+                own.check(forms)
+        _drop_unstepped(group, own, forms, device)
     return own, forms

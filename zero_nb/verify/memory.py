@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..backward.data_parallel import DataParallel
 from ..backward.ddp_overlap import DdpOverlap
 from ..comm.agreement import agreeing
+from ..comm.ending import end_if_interrupted
 from ..comm.groups import Group
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.param_specs import specs
@@ -375,7 +376,8 @@ def memory_report(
             plan = planned[category]
             reason = _reason(category, held, plan, steps, pooled)
             rows.append(MemoryRow(group.group_rank, category, held, plan, reason))
-    found = gather_to_all(group, [asdict(row) for row in rows])
+    with end_if_interrupted(group, "memory_report"):
+        found = gather_to_all(group, [asdict(row) for row in rows])
     return MemoryReport(
         _method_of(optimizer), tuple(MemoryRow(**row) for part in found for row in part)
     )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.agreement import agreeing
+from ..comm.ending import end_if_interrupted
 from ..comm.groups import Group
 from ..comm.objects import broadcast_object_list, gather_object
 from ..comm.payloads import byte_device
@@ -288,7 +289,7 @@ def assert_same(
     `RuntimeError` naming a rank that never came."""
     groups = _groups_of(group)
     for i, one in enumerate(groups):
-        with ExitStack() as stack:
+        with end_if_interrupted(groups, f"comparing {what}"), ExitStack() as stack:
             for other in groups[:i] + groups[i + 1 :]:
                 stack.enter_context(agreeing(other, f"comparing {what} in a mesh"))
             _compare_in_group(one, value, what)
