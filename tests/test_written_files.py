@@ -2,6 +2,8 @@
 
 import errno
 import os
+import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from zero_nb.checkpoint import files
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
 from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
 from zero_nb.checkpoint.files import check_file, new_folder, replacing
-from zero_nb.checkpoint.full import full_state_dict
+from zero_nb.checkpoint.full import full_state_dict, load_full_state_dict
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
@@ -215,3 +217,47 @@ def test_of_two_jobs_that_save_into_one_folder_one_is_told_that_it_is_there(fold
         assert "each checkpoint needs a folder of its own, and one is there" in words
         verify_checkpoint(folder / name)
     assert sorted(path.name for path in folder.iterdir()) == ["one", "two"]
+
+
+def write_to_special(folder, make):
+    """Save to what is no regular file, and load from it; give what each says, and the rounds that were sent."""
+    zero = ZeroRedundancyOptimizer(nn.Linear(4, 4).parameters(), AdamW)
+    if dist.get_rank() == 0:
+        make(folder / "special")
+        os.symlink(folder / "special", folder / "link")
+    dist.barrier()
+    before = zero.group._wire.turn
+    saved = [caught(lambda: full_state_dict(zero, folder / name)) for name in ("special", "link")]
+    turns = zero.group._wire.turn - before
+    return saved, turns, caught(lambda: load_full_state_dict(zero, folder / "special"))
+
+
+def bind(path):
+    here = os.getcwd()
+    os.chdir(path.parent)  # the path of a socket is short
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+@pytest.mark.parametrize("make", (os.mkfifo, bind), ids=("pipe", "socket"))
+def test_what_is_no_regular_file_is_neither_replaced_nor_read(folder, make):
+    for saved, turns, loaded in run(2, write_to_special, folder, make):
+        assert turns == 2, "it is refused before anything else is agreed on, or gathered"
+        for said in saved:
+            assert "a pipe, a socket or a device is there; save to a file" in said, said
+            assert said.startswith("FileExistsError"), said
+        assert "must be a file, and it is a device or a pipe" in loaded, loaded
+    mode = os.lstat(folder / "special").st_mode
+    assert stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+    assert {path.name for path in folder.iterdir()} == {"special", "link"}
+
+
+def test_a_link_to_a_regular_file_stays_one(folder):
+    (folder / "real").write_text("old")
+    os.symlink(folder / "real", folder / "link")
+    with replacing(folder / "link") as beside:
+        beside.write_text("new")
+    assert (folder / "real").read_text() == "new" and (folder / "link").is_symlink()

@@ -32,8 +32,8 @@ except ImportError:  # Windows
 from .checksums import crc_of
 
 # %% auto #0
-__all__ = ['replacing', 'new_folder', 'Record', 'records_in', 'read_records', 'unpickle_records', 'tensors_in', 'storages_in',
-           'with_checksums', 'check_file']
+__all__ = ['is_special', 'check_replaceable', 'replacing', 'new_folder', 'Record', 'records_in', 'read_records',
+           'unpickle_records', 'tensors_in', 'storages_in', 'with_checksums', 'check_file']
 
 # %% ../../nbs/checkpoint/01_files.ipynb #f11e0009
 def _flush_folder(folder: Path) -> None:
@@ -121,6 +121,20 @@ def _rename_over(beside: Path, path: Path) -> None:
         raise
 
 
+def is_special(path: str | os.PathLike[str]) -> bool:  # a pipe, a socket or a device
+    """Tell whether something has the name that is no file and no folder."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def check_replaceable(path: str | os.PathLike[str]) -> None:
+    """Refuse a name that a file cannot take; `OSError`."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, "must be a file, and a folder is there", str(path))
+    if is_special(path):
+        words = "must be a file, and a pipe, a socket or a device is there; save to a file, and copy that"
+        raise FileExistsError(errno.EEXIST, words, str(path))
+
+
 @contextmanager
 def replacing(
     path: str | os.PathLike[str],  # its folder must exist
@@ -129,9 +143,8 @@ def replacing(
 
     Raises `OSError` as the file system does; the file at `path` is the old one then, or, if the error
     says so, the new one, which is complete and may not be on the disk yet."""
+    check_replaceable(path)
     path = Path(os.path.realpath(path))  # a link stays one
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "must be a file, and a folder is there", str(path))
     if path.exists():  # what was left behind is not the last copy
         _remove_abandoned(path)
     beside, handle = _open_beside(path)
@@ -376,6 +389,8 @@ def check_file(
     """Compare a file of `torch.save` with its checksums.
 
     Raises `ValueError` that names the tensor, what was expected and what was found."""
+    if is_special(path):  # may never end
+        raise ValueError(f"{path} must be a file, and it is a device or a pipe; copy it to a file")
     with open(path, "rb") as file:  # once: another process may put a newer one there meanwhile
         found = records_in(file, path)
         if not any(record.crc for record in found.values()):

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .files import check_file, records_in, replacing, unpickle_records
+from zero_nb.checkpoint.files import (
+    check_file,
+    check_replaceable,
+    records_in,
+    replacing,
+    unpickle_records,
+)
 from zero_nb.checkpoint.names import (
     KEYS,
     by_index,
@@ -62,6 +68,8 @@ _Source = str | os.PathLike[str]
 def _check_arguments(optimizer: ZeroRedundancyOptimizer, to: Any, key_by: str) -> None:
     if not isinstance(to, (str, os.PathLike)):
         check_destination(optimizer.group, to)
+    elif all(group.group_rank == 0 for group in optimizer.groups):  # the rank that writes
+        check_replaceable(to)
     if key_by not in KEYS:
         raise ValueError(f"key_by must be 'index' or 'name', got {key_by!r}")
     if key_by == "name":
