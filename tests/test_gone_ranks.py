@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from common import caught, free_port, take_way
 
-from zero_nb.comm import arrivals
+from zero_nb.comm import arrivals, exchange, ranks
 from zero_nb.comm.agreement import agree
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
@@ -213,3 +213,34 @@ def after_own_timeout():
 
 def test_a_rank_whose_own_collective_took_too_long_does_not_say_that_others_died():
     assert run(2, after_own_timeout)[0] == [False]
+
+
+def send_after_waits(tags):
+    """Let rank 0 wait for two agreements so long that it looks at connections; then send it messages."""
+    group = Group()
+    for _ in range(3):
+        if group.group_rank == 1:
+            time.sleep(1.5)
+        agree(group, "the next")
+    found = []
+    for tag in tags:
+        tensor = torch.full((4,), float(group.group_rank))
+        if group.group_rank == 1:
+            dist.send(tensor, 0, tag=tag)
+        else:
+            dist.irecv(tensor, 1, tag=tag).wait(timedelta(seconds=10))
+        found.append(tensor.tolist())
+    return found
+
+
+def test_a_look_at_connections_takes_no_message_of_the_program():
+    tags = (0, 1, 65_534, 65_535, 65_536, (1 << 31) - 1)
+    assert run(2, send_after_waits, tags, timeout=60) == [[[1.0] * 4] * len(tags)] * 2
+
+
+def test_the_tag_that_connections_are_asked_with_is_no_other_message_s():
+    nobody = arrivals._NOBODY_TAG
+    assert ranks._TAGS[0] * ranks._MARKS > 65_535
+    assert ranks._TAGS[-1] * ranks._MARKS + ranks._MARKS <= nobody < 1 << 30
+    lowest = exchange._TOP - (0xFFFFFFFF >> 2)
+    assert nobody < lowest == 1 << 30

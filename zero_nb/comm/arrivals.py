@@ -260,7 +260,8 @@ def _doubt(group: Ranks) -> float:
     return min(_DOUBT, _timeout(group).total_seconds() / 4)
 
 # %% ../../nbs/comm/03_arrivals.ipynb #5b1c7e21
-_NOBODY_TAG = _TAGS[0] * _MARKS - 1  # nobody sends with this one
+# neither a collective nor an exchange sends with it, nor a program, whose tags are below theirs
+_NOBODY_TAG = _TAGS.stop * _MARKS
 
 
 _NOTHING_SENT = torch.empty(1, dtype=torch.uint8, device="cpu")  # nothing is received into it

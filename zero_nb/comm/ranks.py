@@ -56,8 +56,8 @@ def _is_outside(group: Any) -> bool:
     return bool(group == torch.distributed.GroupMember.NON_GROUP_MEMBER)
 
 # %% ../../nbs/comm/01_ranks.ipynb #68f003ff
-# messages inside collectives are numbered, and marked by size and dtype
-_TAGS = range(64, 1 << 20)
+# messages inside collectives are numbered, and marked by size and dtype; a program's own have tags below
+_TAGS = range(64, (1 << 20) - 1)
 _MARKS = 1 << 10
 
 
