@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_nb import (
+    AsyncCheckpointer,
     ZeroRedundancyOptimizer,
     full_optim_state_dict,
     full_state_dict,
@@ -388,3 +389,51 @@ def test_torchs_full_state_dict_functions_know_a_wrapped_model_and_leave_no_name
     for names, (kind, text) in run(2, gets_a_group):
         assert names == ["first.bias", "first.weight"]
         assert kind == "ValueError" and "broadcast it to all ranks" in text
+
+
+class Turning(optim.SGD):
+    """Keeps a complex value for each element of a real parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            turned = self.state[p].setdefault("turned", torch.zeros_like(p, dtype=torch.complex64))
+            turned.add_(p.grad * (1 + 2j))
+
+
+def save_complex_state(folder):
+    """Step with complex state, and give what each way to save says, and the weights after one more step."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    zero = ZeroRedundancyOptimizer(model.parameters(), Turning, lr=0.1, trust_optimizer_class=True)
+
+    def step():
+        model(torch.ones(2, 4)).sum().backward()
+        zero.step()
+
+    def state_dict(kind):
+        with zero.giving_state_dicts(kind):
+            zero.state_dict()
+
+    step()
+    ways = (
+        zero.consolidate_state_dict,
+        lambda: full_state_dict(zero, None),
+        lambda: full_state_dict(zero, folder / "full.pt"),
+        lambda: save_sharded(folder / "sharded", model, zero),
+        lambda: AsyncCheckpointer(model, zero).save(folder / "later").wait(),
+        lambda: state_dict("full"),
+        lambda: state_dict("sharded"),
+    )
+    said = [caught_error(way) for way in ways]
+    step()
+    return said
+
+
+def test_complex_state_of_a_real_parameter_is_refused_before_it_is_saved(tmp_path):
+    for said in run(2, save_complex_state, tmp_path):
+        for kind, words in said:
+            assert kind == "ValueError" and "'turned' of parameter 0 must be real" in words, said
+            assert "got torch.complex64" in words
+    assert [*tmp_path.iterdir()] == []

@@ -267,6 +267,17 @@ def _drop_unstepped(group: Group, own: OwnState, forms: Forms, device: torch.dev
             del forms[index]
 
 
+def _check_real(forms: Forms, params: Sequence[Tensor]) -> None:
+    """Refuse complex state of real parameters; `ValueError`."""
+    for index, form in ((index, form) for index, every in forms.items() for form in every):
+        if form.dtype is not None and form.dtype.is_complex and not params[index].is_complex():
+            raise ValueError(
+                f"state {form.key!r} of parameter {index} must be real, as the parameter is, got"
+                f" {form.dtype}: torch.optim keeps the real part alone when it loads it; let the class"
+                " keep the real and the imaginary part as two values"
+            )
+
+
 def describe_saved(
     state: ShardedState,
     what: str,  # for error messages
@@ -300,6 +311,7 @@ def describe_saved(
         forms = _merge_forms(group, own.forms(simulated), device)
         counts = count_state(group, params, own.entries(), device)
         with agreeing(group, "looking for all parts of the state"):
+            _check_real(forms, params)
             if not simulated:
                 check_complete(counts, params, own.entries())
                 own.check(forms)
