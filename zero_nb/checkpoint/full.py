@@ -18,21 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_nb.checkpoint.files import (
-    check_file,
-    check_replaceable,
-    records_in,
-    replacing,
-    unpickle_records,
-)
-from zero_nb.checkpoint.names import (
-    KEYS,
-    by_index,
-    by_name,
-    check_saved,
-    names_in_groups,
-    names_of_params,
-)
+from .files import check_file, check_replaceable, records_in, replacing
+from .files import unpickle_records
+from .names import KEYS, by_index, by_name, check_saved, names_in_groups
+from .names import names_of_params
 from zero_nb.checkpoint.skeleton import (
     FileTarget,
     SkeletonFile,

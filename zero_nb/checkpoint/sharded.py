@@ -34,23 +34,14 @@ from zero_nb.checkpoint.folder import (
     write_manifest,
 )
 from .full import naming_source
-from zero_nb.checkpoint.names import (
-    SavedOptimizer,
-    keys_below,
-    model_to_save,
-    parts_to_save,
-    room_for_model,
-)
+from .names import SavedOptimizer, keys_below, model_to_save, parts_to_save
+from .names import room_for_model
 from .skeleton import naming_target, tight
 from ..comm.agreement import agree, agreeing
 from ..comm.ending import end_if_interrupted, fail, note_known
 from ..comm.groups import Group
-from zero_nb.comm.objects import (
-    broadcast_object_list,
-    gather_object,
-    plain_numbers,
-    scatter_object_list,
-)
+from ..comm.objects import broadcast_object_list, gather_object, plain_numbers
+from ..comm.objects import scatter_object_list
 from ..optim.driver import gather_parameters
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.saved_state import check_kinds

@@ -163,9 +163,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     def attach(self, driver: Driver) -> None:
         """Let a driver take the steps, until it is detached."""
         needed = ("steps_in_backward", "step", "wait", "detach")
-        missing = [name for name in needed if not hasattr(driver, name)]
-        if missing:
-            raise TypeError(f"a driver has {', '.join(needed)}; {driver!r} lacks {missing[0]}")
+        for name in (name for name in needed if not hasattr(driver, name)):
+            raise TypeError(f"a driver has {', '.join(needed)}; {driver!r} lacks {name}")
         if self._driver is not None:
             raise RuntimeError("the optimizer has a driver already; detach that first")
         self._driver = driver

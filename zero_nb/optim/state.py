@@ -17,14 +17,8 @@ from ..comm.calls import mark_agreed
 from ..comm.groups import Group
 from ..comm.payloads import byte_device
 from .arguments import check_group, check_references, plan_lines
-from zero_nb.optim.load_state import (
-    cut_for_pieces,
-    deal_to_pieces,
-    freeze_state,
-    give_state,
-    snapshot,
-    split_state_dict,
-)
+from .load_state import cut_for_pieces, deal_to_pieces, freeze_state, give_state
+from .load_state import snapshot, split_state_dict
 from .local_optimizers import LocalOptimizers, make_shard
 from .shard import Shard, release_step_memory
 from .state_entry import CommonState, StateEntry, read_common, split_common
