@@ -280,11 +280,15 @@ def test_buckets_of_ddps_reducer_are_counted_once(mode, view):
                 assert full.row(rank, "gradients").held == empty.row(rank, "gradients").held == size
 
 
-def live_storages():
-    """Find the memory behind every tensor that Python has, and behind its gradient: bytes by address."""
+def live_tensors():
     gc.collect()
+    return [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]
+
+
+def storages_of(tensors):
+    """Find the memory behind tensors and their gradients: bytes by address."""
     found = {}
-    for tensor in (o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)):
+    for tensor in tensors:
         for one in (tensor, tensor.grad) if tensor.is_leaf else (tensor,):
             with suppress(RuntimeError):  # of a tensor that stands for another
                 if one is not None and (address := one.untyped_storage().data_ptr()):
@@ -294,7 +298,8 @@ def live_storages():
 
 def beside_the_garbage_collector(mode, view, foreign):
     """Count what a training has made, by the report and by what lives in the process."""
-    before = live_storages()
+    kept = live_tensors()  # a new tensor might take the address of one that goes
+    before = storages_of(kept)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(60, 200), nn.BatchNorm1d(200), nn.Linear(200, 300))
     ddp = {"gradient_as_bucket_view": view}
@@ -309,7 +314,7 @@ def beside_the_garbage_collector(mode, view, foreign):
                     p.grad = torch.zeros_like(p)
             report = memory_report(attached.call, attached.optimizer)
             mine = [row.held for row in report.rows if row.rank == dist.get_rank()]
-            now = live_storages().items() - before.items()
+            now = storages_of(live_tensors()).items() - before.items()
             counted.append((sum(mine), sum(size for _, size in now)))
         attached.optimizer.zero_grad()
     return counted, sum(p.nbytes for p in model.parameters())
