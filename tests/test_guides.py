@@ -6,10 +6,12 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch._dynamo  # ranks are forked, and would each import it
 import torch.distributed as dist
+from common import fork_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -42,8 +44,9 @@ def launched(tmp_path: Path, name: str, *arguments: str, ranks: int = 2) -> str:
     log = tmp_path / "log"
     given = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--monitor-interval=0.05"]
     config, _, _ = config_from_args(parse_args([*given, f"--nproc-per-node={ranks}", script]))
-    config.start_method = "fork"
-    elastic_launch(config, as_program)(script, [*arguments], str(log))
+    with patch.dict(os.environ):
+        fork_ranks(config)
+        elastic_launch(config, as_program)(script, [*arguments], str(log))
     return log.read_text(encoding="utf-8")
 
 

@@ -22,6 +22,8 @@ from torch.distributed.run import config_from_args, parse_args
 
 from zero_nb.apps.train import run_rank
 
+from .agents import fork_ranks
+
 BEGUN = re.compile(r"ranks: (\d+), steps taken before: (\d+)")
 STEP = re.compile(r"step +(\d+) of \d+")
 SECONDS = "keep_alive_interval=1,keep_alive_max_attempt=12,join_timeout=120"
@@ -313,5 +315,5 @@ def _be_agent(arguments: list[str], log: Path, environ: dict[str, str]) -> NoRet
 def _parsed(arguments: list[str]) -> Any:
     given = parse_args(arguments)
     config, program, rest = config_from_args(given)
-    config.start_method = "fork"
+    fork_ranks(config)
     return config, program, (rest, given.training_script_args)
