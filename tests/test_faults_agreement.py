@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import time
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -341,6 +342,40 @@ def test_H5_peers_that_sit_in_a_kernel_hear_why_a_rank_failed(host_waits, kind):
         )
     if host_waits:
         assert "all_reduce of 4 float32" in first[1]
+
+
+def waits_for_one_that_goes_on(through_torch):
+    """Rank 0 fails; rank 2, which waits for it, catches the error and does something else; give how
+    rank 1, which waits for rank 2, ends, and when."""
+    group = Group()
+    group.all_reduce(torch.ones(1))
+    agree(group, "the model")
+    begin = time.monotonic()
+    if group.group_rank == 0:
+        time.sleep(0.5)  # the others wait by then
+        fail(group, ArithmeticError("the loss is not a number"))
+        return None
+    if group.group_rank == 2:
+        said = caught_error(lambda: group.recv(torch.ones(1), 0))
+        _store(group).wait(["rank 1 has ended"], timedelta(seconds=60))
+        return said
+    receive = (lambda x: dist.recv(x, 2)) if through_torch else (lambda x: group.recv(x, 2))
+    said = caught_error(lambda: receive(torch.ones(1)))
+    _store(group).set("rank 1 has ended", "")
+    return said, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("through_torch", (False, True))
+def test_a_rank_hears_of_a_failure_though_it_waits_for_a_rank_that_lives(
+    through_torch, monkeypatch
+):
+    monkeypatch.setattr("zero_nb.comm.watcher._GLOO_SECONDS", 0.5)
+    _, (error, seconds), third = run(3, waits_for_one_that_goes_on, through_torch, timeout=100)
+    reason = "rank 0 failed with ArithmeticError: the loss is not a number"
+    assert error[0] == third[0] == "RuntimeError"
+    assert reason in third[1]
+    assert through_torch or reason in error[1]
+    assert seconds < 20  # not at once, and before rank 2 comes
 
 
 def watchers(end):

@@ -336,7 +336,7 @@ def test_no_rank_goes_on_after_a_step_that_a_signal_ended(way, error):
 
 def go_on_after(kind, async_op):
     """Let a signal end rank 0's collective, and call three more on all ranks."""
-    group = Group(dist.new_group(timeout=timedelta(seconds=30)))  # as below
+    group = Group()
     store = dist.distributed_c10d._get_default_store()
 
     def call(async_op=False):
@@ -371,8 +371,7 @@ def test_no_collective_of_a_group_runs_after_one_that_a_signal_ended(way, kind, 
 
 def forget_on_one_rank():
     """Keep no `Work` on rank 0; the others wait for theirs."""
-    # among three, gloo may lose a message that meets a closed connection: a rank waits until then
-    group = Group(dist.new_group(timeout=timedelta(seconds=30)))
+    group = Group()
     for _ in range(2):
         group.all_gather(torch.zeros(4 * group.size))
     work = group.all_gather(torch.ones(4 * group.size), async_op=True)

@@ -18,7 +18,7 @@ from .ending import _leave_groups
 from .exchange import _connected
 from .native import backend_of
 from .ranks import Ranks
-from .watcher import _needs_watcher, _start_watcher
+from .watcher import _start_watcher
 from .work import Work
 
 # %% auto #0
@@ -121,8 +121,7 @@ class Group(Ranks):
                 _leave_groups([self], words)
 
     def _agreed(self) -> None:
-        if _needs_watcher(self):
-            _start_watcher(self)
+        _start_watcher(self)
 
 # %% ../../nbs/comm/26_groups.ipynb #8cc7485e
 def connect(
