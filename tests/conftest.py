@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from common import take_way
 from common.huge_pages import collapse_memory
-from common.sampling import resting
+from common.sampling import SEED, resting, way_today
 from common.starter import Starter
 
 from zero_nb.comm import launch
@@ -35,6 +35,23 @@ LONG = (
     "surviving",
     "two_machines",
     "watchdog",
+)
+
+# what trains, and asks for neither way: by shared memory on some days, by messages on others
+EITHER = (
+    "faults_gradients",
+    "faults_halves",
+    "faults_optimizer",
+    "faults_parallel",
+    "faults_streams",
+    "faults_waiting",
+    "histories",
+    "join_histories",
+    "modes",
+    "parallel",
+    "parity",
+    "random_programs",
+    "round_trips",
 )
 
 if hasattr(os, "SCHED_BATCH"):
@@ -90,6 +107,18 @@ def pytest_collection_finish(session):
 def way(request, monkeypatch):
     """Run a test in both ways to move a reduce-scatter or an all-gather: as on one machine, and as between machines."""
     take_way(monkeypatch, request.param)
+
+
+@pytest.fixture(autouse=True)
+def way_of_the_day(request, monkeypatch):
+    """Let the tests of some files run in one way to move, each in the other one eight days later (so that
+    a case that has its turn each second or fourth day has both). The variable chooses for all."""
+    if "way" in request.fixturenames or "ZERO_NB_MEMORY" in os.environ:
+        return
+    if request.path.stem.removeprefix("test_") in EITHER:
+        way = way_today(request.node.nodeid)
+        print(f"by {way} on day ZERO_NB_SEED={SEED}")  # shown if the test fails
+        take_way(monkeypatch, way)
 
 
 @pytest.fixture

@@ -51,17 +51,36 @@ def layers(count: int, width: int) -> nn.Module:
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
 
 
-def a_steady_step(size: int, way: str, count: int = 24, width: int = 130):
+def adamw(model: nn.Module, group: Group) -> zero_nb.ZeroRedundancyOptimizer:
+    return zero_nb.ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, group, lr=1e-3, bucket_cap_mb=0.1
+    )
+
+
+def muon(model: nn.Module, group: Group) -> zero_nb.ZeroRedundancyOptimizer:
+    weights = [p for p in model.parameters() if p.ndim == 2]
+    biases = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": weights, "optimizer_class": torch.optim.Muon}, {"params": biases}]
+    return zero_nb.ZeroRedundancyOptimizer(
+        groups, torch.optim.AdamW, group, lr=1e-3, bucket_cap_mb=0.3
+    )
+
+
+def greedy(model: nn.Module, group: Group) -> zero_nb.ZeroRedundancyOptimizer:
+    return zero_nb.ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, group, lr=1e-3, bucket_cap_mb=0.3, shard="greedy"
+    )
+
+
+def a_steady_step(size: int, way: str, count: int = 24, width: int = 130, make=adamw):
     """Train on one of `size` simulated ranks; calls and collectives of a later step, and the bytes they send."""
     torch.manual_seed(0)
     with simulate(size, 0) as pg:
         model = layers(count, width)
         ddp = model if way == "parallel" else DDP(model, process_group=pg, bucket_cap_mb=0.06)
-        zero = zero_nb.ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, pg, lr=1e-3, bucket_cap_mb=0.1
-        )
+        zero = make(model, pg)
         if way == "parallel":
-            data_parallel(model, zero, bucket_cap_mb=0.1)
+            data_parallel(model, zero, bucket_cap_mb=0.1 if make is adamw else 0.3)
         elif way != "step":
             overlap(ddp, zero, interleaved=way == "interleaved")
         x = torch.ones(2, width)
@@ -90,6 +109,25 @@ def test_H6_a_steady_step_does_not_depend_on_the_number_of_ranks(way):
     assert many <= 1.2 * few, (few, many)
     assert more <= 1.3 * wire * 8 / 7 + 64 * MANY * sum(collectives.values()), (
         "at most 16 elements of padding for each rank and collective"
+    )
+
+
+@pytest.mark.parametrize("way", ["step", "parallel"])
+@pytest.mark.parametrize("make", [muon, greedy])
+def test_H6_a_step_of_whole_parameters_has_one_collective_for_each_owner_at_most(make, way):
+    """A parameter that is not cut goes to its one owner and comes from it: filled up to one size for each of
+    many ranks, it would be sent as often as there are ranks."""
+    (_, few, _), (calls, some, wire), (again, many, more) = (
+        a_steady_step(size, way, count=12, make=make) for size in (8, 1024, MANY)
+    )
+    assert many == some and again <= 1.02 * calls
+    parameters = 24  # each is brought from one owner, and in "parallel" its gradient to that one
+    owned = {"broadcast": parameters, "reduce": parameters * (way == "parallel")}
+    assert all(many.get(kind, 0) <= most for kind, most in owned.items()), many
+    assert sum(many.values()) > sum(few.values())  # which the changelog and guides/04 say
+    filled = many.get("all_gather", 0) + many.get("reduce_scatter", 0)
+    assert more <= 1.01 * wire + 64 * MANY * filled, (
+        "as above, where parameters are cut: Muon's biases"
     )
 
 
