@@ -80,8 +80,8 @@ def kill_callers(kind: str, seed: int, kills: int, at_once: int) -> None:
     began = time.monotonic()
     os.waitpid(caller(), 0)
     life, deadlines, started, killed = time.monotonic() - began, dict[int, float](), 0, 0
-    while started < kills or deadlines:
-        if started < kills and len(deadlines) < at_once:
+    while killed < kills and started < 4 * kills or deadlines:
+        if killed + len(deadlines) < kills and len(deadlines) < at_once and started < 4 * kills:
             pid = caller()
             deadlines[pid] = time.monotonic() + life * rng.random()
             started += 1
@@ -90,7 +90,7 @@ def kill_callers(kind: str, seed: int, kills: int, at_once: int) -> None:
             killed += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
             del deadlines[pid]
         time.sleep(0.001)
-    assert killed > kills // 4, f"only {killed} were still alive"
+    assert killed == kills, f"of {started} only {killed} were still alive"
 
 
 @pytest.mark.parametrize("kind, kills, at_once", [("run", 44, 4), ("torchrun", 6, 3)])

@@ -164,7 +164,7 @@ def too_early(mode, setup, reader):
 
 def has_to_wait(mode, setup, reader):
     """Tell whether a mode may leave parameters on their way, or a reader may be called in any."""
-    return "hidden" in mode or reader in ("consolidated", "seen", "loaded", "detached")
+    return "hidden" in mode or reader in ("consolidated", "loaded", "detached")
 
 
 def test_H1_who_reads_right_after_a_step_reads_what_comes_after_a_wait():

@@ -73,7 +73,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         *,
         # "auto": even for known element-wise classes, else whole; "even", "whole", "greedy", or a policy
         shard: str | Policy = "auto",
-        # of a copy of this rank's pieces that is kept and stepped, for parameters of lower precision
+        # of a copy of this rank's pieces that is kept and stepped, for parameters of lower precision;
+        # it takes over what is written under `torch.no_grad()`, and not what is written through `.data`
         master_dtype: torch.dtype | None = None,
         # do not try a class that is not torch's, before it is sharded, on small tensors
         trust_optimizer_class: bool = False,
