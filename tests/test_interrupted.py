@@ -234,13 +234,14 @@ class Stopped(Exception):
 
 
 def interrupt_at(store, place):
-    """Send this process a signal once its main thread is in a function; then let rank 1 come."""
+    """Send this process a signal once its main thread is in a function of ours; then let rank 1 come."""
     main = threading.main_thread().ident
     names = []
     while place not in names:
         time.sleep(0.01)
-        stack = traceback.walk_stack(sys._current_frames()[main])
-        names = [frame.f_code.co_name for frame, _ in stack]
+        codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
+        # multiprocessing, which has forked this rank, has a `_launch` as well
+        names = [c.co_name for c in codes if f"{os.sep}zero_nb{os.sep}" in c.co_filename]
     os.kill(os.getpid(), signal.SIGALRM)
     store.set("interrupted", "")
 
