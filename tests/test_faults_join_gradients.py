@@ -1,5 +1,7 @@
 """Join: what the review found about gradients after a block, each under its own name."""
 
+import threading
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -13,6 +15,7 @@ from torch.optim import SGD, AdamW
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.launch import run
+from zero_nb.join.event_log import EventLog
 from zero_nb.join.join import Join
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
@@ -77,6 +80,31 @@ def test_gradients_that_add_up_are_those_of_one_process(counts, no_sync):
     """Each batch counts for half of its value, on which rank and in which block it may be."""
     wanted = 2 * sum(10.0**k / 2 for n in counts for k in range(n))
     assert run(2, adds_up, counts, no_sync) == [[wanted]] * 2
+
+
+def leaves_before_it_is_asked(seconds):
+    """Let rank 1 leave a block first, and its thread be slow to say what rank 1 did in it."""
+    rank = dist.get_rank()
+    answer = EventLog.answer
+
+    def late(self):
+        if rank == 1 and not self.has_data and threading.current_thread().name != "MainThread":
+            time.sleep(seconds)
+        answer(self)
+
+    EventLog.answer = late
+    model = DDP(nn.Linear(2, 1, bias=False))
+    with Join([model]):
+        if rank == 1:
+            with model.no_sync():  # it does not wait for rank 0
+                model(torch.ones(1, 2)).sum().backward()
+        else:
+            time.sleep(1.0)  # rank 1 has left by then
+    return model.module.weight.grad[0, 0].item()
+
+
+def test_a_rank_that_has_left_may_be_slow_to_say_what_it_did():
+    assert run(2, leaves_before_it_is_asked, 3.0) == [0.0, 1.0]  # in no_sync each keeps its own
 
 
 def discarded(how):

@@ -80,7 +80,7 @@ def kill_callers(kind: str, seed: int, kills: int, at_once: int) -> None:
     began = time.monotonic()
     os.waitpid(caller(), 0)
     life, deadlines, started, killed = time.monotonic() - began, dict[int, float](), 0, 0
-    while killed < kills and started < 4 * kills or deadlines:
+    while (killed < kills and started < 4 * kills) or deadlines:
         if killed + len(deadlines) < kills and len(deadlines) < at_once and started < 4 * kills:
             pid = caller()
             deadlines[pid] = time.monotonic() + life * rng.random()

@@ -64,7 +64,9 @@ def explain_wait(log: EventLog) -> str:  # "" as long as there may be an event
             f"{name} is more than {SLOTS} events ahead of rank {group.global_rank}, which has"
             " no data and follows it; use collectives that wait for all ranks"
         )
-    if rank >= 0 and (at := waiting_elsewhere(group, [rank])):
+    # the thread of a rank that has left announces, though that rank waits for all at the end of the block
+    at = waiting_elsewhere(group, [rank]) if rank >= 0 else ""
+    if at and not log.election.has_left(rank):
         return (
             f"{at.partition(';')[0]}, which ranks without data cannot do; do it before or after"
             " the Join block"
