@@ -86,7 +86,7 @@ class _State:
     connected: set[str] = field(
         default_factory=set
     )  # backends that have run a collective of all ranks
-    dropped: list[str] = field(default_factory=list)  # collectives nobody waited for
+    dropped: list[str] = field(default_factory=list)  # collectives that this rank did not wait for
     named: int = 0  # in the state of the job's own group: the highest number in the name of a group that was split off
     ended: str = ""  # "aborted" or "destroyed"
     silent: bool = (
