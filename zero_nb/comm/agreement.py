@@ -74,7 +74,7 @@ class _Agreement:
         if self.error is not None and self.add("failed") == 1:
             self._set("error", json.dumps(_report(self.group, self.what, self.error)))
         if not mine and self.turn:
-            _decide(self.notes, self.turn, "failed")  # nobody need wait for the others
+            _decide(self.notes, self.turn, "failed")  # so no rank waits for the others
         agreed = _arrive(self.notes, self.turn, self.group.group_rank, self.group.size, mine)
         if agreed is not None and self.turn > 1:
             self.notes.remove(

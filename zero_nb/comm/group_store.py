@@ -30,7 +30,7 @@ class GroupStore:
     ):
         self.group = group
         self.alone = _has_no_peers(group)
-        self._own: dict[str, str] = {}  # in the place of a store, where nobody else looks
+        self._own: dict[str, str] = {}  # in the place of a store, for a group of one rank
         if self.alone:
             return
         if not group._wire.met:
@@ -141,6 +141,6 @@ def explain_gone(
 def waiting_elsewhere(
     group: Ranks,
     who: Sequence[int] = (),  # group ranks without this one; none: any other
-) -> str:  # "" if nobody waits, or not all of `who`
+) -> str:  # "" if no rank waits, or not all of `who`
     """Tell of a rank that waits for all others, to agree on something or to compare a collective."""
     return "" if _has_no_peers(group) else _elsewhere(group, who)

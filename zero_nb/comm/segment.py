@@ -192,7 +192,7 @@ class Segment:
         return _locked(self.fd, self.locks + rank)
 
     def leave(self, published: int) -> None:
-        """Write down that this rank publishes no more than so many blocks, and wake all others."""
+        """Write down how many blocks this rank will have published at most, and wake all others."""
         struct.pack_into("=Q", self.map, self.layout.left(self.rank), published + 1)
         for rank in range(self.layout.size):
             self.post(self.layout.bell(rank))
