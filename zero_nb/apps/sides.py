@@ -307,7 +307,7 @@ def choose_mode(
     if group.size == 1:
         return "zero1", "one rank has nothing to share"
     if device.type != "cpu":
-        return "zero2", "it holds the least memory of those that clip; not measured on GPUs"
+        return "zero2", "it holds the least memory of those that clip; measured on one GPU only"
     hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if hosts == 1 and os.environ.get("ZERO_NB_MEMORY", "1") != "0" and available():
         return "zero2", "the smallest mode that is no slower than DDP through shared memory"
