@@ -102,7 +102,7 @@ class Turn:
     link: int | None = None  # bytes: as `Launch.link`
 
 
-def _link_bytes() -> int | None:  # None: nobody said which interface it is
+def _link_bytes() -> int | None:  # None: the interface is not known
     """Count the bytes that this machine has sent by the interfaces that gloo was told to use."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     counters = [Path("/sys/class/net", name, "statistics/tx_bytes") for name in names if name]
@@ -196,8 +196,8 @@ class Launch:
     # by variant: bytes by which the memory that a process holds rose at most, on any rank, in a
     # process as users start it; None: this system does not say
     resident: dict[str, int | None]
-    # by variant: bytes that a machine sends to others in an iteration, at most; None: nobody said by
-    # which interface
+    # by variant: bytes that a machine sends to others in an iteration, at most; None: the interface
+    # is not known
     link: dict[str, int | None] = field(default_factory=dict)
 
     @classmethod
