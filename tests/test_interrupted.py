@@ -234,7 +234,8 @@ class Stopped(Exception):
 
 
 def interrupt_at(store, place):
-    """Send this process a signal once its main thread is in a function of ours; then let rank 1 come."""
+    """Send this process a signal once its main thread is in a function of ours; then let rank 1 come,
+    which `store` keeps waiting (None: until the main thread lets it)."""
     main = threading.main_thread().ident
     names = []
     while place not in names:
@@ -243,7 +244,8 @@ def interrupt_at(store, place):
         # multiprocessing, which has forked this rank, has a `_launch` as well
         names = [c.co_name for c in codes if f"{os.sep}zero_nb{os.sep}" in c.co_filename]
     os.kill(os.getpid(), signal.SIGALRM)
-    store.set("interrupted", "")
+    if store:
+        store.set("interrupted", "")
 
 
 def interrupt_asking(store):
@@ -457,11 +459,13 @@ def wait_interrupted(error, asking):
         if asking:
             interrupt_asking(store)
         else:
-            threading.Thread(target=interrupt_at, args=(store, "agree"), daemon=True).start()
+            threading.Thread(target=interrupt_at, args=(None, "agree"), daemon=True).start()
     try:
         agree(group, "the work")
     except (error, RuntimeError) as raised:
         said = str(raised) or type(raised).__name__
+        # not before: the handler may be late, and find that all have agreed
+        store.set("interrupted", "")
     summed = torch.ones(1)
     group.all_reduce(summed)
     return said, summed.item()
