@@ -42,12 +42,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     """Shard the state of a `torch.optim` class over the ranks of `DistributedDataParallel` (ZeRO stage 1).
 
     After every `step` all ranks hold the same parameters, those of the unsharded optimizer on the
-    same gradients. Bad input raises on every rank:
-    `TypeError` or `ValueError` as `torch.optim` does, `ValueError` if ranks disagree,
-    `RuntimeError` naming a rank that never came.
+    same gradients. Bad input raises on every rank: `TypeError` or `ValueError` as `torch.optim` does,
+    `ValueError` if ranks disagree, `RuntimeError` naming a rank that never came.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; the interface is that of
-    `torch.distributed.optim.ZeroRedundancyOptimizer`.
-    """
+    `torch.distributed.optim.ZeroRedundancyOptimizer`."""
 
     initialized = True  # for code that asks torch's class
     monitor: StepMonitor | None = None  # sees what is stepped (verify/12_watchdog)
@@ -118,8 +116,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
 
     @property
     def groups(self) -> Sequence[Group]:
-        """The ranks that share the state; with two levels of ranks also those that hold the same
-        part of it."""
+        """Ranks that share the state; with two levels also those that hold the same part of it."""
         return self.sharded_state.groups
 
     def _share_among(self, groups: Sequence[Group]) -> None:
@@ -278,7 +275,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     def giving_state_dicts(
         self,
         state_dict_type: str,
-        taken: bool = False,  # what is given is loaded here, and nobody else has it
+        taken: bool = False,  # what is given is loaded here, and no other code has it
     ) -> Iterator[None]:
         """Let `state_dict` give another type inside the block."""
         before = self._giving
@@ -382,8 +379,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
 
     # `leaves_no_parts`: the step has left no state of parts of parameters, as all ranks know
     def note_step(self, leaves_no_parts: bool = False) -> None:
-        """Note a step: what was consolidated before it is of the past, and a scheduler may go on,
-        also where a driver has taken it."""
+        """Note a step, a driver's too: what was consolidated is old, and a scheduler may go on."""
         if not (leaves_no_parts or self.sharded_state.may_be_uneven):
             self.sharded_state.note_uneven_step()
         self._consolidated = torch_interface.Consolidated()
@@ -414,8 +410,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         `closure`, which is called once. All ranks call this.
 
         What the local optimizer's own `step` takes goes to it as it is, also a `closure` that is
-        not callable; without a closure, its result is returned.
-        """
+        not callable; without a closure, its result is returned."""
         if closure is not None and not callable(closure):
             kwargs["closure"], closure = closure, None
         with torch.enable_grad():
