@@ -267,7 +267,7 @@ def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
 def find_references(
     options: Mapping[str, Any],
     params: Sequence[Tensor],
-    most: int = 100_000,  # so many values of an option are looked at
+    most: int = 100_000,  # values of an option that are looked at
 ) -> dict[int, str]:  # by index of a parameter: the name of the first option that refers to it
     """Tell which options refer to parameters, as these themselves or by their ids."""
     places = {id(p): i for i, p in enumerate(params)}

@@ -41,7 +41,7 @@ def cut_values(
     param: Tensor,
     whole: bool,  # the span is stepped as the whole parameter
     elementwise: bool,  # by a class whose state has one value for each element, or one for all
-    taken: bool = False,  # nobody else has shards among them
+    taken: bool = False,  # no other code has shards among them
 ) -> dict[str, Any]:
     """Take the state of a span out of the whole parameter's: what there is of each element as views,
     all else as copies, but for what is taken. Of a whole parameter it is laid out as the parameter.
@@ -89,7 +89,7 @@ def _elements(value: Tensor, span: Span, param: Tensor) -> Tensor:  # 1-D view
 def cut_for_pieces(
     shard: Shard,
     by_param: dict[int, dict[str, Any]],  # state of whole parameters
-    taken: bool = False,  # nobody else has shards among them
+    taken: bool = False,  # no other code has shards among them
 ) -> Iterator[tuple[Piece, list[dict[str, Any]]]]:  # of each piece, the state of each span
     """Take what this rank steps out of a full state dict."""
     for piece in shard.pieces:
@@ -115,7 +115,7 @@ def deal_to_pieces(
     shard: Shard,
     # of each piece, the state of its spans; of a whole parameter, in memory of its own
     parts: Iterable[tuple[Piece, list[dict[str, Any]]]],
-    taken: bool = False,  # nobody else has the tensors
+    taken: bool = False,  # no other code has the tensors
 ) -> Iterator[tuple[Piece, dict[str, Any]]]:  # which may be more pieces
     """Bring the states of a piece's spans together, in as many pieces as needed."""
     for piece, found in parts:
@@ -130,7 +130,7 @@ def deal_to_pieces(
 def _join_neighbours(
     parts: Sequence[dict[str, Any]],  # of neighbours with one signature
     held: dict[str, Any],  # the state that their piece has now
-    taken: bool,  # nobody else has the tensors
+    taken: bool,  # no other code has the tensors
 ) -> dict[str, Any]:  # in memory of its own
     values = dict(parts[0])
     for key in [key for key, value in values.items() if is_row(value)]:

@@ -98,7 +98,7 @@ _SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
 
 
 def small_shapes(dim: int) -> Sequence[tuple[int, ...]]:
-    """Give the shapes of three small tensors with so many dimensions, the last two of them alike."""
+    """Give the shapes of three small tensors of a number of dimensions, the last two of them alike."""
     large = (8, *(2,) * (dim - 1))
     return _SHAPES.get(dim) or ((2,) * dim, large, large)
 
@@ -160,7 +160,7 @@ def small_groups(
     param_groups: Sequence[dict[str, Any]],  # as `torch.optim.Optimizer.param_groups`
     # of copies that are stepped in place of parameters; None: no copies
     master_dtype: torch.dtype | None = None,
-    most: int = 16,  # so many are tried
+    most: int = 16,  # at most this many are tried
 ) -> list[SmallGroup]:
     """Make small groups of param groups; of those that differ in `lr` alone, one is enough."""
     found: dict[str, SmallGroup] = {}
@@ -305,7 +305,7 @@ def _without_global_hooks() -> Iterator[None]:
 
 @contextmanager
 def leaving_alone(device: torch.device) -> Iterator[None]:
-    """Put random states back after the block, call no hooks of the user's in it, and let nobody see
+    """Put random states back after the block, call no hooks of the user's in it, and let no code see
     what is printed or warned of in it."""
     numpy = sys.modules.get("numpy")
     devices = [] if device.type == "cpu" else [device]

@@ -314,7 +314,7 @@ class StateLoad:
         self,
         state: ShardedState,
         state_dict: dict[str, Any],  # with its state by the parameters' index
-        taken: bool = False,  # nobody else has its tensors
+        taken: bool = False,  # no other code has its tensors
     ):
         self.state = state
         by_param, self.common = split_state_dict(state_dict)

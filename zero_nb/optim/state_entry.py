@@ -83,7 +83,7 @@ class StateEntry:
 # %% ../../nbs/optim/11_state_entry.ipynb #d021087c
 def _is_uncut(
     key: str, value: Any, numel: int
-) -> bool:  # of a piece with so many elements: not one number for each, nor one for all
+) -> bool:  # of a piece with `numel` elements: not one number for each, nor one for all
     if isinstance(value, Tensor):
         return value.dim() > 0 and not per_element(key, value, numel)
     members = value.values() if isinstance(value, dict) else value

@@ -262,7 +262,7 @@ def adopt(
     equal: bool = False,  # whether parts of whole parameters are padded to equal size
     pad: bool = True,  # whether the last parts of evenly cut buckets are filled up to the size of the others
 ) -> BucketPlan:
-    """Take the buckets that somebody else filled, and decide who owns which part."""
+    """Take buckets that other code filled, and decide which rank owns which part."""
     params = ParamTable.of(unique(specs))
     trainable = params.each(lambda form: form.trainable)
     numels = params.numels

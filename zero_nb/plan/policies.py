@@ -50,7 +50,7 @@ def loads_before(world_size: int, loads: Sequence[float] | None) -> list[float]:
 
 
 def movable(specs: Iterable[ParamSpec]) -> list[int]:
-    """List the parameters that somebody must own: trainable ones that have elements."""
+    """List the parameters that a rank must own: trainable ones that have elements."""
     try:
         return [i for i, spec in enumerate(specs) if spec.trainable and spec.numel]
     except (AttributeError, TypeError):

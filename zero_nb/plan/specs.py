@@ -44,7 +44,7 @@ class ParamSpec:
     dtype: str = "float32"  # as torch spells it, without `torch.`
     device: str = "cpu"  # the same text on every rank, so `cuda` rather than `cuda:3`
     group: int = 0  # index of its param group
-    trainable: bool = True  # a frozen parameter is owned by nobody
+    trainable: bool = True  # no rank owns a frozen parameter
     numel: int = field(init=False, repr=False, compare=False)  # number of elements
 
     def __post_init__(self) -> None:
