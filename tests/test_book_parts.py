@@ -1,0 +1,154 @@
+"""What each chapter that builds the package has: question, errors, comparison, exercises, links."""
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NBS = Path(__file__).parents[1] / "nbs"
+ROOMS = ("comm", "plan", "optim", "backward", "join", "checkpoint", "verify")
+FIRST = 6  # cells, in whose prose the question stands
+EXERCISES = 3  # at least, each with an answer
+
+# A chapter that shows what goes wrong under another heading: that heading, and why it has another.
+UNDER_ANOTHER_HEADING: dict[str, tuple[str, str]] = {}
+
+# Other projects, as comparisons name them.
+OTHERS = re.compile(
+    r"(?<![\w/-])(?:[Tt]orch|PyTorch|DDP|FSDP[12]?|DTensor|DCP|c10d|NCCL|Gloo|gloo|MPI|Megatron|DeepSpeed"
+    r"|[Ff]airscale|Horovod|[Aa]ccelerate|[Tt]ransformers|Lightning|[Ss]afetensors|Perfetto"
+    r"|[Mm]atplotlib|Ray|JAX|Dask|[Jj]oblib|IPython|[Pp]ytest|Triton|torchtitan|torchrun)(?![\w-])"
+)
+CODE = re.compile(r"```.*?```|`+[^`\n]*`+", re.S)
+LINK = re.compile(r"\]\(https://[^)\s]+\)")
+
+Cell = dict[str, Any]
+
+
+def cells_of(chapter: str) -> list[Cell]:
+    found = json.loads((NBS / chapter).read_text(encoding="utf-8"))["cells"]
+    return [{"kind": c["cell_type"], "text": "".join(c["source"])} for c in found]
+
+
+def prose(cells: list[Cell]) -> str:
+    return "\n\n".join(c["text"] for c in cells if c["kind"] == "markdown")
+
+
+def section(cells: list[Cell], title: str) -> str | None:
+    """Give the prose of a section, or None where no heading has the title."""
+    found = re.search(rf"^## {title}\b.*?$(.*?)(?=^## |\Z)", prose(cells), re.M | re.S)
+    return found and found[1]
+
+
+def asserts(code: str) -> bool:
+    """Whether code has an assertion, or calls one of fastcore's tests."""
+    lines = [line for line in code.splitlines() if not line.startswith("%")]
+    return any(
+        isinstance(node, ast.Assert)
+        or (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("test_"))
+        for node in ast.walk(ast.parse("\n".join(lines)))
+    )
+
+
+def asks(cells: list[Cell]) -> bool:
+    """Whether the first cells ask the question that the chapter answers."""
+    return "?" in CODE.sub("", prose(cells[:FIRST]))
+
+
+def shows_what_goes_wrong(cells: list[Cell], title: str = "What goes wrong") -> bool:
+    return section(cells, title) is not None
+
+
+def compares(cells: list[Cell]) -> bool:
+    return section(cells, "How it compares") is not None
+
+
+def links_what_it_compares(cells: list[Cell]) -> bool:
+    """Whether a comparison with others leads to one of them."""
+    text = section(cells, "How it compares") or ""
+    return not OTHERS.search(text) or bool(LINK.search(text))
+
+
+def exercises(cells: list[Cell]) -> tuple[int, int]:
+    """Count the exercises, and the folded cells below them whose code asserts an answer."""
+    questions, _, _ = (section(cells, "Exercises") or "").partition("The answers are")
+    starts = [i for i, c in enumerate(cells) if re.search(r"^## Exercises\b", c["text"], re.M)]
+    below = cells[starts[0] :] if starts else []
+    folded = [c["text"] for c in below if c["kind"] == "code" and "#| code-fold: true" in c["text"]]
+    return len(re.findall(r"^\d+\. ", questions, re.M)), sum(map(asserts, folded))
+
+
+def answers_exercises(cells: list[Cell]) -> bool:
+    asked, answered = exercises(cells)
+    return EXERCISES <= asked <= answered
+
+
+CHAPTERS = {
+    name: cells_of(name)
+    for room in ROOMS
+    for name in sorted(f"{room}/{path.name}" for path in (NBS / room).glob("*.ipynb"))
+}
+
+
+@pytest.mark.parametrize("has", [asks, compares, links_what_it_compares, answers_exercises])
+def test_each_chapter_has(has):
+    missing = [name for name, cells in CHAPTERS.items() if not has(cells)]
+    assert missing == []
+
+
+def test_each_chapter_shows_what_goes_wrong():
+    assert len(CHAPTERS) > 140 and set(UNDER_ANOTHER_HEADING) <= set(CHAPTERS)
+    titles = {name: title for name, (title, _) in UNDER_ANOTHER_HEADING.items()}
+    missing = [
+        name
+        for name, cells in CHAPTERS.items()
+        if not shows_what_goes_wrong(cells, titles.get(name, "What goes wrong"))
+    ]
+    assert missing == []
+    needless = [name for name in titles if shows_what_goes_wrong(CHAPTERS[name])]
+    assert needless == []
+
+
+def made(*texts: str) -> list[Cell]:
+    """Make cells; those that begin with `#|` are code."""
+    return [{"kind": "code" if t.startswith("#|") else "markdown", "text": t} for t in texts]
+
+
+QUESTIONS = "## Exercises\n\n1. One?\n2. Two?\n3. Three?\n\nThe answers are below.\n\n1. A.\n2. B."
+ANSWER = "#| code-fold: true\nassert 1 < 2"
+
+
+def test_a_question_in_code_or_too_late_is_none():
+    assert asks(made("# Title", "Which rank?"))
+    assert not asks(made("# Title", "`Which rank?`", "```text\n?\n```"))
+    assert not asks(made(*["Words."] * FIRST, "Which rank?"))
+
+
+def test_a_comparison_with_others_needs_a_link_of_its_own():
+    link = "[torch](https://example.org/torch)"
+    assert links_what_it_compares(made("## How it compares\n\nA list takes 28 bytes."))
+    assert links_what_it_compares(made(f"## How it compares\n\nBeside {link}, faster."))
+    assert not links_what_it_compares(made("## How it compares\n\nFSDP2 has none."))
+    assert not links_what_it_compares(made("## How it compares\n\nHow `torch.optim` does it."))
+    elsewhere = made(f"{link}\n\n## How it compares\n\nTorch's class.\n\n## Exercises\n\n{link}")
+    assert not links_what_it_compares(elsewhere)
+    assert not compares(made("# How it compares", "They compare."))
+
+
+@pytest.mark.parametrize(
+    ("cells", "whether"),
+    [
+        ([QUESTIONS, ANSWER, ANSWER, "#| code-fold: true\ntest_eq(f(), 3)"], True),
+        ([QUESTIONS, ANSWER, ANSWER], False),
+        ([QUESTIONS, ANSWER, ANSWER, "#| code-fold: true\nprint('assert')"], False),
+        ([QUESTIONS, ANSWER, ANSWER, "#| measured: true\nassert True"], False),
+        ([ANSWER, QUESTIONS, ANSWER, ANSWER], False),
+        ([QUESTIONS.replace("3. Three?\n", ""), ANSWER, ANSWER, ANSWER], False),
+        ([ANSWER, ANSWER, ANSWER], False),
+    ],
+)
+def test_an_answer_is_a_folded_cell_below_that_asserts(cells, whether):
+    assert answers_exercises(made(*cells)) is whether
