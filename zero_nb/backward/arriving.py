@@ -286,7 +286,7 @@ class ArrivingParameters:
         return self.count == len(self.works)
 
     def unread(self, params: Sequence[Tensor], places: Mapping[int, int]) -> ArrivingParameters:
-        """Wait for all parameters, and let them be NaN until somebody waits for them."""
+        """Wait for all parameters, and let them be NaN until a reader waits for them."""
         by_place: list[list[Tensor]] = [[] for _ in self.works]
         for p in params:
             if id(p) in places:

@@ -211,7 +211,7 @@ class DdpBackward:
         """Do nothing: gradients are DDP's."""
 
     def end(self) -> None:
-        """Let go of the buckets. The iteration holds this object as its reducer, so that without a
+        """Drop the buckets. The iteration holds this object as its reducer, so that without a
         word both would stay until the garbage collector comes, and DDP's old buckets with them."""
         self.iteration = None
         self.arrivals = []

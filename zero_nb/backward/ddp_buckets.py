@@ -51,7 +51,7 @@ def split_like_ddp(
 
 
 def plan_buckets(optimizer: ZeroRedundancyOptimizer, filled: Sequence[Sequence[int]]) -> BucketPlan:
-    """Plan the buckets that somebody else filled."""
+    """Plan the buckets that DDP has filled."""
     params = specs(optimizer.param_groups)
     trained = [[i for i in bucket if params[i].trainable] for bucket in filled]
     reduced = {i for bucket in trained for i in bucket}

@@ -70,7 +70,7 @@ def start_mean(
         mean = out
         if mean is None and sent is gradient:
             mean = grad_shard
-        elif mean is None:  # let go of what was sent
+        elif mean is None:  # a new tensor, so that what was sent is freed
             mean = torch.empty_like(grad_shard, dtype=mean_dtype(gradient.dtype, wire_dtype))
         return mean.copy_(grad_shard) if divides_first else torch.div(grad_shard, size, out=mean)
 
@@ -92,8 +92,8 @@ def mark_means(
 
 
 def cut_in_place(optimizer: ZeroRedundancyOptimizer) -> Policy:
-    """Tell who owns what of a bucket that is reduced as it lies: everyone an even part, unless an
-    optimizer wants whole parameters."""
+    """Tell which rank owns what of a bucket that is reduced as it lies: each an even part, unless
+    an optimizer wants whole parameters."""
     policies = [even if r.policy is runs else r.policy for r in optimizer.local.rules]
     return partial(mixed, choose=by_group(*policies))
 

@@ -91,7 +91,7 @@ class BackwardEnd:
         self.is_over = True
 
     def __del__(self) -> None:
-        # in whatever thread lets go of it, which must not wait for a store or for peers; the
+        # in the thread that drops it last, which must not wait for a store or for peers; the
         # process does not end before the new thread does
         if self.is_over:
             return
@@ -237,7 +237,7 @@ class BackwardWatch:
                     tensor.register_hook(self._on_output_gradient)
 
     def _tell_of(self, error: BaseException) -> None:
-        """Tell the other ranks of an error outside of backward, unless all have one: then nobody waits."""
+        """Tell the other ranks of an error outside of backward, unless all have one, so that no rank waits."""
         on_all_ranks = getattr(error, "on_all_ranks", False)
         if on_all_ranks or self.tell_if_backward_fails():
             return
