@@ -60,7 +60,7 @@ class StagingMemory:
         total = sum(map(_room, tensors.values()))
         if total > self.nbytes:
             pinned = any(tensor.is_cuda for tensor in tensors.values())
-            self._memory = self._memory.new_empty(0)  # lets go of what there was
+            self._memory = self._memory.new_empty(0)  # frees what there was
             self._memory = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         offset = 0
         for index, tensor in tensors.items():
@@ -286,7 +286,7 @@ class AsyncCheckpointer:
                 saving.wait()
 
     def close(self) -> None:
-        """Wait for the last save, and let go of the memory of copies; all ranks call this."""
+        """Wait for the last save, and free the memory of the copies; all ranks call this."""
         try:
             self.wait()
         finally:

@@ -242,7 +242,7 @@ def _box(
     mapped: mmap.mmap,
     place: Any,  # of the table of contents
 ) -> Iterator[memoryview]:
-    """Give the bytes of a box, and let go of its pages afterwards."""
+    """Give the bytes of a box, and drop its pages afterwards."""
     start, stop, _ = slice(place.offset, place.offset + place.length).indices(len(mapped))
     with letting_go(memoryview(mapped)) as data, letting_go(data[start:stop]) as box:
         yield box

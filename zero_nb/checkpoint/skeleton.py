@@ -76,7 +76,7 @@ def map_private(file: Any, nbytes: int = 0, offset: int = 0) -> mmap.mmap:  # 0 
 
 
 def unbacked(forms: Mapping[_Key, TensorForm]) -> dict[_Key, Tensor]:
-    """Make tensors that have form and size, and no memory until somebody touches it."""
+    """Make tensors that have form and size, and no memory until something is written there."""
     made = dict[_Key, Tensor]()
     total = sum(_padded(form.nbytes) for form in forms.values())
     addresses = map_private(None, max(total, 1))
@@ -146,7 +146,7 @@ class SkeletonFile:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file, finished or not."""
         os.close(self._file)
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #a3a7c80a
@@ -227,7 +227,7 @@ class FileTarget:
         self.file.finish()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Wait for the thread, and close the file."""
         self._thread.shutdown(wait=True)
         self.file.close()
 
@@ -346,7 +346,7 @@ def read_box(
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #5a0202d2
 @contextmanager
 def letting_go(held: Any) -> Iterator[Any]:
-    """Give memory (an `mmap` or a `memoryview`) and let go of it; after an error, when its traceback does."""
+    """Give memory (an `mmap` or a `memoryview`) and release it; after an error, with the traceback."""
     try:
         yield held
     except BaseException:
