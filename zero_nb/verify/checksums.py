@@ -38,7 +38,7 @@ def _column_factors(columns: int, device: torch.device) -> Tensor:  # int64, odd
 def _row_sums(
     words: Tensor,  # int64 (rows, columns)
     factors: Tensor,  # of the columns
-    memory: Tensor | None = None,  # of so many rows or more, to be written; None: new memory
+    memory: Tensor | None = None,  # of as many rows or more, to be written; None: new memory
 ) -> Tensor:  # one for each row
     """Sum rows of words, each spread to lower bits and multiplied by the factor of its column."""
     spread = torch.empty_like(words) if memory is None else memory[: len(words)]

@@ -116,7 +116,7 @@ _LENGTHS = (1, 8, 16, 32, 64, 256)  # of the tensors in which an element is step
 MOST_STEPPED_AGAIN = 4096  # elements
 _ROUNDING = (
     2.0**-14
-)  # at most so much of float32's rounding is float64's, which is about 2**-29 of it
+)  # the largest part of float32's rounding that may be float64's, which is about 2**-29 of it
 
 
 @dataclass(frozen=True)
