@@ -89,8 +89,11 @@ def draw_attendance(
         out.append(_svg_bar(end, y, absent * unit, grey, f"no data for {absent}"))
         count = f"{used} ({dropped} dropped)" if dropped else str(used)
         out.append(f'<text x="{width - 84}" y="{y + 12}">{count}</text>')
+    y = 22 * len(rows) + 16
+    out.append(f'<text x="50" y="{y}">iterations, from the first</text>')
+    out.append(f'<text x="{width - 84}" y="{y}">with data</text>')
     counts = ", ".join(str(used) for used, _, _ in rows)
-    return Svg(width, 22 * len(rows) + 4, "".join(out), f"iterations of each rank: {counts}")
+    return Svg(width, y + 6, "".join(out), f"iterations of each rank: {counts}")
 
 # %% ../../nbs/join/01_attendance.ipynb #f1e3da85
 def _device_of_counts(group: Group, other: torch.device) -> torch.device:
