@@ -4,6 +4,7 @@ what guides say of FSDP2 and of torch's class."""
 import os
 import re
 import runpy
+import signal
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -29,25 +30,30 @@ GUIDES = Path(__file__).parents[1] / "nbs" / "guides"
 
 
 def as_program(script: str, arguments: list[str], log: str) -> None:
-    """Run a script as `python script arguments` does; what it prints on rank 0 goes to a file."""
+    """Run a script as `python script arguments` does; what it prints on rank 0 goes to a file, after
+    what earlier starts of the ranks have printed."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the agent's handler
     torch.set_num_threads(1)
     sys.argv = [script, *arguments]
     if os.environ["RANK"] == "0":
-        sys.stdout = open(log, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        sys.stdout = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
     runpy.run_path(script, run_name="__main__")
     sys.stdout.flush()
 
 
-def launched(tmp_path: Path, name: str, *arguments: str, ranks: int = 2) -> str:
+def launched(tmp_path: Path, name: str, *arguments: str, ranks: int = 2, restarts: int = 0) -> str:
     """Give what a script prints under `torchrun`, whose ranks are forked from this process here."""
     script = str(GUIDES / f"{name}.py")
     log = tmp_path / "log"
     given = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--monitor-interval=0.05"]
-    config, _, _ = config_from_args(parse_args([*given, f"--nproc-per-node={ranks}", script]))
+    given += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    config, _, _ = config_from_args(parse_args([*given, script]))
     with patch.dict(os.environ):
         fork_ranks(config)
         elastic_launch(config, as_program)(script, [*arguments], str(log))
-    return log.read_text(encoding="utf-8")
+    found = log.read_text(encoding="utf-8")
+    log.unlink()
+    return found
 
 
 def test_drop_in(tmp_path):
@@ -113,6 +119,25 @@ def test_checkpoints(tmp_path):
     assert len(state) == 5 and all(values["step"] == 20 for values in state.values())
     for found in (tmp_path / "letters.safetensors", tmp_path / "deepspeed"):
         verify_checkpoint(found)
+
+
+def test_uneven(tmp_path):
+    gaps = {}
+    for divide_by in ("samples", "world_size"):
+        found = launched(tmp_path, "uneven", "--epochs=1", f"--divide-by={divide_by}", ranks=3)
+        *roll, last = found.splitlines()
+        assert roll == ["rank 0 ########## 10", "rank 1 #####..... 5", "rank 2 ##........ 2"]
+        gaps[divide_by] = float(re.fullmatch(rf"{divide_by}: (\S+) from one process", last)[1])
+    assert gaps["samples"] < 1e-5 < 1e-3 < gaps["world_size"]
+
+
+def test_surviving(tmp_path):
+    saved = tmp_path / "saved"
+    given = (str(saved), "--steps=9", "--kill=7")
+    *starts, last = launched(tmp_path, "surviving", *given, restarts=1).splitlines()
+    assert starts == [f"start {n}: 2 ranks, steps taken before: {5 * n}" for n in (0, 1)]
+    assert re.fullmatch(r"9 steps, loss \d\.\d+, 0e\+00 from the run without a kill", last)
+    assert [path.name for path in saved.iterdir()] == ["step-5"]
 
 
 def test_coming_from(tmp_path):
