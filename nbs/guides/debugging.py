@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("fault", choices=FAULTS)
     parser.add_argument("--timeout", type=float, default=10.0, help="of a collective, in seconds")
-    parser.add_argument("--compare", type=int, default=0, help="steps, every so many updates")
+    parser.add_argument("--compare", type=int, default=0, help="updates between two comparisons")
     given = parser.parse_args()
     dist.init_process_group(timeout=timedelta(seconds=given.timeout))
     said = attempt(given.fault, compare=given.compare)

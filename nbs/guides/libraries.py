@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 class Rows:
-    """Data in which row k is the same whoever asks for it."""
+    """Data in which row k is the same whichever rank asks for it."""
 
     def __init__(self, count: int):
         self.count = count
