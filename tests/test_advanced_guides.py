@@ -1,4 +1,4 @@
-"""The scripts of guides 20 to 25: on two ranks of torchrun's agent, on a command line of their own."""
+"""The scripts of guides 04 to 06 and 11 to 13: on two ranks of torchrun's agent, on command lines of their own."""
 
 import importlib.util
 import json
