@@ -10,8 +10,8 @@ from common.waiting import wait_for
 
 from zero_nb.plan.charts import explore
 
-# the guide with the most cells for ranks, and none that starts programs, each for seconds of imports
-GUIDE = Path(__file__).parents[1] / "nbs" / "guides" / "07_uneven.ipynb"
+GUIDES = Path(__file__).parents[1] / "nbs" / "guides"
+GUIDE = GUIDES / "01_drop_in.ipynb"
 NEEDS = ("jupyterlab", "ipywidgets")
 EXPLORER = notebook(
     "from zero_nb.plan.charts import explorer\nexplorer()",
@@ -20,7 +20,8 @@ EXPLORER = notebook(
 )
 ENDLESS = notebook(
     "%load_ext zero_nb.comm.launch",
-    "%%torchrun --nproc 2\nimport time\nprint('it begins', flush=True)\nwhile True: time.sleep(0.1)",
+    "%%torchrun --nproc 2\nimport itertools, time\nfrom zero_nb import report_step\n"
+    "for step in itertools.count(1): report_step(step=step, loss=3 / step); time.sleep(0.1)",
     "%%torchrun --nproc 2\nimport torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nx.item()",
     "%torchrun_stop",
 )
@@ -28,9 +29,10 @@ ENDLESS = notebook(
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """Run a JupyterLab with the explorer, a guide, and a cell that does not end."""
+    """Run a JupyterLab with the explorer, the drop-in guide, and a cell that does not end."""
     folder = tmp_path_factory.mktemp("lab")
-    shutil.copy(GUIDE, folder)
+    for path in (GUIDE, GUIDES / "drop_in.py"):
+        shutil.copy(path, folder)
     (folder / "explorer.ipynb").write_text(EXPLORER)
     (folder / "endless.ipynb").write_text(ENDLESS)
     with jupyterlab(folder) as made:
@@ -75,8 +77,8 @@ def test_the_slider_moves_the_picture(lab):
         page.locator(".jp-OutputArea svg[aria-label*=': nothing;']").wait_for(timeout=30_000)
 
 
-@needs_browser("runs a guide in a real JupyterLab", *NEEDS)
-def test_a_guide_runs_from_top_to_bottom(lab):
+@needs_browser("runs the drop-in guide in a real JupyterLab", *NEEDS)
+def test_the_drop_in_guide_runs_from_top_to_bottom(lab):
     with new_page(viewport={"width": 1400, "height": 900}) as page:
         page.set_default_timeout(180_000)
         lab.open(page, GUIDE.name)
@@ -87,8 +89,18 @@ def test_a_guide_runs_from_top_to_bottom(lab):
     assert counts == [*range(1, len(cells) + 1)] and len(cells) > 10
 
 
+def wait_for_steps(page, rank: int) -> int:
+    """Wait until the table of live ranks has a row of a rank with a step and a curve; give the step."""
+    table = page.locator(".jp-OutputArea table", has_text="last report")
+    row = table.locator("tbody tr").nth(rank)
+    row.locator("svg[aria-label^='loss, from ']").wait_for(timeout=60_000)
+    name, step, *_ = wait_for(row.locator("td").all_inner_texts)
+    assert name == str(rank)
+    return int(step)
+
+
 @needs_browser("interrupts ranks in a real JupyterLab", *NEEDS)
-def test_an_interrupt_ends_the_ranks_of_a_cell_and_the_next_cell_starts_others(lab):
+def test_ranks_are_seen_live_until_an_interrupt_and_the_next_cell_starts_others(lab):
     def ranks():
         return [command for command in lab.processes() if "ipykernel" not in " ".join(command)]
 
@@ -98,7 +110,8 @@ def test_an_interrupt_ends_the_ranks_of_a_cell_and_the_next_cell_starts_others(l
         page.locator(".jp-Notebook .jp-Cell .cm-content").first.click()
         page.keyboard.press("Shift+Enter")
         page.keyboard.press("Shift+Enter")
-        page.locator(".jp-OutputArea", has_text="it begins").first.wait_for(timeout=60_000)
+        begun = [wait_for_steps(page, rank) for rank in (0, 1)]
+        wait_for(lambda: all(wait_for_steps(page, rank) > begun[rank] for rank in (0, 1)))
         assert len(ranks()) >= idle + 2
         page.locator("[data-jp-item-name='interrupt']").first.click()
         page.locator(".jp-OutputArea", has_text="KeyboardInterrupt").first.wait_for(timeout=60_000)
