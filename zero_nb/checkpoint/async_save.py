@@ -220,6 +220,7 @@ class Saving:
 class AsyncCheckpointer:
     """Save model and optimizer while training goes on, into folders as `save_sharded` writes them.
 
+    Raises `ValueError` on a rank outside `process_group`; `save` and `wait` raise a save's errors.
     Source: `torch.distributed.checkpoint.async_save`."""
 
     def __init__(

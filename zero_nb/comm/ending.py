@@ -96,8 +96,9 @@ def fail(
     groups: Ranks | Sequence[Ranks],  # unusable afterwards
     error: BaseException,  # what went wrong on this rank
 ) -> None:
-    """Leave groups because of an error, so that no other rank waits for this one: their collectives
-    raise, and say what it was."""
+    """Leave groups because of an error, so that no other rank waits for this one.
+
+    Raises nothing here; the other ranks' collectives raise `RuntimeError`, and say what it was."""
     levels = _several(groups)
     _leave_groups(levels, f"rank {levels[0].global_rank} failed with {_described(error)}")
 

@@ -100,6 +100,8 @@ def balanced(
     """Give each parameter, most costly first, to the rank with the least cost; then move and swap
     while the worst rank gains.
 
+    Raises `ValueError` if a cost is not a number >= 0, `world_size` is not an integer >= 1, or
+    `loads` are not one number >= 0 for each rank.
     Source: Graham 1969, bounds on multiprocessing timing anomalies (longest processing time first).
     """
     total = loads_before(world_size, loads)
@@ -139,7 +141,10 @@ def mixed(
     choose: Choice = matrices_whole,  # the policy of each parameter
     loads: Sequence[float] | None = None,  # elements each rank holds already
 ) -> ShardPlan:
-    """Let each parameter choose its policy; those that are cut evenly go last and fill up what the others left."""
+    """Let each parameter choose its policy; those that are cut evenly go last and fill up what the others left.
+
+    Raises `TypeError` if a policy returns no `ShardPlan`, and `ValueError` if it returns one of other
+    parameters or ranks, or `world_size` or `loads` are what `even` refuses."""
     total = loads_before(world_size, loads)
     shards: list[list[Span]] = [[] for _ in total]
     chosen: dict[Any, tuple[Policy, list[int]]] = {}

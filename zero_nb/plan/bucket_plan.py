@@ -45,8 +45,9 @@ from zero_nb.plan.specs import (
 # %% ../../nbs/plan/08_bucket_plan.ipynb #7a5672f3
 @dataclass(frozen=True, repr=False)
 class BucketPlan(Written):
-    """All buckets, in the order in which their collectives start, checked when built to hold each
-    trainable element once."""
+    """All buckets, in the order in which their collectives start.
+
+    Raises `ValueError` unless the buckets hold each trainable element once, and names are unique."""
 
     params: Sequence[ParamSpec]  # in registration order; becomes a `ParamTable`
     world_size: int  # ranks in the group

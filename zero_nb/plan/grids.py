@@ -14,7 +14,9 @@ from .specs import Written, only
 # %% ../../nbs/plan/05_grids.ipynb #7e50140d
 @dataclass(frozen=True)
 class Grid:
-    """Ranks in rows: each row shards one replica, each column holds the same shard."""
+    """Ranks in rows: each row shards one replica, each column holds the same shard.
+
+    Raises `ValueError` if `shard` or `replicate` is not an integer >= 1."""
 
     shard: int  # ranks that share one replica, the world size of the plan; neighbours, such as the ranks of one machine
     replicate: int = 1  # replicas
@@ -45,7 +47,9 @@ class Grid:
 # %% ../../nbs/plan/05_grids.ipynb #2ed91e88
 @dataclass(frozen=True, repr=False)
 class GridPlan(Written):
-    """A plan for ranks in rows: every row has all elements, and is sharded in the same way."""
+    """A plan for ranks in rows: every row has all elements, and is sharded in the same way.
+
+    Raises `ValueError` if the plan is for another number of ranks than a row of the grid has."""
 
     plan: ShardPlan  # of one row
     grid: Grid

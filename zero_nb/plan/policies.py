@@ -90,6 +90,8 @@ def greedy(
 ) -> ShardPlan:  # whole parameters
     """Give each parameter, largest first and one param group after another, to the rank with the fewest elements.
 
+    Raises `ValueError` if `world_size` is not an integer >= 1, or `loads` are not one number >= 0
+    for each rank.
     Source: the rule of torch.distributed.optim.ZeroRedundancyOptimizer."""
     sizes = [(specs[i].numel, i) for i in movable(specs)]
     largest_first = sorted(sizes, key=lambda item: (specs[item[1]].group, -item[0]))
@@ -152,6 +154,8 @@ def even(
 ):  # without loads, at most ceil(total / world_size) elements per rank, rounded up to `align`
     """Cut the concatenated parameters into equal runs.
 
+    Raises `ValueError` if `world_size` or `align` is not an integer >= 1, or `loads` are not one
+    number >= 0 for each rank.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5."""
     if type(align) is not int or align < 1:
         raise ValueError(f"align must be an integer >= 1 (elements), got {align!r}")

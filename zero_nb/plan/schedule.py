@@ -229,7 +229,9 @@ def make_schedule(
     lag: int = 1,  # as for `order`
     hidden: bool = False,  # as for `order`
 ) -> Schedule:
-    """Write down the order of one iteration, the same on every rank."""
+    """Write down the order of one iteration, the same on every rank.
+
+    Raises `ValueError` for an unknown method, and for a count or lag that is not an integer >= 0."""
     phases = order(
         len(buckets.buckets) if isinstance(buckets, BucketPlan) else buckets,
         method,

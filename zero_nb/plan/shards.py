@@ -127,7 +127,9 @@ def run_from(params: Sequence[ParamSpec], text: str) -> Span:
 # %% ../../nbs/plan/02_shards.ipynb #a19c5861
 @dataclass(frozen=True, repr=False)
 class ShardPlan(Written):
-    """Who owns what: one shard for each rank, checked when built to own each trainable element exactly once."""
+    """Who owns what: one shard for each rank.
+
+    Raises `ValueError` unless the shards own each trainable element exactly once, and names are unique."""
 
     params: tuple[ParamSpec, ...]  # in registration order
     shards: tuple[tuple[Span, ...], ...]  # shards[group_rank], sorted; spans that touch are joined

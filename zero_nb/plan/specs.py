@@ -37,7 +37,10 @@ ITEMSIZE = {
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a plan knows of a parameter: everything but its values."""
+    """What a plan knows of a parameter: everything but its values.
+
+    Raises `ValueError` if the name is not text, the shape holds anything but integers >= 0, or a
+    field has a value that no parameter can have, such as an unknown dtype."""
 
     name: str  # unique within a plan
     shape: tuple[int, ...]  # () for a scalar; a dimension may be 0
