@@ -1,10 +1,12 @@
-"""Render the README and its pictures from nbs/index.ipynb: `python tests/readme.py`."""
+"""Render the README and its pictures from nbs/index.ipynb, and the API reference from the package:
+`python tests/readme.py`."""
 
 import re
 from pathlib import Path
 
 import nbformat
 from nbconvert import MarkdownExporter
+from reference import made
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,6 +51,6 @@ def readme() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for path, text in readme().items():
+    for path, text in (readme() | made()).items():
         (ROOT / path).parent.mkdir(exist_ok=True)
         (ROOT / path).write_text(text, encoding="utf-8")

@@ -39,7 +39,7 @@ def sidebar() -> list[str]:
 
 def test_the_sidebar_is_in_reading_order_and_lists_each_notebook_once():
     listed = sidebar()
-    assert sorted(listed) == chapters()
+    assert sorted(listed) == sorted([*chapters(), "reference.md"])
     rooms = list(dict.fromkeys(Path(page).parent.name for page in listed))
     first = ["", "start", "guides", "comm", "plan", "optim", "backward", "join", "checkpoint"]
     assert rooms[: len(first)] == first
@@ -57,13 +57,24 @@ def test_each_chapter_of_a_room_has_a_number_of_its_own():
 def test_the_index_lists_the_pages_in_the_order_of_the_sidebar():
     text = "\n".join(prose("index.ipynb"))
     rows = re.findall(r"^\| \[([\w/]+)\]\(\1\.ipynb\) \|", text, re.M)
-    assert ["index.ipynb", *(f"{row}.ipynb" for row in rows)] == sidebar()
+    listed = [page for page in sidebar() if page != "reference.md"]  # which is no notebook
+    assert ["index.ipynb", *(f"{row}.ipynb" for row in rows)] == listed
 
 
 def test_the_navigation_bar_leads_to_pages():
     site = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))["website"]
     entries = site["navbar"]["left"]
-    assert entries and all(entry["text"] and entry["href"] in chapters() for entry in entries)
+    known = {*chapters(), "reference.md"}
+    assert entries and all(entry["text"] and entry["href"] in known for entry in entries)
+
+
+def test_each_page_leads_to_its_notebook():
+    """Quarto puts the address together from the repository's, `repo-subdir` and the page's path."""
+    site = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))["website"]
+    assert {"edit", "source", "issue"} == set(site["repo-actions"])
+    assert ROOT / site["repo-subdir"] == NBS
+    assert "`make lab`" in site["page-footer"]["center"]
+    assert re.search(r"^lab:.*\n\t.*jupyter lab nbs$", (ROOT / "Makefile").read_text(), re.M)
 
 
 def glossary() -> list[str]:
