@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 unexport PYTHONDONTWRITEBYTECODE # hundreds of interpreters would compile the same modules
 
-.PHONY: help train bench link surviving test quick notebooks pytest browser lint export lab clean
+.PHONY: help train bench link surviving test quick notebooks pytest browser lint export site lab clean
 
 help: ## what the targets do
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,6 +52,9 @@ export: $(VENV)/.ready ## write zero_nb/ and the README from the notebooks, and 
 	$(BIN)/nbdev_export
 	$(BIN)/nbdev_clean
 	$(BIN)/python tests/readme.py
+
+site: $(VENV)/.ready ## build the site in _docs, with Quarto
+	PYTHONPATH=tests $(BIN)/nbdev_docs
 
 lab: $(VENV)/.ready ## open the notebooks
 	$(BIN)/jupyter lab nbs

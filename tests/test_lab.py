@@ -89,6 +89,14 @@ def test_the_drop_in_guide_runs_from_top_to_bottom(lab):
     assert counts == [*range(1, len(cells) + 1)] and len(cells) > 10
 
 
+# The colour of a word of a cell, where the editor has told it from what surrounds it, and of other text.
+COLOUR = """([cell, word]) => {
+    const editor = document.querySelectorAll(".jp-CodeCell .cm-content")[cell]
+    const tokens = [...editor.querySelectorAll("span")].filter(each => each.textContent === word)
+    return [...tokens, editor].map(each => getComputedStyle(each).color)
+}"""
+
+
 def wait_for_steps(page, rank: int) -> int:
     """Wait until the table of live ranks has a row of a rank with a step and a curve; give the step."""
     table = page.locator(".jp-OutputArea table", has_text="last report")
@@ -107,6 +115,9 @@ def test_ranks_are_seen_live_until_an_interrupt_and_the_next_cell_starts_others(
     with new_page(viewport={"width": 1400, "height": 900}) as page:
         lab.open(page, "endless.ipynb")
         idle = len(ranks())  # the server
+        for word in ("import", "while"):  # below `%%torchrun`, as in any other cell
+            keyword, text = page.evaluate(COLOUR, [1, word])
+            assert keyword != text
         page.locator(".jp-Notebook .jp-Cell .cm-content").first.click()
         page.keyboard.press("Shift+Enter")
         page.keyboard.press("Shift+Enter")

@@ -46,6 +46,13 @@ def test_readme_is_the_index_notebook():
         assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run `make export`"
 
 
+def test_the_reference_is_what_the_package_says():
+    from reference import made
+
+    for path, text in made().items():
+        assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run `make export`"
+
+
 def required(*names: str) -> dict[str, metadata.Distribution]:
     """Give the distributions installed here that these need, themselves included, by name."""
     found, asked = {}, [Requirement(name) for name in names]
@@ -93,7 +100,10 @@ def test_wheel_from_the_sdist_trains_in_a_clean_environment(tmp_path):
     builder = environment(tmp_path / "builder", required("build", "setuptools").values())
     # the sdist, then the wheel from it, with nothing but what pyproject.toml says they need
     call(builder, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", source)
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    made = sorted((tmp_path / "dist").iterdir())
+    (wheel,) = (file for file in made if file.suffix == ".whl")
+    assert len(made) == 2
+    call(sys.executable, "-m", "twine", "check", "--strict", *made)  # as an index will read them
     (own,) = metadata.distributions(path=[str(wheel)])
     needs = [need for need in own.requires if "extra ==" not in need]
     python = environment(tmp_path / "clean", required(*needs).values())

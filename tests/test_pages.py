@@ -6,19 +6,27 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from html import escape
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 import yaml
 from common.browser import needs_browser, new_page
+from common.sampling import today
 
 ROOT = Path(__file__).parents[1]
 
 
 PROCESS = """
-import gc
+import gc, sys
+sys.path.insert(0, "tests") # where the site's own processor is
 from nbdev.serve import proc_nbs
 gc.disable() # the shell of each notebook lives until the end, and little of it is garbage
 proc_nbs(n_workers=0, force=True)
@@ -49,10 +57,14 @@ class Links(HTMLParser):
 
 
 def linked(path: Path) -> Links:
-    """Read the links and anchors of a notebook's prose and outputs; code has none."""
+    """Read the links and anchors of a page of markdown, or of a notebook's prose and outputs; code
+    has none."""
     from nbconvert.filters import markdown2html
 
     page = Links()
+    if path.suffix == ".md":
+        page.feed(markdown2html(path.read_text(encoding="utf-8")))
+        return page
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         found = [output.get("data", {}) for output in cell.get("outputs", ())]
         if cell["cell_type"] == "markdown":
@@ -93,7 +105,9 @@ def test_every_notebook_becomes_a_page_whose_links_lead_somewhere(processed):
     names = notebooks(processed)
     assert names == notebooks(ROOT / "nbs") and len(names) > 20
     pages = {name: linked(processed / name) for name in names}
-    assert {name: broken for name in names if (broken := broken_links(pages, name))} == {}
+    pages["reference.md"] = linked(processed / "reference.md")
+    assert len(pages["reference.md"].links) > 100
+    assert {name: broken for name in pages if (broken := broken_links(pages, name))} == {}
 
 
 def test_the_sidebar_lists_every_notebook():
@@ -102,13 +116,19 @@ def test_the_sidebar_lists_every_notebook():
     assert len(names) > 20 and [name for name in names if name not in sidebar] == []
 
 
-# What the site's theme (Bootstrap) says of a page, as far as its width goes, and a dark page.
+# What the site's themes (Bootstrap's cosmo and darkly) say of a page: its width and its colours.
 THEME = """
 body { margin: 0; font: 16px/1.5 sans-serif; color: #212529; background: #fff }
 main { max-width: 850px; margin: auto; padding: 0 24px }
 img { max-width: 100%; height: auto }
 pre { font-size: 14px; overflow: auto }
-@media (prefers-color-scheme: dark) { body { color: #dee2e6; background: #222 } }
+a { color: #2780e3 }
+code { color: #e83e8c }
+pre code { color: inherit }
+@media (prefers-color-scheme: dark) {
+  body { color: #dee2e6; background: #222 }
+  a { color: #00bc8c }
+}
 """
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -123,6 +143,18 @@ class Unparsed(str):
 
     def select(self, selector: str) -> list:
         return []
+
+
+def describe_images(notebook: Any) -> Iterator[str]:
+    """Give images the words of their cell's `fig-alt`, as Quarto does. nbconvert has no place for
+    those of SVG: give the beginning of each one's tag."""
+    drawn = []
+    for cell in notebook.cells:
+        if words := re.search(r"^#\| fig-alt: (.+)$", cell.source, re.M):
+            cell.metadata["alt"] = words[1]
+            kinds = [kind for output in cell.outputs for kind in output.get("data", ())]
+            drawn += [f'<img alt="{escape(words[1])}" '] * kinds.count("image/svg+xml")
+    return iter(drawn)
 
 
 @pytest.fixture(scope="module", params=["first half", "other half"])
@@ -142,13 +174,45 @@ def site(request, processed, tmp_path_factory) -> dict[str, str]:
     half = slice(request.param != "first half", None, 2)
     for i, name in enumerate(notebooks(processed)[half]):
         notebook = nbformat.read(processed / name, as_version=4)
+        drawn = describe_images(notebook)
+        notebook.metadata["language_info"] = {"name": "python"}  # in which Quarto colours a cell
         with patch("nbconvert.exporters.html.BeautifulSoup", Unparsed):
             body, _ = exporter.from_notebook_node(notebook)
+        body = re.sub('<img (?=src="data:image/svg)', lambda _: next(drawn), body)
         path = folder / f"{i}.html"
         text = PAGE.format(title=name, style=style, body=body, script=script)
         path.write_text(text, encoding="utf-8")
         made[name] = path.as_uri()
     return made
+
+
+def for_ranks(folder: Path) -> dict[str, list[dict]]:
+    """Give the cells of each notebook that run under `%%torchrun`."""
+    found = {}
+    for name in notebooks(folder):
+        cells = json.loads((folder / name).read_text(encoding="utf-8"))["cells"]
+        code = (cell for cell in cells if cell["cell_type"] == "code")
+        found[name] = [c for c in code if re.search("^%%torchrun", "".join(c["source"]), re.M)]
+    return {name: cells for name, cells in found.items() if cells}
+
+
+def test_cells_for_ranks_keep_their_magic_and_are_python(processed):
+    """Quarto colours a cell in its `language`, and takes options from its first lines only."""
+    ours, shown = for_ranks(ROOT / "nbs"), for_ranks(processed)
+    assert len(ours) > 10
+    assert {n: len(c) for n, c in shown.items()} == {n: len(c) for n, c in ours.items()}
+    for name, cells in shown.items():
+        for cell in cells:
+            before, _, after = "".join(cell["source"]).partition("%%torchrun")
+            assert re.fullmatch(r"(#\|.*\n)*", before) and "#|" not in after, name
+            assert cell["metadata"]["language"] == "python", name
+
+
+def test_cells_for_ranks_are_coloured_as_python(site, processed):
+    for name in set(for_ranks(processed)) & set(site):
+        text = Path(url2pathname(urlsplit(site[name]).path)).read_text(encoding="utf-8")
+        blocks = [b for b in re.findall("(?s)<pre>.*?</pre>", text) if ">torchrun</span>" in b]
+        assert blocks and all('<span class="k' in block for block in blocks), name
 
 
 LOOK = """() => {
@@ -222,6 +286,59 @@ def test_figures_are_read_on_a_dark_page(site):
             page.goto(address)
             if found := page.evaluate(IN_THE_DARK):
                 wrong[name] = found
+    assert wrong == {}
+
+
+# What axe looks at, with code and drawings as one element each: it takes its time for every element.
+SHAPE = (
+    "aria-allowed-attr",
+    "aria-valid-attr",
+    "duplicate-id-aria",
+    "empty-heading",
+    "heading-order",
+    "image-alt",
+    "link-name",
+    "list",
+    "listitem",
+    "page-has-heading-one",
+    "role-img-alt",
+    "scrollable-region-focusable",
+    "svg-img-alt",
+    "th-has-data-cells",
+)
+AXE = """async rules => {
+    for (const code of document.querySelectorAll("pre")) code.textContent = code.textContent
+    for (const drawing of document.querySelectorAll("svg"))
+        drawing.replaceChildren(...drawing.querySelectorAll(":scope > title"))
+    const only = {runOnly: {type: "rule", values: rules}, resultTypes: ["violations"]}
+    const {violations} = await axe.run("main", only)
+    return violations.flatMap(({id, nodes}) => nodes.map(({html}) => `${id}: ${html.slice(0, 150)}`))
+}"""
+
+
+def found_by_axe(page: Any, scheme: str) -> list[str]:
+    """Give what axe finds on the page that is open; what does not depend on colours only once."""
+    page.emulate_media(color_scheme=scheme)
+    page.evaluate("scheme => { document.body.className = `quarto-${scheme}` }", scheme)
+    return page.evaluate(AXE, ["color-contrast", *(SHAPE if scheme == "light" else ())])
+
+
+@pytest.mark.turns(2, name="pages")
+@needs_browser("runs axe on the site's pages in a real browser", "axe_playwright_python")
+def test_axe_finds_nothing(site):
+    """Two seconds of the processor a page: some of them on a day, another part on the next."""
+    axe = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
+    turns = (
+        1 if os.environ.get("ZERO_NB_ALL") else 21
+    )  # odd: each half of the pages meets each part
+    chosen = today("axe", len(site), turns)
+    wrong = {}
+    with new_page(viewport={"width": 1280, "height": 900}) as page:
+        for name in (name for i, name in enumerate(site) if i in chosen):
+            page.goto(site[name])
+            page.evaluate(axe)
+            if found := [*found_by_axe(page, "light"), *found_by_axe(page, "dark")]:
+                wrong[name] = found[:3]
     assert wrong == {}
 
 
