@@ -40,7 +40,7 @@ def readme() -> dict[str, str]:
 
     text = re.sub(r"!\[svg\]\((output_\w+\.svg)\)", plotted, text)
     text = re.sub(r"<svg .*?</svg>", drawn, text, flags=re.S)
-    text = re.sub(r"\]\(([\w/]+\.ipynb)(#[^)]*)?\)", r"](nbs/\1)", text)
+    text = re.sub(r"\]\(([\w/]+\.(?:ipynb|md))(#[^)]*)?\)", r"](nbs/\1)", text)
     text = re.sub(r"\n{3,}", "\n\n", text)
     files["README.md"] = (
         "<!-- made from nbs/index.ipynb by `make export`; edit the notebook -->\n\n"
