@@ -212,7 +212,7 @@ def test_cells_for_ranks_are_coloured_as_python(site, processed):
     for name in set(for_ranks(processed)) & set(site):
         text = Path(url2pathname(urlsplit(site[name]).path)).read_text(encoding="utf-8")
         blocks = [b for b in re.findall("(?s)<pre>.*?</pre>", text) if ">torchrun</span>" in b]
-        assert blocks and all('<span class="k' in block for block in blocks), name
+        assert blocks and all(block.count('<span class="n') > 2 for block in blocks), name
 
 
 LOOK = """() => {
