@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from zero_nb.comm import collectives, groups
+from zero_nb.comm import collectives
 from zero_nb.optim.driver import SideStream
 
 
@@ -244,7 +244,7 @@ class World(TorchDispatchMode):
     def networked(self):
         """Run the collectives of the package on the network's stream."""
         kind, names = (
-            groups.Group,
+            collectives,  # which `Group` calls, and the optimizer
             ("all_reduce", "broadcast", "reduce_scatter", "all_gather"),
         )
         originals = {name: getattr(kind, name) for name in names}

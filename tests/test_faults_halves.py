@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
-from zero_nb.comm.groups import Group
+from zero_nb.comm import collectives
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
 from zero_nb.comm.simulation import simulate
@@ -109,7 +109,7 @@ def test_H3_a_rank_without_data_follows_with_the_same_division():
 def test_H3_on_many_ranks_what_is_added_is_what_ddp_adds(size, mode, monkeypatch):
     """Simulated ranks add zeros, so that plain DDP leaves in `.grad` what it sends; then all others
     add what this one does."""
-    sent, real = [], Group.reduce_scatter
+    sent, real = [], collectives.reduce_scatter
 
     def reduce_scatter(group, tensor, *args, **options):
         sent.append(tensor.clone())
@@ -125,7 +125,7 @@ def test_H3_on_many_ranks_what_is_added_is_what_ddp_adds(size, mode, monkeypatch
         model, handle = attach(
             mode, module, ZeroRedundancyOptimizer(module.parameters(), SGD, group, lr=2**-10), group
         )
-        monkeypatch.setattr(Group, "reduce_scatter", reduce_scatter)
+        monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
         for _ in range(3):
             model(gradient).backward()
         handle.wait()

@@ -216,6 +216,38 @@ def patched() -> Iterator[str]:
             yield f"{module}:{name}"
 
 
+def functions_by_reference() -> dict[str, set[str]]:
+    """Give, of each module, how its text refers to functions of ours: its own, imported, or of an imported module."""
+    tops = {
+        module: {node.name for node in tree.body if isinstance(node, FUNCTIONS)}
+        for module, tree in TREES.items()
+    }
+    found = {}
+    for module, tree in TREES.items():
+        found[module] = set(tops[module])
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            room = module.split(".")[0] if node.level == 1 else ""
+            origin = ".".join(filter(None, [room, (node.module or "").removeprefix("zero_nb.")]))
+            for alias in node.names:
+                name, whole = alias.asname or alias.name, f"{origin}.{alias.name}"
+                found[module] |= {name} if alias.name in tops.get(origin, ()) else set()
+                found[module] |= {f"{name}.{function}" for function in tops.get(whole, ())}
+    return found
+
+
+def bound_functions() -> Iterator[str]:
+    """A class defines its methods: it binds no function from outside, which readers and type checkers lose."""
+    functions = functions_by_reference()
+    for module, name, node in definitions(ast.ClassDef):
+        for statement in node.body:
+            if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
+                value = ast.unparse(statement.value)
+                if value in functions[module]:
+                    yield f"{module}:{name} {ast.unparse(statement)}"
+
+
 def long_test_files() -> Iterator[str]:
     """A test file has at most 700 lines."""
     for path in sorted(TESTS.glob("test_*.py")):
@@ -247,6 +279,7 @@ RULES = (
     paired_assignments,
     swallowed_options,
     patched,
+    bound_functions,
     long_test_files,
     long_test_functions,
 )

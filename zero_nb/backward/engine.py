@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .stepped_gradients import WRITTEN, SteppedGradients, SteppedVersions
 from .watch import BackwardWatch
+from ..comm import collectives
 from ..comm.agreement import agreeing
 from ..comm.calls import mark_agreed
 from ..comm.groups import Group
@@ -60,7 +61,7 @@ def start_mean(
     divides_first = sent.dtype.itemsize < 4
     if divides_first and size > 1:
         sent.mul_(1 / size)
-    work = group.reduce_scatter(sent, bucket.sizes, async_op=True, relay=True)
+    work = collectives.reduce_scatter(group, sent, bucket.sizes, async_op=True, relay=True)
 
     def finish() -> Tensor:
         work.wait()

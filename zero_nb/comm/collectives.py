@@ -35,7 +35,6 @@ from zero_nb.comm.native import (
     _native_all_reduce,
     _native_broadcast,
     _native_reduce_scatter,
-    backend_of,
     unserved,
 )
 from .ranks import Ranks
@@ -243,7 +242,7 @@ def _sent(group: Ranks, call: Call) -> int | None:
 def _steps(group: Ranks, call: Call) -> CollectiveSteps:
     """Give the steps of a call; a group that records sees what it is made of as parts of it."""
     steps = _STEPS[call.kind](group, call)
-    backend = backend_of(group, call.tensor.device)
+    backend = group.backends.get(call.tensor.device.type, "none")
     if call.kind in _MERGED:
         group._wire.connected.add(backend)
     native = call.kind in ("all_reduce", "broadcast") and call.tensor.dtype in _KNOWN

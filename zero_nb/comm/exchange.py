@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call
-from .native import _native_all_reduce, _to_move, backend_of
+from .native import _native_all_reduce, _to_move
 from .ranks import Ranks
 from .work import CollectiveSteps, _started
 
@@ -32,7 +32,7 @@ def _host_like(tensor: Tensor) -> Tensor:
 
 def _host_place(group: Ranks, tensor: Tensor) -> Tensor:
     """Give memory that gloo can receive a tensor into: its own, or some of the CPU."""
-    if _off_host(tensor) and backend_of(group, tensor.device) == "gloo":
+    if _off_host(tensor) and group.backend(tensor.device) == "gloo":
         return _host_like(tensor)
     return tensor
 
@@ -93,7 +93,7 @@ def _exchange(
     if not sends and not receives:
         return
     device = (sends or receives)[0][0].device
-    if backend_of(group, device) == "gloo":
+    if group.backend(device) == "gloo":
         arriving = [(_host_place(group, t), peer) for t, peer in receives]
         works = [dist.irecv(t, peer, pg, _tag(t)) for t, peer in arriving]
         leaving = [(_host_copy(group, t), peer) for t, peer in sends]
@@ -115,7 +115,7 @@ _LATE = frozenset({"nccl", "xccl"})  # backends that connect all ranks in the fi
 
 
 def _connected(group: Ranks, device: torch.device) -> bool:
-    backend = backend_of(group, device)
+    backend = group.backend(device)
     if backend not in _LATE or backend in group._wire.connected:
         return True
     return group.process_group.bound_device_id is not None  # connects when the group is made
@@ -126,7 +126,7 @@ def _among_all(group: Ranks, call: Call, steps: Iterator[None]) -> Iterator[None
     if not _connected(group, call.tensor.device):
         for _ in _started(_native_all_reduce(group, torch.zeros(1, device=call.tensor.device))):
             pass
-        group._wire.connected.add(backend_of(group, call.tensor.device))
+        group._wire.connected.add(group.backend(call.tensor.device))
     return steps
 
 
@@ -134,7 +134,7 @@ def _refuse_first(group: Ranks, tensor: Tensor) -> None:
     if _connected(group, tensor.device):
         return
     raise RuntimeError(
-        f"the first call on a group over {backend_of(group, tensor.device)} connects all its ranks, so"
+        f"the first call on a group over {group.backend(tensor.device)} connects all its ranks, so"
         " messages between some of them would wait for the others for ever; call connect(group,"
         f" {str(tensor.device)!r}), or any collective, on all {group.size} ranks first"
     )

@@ -16,7 +16,6 @@ from .calls import Call, _dtype
 from .collectives import _divide, _start, _start_exchange
 from .ending import _leave_groups
 from .exchange import _connected
-from .native import backend_of
 from .ranks import Ranks
 from .watcher import _start_watcher
 from .work import Work
@@ -35,12 +34,37 @@ class Group(Ranks):
     naming the collective if a peer is gone or late.
     """
 
-    # functions of comm/16_collectives, whose first argument is the group
-    backend = backend_of
-    all_reduce = collectives.all_reduce
-    broadcast = collectives.broadcast
-    reduce_scatter = collectives.reduce_scatter
-    all_gather = collectives.all_gather
+    def all_reduce(self, tensor: Tensor, *, async_op: bool = False) -> Work:
+        """Sum `tensor` over all ranks, on all ranks."""
+        return collectives.all_reduce(self, tensor, async_op=async_op)
+
+    def broadcast(self, tensor: Tensor, group_rank: int, *, async_op: bool = False) -> Work:
+        """Copy `tensor` of `group_rank` to all ranks."""
+        return collectives.broadcast(self, tensor, group_rank, async_op=async_op)
+
+    def reduce_scatter(
+        self,
+        flat: Tensor,
+        sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        relay: bool = False,
+    ) -> Work:
+        """Sum the parts of a 1-D tensor over all ranks; each rank keeps the sum of its own part,
+        the others are scratch afterwards. `sizes` and `relay` as for the function of `comm.collectives`."""
+        return collectives.reduce_scatter(self, flat, sizes, async_op=async_op, relay=relay)
+
+    def all_gather(
+        self,
+        flat: Tensor,
+        sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        relay: bool = False,
+    ) -> Work:
+        """Send this rank's part of a 1-D tensor to all ranks, so that each holds all parts. `sizes`
+        and `relay` as for `reduce_scatter`."""
+        return collectives.all_gather(self, flat, sizes, async_op=async_op, relay=relay)
 
     def gather(
         self,

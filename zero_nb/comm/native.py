@@ -18,14 +18,9 @@ from .ranks import Ranks
 from .work import _Native, _started
 
 # %% auto #0
-__all__ = ['backend_of', 'unserved']
+__all__ = ['unserved']
 
 # %% ../../nbs/comm/10_native.ipynb #75a77ffd
-def backend_of(group: Ranks, device: torch.device) -> str:
-    """Backend that serves tensors of `device`, for example "gloo" or "nccl"; "none" in a group of one."""
-    return group.backends.get(device.type, "none")
-
-
 def unserved(group: Ranks, device: torch.device) -> str:
     """Say why a group of several ranks moves no tensors of a device, and what to do; "" where it does."""
     backends = group.backends
@@ -96,7 +91,7 @@ def _check_sum(group: Ranks, call: Call) -> None:
     tensor = call.tensor
     if (
         call.kind in ("all_reduce", "reduce_scatter")
-        and backend_of(group, tensor.device) == "gloo"
+        and group.backend(tensor.device) == "gloo"
         and not _adds(tensor.dtype, "cpu")
     ):
         raise ValueError(
@@ -246,7 +241,7 @@ _COMPLETE = frozenset(
 
 def _lacks(group: Ranks, call: Call, native: Callable[[Ranks, Call], Sequence[_Native]]) -> bool:
     """Tell if the backend has not got a collective, on any rank."""
-    backend = backend_of(group, call.tensor.device)
+    backend = group.backends.get(call.tensor.device.type, "none")
     n = group.size
     lacks = group._state.lacks
     key = backend, call.kind

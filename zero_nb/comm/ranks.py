@@ -222,6 +222,10 @@ class Ranks:
         """This process's rank in the job."""
         return self.ranks[self.group_rank]
 
+    def backend(self, device: torch.device) -> str:
+        """Backend that serves tensors of `device`, for example "gloo" or "nccl"; "none" in a group of one."""
+        return self.backends.get(device.type, "none")
+
     def _agreed(self) -> None:
         """Take note that all ranks have agreed on something; a `Group` then begins to watch the others."""
 

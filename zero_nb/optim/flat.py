@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..plan.bucket import Bucket, Slot
+from ..comm import collectives
 from ..comm.calls import Parts, mark_agreed
 from ..comm.groups import Group
 
@@ -232,7 +233,7 @@ class FlatBucket:
         torch.autograd.graph.increment_version(
             self.members
         )  # before they are written: autograd refuses graphs that have saved them, on every rank
-        work = self.group.all_gather(flat, self.sizes, async_op=True, relay=relay)
+        work = collectives.all_gather(self.group, flat, self.sizes, async_op=True, relay=relay)
         yield
         work.wait()
         with torch.no_grad():
