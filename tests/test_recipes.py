@@ -131,7 +131,9 @@ def test_a_transport_is_registered(tmp_path):
             made.append(Files(meeting.propose(str(tmp_path)), meeting))
             return made[0]
 
-        transport.register("shared memory", connect)  # in the place of the one that is built in
+        transport.register(
+            "files", connect
+        )  # asked before shared memory, which is registered already
         trained = train(lambda params: ZeroRedundancyOptimizer(params, torch.optim.Adam))
         flat = torch.arange(4.0)
         Group().reduce_scatter(flat)
@@ -141,6 +143,25 @@ def test_a_transport_is_registered(tmp_path):
     for rank, (trained, kinds, mine) in enumerate(run(2, moved)):
         torch.testing.assert_close(trained, expected)
         assert "all_gather" in kinds and kinds[-1] == "reduce_scatter"
+        assert mine.tolist() == [[0, 2], [4, 6]][rank]
+
+
+def test_a_transport_that_refuses_leaves_the_group_to_those_registered_before():
+    def moved():
+        asked = []
+
+        def never(meeting):
+            asked.append(meeting.rank)
+            raise transport.Unavailable(meeting.agree("no such hardware"))
+
+        transport.register("wishes", never)
+        flat = torch.arange(4.0)
+        group = Group()
+        group.reduce_scatter(flat)
+        return asked, type(group._wire.transports[0]).__name__, flat.chunk(2)[group.group_rank]
+
+    for rank, (asked, name, mine) in enumerate(run(2, moved)):
+        assert asked == [rank] and name == "SharedMemory"
         assert mine.tolist() == [[0, 2], [4, 6]][rank]
 
 

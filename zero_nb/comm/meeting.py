@@ -33,16 +33,17 @@ class _Meeting:
         self._turn = 0
 
     def propose(self, text: str) -> str:
-        """Give the text of the rank that came first."""
-        return self._notes.set_first("transport/proposal", text)
+        """Give the text of the rank that came first, since the last vote."""
+        return self._notes.set_first(f"transport/{self._turn}/proposal", text)
 
     def agree(self, refusal: str) -> str:
         """Wait for all ranks, and give what one of them refuses with."""
         notes = self._notes
         size = self._group.size
-        names = ("refused", "verdict", "arrived", "readers")
+        # the next transport proposes under another number, before the last rank has read and removed these
+        names = ("refused", "verdict", "arrived", "readers", "proposal")
         keys = [f"transport/{self._turn}/{name}" for name in names]
-        refused, verdict, arrived, readers = keys
+        refused, verdict, arrived, readers, _ = keys
         self._turn += 1
         if refusal:
             notes.set_first(refused, _shortened(refusal, 500))
@@ -66,7 +67,7 @@ class _Meeting:
                 f" {self.limit:g} s, while {self._waited()}"
             )
         if notes.add(readers) == size:
-            notes.remove(*keys, "transport/proposal")  # the last to read leaves nothing behind
+            notes.remove(*keys)  # the last to read leaves nothing behind
         return found[1:]
 
     def _waited(self) -> str:

@@ -70,16 +70,19 @@ def register(
     name: str,  # for the log; one that is registered already is replaced
     connect: Connect,  # called by all ranks of a group, when it first moves a tensor
 ) -> None:
-    """Offer a transport to all groups that connect from now on; the first that can serve a group does."""
+    """Offer a transport to all groups that connect from now on, before those that are registered already.
+
+    The first that can serve a group does. All ranks register the same ones, in the same order."""
+    _REGISTERED.pop(name, None)  # one that is registered again is the last
     _REGISTERED[name] = connect
 
 
 def find_transport(
     meeting: Meeting,  # all ranks of a group are in it, with the same transports registered
 ) -> tuple[Transport | None, str]:
-    """Find a transport for a group; give the first that can serve it, and a line for the log."""
+    """Find a transport for a group; give the last registered that can serve it, and a line for the log."""
     refusals = []
-    for name, connect in _REGISTERED.items():
+    for name, connect in reversed(_REGISTERED.items()):
         try:
             return connect(meeting), f"moves tensors by {name}"
         except Unavailable as error:  # noqa: PERF203
