@@ -127,7 +127,6 @@ def joined(found):
 def test_bucket_plans_are_read_back(specs, world_size, policy, chosen):
     plan = pack(small(specs), world_size, policy=policy, **chosen)
     for again in (
-        BucketPlan.from_text(plan.to_text()),
         BucketPlan.from_json(plan.to_json()),
         pickle.loads(pickle.dumps(plan)),
     ):
@@ -401,13 +400,13 @@ def bucket(*slots, bounds=(0, 5, 10), dtype="float32", group=None):
             "a BucketPlan is read from the JSON that `to_json` wrote",
         ),
         (
-            lambda: BucketPlan.from_text("ranks 2\nshard 0"),
+            lambda: BucketPlan.from_fields({"ranks": ["2"], "shard": ["0"]}),
             "lines of a BucketPlan begin with param, ranks, bucket, got 'shard'",
         ),
         *[
             (
-                lambda line=line: BucketPlan.from_text(
-                    f'param float32[4] cpu group 0 "w"\nranks 2\nbucket {line}'
+                lambda line=line: BucketPlan.from_fields(
+                    {"param": ['float32[4] cpu group 0 "w"'], "ranks": ["2"], "bucket": [line]}
                 ),
                 "a bucket is written as",
             )

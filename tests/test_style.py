@@ -89,10 +89,7 @@ def test_plans_import_the_standard_library_and_each_other(module):
     assert siblings(module, top_level=True) <= set(PLANS)
 
 
-DRAWN = ("plan.estimates", "plan.draw", "plan.timelines", "plan.charts")
-
-
-@pytest.mark.parametrize("module", [m for m in PLANS if m not in DRAWN])
+@pytest.mark.parametrize("module", PLANS)
 def test_plans_need_no_torch(module):
     code = f"import sys, zero_nb.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -150,7 +150,7 @@ class BucketPlan(Written):
         return cls(
             params,
             ranks,
-            tuple(_from_text(params, ranks, line) for line in fields.get("bucket", [])),
+            tuple(_bucket_from(params, ranks, line) for line in fields.get("bucket", [])),
         )
 
 # %% ../../nbs/plan/08_bucket_plan.ipynb #7485d312
@@ -284,7 +284,7 @@ def _ranks(fields: dict[str, list[str]]) -> int:
     return int(found[0])
 
 
-def _from_text(params: Sequence[ParamSpec], world_size: int, line: str) -> Bucket:
+def _bucket_from(params: Sequence[ParamSpec], world_size: int, line: str) -> Bucket:
     if not (found := _BUCKET.fullmatch(line)):
         raise ValueError(
             f"a bucket is written as 'float32 cpu group any | 0@0 1@7 | 5 each', got {line!r}"

@@ -117,14 +117,6 @@ class Written:
         """Write the plan for people."""
         return "\n".join(f"{key} {line}" for key, lines in self.fields().items() for line in lines)
 
-    @classmethod
-    def from_text(cls: type[T], text: str) -> T:
-        """Read what `to_text` wrote."""
-        fields: dict[str, list[str]] = {}
-        for key, _, line in (line.partition(" ") for line in text.splitlines()):
-            fields.setdefault(key, []).append(line)
-        return cls.from_fields(fields)
-
     @property
     def digest(self) -> str:
         """16 hexadecimal digits; equal plans have equal digests, in every process."""
