@@ -49,7 +49,18 @@ from zero_nb.comm import events, recording, simulation, tape
 
 STORED = Path(__file__).with_name("golden.json")
 ITERATIONS = 5
-LAUNCHES = [(1, "memory"), *((n, way) for n in (2, 3, 4) for way in ("memory", "messages"))]
+
+
+def launch(size: int, way: str) -> Any:
+    """Give the parameters of tests that share a launch: `make quick` gives launches to its workers,
+    and leaves the longest out, whose cases two ranks send by messages, and three over shared memory."""
+    marks = [pytest.mark.xdist_group(f"{size} ranks, {way}")]
+    if (size, way) == (3, "messages"):
+        marks.append(pytest.mark.whole)
+    return pytest.param(size, way, marks=marks)
+
+
+LAUNCHES = [launch(1, "memory"), *(launch(n, w) for n in (2, 3, 4) for w in ("memory", "messages"))]
 
 
 # ---- a model whose gradients are exact ----
@@ -628,12 +639,13 @@ def test_training_is_that_of_the_unsharded_optimizer(size, way):
     assert {name: of["gaps"] for name, of in first.items() if of["gaps"]} == {}
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_messages(size):
-    found = [{n: of["messages"] for n, of in rank.items()} for rank in launched(size, "messages")]
+@pytest.mark.parametrize(("size", "way"), [launch(n, "messages") for n in (2, 3, 4)])
+def test_messages(size, way):
+    found = [{n: of["messages"] for n, of in rank.items()} for rank in launched(size, way)]
     assert found[0] == stored()["messages"][str(size)]
 
 
+@pytest.mark.xdist_group("counts")
 @pytest.mark.parametrize("how", LAYERS)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_iteration_takes_no_more_calls(how, mode):

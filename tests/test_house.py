@@ -26,6 +26,7 @@ def parsed() -> dict[str, ast.Module]:
     return trees
 
 
+pytestmark = pytest.mark.xdist_group("house")  # one worker of `make quick` parses the modules
 TREES: dict[str, ast.Module] = {}
 
 
