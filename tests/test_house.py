@@ -304,7 +304,7 @@ ANY_LIMITS = {
     "plan": 18,
     "comm": 33,
     "optim": 55,
-    "backward": 58,
+    "backward": 45,
     "join": 67,
     "checkpoint": 56,
     "verify": 25,

@@ -213,7 +213,7 @@ def data_parallel(
     max_grad_norm: float | None = None,  # clip the gradient to this norm before the step
     norm_type: float = 2.0,
     reduce_dtype: torch.dtype | None = None,  # in which gradients are sent; None: their own
-    scaler: Any = None,  # the `torch.amp.GradScaler` of the loss, if there is one
+    scaler: torch.amp.GradScaler | None = None,  # of the loss, if there is one
 ) -> DataParallel:  # `detach` it, or use it in a `with` block
     """Train a plain module data-parallel, with gradients and optimizer state sharded. All ranks call this.
 

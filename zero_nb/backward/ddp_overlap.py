@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,9 @@ from ..optim.driver import on_stream
 from ..optim.iteration import StepPlan
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.state_plan import find_called_once
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
 
 # %% auto #0
 __all__ = ['check_leftovers', 'DdpOverlap', 'find_overlap', 'advise_views', 'overlap']
@@ -228,7 +231,7 @@ class DdpOverlap(InBackward):
         self.switch.detach(self)
 
 # %% ../../nbs/backward/07_ddp_overlap.ipynb #0e9e1704
-def find_overlap(ddp: Any) -> DdpOverlap | None:
+def find_overlap(ddp: DistributedDataParallel) -> DdpOverlap | None:
     """Find what takes an optimizer's steps inside a model's backward, if anything does."""
     for hook, _ in ddp._comm_hooks:
         switch = getattr(hook, "switch", None)
@@ -244,7 +247,9 @@ _TWICE = (
 )
 
 
-def advise_views(ddp: Any, zero: ZeroRedundancyOptimizer, stacklevel: int) -> None:
+def advise_views(
+    ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, stacklevel: int
+) -> None:
     """Tell the user what DDP's own option would save."""
     nbytes = sum(p.nbytes for p in zero.params() if p.requires_grad)
     if not ddp.gradient_as_bucket_view and nbytes >= _WORTH_SAYING and not zero.group.group_rank:
@@ -252,10 +257,10 @@ def advise_views(ddp: Any, zero: ZeroRedundancyOptimizer, stacklevel: int) -> No
 
 
 def overlap(
-    ddp: Any,  # DistributedDataParallel, without a comm hook
+    ddp: DistributedDataParallel,  # without a comm hook
     zero: ZeroRedundancyOptimizer,  # of all its parameters
     *,
-    hook: Any = None,  # comm hook for the gradients; None: their mean
+    hook: Callable[..., Any] | None = None,  # comm hook for the gradients; None: their mean
     state: Any = None,  # of that hook
     interleaved: bool = False,  # step each bucket during backward, `lag` buckets behind; else all after it
     lag: int = 1,
@@ -263,7 +268,7 @@ def overlap(
     norm_type: float = 2.0,
     # in which gradients are sent and added, as in FSDP2's MixedPrecisionPolicy; None: their own
     reduce_dtype: torch.dtype | None = None,
-    scaler: Any = None,  # the `torch.amp.GradScaler` of the loss, if there is one
+    scaler: torch.amp.GradScaler | None = None,  # of the loss, if there is one
 ) -> DdpOverlap:  # `detach` it, or use it in a `with` block
     """Step inside `backward`, on gradients that are reduce-scattered while they arrive. All ranks call this.
 

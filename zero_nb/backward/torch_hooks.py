@@ -5,35 +5,41 @@
 # %% ../../nbs/backward/08_torch_hooks.ipynb #c72e0e6f
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .comm_hook import OverlapOptions
+from .comm_hook import OverlapOptions, SwitchedHook
 from .ddp_overlap import DdpOverlap, advise_views
 from ..optim.optimizer import ZeroRedundancyOptimizer
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
 
 # %% auto #0
 __all__ = ['hook_with_zero_step', 'hook_with_zero_step_interleaved']
 
 # %% ../../nbs/backward/08_torch_hooks.ipynb #3d531619
-def _make_hook(ddp: Any, zero: Any, options: OverlapOptions) -> Any:
+def _make_hook(
+    ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, options: OverlapOptions
+) -> SwitchedHook:
     handle = DdpOverlap(ddp, zero, options, registers=False)
     advise_views(ddp, zero, stacklevel=4)
     return handle.switch.make_hook()
 
 
 def hook_with_zero_step(
-    hook: Any,  # comm hook for the gradients, such as `allreduce_hook`
-    ddp: Any,  # DistributedDataParallel, without a comm hook
+    hook: Callable[..., Any],  # comm hook for the gradients, such as `allreduce_hook`
+    ddp: DistributedDataParallel,  # without a comm hook
     zero: ZeroRedundancyOptimizer,  # of all its parameters
     shard_buckets: bool = False,  # for code written for torch's function; buckets are always shared by all ranks
     *,
     max_grad_norm: float | None = None,  # as for `overlap`, like what follows
     norm_type: float = 2.0,
     reduce_dtype: torch.dtype | None = None,
-    scaler: Any = None,
-) -> Any:  # for `ddp.register_comm_hook(state, ...)`; its `overlap` can be detached
+    scaler: torch.amp.GradScaler | None = None,
+) -> SwitchedHook:  # for `ddp.register_comm_hook(state, ...)`; its `overlap` can be detached
     """Make a comm hook that averages gradients during backward, and steps when it is over.
 
     Raises as `overlap` does. Source: the interface of torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook."""
@@ -48,14 +54,14 @@ def hook_with_zero_step(
 
 
 def hook_with_zero_step_interleaved(
-    hook: Any,  # comm hook for the gradients, such as `allreduce_hook`
-    ddp: Any,  # DistributedDataParallel, without a comm hook
+    hook: Callable[..., Any],  # comm hook for the gradients, such as `allreduce_hook`
+    ddp: DistributedDataParallel,  # without a comm hook
     zero: ZeroRedundancyOptimizer,  # of all its parameters
     shard_buckets: bool = False,  # for code written for torch's function; buckets are always shared by all ranks
     *,
     lag: int = 1,  # buckets between a reduction and its step
     reduce_dtype: torch.dtype | None = None,  # as for `overlap`
-) -> Any:  # as of `hook_with_zero_step`
+) -> SwitchedHook:  # as of `hook_with_zero_step`
     """Make a comm hook that averages gradients and steps them bucket by bucket, while backward goes on.
 
     Raises as `overlap` does. Source: the interface of torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook."""
