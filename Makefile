@@ -26,7 +26,7 @@ surviving: $(VENV)/.ready ## kill the ranks of a job 21 times and compare its lo
 test: lint notebooks pytest ## everything CI checks
 
 quick: $(VENV)/.ready ## under a minute: plans, style, and what every mode sends, computes and calls (tests/test_golden.py)
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not whole" tests/test_golden.py tests/test_style.py tests/test_house.py tests/test_plans.py tests/test_policies.py tests/test_buckets.py tests/test_schedule.py
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not whole" tests/test_golden.py tests/test_style.py tests/test_house.py tests/test_plans.py tests/test_policies.py tests/test_buckets.py tests/test_schedule.py
 
 notebooks: $(VENV)/.ready ## execute every notebook, and compare what it shows with what is stored
 	$(BIN)/python tests/notebooks.py
