@@ -52,7 +52,8 @@ ITERATIONS = 5
 
 
 def launch(size: int, way: str) -> Any:
-    """Give the parameters of tests that share a launch: `make quick` leaves the longest out, whose cases two ranks send by messages, and three over shared memory."""
+    """Give the parameters of tests that share a launch: `make quick` leaves the longest out, whose cases
+    two ranks send by messages, and three over shared memory."""
     marks = [pytest.mark.xdist_group(f"{size} ranks, {way}")]
     if (size, way) == (3, "messages"):
         marks.append(pytest.mark.whole)
