@@ -220,7 +220,7 @@ class Side:
         if config.compile:
             compile_blocks(self.model)
         self.optimizer = make_optimizer(config, self.model, mode != PLAIN, process_group)
-        self.call: nn.Module = self.model
+        self.call: Any = self.model  # or DDP around it
         if not mode.startswith("zero2"):
             self.call = DistributedDataParallel(
                 self.model, process_group=process_group, gradient_as_bucket_view=True
