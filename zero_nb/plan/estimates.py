@@ -138,22 +138,25 @@ def estimate_setup(
         plan = pack(specs, ranks)
     whole = greedy(specs, ranks) if method == "torch" else None
     loads = whole.loads if whole else plan.loads
-    chosen = group_rank
-    if chosen is None:
+    if group_rank is None:
         spans = ((r, whole.spans(r)) for r in range(ranks)) if whole else _uneven_spans(plan)
-        chosen = _fullest(specs, loads, spans, setup)
-    if not 0 <= chosen < ranks:
-        raise ValueError(f"group_rank must lie in 0 to {ranks - 1}, got {chosen}")
+        few = _fullest(specs, loads, spans, setup)
+        if len(few) > 1:
+            each = [estimate_setup(model, world_size, method, setup, r, plan, filled) for r in few]
+            return max(each, key=lambda found: found.total)
+        group_rank = few[0]
+    if not 0 <= group_rank < ranks:
+        raise ValueError(f"group_rank must lie in 0 to {ranks - 1}, got {group_rank}")
     owned: list[list[Any]]
     if whole:
-        owned = [[s] for s in whole.spans(chosen)]
+        owned = [[s] for s in whole.spans(group_rank)]
     elif method == "ddp":
         owned = [[s] for b in plan.buckets for s in b.slots]
     else:
-        owned = _stepped_together(plan, chosen, method, setup)
+        owned = _stepped_together(plan, group_rank, method, setup)
     called = getattr(setup.optimizer, "__name__", str(setup.optimizer))
     imbalance = 1.0 if method == "ddp" else spread(loads)
-    found = Estimate(name, method, called, world_size, chosen, imbalance=imbalance)
+    found = Estimate(name, method, called, world_size, group_rank, imbalance=imbalance)
     copied = 0  # of gradients, out of DDP's buckets
     if method == "zero1-overlap":
         copied = _rearranged(plan, setup.ddp_fill(specs) if filled is None else filled)

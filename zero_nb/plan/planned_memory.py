@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from heapq import nlargest
 from itertools import groupby
 from typing import Any
 
@@ -137,6 +138,9 @@ def _bucket_owners(bucket: Bucket) -> set[int]:  # group ranks
     return found
 
 
+_CANDIDATES = 8  # for the fullest rank
+
+
 def _fullest(
     specs: Sequence[ParamSpec],
     loads: Sequence[int],  # elements of each rank
@@ -144,19 +148,26 @@ def _fullest(
         tuple[int, Iterable[Any]]
     ],  # by rank; those that all ranks share alike left out
     setup: Setup,
-) -> int:  # group rank
-    """Find the rank whose state, copies and gradients take most bytes."""
+) -> list[int]:  # group ranks; one where all share alike
+    """Find the few ranks whose state, copies and gradients take most bytes, without what a step needs beside them."""
     rule = state_rule(setup.optimizer)
     nbytes = [0] * len(loads)
     for rank, owned in spans:
         for s in owned:
             nbytes[rank] += sum(_kept(specs, [[s]], rule, setup.master_dtype))
             nbytes[rank] += (s.stop - s.start) * specs[s.param].itemsize
-    return max(range(len(loads)), key=lambda rank: (nbytes[rank], loads[rank]))
+    few = _CANDIDATES if any(nbytes) else 1
+    return nlargest(few, range(len(loads)), key=lambda rank: (nbytes[rank], loads[rank]))
 
 
 def _uneven_spans(plan: BucketPlan) -> Iterable[tuple[int, Iterable[Slot]]]:  # by rank
-    """List what ranks own of buckets that are not cut into equal parts."""
+    """List what ranks own of buckets that not all ranks share alike."""
+    if not any(isinstance(bucket.bounds, tuple) for bucket in plan.buckets):
+        return  # all are cut by a rule, and the first rank has as much of each as any
     for bucket in plan.buckets:
-        if isinstance(bucket.bounds, tuple):  # else a rule
+        each = bucket.bounds[
+            1
+        ]  # of the first rank, by a rule: a bucket of its own is cut by one, too
+        alike = bucket.bounds[-1] > each * (bucket.world_size - 1)
+        if isinstance(bucket.bounds, tuple) or not alike:
             yield from ((rank, bucket.slots_of(rank)) for rank in _bucket_owners(bucket))
