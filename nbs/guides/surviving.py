@@ -22,7 +22,6 @@ WINDOW = 16  # letters that are read to tell the next one
 BATCH = 48  # windows in a step, of all ranks together, whose number divides it
 TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8)
 LETTERS = TEXT.clamp(max=127).long()
-START = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # how often torchrun started again
 
 
 def make_model() -> nn.Module:
@@ -43,7 +42,7 @@ def batch(step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Te
 def train(folder: Path | None, steps: int, kill: int = 0, every: int = 5) -> list[float]:
     """Begin, or go on from the newest checkpoint, up to a step; gives the loss of every step since the first.
 
-    Without a folder, begin and save nothing. Rank 1 is killed before it takes step `kill`, on the first start only.
+    Without a folder, begin and save nothing. Rank 1 is killed before it takes step `kill`, unless it goes on from a checkpoint.
     """
     rank = dist.get_rank()
     size = dist.get_world_size()
@@ -53,10 +52,11 @@ def train(folder: Path | None, steps: int, kill: int = 0, every: int = 5) -> lis
     losses: list[float] = []
     if folder and (newest := newest_checkpoint(folder)):
         losses = load_sharded(newest, model, optimizer)["losses"]
+    before = len(losses)
     if folder and rank == 0:
-        print(f"start {START}: {size} ranks, steps taken before: {len(losses)}", flush=True)
-    for step in range(len(losses) + 1, steps + 1):
-        if (step, rank, START) == (kill, 1, 0):
+        print(f"{size} ranks, steps taken before: {before}", flush=True)
+    for step in range(before + 1, steps + 1):
+        if (step, rank, before) == (kill, 1, 0):
             os.kill(os.getpid(), signal.SIGKILL)
         x, y = batch(step, rank, size)
         optimizer.zero_grad()
