@@ -42,7 +42,7 @@ def batch(step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Te
 def train(folder: Path | None, steps: int, kill: int = 0, every: int = 5) -> list[float]:
     """Begin, or go on from the newest checkpoint, up to a step; gives the loss of every step since the first.
 
-    Without a folder, begin and save nothing. Rank 1 is killed before it takes step `kill`, unless it goes on from a checkpoint.
+    Without a folder, begin and save nothing. Rank 1 is killed before step `kill`, unless it goes on from a checkpoint.
     """
     rank = dist.get_rank()
     size = dist.get_world_size()

@@ -9,10 +9,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from zero_nb.backward.comm_hook import (
     CommHookSwitch,
@@ -46,9 +47,6 @@ from ..optim.driver import on_stream
 from ..optim.iteration import StepPlan
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.state_plan import find_called_once
-
-if TYPE_CHECKING:
-    from torch.nn.parallel import DistributedDataParallel
 
 # %% auto #0
 __all__ = ['check_leftovers', 'DdpOverlap', 'find_overlap', 'advise_views', 'overlap']

@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from .comm_hook import OverlapOptions, SwitchedHook
 from .ddp_overlap import DdpOverlap, advise_views
 from ..optim.optimizer import ZeroRedundancyOptimizer
-
-if TYPE_CHECKING:
-    from torch.nn.parallel import DistributedDataParallel
 
 # %% auto #0
 __all__ = ['hook_with_zero_step', 'hook_with_zero_step_interleaved']
