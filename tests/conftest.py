@@ -110,15 +110,19 @@ def way(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def way_of_the_day(request, monkeypatch):
+def way_of_the_day(request):
     """Let the tests of some files run in one way to move, each in the other one eight days later (so that
     a case that has its turn each second or fourth day has both). The variable chooses for all."""
-    if "way" in request.fixturenames or "ZERO_NB_MEMORY" in os.environ:
+    chosen = "way" in request.fixturenames or "ZERO_NB_MEMORY" in os.environ
+    if chosen or request.path.stem.removeprefix("test_") not in EITHER:
+        yield
         return
-    if request.path.stem.removeprefix("test_") in EITHER:
-        way = way_today(request.node.nodeid)
-        print(f"by {way} on day ZERO_NB_SEED={SEED}")  # shown if the test fails
-        take_way(monkeypatch, way)
+    way = way_today(request.node.nodeid)
+    print(f"by {way} on day ZERO_NB_SEED={SEED}")  # shown if the test fails
+    # not the test's own, which would then be undone after fixtures that it must be undone before
+    with pytest.MonkeyPatch.context() as patch:
+        take_way(patch, way)
+        yield
 
 
 @pytest.fixture
