@@ -7,6 +7,9 @@ what the text says of them is an assertion beside them. Names that are new each 
 files, of the cell that a line is in), colours of a terminal, the version of matplotlib, and tokens a
 second do not count. On another Python the notebooks are executed, and nothing is compared: the main
 job's text is Python's own library, and tracebacks and warnings differ.
+
+`tests/notebooks.py --store NOTEBOOK` stores what came where it differs; of what is measured all or
+nothing, so that it is of one run.
 """
 
 import argparse
@@ -21,13 +24,13 @@ import platform
 import re
 import sys
 import tempfile
-import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from execnb.nbio import read_nb
 from execnb.shell import CaptureShell
 
@@ -133,38 +136,60 @@ def skipped(cell: Any) -> bool:
     return cell.cell_type != "code" or bool(re.search(r"^#\|\s*eval:\s*false", cell.source, re.M))
 
 
-def execute(path: Path) -> tuple[str, float]:  # what is wrong ("": nothing), and seconds
+def store(path: Path, new: dict[int, list[dict[str, Any]]], different: set[int]) -> None:
+    """Write the outputs of cells that differ into a notebook; if one of those is measured, of all that are."""
+    notebook = nbformat.read(path, as_version=4)
+    measured = any(is_measured(notebook.cells[i]) for i in different)
+    for i, outputs in new.items():
+        cell = notebook.cells[i]
+        if i in different or (measured and is_measured(cell)):
+            cell.outputs = nbformat.from_dict(outputs)
+    nbformat.write(notebook, path)
+
+
+def execute(
+    path: Path, storing: bool = False
+) -> tuple[str, float]:  # what is wrong, and seconds of the processor
     """Execute a notebook in its folder."""
-    os.environ["IN_TEST"] = "1"
+    if not storing:  # a test that all of it runs takes less than a measurement
+        os.environ["IN_TEST"] = "1"
     sys.path.insert(0, str(ROOT))
     os.chdir(path.parent)
     stored = json.loads(path.read_text(encoding="utf-8"))
     wrong: list[str] = []
+    new: dict[int, list[dict[str, Any]]] = {}
+    different: set[int] = set()
 
     def compare(cell: Any) -> None:
         if platform.python_version() != STORED_BY:
             return
         before = stored["cells"][cell.idx_].get("outputs", [])
-        after = json.loads(json.dumps(cell.get("outputs", []), default=dict))
-        different = differences(before, after, is_measured(cell))
-        wrong.extend(f"cell {cell.idx_}: {text}" for text in different)
+        new[cell.idx_] = json.loads(json.dumps(cell.get("outputs", []), default=dict))
+        if found := [*differences(before, new[cell.idx_], is_measured(cell))]:
+            different.add(cell.idx_)
+            wrong.extend(f"cell {cell.idx_}: {text}" for text in found)
 
     shell = CaptureShell(path)
-    start = time.monotonic()
     try:
         shell.run_all(read_nb(path), exc_stop=True, preproc=skipped, postproc=compare)
     except BaseException as error:
         wrong.append(shell.prettytb(fname=path))
         wrong.append(str(getattr(error, "stderr", None) or ""))  # of a process that was started
-    return "\n".join(filter(None, wrong)), time.monotonic() - start
+    else:
+        if storing and different:
+            store(path, new, different)
+            wrong.clear()
+    return "\n".join(filter(None, wrong)), sum(os.times()[:4])
 
 
-def send_result(path: Path, to: Connection) -> None:
+def send_result(path: Path, storing: bool, to: Connection) -> None:
     """Execute a notebook, and send what came of it."""
-    to.send(execute(path))
+    to.send(execute(path, storing))
 
 
-def in_processes(paths: Sequence[Path], workers: int) -> Iterator[tuple[Path, str, float]]:
+def in_processes(
+    paths: Sequence[Path], workers: int, storing: bool
+) -> Iterator[tuple[Path, str, float]]:
     """Execute each notebook in a process of its own: torch starts threads that a process keeps, and
     after which ranks cannot be forked from it."""
     context = multiprocessing.get_context("fork")
@@ -173,7 +198,7 @@ def in_processes(paths: Sequence[Path], workers: int) -> Iterator[tuple[Path, st
     while todo or running:
         while todo and len(running) < workers:
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=send_result, args=(todo[0], theirs))
+            process = context.Process(target=send_result, args=(todo[0], storing, theirs))
             process.start()
             theirs.close()
             running[ours] = todo.popleft(), process
@@ -191,6 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path, help="notebooks (default: all)")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="(default: 2)")
+    parser.add_argument("--store", action="store_true", help="store what came where it differs")
     given = parser.parse_args()
     every = (p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
     paths = sorted(path.absolute() for path in given.paths or every)
@@ -204,7 +230,7 @@ def main() -> None:
     gc.freeze()  # each notebook's shell looks for garbage when it ends
     collapse_memory()  # the notebooks are forked from this process, and their ranks from them
 
-    results = sorted(in_processes(paths, given.workers))
+    results = sorted(in_processes(paths, given.workers, given.store))
     failed = [path for path, wrong, _ in results if wrong]
     for path, wrong, _ in results:
         if wrong:

@@ -1,8 +1,12 @@
 """What nbdev does to a notebook for the site, beside its own processors: `procs` in settings.ini."""
 
+import json
 import re
+from html import unescape
 
 CELL_MAGIC = re.compile(r"%%\w")
+PHONE = 342  # pixels that a phone's page has for a figure
+LEAST = 9  # pixels of a letter
 
 
 def keep_cell_magic(cell) -> None:
@@ -17,3 +21,31 @@ def keep_cell_magic(cell) -> None:
     options = [line for line in body if line.startswith("#|")]
     code = [line for line in body if not line.startswith("#|")]
     cell.source = "\n".join([*options, magic, *code])
+
+
+def describe_figure(cell) -> None:
+    """Give Quarto the label of a figure that its cell does not describe, and let a figure scroll on a
+    phone whose letters would be too small if the page made it fit."""
+    if cell.cell_type != "code":
+        return
+    figures = [
+        "".join(output["data"]["image/svg+xml"])
+        for output in cell.get("outputs", ())
+        if "image/svg+xml" in output.get("data", {})
+    ]
+    options = []
+    labels = re.findall(r'<svg [^>]*aria-label="([^"]*)"', "".join(figures))
+    if labels and not re.search(r"^#\| fig-alt:", cell.source, re.M):
+        options.append(f"#| fig-alt: {json.dumps(unescape(labels[0]), ensure_ascii=False)}")
+    if any(legible_width(svg) > PHONE for svg in figures):
+        options.append("#| classes: scrolls")
+    cell.source = "\n".join([*options, cell.source])
+
+
+def legible_width(svg: str) -> float:  # pixels
+    """Tell how narrow a figure may be drawn: ours say so, and matplotlib's have a width in points."""
+    if said := re.search(r"<svg [^>]*min-width:\s*([\d.]+)px", svg):
+        return float(said[1])
+    width = re.search(r'<svg [^>]*width="([\d.]+)pt"', svg)
+    sizes = re.findall(r"font(?:-size)?:[^;\"]*?([\d.]+)px", svg)
+    return float(width[1]) * LEAST / min(map(float, sizes)) if width and sizes else 0

@@ -22,24 +22,17 @@ def readme() -> dict[str, str]:
     text, resources = MarkdownExporter().from_notebook_node(notebook)
     files = {}
 
-    def keep(svg: str, label: str) -> str:
-        path = f"nbs/images/index-{len(files) + 1}.svg"
-        files[path] = svg.strip() + "\n"
-        return f"![{label}]({path})"
-
     def plotted(match: re.Match) -> str:
+        svg = resources["outputs"][match[1]].decode()
         cell = notebook.cells[int(match[1].split("_")[1])]
         alt = re.search(r"^#\| fig-alt: (.+)$", cell.source, re.M)
-        return keep(resources["outputs"][match[1]].decode(), alt[1] if alt else "figure")
-
-    def drawn(match: re.Match) -> str:
-        label = re.search(r'aria-label="([^"]*)"', match[0])
-        grey = match[0].replace('fill="currentColor" role', 'fill="#888" color="#888" role')
-        # grey reads on light and on dark; a file is as wide as the page that shows it says
-        return keep(re.sub(r"min-width:\d+px;", "", grey), label[1] if label else "figure")
+        alt = alt or re.search(r'aria-label="([^"]*)"', svg)
+        path = f"nbs/images/index-{len(files) + 1}.svg"
+        files[path] = svg.strip() + "\n"
+        return f"![{alt[1]}]({path})"
 
     text = re.sub(r"!\[svg\]\((output_\w+\.svg)\)", plotted, text)
-    text = re.sub(r"<svg .*?</svg>", drawn, text, flags=re.S)
+    text = re.sub(r"^ +$", "", text, flags=re.M)
     text = re.sub(r"\]\(([\w/]+\.(?:ipynb|md))(#[^)]*)?\)", r"](nbs/\1)", text)
     text = re.sub(r"\n{3,}", "\n\n", text)
     files["README.md"] = (

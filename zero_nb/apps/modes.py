@@ -178,8 +178,7 @@ HUES = ("#1f4e79", "#f4b183", "#70ad47", "#7f7f7f", "#b7b7b7")
 
 def draw_modes(
     rows: Sequence[ModeRow],  # plain DDP first
-    file: Any,  # path or binary stream; a PNG
-) -> None:
+) -> Any:  # a figure of matplotlib
     """Draw the memory of each mode above, and the time of its iteration below."""
     extra("matplotlib")
     from matplotlib.figure import Figure
@@ -207,4 +206,4 @@ def draw_modes(
     for axes in (memory, time):
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, format="png")
+    return figure

@@ -160,9 +160,8 @@ def memory_table(
 
 # %% ../../nbs/apps/08_results.ipynb #d11dace2
 def draw_losses(
-    report: RankReport,  # any rank's
-    file: Any,  # path or binary stream; a PNG
-) -> None:
+    numbers: Mapping[str, Any],  # as `measured` gives them, or read from `report.json`
+) -> Any:  # a figure of matplotlib
     """Draw the losses of both sides, one on top of the other."""
     extra("matplotlib")
     from matplotlib.figure import Figure
@@ -173,10 +172,13 @@ def draw_losses(
         "plain DDP": {"color": "#f4b183", "linewidth": 5},
         "zero_nb": {"color": "#1f4e79", "linewidth": 1},
     }
-    for name in [name for name in looks if name in report.losses]:
-        axes.plot(*zip(*report.losses[name].items(), strict=True), label=name, **looks[name])
+    held_out = numbers["held-out losses"]
+    for name in [name for name in looks if name in held_out]:
+        losses = numbers["losses"][name]
+        axes.plot([*map(int, losses)], [*losses.values()], label=name, **looks[name])
         axes.plot(
-            *zip(*report.held_out[name].items(), strict=True),
+            [*map(int, held_out[name])],
+            [*held_out[name].values()],
             "o",
             markersize=looks[name]["linewidth"] + 5,
             color=looks[name]["color"],
@@ -186,9 +188,9 @@ def draw_losses(
     axes.set(
         xlabel="step",
         ylabel="loss, nats per byte",
-        title=f"{report.parameters:,} parameters on {report.world_size} ranks",
+        title=f"{numbers['parameters']:,} parameters on {numbers['world size']} ranks",
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
     axes.legend(frameon=False)
-    figure.savefig(file, format="png")
+    return figure

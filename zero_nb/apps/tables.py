@@ -282,9 +282,7 @@ def _draw_panel(
 
 def draw(
     report: BenchmarkReport,  # with times
-    file: Any,  # path or binary stream
-    form: str = "png",  # or "svg"
-) -> None:
+) -> Any:  # a figure of matplotlib
     """Draw the ratios to the better reference: a column for each model, iterations above and steps below."""
     from matplotlib.figure import Figure
 
@@ -311,9 +309,9 @@ def draw(
         loc="outside upper right",
         ncols=len(labels),
         frameon=False,
-        fontsize=8,
+        fontsize=9,
     )
-    figure.savefig(file, format=form)
+    return figure
 
 # %% ../../nbs/apps/21_tables.ipynb #dbce0544
 def save(report: BenchmarkReport, folder: str | Path) -> None:
@@ -341,9 +339,10 @@ def write_report(report: BenchmarkReport, folder: str | Path) -> list[str]:  # n
     (folder / "table.md").write_text("\n".join(parts), encoding="utf-8")
     names = ["report.json", "table.csv", "table.md"]
     if any(len(launch.iteration) > 1 for launch in report.launches):
-        for form in ("png", "svg"):
-            draw(report, folder / f"figure.{form}", form)
-        names += ["figure.png", "figure.svg"]
+        figure = draw(report)
+        for name in ("figure.png", "figure.svg"):
+            figure.savefig(folder / name)
+            names.append(name)
     return names
 
 

@@ -95,19 +95,19 @@ def leave(
     could not be written; an older one stays.
     """
     out.mkdir(parents=True, exist_ok=True)
+    numbers = measured(reports)
     with _result(out / "curve.png") as file:
-        draw_losses(reports[0], file)
+        draw_losses(numbers).savefig(file, format="png")
     samples = [sample for report in reports for sample in report.samples]
     with _result(out / "samples.txt") as file:
         file.write_text("\n\n----\n\n".join(samples) + "\n", encoding="utf-8")
-    numbers = measured(reports)
     saved = [path.name for path in saved_checkpoints(str(out))[:1]]
     names = [*saved, "curve.png", "samples.txt", "report.json"]
     print(memory_table(reports))
     if rows:
         numbers["modes"] = [asdict(row) for row in rows]
         with _result(out / "modes.png") as file:
-            draw_modes(rows, file)
+            draw_modes(rows).savefig(file, format="png")
         names.insert(-2, "modes.png")
         print(mode_table(rows))
     with _result(out / "report.json") as file:

@@ -85,6 +85,7 @@ def draw_ranks(
     memory: float | None = None,  # bytes of a rank, drawn as a line
     width: int = WIDTH,  # pixels
     write: Callable[[float], str] = amount,  # how a cost is written
+    cost: str = "memory of the fullest rank",  # what the cost is, the title of the upright axis
 ) -> Svg:
     """Draw a cost against the number of ranks, both on logarithmic scales."""
     xs = [n for curve in curves.values() for n, _ in curve]
@@ -92,7 +93,7 @@ def draw_ranks(
     ys += [memory] if memory else []
     scales = _LogScales(min(xs), max(xs), min(ys) / 1.2, max(ys) * 1.2, width)
     last = sorted(curves, key=lambda name: -curves[name][-1][1])
-    body = []
+    body = [_text(0, 12, cost)]
     for i, (name, curve) in enumerate(curves.items()):
         points = [(scales.x(n), scales.y(y)) for n, y in curve]
         path = " ".join(f"{x:.5g},{y:.5g}" for x, y in points)

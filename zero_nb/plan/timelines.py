@@ -43,7 +43,8 @@ def draw_timeline(
     shares = {
         op: sum(bar.stop - bar.start for bar in bars if bar.event.op == op) / end for op in OPACITY
     }
-    said = _text(0, 12, ", ".join(f"{op} {share:.0%}" for op, share in shares.items() if share))
+    busy = ", ".join(f"{op} {share:.0%}" for op, share in shares.items() if share)
+    said = _text(0, 12, f"of the time: {busy}")
     return Svg(width, foot + 6, said + "".join(body), f"a timeline of {len(bars)} events")
 
 
@@ -79,7 +80,7 @@ def _ticks(
     end: float, scale: float, foot: float
 ) -> list[str]:  # end in seconds, scale in pixels a second
     unit, per = ("s", 1) if end >= 1 else ("ms", 1000) if end >= 1e-3 else ("us", 1e6)
-    out = []
+    out = [_text(0, foot, "time")]
     for k in range(5):
         t = k * end / 4
         anchor = "end" if t == end else "middle"
