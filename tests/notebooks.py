@@ -8,6 +8,8 @@ files, of the cell that a line is in), colours of a terminal, the version of mat
 second do not count. On another Python the notebooks are executed, and nothing is compared: the main
 job's text is Python's own library, and tracebacks and warnings differ.
 
+Those that take long run each second or third day, all of them with `ZERO_NB_ALL=1`.
+
 `tests/notebooks.py --store NOTEBOOK` stores what came where it differs; of what is measured all or
 nothing, so that it is of one run.
 """
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from common.sampling import rests_today, write_costs
 from execnb.nbio import read_nb
 from execnb.shell import CaptureShell
 
@@ -46,6 +49,8 @@ PASSING = {
     r"Matplotlib v[\d.]+": "Matplotlib",
 }
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
+
+LIMITS = (4, 20)  # seconds of the processor: a notebook that takes 20 or more runs each third day
 
 # by the process that forks one for each notebook: most of them would import these, for 3 s
 ALREADY_IMPORTED = (
@@ -212,14 +217,27 @@ def in_processes(
             yield path, *found
 
 
+def name_of(path: Path) -> str:
+    """Give the name under which the costs of a notebook are stored."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def todays() -> list[Path]:
+    """Give the notebooks that have their turn."""
+    every = [path for path in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts]
+    if os.environ.get("ZERO_NB_ALL"):
+        return every
+    return [path for path in every if not rests_today(name_of(path), LIMITS)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("paths", nargs="*", type=Path, help="notebooks (default: all)")
+    parser.add_argument("paths", nargs="*", type=Path, help="(default: those that have their turn)")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="(default: 2)")
     parser.add_argument("--store", action="store_true", help="store what came where it differs")
+    parser.add_argument("--write-costs", action="store_true", help="write tests/costs.json")
     given = parser.parse_args()
-    every = (p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
-    paths = sorted(path.absolute() for path in given.paths or every)
+    paths = sorted(path.absolute() for path in given.paths or todays())
     # threads of one notebook's torch that wait for each other do not keep a core from another notebook
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for module in ALREADY_IMPORTED:
@@ -237,6 +255,8 @@ def main() -> None:
             print(f"{'=' * 75}\n{path.relative_to(NBS)}\n{wrong}", file=sys.stderr)
     for path, _, seconds in sorted(results, key=lambda result: -result[2]):
         print(f"{path.relative_to(NBS)}: {seconds:.0f} s")
+    if given.write_costs:
+        write_costs({name_of(path): seconds for path, _, seconds in results})
     if failed:
         names = ", ".join(str(path.relative_to(NBS)) for path in failed)
         sys.exit(f"{len(failed)} of {len(paths)} notebooks failed: {names}")

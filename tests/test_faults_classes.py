@@ -136,11 +136,11 @@ def outcomes(names, shapes, hows):
     return found
 
 
-PARTS = 8
+PARTS = 16
 WAYS = [  # and how many classes of a part train
-    ({}, 9),
-    ({"shard": "even"}, 3),
-    ({"shard": "greedy", "parameters_as_bucket_view": True}, 9),
+    ({}, 4),
+    ({"shard": "even"}, 1),
+    ({"shard": "greedy", "parameters_as_bucket_view": True}, 4),
 ]
 
 

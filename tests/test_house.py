@@ -287,6 +287,7 @@ RULES = (
 )
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
 def test_house_rule(rule):
     assert sorted(rule()) == [], rule.__doc__

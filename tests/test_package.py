@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +40,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.daily
 def test_readme_is_the_index_notebook():
     from readme import readme  # imports nbconvert, with 30 MB that every rank would be forked with
 
@@ -46,6 +48,7 @@ def test_readme_is_the_index_notebook():
         assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run `make export`"
 
 
+@pytest.mark.daily
 def test_the_reference_is_what_the_package_says():
     from reference import made
 
@@ -91,6 +94,7 @@ def call(*command, **kwargs) -> str:
     return done.stdout
 
 
+@pytest.mark.daily
 def test_wheel_from_the_sdist_trains_in_a_clean_environment(tmp_path):
     source = tmp_path / "source"
     listed = call("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)

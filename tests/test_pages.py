@@ -101,6 +101,7 @@ def broken_links(pages: dict[str, Links], name: str) -> list[str]:
     return broken
 
 
+@pytest.mark.daily
 def test_every_notebook_becomes_a_page_whose_links_lead_somewhere(processed):
     names = notebooks(processed)
     assert names == notebooks(ROOT / "nbs") and len(names) > 20
@@ -209,6 +210,7 @@ def test_cells_for_ranks_keep_their_magic_and_are_python(processed):
             assert cell["metadata"]["language"] == "python", name
 
 
+@pytest.mark.turns(2, name="pages")
 def test_cells_for_ranks_are_coloured_as_python(site, processed):
     for name in set(for_ranks(processed)) & set(site):
         text = Path(url2pathname(urlsplit(site[name]).path)).read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
 """Which cases a day runs."""
 
 import itertools
+import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -13,8 +14,11 @@ class Item:
     nodeid: str
     turns: int | None
     name: str | None = None
+    daily: bool = False
 
     def get_closest_marker(self, name):
+        if name == "daily":
+            return self.daily
         assert name == "turns"
         kwargs = {} if self.name is None else {"name": self.name}
         return self.turns and SimpleNamespace(args=(self.turns,), kwargs=kwargs)
@@ -58,3 +62,31 @@ def test_tests_that_share_a_name_run_the_same_cases(monkeypatch):
         for test in ("one", "other")
     ]
     assert numbers[0] == numbers[1] and 4 <= len(numbers[0]) <= 5
+
+
+def test_what_costs_more_has_fewer_days_unless_it_is_daily(monkeypatch):
+    costs = {"a.py::cheap": 0.5, "a.py::some": 1, "a.py::much": 4, "a.py::most": 99}
+    monkeypatch.setattr(sampling, "COSTS", {**costs, "a.py::daily": 99, "a.py::marked[0]": 99})
+    items = [Item(name, None) for name in costs]
+    items += [Item("a.py::daily", None, daily=True), Item("a.py::marked[0]", 2)]
+    days = dict.fromkeys((item.nodeid for item in items), 0)
+    for day in range(739_000, 739_012):
+        monkeypatch.setattr(sampling, "SEED", day)
+        for item in set(items) - sampling.resting(items):
+            days[item.nodeid] += 1
+    assert [*days.values()] == [12, 6, 4, 3, 12, 6]
+
+
+def test_costs_that_are_written_take_the_place_of_older_ones(monkeypatch, tmp_path):
+    monkeypatch.setattr(sampling, "COSTS_FILE", tmp_path / "costs.json")
+    monkeypatch.setattr(sampling, "COSTS", {"a": 5, "b": 5, "c": 5})
+    sampling.write_costs({"a": 7.4, "b": 0.9, "d": 1.2})
+    assert json.loads((tmp_path / "costs.json").read_text()) == {"a": 7, "c": 5, "d": 1}
+
+
+def test_every_cost_is_that_of_a_test_or_a_notebook():
+    root = sampling.COSTS_FILE.parents[1]
+    files = {name.partition("::")[0] for name in sampling.COSTS}
+    assert (
+        len(sampling.COSTS) > 100 and [name for name in files if not (root / name).exists()] == []
+    )

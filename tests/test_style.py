@@ -188,6 +188,7 @@ def compare(made: dict[str, str], ours: dict[str, str]) -> None:
         assert made[name] == ours[name], f"{name}: run `make export`"
 
 
+@pytest.mark.daily
 def test_modules_are_what_the_notebooks_export(tmp_path):
     made = made_by("nbdev_export", tmp_path)
     compare(files(made / "zero_nb", "*.py"), files(ROOT / "zero_nb", "*.py"))

@@ -56,6 +56,7 @@ def job(tmp_path_factory):
     return out, launched(2, *FLAGS, f"--out={out}")
 
 
+@pytest.mark.daily
 def test_leaves_its_files(job):
     out, process = job
     assert process.returncode == 0, process.stderr

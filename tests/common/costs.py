@@ -1,7 +1,8 @@
 """What each test file costs, in seconds of the processor: a plugin of pytest.
 
 `PYTHONPATH=tests .venv/bin/python -m pytest -p common.costs -n 2 --dist loadfile` prints a table. Unlike
-durations, these numbers hardly depend on what else a machine does."""
+durations, these numbers hardly depend on what else a machine does. With `--write-costs` they decide
+on which days a test runs: see sampling.py."""
 
 import os
 from collections import Counter
@@ -11,9 +12,16 @@ from typing import Any
 
 import pytest
 
+from common.sampling import write_costs
+
 TICKS = os.sysconf("SC_CLK_TCK")
 COSTS: Counter[str] = Counter()  # seconds, by file and by test
 STARTS: dict[str, float] = {}
+MARKED: set[str] = set()  # tests whose days are not decided by what they cost
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption("--write-costs", action="store_true", help="write tests/costs.json")
 
 
 def spent(pid: int = 0) -> float:
@@ -42,18 +50,26 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 def pytest_runtest_makereport(item: Any, call: Any) -> None:
     if call.when == "teardown":
         item.user_properties.append(("cpu", round(spent() - STARTS[item.nodeid], 2)))
+        marks = {mark.name for mark in item.iter_markers()} & {"turns", "daily"}
+        item.user_properties.append(("marked", bool(marks)))
 
 
 def pytest_runtest_logreport(report: Any) -> None:
     cpu = dict(report.user_properties).get("cpu")
+    if dict(report.user_properties).get("marked"):
+        MARKED.add(report.nodeid)
     if cpu is not None:
         COSTS[report.nodeid.partition("::")[0]] += cpu
         COSTS[report.nodeid] += cpu
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
     terminalreporter.section("seconds of the processor")
     for words in (False, True):
         for name, cpu in COSTS.most_common():
             if ("::" in name) is words and cpu >= 1:
                 terminalreporter.write_line(f"{cpu:8.1f} {name}")
+    if config.getoption("write_costs"):
+        write_costs(
+            {name: cpu for name, cpu in COSTS.items() if "::" in name} | dict.fromkeys(MARKED, 0)
+        )

@@ -1,16 +1,24 @@
 """A part of all cases, another one on another day."""
 
 import itertools
+import json
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
+from pathlib import Path
 from random import Random
 from typing import Any
 
 # all workers of pytest and all ranks have the same, also at midnight
 SEED = int(os.environ.setdefault("ZERO_NB_SEED", str(date.today().toordinal())))
+
+# seconds of the processor of each test and notebook that takes one or more; `pytest -p common.costs
+# --write-costs` and `tests/notebooks.py --write-costs` write them
+COSTS_FILE = Path(__file__).parents[1] / "costs.json"
+COSTS: dict[str, float] = json.loads(COSTS_FILE.read_text(encoding="utf-8"))
+LIMITS = (1, 4, 10)  # seconds: a test that takes 10 or more runs each fourth day
 
 
 def pairs(case: Sequence[Any]) -> set[Any]:
@@ -51,22 +59,44 @@ def today(name: str, count: int, turns: int) -> set[int]:
     return {*deck[SEED % turns :: turns]}
 
 
+def rests_today(name: str, limits: Sequence[float]) -> bool:
+    """Tell whether a test or notebook has its turn on another day: it runs on one day of as many as one
+    and the limits that its cost reaches, in seconds. Which day that is depends on the name."""
+    days = 1 + sum(COSTS.get(name, 0) >= limit for limit in limits)
+    return (SEED + zlib.crc32(name.encode())) % days > 0
+
+
 def way_today(name: str) -> str:
     """Choose the way in which a test's collectives move, the other one eight days later."""
     return ("memory", "messages")[(SEED // 8 + zlib.crc32(name.encode())) % 2]
 
 
 def resting(items: Iterable[Any]) -> set[Any]:
-    """Give the cases of tests marked `turns` that another day runs; tests that give the marker one
-    name run the same."""
+    """Give the cases of tests marked `turns` that another day runs (tests that give the marker one name
+    run the same), and the tests that cost much and are not marked `daily`."""
+    items = [*items]
     cases: dict[tuple[str, str, int], list[Any]] = defaultdict(list)
     for item in items:
         if marker := item.get_closest_marker("turns"):
             test = item.nodeid.partition("[")[0]
             cases[test, marker.kwargs.get("name", test), marker.args[0]].append(item)
-    return {
+    costly = {
+        item
+        for item in items
+        if not item.get_closest_marker("turns")
+        and not item.get_closest_marker("daily")
+        and rests_today(item.nodeid, LIMITS)
+    }
+    return costly | {
         item
         for (_, name, turns), mine in cases.items()
         for i, item in enumerate(mine)
         if i not in today(name, len(mine), turns)
     }
+
+
+def write_costs(found: Mapping[str, float]) -> None:
+    """Store what costs a second or more, in place of what was known of the same tests and notebooks."""
+    new = {name: cost for name, cost in COSTS.items() if name not in found}
+    new |= {name: round(cost) for name, cost in found.items() if cost >= 1}
+    COSTS_FILE.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n", encoding="utf-8")
