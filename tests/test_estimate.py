@@ -183,6 +183,11 @@ def test_the_fullest_rank_is_the_one_that_needs_most(optimizer, policy, method):
         assert found.total == max(each) == each[found.group_rank]
 
 
+def test_specs_that_can_be_read_once_will_do():
+    specs = [ParamSpec(f"p{i}", (64, 64) if i % 3 else (1000,)) for i in range(300)]
+    assert estimate((spec for spec in specs), "muon", 3) == estimate(specs, "muon", 3)
+
+
 @quick
 @given(specs_lists, st.integers(2, 9))
 def test_traffic_of_all_ranks(specs, world_size):

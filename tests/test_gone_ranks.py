@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from common import caught, free_port, take_way
 
-from zero_nb.comm import arrivals, exchange, ranks
+from zero_nb.comm import arrivals, exchange, ranks, watcher
+from zero_nb.comm import store as stores
 from zero_nb.comm.agreement import agree
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
@@ -244,3 +245,29 @@ def test_the_tag_that_connections_are_asked_with_is_no_other_message_s():
     assert ranks._TAGS[-1] * ranks._MARKS + ranks._MARKS <= nobody < 1 << 30
     lowest = exchange._TOP - (0xFFFFFFFF >> 2)
     assert nobody < lowest == 1 << 30
+
+
+def ask_while_a_client_is_busy(seconds, port):
+    """Be three ranks, two of them as on another machine, that wait longer for a text of the first one than
+    their group's limit; torch's client asks one thing at a time, so the watcher's look waits, too."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watcher, "_GLOO_SECONDS", 0.3)
+        if rank:
+            patch.setattr(stores, "_is_near", lambda host: False)
+        group = Group(dist.new_group(timeout=timedelta(seconds=seconds / 2)))
+        agree(group, "the model")
+        texts = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            time.sleep(seconds)
+            texts.set("the data is there", "1")
+        texts.wait(["the data is there"], timedelta(seconds=60))
+        agree(group, "the next step")
+        return group._wire.silent
+
+
+def test_a_store_that_is_asked_late_is_not_taken_for_one_that_is_gone():
+    assert run(3, ask_while_a_client_is_busy, 3.0, free_port()) == [False] * 3

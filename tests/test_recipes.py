@@ -165,6 +165,21 @@ def test_a_transport_that_refuses_leaves_the_group_to_those_registered_before():
         assert mine.tolist() == [[0, 2], [4, 6]][rank]
 
 
+def test_a_transport_that_refuses_without_a_vote_leaves_the_next_one_its_own_proposals():
+    def moved():
+        def never(meeting):
+            meeting.propose("a machine of mine")  # all read the same, and need no vote to refuse
+            raise transport.Unavailable("not on this machine")
+
+        transport.register("wishes", never)
+        flat = torch.arange(4.0)
+        group = Group()
+        group.reduce_scatter(flat)
+        return type(group._wire.transports[0]).__name__, flat.chunk(2)[group.group_rank].tolist()
+
+    assert run(2, moved) == [("SharedMemory", [0, 2]), ("SharedMemory", [4, 6])]
+
+
 # ---- an optimizer family: its class, and how it may be cut ----
 
 

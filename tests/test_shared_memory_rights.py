@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ def connect_on(store, size, r):
     group.group_rank, group.ranks, group.size = r, tuple(range(size)), size
     group.process_group = CountedStore(store)
     group._state = group._wire = ranks._State()
-    found = transport.find_transport(meeting._Meeting(group))
+    found = transport.find_transport(partial(meeting._Meeting, group))
     return found, group.process_group.requests, group.process_group.bytes
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 
 from torch import Tensor
 
@@ -21,28 +22,29 @@ __all__ = []
 
 # %% ../../nbs/comm/14_meeting.ipynb #2e4501a5
 class _Meeting:
-    """Lets the ranks of a group find a transport, through their store: a few requests from each
-    rank, and nothing stays there."""
+    """Lets the ranks of a group find out, through their store, whether a transport can serve them: a few
+    requests from each rank. A vote takes away what was left; without one a proposal stays."""
 
-    def __init__(self, group: Ranks):
+    def __init__(self, group: Ranks, name: str = ""):  # name of the transport
         self.rank = group.group_rank
         self.ranks = group.ranks
         self.limit = _timeout(group).total_seconds()
         self._group = group
         self._notes = _Notes(group, group._wire.life)
+        self._name = name
         self._turn = 0
 
     def propose(self, text: str) -> str:
         """Give the text of the rank that came first, since the last vote."""
-        return self._notes.set_first(f"transport/{self._turn}/proposal", text)
+        return self._notes.set_first(f"transport/{self._name}/{self._turn}/proposal", text)
 
     def agree(self, refusal: str) -> str:
         """Wait for all ranks, and give what one of them refuses with."""
         notes = self._notes
         size = self._group.size
-        # the next transport proposes under another number, before the last rank has read and removed these
+        # after a vote a rank proposes under another number, before the last one has read and removed these
         names = ("refused", "verdict", "arrived", "readers", "proposal")
-        keys = [f"transport/{self._turn}/{name}" for name in names]
+        keys = [f"transport/{self._name}/{self._turn}/{name}" for name in names]
         refused, verdict, arrived, readers, _ = keys
         self._turn += 1
         if refusal:
@@ -85,7 +87,7 @@ def _transport(group: Ranks, tensor: Tensor) -> Transport | None:
     if not found and _has_no_peers(group):
         found.append(None)
     if not found:
-        made, said = find_transport(_Meeting(group))
+        made, said = find_transport(partial(_Meeting, group))
         found.append(made)
         if group.group_rank == 0:
             logging.getLogger("zero_nb").info("%s %s", group, said)

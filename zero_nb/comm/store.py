@@ -92,11 +92,11 @@ class _Notes:
     """Texts and numbers that the ranks of a group leave for each other in its store. Every method
     is one request, and none waits."""
 
-    def __init__(self, group: Ranks, life: str = ""):
+    def __init__(self, group: Ranks, life: str = "", limited: bool = True):
         self._group = group
         self._store = _store(group)
         self._prefix = f"z{life}/"  # short, for it travels with every request
-        self._far = _is_far(self._store)
+        self._far = limited and _is_far(self._store)  # a request may end without an answer
 
     def _ask(self, request: Callable[..., Any], key: str, *values: Any) -> Any:
         try:

@@ -78,13 +78,15 @@ def register(
 
 
 def find_transport(
-    meeting: Meeting,  # all ranks of a group are in it, with the same transports registered
+    meet: Callable[
+        [str], Meeting
+    ],  # gives the ranks of a group a meeting for the transport of a name
 ) -> tuple[Transport | None, str]:
     """Find a transport for a group; give the last registered that can serve it, and a line for the log."""
     refusals = []
     for name, connect in reversed(_REGISTERED.items()):
         try:
-            return connect(meeting), f"moves tensors by {name}"
+            return connect(meet(name)), f"moves tensors by {name}"
         except Unavailable as error:  # noqa: PERF203
             refusals.append(f"{name} cannot be used: {error}")
     return None, "; ".join(["sends messages", *refusals])

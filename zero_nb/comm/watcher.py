@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from contextlib import suppress
 
@@ -45,8 +46,8 @@ class _Watcher(threading.Thread):
 
     def run(self) -> None:
         """Look until the group ends, its store does, or a rank has failed."""
-        # the store is gone, or torch has destroyed the group
-        with suppress(RuntimeError, ValueError):
+        # the store is gone, or torch has destroyed the group, or does so now
+        with suppress(RuntimeError, ValueError, KeyError, TypeError):
             while not self.over.wait(self.seconds) and self._look():
                 pass
 
@@ -58,7 +59,9 @@ class _Watcher(threading.Thread):
         if group._state.ended:
             return False
         if not self.heard:
-            self.heard = _Notes(group, group._wire.life).peek("failed")
+            # A request waits for this process's others, which may take longer than the group's limit.
+            # That says nothing about the store.
+            self.heard = _Notes(group, group._wire.life, limited=False).peek("failed")
             return True  # if there is something, this rank has until the next look to hear it by itself
         group._state.note_failure(self.heard)
         abort(group)
@@ -85,6 +88,6 @@ def _end_watchers() -> None:
     watchers = list(_WATCHERS)
     for watcher in watchers:
         watcher.over.set()
+    end = time.monotonic() + 2
     for watcher in watchers:
-        if watcher.is_alive():
-            watcher.join(2.0)
+        watcher.join(max(0.0, end - time.monotonic()))

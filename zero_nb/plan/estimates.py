@@ -142,8 +142,8 @@ def estimate_setup(
         spans = ((r, whole.spans(r)) for r in range(ranks)) if whole else _uneven_spans(plan)
         few = _fullest(specs, loads, spans, setup)
         if len(few) > 1:
-            each = [estimate_setup(model, world_size, method, setup, r, plan, filled) for r in few]
-            return max(each, key=lambda found: found.total)
+            each = [estimate_setup(specs, world_size, method, setup, r, plan, filled) for r in few]
+            return replace(max(each, key=lambda found: found.total), model=name)
         group_rank = few[0]
     if not 0 <= group_rank < ranks:
         raise ValueError(f"group_rank must lie in 0 to {ranks - 1}, got {group_rank}")
