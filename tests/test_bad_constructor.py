@@ -210,7 +210,7 @@ SETTINGS = {
         "NoneType",
     ),
     "a policy that forgets": Case(
-        lambda: make([weight()], shard=planned([], [])), ValueError, "owned by nobody"
+        lambda: make([weight()], shard=planned([], [])), ValueError, "owned by no rank"
     ),
     "a policy that gives twice": Case(
         lambda: make([weight()], shard=planned([(0, 0, 16)], [(0, 0, 16)])),

@@ -249,7 +249,7 @@ def test_the_tag_that_connections_are_asked_with_is_no_other_message_s():
 
 def ask_while_a_client_is_busy(seconds, port):
     """Be three ranks, two of them as on another machine, that wait longer for a text of the first one than
-    their group's limit; torch's client asks one thing at a time, so the watcher's look waits, too."""
+    a request may take; torch's client asks one thing at a time, so the watcher's look waits, too."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     address = f"tcp://127.0.0.1:{port}"
@@ -258,7 +258,8 @@ def ask_while_a_client_is_busy(seconds, port):
         patch.setattr(watcher, "_GLOO_SECONDS", 0.3)
         if rank:
             patch.setattr(stores, "_is_near", lambda host: False)
-        group = Group(dist.new_group(timeout=timedelta(seconds=seconds / 2)))
+        patch.setattr(stores, "_timeout", lambda group: timedelta(seconds=seconds / 2))
+        group = Group(dist.new_group())
         agree(group, "the model")
         texts = dist.distributed_c10d._get_default_store()
         if rank == 0:
@@ -270,4 +271,22 @@ def ask_while_a_client_is_busy(seconds, port):
 
 
 def test_a_store_that_is_asked_late_is_not_taken_for_one_that_is_gone():
-    assert run(3, ask_while_a_client_is_busy, 3.0, free_port()) == [False] * 3
+    assert run(3, ask_while_a_client_is_busy, 6.0, free_port()) == [False] * 3
+
+
+def refuse_to_start(thread):
+    raise RuntimeError("can't start new thread")
+
+
+def agree_without_threads():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watcher._Watcher, "start", refuse_to_start)
+        group = Group(dist.new_group())
+        agree(group, "the model")
+        ones = torch.ones(1)
+        group.all_reduce(ones).wait()
+    return ones.item()
+
+
+def test_a_rank_that_can_start_no_watcher_goes_on():
+    assert run(3, agree_without_threads) == [3.0] * 3

@@ -501,7 +501,7 @@ tiny = ParamSpec("weight", (4, 2)), ParamSpec("bias", (2,))
         (lambda: even([*tiny, tiny[0]], 2), "parameters 0 and 2 are both called 'weight'"),
         (lambda: find_policy("evn"), "did you mean 'even'"),
         (lambda: find_policy("zzz"), "choose one of greedy, even, runs, balanced, mixed"),
-        (lambda: ShardPlan(tiny, ((Span(0, 0, 8),),)), "element 0 is owned by nobody"),
+        (lambda: ShardPlan(tiny, ((Span(0, 0, 8),),)), "element 0 is owned by no rank"),
         (
             lambda: ShardPlan(tiny, ((Span(0, 0, 8), Span(1, 0, 2)), (Span(1, 1, 2),))),
             "element 1 is owned by group_rank 1 and another",

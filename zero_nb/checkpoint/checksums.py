@@ -34,7 +34,7 @@ def crc_of(
     file.seek(start)
     while nbytes and (count := file.readinto(room[:nbytes])):
         if stopped is not None and stopped.is_set():
-            raise RuntimeError("nobody waits for this checksum any more")
+            raise RuntimeError("this checksum is not waited for any more")
         crc = crc32(room[:count], crc)
         nbytes -= count
     return crc

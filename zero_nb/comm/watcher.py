@@ -11,6 +11,8 @@ import time
 import weakref
 from contextlib import suppress
 
+import torch.distributed as dist
+
 from .ending import abort
 from .ranks import Ranks, _ready
 from .store import _Notes
@@ -27,10 +29,15 @@ def _watch_seconds(group: Ranks) -> float:  # 0: no rank needs to look
     """Tell how often to look for the words of a rank that failed."""
     backends = set(group.backends.values())
     if not backends <= _RAISING_BACKENDS:
-        return max(1.0, group.size / 4096)
+        return 1.0
     # between two ranks there is one connection, whose end is always noticed
-    alone = group.size <= 2 or "gloo" not in backends
-    return 0.0 if alone else max(_GLOO_SECONDS, group.size / 4096)
+    return _GLOO_SECONDS if group.size > 2 and "gloo" in backends else 0.0
+
+
+def _least_seconds(ranks: int, watchers: int) -> float:
+    """Tell how far apart the looks of one watcher must lie, so that those of a job, with some on each
+    rank, ask its store 4,096 times a second at most."""
+    return ranks * watchers / 4096
 
 
 class _Watcher(threading.Thread):
@@ -48,8 +55,11 @@ class _Watcher(threading.Thread):
         """Look until the group ends, its store does, or a rank has failed."""
         # the store is gone, or torch has destroyed the group, or does so now
         with suppress(RuntimeError, ValueError, KeyError, TypeError):
-            while not self.over.wait(self.seconds) and self._look():
+            while not self.over.wait(self._pause()) and self._look():
                 pass
+
+    def _pause(self) -> float:  # seconds
+        return max(self.seconds, _least_seconds(dist.get_world_size(), len(_WATCHERS)))
 
     def _look(self) -> bool:  # whether to look again
         process_group = self.process_group()
@@ -79,7 +89,10 @@ def _start_watcher(group: Ranks) -> None:
     watcher = _Watcher(group, seconds)
     group._state.watch(watcher)
     _WATCHERS.add(watcher)
-    watcher.start()
+    with suppress(
+        RuntimeError
+    ):  # no thread can be started: only this rank hears less, and all go on
+        watcher.start()
 
 
 @atexit.register
@@ -90,4 +103,5 @@ def _end_watchers() -> None:
         watcher.over.set()
     end = time.monotonic() + 2
     for watcher in watchers:
-        watcher.join(max(0.0, end - time.monotonic()))
+        if watcher.is_alive():
+            watcher.join(max(0.0, end - time.monotonic()))

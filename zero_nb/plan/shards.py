@@ -83,7 +83,7 @@ def _walk(spec: ParamSpec, wanted: int, found: Sequence[tuple[int, Span]]) -> Ow
                 _gap(
                     spec,
                     min(at, s.start),
-                    "nobody" if s.start > at else f"group_rank {group_rank} and another",
+                    "no rank" if s.start > at else f"group_rank {group_rank} and another",
                 )
             )
         at = s.stop
@@ -92,7 +92,7 @@ def _walk(spec: ParamSpec, wanted: int, found: Sequence[tuple[int, Span]]) -> Ow
             _gap(
                 spec,
                 min(at, wanted),
-                "nobody"
+                "no rank"
                 if at < wanted
                 else f"group_rank {found[-1][0]}, and does not exist or is frozen",
             )
