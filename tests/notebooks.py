@@ -8,7 +8,7 @@ files, of the cell that a line is in), colours of a terminal, the version of mat
 second do not count. On another Python the notebooks are executed, and nothing is compared: the main
 job's text is Python's own library, and tracebacks and warnings differ.
 
-Those that take long run each second or third day, all of them with `ZERO_NB_ALL=1`.
+Those that take long run each second, third or fourth day, all of them with `ZERO_NB_ALL=1`.
 
 `tests/notebooks.py --store NOTEBOOK` stores what came where it differs; of what is measured all or
 nothing, so that it is of one run.
@@ -50,7 +50,11 @@ PASSING = {
 }
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 
-LIMITS = (4, 20)  # seconds of the processor: a notebook that takes 20 or more runs each third day
+LIMITS = (
+    4,
+    10,
+    30,
+)  # seconds of the processor: a notebook that takes 30 or more runs each fourth day
 
 # by the process that forks one for each notebook: most of them would import these, for 3 s
 ALREADY_IMPORTED = (

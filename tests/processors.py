@@ -43,9 +43,7 @@ def describe_figure(cell) -> None:
 
 
 def legible_width(svg: str) -> float:  # pixels
-    """Tell how narrow a figure may be drawn: ours say so, and matplotlib's have a width in points."""
-    if said := re.search(r"<svg [^>]*min-width:\s*([\d.]+)px", svg):
-        return float(said[1])
-    width = re.search(r'<svg [^>]*width="([\d.]+)pt"', svg)
-    sizes = re.findall(r"font(?:-size)?:[^;\"]*?([\d.]+)px", svg)
+    """Tell how narrow a figure may be drawn, by its smallest letters."""
+    width = re.search(r'<svg [^>]*viewBox="0 0 ([\d.]+)', svg)
+    sizes = re.findall(r"font(?:-size)?(?:=\"|:[^;\"]*?)([\d.]+)", svg)
     return float(width[1]) * LEAST / min(map(float, sizes)) if width and sizes else 0

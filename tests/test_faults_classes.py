@@ -136,11 +136,11 @@ def outcomes(names, shapes, hows):
     return found
 
 
-PARTS = 16
+PARTS = 8
 WAYS = [  # and how many classes of a part train
-    ({}, 4),
-    ({"shard": "even"}, 1),
-    ({"shard": "greedy", "parameters_as_bucket_view": True}, 4),
+    ({}, 9),
+    ({"shard": "even"}, 3),
+    ({"shard": "greedy", "parameters_as_bucket_view": True}, 9),
 ]
 
 

@@ -232,10 +232,12 @@ LOOK = r"""() => {
         }
         if (!figure.src?.startsWith("data:image/svg")) continue
         const drawn = new DOMParser().parseFromString(atob(figure.src.split(",")[1]), "image/svg+xml")
-        const scale = box.width / drawn.documentElement.getAttribute("viewBox").split(" ")[2]
+        const root = drawn.documentElement
+        const scale = box.width / root.getAttribute("viewBox").split(" ")[2]
         for (const text of drawn.querySelectorAll("text, tspan")) {
             const own = text.getAttribute("font-size") || /([\d.]+)px/.exec(text.getAttribute("style"))?.[1]
-            const size = scale * (own || (text.tagName === "text" ? 11 : 99))
+            const inherited = text.tagName === "text" && root.getAttribute("font-size") || 99
+            const size = scale * (own || inherited)
             if (text.textContent && size < 8.9) found.push(`writes "${text.textContent}" in ${size} px`)
         }
     }

@@ -426,7 +426,7 @@ def views():
     ) == pg.log.text(sites=True)
     assert (
         "<td>all_reduce</td>" in pg.log._repr_html_()
-        and "all_reduce" in pg.log.timeline()._repr_html_()
+        and "all_reduce" in pg.log.timeline()._repr_svg_()
     )
     with _coalescing_manager(pg, async_ops=True) as cm:
         for _ in range(3):

@@ -64,17 +64,35 @@ def test_tests_that_share_a_name_run_the_same_cases(monkeypatch):
     assert numbers[0] == numbers[1] and 4 <= len(numbers[0]) <= 5
 
 
-def test_what_costs_more_has_fewer_days_unless_it_is_daily(monkeypatch):
-    costs = {"a.py::cheap": 0.5, "a.py::some": 1, "a.py::much": 4, "a.py::most": 99}
-    monkeypatch.setattr(sampling, "COSTS", {**costs, "a.py::daily": 99, "a.py::marked[0]": 99})
-    items = [Item(name, None) for name in costs]
-    items += [Item("a.py::daily", None, daily=True), Item("a.py::marked[0]", 2)]
-    days = dict.fromkeys((item.nodeid for item in items), 0)
+@pytest.fixture
+def costs(monkeypatch):
+    """Costs of tests of our own, in place of those that are stored."""
+    made = {"a/cheap": 0.5, "a/some": 1, "a/much": 2, "a/most": 99}
+    made |= {"a/daily": 99, "a/marked[0]": 99}
+    monkeypatch.setattr(sampling, "COSTS", made)
+    sampling.days_of.cache_clear()
+    yield made
+    sampling.days_of.cache_clear()
+
+
+def test_what_costs_more_has_fewer_days_unless_it_is_daily(monkeypatch, costs):
+    items = [Item(name, 2 if "[" in name else None, daily=name == "a/daily") for name in costs]
+    days = dict.fromkeys(costs, 0)
     for day in range(739_000, 739_012):
         monkeypatch.setattr(sampling, "SEED", day)
         for item in set(items) - sampling.resting(items):
             days[item.nodeid] += 1
-    assert [*days.values()] == [12, 6, 4, 3, 12, 6]
+    assert [*days.values()] == [12, 6, 4, 3, 12, 3]
+
+
+def test_no_day_costs_much_more_than_another():
+    for folder, limits in (("tests", sampling.LIMITS), ("nbs", (4, 10, 30))):
+        table = sampling.days_of(folder, limits)
+        loads = [
+            sum(sampling.COSTS[name] for name, (days, at) in table.items() if day % days == at)
+            for day in range(12)
+        ]
+        assert len(table) > 100 and max(loads) <= 1.1 * min(loads)
 
 
 def test_costs_that_are_written_take_the_place_of_older_ones(monkeypatch, tmp_path):

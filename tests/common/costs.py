@@ -17,7 +17,6 @@ from common.sampling import write_costs
 TICKS = os.sysconf("SC_CLK_TCK")
 COSTS: Counter[str] = Counter()  # seconds, by file and by test
 STARTS: dict[str, float] = {}
-MARKED: set[str] = set()  # tests whose days are not decided by what they cost
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -50,14 +49,10 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 def pytest_runtest_makereport(item: Any, call: Any) -> None:
     if call.when == "teardown":
         item.user_properties.append(("cpu", round(spent() - STARTS[item.nodeid], 2)))
-        marks = {mark.name for mark in item.iter_markers()} & {"turns", "daily"}
-        item.user_properties.append(("marked", bool(marks)))
 
 
 def pytest_runtest_logreport(report: Any) -> None:
     cpu = dict(report.user_properties).get("cpu")
-    if dict(report.user_properties).get("marked"):
-        MARKED.add(report.nodeid)
     if cpu is not None:
         COSTS[report.nodeid.partition("::")[0]] += cpu
         COSTS[report.nodeid] += cpu
@@ -70,6 +65,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
             if ("::" in name) is words and cpu >= 1:
                 terminalreporter.write_line(f"{cpu:8.1f} {name}")
     if config.getoption("write_costs"):
-        write_costs(
-            {name: cpu for name, cpu in COSTS.items() if "::" in name} | dict.fromkeys(MARKED, 0)
-        )
+        write_costs({name: cpu for name, cpu in COSTS.items() if "::" in name})

@@ -1,5 +1,6 @@
 """A part of all cases, another one on another day."""
 
+import functools
 import itertools
 import json
 import os
@@ -18,7 +19,8 @@ SEED = int(os.environ.setdefault("ZERO_NB_SEED", str(date.today().toordinal())))
 # --write-costs` and `tests/notebooks.py --write-costs` write them
 COSTS_FILE = Path(__file__).parents[1] / "costs.json"
 COSTS: dict[str, float] = json.loads(COSTS_FILE.read_text(encoding="utf-8"))
-LIMITS = (1, 4, 10)  # seconds: a test that takes 10 or more runs each fourth day
+LIMITS = (1, 2, 6)  # seconds: a test that takes 6 or more runs each fourth day
+MUCH = 4  # seconds: cases that take as long, and are in turns already, wait twice as long
 
 
 def pairs(case: Sequence[Any]) -> set[Any]:
@@ -59,11 +61,26 @@ def today(name: str, count: int, turns: int) -> set[int]:
     return {*deck[SEED % turns :: turns]}
 
 
-def rests_today(name: str, limits: Sequence[float]) -> bool:
-    """Tell whether a test or notebook has its turn on another day: it runs on one day of as many as one
-    and the limits that its cost reaches, in seconds. Which day that is depends on the name."""
-    days = 1 + sum(COSTS.get(name, 0) >= limit for limit in limits)
-    return (SEED + zlib.crc32(name.encode())) % days > 0
+@functools.cache
+def days_of(folder: str, limits: tuple[float, ...]) -> dict[str, tuple[int, int]]:
+    """Give each costly test or notebook below a folder a number of days, and one of these: it runs on one
+    day of as many as one and the limits that its cost reaches, in seconds. All days cost about the same."""
+    mine = [name for name in COSTS if name.startswith(f"{folder}/")]
+    found = {}
+    loads: dict[int, list[float]] = {}
+    for name in sorted(mine, key=lambda name: (-COSTS[name], name)):
+        days = 1 + sum(COSTS[name] >= limit for limit in limits)
+        load = loads.setdefault(days, [0] * days)
+        day = load.index(min(load))
+        load[day] += COSTS[name]
+        found[name] = days, day
+    return found
+
+
+def rests_today(name: str, limits: tuple[float, ...]) -> bool:
+    """Tell whether a test or notebook has its turn on another day, by what it costs."""
+    days, day = days_of(name.partition("/")[0], limits).get(name, (1, 0))
+    return SEED % days != day
 
 
 def way_today(name: str) -> str:
@@ -73,13 +90,20 @@ def way_today(name: str) -> str:
 
 def resting(items: Iterable[Any]) -> set[Any]:
     """Give the cases of tests marked `turns` that another day runs (tests that give the marker one name
-    run the same), and the tests that cost much and are not marked `daily`."""
+    run the same; where a case costs much, half as many run), and the tests that cost much and are not
+    marked `daily`."""
     items = [*items]
+    names = defaultdict(set)
+    for name in COSTS:
+        names[name.partition("[")[0]].add(name)
     cases: dict[tuple[str, str, int], list[Any]] = defaultdict(list)
     for item in items:
         if marker := item.get_closest_marker("turns"):
             test = item.nodeid.partition("[")[0]
-            cases[test, marker.kwargs.get("name", test), marker.args[0]].append(item)
+            often = (
+                1 if marker.kwargs else 1 + any(COSTS.get(name, 0) >= MUCH for name in names[test])
+            )
+            cases[test, marker.kwargs.get("name", test), marker.args[0] * often].append(item)
     costly = {
         item
         for item in items
