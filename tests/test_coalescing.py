@@ -167,8 +167,11 @@ def test_a_collective_nobody_waited_for(coalesce):
             with coalescing_manager(g, async_ops=True):
                 g.all_reduce(x)
 
-        forget()
-        return caught_error(lambda: g.all_reduce(torch.ones(1)))
+        def go_on():
+            forget()  # raises if the other rank has forgotten before this one has begun
+            g.all_reduce(torch.ones(1))
+
+        return caught_error(go_on)
 
     for kind, message in run(2, forgets):
         assert kind == "RuntimeError" and "never waited for" in message
