@@ -81,7 +81,7 @@ class Options:
 
 # %% ../../nbs/apps/22_measuring.ipynb #1ebc33a0
 _GPU_BACKENDS = "cpu:gloo,cuda:nccl"
-Launcher = Callable[..., list]  # (n, f, *args) -> what f(*args) returned on each rank
+Launcher = Callable[..., list[Any]]  # (n, f, *args) -> what f(*args) returned on each rank
 
 
 def forked(device: str) -> Launcher:  # for every call fresh processes
@@ -91,8 +91,8 @@ def forked(device: str) -> Launcher:  # for every call fresh processes
 
 
 def under_torchrun(
-    n: int, f: Callable, *args: Any
-) -> list:  # on ranks other than 0 the list holds this rank's value only, n times
+    n: int, f: Callable[..., Any], *args: Any
+) -> list[Any]:  # on ranks other than 0 the list holds this rank's value only, n times
     """Do it on the ranks of this job."""
     group = Group()
     value = f(*args)
@@ -124,7 +124,12 @@ def _trace(name: str, model: Model, kind: str) -> list[Stretch]:
 
 # %% ../../nbs/apps/22_measuring.ipynb #3842383c
 def _time_variants(
-    options: Options, ranks: Launcher, model: Model, n: int, names: Sequence[str], say: Callable
+    options: Options,
+    ranks: Launcher,
+    model: Model,
+    n: int,
+    names: Sequence[str],
+    say: Callable[[str], None],
 ) -> Launch:
     """Let the variants take turns."""
     turns: dict[str, list[list[Turn]]] = {name: [] for name in names}
@@ -137,7 +142,12 @@ def _time_variants(
 
 
 def _count_variants(
-    options: Options, ranks: Launcher, model: Model, n: int, names: Sequence[str], say: Callable
+    options: Options,
+    ranks: Launcher,
+    model: Model,
+    n: int,
+    names: Sequence[str],
+    say: Callable[[str], None],
 ) -> tuple[list[Counts], dict[str, str]]:  # and the variants that do not work here, with the reason
     """Count what each variant costs, in launches of its own."""
     found: list[Counts] = []

@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from ..comm.shared_file import available
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
 # %% auto #0
-__all__ = ['VARIANTS', 'REFERENCES', 'Runner', 'Variant', 'variant']
+__all__ = ['MakeRunner', 'VARIANTS', 'REFERENCES', 'Runner', 'Variant', 'variant']
 
 # %% ../../nbs/apps/14_variants.ipynb #0dbee628
 @dataclass(frozen=True)
@@ -57,13 +57,11 @@ class Variant:
 
     name: str
     words: str  # for people
-    make: Callable[
-        [nn.Module, Any, float], Runner
-    ]  # from a model on its device, a torch process group, a learning rate
+    # from a model on its device, a torch process group, a learning rate
+    make: Callable[[nn.Module, Any, float], Runner]
     package: str = ""  # that it needs besides torch
-    counted: bool = (
-        True  # talks through the process group it is given, so that a recording group sees all
-    )
+    # talks through the process group it is given, so that a recording group sees all
+    counted: bool = True
     same: bool = True  # does the reference's arithmetic
     messages: bool = False  # does without shared memory, as between machines
 
@@ -77,6 +75,7 @@ class Variant:
         return ""
 
 
+MakeRunner = TypeVar("MakeRunner", bound=Callable[..., Runner])
 VARIANTS: dict[str, Variant] = {}  # by name, the two references first
 
 
@@ -88,10 +87,10 @@ def variant(
     counted: bool = True,
     same: bool = True,
     messages: bool = False,
-) -> Callable[[Callable], Callable]:
+) -> Callable[[MakeRunner], MakeRunner]:
     """Enter the decorated function in `VARIANTS`."""
 
-    def add(make: Callable[[nn.Module, Any, float], Runner]) -> Callable:
+    def add(make: MakeRunner) -> MakeRunner:
         VARIANTS[name] = Variant(name, words, make, package, counted, same, messages)
         return make
 

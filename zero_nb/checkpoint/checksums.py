@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import Any
 
 try:  # where it is installed
-    from zlib_ng.zlib_ng import crc32
+    from zlib_ng.zlib_ng import crc32 as crc32
 except ImportError:
-    from zlib import crc32
+    from zlib import crc32 as crc32
 
 # %% auto #0
 __all__ = ['crc_of', 'joined_crc']

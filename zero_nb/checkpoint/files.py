@@ -222,7 +222,7 @@ class Record(NamedTuple):
     crc_places: tuple[int, ...]  # where the archive keeps the checksum
 
 
-def _read_at(file: Any, offset: int, form: str) -> tuple[int, ...]:
+def _read_at(file: Any, offset: int, form: str) -> tuple[Any, ...]:
     file.seek(offset)  # before the first byte, and an error, if there is damage
     return struct.unpack(form, file.read(struct.calcsize(form)))
 

@@ -132,7 +132,9 @@ class _Screen:
             print(text, end="")
 
 
-def _run_and_show(world: World, shell: Any, work: Callable) -> list:
+def _run_and_show(
+    world: World, shell: Any, work: Callable[[Callable[[], None]], list[Any]]
+) -> list[Any]:
     screen = _Screen(world, shell)
     failed = True
     try:
@@ -185,7 +187,7 @@ class Torchrun:
         self.shell = shell
         self.kept = _Kept()
 
-    def cell(self, line: str, cell: str) -> list | None:
+    def cell(self, line: str, cell: str) -> list[Any] | None:
         """Execute this cell on n ranks: `%%torchrun --nproc 4 [--keep] [--out name] [--push name
         ...] [--timeout s] [--backend b] [--master-port p]`."""
         options = _magic_parser().parse_argstring(line)
@@ -204,13 +206,13 @@ class Torchrun:
         self.shell.user_ns[options.out] = values
         return None
 
-    def _run(self, options: Any, source: str, name: str) -> list:
+    def _run(self, options: Any, source: str, name: str) -> list[Any]:
         _check_cell(options)
         ast.parse(source, name)  # what is not Python starts nothing
         pushed = _pushed(self.shell.user_ns, options.push)
         world = self.kept.get(options)
 
-        def work(tick: Callable[[], None]) -> list:
+        def work(tick: Callable[[], None]) -> list[Any]:
             return world.run(source, pushed, name, options.timeout, tick)
 
         try:

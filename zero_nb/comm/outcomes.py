@@ -55,7 +55,7 @@ def deserialize(data: bytes) -> Any:  # its tensors are on the CPU
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 # %% ../../nbs/comm/36_outcomes.ipynb #130e452a
-def _attempt(link: Any, f: Callable, *args: Any, **kwargs: Any) -> Outcome:
+def _attempt(link: Any, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
     __tracebackhide__ = True
     try:
         value = f(*args, **kwargs)
@@ -151,7 +151,7 @@ def _values(
     outcomes: list[Outcome],  # in order of arrival
     timeout: float | None,  # the limit that applied, in seconds
     code: Callable[[int], int | None],  # the exit code of a rank's process
-) -> list:  # in rank order
+) -> list[Any]:  # in rank order
     """Return the ranks' values, or raise the exception of the rank that failed first."""
     outcomes = sorted(outcomes, key=lambda o: o.rank)
     if all(o.did == "returned" for o in outcomes):

@@ -166,7 +166,7 @@ def serve() -> NoReturn:
     _leave()
 
 # %% ../../nbs/comm/39_world.ipynb #4d5e52e6
-def _agent(n: int, master_port: int | None, log: str, world: list) -> Reaper:
+def _agent(n: int, master_port: int | None, log: str, world: list[Any]) -> Reaper:
     """Start `torch.distributed.run` over n processes that `serve`."""
     command = [sys.executable, "-m", "torch.distributed.run"]
     if master_port is None:
@@ -275,7 +275,7 @@ class World(_Processes):
         name: str = "<cell>",  # of the cell, in tracebacks
         timeout: float | None = None,  # seconds after which all ranks are stopped
         tick: Callable[[], None] = lambda: None,  # called often while the cell runs
-    ) -> list:  # the value of the cell's last expression on each rank, in rank order
+    ) -> list[Any]:  # the value of the cell's last expression on each rank, in rank order
         """Execute a cell on all ranks.
 
         Raises what `zero_nb.comm.launch.run` raises. The world is then gone, unless all ranks returned, or
