@@ -29,6 +29,7 @@ def refused(what):
         "optimizer": lambda: watch_divergence(call, SGD(module.parameters(), 0.1)),
         "plain": lambda: watch_divergence(module, zero),
         "module": lambda: watch_divergence(nn.Linear(1, 1), zero),
+        "another wrapper": lambda: watch_divergence(DDP(module), zero),
         "twice": lambda: [watch_divergence(call, zero) for _ in range(2)],
         "on one rank": lambda: watch_divergence(call, zero, every=1 if rank == 0 else "1"),
     }
@@ -42,11 +43,12 @@ REFUSALS = {
     "no kinds": "kinds must be one or more of",
     "used up": "got a generator",
     "a number": "got a int",
-    "another": "parameters of the optimizer are none of the DistributedDataParallel's",
+    "another": "model must be the DistributedDataParallel whose step is overlapped",
     "model": "model must be a torch.nn.Module",
     "optimizer": "optimizer must be zero_nb's",
     "plain": "model must be the DistributedDataParallel",
     "module": "model must be the module that data_parallel was given",
+    "another wrapper": "model must be the DistributedDataParallel whose step is overlapped",
     "twice": "watched already",
     "on one rank": "every must be a number of steps",
 }

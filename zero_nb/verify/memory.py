@@ -8,9 +8,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from itertools import groupby
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, groupby
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ..backward.ddp_overlap import DdpOverlap
 from ..comm.agreement import agreeing
 from ..comm.ending import end_if_interrupted
 from ..comm.groups import Group
+from ..optim.iteration import StepPlan
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.param_specs import specs
 from ..plan.estimated import Estimate, amount
@@ -32,7 +33,7 @@ from .same import gather_to_all
 from .trainings import check_same_params
 
 # %% auto #0
-__all__ = ['UNEXPLAINED', 'MemoryRow', 'MemoryReport', 'memory_report']
+__all__ = ['UNEXPLAINED', 'DriverFacts', 'MemoryRow', 'MemoryReport', 'memory_report']
 
 # %% ../../nbs/verify/05_memory.ipynb #9a720009
 class _Counter:
@@ -114,8 +115,7 @@ def _held_now(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
     found["gradients" if in_view else "buckets"] += _unseen_buckets(model)
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return found
-    if isinstance(optimizer.driver, DataParallel):  # its averages have memory of their own
-        found["gradients"] += count.add(optimizer.driver.planner.reducer.means.values())
+    found["gradients"] += count.add(DriverFacts.of(optimizer).means)
     shards = [shard for shard in optimizer.shards if not shard.alone]
     masters = [piece.view for shard in shards for piece in shard.pieces if piece.master]
     visited = {id(model), id(optimizer)}
@@ -181,59 +181,65 @@ def _planned_state(
     return state, master
 
 # %% ../../nbs/verify/05_memory.ipynb #9a720010
-def _method_of(optimizer: torch.optim.Optimizer) -> str:  # a key of `PLANNED`
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        return "ddp"
-    driver = optimizer.driver
-    if isinstance(driver, DdpOverlap):
-        return "zero1-overlap"
-    if isinstance(driver, DataParallel):
-        return "zero2-interleaved" if driver.engine.options.interleaved else "zero2"
-    return "zero1"
+@dataclass(frozen=True)
+class DriverFacts:
+    """What reports must know of what takes an optimizer's steps."""
+
+    method: str = "zero1"  # a key of `PLANNED`
+    wire_dtype: torch.dtype | Literal["custom"] | None = "custom"  # None: gradients' own
+    step_plan: StepPlan | None = None  # of steps inside backward, once buckets are planned
+    filled: tuple[tuple[int, ...], ...] | None = None  # parameters by bucket, as DDP fills them
+    options: Mapping[str, Any] = field(default_factory=dict)  # of a `Setup`
+    means: Iterable[Tensor] = ()  # of gradients, in memory of their own until they are stepped
+    free: Iterable[Tensor] = ()  # buffers for the gradients of the next backward
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> DriverFacts:
+        """Read them off an optimizer, sharded or not."""
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            return cls("ddp")
+        driver = optimizer.driver
+        if isinstance(driver, DdpOverlap):
+            plan = driver.step_plan
+            filled = driver.planner.layout.filled if plan else None
+            options: dict[str, Any] = {"ddp_bucket_cap_mb": driver.traits.cap_bytes / MIB}
+            return cls("zero1-overlap", driver.options.wire_dtype, plan, filled, options)
+        if isinstance(driver, DataParallel):
+            planner = driver.planner
+            means = planner.reducer.means.values()
+            free = tuple(chain.from_iterable(planner.pool.free.values()))
+            options = {"lag": driver.options.lag, "hidden": driver.options.hidden}
+            method = "zero2-interleaved" if planner.interleaved else "zero2"
+            dtype = driver.options.reduce_dtype
+            return cls(method, dtype, planner.plan, None, options, means, free)
+        return cls(options={"bucket_cap_mb": optimizer.settings.bucket_cap_mb})
 
 
 def _dtype_name(dtype: Any) -> str | None:
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else None
 
 
-def _options_of(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:  # of a `Setup`
-    driver = optimizer.driver
-    options: dict[str, Any] = {"master_dtype": _dtype_name(optimizer.settings.master_dtype)}
-    options["machine"] = "8xH100" if optimizer.join_device.type == "cuda" else "laptop"
-    if isinstance(driver, DdpOverlap):
-        options["ddp_bucket_cap_mb"] = driver.traits.cap_bytes / MIB
-        options["reduce_dtype"] = _dtype_name(driver.options.wire_dtype)
-    elif isinstance(driver, DataParallel):
-        options["reduce_dtype"] = _dtype_name(driver.options.reduce_dtype)
-        options |= {"lag": driver.options.lag, "hidden": driver.options.hidden}
-    else:
-        options["bucket_cap_mb"] = optimizer.settings.bucket_cap_mb
-    return options
-
-
 def _said(
     model: nn.Module, optimizer: torch.optim.Optimizer, group_rank: int, whole: bool
 ) -> Estimate:
-    """Let the planner say what buckets and gradients need: those that the job steps inside backward, as
-    soon as they are there."""
+    """Let the planner say what buckets and gradients need, from the job's own plan once it has one."""
     trained = [spec for spec in specs(optimizer.param_groups) if spec.trainable]
     in_view = getattr(model, "gradient_as_bucket_view", True)
     setup = Setup(State(whole=whole), gradient_as_bucket_view=in_view)
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return estimate_setup(trained, 1, "ddp", setup)
-    setup = replace(setup, **_options_of(optimizer))
-    method = _method_of(optimizer)
-    driver = optimizer.driver
-    size = optimizer.world_size
-    if not isinstance(driver, (DdpOverlap, DataParallel)) or driver.step_plan is None:
-        return estimate_setup(trained, size, method, setup, group_rank)
-    plan = driver.step_plan.shard.plan
-    filled = None
-    if isinstance(driver, DdpOverlap):
-        filled = driver.planner.layout.filled
-    elif not driver.planner.interleaved:  # a class of the optimizer is called once for a step
-        method = "zero2"
-    return estimate_setup(tuple(plan.params), size, method, setup, group_rank, plan, filled)
+    facts = DriverFacts.of(optimizer)
+    setup = replace(
+        setup,
+        machine="8xH100" if optimizer.join_device.type == "cuda" else "laptop",
+        master_dtype=_dtype_name(optimizer.settings.master_dtype),
+        reduce_dtype=_dtype_name(facts.wire_dtype),
+        **facts.options,
+    )
+    plan = facts.step_plan.shard.plan if facts.step_plan else None
+    params = tuple(plan.params) if plan else trained
+    ranks = optimizer.world_size
+    return estimate_setup(params, ranks, facts.method, setup, group_rank, plan, facts.filled)
 
 
 def _planned(
@@ -273,13 +279,6 @@ _MORE = {
     "messages": "memory to receive messages into, or shared with ranks of this machine, which the"
     " plan does not count",
 }
-
-
-def _pooled(optimizer: torch.optim.Optimizer) -> int:  # bytes
-    """Count the buffers that `data_parallel` keeps for the next backward."""
-    driver = getattr(optimizer, "driver", None)
-    pools = [driver.planner.pool.free] if isinstance(driver, DataParallel) else []
-    return _Counter().add(t for free in pools for kept in free.values() for t in kept)
 
 
 def _reason(
@@ -370,7 +369,8 @@ def memory_report(
             check_same_params("memory_report", model, sharded)
             sharded.wait_for_driver()
         steps = bool(_state_tensors(optimizer))
-        pooled = _pooled(optimizer)
+        facts = DriverFacts.of(optimizer)
+        pooled = _Counter().add(facts.free)
         planned = _planned(model, optimizer, group.group_rank)
         for category, held in _held_now(model, optimizer).items():
             plan = planned[category]
@@ -378,6 +378,4 @@ def memory_report(
             rows.append(MemoryRow(group.group_rank, category, held, plan, reason))
     with end_if_interrupted(group, "memory_report"):
         found = gather_to_all(group, [asdict(row) for row in rows])
-    return MemoryReport(
-        _method_of(optimizer), tuple(MemoryRow(**row) for part in found for row in part)
-    )
+    return MemoryReport(facts.method, tuple(MemoryRow(**row) for part in found for row in part))

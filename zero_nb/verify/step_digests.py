@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..backward.data_parallel import DataParallel
-from ..backward.ddp_overlap import DdpOverlap
+from ..backward.ddp_overlap import DdpOverlap, find_overlap
 from ..comm.calls import Parts, mark_agreed
 from ..optim.flat import FlatBucket, Trailer
 from ..optim.iteration import BucketRun, Reduction
@@ -32,6 +32,7 @@ from zero_nb.verify.divergence import (
     DivergenceReport,
     ReportSection,
 )
+from .memory import DriverFacts
 from .same import gather_to_all
 from .trainings import check_same_params
 from zero_nb.verify.watched_tensors import (
@@ -86,7 +87,10 @@ class WatchOptions:
         driver = optimizer.driver
         if isinstance(driver, DataParallel) and driver.module is not model:
             raise ValueError("model must be the module that data_parallel was given")
-        if isinstance(driver, DdpOverlap) and not isinstance(model, DistributedDataParallel):
+        own: Any = driver
+        if isinstance(driver, DdpOverlap):
+            own = find_overlap(model) if isinstance(model, DistributedDataParallel) else None
+        if own is not driver:
             raise ValueError("model must be the DistributedDataParallel whose step is overlapped")
         check_same_params("watch_divergence", model, optimizer)
 
@@ -136,20 +140,14 @@ def sums_to_watch(
 ) -> tuple[torch.device, list[str], list[tuple[float, float, float]]]:
     """Say of which buckets the gradients are summed up, and what rounding may change; of none where
     `.grad` is a replica. What a comm hook of the user's makes of gradients has no bound."""
-    driver = optimizer.driver
-    wire: torch.dtype | None = None
-    known = isinstance(driver, (DdpOverlap, DataParallel))
-    if isinstance(driver, DdpOverlap):
-        sent = driver.options.wire_dtype
-        known = sent != "custom"
-        wire = None if sent == "custom" else sent
-    elif isinstance(driver, DataParallel):
-        wire = driver.options.reduce_dtype
-    watched = buckets if driver.steps_in_backward else ()
+    sent = DriverFacts.of(optimizer).wire_dtype
+    watched = buckets if optimizer.driver.steps_in_backward else ()
     ranks = optimizer.group.size
     if optimizer.replica_group is not None:
         ranks *= optimizer.replica_group.size
-    limits = [bucket.limit(ranks, wire) if known else (0.0, 0.0, 0.0) for bucket in watched]
+    limits = [
+        (0.0, 0.0, 0.0) if sent == "custom" else bucket.limit(ranks, sent) for bucket in watched
+    ]
     return optimizer.join_device, [bucket.described for bucket in watched], limits
 
 # %% ../../nbs/verify/11_step_digests.ipynb #9a73002a
