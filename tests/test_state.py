@@ -43,7 +43,7 @@ def shard_of(sizes, frozen, ranks, policy, bucket_cap_mb, group_rank=0):
         plan=plan,
         params=[torch.zeros(size) for size in sizes],
         first=0,
-        alone=False,
+        unsharded=False,
         merges=[policy is not balanced] * len(sizes),
         master_dtype=None,
         group=SimpleNamespace(size=ranks, group_rank=group_rank),

@@ -394,7 +394,7 @@ class InBackward(ABC):
 def in_torchs_join(joinable: Any) -> bool:
     """Tell whether torch's `Join` runs, or has run, around a joinable; not that of this package."""
     config = joinable._join_config
-    return bool(config.enable) and not hasattr(config, "heard")
+    return bool(config.enable) and not hasattr(config, "on_announce")
 
 
 def check_torchs_join(

@@ -35,7 +35,7 @@ from ..plan.specs import ParamSpec
 
 # %% auto #0
 __all__ = ['LeftGroup', 'follow_plan', 'ReshardTarget', 'ReshardRequest', 'find_target', 'TrainingProgress', 'history_from',
-           'Elsewhere', 'describe_request', 'check_free', 'Resharding']
+           'GroupOfOthers', 'describe_request', 'check_free', 'Resharding']
 
 # %% ../../nbs/checkpoint/15_reshard_plan.ipynb #7e5a0011
 class LeftGroup:
@@ -159,7 +159,7 @@ def _own_progress(
     check_saved({"state": {}, "param_groups": options})
     rows = [(place, key, value) for (place, key), value in common.items()]
     placement = placement_text(optimizer.sharded_state.plan())
-    plan = None if new.alone else new.plan.to_json()
+    plan = None if new.unsharded else new.plan.to_json()
     shard = target.settings.shard
     name = shard if isinstance(shard, str) else None
     cap = target.settings.bucket_cap_mb
@@ -168,7 +168,7 @@ def _own_progress(
 
 # %% ../../nbs/checkpoint/15_reshard_plan.ipynb #7e5a0016
 @dataclass(frozen=True)
-class Elsewhere:
+class GroupOfOthers:
     """The ranks that share a plan, where this rank is none of them."""
 
     size: int
@@ -215,7 +215,7 @@ def check_free(optimizer: Any) -> None:
 # %% ../../nbs/checkpoint/15_reshard_plan.ipynb #7e5a0018
 def _describe_new(shard: Any, rules: Sequence[Rule]) -> list[str]:
     """Say of a plan, and of how its state is cut, what must be the same on all ranks."""
-    lines = ["alone" if shard.alone else shard.plan.mark]
+    lines = ["alone" if shard.unsharded else shard.plan.mark]
     for i, rule in enumerate(rules):
         way = "together" if rule.policy is runs else "one by one"
         lines.append(f"group {i} steps its parameters {way}, as its shard= says")
@@ -316,7 +316,7 @@ class Resharding:
     def _make_shard(self, size: int, plan: Any = None) -> Any:
         target = self.target
         groups = self.optimizer.param_groups
-        ranks: Any = target.groups[0] if target.groups else Elsewhere(size)
+        ranks: Any = target.groups[0] if target.groups else GroupOfOthers(size)
         everything = range(len(groups))
         new = make_shard(groups, everything, target.rules, ranks, target.settings, plan, True)
         if target.groups:

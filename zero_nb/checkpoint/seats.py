@@ -89,7 +89,7 @@ class RemoteShard:
     plan: BucketPlan | None  # None: each rank steps all of it
     params: list[Tensor]  # this rank's
     first: int  # index of the first of these parameters in the optimizer
-    alone: bool
+    unsharded: bool
 
 
 def _cuts_as_text(bounds: Sequence[int]) -> list[Any]:
@@ -104,7 +104,9 @@ def _cuts_from(text: list[Any]) -> Sequence[int]:
 
 def placement_text(plan: StatePlan) -> str:  # equal for equal plans
     """Write down where state lies."""
-    shards = [(s.first, len(s.params), None if s.alone else s.plan.to_json()) for s in plan.shards]
+    shards = [
+        (s.first, len(s.params), None if s.unsharded else s.plan.to_json()) for s in plan.shards
+    ]
     frozen = {
         i: [(*place.slot, _cuts_as_text(place.bounds)) for place in places]
         for i, places in sorted(plan.frozen.items())

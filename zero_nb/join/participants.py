@@ -70,16 +70,16 @@ class ListeningConfig(_Config):
     """Answers a joinable that asks, before its collectives, whether it is the one that counts
     ranks. It never is; its asking is what the block hears."""
 
-    def __new__(cls, heard: Callable[[], None], throws: bool) -> ListeningConfig:
-        """Make a config; `heard` is called when the joinable asks."""
+    def __new__(cls, on_announce: Callable[[], None], throws: bool) -> ListeningConfig:
+        """Make a config; `on_announce` is called when the joinable asks."""
         config = super().__new__(cls, True, throws, False)
-        config.heard = heard
+        config.on_announce = on_announce
         return config
 
     @property
     def is_first_joinable(self) -> bool:
         """Whether the joinable counts ranks: no."""
-        self.heard()
+        self.on_announce()
         return False
 
     def __reduce__(self) -> Any:
@@ -170,13 +170,15 @@ class ConfigGuard:
         """Whether this is the innermost block."""
         return _INNERMOST.get(id(self.joinable)) is self.participant
 
-    def attach(self, heard: Callable[[], None] | None, throws: bool) -> None:
-        """Listen to the joinable; `heard` is called when it announces itself, if that is wanted."""
+    def attach(self, on_announce: Callable[[], None] | None, throws: bool) -> None:
+        """Listen to the joinable; `on_announce` is called when it announces itself, if that is wanted."""
         self.outer = _INNERMOST.get(id(self.joinable))
         _INNERMOST[id(self.joinable)] = self.participant
         self.config = getattr(self.joinable, "_join_config", None)
         if self.config is not None:
-            config = _disabled_config() if heard is None else ListeningConfig(heard, throws)
+            config = (
+                _disabled_config() if on_announce is None else ListeningConfig(on_announce, throws)
+            )
             self.joinable._join_config = config
         self.is_silent = False
 

@@ -215,7 +215,7 @@ def which_cut(
     cut = {
         shard.first + span.param
         for shard in shards
-        for span in (() if shard.alone else shard.plan.spans(shard.group.group_rank))
+        for span in (() if shard.unsharded else shard.plan.spans(shard.group.group_rank))
         if span.numel < shard.params[span.param].numel()
     }
     ends = [*accumulate(len(group["params"]) for group in param_groups)]
@@ -225,7 +225,7 @@ def which_cut(
 # %% ../../nbs/optim/06_arguments.ipynb #5a1c0d38
 def piece_names(group: dict[str, Any], shard: Shard) -> dict[str, Any]:
     """Give the entry with the names of what a local optimizer steps of a group, if they have names."""
-    if "param_names" not in group or shard.alone:
+    if "param_names" not in group or shard.unsharded:
         return {k: [*v] for k, v in group.items() if k == "param_names"}
     named = {id(p): name for p, name in zip(group["params"], group["param_names"], strict=True)}
     whose = [id(piece.params[0]) for piece in shard.pieces]
@@ -307,10 +307,15 @@ def hide_parameters(options: dict[str, Any], params: Sequence[Tensor]) -> dict[s
 def _replaced(shard: Shard) -> set[int]:  # indices in the optimizer
     """Tell in whose place this rank steps a part, a copy or a view."""
     found = set()
-    for index, start, stop in () if shard.alone else shard.plan.spans(shard.group.group_rank):
+    for index, start, stop in () if shard.unsharded else shard.plan.spans(shard.group.group_rank):
         p = shard.params[index]
         copies = shard.master_dtype not in (None, p.dtype) and p.is_floating_point()
-        if copies or shard.merges[index] or not shard.borrows or stop - start < p.numel():
+        if (
+            copies
+            or shard.merges[index]
+            or not shard.steps_user_tensors
+            or stop - start < p.numel()
+        ):
             found.add(shard.first + index)
     return found
 

@@ -81,7 +81,7 @@ def gather_parameters(shards: Sequence[Shard], monitor: StepMonitor | None = Non
     """Bring every rank's part of every bucket to all ranks, in the order of the plan."""
     gathers = ParameterGathers(monitor=monitor)
     for shard in shards:
-        for i, bucket in enumerate(shard.turns):
+        for i, bucket in enumerate(shard.gather_order):
             gathers.start(BucketRun(bucket, i, Phase.STEPPED))
     gathers.wait()
 
@@ -147,7 +147,7 @@ class AfterBackward:
         optimizer = self.optimizer
         why = "for parameters that were frozen, unfrozen or moved"
         shards = [optimizer.replan([s], why) if s.changed() else s for s in [*optimizer.shards]]
-        return [shard for shard in shards if not shard.alone]
+        return [shard for shard in shards if not shard.unsharded]
 
     def _show_before_step(self, monitor: StepMonitor) -> None:
         shards = self.optimizer.shards

@@ -223,7 +223,7 @@ class StepPlan:
     """What stays from one iteration to the next: what is stepped, and in which order."""
 
     optimizer: Steppable
-    shard: Shard  # all parameters of the optimizer, made with `borrows=False`
+    shard: Shard  # all parameters of the optimizer, made with `steps_user_tensors=False`
     schedule: Schedule
     during_backward: tuple[Step, ...]
     after_backward: tuple[Step, ...]
@@ -233,7 +233,7 @@ class StepPlan:
 
 def make_step_plan(
     optimizer: Steppable,  # whose local optimizers step
-    shard: Shard,  # all its parameters, made with `borrows=False`
+    shard: Shard,  # all its parameters, made with `steps_user_tensors=False`
     *,
     method: str = "zero1-overlap",  # of the schedule, as what follows; see `order`
     lag: int = 1,

@@ -307,7 +307,7 @@ def freeze_state(
     places = dict[int, list[Place]]()
     entries = list[StateEntry | None]()
     for shard in shards:
-        for i in () if shard.alone else range(len(shard.params)):
+        for i in () if shard.unsharded else range(len(shard.params)):
             index = shard.first + i
             if shard.plan.params[i].trainable or not by_param.get(index):
                 continue

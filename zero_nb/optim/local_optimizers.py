@@ -112,7 +112,7 @@ def make_shard(
     settings: Settings,
     # where others made the buckets, they give the plan, and the gradients
     plan: Callable[[], BucketPlan] | None = None,
-    borrows: bool | None = None,  # as for `Shard`; None: unless others made the buckets
+    steps_user_tensors: bool | None = None,  # as for `Shard`; None: unless others made the buckets
 ) -> Shard:
     """Plan neighbouring param groups as one, and find this rank's pieces of them."""
     taken = [param_groups[i] for i in groups]
@@ -122,7 +122,7 @@ def make_shard(
         # a piece has one name, for classes that read names
         named = "param_names" in param_groups[i] and not is_known(rules[i].optimizer_class, False)
         merges += [rules[i].policy is runs and not named] * len(param_groups[i]["params"])
-    borrows = plan is None if borrows is None else borrows
+    steps_user_tensors = plan is None if steps_user_tensors is None else steps_user_tensors
     return Shard(
         plan or own,
         [p for group in taken for p in group["params"]],
@@ -132,14 +132,14 @@ def make_shard(
         settings.master_dtype,
         merges,
         groups,
-        borrows,
+        steps_user_tensors,
     )
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #491aef18
 def _views(
     group: dict[str, Any], shard: Shard
 ) -> list[Tensor]:  # what a local optimizer steps of a group
-    if shard.alone:
+    if shard.unsharded:
         return group["params"]
     if len(shard.groups) == 1:
         return [piece.view for piece in shard.pieces]
@@ -150,7 +150,7 @@ def _views(
 def _sample(
     group: dict[str, Any], shard: Shard
 ) -> list[Tensor]:  # one parameter of each form where forms are known
-    if shard.alone or len(shard.groups) > 1:
+    if shard.unsharded or len(shard.groups) > 1:
         return group["params"]
     by_form = dict(zip(ParamTable.of(shard.plan.params).which, group["params"], strict=True))
     return [*by_form.values()]
@@ -369,7 +369,7 @@ def take_groups(
     shard = make_shard(param_groups, indices, local.rules, group, local.settings)
     local.add_groups(param_groups, shard)
     local.push_options(param_groups)
-    if not shard.alone:
+    if not shard.unsharded:
         for piece in shard.pieces:  # a constructor may set `p.data`, too
             piece.put_back(local.by_class.values())
         release_step_memory(shard)

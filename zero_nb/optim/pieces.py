@@ -306,7 +306,7 @@ def _open_empty(shard: HoldsPieces, lacks: Sequence[bool]) -> list[Piece]:
 @torch.no_grad()
 def lend_bucket(
     optims: Iterable[torch.optim.Optimizer],  # which step the pieces
-    shard: HoldsPieces,  # made with `borrows=False`
+    shard: HoldsPieces,  # made with `steps_user_tensors=False`
     bucket: FlatBucket,  # of the shard
     part: Tensor,  # 1-D, gradients of what this rank owns of the bucket
     lacks: Sequence[

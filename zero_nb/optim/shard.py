@@ -70,7 +70,7 @@ class Shard:
         groups: range = range(1),  # indices of the param groups that these parameters are in
         # where a rank steps all of a parameter, the user's tensor itself is stepped, with the
         # user's gradient
-        borrows: bool = True,
+        steps_user_tensors: bool = True,
     ):
         self.make_plan = plan
         self.params = params
@@ -80,32 +80,34 @@ class Shard:
         self.master_dtype = master_dtype
         self.merges = merges or [False] * len(params)
         self.groups = groups
-        self.borrows = borrows
-        self.alone = borrows and group.size == 1 and not as_views and master_dtype is None
+        self.steps_user_tensors = steps_user_tensors
+        self.unsharded = (
+            steps_user_tensors and group.size == 1 and not as_views and master_dtype is None
+        )
         self.strides = [p.stride() for p in params]  # in whose order the state lies
-        if not self.alone:  # a plan that cannot be made is an error before anything has moved
+        if not self.unsharded:  # a plan that cannot be made is an error before anything has moved
             self.plan = plan()
 
     plan = cached_property(lambda self: self.make_plan())
-    turns = cached_property(lambda self: _in_turn(self.buckets))
+    gather_order = cached_property(lambda self: _in_turn(self.buckets))
 
     @cached_property
     def buckets(self) -> list[FlatBucket]:
         """The memory of the plan's buckets. Views move there, one bucket after another, when it is first asked for."""
-        if self.alone:
+        if self.unsharded:
             self.snapshot = []
             return []
         made = [
             FlatBucket(bucket, self.params, self.group, self.as_views)
             for bucket in self.plan.buckets
         ]
-        self.snapshot = storage_snapshot(self.params, self.borrows)
+        self.snapshot = storage_snapshot(self.params, self.steps_user_tensors)
         return made
 
     @cached_property
     def pieces(self) -> list[Piece]:
         """What this rank steps."""
-        if self.alone:
+        if self.unsharded:
             return [
                 Piece([Span(self.first + i, 0, p.numel())], [p], p, p.detach(), True)
                 for i, p in enumerate(self.params)
@@ -118,9 +120,9 @@ class Shard:
     def changed(self) -> bool:
         """Tell whether the user has frozen, unfrozen, moved or laid out parameters otherwise since the
         buckets were made."""
-        if self.alone:  # only state that lies otherwise than its parameter must move
+        if self.unsharded:  # only state that lies otherwise than its parameter must move
             return self.strides != [p.stride() for p in self.params]
-        return self.snapshot != storage_snapshot(self.params, self.borrows)
+        return self.snapshot != storage_snapshot(self.params, self.steps_user_tensors)
 
     def relaid(self) -> dict[int, tuple[int, ...]]:  # by index in the optimizer: strides before
         """List the parameters whose memory format the user has changed since their state was laid out."""
@@ -133,7 +135,7 @@ class Shard:
 
     def let_go(self) -> None:
         """Give up pieces and buckets; the parameters keep what is in them."""
-        for held in (self.pieces, self.buckets, self.turns):
+        for held in (self.pieces, self.buckets, self.gather_order):
             held.clear()
 
 # %% ../../nbs/optim/04_shard.ipynb #2bde25d1
@@ -151,7 +153,7 @@ def _pieces(shard: Shard, bucket: FlatBucket) -> Iterator[Piece]:
 def _view(shard: Shard, param: Tensor, memory: Tensor, whole: bool) -> Tensor:  # what is stepped
     wide = shard.master_dtype
     copies = wide not in (None, param.dtype) and param.is_floating_point()
-    if whole and shard.borrows and not copies:
+    if whole and shard.steps_user_tensors and not copies:
         return param
     view = Parameter(memory.to(wide) if copies else memory)
     if whole:

@@ -104,7 +104,7 @@ def _needed(state: ShardedState) -> Iterator[_Needed]:
     for shard in state.shards:
         for piece in shard.pieces:
             yield _Needed(piece.spans, piece.params, piece.whole, state.local.state_of(piece))
-        for i, param in enumerate(() if shard.alone else shard.params):
+        for i, param in enumerate(() if shard.unsharded else shard.params):
             index = shard.first + i
             kept = frozen_span(shard, index, frozen_place(shard, index))
             if kept is not None and not shard.plan.params[i].trainable:
@@ -219,7 +219,7 @@ def shards_to_divide(
     machines, or whose parameters are not in the machine's memory; all ranks call this."""
     if group.size == 1:
         return ()
-    cut = [shard for shard in shards if not shard.alone]
+    cut = [shard for shard in shards if not shard.unsharded]
     can = torch.zeros(group.size, dtype=torch.int64, device=byte_device(group))
     can[group.group_rank] = not any(shard.changed() for shard in cut)
     group.all_gather(can)

@@ -51,7 +51,7 @@ def casts_of(
     """List the parameters that the user has cast since they were planned."""
     found = dict[int, Cast]()
     for old in olds:
-        if old.alone:  # has no plan; the user's parameters are stepped as they are
+        if old.unsharded:  # has no plan; the user's parameters are stepped as they are
             continue
         for i, name in enumerate(ParamTable.of(old.plan.params).each(lambda form: form.dtype)):
             index = old.first + i
@@ -124,7 +124,7 @@ def prepare_sends(
         if span.param not in stepped:
             frozen.append(_follow_cast(entry, casts.get(span.param)).own_copy())
             continue
-        in_no_bucket = new.alone or span.start == span.stop
+        in_no_bucket = new.unsharded or span.start == span.stop
         for move in sends.get(span, [Move(me, me, span)]):
             cut = partial(_cut_entry, entry, new, move.span, casts.get(span.param))
             start = move.span.start
@@ -140,7 +140,7 @@ ROUND = (
 
 def _rounds(new: Shard) -> list[list[int]]:  # buckets by index; 0 if there are none
     """Tell the state of which buckets moves together; equal on all ranks."""
-    ends = accumulate(bucket.numel for bucket in (() if new.alone else new.plan.buckets))
+    ends = accumulate(bucket.numel for bucket in (() if new.unsharded else new.plan.buckets))
     numbers = enumerate([end // (ROUND * new.group.size) for end in ends] or [0])
     return [[i for i, _ in together] for _, together in groupby(numbers, key=itemgetter(1))]
 

@@ -51,7 +51,7 @@ class FrozenState:
 
 def stepped_by(shard: Shard) -> set[int]:  # indices in the optimizer
     """Tell which parameters of a shard any rank steps: those that are not frozen."""
-    if shard.alone:
+    if shard.unsharded:
         return {shard.first + i for i in range(len(shard.params))}
     trainable = ParamTable.of(shard.plan.params).each(lambda form: form.trainable)
     return {shard.first + i for i, trains in enumerate(trainable) if trains}
@@ -62,7 +62,7 @@ def _renumbered(span: Span, by: int) -> Span:  # between a shard and the optimiz
 
 
 def _spans_of(shard: Shard, group_rank: int) -> Sequence[Span]:  # by index in the shard
-    if not shard.alone:
+    if not shard.unsharded:
         return shard.plan.spans(group_rank)
     numels = [p.numel() for p in shard.params]
     return [Span(i, 0, numel) for i, numel in enumerate(numels) if numel]
@@ -92,7 +92,7 @@ class StatePlan:
             index = span.param - shard.first
             if not 0 <= index < len(shard.params):
                 continue
-            if shard.alone:
+            if shard.unsharded:
                 numel = shard.params[index].numel()
                 return [Place(Slot(index, 0, numel, 0), (0, numel))]
             places = list(shard.plan.places_of(_renumbered(span, -shard.first)))

@@ -430,7 +430,7 @@ def _call_on_pieces(optimizer: Any, name: str, args: Any, kwargs: dict[str, Any]
             " them with their state any more; call it before they are frozen"
         )
     local.pull_options(optimizer.param_groups)
-    shards = [shard for shard in optimizer.shards if not shard.alone]
+    shards = [shard for shard in optimizer.shards if not shard.unsharded]
     pieces = [piece for shard in shards for piece in shard.pieces]
     before = snapshot_options(optimizer.param_groups)
     with changing(local, optimizer.groups, f"{name}()"):

@@ -228,7 +228,7 @@ def _find_left(trial: Trial) -> frozenset[str]:
     return frozenset({trial.step(optim, params, gradients) for gradients in trial.gradients})
 
 
-def _judge(trial: Trial, cuts: bool, device: torch.device) -> Finding:
+def _examine(trial: Trial, cuts: bool, device: torch.device) -> Finding:
     if operation := first_collective(trial.together):
         return Finding(
             f"communicates ({operation}), as if all ranks stepped the same parameters, and each"
@@ -280,7 +280,7 @@ def try_class(
         with leaving_alone(device):
             try:
                 trial = make_trial(optimizer_class, defaults, tried, device)
-                found.append(_judge(trial, cuts, device))
+                found.append(_examine(trial, cuts, device))
             except Exception as error:  # one that training would raise as well
                 failed = error
     if found:

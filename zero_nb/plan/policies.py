@@ -138,8 +138,8 @@ def _level_cuts(
             break
         below += math.ceil(load)
         level = -(-(total + below) // ranks)
-    rooms = [max(0, -((math.ceil(load) - level) // align) * align) for load in loads]
-    return [min(cut, total) for cut in accumulate(rooms, initial=0)]
+    free = [max(0, -((math.ceil(load) - level) // align) * align) for load in loads]
+    return [min(cut, total) for cut in accumulate(free, initial=0)]
 
 
 def even(

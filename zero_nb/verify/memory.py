@@ -116,7 +116,7 @@ def _held_now(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return found
     found["gradients"] += count.add(DriverFacts.of(optimizer).means)
-    shards = [shard for shard in optimizer.shards if not shard.alone]
+    shards = [shard for shard in optimizer.shards if not shard.unsharded]
     masters = [piece.view for shard in shards for piece in shard.pieces if piece.master]
     visited = {id(model), id(optimizer)}
     found["master"] = count.add(masters)
@@ -137,9 +137,9 @@ def _stepped(
         return
     for shard in optimizer.shards:
         params = shard.plan.params
-        everywhere = [spec for spec in params if spec.trainable and (shard.alone or not spec.numel)]
-        yield from ([(spec, spec.numel)] for spec in everywhere)
-        for bucket in () if shard.alone else shard.plan.buckets:
+        everywhere = [spec for spec in params if shard.unsharded or not spec.numel]
+        yield from ([(spec, spec.numel)] for spec in everywhere if spec.trainable)
+        for bucket in () if shard.unsharded else shard.plan.buckets:
             keys = [
                 (params[slot.param].group if shard.merges[slot.param] else slot, slot)
                 for slot in bucket.slots_of(group_rank)

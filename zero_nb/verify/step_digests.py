@@ -174,7 +174,7 @@ class StepDigests:
         self.grads = RunningDigests(len(self.names), optimizer.join_device)
         self.sums = GradientSums()
         self.buckets: dict[int, WatchedBucket] = {}  # by id
-        self.alone: list[Piece] = []  # that are in no bucket
+        self.outside: list[Piece] = []  # that are in no bucket
 
     @property
     def when(self) -> str:
@@ -192,7 +192,7 @@ class StepDigests:
         moving = {id(bucket) for shard in shards for bucket in shard.buckets}
         for bucket in [bucket for key, bucket in self.buckets.items() if key in moving]:
             bucket.state.compare(self._state_of(bucket.pieces()), self.when)
-        self.state.compare(self._state_of(self.alone), self.when)
+        self.state.compare(self._state_of(self.outside), self.when)
         self.frozen_state.compare(self.names, self.when)
 
     def begin_step(self, shards: Sequence[Shard]) -> None:
@@ -200,7 +200,7 @@ class StepDigests:
         if len(self.names) != len(self.optimizer.params()):
             self.names = names_of(self.held.module, self.optimizer)
         self.buckets = watched_buckets(self.buckets, shards, self.names, self.state.differences)
-        self.alone = [piece for shard in shards if shard.alone for piece in shard.pieces]
+        self.outside = [piece for shard in shards if shard.unsharded for piece in shard.pieces]
         self.remaining = len(self.buckets)
         self.unfinished = True
         self.params.begin_step(len(self.names))
@@ -209,12 +209,12 @@ class StepDigests:
         if self.watches("buffer"):
             self.held.before_step(self.when)
         if self.watches("state"):
-            self.state.compare(self._state_of(self.alone), self.when)
+            self.state.compare(self._state_of(self.outside), self.when)
             self.frozen_state.note(self.names)
 
     def pieces(self) -> list[Piece]:
         """Give all that this rank steps."""
-        return [*self.alone, *(p for bucket in self.buckets.values() for p in bucket.pieces())]
+        return [*self.outside, *(p for bucket in self.buckets.values() for p in bucket.pieces())]
 
     def _state_of(self, pieces: Iterable[Piece]) -> dict[str, tuple[Tensor, Tensor]]:
         parts = state_parts(self.optimizer.local, pieces, self.names)
@@ -268,7 +268,7 @@ class StepDigests:
         self.unfinished = False
         self.steps += 1
         if self.watches("state"):
-            self.state.keep(self._state_of(self.alone))
+            self.state.keep(self._state_of(self.outside))
             for bucket in self.buckets.values():
                 bucket.state.keep(self._state_of(bucket.pieces()))
         for each in (self.params, self.grads, self.sums):

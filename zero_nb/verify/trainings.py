@@ -307,7 +307,7 @@ class Sharded:
         """Copy the gradients that are about to be used. Torch calls this once more, when the class may
         have changed them, if its step calls that of the class it is derived from."""
         for shard in self.zero.shards:
-            if shard.alone:
+            if shard.unsharded:
                 spans = enumerate(shard.params, shard.first)
                 pieces = [Piece([(i, 0, p.numel())], [p], p, p, True) for i, p in spans]  # type: ignore[list-item]
             else:
