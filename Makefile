@@ -23,12 +23,12 @@ link: $(VENV)/.ready ## the same between two network namespaces joined by 1 Gbit
 surviving: $(VENV)/.ready ## kill the ranks of a job 21 times and compare its losses with an unbroken run's (15 minutes); what guides/09_surviving shows is in nbs/benchmark
 	$(BIN)/python tests/surviving.py $(ARGS)
 
-test: lint notebooks pytest ## everything CI checks
+test: lint notebooks pytest ## what CI checks on a day; costly tests and notebooks take turns by day, all run with ZERO_NB_ALL=1
 
 quick: $(VENV)/.ready ## under a minute: plans, style, and what every mode sends, computes and calls (tests/test_golden.py)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not whole" tests/test_golden.py tests/test_style.py tests/test_house.py tests/test_plans.py tests/test_policies.py tests/test_buckets.py tests/test_schedule.py
 
-notebooks: $(VENV)/.ready ## execute every notebook, and compare what it shows with what is stored
+notebooks: $(VENV)/.ready ## execute the notebooks of the day, and compare what they show with what is stored
 	$(BIN)/python tests/notebooks.py
 
 pytest: $(VENV)/.ready browser ## the test suite
@@ -56,7 +56,8 @@ export: $(VENV)/.ready ## write zero_nb/ and the README from the notebooks, and 
 site: $(VENV)/.ready ## build the site in _docs, with Quarto
 	PYTHONPATH=tests $(BIN)/nbdev_docs
 
-lab: $(VENV)/.ready ## open the notebooks
+lab: $(VENV)/.ready ## open the notebooks, signed as this machine's own: JupyterLab shows no figure of others
+	@$(BIN)/jupyter trust nbs/*.ipynb nbs/*/*.ipynb > /dev/null
 	$(BIN)/jupyter lab nbs
 
 clean: ## remove what the other targets made

@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections import Counter
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from common import take_way
 from common.huge_pages import collapse_memory
-from common.sampling import SEED, resting, way_today
+from common.sampling import COLLECTED, SEED, resting, way_today
 from common.starter import Starter
 
 from zero_nb.comm import launch
@@ -78,12 +79,19 @@ def pytest_configure(config):
     torch.ones((), requires_grad=True).backward()
 
 
+def pytest_report_header(config):
+    """Say how to run the same cases on another day."""
+    return f"ZERO_NB_SEED={SEED} (day {date.fromordinal(SEED)})"
+
+
 def pytest_collection_modifyitems(config, items):
     """Of the whole suite, leave out the cases whose turn it is not, unless `ZERO_NB_ALL` is set.
 
     Begin with files of few tests that take long, and go on with those of many: no worker of
     pytest-xdist is left with a long file when the others have nothing to do."""
     whole = config.args == config.getini("testpaths") and not config.option.keyword
+    if whole:
+        config.stash[COLLECTED] = [*items]
     if whole and not os.environ.get("ZERO_NB_ALL"):
         late = resting(items)
         config.hook.pytest_deselected(items=late)

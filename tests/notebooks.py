@@ -33,13 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from common.sampling import rests_today, write_costs
+from common.sampling import resting_today, write_costs
 from execnb.nbio import read_nb
 from execnb.shell import CaptureShell
 
 ROOT = Path(__file__).parents[1]
 NBS = ROOT / "nbs"
-STORED_BY = "3.11.7"  # version of the Python that has executed what is stored
+STORED_BY = ("3", "11")  # version of the Python that has executed what is stored
 # what is new each time, and what stands in its place
 PASSING = {
     r"\x1b\[[\d;?]*[A-Za-z]": "",  # colours
@@ -50,11 +50,7 @@ PASSING = {
 }
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 
-LIMITS = (
-    4,
-    10,
-    30,
-)  # seconds of the processor: a notebook that takes 30 or more runs each fourth day
+LIMITS = (4, 10, 30)  # seconds of the processor: a notebook that takes 30 runs each fourth day
 
 # by the process that forks one for each notebook: most of them would import these, for 3 s
 ALREADY_IMPORTED = (
@@ -170,7 +166,7 @@ def execute(
     different: set[int] = set()
 
     def compare(cell: Any) -> None:
-        if platform.python_version() != STORED_BY:
+        if platform.python_version_tuple()[:2] != STORED_BY:
             return
         before = stored["cells"][cell.idx_].get("outputs", [])
         new[cell.idx_] = json.loads(json.dumps(cell.get("outputs", []), default=dict))
@@ -231,7 +227,8 @@ def todays() -> list[Path]:
     every = [path for path in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts]
     if os.environ.get("ZERO_NB_ALL"):
         return every
-    return [path for path in every if not rests_today(name_of(path), LIMITS)]
+    late = resting_today(map(name_of, every), LIMITS)
+    return [path for path in every if name_of(path) not in late]
 
 
 def main() -> None:
@@ -264,8 +261,10 @@ def main() -> None:
     if failed:
         names = ", ".join(str(path.relative_to(NBS)) for path in failed)
         sys.exit(f"{len(failed)} of {len(paths)} notebooks failed: {names}")
-    if platform.python_version() != STORED_BY:
-        print(f"{len(paths)} notebooks ran; what they show is compared on Python {STORED_BY} only")
+    if platform.python_version_tuple()[:2] != STORED_BY:
+        print(
+            f"{len(paths)} notebooks ran; what they show is compared on Python {'.'.join(STORED_BY)} only"
+        )
         return
     cells = [c for p in paths for c in json.loads(p.read_text(encoding="utf-8"))["cells"]]
     shows = [cell for cell in cells if cell.get("outputs")]

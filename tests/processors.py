@@ -24,8 +24,9 @@ def keep_cell_magic(cell) -> None:
 
 
 def describe_figure(cell) -> None:
-    """Give Quarto the label of a figure that its cell does not describe, and let a figure scroll on a
-    phone whose letters would be too small if the page made it fit."""
+    """Give Quarto the labels of figures that their cell does not describe, and let those scroll on a
+    phone whose letters would be too small if the page made them fit. Quarto gives each figure of a cell
+    all its words."""
     if cell.cell_type != "code":
         return
     figures = [
@@ -36,7 +37,8 @@ def describe_figure(cell) -> None:
     options = []
     labels = re.findall(r'<svg [^>]*aria-label="([^"]*)"', "".join(figures))
     if labels and not re.search(r"^#\| fig-alt:", cell.source, re.M):
-        options.append(f"#| fig-alt: {json.dumps(unescape(labels[0]), ensure_ascii=False)}")
+        words = "; ".join(unescape(label) for label in dict.fromkeys(labels))
+        options.append(f"#| fig-alt: {json.dumps(words, ensure_ascii=False)}")
     if any(legible_width(svg) > PHONE for svg in figures):
         options.append("#| classes: scrolls")
     cell.source = "\n".join([*options, cell.source])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from itertools import pairwise
@@ -304,3 +305,11 @@ def test_a_saved_picture_is_read_in_both_themes(tmp_path, theme):
         assert contrast((ink, paper)) > 4.5 and (contrast((paper, "rgb(0, 0, 0)")) < 4.5) == (
             theme == "dark"
         )
+
+
+def test_a_notebook_that_runs_as_a_script_draws_its_figures_as_it_would(tmp_path):
+    script = (
+        "from zero_nb.plan.draw import show_figures_as_svg\nshow_figures_as_svg()\nprint('goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")

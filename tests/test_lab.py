@@ -1,6 +1,7 @@
 """Notebooks in a real JupyterLab, driven in a real browser."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from common.waiting import wait_for
 
 from zero_nb.plan.charts import explore
 
-GUIDES = Path(__file__).parents[1] / "nbs" / "guides"
+ROOT = Path(__file__).parents[1]
+GUIDES = ROOT / "nbs" / "guides"
+DRAWN = ROOT / "nbs" / "plan" / "23_draw.ipynb"
 GUIDE = GUIDES / "01_drop_in.ipynb"
 NEEDS = ("jupyterlab", "ipywidgets")
 EXPLORER = notebook(
@@ -31,7 +34,7 @@ ENDLESS = notebook(
 def lab(tmp_path_factory):
     """Run a JupyterLab with the explorer, the drop-in guide, and a cell that does not end."""
     folder = tmp_path_factory.mktemp("lab")
-    for path in (GUIDE, GUIDES / "drop_in.py"):
+    for path in (GUIDE, GUIDES / "drop_in.py", DRAWN):
         shutil.copy(path, folder)
     (folder / "explorer.ipynb").write_text(EXPLORER)
     (folder / "endless.ipynb").write_text(ENDLESS)
@@ -75,6 +78,27 @@ def test_the_slider_moves_the_picture(lab):
         page.locator(".jp-OutputArea svg[aria-label^='4 ms: 0:RS, 1:GRAD;']").wait_for()
         page.locator(".jp-OutputArea .widget-play button").first.click()
         page.locator(".jp-OutputArea svg[aria-label*=': nothing;']").wait_for(timeout=30_000)
+
+
+@pytest.mark.daily
+def test_make_lab_trusts_every_notebook():
+    """JupyterLab shows no SVG of a notebook that it does not know: not one figure of a fresh clone."""
+    make = subprocess.run(
+        ["make", "-n", "lab"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    trust, lab = make.stdout.splitlines()[-2:]
+    assert "jupyter trust" in trust and "jupyter lab" in lab
+    given = {path for words in trust.split() if "*" in words for path in ROOT.glob(words)}
+    assert given == {*(ROOT / "nbs").rglob("*.ipynb")} and len(given) > 100
+
+
+@needs_browser("opens a notebook in a real JupyterLab", *NEEDS)
+def test_figures_of_a_notebook_are_seen_before_it_has_run(lab):
+    with new_page(viewport={"width": 1400, "height": 3000}) as page:
+        lab.open(page, DRAWN.name)
+        figure = page.locator(".jp-RenderedSVG img").first
+        figure.wait_for(timeout=60_000)
+        assert figure.evaluate("image => image.naturalWidth") > 100
 
 
 @needs_browser("runs the drop-in guide in a real JupyterLab", *NEEDS)

@@ -1,6 +1,8 @@
 """The pages of the site: every link leads somewhere, and a browser shows them on a desk, on a phone
 and in the dark."""
 
+import base64
+import io
 import json
 import os
 import re
@@ -20,6 +22,11 @@ import pytest
 import yaml
 from common.browser import needs_browser, new_page
 from common.sampling import today
+from PIL import Image
+
+from zero_nb.plan.draw import draw_shards
+from zero_nb.plan.policies import even
+from zero_nb.plan.specs import ParamSpec
 
 ROOT = Path(__file__).parents[1]
 
@@ -302,6 +309,26 @@ def test_figures_are_read_on_a_dark_page(site):
     assert wrong == {}
 
 
+@pytest.mark.parametrize("system", ["light", "dark"])
+@needs_browser("looks at a figure in a real browser")
+def test_a_figure_follows_the_page_that_the_reader_chose(tmp_path, system):
+    """Quarto's switch gives the page a class; the reader's system need not be of the same mind."""
+    style = (ROOT / "nbs" / "styles.css").read_text(encoding="utf-8")
+    drawn = base64.b64encode(
+        draw_shards(even([ParamSpec("weight", (100,))], 2))._repr_svg_().encode()
+    ).decode()
+    body = f'<img src="data:image/svg+xml;base64,{drawn}">'
+    corners = {}
+    with new_page(color_scheme=system) as page:
+        for chosen in ("light", "dark"):
+            page.set_content(
+                f'<style>{style}</style><body class="quarto-{chosen}"><main>{body}</main>'
+            )
+            shot = Image.open(io.BytesIO(page.locator("img").screenshot())).convert("L")
+            corners[chosen] = shot.getpixel((1, 1))
+    assert corners["light"] > 240 and corners["dark"] < 40
+
+
 # What axe looks at, with code and drawings as one element each: it takes its time for every element.
 SHAPE = (
     "aria-allowed-attr",
@@ -385,8 +412,11 @@ def test_a_still_figure_follows_a_widget():
 
 def labelled(cell: dict) -> bool:
     """Tell whether the figures of a cell have labels, which tests/processors.py gives to the site."""
-    figures = ["".join(o["data"].get("image/svg+xml", "")) for o in cell["outputs"] if "data" in o]
-    return all(re.search('<svg [^>]*aria-label="[^"]{10}', svg) for svg in figures if svg)
+    shown = [
+        output["data"] for output in cell["outputs"] if FIGURES & output.get("data", {}).keys()
+    ]
+    drawn = ["".join(data.get("image/svg+xml", "")) for data in shown]
+    return all(re.search('<svg [^>]*aria-label="[^"]{10}', svg) for svg in drawn)
 
 
 def test_images_are_described():

@@ -180,6 +180,17 @@ def test_a_transport_that_refuses_without_a_vote_leaves_the_next_one_its_own_pro
     assert run(2, moved) == [("SharedMemory", [0, 2]), ("SharedMemory", [4, 6])]
 
 
+def test_a_transport_that_one_rank_alone_registers_is_named_on_all():
+    def moved():
+        if dist.get_rank() == 0:
+            transport.register("wishes", lambda meeting: meeting.agree(""))
+        return caught(lambda: Group().reduce_scatter(torch.arange(4.0)))
+
+    mine, other = run(2, moved, group_timeout=3.0)
+    assert "reach each other by wishes, a transport that all ranks have to register" in mine
+    assert "by shared memory, a transport that all ranks have to register" in other
+
+
 # ---- an optimizer family: its class, and how it may be cut ----
 
 

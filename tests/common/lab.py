@@ -88,7 +88,8 @@ def _command(folder: Path, port: int) -> list[str]:
 
 @contextmanager
 def jupyterlab(folder: Path) -> Iterator[Lab]:
-    """Run a JupyterLab for the notebooks in a folder, with settings of its own."""
+    """Run a JupyterLab for the notebooks in a folder, with settings of its own; it trusts what they show,
+    as after `make lab`."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -99,6 +100,8 @@ def jupyterlab(folder: Path) -> Iterator[Lab]:
         **{f"JUPYTER_{kind}_DIR": str(own / kind) for kind in ("CONFIG", "DATA", "RUNTIME")},
         MARK: str(folder),
     }
+    trust = [sys.executable, "-m", "jupyter", "trust", *map(str, folder.glob("*.ipynb"))]
+    subprocess.run(trust, env=env, check=True, capture_output=True)
     with open(own / "log", "wb") as log:
         server = subprocess.Popen(
             _command(folder, port), env=env, stdout=log, stderr=log, start_new_session=True

@@ -12,6 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
+
 # all workers of pytest and all ranks have the same, also at midnight
 SEED = int(os.environ.setdefault("ZERO_NB_SEED", str(date.today().toordinal())))
 
@@ -20,6 +22,7 @@ SEED = int(os.environ.setdefault("ZERO_NB_SEED", str(date.today().toordinal())))
 COSTS_FILE = Path(__file__).parents[1] / "costs.json"
 COSTS: dict[str, float] = json.loads(COSTS_FILE.read_text(encoding="utf-8"))
 LIMITS = (1, 2, 6)  # seconds: a test that takes 6 or more runs each fourth day
+COLLECTED = pytest.StashKey[list[pytest.Item]]()  # what there is, of a run of the whole suite
 MUCH = 4  # seconds: cases that take as long, and are in turns already, wait twice as long
 
 
@@ -58,17 +61,17 @@ def today(name: str, count: int, turns: int) -> set[int]:
     each case once. Which cases share a day depends on the name alone."""
     deck = [*range(count)]
     Random(name).shuffle(deck)
-    return {*deck[SEED % turns :: turns]}
+    first = SEED + zlib.crc32(name.encode())  # some begin a round today, others end it
+    return {*deck[first % turns :: turns]}
 
 
 @functools.cache
-def days_of(folder: str, limits: tuple[float, ...]) -> dict[str, tuple[int, int]]:
-    """Give each costly test or notebook below a folder a number of days, and one of these: it runs on one
+def days_of(names: frozenset[str], limits: tuple[float, ...]) -> dict[str, tuple[int, int]]:
+    """Give each costly one of some tests or notebooks a number of days, and one of these: it runs on one
     day of as many as one and the limits that its cost reaches, in seconds. All days cost about the same."""
-    mine = [name for name in COSTS if name.startswith(f"{folder}/")]
     found = {}
     loads: dict[int, list[float]] = {}
-    for name in sorted(mine, key=lambda name: (-COSTS[name], name)):
+    for name in sorted(names & COSTS.keys(), key=lambda name: (-COSTS[name], name)):
         days = 1 + sum(COSTS[name] >= limit for limit in limits)
         load = loads.setdefault(days, [0] * days)
         day = load.index(min(load))
@@ -77,10 +80,10 @@ def days_of(folder: str, limits: tuple[float, ...]) -> dict[str, tuple[int, int]
     return found
 
 
-def rests_today(name: str, limits: tuple[float, ...]) -> bool:
-    """Tell whether a test or notebook has its turn on another day, by what it costs."""
-    days, day = days_of(name.partition("/")[0], limits).get(name, (1, 0))
-    return SEED % days != day
+def resting_today(names: Iterable[str], limits: tuple[float, ...]) -> set[str]:
+    """Give those tests or notebooks whose turn is on another day, by what they cost."""
+    table = days_of(frozenset(names), limits)
+    return {name for name, (days, day) in table.items() if SEED % days != day}
 
 
 def way_today(name: str) -> str:
@@ -104,14 +107,10 @@ def resting(items: Iterable[Any]) -> set[Any]:
                 1 if marker.kwargs else 1 + any(COSTS.get(name, 0) >= MUCH for name in names[test])
             )
             cases[test, marker.kwargs.get("name", test), marker.args[0] * often].append(item)
-    costly = {
-        item
-        for item in items
-        if not item.get_closest_marker("turns")
-        and not item.get_closest_marker("daily")
-        and rests_today(item.nodeid, LIMITS)
-    }
-    return costly | {
+    marked = ("turns", "daily")
+    free = [item for item in items if not any(map(item.get_closest_marker, marked))]
+    late = resting_today((item.nodeid for item in free), LIMITS)
+    return {item for item in free if item.nodeid in late} | {
         item
         for (_, name, turns), mine in cases.items()
         for i, item in enumerate(mine)

@@ -73,9 +73,8 @@ class _Meeting:
         return found[1:]
 
     def _waited(self) -> str:
-        return (
-            f"rank {self._group.global_rank} waited to find out how the ranks can reach each other"
-        )
+        way = f" by {self._name}, a transport that all ranks have to register" if self._name else ""
+        return f"rank {self._group.global_rank} waited to find out how the ranks can reach each other{way}"
 
 
 def _transport(group: Ranks, tensor: Tensor) -> Transport | None:

@@ -26,7 +26,8 @@ from .shards import ShardPlan
 class Svg:
     """A picture as text. A notebook shows it as `image/svg+xml`, and `save` writes the same to a file:
     an image that stands alone and follows the reader's light or dark theme. `str` gives the SVG for a
-    page, in the page's own colours."""
+    page, in the page's own colours; there names of what is drawn show below the pointer, as in a saved
+    file, and not in an image of it."""
 
     width: int  # pixels
     height: int  # pixels
@@ -72,7 +73,8 @@ def show_figures_as_svg() -> None:
     sharp at every size, and compared word by word where notebooks are tested. Names inside are the
     same each time.
 
-    Raises `ImportError` where matplotlib is missing."""
+    Does nothing to figures of a program that is no notebook. Raises `ImportError` where matplotlib or
+    IPython is missing."""
     from IPython import get_ipython
     from matplotlib import rcParams
 
@@ -80,10 +82,11 @@ def show_figures_as_svg() -> None:
     rcParams.update({"font.sans-serif": ["DejaVu Sans", "sans-serif"]})
     unsaid = "Creator=None, Date=None, Format=None, Type=None"
     options = f"dict(bbox_inches='tight', metadata=dict({unsaid}))"
-    magic = get_ipython().run_line_magic
-    magic("matplotlib", "inline")
-    magic("config", "InlineBackend.figure_formats = ['svg']")
-    magic("config", f"InlineBackend.print_figure_kwargs = {options}")
+    if (shell := get_ipython()) is None:
+        return
+    shell.run_line_magic("matplotlib", "inline")
+    for option in ("figure_formats = ['svg']", f"print_figure_kwargs = {options}"):
+        shell.run_line_magic("config", f"InlineBackend.{option}")
 
 # %% ../../nbs/plan/23_draw.ipynb #1161f24d
 WIDTH = 400  # pixels: a phone shows it with letters of 9 pixels and more
