@@ -131,7 +131,7 @@ Feature = Literal["plain", "frozen", "unused", "accumulation", "scaler", "join",
 class Case:
     """One way to train for a few iterations."""
 
-    mode: Literal["step", "overlap", "parallel"]
+    mode: Literal["zero1", "zero1-overlap", "zero2"]
     options: dict[str, Any] = field(default_factory=dict)  # of `overlap` or `data_parallel`
     feature: Feature = "plain"
     kind: Literal["SGD", "Counts", "AdamW", "Muon"] = "SGD"
@@ -194,54 +194,54 @@ INTERLEAVED = {"interleaved": True}
 HIDDEN = {"hidden": True}
 BOTH = {"hidden": True, "interleaved": True}
 CASES = {
-    "step": Case("step"),
-    "step, AdamW": Case("step", kind="AdamW"),
-    "step, Muon": Case("step", kind="Muon"),
-    "step, counts": Case("step", kind="Counts"),
-    "step, masters": Case("step", **MASTERS),
-    "step, frozen": Case("step", feature="frozen"),
-    "step, views": Case("step", zero={"parameters_as_bucket_view": True}),
-    "step, clipped": Case("step", clip=40.0),
-    "step, unused": Case("step", feature="unused"),
-    "step, accumulation": Case("step", feature="accumulation"),
-    "step, scaler": Case("step", feature="scaler"),
-    "step, join": Case("step", feature="join"),
-    "step, two levels": Case("step", feature="two levels"),
-    "overlap": Case("overlap"),
-    "overlap, AdamW": Case("overlap", kind="AdamW"),
-    "overlap, interleaved": Case("overlap", INTERLEAVED),
-    "overlap, interleaved, AdamW": Case("overlap", INTERLEAVED, kind="AdamW"),
-    "overlap, lag 3": Case("overlap", {"interleaved": True, "lag": 3}),
-    "overlap, clipped": Case("overlap", clip=40.0),
-    "overlap, counts": Case("overlap", kind="Counts"),
-    "overlap, interleaved, counts": Case("overlap", INTERLEAVED, kind="Counts"),
-    "overlap, interleaved, Muon": Case("overlap", INTERLEAVED, kind="Muon"),
-    "overlap, masters": Case("overlap", **MASTERS),
-    "overlap, unused": Case("overlap", feature="unused"),
-    "overlap, accumulation": Case("overlap", feature="accumulation"),
-    "overlap, scaler": Case("overlap", feature="scaler"),
-    "overlap, join": Case("overlap", feature="join"),
-    "overlap, interleaved, join": Case("overlap", INTERLEAVED, feature="join"),
-    "overlap, two levels": Case("overlap", INTERLEAVED, feature="two levels"),
-    "parallel": Case("parallel"),
-    "parallel, hidden": Case("parallel", HIDDEN),
-    "parallel, hidden, AdamW": Case("parallel", HIDDEN, kind="AdamW"),
-    "parallel, interleaved": Case("parallel", INTERLEAVED),
-    "parallel, hidden, interleaved": Case("parallel", BOTH),
-    "parallel, hidden, lag 3": Case("parallel", {**BOTH, "lag": 3}),
-    "parallel, hidden, clipped": Case("parallel", HIDDEN, clip=40.0),
-    "parallel, hidden, counts": Case("parallel", HIDDEN, kind="Counts"),
-    "parallel, hidden, interleaved, counts": Case("parallel", BOTH, kind="Counts"),
-    "parallel, interleaved, Muon": Case("parallel", INTERLEAVED, kind="Muon"),
-    "parallel, hidden, interleaved, frozen": Case("parallel", BOTH, feature="frozen"),
-    "parallel, hidden, masters": Case("parallel", HIDDEN, **MASTERS),
-    "parallel, unused": Case("parallel", feature="unused"),
-    "parallel, interleaved, unused": Case("parallel", INTERLEAVED, feature="unused"),
-    "parallel, accumulation": Case("parallel", feature="accumulation"),
-    "parallel, hidden, scaler": Case("parallel", HIDDEN, feature="scaler"),
-    "parallel, join": Case("parallel", feature="join"),
-    "parallel, hidden, interleaved, join": Case("parallel", BOTH, feature="join"),
-    "parallel, two levels": Case("parallel", BOTH, feature="two levels"),
+    "zero1": Case("zero1"),
+    "zero1, AdamW": Case("zero1", kind="AdamW"),
+    "zero1, Muon": Case("zero1", kind="Muon"),
+    "zero1, counts": Case("zero1", kind="Counts"),
+    "zero1, masters": Case("zero1", **MASTERS),
+    "zero1, frozen": Case("zero1", feature="frozen"),
+    "zero1, views": Case("zero1", zero={"parameters_as_bucket_view": True}),
+    "zero1, clipped": Case("zero1", clip=40.0),
+    "zero1, unused": Case("zero1", feature="unused"),
+    "zero1, accumulation": Case("zero1", feature="accumulation"),
+    "zero1, scaler": Case("zero1", feature="scaler"),
+    "zero1, join": Case("zero1", feature="join"),
+    "zero1, two levels": Case("zero1", feature="two levels"),
+    "zero1-overlap": Case("zero1-overlap"),
+    "zero1-overlap, AdamW": Case("zero1-overlap", kind="AdamW"),
+    "zero1-interleaved": Case("zero1-overlap", INTERLEAVED),
+    "zero1-interleaved, AdamW": Case("zero1-overlap", INTERLEAVED, kind="AdamW"),
+    "zero1-interleaved, lag 3": Case("zero1-overlap", {"interleaved": True, "lag": 3}),
+    "zero1-overlap, clipped": Case("zero1-overlap", clip=40.0),
+    "zero1-overlap, counts": Case("zero1-overlap", kind="Counts"),
+    "zero1-interleaved, counts": Case("zero1-overlap", INTERLEAVED, kind="Counts"),
+    "zero1-interleaved, Muon": Case("zero1-overlap", INTERLEAVED, kind="Muon"),
+    "zero1-overlap, masters": Case("zero1-overlap", **MASTERS),
+    "zero1-overlap, unused": Case("zero1-overlap", feature="unused"),
+    "zero1-overlap, accumulation": Case("zero1-overlap", feature="accumulation"),
+    "zero1-overlap, scaler": Case("zero1-overlap", feature="scaler"),
+    "zero1-overlap, join": Case("zero1-overlap", feature="join"),
+    "zero1-interleaved, join": Case("zero1-overlap", INTERLEAVED, feature="join"),
+    "zero1-interleaved, two levels": Case("zero1-overlap", INTERLEAVED, feature="two levels"),
+    "zero2": Case("zero2"),
+    "zero2, hidden": Case("zero2", HIDDEN),
+    "zero2, hidden, AdamW": Case("zero2", HIDDEN, kind="AdamW"),
+    "zero2-interleaved": Case("zero2", INTERLEAVED),
+    "zero2-interleaved, hidden": Case("zero2", BOTH),
+    "zero2-interleaved, hidden, lag 3": Case("zero2", {**BOTH, "lag": 3}),
+    "zero2, hidden, clipped": Case("zero2", HIDDEN, clip=40.0),
+    "zero2, hidden, counts": Case("zero2", HIDDEN, kind="Counts"),
+    "zero2-interleaved, hidden, counts": Case("zero2", BOTH, kind="Counts"),
+    "zero2-interleaved, Muon": Case("zero2", INTERLEAVED, kind="Muon"),
+    "zero2-interleaved, hidden, frozen": Case("zero2", BOTH, feature="frozen"),
+    "zero2, hidden, masters": Case("zero2", HIDDEN, **MASTERS),
+    "zero2, unused": Case("zero2", feature="unused"),
+    "zero2-interleaved, unused": Case("zero2", INTERLEAVED, feature="unused"),
+    "zero2, accumulation": Case("zero2", feature="accumulation"),
+    "zero2, hidden, scaler": Case("zero2", HIDDEN, feature="scaler"),
+    "zero2, join": Case("zero2", feature="join"),
+    "zero2-interleaved, hidden, join": Case("zero2", BOTH, feature="join"),
+    "zero2-interleaved, hidden, two levels": Case("zero2", BOTH, feature="two levels"),
 }
 
 
@@ -325,7 +325,7 @@ class Training:
         case = self.case
         self.model: Any = Integers(self.size, case.dtype)
         unused = case.feature in ("frozen", "unused")
-        if case.mode != "parallel":
+        if case.mode != "zero2":
             how = {"bucket_cap_mb": 0.002, "find_unused_parameters": unused}
             self.model = DDP(self.model, process_group=self.groups["all"], **how)
             self.groups["all"].log.clear()  # how DDP begins is torch's own affair
@@ -336,9 +336,9 @@ class Training:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if scaled else None
         options = {**case.options, "max_grad_norm": case.clip, "scaler": self.scaler}
         self.handle: Any = None
-        if case.mode == "overlap":
+        if case.mode == "zero1-overlap":
             self.handle = overlap(self.model, self.zero, **options)
-        if case.mode == "parallel":
+        if case.mode == "zero2":
             options |= {"bucket_cap_mb": 0.002, "cut_mb": 0.004}
             options |= {"find_unused_parameters": case.feature == "unused"}
             self.handle = data_parallel(self.model, self.zero, **options)
@@ -356,7 +356,7 @@ class Training:
 
     def run(self) -> None:
         """Train, and wait for all parameters."""
-        parallel = self.case.mode == "parallel"
+        parallel = self.case.mode == "zero2"
         block: Any = nullcontext()
         if self.case.feature == "join":
             block = Join([self.handle if parallel else self.model, self.zero])
@@ -370,12 +370,12 @@ class Training:
         self.note("the end")
 
     def iterate(self, i: int) -> None:
-        case, syncs = self.case, self.handle if self.case.mode == "parallel" else self.model
+        case, syncs = self.case, self.handle if self.case.mode == "zero2" else self.model
         case.freeze(self.model, i)
         case.set_options(self.zero.param_groups, i)
         if self.scaler is None:
             case.backward(self.model, i, self.rank, self.size, syncs)
-            if case.clip is not None and case.mode == "step":
+            if case.clip is not None and case.mode == "zero1":
                 nn.utils.clip_grad_norm_(self.model.parameters(), case.clip)
             self.zero.step()
         else:
@@ -550,13 +550,13 @@ def counted(mode: str, options: dict[str, Any], layers: int) -> dict[str, int]:
     with simulate(2) as group, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: Any = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(layers)))
-        if mode != "parallel":
+        if mode != "zero2":
             model = DDP(model, process_group=group, bucket_cap_mb=0.001)
         sizes = {"bucket_cap_mb": 0.001}
         zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, group, lr=0.01, **sizes)
-        if mode == "overlap":
+        if mode == "zero1-overlap":
             overlap(model, zero, **options)
-        if mode == "parallel":
+        if mode == "zero2":
             data_parallel(model, zero, **sizes, **options)
 
         def iterate() -> None:
@@ -579,13 +579,13 @@ def counted(mode: str, options: dict[str, Any], layers: int) -> dict[str, int]:
 
 
 MODES = {
-    "step": ("step", {}),
-    "overlap": ("overlap", {}),
-    "overlap, interleaved": ("overlap", INTERLEAVED),
-    "parallel": ("parallel", {}),
-    "parallel, interleaved": ("parallel", INTERLEAVED),
-    "parallel, hidden": ("parallel", HIDDEN),
-    "parallel, hidden, interleaved": ("parallel", BOTH),
+    "zero1": ("zero1", {}),
+    "zero1-overlap": ("zero1-overlap", {}),
+    "zero1-interleaved": ("zero1-overlap", INTERLEAVED),
+    "zero2": ("zero2", {}),
+    "zero2-interleaved": ("zero2", INTERLEAVED),
+    "zero2, hidden": ("zero2", HIDDEN),
+    "zero2-interleaved, hidden": ("zero2", BOTH),
 }
 LAYERS = {"one gradient": 1, "eight buckets": 8}
 

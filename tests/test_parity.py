@@ -311,7 +311,7 @@ OPTIMIZERS = {
     "Muon and AdamW": muon_and_adamw,
 }
 SMALL = {"bucket_cap_mb": 0.002}
-OPTIONS = {"data_parallel": SMALL | {"interleaved": True, "cut_mb": 0.004}}
+OPTIONS = dict.fromkeys(("zero2", "zero2-interleaved"), SMALL | {"cut_mb": 0.004})
 
 
 def check(mode, optimizer, model_fn=network, data=batch, **how):
@@ -334,7 +334,7 @@ def test_sharded_training_is_the_unsharded_one(size):
         causes = [found.cause for found in reports[0].explained]
         summed = [cause for cause in causes if cause.startswith(SUMMATION)]
         assert all(cause in (*summed, POSITION) for cause in causes), (case, causes)
-        if size < 3 or case[0] == "after backward":  # two numbers have one sum
+        if size < 3 or case[0] == "zero1":  # two numbers have one sum
             assert not summed, (case, summed)
 
 
@@ -353,14 +353,19 @@ def convolution():
 
 def test_other_models():
     cases = {
-        "half precision": ("overlap", ADAMW, half, lambda s, r: batch(s, r).bfloat16()),
-        "half SGD": ("overlap", OPTIMIZERS["SGD"], half, lambda s, r: batch(s, r).bfloat16()),
-        "channels last": ("interleaved", ADAMW, convolution, lambda s, r: images(s, r).double()),
+        "half precision": ("zero1-overlap", ADAMW, half, lambda s, r: batch(s, r).bfloat16()),
+        "half SGD": ("zero1-overlap", OPTIMIZERS["SGD"], half, lambda s, r: batch(s, r).bfloat16()),
+        "channels last": (
+            "zero1-interleaved",
+            ADAMW,
+            convolution,
+            lambda s, r: images(s, r).double(),
+        ),
     }
     unused = {"find_unused_parameters": True}
 
     def branches(mode):
-        options = unused if mode == "data_parallel" else None
+        options = unused if mode.startswith("zero2") else None
         ddp = SMALL | unused
         return check_parity(
             Branches, ADAMW, batch, 4, loss=loss, mode=mode, ddp=ddp, options=options
@@ -377,7 +382,7 @@ def test_seeds_are_used_up_in_both_and_given_back():
     def draws():
         torch.manual_seed(5)
         random.seed(5)
-        report = check("after backward", ADAMW)
+        report = check("zero1", ADAMW)
         return report.same, torch.rand(1).item(), random.random()
 
     def plain():
@@ -478,7 +483,7 @@ def test_a_difference_in_a_later_step_is_found_there():
             return super().step(closure)
 
     def late():
-        return check("after backward", (Tired, {"lr": 0.1}), sharded=EVEN)
+        return check("zero1", (Tired, {"lr": 0.1}), sharded=EVEN)
 
     first = run(2, late)[0].difference
     assert (first.step, first.cause) == (2, STEP)
@@ -493,10 +498,10 @@ def by_rank():
 
 def test_one_call_starts_the_ranks_and_raises():
     report = assert_parity(network, ADAMW, batch, 2, 2, loss=loss)
-    assert (report.world_size, report.steps, report.mode) == (2, 2, "after backward")
+    assert (report.world_size, report.steps, report.mode) == (2, 2, "zero1")
     assert report.elements == sum(p.numel() for p in network().parameters())
     text = report._repr_markdown_()
-    assert "| same | 2 steps, after backward |" in text and "| ranks | 2 |" in text
+    assert "| same | 2 steps, zero1 |" in text and "| ranks | 2 |" in text
     with pytest.raises(AssertionError, match=r"DIFFERENT at step 0, parameter 0.weight\[0, 0\]"):
         assert_parity(network, ByNorm, batch, 2, 2, loss=loss, sharded=EVEN)
     with pytest.raises(AssertionError, match=r"model_fn returns: rank 1 differs from rank 0") as e:
@@ -507,10 +512,10 @@ def test_one_call_starts_the_ranks_and_raises():
 @pytest.mark.parametrize(
     ("how", "error", "text"),
     [
-        ({"mode": "soon"}, ValueError, "mode must be one of 'after backward'"),
+        ({"mode": "soon"}, ValueError, "mode must be one of 'zero1'"),
         ({"options": {"lag": 0}}, ValueError, "options are for a mode that steps in backward"),
         (
-            {"mode": "overlap", "options": {"max_grad_norm": 1.0}},
+            {"mode": "zero1-overlap", "options": {"max_grad_norm": 1.0}},
             ValueError,
             "options must leave the gradient as it is, got max_grad_norm",
         ),
@@ -587,7 +592,7 @@ def test_inputs_that_are_written_and_gradients_that_ddp_does_not_average():
         mode: (mode, partial_class, lambda: Doubles(30, 7), lambda s, r: same)
         for mode in PARITY_MODES
     }
-    cases["unreduced"] = ("after backward", ADAMW, Spare)
+    cases["unreduced"] = ("zero1", ADAMW, Spare)
     found = run_each(2, check, cases)
     first = found.pop("unreduced")[0].difference
     assert first.step == 0 and first.cause == f"{UNREDUCED}; without one: spare", first

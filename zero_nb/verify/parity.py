@@ -256,7 +256,7 @@ def check_parity(
     steps: int = 5,
     *,
     loss: Callable[[Any, Any], Tensor] | None = None,
-    mode: ParityMode = "after backward",
+    mode: ParityMode = "zero1",
     sharded: dict[str, Any] | None = None,
     ddp: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
@@ -295,7 +295,7 @@ def assert_parity(
     # of model and batch; None: the model is called with the batch (a tuple or dict is unpacked),
     # and its output, or what that has under "loss", is summed
     loss: Callable[[Any, Any], Tensor] | None = None,
-    mode: ParityMode = "after backward",
+    mode: ParityMode = "zero1",
     sharded: dict[str, Any] | None = None,  # options of `ZeroRedundancyOptimizer`, such as shard
     ddp: dict[str, Any] | None = None,  # options of `DistributedDataParallel`
     options: dict[str, Any] | None = None,  # of `overlap` or `data_parallel`, as the mode is

@@ -10,7 +10,7 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,12 @@ from ..optim.rules import choose_fused
 from ..optim.arguments import read_params
 
 # %% auto #0
-__all__ = ['PARITY_MODES', 'ParityMode', 'seed_all', 'Recipe', 'trained_params', 'check_same_params', 'plain_optimizers',
+__all__ = ['ParityMode', 'PARITY_MODES', 'seed_all', 'Recipe', 'trained_params', 'check_same_params', 'plain_optimizers',
            'Unsharded', 'set_all', 'Sharded']
 
 # %% ../../nbs/verify/03_trainings.ipynb #9a71001d
-PARITY_MODES = ("after backward", "overlap", "interleaved", "data_parallel")
-ParityMode = Literal["after backward", "overlap", "interleaved", "data_parallel"]
+ParityMode = Literal["zero1", "zero1-overlap", "zero1-interleaved", "zero2", "zero2-interleaved"]
+PARITY_MODES: tuple[ParityMode, ...] = get_args(ParityMode)
 _UNLIKE = {"max_grad_norm", "scaler", "hook", "reduce_dtype"}  # options that change the gradient
 _OPTIMIZER = (
     "optimizer must be a class, functools.partial of a class with options, (class, options), or a"
@@ -69,8 +69,12 @@ class Recipe:
             raise ValueError(f"mode must be one of {known}, got {self.mode!r}")
         if unlike := sorted(_UNLIKE & self.options.keys()):
             raise ValueError(f"options must leave the gradient as it is, got {', '.join(unlike)}")
-        if self.options and self.mode == PARITY_MODES[0]:
+        if self.options and self.mode == "zero1":
             raise ValueError(f"options are for a mode that steps in backward, not {self.mode!r}")
+        if "interleaved" in self.options:
+            raise ValueError(
+                f"mode={self.mode!r} says if steps are interleaved, and options do, too"
+            )
         if self.sharded.get("master_dtype") is not None:
             raise ValueError(
                 "master_dtype steps a copy that the unsharded class does not have, so results"
@@ -280,13 +284,13 @@ class Sharded:
         recipe = self.recipe
         self.call: Any = self.model
         self.handle: Any = None
-        if recipe.mode == "data_parallel":
-            self.handle = data_parallel(self.model, self.zero, **recipe.options)
+        options = {**recipe.options, "interleaved": recipe.mode.endswith("interleaved")}
+        if recipe.mode.startswith("zero2"):
+            self.handle = data_parallel(self.model, self.zero, **options)
             return
         self.call = nn.parallel.DistributedDataParallel(self.model, **recipe.ddp)
-        if recipe.mode != "after backward":
-            interleaved = recipe.mode == "interleaved"
-            self.handle = overlap(self.call, self.zero, interleaved=interleaved, **recipe.options)
+        if recipe.mode != "zero1":
+            self.handle = overlap(self.call, self.zero, **options)
 
     def step(self, batch: Any, seed: int) -> None:
         """Train one step, and note its gradients."""
