@@ -290,3 +290,40 @@ def agree_without_threads():
 
 def test_a_rank_that_can_start_no_watcher_goes_on():
     assert run(3, agree_without_threads) == [3.0] * 3
+
+
+OUTLIVES = """
+from zero_nb.comm import arrivals, watcher
+watcher._GLOO_SECONDS = 600.0
+group = Group()
+agree(group, "the model")
+dist.barrier()
+if rank == 0:
+    leave()  # with the store
+while not arrivals._is_closed(arrivals._gloo_of(group), 0):
+    time.sleep(0.1)
+time.sleep(1)  # the system closes the connections of a process one after the other
+print("looks again" if group._state.watcher._look() else "ends", flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "exits"])
+def test_a_watcher_ends_in_silence_when_the_store_s_process_has_ended(end, starter, tmp_path):
+    store = f"tcp://127.0.0.1:{free_port()}"
+    arguments = (str(Path(__file__).parent), store, "", end)
+    first, *others = starter.run(BEGIN + OUTLIVES, tmp_path, 3, arguments, 60.0)
+    assert first.code == (-signal.SIGKILL if end == "killed" else 0)
+    for ended in others:
+        assert (ended.code, ended.stdout, ended.stderr) == (0, "ends\n", ""), ended
+
+
+def gone_stores():
+    """Ask for stores of other kinds, and for one whose process lives."""
+    stores_here = dist.HashStore(), dist.distributed_c10d._get_default_store()
+    found = [stores._is_gone(store) for store in stores_here]
+    dist.barrier()
+    return found
+
+
+def test_a_store_that_lives_or_is_no_process_is_there():
+    assert run(2, gone_stores) == [[False, False]] * 2

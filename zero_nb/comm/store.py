@@ -5,10 +5,12 @@
 # %% ../../nbs/comm/02_store.ipynb #2d0ad05a
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
 import queue
+import select
 import socket
 import threading
 import time
@@ -54,10 +56,16 @@ def _is_near(host: str) -> bool:
     return False
 
 
+def _innermost(store: Any) -> Any:
+    """Give the store to which others only add the beginning of a key."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
 def _is_far(store: Any) -> bool:
     """Tell whether a store is on another machine, so that its answers may be lost."""
-    while isinstance(store, torch.distributed.PrefixStore):
-        store = store.underlying_store
+    store = _innermost(store)
     return isinstance(store, torch.distributed.TCPStore) and not _is_near(store.host)
 
 
@@ -83,6 +91,37 @@ def _within(seconds: float, request: Callable[[], Any]) -> Any:
     if error:
         raise error
     return answer
+
+# %% ../../nbs/comm/02_store.ipynb #5d0c1e02
+def _connections_to(port: int) -> Iterator[int]:  # numbers of files
+    """Find this process's connections by TCP to a port. A `socket` of Python's may change how torch's waits."""
+    getpeername = ctypes.CDLL(None).getpeername
+    address = ctypes.create_string_buffer(128)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        size = ctypes.c_uint32(len(address))
+        failed = getpeername(fd, address, ctypes.byref(size))
+        inet = not failed and size.value in (16, 28)  # bytes of an address by IPv4 and IPv6
+        if inet and int.from_bytes(address.raw[2:4], "big") == port:
+            yield fd
+
+
+def _has_closed(fd: int) -> bool:
+    """Tell whether the other end of a connection has closed it."""
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    return any(event & select.POLLRDHUP for _, event in poll.poll(0))
+
+
+def _is_gone(store: Any) -> bool:
+    """Tell, without a request, whether the process that hosts a store has ended; False where the
+    system does not say."""
+    store = _innermost(store)
+    if not isinstance(store, torch.distributed.TCPStore) or not hasattr(select, "POLLRDHUP"):
+        return False
+    with suppress(OSError):
+        ends = [_has_closed(fd) for fd in _connections_to(store.port)]
+        return bool(ends) and all(ends)
+    return False
 
 # %% ../../nbs/comm/02_store.ipynb #7fc3cc67
 _NOTHING = "\0"  # no rank leaves this text
@@ -157,8 +196,7 @@ class _Notes:
 
 # %% ../../nbs/comm/02_store.ipynb #7fc3cc68
 def _unreachable(group: Ranks, store: Any, error: Exception) -> RuntimeError:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = _innermost(store)
     place = f" at {store.host}:{store.port}" if hasattr(store, "port") else ""
     words = (
         f"rank {group.global_rank} cannot reach the store of its group{place}, through which ranks"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .ending import abort
 from .ranks import Ranks, _ready
-from .store import _Notes
+from .store import _Notes, _is_gone, _store
 
 # %% auto #0
 __all__ = []
@@ -67,6 +67,8 @@ class _Watcher(threading.Thread):
             return False
         group = Ranks(process_group)
         if group._state.ended:
+            return False
+        if _is_gone(_store(group)):
             return False
         if not self.heard:
             # A request waits for this process's others, which may take longer than the group's limit.
