@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from common import caught, free_port, take_way
 
+from zero_nb.checkpoint.contents import newest_checkpoint
+from zero_nb.checkpoint.folder import check_folder
 from zero_nb.comm import arrivals, exchange, ranks, watcher
 from zero_nb.comm import store as stores
 from zero_nb.comm.agreement import agree
@@ -290,6 +292,49 @@ def agree_without_threads():
 
 def test_a_rank_that_can_start_no_watcher_goes_on():
     assert run(3, agree_without_threads) == [3.0] * 3
+
+
+ABORTED = """
+import zero_nb.checkpoint.async_save as module
+from zero_nb.comm import watcher
+from zero_nb.comm.ending import fail
+from zero_nb.comm.group_store import explain_gone
+watcher._GLOO_SECONDS = 0.2 if rank == 1 and end == "killed" else 60.0
+group, made = Group(), t.stepped()
+save, write = t.saver("async", Path(folder), *made), module.write_part
+def write_when_aborted(*args):
+    while not group._state.ended: time.sleep(0.05)
+    time.sleep(3)  # rank 0 looks at its connections each second
+    return write(*args)
+if rank == 1: module.write_part = write_when_aborted
+saving = save(1)
+if victim:
+    saving.join()
+    leave()
+if rank == 1:
+    try:
+        agree(group, "the next step")
+    except RuntimeError as error:
+        print(error, flush=True)
+        if end == "exits": fail(group, error)
+saving.join()
+print("error:", saving._outcome.error or saving._outcome.own_error, flush=True)
+if rank == 0: print(explain_gone(group, [1]) or "nothing", explain_gone(group, [1, 2]), sep="\\n")
+"""
+
+
+# aborted by its watcher, which looks more often than that of rank 0, or by `fail`
+@pytest.mark.parametrize("end", ["killed", "exits"])
+def test_a_rank_that_writes_on_after_its_connections_closed_is_not_taken_for_dead(
+    end, starter, folder
+):
+    first, second = play(ABORTED, starter, folder, 3, end)
+    assert second.stdout.startswith("rank 2 died or left the group: "), second
+    assert second.stdout.endswith("error: None\n"), second
+    ended, lives, dead = first.stdout.splitlines()
+    assert (ended, lives) == ("error: None", "nothing"), first
+    assert dead.startswith("rank 2 died or left the group: its connection to rank 0 ended")
+    check_folder(newest_checkpoint(folder))
 
 
 OUTLIVES = """

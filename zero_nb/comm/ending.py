@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .arrivals import _NOBODY_TAG, _interrupt, _leave_words
-from .group_store import _last_words
+from .group_store import _last_words, _note_aborted
 from .ranks import Ranks, _ranks_of, _several
 from zero_nb.comm.store import (
     _GROUP_COUNT,
@@ -68,6 +68,17 @@ def abort(
     _close_connections(group)
 
 
+def _abort_noted(
+    group: Ranks,
+    limited: bool = True,  # whether the group's time limit holds for the store, too
+) -> None:
+    """Abort a group, and note in its store before that this process lives on: it may still write a
+    checkpoint in a thread, and the other ranks must not take it for dead. Waits for the store, as `abort` does not."""
+    if group.size > 1 and not group._state.ended:
+        _note_aborted(group, limited)
+    abort(group)
+
+
 def destroy(
     group: Ranks,  # unusable afterwards
 ) -> None:
@@ -113,7 +124,7 @@ def _leave_groups(levels: Sequence[Ranks], words: str) -> None:
         time.sleep(_SETTLE)
     for group in levels:
         group._state.note_failure(said)  # what later calls on this rank say
-        abort(group)
+        _abort_noted(group)
 
 # %% ../../nbs/comm/24_ending.ipynb #44e0e9f9
 @contextmanager

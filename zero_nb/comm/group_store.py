@@ -13,7 +13,7 @@ from contextlib import suppress
 from .agreement import agree
 from .arrivals import _DIED_OR_LEFT, _Connections, _gone_words, _plain
 from .ranks import Ranks
-from .store import _Notes, _has_no_peers, _timeout
+from .store import _Notes, _has_no_peers, _is_gone, _store, _timeout
 
 # %% auto #0
 __all__ = ['GroupStore', 'timeout_seconds', 'pauses_for_others', 'gone_ranks', 'explain_gone', 'waiting_elsewhere']
@@ -71,6 +71,19 @@ def _last_words(group: Ranks) -> str:  # "" if no rank has left because of an er
         if group._wire.met:
             return _Notes(group, group._wire.life).peek("failed")
     return ""
+
+
+def _note_aborted(group: Ranks, limited: bool = True) -> None:
+    """Note that this rank's connections are about to close, and that its process lives on."""
+    with suppress(Exception):  # the store may be gone
+        if group._wire.met and not _is_gone(_store(group)):
+            notes = _Notes(group, group._wire.life, limited)
+            notes.set(f"aborted/{group.group_rank}", "1")
+
+
+def _has_aborted(group: Ranks, group_rank: int) -> bool:
+    """Tell whether a rank has closed its connections itself."""
+    return group._wire.met and _Notes(group, group._wire.life).there(f"aborted/{group_rank}")
 
 
 def _elsewhere(group: Ranks, who: Sequence[int] = ()) -> str:  # some group ranks; none: any other
@@ -131,11 +144,15 @@ def gone_ranks(
 
 def explain_gone(
     group: Ranks,
-    group_ranks: Sequence[int],  # that are gone
-) -> str:  # "" if a rank has failed: it may still write, but has closed its connections
+    group_ranks: Sequence[int],  # whose connections ended
+) -> str:  # "" if they may still write: a rank has failed, or they closed their connections
     """Say that ranks died or left the group."""
     said = _last_words(group)
-    return "" if said and _DIED_OR_LEFT not in said else _gone_words(group, group_ranks)
+    if said and _DIED_OR_LEFT not in said:
+        return ""
+    with suppress(RuntimeError):  # the store may be gone
+        group_ranks = [rank for rank in group_ranks if not _has_aborted(group, rank)]
+    return _gone_words(group, group_ranks) if group_ranks else ""
 
 
 def waiting_elsewhere(

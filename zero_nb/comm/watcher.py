@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from .ending import abort
+from .ending import _abort_noted
 from .ranks import Ranks, _ready
 from .store import _Notes, _is_gone, _store
 
@@ -76,7 +76,7 @@ class _Watcher(threading.Thread):
             self.heard = _Notes(group, group._wire.life, limited=False).peek("failed")
             return True  # if there is something, this rank has until the next look to hear it by itself
         group._state.note_failure(self.heard)
-        abort(group)
+        _abort_noted(group, limited=False)
         return False
 
 

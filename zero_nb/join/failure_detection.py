@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from ..comm.group_store import timeout_seconds, waiting_elsewhere
 from ..comm.groups import Group
-from ..comm.ending import abort
+from ..comm.ending import _abort_noted
 from .event_feed import _PAUSE, SLOTS, DamagedNote
 from .event_log import EventLog
 
@@ -130,7 +130,7 @@ class EventLogThread(threading.Thread):
         """Free this rank, unless it is on its way out as well, until it is."""
         while not self.done.wait(self.pause):
             if self.log.feed.waiting_since is None:
-                abort(Group(self.log.store.group))
+                _abort_noted(Group(self.log.store.group))
             else:  # in vain if the event has just come: the rank then waits for one more
                 self.log.feed.interrupt(self.log.number, said)
 
