@@ -17,8 +17,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, lr_scheduler
 
 from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.comm.ending import fail
+from zero_nb.comm.group_store import waiting_elsewhere
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
-from zero_nb.join.event_feed import EventFeed
+from zero_nb.join.event_feed import EventFeed, EventStore
 from zero_nb.join.event_log import EventLog
 from zero_nb.join.failure_detection import explain_wait
 from zero_nb.join.join import Join
@@ -282,3 +285,28 @@ def test_a_rank_that_is_killed_in_a_block_is_named_by_all_others(monkeypatch, ho
         for each in ranks:
             each.kill()
             each.join()
+
+
+def hears_why(left, announces):
+    """Let rank 0 fail, out of data or not, and give what rank 1 is told that waits for an event."""
+    group = Group()
+    log = EventLog(EventStore(group, "example"))
+    if log.group_rank == 0:
+        if announces:
+            log.store.put("announcer", "[0, 0]")
+        if left:
+            log.election.record_departure(0)
+        fail(group, ArithmeticError("the loss is not a number; see row 17"))
+        return log.store.wait("done", lambda: False)
+    while not waiting_elsewhere(group):
+        time.sleep(0.01)
+    log.feed.waiting_since = time.monotonic() - 2
+    said = explain_wait(log)
+    log.store.put("done", "1")
+    return said
+
+
+@pytest.mark.parametrize(("left", "announces"), [(True, True), (False, True), (False, False)])
+def test_a_rank_that_waits_for_an_event_is_told_the_last_words_of_any_rank(left, announces):
+    said = run(2, hears_why, left, announces)[1]
+    assert said == "rank 0 failed with ArithmeticError: the loss is not a number; see row 17"
