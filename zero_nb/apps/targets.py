@@ -175,7 +175,7 @@ _SAVE_TARGETS = (
 # %% ../../nbs/apps/20_targets.ipynb #7d8ba655
 TARGETS = (
     Target(
-        "state on a rank / (full/N x 1.001 + 64 KB), worst of all models and ranks",
+        "state on a rank / (full/N x 1.001 + 64 KiB), worst of all models and ranks",
         1.0,
         _state_ratio,
     ),
