@@ -9,8 +9,10 @@ import pytest
 
 NBS = Path(__file__).parents[1] / "nbs"
 ROOMS = ("comm", "plan", "optim", "backward", "join", "checkpoint", "verify")
+WAY_IN = ("start", "guides")  # what a reader meets first; what these build is not exported
 FIRST = 6  # cells, in whose prose the question stands
 EXERCISES = 3  # at least, each with an answer
+MOST_CELLS_OF_A_GUIDE = 30
 
 # A chapter that shows what goes wrong under another heading: that heading, and why it has another.
 UNDER_ANOTHER_HEADING: dict[str, tuple[str, str]] = {
@@ -18,7 +20,18 @@ UNDER_ANOTHER_HEADING: dict[str, tuple[str, str]] = {
         "What is not caught",
         "it is what ends processes when others go wrong",
     ),
+    "start/00_why.ipynb": ("A map of the book", "it computes, and calls nothing that can fail"),
+    "guides/04_muon.ipynb": (
+        "Two optimizers, and what is wrong with that",
+        "its errors are those of the naive version",
+    ),
+    "guides/12_debugging.ipynb": ("What three ranks are told", "all of it is what goes wrong"),
+    "guides/14_coming_from.ipynb": ("What we do not do", "it says what a reader would miss"),
+    "differences.ipynb": ("Side by side", "it runs what goes wrong with torch's class"),
 }
+
+# A chapter that is a comparison from its first line to its last.
+ALL_COMPARISON = {"differences.ipynb": "The differences"}
 
 # Other projects, as comparisons name them.
 OTHERS = re.compile(
@@ -83,19 +96,33 @@ def answers_exercises(cells: list[Cell]) -> bool:
 
 CHAPTERS = {
     name: cells_of(name)
-    for room in ROOMS
+    for room in (*WAY_IN, *ROOMS)
     for name in sorted(f"{room}/{path.name}" for path in (NBS / room).glob("*.ipynb"))
 }
+CHAPTERS |= {name: cells_of(name) for name in ALL_COMPARISON}
 
 
-@pytest.mark.parametrize("has", [asks, compares, links_what_it_compares, answers_exercises])
+@pytest.mark.parametrize("has", [asks, links_what_it_compares, answers_exercises])
 def test_each_chapter_has(has):
     missing = [name for name, cells in CHAPTERS.items() if not has(cells)]
     assert missing == []
 
 
+def test_each_chapter_compares():
+    missing = [name for name, cells in CHAPTERS.items() if not compares(cells)]
+    assert missing == sorted(ALL_COMPARISON)
+    for name, title in ALL_COMPARISON.items():
+        assert LINK.search(section(CHAPTERS[name], title) or ""), name
+
+
+def test_a_guide_is_short():
+    sizes = {name: len(cells) for name, cells in CHAPTERS.items() if name.startswith("guides/")}
+    longer = {name: size for name, size in sizes.items() if size > MOST_CELLS_OF_A_GUIDE}
+    assert len(sizes) > 12 and longer == {}
+
+
 def test_each_chapter_shows_what_goes_wrong():
-    assert len(CHAPTERS) > 140 and set(UNDER_ANOTHER_HEADING) <= set(CHAPTERS)
+    assert len(CHAPTERS) > 155 and set(UNDER_ANOTHER_HEADING) <= set(CHAPTERS)
     titles = {name: title for name, (title, _) in UNDER_ANOTHER_HEADING.items()}
     missing = [
         name
