@@ -25,7 +25,10 @@ UNDER_ANOTHER_HEADING: dict[str, tuple[str, str]] = {
         "Two optimizers, and what is wrong with that",
         "its errors are those of the naive version",
     ),
-    "guides/12_debugging.ipynb": ("What three ranks are told", "all of it is what goes wrong"),
+    "guides/12_debugging.ipynb": (
+        "What each of three ranks reports",
+        "all of it is what goes wrong",
+    ),
     "guides/14_coming_from.ipynb": ("What we do not do", "it says what a reader would miss"),
     "differences.ipynb": ("Side by side", "it runs what goes wrong with torch's class"),
 }
