@@ -362,7 +362,7 @@ def test_a_tensor_that_has_no_room_is_the_error_that_is_raised():
     room = r"weight: \(4,\) was saved, and there is room for \(3,\)"
     data = memoryview(bytearray(buffer.getbuffer()))
     with pytest.raises(ValueError, match=room), data as box:
-        reader._read_item(box, item, planner)
+        reader._read_item(box, item, planner, None, 0)
 
 
 @pytest.mark.parametrize("mode", (0o000, 0o300, 0o400), ids=oct)

@@ -17,11 +17,12 @@ from common.sharded_saving import content, stepped
 from torch import nn
 from torch.optim import AdamW
 
+from zero_nb.checkpoint import folder as folders
 from zero_nb.checkpoint import sharded
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
 from zero_nb.checkpoint.contents import newest_checkpoint
 from zero_nb.checkpoint.files import new_folder
-from zero_nb.checkpoint.folder import check_folder
+from zero_nb.checkpoint.folder import FolderReader, check_folder
 from zero_nb.checkpoint.full import full_optim_state_dict, full_state_dict
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.comm import relays
@@ -44,6 +45,57 @@ def test_a_gather_that_fails_on_one_rank_ends_the_group(folder):
     first, second, third = run(3, without_room, folder / "one", timeout=60)
     assert second == "IndexError: list index out of range"
     assert all("rank 1 failed with IndexError" in said for said in (first, third))
+
+
+def cut_while_loaded(folder):
+    """Let another job cut off a file when all was checked and rank 1 reads; then load what is whole again."""
+    data = folder / "__0_0.distcp"
+    whole = data.read_bytes()
+    model, zero = stepped()
+    saved = content(model, zero)
+    load_boxes = sharded._load_boxes
+    read_data = FolderReader.read_data
+    read_box = folders.read_box
+
+    def read_and_wait(reader, plan, planner):
+        done = read_data(reader, plan, planner)
+        dist.barrier()
+        return done
+
+    def cut(box, records):
+        found = read_box(box, records)
+        folders.read_box = read_box
+        dist.barrier()
+        os.truncate(data, 0)
+        return found
+
+    def load_cut(*args):
+        if dist.get_rank() == 0:
+            FolderReader.read_data = read_and_wait
+        else:
+            folders.read_box = cut
+        load_boxes(*args)
+
+    sharded._load_boxes = load_cut
+    said = caught(lambda: load_sharded(folder, model, zero))
+    sharded._load_boxes = load_boxes
+    FolderReader.read_data = read_data
+    refused = caught(zero.step)
+    dist.barrier()
+    data.write_bytes(whole)
+    dist.barrier()
+    load_sharded(folder, model, zero)
+    return said, refused, all(map(torch.equal, content(model, zero), saved))
+
+
+def test_a_file_that_is_cut_off_while_it_is_loaded_is_an_error_on_every_rank(folder):
+    """The numbers were copied from a map of the file, and the system killed the rank (SIGBUS)."""
+    run(2, lambda: save_sharded(folder / "one", *stepped()))
+    for said, refused, same in run(2, cut_while_loaded, folder / "one", timeout=60):
+        assert said.startswith("OSError") and "on rank 1" in said, said
+        assert "was cut off at 0 bytes" in said and "load again before going on" in said, said
+        assert "the last load did not come to its end" in refused, refused
+        assert same
 
 
 def write_failing(parent, name, error, after):

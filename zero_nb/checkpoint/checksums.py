@@ -5,10 +5,18 @@
 # %% ../../nbs/checkpoint/00_checksums.ipynb #c5c00004
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
+from io import FileIO
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..optim.flat import flatten
 
 try:  # where it is installed
     from zlib_ng.zlib_ng import crc32 as crc32
@@ -16,7 +24,7 @@ except ImportError:
     from zlib import crc32 as crc32
 
 # %% auto #0
-__all__ = ['crc_of', 'joined_crc']
+__all__ = ['crc_of', 'read_run', 'read_mapped', 'joined_crc']
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #c5c00009
 _CRC_BYTES = 2**20  # bytes, which stay in a core's cache between reading and counting
@@ -38,6 +46,63 @@ def crc_of(
         crc = crc32(room[:count], crc)
         nbytes -= count
     return crc
+
+# %% ../../nbs/checkpoint/00_checksums.ipynb #c5c00015
+def read_run(
+    file: FileIO,  # open for reading
+    start: int,  # byte of the file
+    run: Tensor,  # on the CPU; dense
+) -> None:
+    """Read a tensor's elements as they lie in its memory; `OSError` as the disk does, or if the file ends."""
+    torch.autograd.graph.increment_version(run)  # as `copy_` does
+    room = memoryview(flatten(run).view(torch.uint8).numpy().data)
+    file.seek(start)
+    while len(room):
+        count = file.readinto(room)
+        if not count:
+            words = f"was cut off at {os.fstat(file.fileno()).st_size} bytes while it was loaded"
+            raise OSError(errno.EIO, words, str(file.name))
+        room = room[count:]
+
+
+def _in_memory(tensor: Tensor) -> bool:  # that Python can write to, and means the elements
+    plain = type(tensor) is Tensor and tensor.is_cpu and tensor.layout == torch.strided
+    return plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _byte_in(found: Tensor, mapped: memoryview) -> int | None:  # None: it has gaps, or is elsewhere
+    if not _in_memory(found) or not found.numel():
+        return None
+    try:
+        run = flatten(found)
+    except ValueError:
+        return None
+    first = run.data_ptr() - torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+    return first if 0 <= first <= len(mapped) - run.nbytes else None
+
+
+def read_mapped(
+    found: Tensor,  # shown by a map
+    mapped: memoryview,  # of a part of the file
+    file: FileIO,  # open for reading
+    start: int,  # byte of the file where that part begins
+    target: Tensor,  # of the same shape, on any device
+) -> None:
+    """Read a tensor that a map shows from the file; what has gaps there is copied from the map.
+
+    Raises `OSError` as the disk does, or if the file ends before the tensor does."""
+    first = _byte_in(found, mapped)
+    if first is None:
+        target.copy_(found)
+        return
+    alike = _in_memory(target) and target.dtype == found.dtype
+    together = found.is_contiguous() and target.is_contiguous()
+    if alike and (together or found.stride() == target.stride()):
+        read_run(file, start + first, target)
+        return
+    room = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="cpu")
+    read_run(file, start + first, room)
+    target.copy_(room)
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #f11e0017
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, with the power of the highest bit first

@@ -28,7 +28,7 @@ import torch
 from torch.futures import Future
 
 import zero_nb
-from .checksums import crc32, crc_of
+from .checksums import crc32, crc_of, read_mapped
 from .files import records_in
 from .skeleton import letting_go, map_private, read_box
 from ..comm.objects import MemoryFile, explain_unread, load
@@ -229,11 +229,13 @@ def read_table(folder: str | os.PathLike[str]) -> Any:
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a2021b
 @contextmanager
 def mapped_file(path: Path) -> Iterator[mmap.mmap]:
-    """Map a file, whose pages the system reads when they are asked for; what is written stays here."""
+    """Map a file, of which the system reads each page when it is asked for; what is written stays here."""
     with open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
             raise ValueError(f"{path} is damaged: it is empty; use the checkpoint before it")
         with letting_go(map_private(file)) as mapped:
+            if hasattr(mmap, "MADV_RANDOM"):
+                mapped.madvise(mmap.MADV_RANDOM)
             yield mapped
 
 
@@ -399,7 +401,7 @@ def check_folder(
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a20215
 class FolderReader(_FileSystemReader):
-    """Reads the folder of a checkpoint: tensors straight from its mapped files."""
+    """Reads the folder of a checkpoint: maps tell where numbers are, and reads bring them to their place."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Read the table of contents."""
@@ -408,35 +410,33 @@ class FolderReader(_FileSystemReader):
         return table
 
     def read_data(self, plan: Any, planner: Any) -> Any:  # a future that is done
-        """Copy what a rank needs to where it needs it."""
+        """Read what a rank needs to where it needs it."""
         places = [(self.storage_data[item.storage_index], item) for item in plan.items]
         if any(getattr(info, "transform_descriptors", None) for info, _ in places):
             return super().read_data(plan, planner)  # compressed: only DCP knows how
         places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
         for name, items in groupby(places, lambda place: place[0].relative_path):
-            with mapped_file(Path(self.path, name)) as mapped:
+            with open(self.path / name, "rb", 0) as file, mapped_file(self.path / name) as mapped:
                 for info, item in items:
                     with _box(mapped, info) as box:
-                        self._read_item(box, item, planner)
+                        self._read_item(box, item, planner, file, info.offset)
         done = Future[None]()
         done.set_result(None)
         return done
 
-    def _read_item(self, box: memoryview, item: Any, planner: Any) -> None:
+    def _read_item(self, box: memoryview, item: Any, planner: Any, file: Any, start: int) -> None:
         if item.type == DCP.planner.LoadItemType.BYTE_IO:
             planner.load_bytes(item, io.BytesIO(box))
             return
-        file: Any = MemoryFile(box)
-        found = read_box(box, records_in(file, item.storage_index.fqn))
+        fqn = item.storage_index.fqn
+        found = read_box(box, records_in(MemoryFile(box), fqn))
         for dim, span in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             found = found.narrow(dim, *span)
         target = planner.resolve_tensor(item).detach()
-        if target.size() != found.size():
-            raise ValueError(
-                f"{item.storage_index.fqn}: {tuple(found.size())} was saved, and there is room"
-                f" for {tuple(target.size())}"
-            )
-        target.copy_(found)
+        was, room = map(tuple, (found.size(), target.size()))
+        if was != room:
+            raise ValueError(f"{fqn}: {was} was saved, and there is room for {room}")
+        read_mapped(found, box, file, start, target)
         planner.commit_tensor(item, target)
 
 

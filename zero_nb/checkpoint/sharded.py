@@ -221,6 +221,9 @@ def save_sharded(
             opened.close()
 
 # %% ../../nbs/checkpoint/06_sharded.ipynb #54a20106
+_TORN = "so model and optimizer may have parts of what was saved; load again before going on"
+
+
 def _load_boxes(folder: Any, into: dict[str, Any], groups: Sequence[Group]) -> None:
     """Let DCP read, and raise the first rank's error in the place of its list of tracebacks."""
     group = groups[0]
@@ -234,13 +237,12 @@ def _load_boxes(folder: Any, into: dict[str, Any], groups: Sequence[Group]) -> N
         if mine is not None and not isinstance(mine, Exception):
             raise note_known(mine, groups) from error  # Ctrl-C
         rank, (first, _) = min(error.failures.items())
+        name = type(first).__name__
         if not isinstance(first, Exception):
-            raise RuntimeError(
-                f"loading {folder}: {type(first).__name__} on rank {rank}, so model and optimizer may have"
-                " parts of what was saved; load again before going on"
-            ) from first
+            raise RuntimeError(f"loading {folder}: {name} on rank {rank}, {_TORN}") from first
         kind = type(first) if isinstance(first, (OSError, MemoryError)) else ValueError
-        raise kind(f"loading {folder}: on rank {rank}, {type(first).__name__}: {first}") from first
+        torn = f"; {_TORN}" if error.args[0] == "read" else ""  # not if it was "plan"
+        raise kind(f"loading {folder}: on rank {rank}, {name}: {first}{torn}") from first
     except Exception as error:  # the others may wait for this rank in an exchange of DCP's
         if group.size > 1:
             fail([group], error)
