@@ -229,7 +229,7 @@ def _read_boxes(
 ) -> Iterator[Any]:
     """Give the values in one file of a folder: fully qualified name, and value or part."""
     path = folder / name
-    with mapped_file(path) as mapped, letting_go(memoryview(mapped)) as data:
+    with mapped_file(path, skips=False) as mapped, letting_go(memoryview(mapped)) as data:
         for index, info in held:
             if getattr(info, "transform_descriptors", None):
                 raise ValueError(

@@ -228,13 +228,13 @@ def read_table(folder: str | os.PathLike[str]) -> Any:
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a2021b
 @contextmanager
-def mapped_file(path: Path) -> Iterator[mmap.mmap]:
-    """Map a file, of which the system reads each page when it is asked for; what is written stays here."""
+def mapped_file(path: Path, skips: bool = True) -> Iterator[mmap.mmap]:
+    """Map a file, which is not read ahead if the reader `skips`; what is written stays here."""
     with open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
             raise ValueError(f"{path} is damaged: it is empty; use the checkpoint before it")
         with letting_go(map_private(file)) as mapped:
-            if hasattr(mmap, "MADV_RANDOM"):
+            if skips and hasattr(mmap, "MADV_RANDOM"):
                 mapped.madvise(mmap.MADV_RANDOM)
             yield mapped
 
