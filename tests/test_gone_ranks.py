@@ -360,15 +360,3 @@ def test_a_watcher_ends_in_silence_when_the_store_s_process_has_ended(end, start
     assert first.code == (-signal.SIGKILL if end == "killed" else 0)
     for ended in others:
         assert (ended.code, ended.stdout, ended.stderr) == (0, "ends\n", ""), ended
-
-
-def gone_stores():
-    """Ask for stores of other kinds, and for one whose process lives."""
-    stores_here = dist.HashStore(), dist.distributed_c10d._get_default_store()
-    found = [stores._is_gone(store) for store in stores_here]
-    dist.barrier()
-    return found
-
-
-def test_a_store_that_lives_or_is_no_process_is_there():
-    assert run(2, gone_stores) == [[False, False]] * 2

@@ -68,14 +68,12 @@ def abort(
     _close_connections(group)
 
 
-def _abort_noted(
-    group: Ranks,
-    limited: bool = True,  # whether the group's time limit holds for the store, too
-) -> None:
+def _abort_noted(group: Ranks) -> None:
     """Abort a group, and note in its store before that this process lives on: it may still write a
-    checkpoint in a thread, and the other ranks must not take it for dead. Waits for the store, as `abort` does not."""
+    checkpoint in a thread, and the other ranks must not take it for dead. Waits for the store for a
+    second, as `abort` does not."""
     if group.size > 1 and not group._state.ended:
-        _note_aborted(group, limited)
+        _note_aborted(group)
     abort(group)
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from .agreement import agree
 from .arrivals import _DIED_OR_LEFT, _Connections, _gone_words, _plain
 from .ranks import Ranks
-from .store import _Notes, _has_no_peers, _is_gone, _store, _timeout
+from .store import _Notes, _has_no_peers, _timeout, _within
 
 # %% auto #0
 __all__ = ['GroupStore', 'timeout_seconds', 'pauses_for_others', 'gone_ranks', 'explain_gone', 'waiting_elsewhere']
@@ -73,12 +73,13 @@ def _last_words(group: Ranks) -> str:  # "" if no rank has left because of an er
     return ""
 
 
-def _note_aborted(group: Ranks, limited: bool = True) -> None:
-    """Note that this rank's connections are about to close, and that its process lives on."""
-    with suppress(Exception):  # the store may be gone
-        if group._wire.met and not _is_gone(_store(group)):
-            notes = _Notes(group, group._wire.life, limited)
-            notes.set(f"aborted/{group.group_rank}", "1")
+def _note_aborted(group: Ranks) -> None:
+    """Note that this rank's connections are about to close, and that its process lives on. Takes a second
+    at most: another thread may be inside the store, or the store far away, and a collective is to be freed."""
+    if group._wire.met:
+        notes = _Notes(group, group._wire.life, limited=False)
+        with suppress(Exception):  # the store may be gone
+            _within(1.0, lambda: notes.set(f"aborted/{group.group_rank}", "1"))
 
 
 def _has_aborted(group: Ranks, group_rank: int) -> bool:

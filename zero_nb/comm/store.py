@@ -12,6 +12,7 @@ import os
 import queue
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -95,33 +96,43 @@ def _within(seconds: float, request: Callable[[], Any]) -> Any:
 # %% ../../nbs/comm/02_store.ipynb #5d0c1e02
 def _connections_to(port: int) -> Iterator[int]:  # numbers of files
     """Find this process's connections by TCP to a port. A `socket` of Python's may change how torch's waits."""
-    getpeername = ctypes.CDLL(None).getpeername
+    getpeername = ctypes.PyDLL(None).getpeername  # it waits for nothing: other threads need not run
     address = ctypes.create_string_buffer(128)
     for fd in map(int, os.listdir("/proc/self/fd")):
         size = ctypes.c_uint32(len(address))
-        failed = getpeername(fd, address, ctypes.byref(size))
-        inet = not failed and size.value in (16, 28)  # bytes of an address by IPv4 and IPv6
+        if getpeername(fd, address, ctypes.byref(size)):
+            continue
+        inet = int.from_bytes(address.raw[:2], sys.byteorder) in (socket.AF_INET, socket.AF_INET6)
         if inet and int.from_bytes(address.raw[2:4], "big") == port:
             yield fd
 
 
-def _has_closed(fd: int) -> bool:
-    """Tell whether the other end of a connection has closed it."""
+def _has_closed(fd: int, inode: int) -> bool:
+    """Tell whether a connection has been closed, at either end."""
+    try:
+        if os.fstat(fd).st_ino != inode:  # closed here, and its number is another file's
+            return True
+    except OSError:
+        return True
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP)
-    return any(event & select.POLLRDHUP for _, event in poll.poll(0))
+    return bool(poll.poll(0))  # an end in good order, or an error
 
 
-def _is_gone(store: Any) -> bool:
-    """Tell, without a request, whether the process that hosts a store has ended; False where the
-    system does not say."""
-    store = _innermost(store)
-    if not isinstance(store, torch.distributed.TCPStore) or not hasattr(select, "POLLRDHUP"):
-        return False
-    with suppress(OSError):
-        ends = [_has_closed(fd) for fd in _connections_to(store.port)]
-        return bool(ends) and all(ends)
-    return False
+class _StoreLink:
+    """This process's connections to the one that hosts a store, looked up while that one lives."""
+
+    def __init__(self, store: Any):
+        self.files: dict[int, int] = {}  # inodes by number; none where the system does not tell
+        store = _innermost(store)
+        if isinstance(store, torch.distributed.TCPStore) and hasattr(select, "POLLRDHUP"):
+            with suppress(OSError):
+                self.files = {fd: os.fstat(fd).st_ino for fd in _connections_to(store.port)}
+
+    def has_ended(self) -> bool:
+        """Tell, without a request, whether the store's process has ended; False where the system does
+        not say."""
+        return bool(self.files) and all(itertools.starmap(_has_closed, self.files.items()))
 
 # %% ../../nbs/comm/02_store.ipynb #7fc3cc67
 _NOTHING = "\0"  # no rank leaves this text

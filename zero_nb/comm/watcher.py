@@ -13,9 +13,9 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from .ending import _abort_noted
+from .ending import _abort_noted, abort
 from .ranks import Ranks, _ready
-from .store import _Notes, _is_gone, _store
+from .store import _Notes, _StoreLink, _store
 
 # %% auto #0
 __all__ = []
@@ -49,6 +49,7 @@ class _Watcher(threading.Thread):
         self.process_group = weakref.ref(group.process_group)
         self.over = threading.Event()
         self.seconds = seconds  # between two looks
+        self.link = _StoreLink(_store(group))
         self.heard = ""
 
     def run(self) -> None:
@@ -68,16 +69,16 @@ class _Watcher(threading.Thread):
         group = Ranks(process_group)
         if group._state.ended:
             return False
-        if _is_gone(_store(group)):
+        if self.heard:
+            group._state.note_failure(self.heard)
+            (abort if self.link.has_ended() else _abort_noted)(group)
             return False
-        if not self.heard:
-            # A request waits for this process's others, which may take longer than the group's limit.
-            # That says nothing about the store.
-            self.heard = _Notes(group, group._wire.life, limited=False).peek("failed")
-            return True  # if there is something, this rank has until the next look to hear it by itself
-        group._state.note_failure(self.heard)
-        _abort_noted(group, limited=False)
-        return False
+        if self.link.has_ended():
+            return False
+        # A request waits for this process's others, which may take longer than the group's limit.
+        # That says nothing about the store.
+        self.heard = _Notes(group, group._wire.life, limited=False).peek("failed")
+        return True  # if there is something, this rank has until the next look to hear it by itself
 
 
 _WATCHERS: weakref.WeakSet[_Watcher] = weakref.WeakSet()
