@@ -23,7 +23,7 @@ from ..comm.shared_file import available
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
 # %% auto #0
-__all__ = ['MakeRunner', 'VARIANTS', 'REFERENCES', 'Runner', 'Variant', 'variant']
+__all__ = ['VARIANTS', 'REFERENCES', 'Runner', 'Variant', 'variant']
 
 # %% ../../nbs/apps/14_variants.ipynb #0dbee628
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Variant:
         return ""
 
 
-MakeRunner = TypeVar("MakeRunner", bound=Callable[..., Runner])
+_MakeRunner = TypeVar("_MakeRunner", bound=Callable[..., Runner])
 VARIANTS: dict[str, Variant] = {}  # by name, the two references first
 
 
@@ -87,10 +87,10 @@ def variant(
     counted: bool = True,
     same: bool = True,
     messages: bool = False,
-) -> Callable[[MakeRunner], MakeRunner]:
+) -> Callable[[_MakeRunner], _MakeRunner]:
     """Enter the decorated function in `VARIANTS`."""
 
-    def add(make: MakeRunner) -> MakeRunner:
+    def add(make: _MakeRunner) -> _MakeRunner:
         VARIANTS[name] = Variant(name, words, make, package, counted, same, messages)
         return make
 
