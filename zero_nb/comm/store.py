@@ -59,7 +59,7 @@ def _is_near(host: str) -> bool:
 
 def _innermost(store: Any) -> Any:
     """Give the store to which others only add the beginning of a key."""
-    while hasattr(store, "underlying_store"):
+    while isinstance(store, torch.distributed.PrefixStore):
         store = store.underlying_store
     return store
 
