@@ -84,7 +84,11 @@ def test_the_slider_moves_the_picture(lab):
 def test_make_lab_trusts_every_notebook():
     """JupyterLab shows no SVG of a notebook that it does not know: not one figure of a fresh clone."""
     make = subprocess.run(
-        ["make", "-n", "lab"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "-n", "lab"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     trust, lab = make.stdout.splitlines()[-2:]
     assert "jupyter trust" in trust and "jupyter lab" in lab
