@@ -238,15 +238,15 @@ def test_H1_a_job_that_saved_right_after_a_step_resumes_bit_for_bit(tmp_path):
 # ---- who reads or writes what between `backward` and the next `backward`, without a driver ----
 
 
-def pair(dtype=torch.float32, wide=None, **options):
+def pair(dtype=torch.float32, wide=None, kind=AdamW, **options):
     """Make a model with the sharded optimizer, and the same with the unsharded one, which takes
     gradients and steps in `wide`."""
     ours, plain = network(dtype), network(dtype).to(wide or dtype)
     return (
         ours,
         plain,
-        ZeroRedundancyOptimizer(ours.parameters(), AdamW, lr=1e-2, **options),
-        AdamW(plain.parameters(), lr=1e-2),
+        ZeroRedundancyOptimizer(ours.parameters(), kind, lr=1e-2, **options),
+        kind(plain.parameters(), lr=1e-2),
     )
 
 
@@ -444,16 +444,17 @@ def freeze_last(model):
 
 def uneven(first, what, options):
     """Step with a gradient that one rank lacks, in the first step or a later one, and then save or
-    freeze; what each rank is told."""
+    freeze; what each rank is told. `in turn`: rank 0 lacks it in the step after."""
     model, _, zero, _ = pair(**options)
-    lacking = (2,) if dist.get_rank() == 1 else ()  # the matrix of 40 x 50
+    lacks = 1 if dist.get_rank() == 1 else 2 if what == "in turn" else -1
     said = []
-    for step in range(3 - 2 * first):
-        given(model, step=step, lacking=lacking if first or step == 1 else ())
+    for step in range(4 - 3 * first):
+        lacking = dist.get_rank() == 1 if first else step == lacks
+        given(model, step=step, lacking=(2,) if lacking else ())  # the matrix of 40 x 50
         said.append(caught(zero.step))
     if first:
         return said[0]
-    if what == "save":
+    if what != "freeze":
         return caught(lambda: zero.consolidate_state_dict(to=0))
     given(model, step=5)
     freeze_last(model)
@@ -468,10 +469,15 @@ def uneven(first, what, options):
         (False, "freeze", {}),
         (False, "save", {"parameters_as_bucket_view": True}),
         (False, "freeze", {"bucket_cap_mb": 0.0005}),
+        (False, "in turn", {}),  # each rank has stepped as often as the other one
+        (False, "save", {"kind": SGD}),  # which has no state
+        (False, "freeze", {"kind": SGD, "momentum": 0.9}),  # and this one no count
     ],
 )
 def test_a_gradient_that_some_ranks_lack_is_an_error_on_every_rank(first, what, options):
-    words = "parameter 2 with" if first else "parameter 2: its parts have different step counts"
+    counted = "kind" not in options and what != "in turn"
+    parts = "have different step counts" if counted else "were stepped in different steps"
+    words = "parameter 2 with" if first else f"parameter 2: its parts {parts}"
     for said in run(2, uneven, first, what, options):
         assert words in (said or "")
 

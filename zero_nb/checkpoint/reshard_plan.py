@@ -24,8 +24,13 @@ from ..optim.local_optimizers import check_classes, make_shard
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.torch_interface import History, find_groups
 from ..optim.rules import Rule, Settings, find_rule
-from ..optim.state import check_complete, count_state
-from ..optim.state_entry import CommonState, StateEntry, read_common
+from zero_nb.optim.state_entry import (
+    CommonState,
+    StateEntry,
+    check_complete,
+    count_state,
+    read_common,
+)
 from ..optim.state_plan import check_moves, read_entries
 from ..plan.bucket_plan import BucketPlan
 from ..plan.moves import Rows
@@ -253,13 +258,14 @@ class Resharding:
 
         Raises `RuntimeError` or `ValueError` on all ranks if it is not."""
         found = torch.zeros(0, dtype=torch.int64, device="cpu")
+        shards = self.optimizer.shards
         if self.holds_state:
             group = self.optimizer.group
             device = byte_device(group, self.params[0].device)
-            found = count_state(group, self.params, self.entries, device)
+            found = count_state(group, self.params, self.entries, shards, device)
         with agreeing(self.ranks, "looking for all parts of the state"):
             if self.holds_state:
-                check_complete(found, self.params, self.entries)
+                check_complete(found, self.params, self.entries, shards)
         text = placement_text(self.optimizer.sharded_state.plan()) if self.holds_state else ""
         every = self._gather_rows([crc32(text.encode()), crc32(str(found.tolist()).encode())])
         if len({tuple(every[rank]) for rank in senders.places}) > 1:

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import compress, count, groupby
 from operator import attrgetter
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ from ..plan.bucket_plan import BucketPlan
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['SCALARS', 'Piece', 'refreshed', 'HoldsPieces', 'per_element', 'split_piece', 'lend_pieces', 'lend_bucket',
-           'reclaim_pieces', 'record_versions', 'lay_out_gradients']
+__all__ = ['SCALARS', 'Piece', 'refreshed', 'MissedSteps', 'HoldsPieces', 'per_element', 'split_piece', 'lend_pieces',
+           'lend_bucket', 'reclaim_pieces', 'record_versions', 'lay_out_gradients']
 
 # %% ../../nbs/optim/03_pieces.ipynb #fd1ae5c5
 def _same_storage(
@@ -179,11 +180,30 @@ def refreshed(copy: Tensor, memory: Tensor) -> Tensor:  # both of one shape
     return torch.where(copy.to(memory.dtype) == memory, copy, memory.to(copy.dtype))
 
 # %% ../../nbs/optim/03_pieces.ipynb #be4acdeb
+class MissedSteps:
+    """In which steps parameters had no gradient on this rank. Of one that several ranks step, parts
+    are of different steps where these differ."""
+
+    def __init__(self) -> None:
+        self.numbers = count()  # of the steps, one after the other
+        self.sums = dict[int, int]()  # a checksum of these steps, by index in the optimizer
+
+    def note(self, step: int, spans: Iterable[Span]) -> None:
+        """Note what had no gradient."""
+        for index, *_ in spans:
+            self.sums[index] = crc32(b"%d" % step, self.sums.get(index, 0)) & 0xFFFFFF
+
+    def forget(self) -> None:
+        """Forget all: parameters and state are of one step again, as after a load."""
+        self.sums.clear()
+
+
 class HoldsPieces(Protocol):
     """A shard, as far as a step of its pieces needs it."""
 
     first: int  # index of its first parameter in the optimizer
     params: list[Tensor]  # the user's
+    missed: MissedSteps
 
     @property
     def plan(self) -> BucketPlan:
@@ -283,9 +303,13 @@ _LAYOUT = attrgetter("layout")
 def lend_pieces(optims: Iterable[torch.optim.Optimizer], shard: HoldsPieces) -> None:
     """Give all views their memory and their gradients."""
     grads = _gradients(shard)
+    step = next(shard.missed.numbers)
     for piece in [piece for piece in shard.pieces if not piece.direct]:
         mine = [grads[index - shard.first] for index, _, _ in piece.spans]
-        for part in split_piece(optims, shard, piece, [g is None for g in mine]):
+        lacks = [grad is None for grad in mine]
+        if any(lacks):
+            shard.missed.note(step, compress(piece.spans, lacks))
+        for part in split_piece(optims, shard, piece, lacks):
             its, mine = mine[: len(part.spans)], mine[len(part.spans) :]
             part.lend(None if its[0] is None else part.gradient([g for g in its if g is not None]))
 

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from ..comm.groups import Group
 from .flat import FlatBucket
-from .pieces import Piece
+from .pieces import MissedSteps, Piece
 from ..plan.bucket import Slot
 from ..plan.bucket_plan import BucketPlan
 from ..plan.shards import Span
@@ -85,6 +85,7 @@ class Shard:
             steps_user_tensors and group.size == 1 and not as_views and master_dtype is None
         )
         self.strides = [p.stride() for p in params]  # in whose order the state lies
+        self.missed = MissedSteps()
         if not self.unsharded:  # a plan that cannot be made is an error before anything has moved
             self.plan = plan()
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..comm.agreement import agreeing
 from ..comm.ending import end_if_interrupted
@@ -21,7 +20,14 @@ from .load_state import cut_for_pieces, deal_to_pieces, freeze_state, give_state
 from .load_state import snapshot, split_state_dict
 from .local_optimizers import LocalOptimizers, make_shard
 from .shard import Shard, release_step_memory
-from .state_entry import CommonState, StateEntry, read_common, split_common
+from zero_nb.optim.state_entry import (
+    CommonState,
+    StateEntry,
+    check_complete,
+    count_state,
+    read_common,
+    split_common,
+)
 from zero_nb.optim.state_exchange import (
     casts_of,
     changing,
@@ -47,48 +53,7 @@ from ..plan.policies import runs
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['uneven_error', 'count_state', 'check_complete', 'mark_plans_agreed', 'replace_shards', 'ShardedState', 'Replanning',
-           'StateLoad']
-
-# %% ../../nbs/optim/16_state.ipynb #00f3b2ac
-def uneven_error(index: int, what: str) -> RuntimeError:
-    """Say what is wrong with the state of a parameter of which there are parts only."""
-    return RuntimeError(
-        f"parameter {index}: {what}. It had a gradient on some ranks and none on others in a step,"
-        " so a part of it was not stepped: give all ranks the same gradients, as"
-        " DistributedDataParallel does, and go back to an older checkpoint"
-    )
-
-
-def count_state(
-    group: Group, params: Sequence[Tensor], entries: Iterable[StateEntry], device: torch.device
-) -> Tensor:  # int64 (parameters, 2): elements with state, and the sum of their step counts
-    """Count, over all ranks, the elements of each parameter that have state."""
-    here = [[0, 0] for _ in params]
-    for entry in entries:
-        for index, start, stop in entry.spans if entry.stepped else ():
-            here[index][0] += stop - start
-            here[index][1] += (stop - start) * entry.steps
-    counts = torch.tensor(here, dtype=torch.int64, device=device)
-    group.all_reduce(counts)
-    return counts
-
-
-def check_complete(
-    counts: Tensor,  # of `count_state`
-    params: Sequence[Tensor],
-    entries: Iterable[StateEntry],  # this rank's
-) -> None:
-    """Refuse a state of which there are parts only; `RuntimeError`."""
-    every = counts.tolist()
-    for index, (count, _) in enumerate(every):
-        numel = params[index].numel()
-        if count not in (0, numel):
-            raise uneven_error(index, f"there is state of {count} of its {numel} elements")
-    for entry in entries:
-        for index, *_ in entry.spans if entry.stepped else ():
-            if every[index][1] != entry.steps * every[index][0]:
-                raise uneven_error(index, "its parts have different step counts")
+__all__ = ['mark_plans_agreed', 'replace_shards', 'ShardedState', 'Replanning', 'StateLoad']
 
 # %% ../../nbs/optim/16_state.ipynb #014dfd2e
 def mark_plans_agreed(group: Group, shards: Iterable[Shard]) -> None:
@@ -177,11 +142,11 @@ class ShardedState:
         ):
             for entry in read_entries(self.local, [shard], self.frozen):
                 entries += [part for part in entry.split() if part.spans[0].param in strides]
-        counts = count_state(group, params, entries, device)
+        counts = count_state(group, params, entries, self.shards, device)
         if group.backend(device) == "fake":  # of simulated ranks nothing comes
             return
         with agreeing(self.groups, f"looking for all parts of the state {why}"):
-            check_complete(counts, params, entries)
+            check_complete(counts, params, entries, self.shards)
         plan = self.plan()
         places = dict[int, Sequence[Place]]()  # of what lies in several parts
         for span in [Span(i, 0, params[i].numel()) for i in strides]:
@@ -236,16 +201,16 @@ class ShardedState:
         group = self.groups[0]
         params = params_of(self.shards)
         device = byte_device(group, params[0].device)
-        mark_agreed(group, "all_reduce", torch.int64, 2 * len(params))
-        counts = count_state(group, params, entries, device)
+        mark_agreed(group, "all_reduce", torch.int64, 3 * len(params))
+        counts = count_state(group, params, entries, self.shards, device)
         if group.backend(device) == "fake":  # of simulated ranks nothing comes
             return
         if self.may_be_uneven:
             with agreeing(self.groups, f"looking for all parts of the state {why}"):
-                check_complete(counts, params, entries)
+                check_complete(counts, params, entries, self.shards)
             return
         try:
-            check_complete(counts, params, entries)
+            check_complete(counts, params, entries, self.shards)
         except Exception as error:
             end_groups(self.groups, error)
             raise
@@ -333,6 +298,8 @@ class StateLoad:
         self.state.keep_frozen(self.frozen)
         for shard, dealt in self.dealt:
             give_state(self.state.local, shard, dealt, self.common)
+        for shard in self.state.shards:
+            shard.missed.forget()
         self.state.local.change.finish()
 
     def undo(self) -> None:

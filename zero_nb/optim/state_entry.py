@@ -5,22 +5,24 @@
 # %% ../../nbs/optim/11_state_entry.ipynb #cec68bfb
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..comm.groups import Group
 from ..comm.objects import check_plain, plain_numbers
 from .local_optimizers import LocalOptimizers
-from .pieces import Piece, per_element
+from .pieces import HoldsPieces, Piece, per_element
 from ..plan.shards import Span
 
 # %% auto #0
 __all__ = ['MASTER', 'CommonState', 'is_row', 'own_value', 'StateEntry', 'read_entry', 'own_common', 'class_prefix',
-           'read_common', 'split_common']
+           'read_common', 'split_common', 'uneven_error', 'count_state', 'check_complete']
 
 # %% ../../nbs/optim/11_state_entry.ipynb #1034d0e6
 MASTER = "master_param"  # key of the copy that is stepped, in the state of a parameter that has one
@@ -144,3 +146,57 @@ def split_common(state: CommonState) -> tuple[dict[str, Any], dict[str, Any]]:
     inside = {key: value for (place, key), value in state.items() if place == "state"}
     beside = {key: value for (place, key), value in state.items() if place == ""}
     return inside, beside
+
+# %% ../../nbs/optim/11_state_entry.ipynb #00f3b2ac
+def uneven_error(index: int, what: str) -> RuntimeError:
+    """Say what is wrong with the state of a parameter of which there are parts only."""
+    return RuntimeError(
+        f"parameter {index}: {what}. It had a gradient on some ranks and none on others in a step,"
+        " so a part of it was not stepped: give all ranks the same gradients, as"
+        " DistributedDataParallel does, and go back to an older checkpoint"
+    )
+
+
+def count_state(
+    group: Group,
+    params: Sequence[Tensor],
+    entries: Iterable[StateEntry],
+    shards: Iterable[HoldsPieces],
+    device: torch.device,
+) -> (
+    Tensor
+):  # int64 (parameters, 3): elements with state, the sums of their step counts, and of `missed`
+    """Count, over all ranks, the elements of each parameter that have state, and that missed steps."""
+    here = [[0, 0, 0] for _ in params]
+    for entry in entries:
+        for index, start, stop in entry.spans if entry.stepped else ():
+            here[index][0] += stop - start
+            here[index][1] += (stop - start) * entry.steps
+    for shard in shards:
+        for piece in shard.pieces if shard.missed.sums else ():
+            for index, start, stop in piece.spans:
+                here[index][2] += (stop - start) * shard.missed.sums.get(index, 0)
+    counts = torch.tensor(here, dtype=torch.int64, device=device)
+    group.all_reduce(counts)
+    return counts
+
+
+def check_complete(
+    counts: Tensor,  # of `count_state`
+    params: Sequence[Tensor],
+    entries: Iterable[StateEntry],  # this rank's
+    shards: Iterable[HoldsPieces],
+) -> None:
+    """Refuse parameters and state of which there are parts only; `RuntimeError`."""
+    every = counts.tolist()
+    for index, (count, _, _) in enumerate(every):
+        numel = params[index].numel()
+        if count not in (0, numel):
+            raise uneven_error(index, f"there is state of {count} of its {numel} elements")
+    for entry in entries:
+        for index, *_ in entry.spans if entry.stepped else ():
+            if every[index][1] != entry.steps * every[index][0]:
+                raise uneven_error(index, "its parts have different step counts")
+    for index, missed in chain.from_iterable(shard.missed.sums.items() for shard in shards):
+        if every[index][2] != missed * params[index].numel():
+            raise uneven_error(index, "its parts were stepped in different steps")

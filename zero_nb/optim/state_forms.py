@@ -21,8 +21,17 @@ from .flat import flatten, flatten_like
 from .local_optimizers import LocalOptimizers
 from .pieces import Piece, refreshed
 from .shard import Shard
-from .state import ShardedState, check_complete, count_state, uneven_error
-from .state_entry import MASTER, CommonState, StateEntry, is_row, read_common
+from .state import ShardedState
+from zero_nb.optim.state_entry import (
+    MASTER,
+    CommonState,
+    StateEntry,
+    check_complete,
+    count_state,
+    is_row,
+    read_common,
+    uneven_error,
+)
 from .state_plan import params_of, read_entries
 
 # %% auto #0
@@ -309,11 +318,11 @@ def describe_saved(
     simulated = group.backend(device) == "fake"
     with end_if_interrupted(state.groups, what):
         forms = _merge_forms(group, own.forms(simulated), device)
-        counts = count_state(group, params, own.entries(), device)
+        counts = count_state(group, params, own.entries(), state.shards, device)
         with agreeing(group, "looking for all parts of the state"):
             _check_real(forms, params)
             if not simulated:
-                check_complete(counts, params, own.entries())
+                check_complete(counts, params, own.entries(), state.shards)
                 own.check(forms)
         _drop_unstepped(group, own, forms, device)
     return own, forms
