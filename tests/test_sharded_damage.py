@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import pickle
 import tempfile
@@ -20,6 +21,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
+from zero_nb.checkpoint import checksums
+from zero_nb.checkpoint.checksums import read_stored
 from zero_nb.checkpoint.contents import newest_checkpoint
 from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
 from zero_nb.checkpoint.files import read_records, records_in
@@ -37,7 +40,7 @@ from zero_nb.checkpoint.folder import (
 )
 from zero_nb.checkpoint.formats import describe_checkpoint
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
-from zero_nb.checkpoint.skeleton import read_box
+from zero_nb.checkpoint.skeleton import StoredTensor, read_box
 from zero_nb.comm.launch import run
 
 
@@ -286,7 +289,7 @@ def test_what_is_no_checkpoint_is_passed_over_silently(folder, saved, recwarn):
     assert not recwarn
 
 
-def test_a_box_is_read_as_torch_reads_it():
+def test_a_box_is_read_as_torch_reads_it(tmp_path):
     base = torch.arange(24.0)
     tensors = {
         **{str(dtype): torch.ones(3, dtype=dtype) for dtype in (torch.float16, torch.uint16)},
@@ -304,20 +307,62 @@ def test_a_box_is_read_as_torch_reads_it():
     for name, tensor in tensors.items():
         buffer = io.BytesIO()
         torch.save(tensor, buffer)
-        box = buffer.getbuffer()
-        records = records_in(io.BytesIO(box), name)
-        mine = read_box(box, records)
-        theirs = torch.load(io.BytesIO(box), weights_only=True)
-        same = (mine.dtype, mine.shape, mine.layout) == (theirs.dtype, theirs.shape, theirs.layout)
-        assert same and (mine.is_sparse or mine.stride() == theirs.stride()), name
-        assert repr(mine.detach().resolve_conj()) == repr(theirs.detach().resolve_conj()), name
-        plain = tensor.layout == torch.strided and tensor.numel()
-        if plain and name not in ("parameter", "conjugate"):
-            before = bytes(mine.untyped_storage())
-            at = records["data/0"]
-            for i in range(at.offset, at.offset + at.nbytes):
-                box[i] ^= 1
-            assert bytes(mine.untyped_storage()) != before, name  # it was not copied
+        path = tmp_path / "box"
+        path.write_bytes(buffer.getvalue())
+        mine = read_box(buffer, records_in(buffer, name))
+        theirs = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        whole = tensor.layout != torch.strided or name in ("parameter", "conjugate")
+        assert isinstance(mine, StoredTensor) != whole, name
+        if whole:
+            assert repr(mine) == repr(theirs), name
+            continue
+        same = (mine.view.dtype, mine.view.stride()) == (theirs.dtype, theirs.stride())
+        assert same and mine.view.shape == theirs.shape, name
+        places = [torch.zeros_like(theirs)]
+        if theirs.dim() > 1:
+            places.append(torch.zeros_like(theirs).transpose(0, 1).contiguous().transpose(0, 1))
+        if not theirs.is_complex() and theirs.itemsize > 1:
+            places.append(torch.zeros_like(theirs, dtype=torch.float64))
+        for place in places:
+            with open(path, "rb", buffering=0) as file:
+                read_stored(mine.view, file, mine.record.offset, place)
+            assert repr(place.to(theirs.dtype)) == repr(theirs), name
+
+
+@st.composite
+def views(draw):
+    """How a tensor in a file is cut and turned, and in which order its place lies."""
+    shape = draw(st.lists(st.integers(1, 5), max_size=4))
+    turned = draw(st.permutations(range(len(shape))))
+    spans = [
+        slice(first, draw(st.integers(first, size)), draw(st.integers(1, 2)))
+        for size in (shape[dim] for dim in turned)
+        for first in [draw(st.integers(0, size))]
+    ]
+    order = draw(st.permutations(range(len(shape))))
+    dtypes = st.sampled_from([torch.bool, torch.int16, torch.float32, torch.complex64])
+    return shape, turned, tuple(spans), order, draw(dtypes), draw(st.booleans())
+
+
+@given(views(), st.integers(8, 40), st.integers(1, 40))
+def test_any_view_of_a_file_is_read_as_from_memory(view, limit, together):
+    """Whole or with gaps, in any order, to a place of any order; through buffers of a few bytes."""
+    shape, turned, spans, order, dtype, cast = view
+    numbers = torch.arange(math.prod(shape)).to(dtype)
+    wanted = numbers.view(shape).permute(turned)[spans]
+    stored = torch.empty_like(numbers, device="meta").view(shape).permute(turned)[spans]
+    ordered = [wanted.shape[dim] for dim in order]
+    place = torch.zeros(ordered, dtype=torch.promote_types(dtype, torch.float64) if cast else dtype)
+    place = place.permute([order.index(dim) for dim in range(len(order))])
+    with (
+        tempfile.NamedTemporaryFile(buffering=0) as file,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        file.write(b"head" + numbers.numpy().tobytes())
+        patch.setattr(checksums, "MESSAGE", limit)
+        patch.setattr(checksums, "_RUN_BYTES", together)
+        read_stored(stored, file, 4, place)
+    assert torch.equal(place.to(dtype), wanted)
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, pytest, [torch.ones(2)]], ids=str)
@@ -329,9 +374,8 @@ def test_a_box_without_a_tensor_is_refused(value):
             archive.writestr("archive/version", b"3\n")
     else:
         torch.save(value, buffer)
-    box = buffer.getbuffer()
     with pytest.raises((TypeError, pickle.UnpicklingError, RuntimeError)):
-        read_box(box, records_in(io.BytesIO(box), "box"))
+        read_box(buffer, records_in(buffer, "box"))
 
 
 def test_a_box_whose_numbers_are_missing_is_refused():
@@ -346,23 +390,22 @@ def test_a_box_whose_numbers_are_missing_is_refused():
                 if info.filename.endswith("data/0"):
                     data = data[: 4 * numel]
                 archive.writestr(info.filename, data)
-        box = short.getbuffer()
         with pytest.raises(ValueError, match="not all there"):
-            read_box(box, records_in(io.BytesIO(box), "box"))
+            read_box(short, records_in(short, "box"))
 
 
-def test_a_tensor_that_has_no_room_is_the_error_that_is_raised():
+def test_a_tensor_that_has_no_room_is_the_error_that_is_raised(tmp_path):
     """Closing the file, which a view in the traceback still used, raised another one in its place."""
-    buffer = io.BytesIO()
-    torch.save(torch.ones(4), buffer)
+    path = tmp_path / "box"
+    torch.save(torch.ones(4), path)
     index = SimpleNamespace(fqn="weight")
     item = SimpleNamespace(type="tensor", storage_index=index, storage_offsets=(0,), lengths=(4,))
     planner = SimpleNamespace(resolve_tensor=lambda item: torch.empty(3))
     reader = object.__new__(FolderReader)
     room = r"weight: \(4,\) was saved, and there is room for \(3,\)"
-    data = memoryview(bytearray(buffer.getbuffer()))
-    with pytest.raises(ValueError, match=room), data as box:
-        reader._read_item(box, item, planner, None, 0)
+    place = SimpleNamespace(offset=0, length=path.stat().st_size)
+    with pytest.raises(ValueError, match=room), open(path, "rb", buffering=0) as file:
+        reader._read_item(file, place, item, planner)
 
 
 @pytest.mark.parametrize("mode", (0o000, 0o300, 0o400), ids=oct)

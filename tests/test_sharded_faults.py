@@ -47,33 +47,35 @@ def test_a_gather_that_fails_on_one_rank_ends_the_group(folder):
     assert all("rank 1 failed with IndexError" in said for said in (first, third))
 
 
-def cut_while_loaded(folder):
-    """Let another job cut off a file when all was checked and rank 1 reads; then load what is whole again."""
+def cut_while_loaded(folder, place, gone):
+    """Let another job cut off a file when all was checked and rank 1 reads; then load what is whole again.
+    `place`: before the first box, or between its directory and its numbers; `gone`: all (0), or all but a part."""
     data = folder / "__0_0.distcp"
     whole = data.read_bytes()
     model, zero = stepped()
     saved = content(model, zero)
     load_boxes = sharded._load_boxes
     read_data = FolderReader.read_data
-    read_box = folders.read_box
+    owner = FolderReader if place == "_read_item" else folders
+    real = getattr(owner, place)
 
     def read_and_wait(reader, plan, planner):
         done = read_data(reader, plan, planner)
         dist.barrier()
         return done
 
-    def cut(box, records):
-        found = read_box(box, records)
-        folders.read_box = read_box
+    def cut(*args):
+        setattr(owner, place, real)
+        found = real(*args) if place == "read_box" else None
         dist.barrier()
-        os.truncate(data, 0)
-        return found
+        os.truncate(data, len(whole) // gone if gone else 0)
+        return real(*args) if found is None else found
 
     def load_cut(*args):
         if dist.get_rank() == 0:
             FolderReader.read_data = read_and_wait
         else:
-            folders.read_box = cut
+            setattr(owner, place, cut)
         load_boxes(*args)
 
     sharded._load_boxes = load_cut
@@ -88,12 +90,17 @@ def cut_while_loaded(folder):
     return said, refused, all(map(torch.equal, content(model, zero), saved))
 
 
-def test_a_file_that_is_cut_off_while_it_is_loaded_is_an_error_on_every_rank(folder):
-    """The numbers were copied from a map of the file, and the system killed the rank (SIGBUS)."""
+@pytest.mark.parametrize(
+    "place, gone", [("read_box", 0), ("_read_item", 0), ("_read_item", 4)], ids=str
+)
+def test_a_file_that_is_cut_off_while_it_is_loaded_is_an_error_on_every_rank(folder, place, gone):
+    """Numbers and directories were read from a map of the file, and the system killed the rank (SIGBUS)."""
     run(2, lambda: save_sharded(folder / "one", *stepped()))
-    for said, refused, same in run(2, cut_while_loaded, folder / "one", timeout=60):
+    nbytes = (folder / "one" / "__0_0.distcp").stat().st_size
+    left = nbytes // gone if gone else 0
+    for said, refused, same in run(2, cut_while_loaded, folder / "one", place, gone, timeout=60):
         assert said.startswith("OSError") and "on rank 1" in said, said
-        assert "was cut off at 0 bytes" in said and "load again before going on" in said, said
+        assert f"was cut off at {left} bytes" in said and "load again before going on" in said, said
         assert "the last load did not come to its end" in refused, refused
         assert same
 

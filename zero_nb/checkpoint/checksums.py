@@ -8,15 +8,16 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from io import FileIO
+from io import SEEK_CUR, SEEK_END, BufferedIOBase, FileIO, RawIOBase
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..optim.flat import flatten
+from ..optim.state_runs import MESSAGE
 
 try:  # where it is installed
     from zlib_ng.zlib_ng import crc32 as crc32
@@ -24,7 +25,7 @@ except ImportError:
     from zlib import crc32 as crc32
 
 # %% auto #0
-__all__ = ['crc_of', 'read_run', 'read_mapped', 'joined_crc']
+__all__ = ['Readable', 'crc_of', 'PartOfFile', 'cut_off', 'read_run', 'read_stored', 'joined_crc']
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #c5c00009
 _CRC_BYTES = 2**20  # bytes, which stay in a core's cache between reading and counting
@@ -35,9 +36,9 @@ def crc_of(
     start: int,  # byte of the file
     nbytes: int,
     stopped: threading.Event | None = None,  # set by a thread that does not wait for this any more
+    crc: int = 0,  # of what comes before
 ) -> int:  # of what is there, if the file ends before
     """Take the CRC-32 of a part of a file, 1 MiB at a time; `RuntimeError` once `stopped` is set."""
-    crc = 0
     room = memoryview(bytearray(min(nbytes, _CRC_BYTES)))
     file.seek(start)
     while nbytes and (count := file.readinto(room[:nbytes])):
@@ -48,6 +49,45 @@ def crc_of(
     return crc
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #c5c00015
+Readable = RawIOBase | BufferedIOBase  # a file of bytes that is open for reading
+
+
+class PartOfFile(RawIOBase):
+    """A part of a file, read as if it were one."""
+
+    def __init__(self, file: Readable, start: int, nbytes: int):
+        self.file = file  # where it is read next changes
+        self.start = start
+        self.nbytes = nbytes
+        self.at = 0  # byte that is read next
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Say that any byte can be read next."""
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Choose the byte that is read next."""
+        self.at = offset + {SEEK_CUR: self.at, SEEK_END: self.nbytes}.get(whence, 0)
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer as far as there are bytes."""
+        self.file.seek(self.start + self.at)
+        count = self.file.readinto(memoryview(buffer)[: max(0, self.nbytes - self.at)]) or 0
+        self.at += count
+        return count
+
+
+def cut_off(file: FileIO) -> OSError:
+    """Give the error that a file ends before what is read from it."""
+    words = f"was cut off at {os.fstat(file.fileno()).st_size} bytes while it was loaded"
+    return OSError(errno.EIO, words, str(file.name))
+
+
 def read_run(
     file: FileIO,  # open for reading
     start: int,  # byte of the file
@@ -60,49 +100,63 @@ def read_run(
     while len(room):
         count = file.readinto(room)
         if not count:
-            words = f"was cut off at {os.fstat(file.fileno()).st_size} bytes while it was loaded"
-            raise OSError(errno.EIO, words, str(file.name))
+            raise cut_off(file)
         room = room[count:]
 
 
-def _in_memory(tensor: Tensor) -> bool:  # that Python can write to, and means the elements
-    plain = type(tensor) is Tensor and tensor.is_cpu and tensor.layout == torch.strided
-    return plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+def _alike(stored: Tensor, target: Tensor) -> bool:  # whether bytes of a file can stay as they are
+    plain = type(target) is Tensor and target.is_cpu and target.layout == torch.strided
+    if not plain or target.is_quantized or target.is_conj() or target.is_neg():
+        return False
+    order = sorted(range(stored.dim()), key=stored.stride, reverse=True)
+    dense = all(each.permute(order).is_contiguous() for each in (stored, target))
+    return dense and target.dtype == stored.dtype
 
 
-def _byte_in(found: Tensor, mapped: memoryview) -> int | None:  # None: it has gaps, or is elsewhere
-    if not _in_memory(found) or not found.numel():
-        return None
-    try:
-        run = flatten(found)
-    except ValueError:
-        return None
-    first = run.data_ptr() - torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
-    return first if 0 <= first <= len(mapped) - run.nbytes else None
+def _first_byte(stored: Tensor) -> int:
+    return int(stored.storage_offset()) * stored.itemsize
 
 
-def read_mapped(
-    found: Tensor,  # shown by a map
-    mapped: memoryview,  # of a part of the file
+def _span(stored: Tensor) -> int:  # elements from its first to its last in the file, with gaps
+    pairs = zip(stored.shape, stored.stride(), strict=True)
+    return 1 + sum((size - 1) * step for size, step in pairs)
+
+
+_RUN_BYTES = 2**16  # so many are read together, whatever lies between them
+
+
+def _cut_up(stored: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut two tensors alike, until the piece of the file fits into a buffer and most of it is wanted."""
+    span = _span(stored)
+    gaps = stored.nbytes > _RUN_BYTES and span > 2 * stored.numel()
+    if span * stored.itemsize <= MESSAGE and not gaps:
+        yield stored, target
+        return
+    dim = max(range(stored.dim()), key=lambda dim: (stored.shape[dim] > 1, stored.stride(dim)))
+    half = stored.size(dim) // 2
+    for first, size in ((0, half), (half, stored.size(dim) - half)):
+        yield from _cut_up(stored.narrow(dim, first, size), target.narrow(dim, first, size))
+
+
+def read_stored(
+    stored: Tensor,  # on the meta device; its offset counts from `start`
     file: FileIO,  # open for reading
-    start: int,  # byte of the file where that part begins
+    start: int,  # byte of the file
     target: Tensor,  # of the same shape, on any device
 ) -> None:
-    """Read a tensor that a map shows from the file; what has gaps there is copied from the map.
-
-    Raises `OSError` as the disk does, or if the file ends before the tensor does."""
-    first = _byte_in(found, mapped)
-    if first is None:
-        target.copy_(found)
+    """Read a tensor from a file to its place; `OSError` as the disk does, or if the file ends before."""
+    if not stored.numel():
         return
-    alike = _in_memory(target) and target.dtype == found.dtype
-    together = found.is_contiguous() and target.is_contiguous()
-    if alike and (together or found.stride() == target.stride()):
-        read_run(file, start + first, target)
+    if _alike(stored, target):
+        read_run(file, start + _first_byte(stored), target)
         return
-    room = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="cpu")
-    read_run(file, start + first, room)
-    target.copy_(room)
+    buffer = torch.empty(
+        min(MESSAGE, _span(stored) * stored.itemsize), dtype=torch.uint8, device="cpu"
+    )
+    for piece, place in _cut_up(stored, target):
+        room = buffer[: _span(piece) * piece.itemsize].view(piece.dtype)
+        read_run(file, start + _first_byte(piece), room)
+        place.copy_(room.as_strided(piece.shape, piece.stride()))
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #f11e0017
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, with the power of the highest bit first

@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .checksums import PartOfFile
 from zero_nb.checkpoint.folder import (
     MANIFEST,
     TABLE,
     _read_content,
     check_listed,
-    mapped_file,
     read_table,
 )
 from .names import by_index, lay_out
-from .skeleton import letting_go
 from .saved_tensors import Part, SavedTensor, load_saved, replace_tensors
-from ..comm.objects import MemoryFile
 
 # %% auto #0
 __all__ = ['nested_state', 'Checkpoint', 'choose_state', 'find_weights', 'describe_file', 'describe_folder', 'newest_checkpoint',
@@ -229,20 +227,20 @@ def _read_boxes(
 ) -> Iterator[Any]:
     """Give the values in one file of a folder: fully qualified name, and value or part."""
     path = folder / name
-    with mapped_file(path, skips=False) as mapped, letting_go(memoryview(mapped)) as data:
+    with open(path, "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
         for index, info in held:
             if getattr(info, "transform_descriptors", None):
                 raise ValueError(
                     f"{folder} has {index.fqn} in a transformed form, which cannot be read"
                 )
             end = info.offset + info.length
-            if end > len(mapped):
+            if end > nbytes:
                 raise ValueError(
-                    f"{folder} is damaged: {name} has {len(mapped)} bytes and {index.fqn} ends at {end}, so"
+                    f"{folder} is damaged: {name} has {nbytes} bytes and {index.fqn} ends at {end}, so"
                     " it is not whole; use the checkpoint before it"
                 )
-            with letting_go(data[info.offset : end]) as box:
-                found = load_saved(MemoryFile(box), path, info.offset)
+            found = load_saved(PartOfFile(file, info.offset, info.length), path, info.offset)
             if not hasattr(table.state_dict_metadata[index.fqn], "size"):
                 yield index.fqn, found
                 continue

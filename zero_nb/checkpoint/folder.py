@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import mmap
 import os
 import pickle
 import sys
@@ -28,15 +27,15 @@ import torch
 from torch.futures import Future
 
 import zero_nb
-from .checksums import crc32, crc_of, read_mapped
+from .checksums import PartOfFile, crc32, crc_of, cut_off, read_stored
 from .files import records_in
-from .skeleton import letting_go, map_private, read_box
-from ..comm.objects import MemoryFile, explain_unread, load
+from .skeleton import StoredTensor, read_box
+from ..comm.objects import explain_unread
 
 # %% auto #0
 __all__ = ['MANIFEST', 'FORMAT', 'TABLE', 'Files', 'DCP', 'FileEntry', 'describe_table', 'as_json', 'listed_files', 'sealed',
-           'write_manifest', 'read_manifest', 'import_dcp', 'check_available', 'read_table', 'mapped_file',
-           'describe_files', 'check_listed', 'check_files', 'check_folder', 'FolderReader', 'PlainPlanner']
+           'write_manifest', 'read_manifest', 'import_dcp', 'check_available', 'read_table', 'describe_files',
+           'check_listed', 'check_files', 'check_folder', 'FolderReader', 'PlainPlanner']
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a20007
 MANIFEST = "manifest.json"
@@ -227,39 +226,21 @@ def read_table(folder: str | os.PathLike[str]) -> Any:
     return table
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a2021b
-@contextmanager
-def mapped_file(path: Path, skips: bool = True) -> Iterator[mmap.mmap]:
-    """Map a file, which is not read ahead if the reader `skips`; what is written stays here."""
-    with open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            raise ValueError(f"{path} is damaged: it is empty; use the checkpoint before it")
-        with letting_go(map_private(file)) as mapped:
-            if skips and hasattr(mmap, "MADV_RANDOM"):
-                mapped.madvise(mmap.MADV_RANDOM)
-            yield mapped
-
-
-@contextmanager
-def _box(
-    mapped: mmap.mmap,
-    place: Any,  # of the table of contents
-) -> Iterator[memoryview]:
-    """Give the bytes of a box, and drop its pages afterwards."""
-    start, stop, _ = slice(place.offset, place.offset + place.length).indices(len(mapped))
-    with letting_go(memoryview(mapped)) as data, letting_go(data[start:stop]) as box:
-        yield box
-    if start < stop and hasattr(mapped, "madvise"):
-        first = start - start % mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, first, stop - first)
+def _part(file: io.FileIO, place: Any) -> PartOfFile:
+    """Give the part of an open file that is a box by the table of contents, as far as the file goes."""
+    nbytes = os.fstat(file.fileno()).st_size
+    start, stop, _ = slice(place.offset, place.offset + place.length).indices(nbytes)
+    return PartOfFile(file, start, max(0, stop - start))
 
 
 _BEHIND = 98  # bytes of an archive behind its directory
 
 
-def _directory(box: memoryview) -> memoryview:
-    """Give the end of an archive of `torch.save`, which lists its records with their checksums."""
-    nbytes = int.from_bytes(box[-10:-6], "little")
-    return box[-(nbytes + _BEHIND) :]
+def _crc_of_directory(box: PartOfFile, crc: int = 0) -> int:
+    """Take the CRC-32 of the end of an archive of `torch.save`, which lists its records with their checksums."""
+    box.seek(max(0, box.nbytes - 10))
+    first = box.nbytes - int.from_bytes(box.read(4), "little") - _BEHIND
+    return crc_of(box, max(0, first), box.nbytes, crc=crc)
 
 
 def describe_files(
@@ -271,11 +252,10 @@ def describe_files(
     found = Files()
     for name, held in groupby(ordered, lambda place: place.relative_path):
         crc = 0
-        with mapped_file(Path(folder, name)) as mapped:
+        with open(Path(folder, name), "rb", buffering=0) as file:
             for place in held:
-                with _box(mapped, place) as box:
-                    crc = crc32(_directory(box), crc)
-            found[name] = FileEntry(len(mapped), f"{crc:08x}")
+                crc = _crc_of_directory(_part(file, place), crc)
+            found[name] = FileEntry(os.fstat(file.fileno()).st_size, f"{crc:08x}")
     return found
 
 
@@ -307,23 +287,24 @@ def check_listed(folder: str | os.PathLike[str]) -> dict[str, Any]:  # the manif
     return found
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a2000b
-def _trouble(path: Path, mapped: mmap.mmap, stopped: Event, place: Any) -> str:
+def _trouble(path: Path, stopped: Event, place: Any) -> str:
     """Say what is wrong with a box, whose name goes into the braces; nothing if all bytes are as they were."""
-    with _box(mapped, place) as box, open(path, "rb", buffering=0) as data:
+    with open(path, "rb", buffering=0) as file:
+        box: Any = _part(file, place)
         try:
-            file: Any = MemoryFile(box)
-            with zipfile.ZipFile(file) as archive:
+            with zipfile.ZipFile(box) as archive:
                 for info in archive.infolist():
                     archive.open(info).close()  # compares what the archive says of it in two places
-            found = records_in(file, "")
+            found = records_in(box, "")
             whole = all(
-                crc_of(data, place.offset + each.offset, each.nbytes, stopped) == each.crc
+                crc_of(box, each.offset, each.nbytes, stopped) == each.crc
                 for each in found.values()
             )
             try:
                 read_box(box, found)
             except TypeError:  # it has no tensor
-                load(box, "cpu", weights_only=True)
+                box.seek(0)
+                torch.load(box, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             return f"cannot be read: {{}}: {explain_unread(error)}" if whole else _DAMAGED
         except Exception:  # bytes that make no sense raise anything
@@ -367,8 +348,8 @@ def _check_boxes(folder: str | os.PathLike[str], boxes: Sequence[tuple[Any, Any]
         indices, places = zip(*mine, strict=True)
         path = Path(folder, name)
         stopped = Event()
-        with mapped_file(path) as mapped, _threads(stopped) as pool:
-            troubles = [*pool.map(partial(_trouble, path, mapped, stopped), places)]
+        with _threads(stopped) as pool:
+            troubles = [*pool.map(partial(_trouble, path, stopped), places)]
         for index, words in zip(indices, troubles, strict=True):
             if words:
                 raise ValueError(f"{folder} {words.replace('{}', f'{index.fqn} in {name}')}")
@@ -401,7 +382,7 @@ def check_folder(
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a20215
 class FolderReader(_FileSystemReader):
-    """Reads the folder of a checkpoint: maps tell where numbers are, and reads bring them to their place."""
+    """Reads the folder of a checkpoint, each number once and to its place."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Read the table of contents."""
@@ -416,27 +397,33 @@ class FolderReader(_FileSystemReader):
             return super().read_data(plan, planner)  # compressed: only DCP knows how
         places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
         for name, items in groupby(places, lambda place: place[0].relative_path):
-            with open(self.path / name, "rb", 0) as file, mapped_file(self.path / name) as mapped:
+            with open(self.path / name, "rb", buffering=0) as file:
                 for info, item in items:
-                    with _box(mapped, info) as box:
-                        self._read_item(box, item, planner, file, info.offset)
+                    self._read_item(file, info, item, planner)
         done = Future[None]()
         done.set_result(None)
         return done
 
-    def _read_item(self, box: memoryview, item: Any, planner: Any, file: Any, start: int) -> None:
+    def _read_item(self, file: io.FileIO, info: Any, item: Any, planner: Any) -> None:
+        box = _part(file, info)
+        if box.nbytes < info.length:
+            raise cut_off(file)
         if item.type == DCP.planner.LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO(box))
+            planner.load_bytes(item, io.BytesIO(box.read()))
             return
         fqn = item.storage_index.fqn
-        found = read_box(box, records_in(MemoryFile(box), fqn))
+        found = read_box(box, records_in(box, fqn))
+        stored = found.view if isinstance(found, StoredTensor) else found
         for dim, span in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            found = found.narrow(dim, *span)
+            stored = stored.narrow(dim, *span)
         target = planner.resolve_tensor(item).detach()
-        was, room = map(tuple, (found.size(), target.size()))
+        was, room = map(tuple, (stored.size(), target.size()))
         if was != room:
             raise ValueError(f"{fqn}: {was} was saved, and there is room for {room}")
-        read_mapped(found, box, file, start, target)
+        if isinstance(found, StoredTensor):
+            read_stored(stored, file, box.start + found.record.offset, target)
+        else:
+            target.copy_(stored)
         planner.commit_tensor(item, target)
 
 

@@ -18,7 +18,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from traceback import walk_stack
@@ -28,15 +28,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .checksums import crc32, joined_crc
+from .checksums import Readable, crc32, joined_crc
 from .files import Record, read_records, storages_in, with_checksums
-from ..comm.objects import load
 from ..optim.flat import flatten
 from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
 __all__ = ['TensorForm', 'map_private', 'unbacked', 'SkeletonFile', 'check_room', 'naming_target', 'FileTarget', 'tight',
-           'StoredNumbers', 'memory_in', 'read_box', 'letting_go', 'refuse_twice']
+           'StoredNumbers', 'StoredTensor', 'memory_in', 'read_box', 'refuse_twice']
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110007
 class TensorForm(NamedTuple):
@@ -270,18 +269,29 @@ class StoredNumbers(NamedTuple):
     """Memory in a box that tensors are views of."""
 
     dtype: torch.dtype
-    memory: torch.UntypedStorage
+    record: Record
 
 
-def _view_of(numbers: StoredNumbers, offset: int, shape: Any, stride: Any, *rest: Any) -> Tensor:
+class StoredTensor(NamedTuple):
+    """A tensor in a box, of which nothing has been read."""
+
+    view: Tensor  # of the record's elements, on the meta device
+    record: Record
+
+
+def _view_of(
+    numbers: StoredNumbers, offset: int, shape: Any, stride: Any, *rest: Any
+) -> StoredTensor:
     """Do what torch's function does that stands in the pickle of a tensor."""
     if any(isinstance(each, dict) and each for each in rest):
         raise pickle.UnpicklingError("it is conjugate or negative, or has hooks")
     dtype = next((each for each in rest if isinstance(each, torch.dtype)), numbers.dtype)
+    record = numbers.record
     last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    if all(shape) and (last + 1) * dtype.itemsize > numbers.memory.nbytes():
-        raise ValueError("its numbers are not all there")  # torch would make room for them
-    return torch.empty(0, dtype=dtype, device="cpu").set_(numbers.memory, offset, shape, stride)
+    if all(shape) and (last + 1) * dtype.itemsize > record.nbytes:
+        raise ValueError("its numbers are not all there")
+    every = torch.empty(record.nbytes // dtype.itemsize, dtype=dtype, device="meta")
+    return StoredTensor(every.as_strided(shape, stride, offset), record)
 
 
 def memory_in(
@@ -295,13 +305,16 @@ def memory_in(
     return torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
 
 
-class _BoxUnpickler(pickle.Unpickler):
-    """Reads a pickle of one tensor, as a view of where its numbers lie; `UnpicklingError` for all else."""
+def _bytes_of(file: Readable, record: Record) -> bytes:
+    file.seek(record.offset)
+    return file.read(record.nbytes) or b""
 
-    def __init__(self, box: memoryview, records: Mapping[str, Record]):
-        at = records["data.pkl"]
-        super().__init__(io.BytesIO(box[at.offset : at.offset + at.nbytes]))
-        self.box = box
+
+class _BoxUnpickler(pickle.Unpickler):
+    """Reads a pickle of one tensor as where its numbers lie; `UnpicklingError` for all else."""
+
+    def __init__(self, file: Readable, records: Mapping[str, Record]):
+        super().__init__(io.BytesIO(_bytes_of(file, records["data.pkl"])))
         self.records = records
 
     def find_class(self, module: str, name: str) -> Any:
@@ -323,39 +336,28 @@ class _BoxUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> StoredNumbers:
         """Give the memory that a tensor is a view of."""
         _, dtype, key, *_ = pid
-        return StoredNumbers(dtype, memory_in(self.box, self.records[f"data/{key}"]))
+        return StoredNumbers(dtype, self.records[f"data/{key}"])
 
 
 def read_box(
-    box: memoryview,  # an archive of `torch.save`, which must stay where it is
+    file: Readable,  # an archive of `torch.save`
     records: Mapping[str, Record],  # of the archive
-) -> Tensor:  # its numbers are read where they lie, if it is a plain tensor
+) -> StoredTensor | Tensor:  # a plain tensor is not read
     """Give the tensor in a box. Raises anything for bytes that make no sense."""
     order = records.get("byteorder")
-    native = sys.byteorder.encode()
     try:
-        if order is not None and box[order.offset : order.offset + order.nbytes] != native:
+        if order is not None and _bytes_of(file, order) != sys.byteorder.encode():
             raise pickle.UnpicklingError("a machine with the other byte order wrote it")
-        found = _BoxUnpickler(box, records).load()
+        found = _BoxUnpickler(file, records).load()
     except pickle.UnpicklingError:  # quantized, sparse or of a subclass
-        found = load(box, "cpu", weights_only=True)
-    if not isinstance(found, Tensor):
+        file.seek(0)
+        archive: Any = file
+        found = torch.load(archive, map_location="cpu", weights_only=True)
+    if not isinstance(found, (StoredTensor, Tensor)):
         raise TypeError(f"a box of a tensor has a {type(found).__name__}")
     return found
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #5a0202d2
-@contextmanager
-def letting_go(held: Any) -> Iterator[Any]:
-    """Give memory (an `mmap` or a `memoryview`) and release it; after an error, with the traceback."""
-    try:
-        yield held
-    except BaseException:
-        with suppress(BufferError):
-            held.__exit__(None, None, None)
-        raise
-    held.__exit__(None, None, None)
-
-
 def refuse_twice(
     call: FrameType,  # of a method; a lock or a flag could stay set after Ctrl-C
     what: str,
