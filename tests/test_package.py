@@ -19,6 +19,7 @@ import importlib.metadata, importlib.util, os, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from zero_nb import ZeroRedundancyOptimizer
+from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
 assert not installed & {"nbdev", "execnb", "jupyterlab", "ipython", "pytest", "matplotlib", "rich"}, installed
 dist.init_process_group("gloo")
@@ -35,6 +36,8 @@ for step in range(20):
 assert losses[-1] < losses[0] / 2, losses
 state = sum(v.numel() for s in optimizer.optim.state.values() for v in s.values() if v.dim())
 assert state == 64 * 65, state  # half of two floats for each of 64 * 64 + 64 parameters
+save_sharded("checkpoint", model, optimizer)  # by way of NumPy
+load_sharded("checkpoint", model, optimizer)
 print("trained", flush=True)
 dist.destroy_process_group()
 """
