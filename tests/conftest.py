@@ -81,7 +81,8 @@ def pytest_configure(config):
 
 def pytest_report_header(config):
     """Say how to run the same cases on another day."""
-    return f"ZERO_NB_SEED={SEED} (day {date.fromordinal(SEED)})"
+    day = f" (day {date.fromordinal(SEED)})" if 1 <= SEED <= date.max.toordinal() else ""
+    return f"ZERO_NB_SEED={SEED}{day}"
 
 
 def pytest_collection_modifyitems(config, items):

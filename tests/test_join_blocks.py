@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
+from zero_nb.comm.group_store import _has_aborted
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.ranks import Ranks
@@ -621,7 +622,8 @@ def test_a_loader_that_is_misused(how, kind, words):
 
 
 def fails(how, kind="ours", seconds=100):
-    """Raise in one rank's loop; what each rank is told, and how long it took."""
+    """Raise in one rank's loop; what each rank is told, how long it took, and which ranks note that
+    they have closed their connections and live on."""
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     model = DDP(network(), process_group=group)
@@ -650,20 +652,26 @@ def fails(how, kind="ours", seconds=100):
     error = caught_error(train)
     took = time.monotonic() - begin
     dist.barrier()  # the job's own group is whole
-    return error, took, model._join_config.enable, len(model._forward_hooks)
+    noted = [_has_aborted(Group(group), other) for other in range(3)]
+    return error, took, model._join_config.enable, len(model._forward_hooks), noted
 
 
 @pytest.mark.parametrize("kind", ["ours", "plain"])
 def test_an_error_in_one_loop_reaches_all_ranks(kind):
     ranks = run(3, fails, "one", kind)
     assert ranks[2][0] == ("Own", "in the data of rank 2") and ranks[2][1] < 50
-    for error, took, left, hooks in ranks[:2]:
+    for error, took, left, hooks, noted in ranks[:2]:
         assert (
             error[0] == "RuntimeError"
             and "rank 2 left the Join block after 3 iterations: Own: in the data of rank 2"
             in error[1]
         )
         assert took < 50 and not left and not hooks  # long before the group's time limit
+        assert noted == [
+            True,
+            True,
+            False,
+        ]  # those in a collective: they may still write a checkpoint
 
 
 def test_an_error_on_all_ranks_with_data_is_theirs():

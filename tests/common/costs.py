@@ -23,6 +23,13 @@ def pytest_addoption(parser: Any) -> None:
     parser.addoption("--write-costs", action="store_true", help="write tests/costs.json")
 
 
+def pytest_configure(config: Any) -> None:
+    if config.getoption("write_costs") and os.environ.get("ZERO_NB_ALL"):
+        raise pytest.UsageError(
+            "--write-costs needs the names of an ordinary day: unset ZERO_NB_ALL"
+        )
+
+
 def spent(pid: int = 0) -> float:
     """Give the seconds of this process, of the children that it has waited for, and of those that live."""
     found = 0.0 if pid else sum(os.times()[:4])

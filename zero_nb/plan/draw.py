@@ -78,12 +78,12 @@ def show_figures_as_svg() -> None:
     from IPython import get_ipython
     from matplotlib import rcParams
 
+    if (shell := get_ipython()) is None:
+        return
     rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "zero_nb"})
     rcParams.update({"font.sans-serif": ["DejaVu Sans", "sans-serif"]})
     unsaid = "Creator=None, Date=None, Format=None, Type=None"
     options = f"dict(bbox_inches='tight', metadata=dict({unsaid}))"
-    if (shell := get_ipython()) is None:
-        return
     shell.run_line_magic("matplotlib", "inline")
     for option in ("figure_formats = ['svg']", f"print_figure_kwargs = {options}"):
         shell.run_line_magic("config", f"InlineBackend.{option}")
