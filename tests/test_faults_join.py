@@ -21,6 +21,7 @@ from zero_nb.comm.ending import fail
 from zero_nb.comm.group_store import waiting_elsewhere
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
+from zero_nb.join import failure_detection
 from zero_nb.join.event_feed import EventFeed, EventStore
 from zero_nb.join.event_log import EventLog
 from zero_nb.join.failure_detection import explain_wait
@@ -288,7 +289,8 @@ def test_a_rank_that_is_killed_in_a_block_is_named_by_all_others(monkeypatch, ho
 
 
 def hears_why(left, announces):
-    """Let rank 0 fail, out of data or not, and give what rank 1 is told that waits for an event."""
+    """Let rank 0 fail, out of data or not, and give what rank 1 is told that waits for an event: if it
+    looks for last words before there are some, and after."""
     group = Group()
     log = EventLog(EventStore(group, "example"))
     if log.group_rank == 0:
@@ -301,12 +303,16 @@ def hears_why(left, announces):
     while not waiting_elsewhere(group):
         time.sleep(0.01)
     log.feed.waiting_since = time.monotonic() - 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failure_detection, "_last_words", lambda group: "")
+        early = explain_wait(log)
     said = explain_wait(log)
     log.store.put("done", "1")
-    return said
+    return early, said
 
 
 @pytest.mark.parametrize(("left", "announces"), [(True, True), (False, True), (False, False)])
 def test_a_rank_that_waits_for_an_event_is_told_the_last_words_of_any_rank(left, announces):
-    said = run(2, hears_why, left, announces)[1]
+    early, said = run(2, hears_why, left, announces)[1]
+    assert early == ""
     assert said == "rank 0 failed with ArithmeticError: the loss is not a number; see row 17"

@@ -88,11 +88,10 @@ def _has_aborted(group: Ranks, group_rank: int) -> bool:
 
 
 def _elsewhere(group: Ranks, who: Sequence[int] = ()) -> str:  # some group ranks; none: any other
-    """Tell of a rank that has failed, or that waits for this one to agree on something; of some,
-    only if all of them wait."""
+    """Tell of a rank that waits for this one to agree on something; of some, only if all of them wait."""
     with suppress(Exception):  # the store may be gone as well
-        if (said := _last_words(group)) or not group._wire.met:
-            return said
+        if not group._wire.met:
+            return ""
         notes = _Notes(group, group._wire.life)
         turn = group._wire.turn
         if not int(notes.peek(f"{turn}/waiting") or 0) >= max(1, len(who)):
@@ -160,5 +159,6 @@ def waiting_elsewhere(
     group: Ranks,
     who: Sequence[int] = (),  # group ranks without this one; none: any other
 ) -> str:  # "" if no rank waits, or not all of `who`
-    """Tell of a rank that waits for all others, to agree on something or to compare a collective."""
-    return "" if _has_no_peers(group) else _elsewhere(group, who)
+    """Tell of a rank that has failed, or that waits for all others, to agree on something or to compare
+    a collective."""
+    return "" if _has_no_peers(group) else _last_words(group) or _elsewhere(group, who)

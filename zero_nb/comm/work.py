@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.compiler import is_compiling
 
 from .arrivals import _plain
-from .group_store import _elsewhere
+from .group_store import _elsewhere, _last_words
 from .ranks import Ranks
 from .store import _described
 
@@ -32,7 +32,7 @@ NEXT = 2  # something that must start before the next collective does
 def _failed(
     group: Ranks | None, what: object, error: RuntimeError
 ) -> RuntimeError:  # worth raising
-    hint = _elsewhere(group) if group else ""
+    hint = (_last_words(group) or _elsewhere(group)) if group else ""
     if group and group._state.reason:
         return RuntimeError(f"{_plain(what)} failed: {group._state.reason}")
     return RuntimeError(

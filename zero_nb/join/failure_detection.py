@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import suppress
 
-from ..comm.group_store import _last_words, timeout_seconds, waiting_elsewhere
+from ..comm.group_store import _elsewhere, _last_words, timeout_seconds
 from ..comm.groups import Group
 from ..comm.ending import _abort_noted
 from .event_feed import _PAUSE, SLOTS, DamagedNote
@@ -67,7 +67,7 @@ def explain_wait(log: EventLog) -> str:  # "" as long as there may be an event
     if said := _last_words(group):  # of any rank, whether it has left the block or not
         return said
     # the thread of a rank that has left announces, though that rank waits for all at the end of the block
-    at = waiting_elsewhere(group, [rank]) if rank >= 0 else ""
+    at = _elsewhere(group, [rank]) if rank >= 0 else ""
     if at and not log.election.has_left(rank):
         return (
             f"{at.partition(';')[0]}, which ranks without data cannot do; do it before or after"
