@@ -8,7 +8,9 @@ import torch.distributed as dist
 from common import caught
 from nccl_like import nccl_like, synchronize
 
+from zero_nb.comm.agreement import agree
 from zero_nb.comm.coalescing import coalescing_manager
+from zero_nb.comm.ending import fail
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.subgroups import clone, split
@@ -417,6 +419,17 @@ def test_a_block_is_one_launch_for_each_kind():
             and sums == [2.0] * 4
             and parts == [0.0, 0.0, 1.0, 1.0]
         )
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_to_fail_in_a_group_that_torch_has_destroyed_raises_nothing(backend):
+    def fail_late():
+        g = nccl_like(connect=True) if backend == "nccl" else Group(dist.new_group())
+        agree(g, "the model")
+        dist.destroy_process_group(g.process_group)
+        return caught(lambda: fail(g, ValueError("no more data"))), g._state.ended
+
+    assert run(2, fail_late) == [(None, "aborted")] * 2
 
 
 def test_the_stand_in_stays_on_the_ranks_of_run():

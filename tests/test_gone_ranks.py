@@ -15,9 +15,11 @@ from common import caught, free_port, take_way
 
 from zero_nb.checkpoint.contents import newest_checkpoint
 from zero_nb.checkpoint.folder import check_folder
-from zero_nb.comm import arrivals, exchange, ranks, watcher
+from zero_nb.comm import arrivals, ending, exchange, ranks, watcher
 from zero_nb.comm import store as stores
 from zero_nb.comm.agreement import agree
+from zero_nb.comm.ending import abort, fail
+from zero_nb.comm.group_store import _has_aborted
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 
@@ -319,7 +321,9 @@ if rank == 1:
         if end == "exits": fail(group, error)
 saving.join()
 print("error:", saving._outcome.error or saving._outcome.own_error, flush=True)
-if rank == 0: print(explain_gone(group, [1]) or "nothing", explain_gone(group, [1, 2]), sep="\\n")
+if rank == 0:
+    notes = saving._notes
+    print(explain_gone(notes, [1]) or "nothing", explain_gone(notes, [1, 2]), sep="\\n")
 """
 
 
@@ -335,6 +339,83 @@ def test_a_rank_that_writes_on_after_its_connections_closed_is_not_taken_for_dea
     assert (ended, lives) == ("error: None", "nothing"), first
     assert dead.startswith("rank 2 died or left the group: its connection to rank 0 ended")
     check_folder(newest_checkpoint(folder))
+
+
+DESTROYED = """
+import zero_nb.checkpoint.async_save as module
+from zero_nb.comm.ending import fail
+group, made = Group(), t.stepped()
+save, write = t.saver("async", Path(folder), *made), module.write_part
+def write_late(*args):
+    if end == "killed": leave()
+    fail(group, ValueError("no more data"))
+    time.sleep(3)  # rank 0 looks at its connections each second
+    return write(*args)
+if victim: module.write_part = write_late
+saving = save(1)
+if rank == 0: dist.destroy_process_group()
+saving.join()
+error = saving._outcome.error or saving._outcome.own_error
+print(f"{type(error).__name__}: {error}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "exits"])
+def test_a_rank_that_has_destroyed_its_group_knows_which_ranks_died(end, starter, folder):
+    (first,) = play(DESTROYED, starter, folder, 2, end)
+    if end == "exits":  # rank 1 has failed, and writes on
+        assert first.stdout == "NoneType: None\n", first
+        check_folder(newest_checkpoint(folder))
+    else:
+        said = "RuntimeError: rank 1 died or left the group: its connection to rank 0 ended"
+        assert first.stdout.startswith(said), first
+        assert "without a part of the checkpoint" in first.stdout, first
+
+
+BROKEN = """
+import zero_nb.checkpoint.async_save as module
+from zero_nb.comm import watcher
+from zero_nb.comm.ending import fail
+watcher._GLOO_SECONDS = 600.0
+group, made = Group(), t.stepped()
+save = t.saver("async", Path(folder), *made)
+if victim: module.write_part = lambda *args: leave()
+saving = save(1)
+if rank == 1:
+    try:
+        dist.recv(torch.ones(1), 2)
+    except RuntimeError as error:
+        fail(group, error)
+raising(lambda: (saving.join(), saving._outcome.raise_error(saving._outcome.error)))
+"""
+
+
+def test_a_rank_that_died_is_named_whatever_a_rank_says_that_failed_because_of_it(starter, folder):
+    first, second = play(BROKEN, starter, folder, 3)
+    assert "rank 2 died or left the group: its connection to rank 0 ended" in first.stdout, first
+    assert second.stdout == "returned\n", second
+
+
+def fail_after(step):
+    """Let rank 1 fail, after `abort` or not; give whether its note was there while it let the others end
+    what they send to it, and whether it is there now."""
+    group = Group(dist.new_group())
+    agree(group, "the model")
+    seen = []
+    if group.group_rank == 1:
+        if step == "abort":
+            abort(group)
+        with pytest.MonkeyPatch.context() as patch:
+            clock = SimpleNamespace(sleep=lambda seconds: seen.append(_has_aborted(group, 1)))
+            patch.setattr(ending, "time", clock)
+            fail(group, ValueError("no more data"))
+    dist.barrier()
+    return seen, _has_aborted(group, 1)
+
+
+@pytest.mark.parametrize("step", ["abort", "nothing"])
+def test_a_rank_that_fails_notes_at_once_that_it_lives_on(step):
+    assert run(2, fail_after, step) == [([], True), ([True] * (step != "abort"), True)]
 
 
 OUTLIVES = """

@@ -86,7 +86,7 @@ def _read_notes(notes: GroupStore, group: Group) -> list[str]:  # by group rank
             notes.remove(*map(str, found))
             return [found[rank] for rank in range(group.size)]
         lost = [rank for rank in gone if rank not in found]
-        if lost and (said := explain_gone(group, lost)):
+        if lost and (said := explain_gone(notes, lost)):
             raise RuntimeError(f"{said}, without a part of the checkpoint that is written")
         time.sleep(pause)
     late = [group.ranks[rank] for rank in range(group.size) if rank not in found]
@@ -183,7 +183,8 @@ class Saving:
                 except Exception as failure:
                     own_error = failure
                 finally:
-                    self._notes.put(str(self._group.group_rank), note)
+                    # not `put`: this process may end before the store has the note
+                    self._notes.set_first(str(self._group.group_rank), note)
                 if self._group.group_rank == 0:
                     self._complete(finish)
         except Exception as failure:

@@ -43,7 +43,7 @@ def _close_connections(group: Ranks) -> None:
             for rank in (
                 rank for rank in group.ranks if rank != group.global_rank
             ):  # all fail at once after the first time-out
-                with suppress(RuntimeError):
+                with suppress(RuntimeError, ValueError):  # torch has destroyed the group
                     dist.irecv(
                         torch.empty(1, device="cpu"), rank, group.process_group, _NOBODY_TAG
                     ).wait(timedelta(milliseconds=1))
@@ -57,8 +57,8 @@ def abort(
     """Free this process's threads that are stuck in a collective of the group: they raise
     `RuntimeError` at once. Call it from another thread.
 
-    The peers find the connections closed and raise as well. Does nothing in a group of one, or the second time.
-    """
+    The peers find the connections closed and raise as well; they take this rank for dead, unless it calls
+    `fail` at once. Does nothing in a group of one, or the second time."""
     state = group._state
     if group.size == 1 or state.ended:
         return
@@ -72,7 +72,7 @@ def _abort_noted(group: Ranks) -> None:
     """Abort a group, and note in its store before that this process lives on: it may still write a
     checkpoint in a thread, and the other ranks must not take it for dead. Waits for the store for a
     second, as `abort` does not."""
-    if group.size > 1 and not group._state.ended:
+    if not group._state.ended:
         _note_aborted(group)
     abort(group)
 
@@ -118,11 +118,15 @@ def _leave_groups(levels: Sequence[Ranks], words: str) -> None:
     for group in levels:
         with suppress(Exception):  # the store may be gone
             _leave_words(group, said)
+    for (
+        group
+    ) in levels:  # at once: a collective that took too long has closed the connections already
+        _note_aborted(group)
     if any(not group._state.ended and "gloo" in group.backends.values() for group in levels):
         time.sleep(_SETTLE)
     for group in levels:
         group._state.note_failure(said)  # what later calls on this rank say
-        _abort_noted(group)
+        abort(group)
 
 # %% ../../nbs/comm/24_ending.ipynb #44e0e9f9
 @contextmanager

@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 from .agreement import agree
-from .arrivals import _DIED_OR_LEFT, _Connections, _gone_words, _plain
+from .arrivals import _Connections, _gone_words, _plain
 from .ranks import Ranks
-from .store import _Notes, _has_no_peers, _timeout, _within
+from .store import _Notes, _NoThread, _has_no_peers, _is_far, _timeout, _within
 
 # %% auto #0
 __all__ = ['GroupStore', 'timeout_seconds', 'pauses_for_others', 'gone_ranks', 'explain_gone', 'waiting_elsewhere']
@@ -47,6 +48,12 @@ class GroupStore:
         else:
             self._notes.set(self._prefix + key, note)
 
+    def set_first(self, key: str, note: str) -> str:  # what is there now
+        """Leave a note unless there is one. The store has it when this returns, which `put` does not wait for."""
+        if self.alone:
+            return self._own.setdefault(key, note)
+        return self._notes.set_first(self._prefix + key, note)
+
     def see(self, key: str) -> str | None:
         """Give a note, if there is one that is not empty."""
         if self.alone:
@@ -76,15 +83,28 @@ def _last_words(group: Ranks) -> str:  # "" if no rank has left because of an er
 def _note_aborted(group: Ranks) -> None:
     """Note that this rank's connections are about to close, and that its process lives on. Takes a second
     at most: another thread may be inside the store, or the store far away, and a collective is to be freed."""
-    if group._wire.met:
+    if group.size == 1 or not group._wire.met:
+        return
+    with suppress(Exception):  # the store may be gone, or torch has destroyed the group
         notes = _Notes(group, group._wire.life, limited=False)
-        with suppress(Exception):  # the store may be gone
-            _within(1.0, lambda: notes.set(f"aborted/{group.group_rank}", "1"))
+        # not `set`, which returns before the store has the note
+        request = partial(notes.set_first, f"aborted/{group.group_rank}", "1")
+        try:
+            _within(1.0, request)
+        except _NoThread:  # in Python 3.12.0 and 3.12.1 also after the main thread has ended
+            if not _is_far(notes._store):
+                request()
 
 
-def _has_aborted(group: Ranks, group_rank: int) -> bool:
+def _has_aborted(
+    group: Ranks,
+    group_rank: int,
+    notes: _Notes | None = None,  # the group's; needed once torch has destroyed the group
+) -> bool:
     """Tell whether a rank has closed its connections itself."""
-    return group._wire.met and _Notes(group, group._wire.life).there(f"aborted/{group_rank}")
+    if not group._wire.met:
+        return False
+    return (notes or _Notes(group, group._wire.life)).there(f"aborted/{group_rank}")
 
 
 def _elsewhere(group: Ranks, who: Sequence[int] = ()) -> str:  # some group ranks; none: any other
@@ -143,15 +163,15 @@ def gone_ranks(
 
 
 def explain_gone(
-    group: Ranks,
+    store: GroupStore,  # of the group; it answers also when this rank has destroyed the group
     group_ranks: Sequence[int],  # whose connections ended
-) -> str:  # "" if they may still write: a rank has failed, or they closed their connections
+) -> str:  # "" if they have noted that they close their connections, and may still write
     """Say that ranks died or left the group."""
-    said = _last_words(group)
-    if said and _DIED_OR_LEFT not in said:
+    if store.alone:
         return ""
+    group = store.group
     with suppress(RuntimeError):  # the store may be gone
-        group_ranks = [rank for rank in group_ranks if not _has_aborted(group, rank)]
+        group_ranks = [rank for rank in group_ranks if not _has_aborted(group, rank, store._notes)]
     return _gone_words(group, group_ranks) if group_ranks else ""
 
 

@@ -74,8 +74,12 @@ class _NoAnswer(Exception):
     """A store did not answer in time."""
 
 
+class _NoThread(RuntimeError):
+    """No thread can be started: the system has no more, or the interpreter ends."""
+
+
 def _within(seconds: float, request: Callable[[], Any]) -> Any:
-    """Make a request that may never return. Raises `_NoAnswer`."""
+    """Make a request that may never return. Raises `_NoAnswer`, or `_NoThread` before it makes the request."""
     answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -84,13 +88,16 @@ def _within(seconds: float, request: Callable[[], Any]) -> Any:
         except Exception as error:
             answers.put((None, error))
 
-    threading.Thread(target=run, daemon=True).start()
     try:
-        answer, error = answers.get(timeout=seconds)
+        threading.Thread(target=run, daemon=True).start()
+    except RuntimeError as error:
+        raise _NoThread(str(error)) from error
+    try:
+        answer, failure = answers.get(timeout=seconds)
     except queue.Empty:
         raise _NoAnswer(f"no answer within {seconds:g} seconds") from None
-    if error:
-        raise error
+    if failure:
+        raise failure
     return answer
 
 # %% ../../nbs/comm/02_store.ipynb #5d0c1e02
@@ -168,6 +175,8 @@ class _Notes:
             raise _NoAnswer("it has left a request without an answer before")
         try:
             return _within(_timeout(self._group).total_seconds(), request)
+        except _NoThread:  # rather without a limit than not at all
+            return request()
         except _NoAnswer:
             wire.note_silent()
             raise
