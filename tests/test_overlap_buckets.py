@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from importlib import import_module
+from inspect import signature
 
 import pytest
 import torch
@@ -59,6 +60,49 @@ def test_the_first_plan_is_cut_as_ddp_will_cut_and_the_last_has_its_buckets(feat
         assert len(found[0]) > 2 and max(sizes[0]) < cap + max(p.nbytes for p in params)
 
 
+def planned_in_full(features):
+    """Give the sizes of the plan's buckets, in bytes, iteration after iteration, of a model with 4 MB
+    of parameters."""
+    model = DDP(nn.Sequential(*(nn.Linear(300, 300) for _ in range(12))), **features)
+    handle, found = overlap(model, sharded("adamw", model, False)), []
+    for _ in range(4):
+        model(torch.ones(4, 300)).square().mean().backward()
+        buckets = [bucket.bucket for bucket in handle.step_plan.shard.buckets]
+        found.append([4 * sum(slot.numel for slot in bucket.slots) for bucket in buckets])
+    return found
+
+
+LAYER = 4 * 300 * 301
+
+
+@pytest.mark.parametrize(
+    "features,wanted",
+    [
+        ({}, [3 * LAYER, 9 * LAYER]),  # DDP's first bucket is full at 1 MiB
+        ({"gradient_as_bucket_view": True}, [3 * LAYER, 9 * LAYER]),
+        ({"static_graph": True}, [3 * LAYER, 9 * LAYER]),
+        ({"bucket_cap_mb": 1}, [3 * LAYER] * 4),
+        ({"bucket_cap_mb": 25}, [12 * LAYER]),
+    ],
+    ids=str,
+)
+def test_the_first_plan_has_the_buckets_that_ddp_makes_next_whatever_its_caps(features, wanted):
+    for found in run(2, planned_in_full, features):
+        assert found == [wanted] * 4
+
+
+@pytest.mark.parametrize(
+    "features,count",
+    [({"find_unused_parameters": True}, 2), ({"bucket_cap_mb_list": [1, 2]}, 3)],
+    ids=str,
+)
+def test_the_last_plan_has_ddps_buckets_where_it_never_makes_one_for_all(features, count):
+    if not features.keys() <= signature(DDP).parameters.keys():
+        pytest.skip("this torch has one cap for all buckets")
+    for found in run(2, planned_in_full, features):
+        assert found[-1] == found[-2] and len(found[-1]) == count and sum(found[0]) == 12 * LAYER
+
+
 @pytest.mark.parametrize(
     "given,most,wanted",
     [
@@ -76,9 +120,25 @@ def test_a_run_that_goes_on_where_ddp_would_have_closed_its_bucket_is_cut_from_i
     given, most, wanted
 ):
     params = [torch.zeros(n) for n in (7, 3, 9, 1, 20, 4, 4)]
-    assert list(split_like_ddp([given], params, most)) == wanted and list(
-        split_like_ddp([given, given], params, most)
+    assert list(split_like_ddp([given], params, [most])) == wanted and list(
+        split_like_ddp([given, given], params, [most])
     ) == [*wanted, *wanted]
+
+
+@pytest.mark.parametrize(
+    "filled,caps,wanted",
+    [
+        ([[0, 1, 2, 3, 4]], (4, 12), [[4], [1, 2, 3], [0]]),
+        ([[4], [3, 2, 1], [0]], (4, 12), [[4], [3, 2, 1], [0]]),  # as DDP fills them
+        ([[0, 1, 2, 3, 4]], (4, 8, 20), [[4], [2, 3], [0, 1]]),
+        ([[0, 1, 2, 3, 4], [5, 6]], (4, 12), [[4], [1, 2, 3], [0], [6], [5]]),
+        ([[5, 6], [0, 1, 2, 3, 4]], (9, 12), [[5, 6], [2, 3, 4], [0, 1]]),
+    ],
+    ids=str,
+)
+def test_each_dtype_has_a_first_bucket_with_a_cap_of_its_own(filled, caps, wanted):
+    params = [torch.zeros(1)] * 5 + [torch.zeros(1, dtype=torch.float64)] * 2
+    assert list(split_like_ddp(filled, params, caps)) == wanted
 
 
 @measures_memory

@@ -19,6 +19,7 @@ from zero_nb.backward.ddp_buckets import (
     DdpLayout,
     find_layout,
     plan_buckets,
+    read_bucket_caps,
     split_like_ddp,
 )
 from zero_nb.backward.engine import (
@@ -57,7 +58,12 @@ class DdpTraits:
     finds_unused: bool  # whether DDP looks for parameters without a gradient
     dynamic: bool  # whether those may change; then DDP sends flags for them after the last bucket
     settled_after: int  # iterations after which DDP no longer changes its buckets
-    cap_bytes: int  # from which a bucket of DDP is full, once they are settled
+    bucket_caps: tuple[int, ...]  # bytes at which DDP closes buckets, as of `read_bucket_caps`
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether DDP makes its buckets anew, after it has seen gradients come."""
+        return not (self.finds_unused and self.dynamic)
 
 
 def read_traits(
@@ -73,7 +79,7 @@ def read_traits(
         not ddp.static_graph,
         # DDP fills its buckets once, and once more in the order in which gradients came
         3 if ddp.static_graph else 2,
-        ddp.bucket_bytes_cap,
+        read_bucket_caps(ddp),
     )
 
 
@@ -306,7 +312,10 @@ class DdpPlanner:
             if shard.snapshot == storage_snapshot(shard.params):
                 return shard
         optimizer = self.engine.optimizer
-        buckets = list(split_like_ddp(filled, self.traits.params, self.traits.cap_bytes))
+        traits = self.traits
+        buckets: Sequence[Sequence[int]] = filled
+        if traits.rebuilds:
+            buckets = list(split_like_ddp(filled, traits.params, traits.bucket_caps))
         make = partial(plan_buckets, optimizer, buckets)
         shard = optimizer.replan(optimizer.shards, "for the buckets that DDP filled", make)
         if self.options.wire_dtype != "custom":

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from .engine import cut_in_place
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -18,7 +22,7 @@ from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import adopt
 
 # %% auto #0
-__all__ = ['LEFT_OUT', 'Copy', 'split_like_ddp', 'plan_buckets', 'DdpLayout', 'find_layout']
+__all__ = ['LEFT_OUT', 'Copy', 'read_bucket_caps', 'split_like_ddp', 'plan_buckets', 'DdpLayout', 'find_layout']
 
 # %% ../../nbs/backward/04_ddp_buckets.ipynb #c27e05e6
 LEFT_OUT = (
@@ -27,26 +31,41 @@ LEFT_OUT = (
 )
 
 
+def read_bucket_caps(ddp: DistributedDataParallel) -> tuple[int, ...]:  # bytes
+    """Read off a model when DDP closes a bucket of one dtype: the first, the second, and so on; the
+    last number holds for all that follow."""
+    if listed := getattr(ddp, "bucket_bytes_cap_list", ()):  # torch 2.9 has no such option
+        return tuple(listed)
+    if ddp.bucket_bytes_cap_default:
+        return torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap
+    return (ddp.bucket_bytes_cap,)
+
+
 def split_like_ddp(
-    buckets: Sequence[Sequence[int]],  # indices of parameters
+    filled: Sequence[Sequence[int]],  # of each bucket of DDP, in order: indices of its parameters
     params: Sequence[Tensor],
-    cap_bytes: int,
+    caps: Sequence[int],  # bytes, as `read_bucket_caps` gives them
 ) -> Iterator[list[int]]:
-    """Split buckets that go on after `cap_bytes`: from their ends, as DDP makes its buckets, last
-    parameters first."""
-    for indices in buckets:
+    """Split buckets that go on where DDP would have closed them: from their ends, as DDP makes its
+    buckets, last parameters first."""
+    caps_of: dict[Any, Iterator[int]] = {}  # of each dtype and device, for the buckets to come
+    for indices in filled:
+        kind = params[indices[0]].dtype, params[indices[0]].device
+        to_come = caps_of.setdefault(kind, chain(caps, repeat(caps[-1])))
+        cap = next(to_come)
         sizes = [params[i].nbytes for i in indices]
-        if sum(sizes[:-1]) < cap_bytes:
+        end = len(indices)
+        if sum(sizes[:-1]) < cap:
             yield list(indices)
             continue
-        filled = 0
-        end = len(indices)
+        size = 0
         for at in range(end - 1, 0, -1):
-            filled += sizes[at]
-            if filled >= cap_bytes:
+            size += sizes[at]
+            if size >= cap:
                 yield list(indices[at:end])
                 end = at
-                filled = 0
+                size = 0
+                cap = next(to_come)
         yield list(indices[:end])
 
 

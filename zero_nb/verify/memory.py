@@ -202,7 +202,7 @@ class DriverFacts:
         if isinstance(driver, DdpOverlap):
             plan = driver.step_plan
             filled = driver.planner.layout.filled if plan else None
-            options: dict[str, Any] = {"ddp_bucket_cap_mb": driver.traits.cap_bytes / MIB}
+            options: dict[str, Any] = {"ddp_bucket_cap_mb": driver.traits.bucket_caps[-1] / MIB}
             return cls("zero1-overlap", driver.options.wire_dtype, plan, filled, options)
         if isinstance(driver, DataParallel):
             planner = driver.planner
