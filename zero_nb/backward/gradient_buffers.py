@@ -22,7 +22,7 @@ __all__ = ['GradientLayout', 'BufferPool', 'BucketGradients', 'choose_layout', '
 
 # %% ../../nbs/backward/09_gradient_buffers.ipynb #f92f55db
 class BufferPool:
-    """Flat CPU tensors that are used again, so that no bucket writes to fresh memory."""
+    """Flat CPU tensors that are used again, so that copies do not write to fresh memory."""
 
     def __init__(self) -> None:
         self.free: dict[Any, list[Tensor]] = {}  # by size, dtype and device
