@@ -118,9 +118,8 @@ def _leave_groups(levels: Sequence[Ranks], words: str) -> None:
     for group in levels:
         with suppress(Exception):  # the store may be gone
             _leave_words(group, said)
-    for (
-        group
-    ) in levels:  # at once: a collective that took too long has closed the connections already
+    # at once: a collective that took too long has closed the connections already
+    for group in levels:
         _note_aborted(group)
     if any(not group._state.ended and "gloo" in group.backends.values() for group in levels):
         time.sleep(_SETTLE)
