@@ -235,6 +235,7 @@ def _deepspeed(module: nn.Module, group: Any, lr: float) -> Runner:
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # else it clips at a norm of 1, and trains otherwise than DDP
     }
     optimizer = AdamW(module.parameters(), lr=lr, fused=True)
     engine, *_ = deepspeed.initialize(
