@@ -384,8 +384,11 @@ def again(store_of):
         dist.destroy_process_group()
     if rank == 1:
         store.set("done", "")
-    else:
-        store.wait(["done"])  # a TCPStore is hosted by rank 0
+        return heard
+    try:
+        store.wait(["done"], timedelta(seconds=60))  # a TCPStore is hosted by rank 0
+    except RuntimeError as error:
+        raise AssertionError(f"rank 1 did not come to its end; rank 0 has heard {heard}") from error
     return heard
 
 
