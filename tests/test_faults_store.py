@@ -405,6 +405,35 @@ def test_L2_a_group_made_anew_on_the_same_store_hears_no_old_words(tmp_path, kin
     assert run(2, again, store_of) == [[], []]
 
 
+def look_late(path):
+    """Agree in two groups made one after the other; rank 1 looks around in the first one when rank 0
+    is in the second."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    rank, real = dist.get_rank(), agreement._Agreement._look_around
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.FileStore(path, 2)
+    agreement._has_no_peers = arrivals._has_no_peers = lambda group: group.size == 1
+
+    def late(self, waited):
+        agreement.time.sleep(1.5)
+        real(self, waited)
+
+    agreement._Agreement._look_around = late if rank else real
+    for life in range(2):
+        dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+        agreement.time.sleep(0.5 * (1 - rank))  # rank 1 waits
+        agree(Group(), f"life {life}")
+        dist.destroy_process_group()
+        agreement._Agreement._look_around = real
+    return agreement.time.sleep(0.5)
+
+
+def test_a_rank_that_looks_late_stays_in_the_group_that_has_agreed(tmp_path):
+    """It took the first group for an older one, and the ranks disagreed on what comes next."""
+    assert run(2, look_late, str(tmp_path / "store"), timeout=40) == [None, None]
+
+
 def passed_on(server, port):
     """Give the socket of a proxy for one connection, and what ends the passing on of bytes."""
     listener = socket.create_server(("127.0.0.1", 0))

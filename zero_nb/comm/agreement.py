@@ -48,9 +48,7 @@ class _Agreement:
         self.digest = _digest(self.lines)
         self.first = group.group_rank == 0
         self.noted = False  # where this rank waits
-        self.before = (
-            ""  # on the first rank: where others have left words before it named this life
-        )
+        self.before = ""  # on the first rank: where others left words before it named this life
         self.notes = _Notes(group)  # of this life, once its name is known
 
     def run(self) -> Steps:
@@ -135,6 +133,8 @@ class _Agreement:
 
     def _look_around(self, waited: float) -> None:
         if not self.turn and _Notes(self.group).peek("life") != self.state.life:
+            if self._outcome():  # decided just now: the first rank is in its next group already
+                return
             raise _OldLife
         if self.noted or waited < min(
             max(0.25, self.group.size / 256), _timeout(self.group).total_seconds() / 4
