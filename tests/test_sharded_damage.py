@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from zero_nb.checkpoint import checksums
-from zero_nb.checkpoint.checksums import read_stored
+from zero_nb.checkpoint import folder as checkpoint_folder
+from zero_nb.checkpoint.checksums import PartOfFile, read_stored
 from zero_nb.checkpoint.contents import newest_checkpoint
 from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
 from zero_nb.checkpoint.files import read_records, records_in
@@ -165,6 +166,19 @@ def test_damage_names_the_tensor(folder, saved):
         named.add(index.fqn in str(error.value))
         lay(folder / "one", saved)
     assert named == {True}
+
+
+@pytest.mark.parametrize("byte", [*range(4), 6, 7, 8, 9, 26, 27, 28, 29, 30])
+def test_a_header_before_a_record_is_compared_with_its_copy(folder, saved, byte):
+    """Its signature, flags, method, lengths and name."""
+    lay(folder, saved)
+    for info in read_table(folder).storage_data.values():
+        data = bytearray(saved[info.relative_path])
+        data[info.offset + byte] ^= 1
+        lay(folder, {info.relative_path: bytes(data)})
+        with pytest.raises(ValueError, match="is damaged"):
+            check_folder(folder)
+        lay(folder, saved)
 
 
 def test_a_table_of_contents_runs_no_code(folder, saved):
@@ -327,6 +341,22 @@ def test_a_box_is_read_as_torch_reads_it(tmp_path):
             with open(path, "rb", buffering=0) as file:
                 read_stored(mine.view, file, mine.record.offset, place)
             assert repr(place.to(theirs.dtype)) == repr(theirs), name
+
+
+def test_a_box_takes_few_reads(folder, saved, monkeypatch):
+    """A file system on a network answers each of them, however short."""
+    reads = []
+
+    class Counted(PartOfFile):
+        def readinto(self, buffer):
+            reads.append(len(buffer))
+            return super().readinto(buffer)
+
+    lay(folder, saved)
+    monkeypatch.setattr(checkpoint_folder, "PartOfFile", Counted)
+    check_folder(folder)
+    boxes = len(read_table(folder).storage_data)
+    assert 0 < len(reads) <= 25 * boxes
 
 
 @st.composite

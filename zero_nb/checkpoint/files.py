@@ -222,24 +222,23 @@ class Record(NamedTuple):
     crc_places: tuple[int, ...]  # where the archive keeps the checksum
 
 
-def _read_at(file: Any, offset: int, form: str) -> tuple[Any, ...]:
-    file.seek(offset)  # before the first byte, and an error, if there is damage
-    return struct.unpack(form, file.read(struct.calcsize(form)))
-
-
-# where in a header are flags and method, the lengths, and the name; the form of the lengths
-_BEFORE_RECORD = (6, 26, 30, "<HH")
-_IN_DIRECTORY = (8, 28, 46, "<HHH")
+# how a header begins, and the form of what follows: flags, method, lengths of the name and of the rest
+_BEFORE_RECORD = (b"PK\x03\x04", struct.Struct("<2xHH16xHH"))
+_IN_DIRECTORY = (b"PK\x01\x02", struct.Struct("<4xHH16xHHH12x"))
 _FOLDER = 0x10  # among a record's attributes; torch gives memory that it has not written for it
+_PACKED = 0x61  # the flags of a record that is encrypted or a patch
 _END = b"PK\x05\x06"  # how the last record of an archive begins, which has 22 bytes
 
 
 def _header_at(
-    file: Any, offset: int, how: int, lengths: int, name: int, form: str
-) -> tuple[tuple[Any, ...], int]:  # flags, method and name of a record; bytes of the header
-    found = _read_at(file, offset + lengths, form)
-    said = _read_at(file, offset + how, "<HH") + _read_at(file, offset + name, f"{found[0]}s")
-    return said, name + sum(found)
+    file: Any, offset: int, begins: bytes, form: struct.Struct
+) -> tuple[tuple[int, int, bytes], int]:  # flags, method and name of a record; bytes of the header
+    file.seek(offset)  # before the first byte, and an error, if there is damage
+    head = file.read(len(begins) + form.size)
+    if not head.startswith(begins):
+        raise zipfile.BadZipFile(f"no record begins at byte {offset}")
+    flags, method, *lengths = form.unpack(head[len(begins) :])
+    return (flags, method, file.read(lengths[0])), len(head) + sum(lengths)
 
 
 def _why_no_archive(file: Any, error: Exception) -> str:  # words that follow the path
@@ -260,20 +259,23 @@ def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
     found = dict[str, Record]()
     try:
         with zipfile.ZipFile(file) as archive:
-            if _read_at(file, file.seek(0, os.SEEK_END) - 22, "<4s") != (_END,):
+            first = archive.start_dir
+            file.seek(first)
+            directory = io.BytesIO(file.read())  # once, for it is at the other end
+            if directory.getvalue()[-22:-18] != _END:
                 raise zipfile.BadZipFile("bytes follow its end")
-            entry = archive.start_dir
+            entry = 0  # byte of the directory
             named = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             for name, info in named.items() if "data.pkl" in named else ():
-                listed, listed_nbytes = _header_at(file, entry, *_IN_DIRECTORY)
+                listed, listed_nbytes = _header_at(directory, entry, *_IN_DIRECTORY)
                 own, own_nbytes = _header_at(file, info.header_offset, *_BEFORE_RECORD)
-                kept = info.compress_type == zipfile.ZIP_STORED and not info.external_attr & _FOLDER
-                if own != listed or not kept:
+                plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & _PACKED
+                if own != listed or not plain or info.external_attr & _FOLDER:
                     raise zipfile.BadZipFile(
                         f"record {info.filename!r} is compressed or a folder (packed by zip?), or listed as another"
                     )
                 offset = info.header_offset + own_nbytes
-                places = [entry + 16]  # in the directory at the end
+                places = [first + entry + 16]  # in the directory at the end
                 entry += listed_nbytes
                 if info.flag_bits & 8:  # and behind the record
                     places.append(offset + info.file_size + 4)
