@@ -25,6 +25,7 @@ from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.subgroups import two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+from zero_nb.plan.shards import ShardPlan, Span
 
 
 def attach(mode, model, make):
@@ -480,6 +481,69 @@ def test_a_gradient_that_some_ranks_lack_is_an_error_on_every_rank(first, what, 
     words = "parameter 2 with" if first else f"parameter 2: its parts {parts}"
     for said in run(2, uneven, first, what, options):
         assert words in (said or "")
+
+
+def refused_load(apart):
+    """Leave parts of a parameter apart, or miss a step of it on all ranks, and then refuse a load."""
+    model, _, zero, _ = pair(kind=SGD)
+    given(model)
+    zero.step()
+    zero.consolidate_state_dict(to=None)
+    state = zero.state_dict()
+    second = dist.get_rank() == 1
+    given(model, lacking=(2,) if second or not apart else ())
+    zero.step()
+    said = caught(lambda: zero.load_state_dict(state if second else {"no": 1}))
+    return said, caught(lambda: zero.consolidate_state_dict(to=0))
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_refused_load_forgets_no_missed_step(apart):
+    for refusal, said in run(2, refused_load, apart):
+        assert "a state dict must have" in refusal
+        assert ("its parts were stepped in different steps" in (said or "")) == apart
+        assert apart or said is None
+
+
+def half_of_a_first_step():
+    model, _, zero, _ = pair(kind=SGD, shard="even")
+    given(model)
+    if dist.get_rank() == 1:
+        [*model.parameters()][2].grad = torch.ones(50, 40).to_sparse()
+    said = caught(zero.step)
+    given(model)
+    return said, caught(zero.step), caught(lambda: zero.consolidate_state_dict(to=0))
+
+
+def test_a_step_that_failed_on_one_rank_is_one_that_it_missed():
+    """In the first step the others learn of it when they have stepped; there is no state to tell by."""
+    for first, second, said in run(2, half_of_a_first_step):
+        assert "sparse gradient" in first and second is None
+        assert "its parts were stepped in different steps" in said
+
+
+def striped(specs, world_size, *, loads=None):
+    """Give the first rank two parts of each parameter, and the second the one between them."""
+    outer = []
+    inner = []
+    for i, spec in enumerate(specs):
+        third = spec.numel // 3
+        outer += [Span(i, 0, third), Span(i, 2 * third, spec.numel)]
+        inner.append(Span(i, third, 2 * third))
+    return ShardPlan(tuple(specs), (tuple(outer), tuple(inner)))
+
+
+def missed_on_all(kind):
+    model, _, zero, _ = pair(kind=kind, shard=striped)
+    for step in range(3):
+        given(model, step=step, lacking=(2,) if step == 1 else ())
+        zero.step()
+    return caught(lambda: zero.consolidate_state_dict(to=0))
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_a_rank_with_two_parts_of_a_parameter_misses_a_step_of_it_once(kind):
+    assert run(2, missed_on_all, kind) == [None, None]
 
 
 def never(what):

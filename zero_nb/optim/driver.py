@@ -179,6 +179,8 @@ class AfterBackward:
                 reclaim_pieces(shard.pieces, optimizer.local.by_class.values())
             else:
                 release_step_memory(shard)
+                missed = {index for piece in shard.pieces for index, *_ in piece.spans}
+                shard.missed.note(-1, missed)
         if raised:
             together = optimizer.replica_group is None and fails_everywhere(optimizer.groups)
         else:

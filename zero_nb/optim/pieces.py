@@ -5,7 +5,7 @@
 # %% ../../nbs/optim/03_pieces.ipynb #4b8161b3
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -188,14 +188,10 @@ class MissedSteps:
         self.numbers = count()  # of the steps, one after the other
         self.sums = dict[int, int]()  # a checksum of these steps, by index in the optimizer
 
-    def note(self, step: int, spans: Iterable[Span]) -> None:
-        """Note what had no gradient."""
-        for index, *_ in spans:
+    def note(self, step: int, indices: Set[int]) -> None:  # -1: a step that failed before them all
+        """Note what was not stepped."""
+        for index in indices:
             self.sums[index] = crc32(b"%d" % step, self.sums.get(index, 0)) & 0xFFFFFF
-
-    def forget(self) -> None:
-        """Forget all: parameters and state are of one step again, as after a load."""
-        self.sums.clear()
 
 
 class HoldsPieces(Protocol):
@@ -302,16 +298,19 @@ _LAYOUT = attrgetter("layout")
 @torch.no_grad()
 def lend_pieces(optims: Iterable[torch.optim.Optimizer], shard: HoldsPieces) -> None:
     """Give all views their memory and their gradients."""
-    grads = _gradients(shard)
     step = next(shard.missed.numbers)
+    grads = _gradients(shard)
+    missed = set[int]()
     for piece in [piece for piece in shard.pieces if not piece.direct]:
         mine = [grads[index - shard.first] for index, _, _ in piece.spans]
         lacks = [grad is None for grad in mine]
         if any(lacks):
-            shard.missed.note(step, compress(piece.spans, lacks))
+            missed.update(index for index, *_ in compress(piece.spans, lacks))
         for part in split_piece(optims, shard, piece, lacks):
             its, mine = mine[: len(part.spans)], mine[len(part.spans) :]
             part.lend(None if its[0] is None else part.gradient([g for g in its if g is not None]))
+    if missed:
+        shard.missed.note(step, missed)
 
 # %% ../../nbs/optim/03_pieces.ipynb #923e473e
 def _slice(piece: Piece, part: Tensor) -> Tensor:  # a view, in the shape of the piece

@@ -291,6 +291,7 @@ class StateLoad:
         self.before = state.frozen
         self.unfinished = state.local.change.what
         self.undo_local = snapshot(state.local, state.shards)
+        self.missed = [(shard.missed.sums, {**shard.missed.sums}) for shard in state.shards]
 
     def finish(self) -> None:
         """Give the state to its pieces, and keep that of frozen parameters."""
@@ -298,12 +299,14 @@ class StateLoad:
         self.state.keep_frozen(self.frozen)
         for shard, dealt in self.dealt:
             give_state(self.state.local, shard, dealt, self.common)
-        for shard in self.state.shards:
-            shard.missed.forget()
+        for sums, _ in self.missed:  # parameters and state are of one step again
+            sums.clear()
         self.state.local.change.finish()
 
     def undo(self) -> None:
         """Have the state back as it was."""
         self.undo_local()
+        for sums, before in self.missed:
+            sums.update(before)
         self.state.keep_frozen(self.before)
         self.state.local.change.start(self.unfinished)
