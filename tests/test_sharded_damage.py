@@ -359,6 +359,31 @@ def test_a_box_takes_few_reads(folder, saved, monkeypatch):
     assert 0 < len(reads) <= 25 * boxes
 
 
+def test_a_file_that_gives_a_few_bytes_at_a_time_is_read_whole(folder, saved, monkeypatch):
+    """As the system may, for one call."""
+
+    class Slow(PartOfFile):
+        def readinto(self, buffer):
+            return super().readinto(memoryview(buffer)[:7])
+
+    lay(folder, saved)
+    monkeypatch.setattr(checkpoint_folder, "PartOfFile", Slow)
+    check_folder(folder)
+
+
+@pytest.mark.parametrize("offset, length", [(-64, 0), (-64, 64), (0, -(10**6)), (10**6, 0)])
+def test_a_box_that_is_not_in_its_file_is_damage(folder, saved, offset, length):
+    """As a table of contents may say that has no manifest to be compared with, like DCP's own."""
+    lay(folder, {name: data for name, data in saved.items() if name != MANIFEST})
+    table = read_table(folder)
+    first = next(iter(table.storage_data.values()))
+    first.offset += offset
+    first.length += length
+    (folder / TABLE).write_bytes(pickle.dumps(table))
+    with pytest.raises(ValueError, match=r"is damaged: \S+ has \d+ bytes, and \S+ would lie from"):
+        describe_checkpoint(folder)
+
+
 @st.composite
 def views(draw):
     """How a tensor in a file is cut and turned, and in which order its place lies."""

@@ -71,8 +71,11 @@ class PartOfFile(RawIOBase):
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Choose the byte that is read next."""
-        self.at = offset + {SEEK_CUR: self.at, SEEK_END: self.nbytes}.get(whence, 0)
-        return self.at
+        at = offset + {SEEK_CUR: self.at, SEEK_END: self.nbytes}.get(whence, 0)
+        if at < 0:  # what lies there is another part
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self.at = at
+        return at
 
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer as far as there are bytes."""

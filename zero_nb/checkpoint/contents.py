@@ -235,10 +235,10 @@ def _read_boxes(
                     f"{folder} has {index.fqn} in a transformed form, which cannot be read"
                 )
             end = info.offset + info.length
-            if end > nbytes:
+            if not 0 <= info.offset <= end <= nbytes:
                 raise ValueError(
-                    f"{folder} is damaged: {name} has {nbytes} bytes and {index.fqn} ends at {end}, so"
-                    " it is not whole; use the checkpoint before it"
+                    f"{folder} is damaged: {name} has {nbytes} bytes, and {index.fqn} would lie from"
+                    f" {info.offset} to {end}; use the checkpoint before it"
                 )
             found = load_saved(PartOfFile(file, info.offset, info.length), path, info.offset)
             if not hasattr(table.state_dict_metadata[index.fqn], "size"):
