@@ -10,7 +10,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import itemgetter
 from types import FunctionType, ModuleType
@@ -27,7 +27,7 @@ from ..optim.driver import SideStream
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
 # %% auto #0
-__all__ = ['GatedParameters', 'ParameterGate', 'Search', 'NanUntilWaited', 'ArrivingParameters']
+__all__ = ['GatedParameters', 'NanUntilArrived', 'ParameterGate', 'Search', 'ArrivingParameters']
 
 # %% ../../nbs/backward/12_arriving.ipynb #c3b63e78
 class GatedParameters(dict[str, Any]):
@@ -93,6 +93,31 @@ class GatedParameters(dict[str, Any]):
     def __reduce__(self) -> Any:
         return dict, (self.copy(),)
 
+# %% ../../nbs/backward/12_arriving.ipynb #6814c3b0
+class NanUntilArrived:
+    """Parameters that are NaN for all who read one before it is there and do not wait."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        places: Mapping[int, int],  # by id of a parameter: the gather that brings its last piece
+    ):
+        self.order = sorted([(places[id(p)], p) for p in params], key=itemgetter(0))
+        self.away = deque[tuple[int, Tensor, Tensor]]()  # place, parameter, and its memory
+
+    def begin(self) -> None:
+        """Take the memory of the parameters away. A graph that has saved one gives NaN."""
+        for place, p in self.order:
+            self.away.append((place, p, p.data))
+            nan = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
+            p.data = nan.expand(p.shape)  # one number, which stands for all
+
+    def end(self, place: int) -> None:
+        """Give back the memory of what came with the gathers up to a place."""
+        while self.away and self.away[0][0] <= place:
+            _, p, data = self.away.popleft()
+            p.data = data
+
 # %% ../../nbs/backward/12_arriving.ipynb #64c556f5
 class ParameterGate:
     """Makes modules wait for their parameters, from a step until each parameter has arrived."""
@@ -107,6 +132,7 @@ class ParameterGate:
         self.last: list[tuple[int, nn.Module]] = []  # when each module has its parameters, in order
         self.param_ids: list[list[int]] = []  # of those modules
         self.closed = deque(self.last)
+        self.absent = NanUntilArrived((), {})
 
     def arrange(
         self,
@@ -128,6 +154,8 @@ class ParameterGate:
                 found.append((max(places, default=-1), m))
         self.last = sorted([pair for pair in found if pair[0] >= 0], key=itemgetter(0))
         self.param_ids = self._ids()
+        arriving = {id(p): p for p in self.module.parameters() if id(p) in self.places}
+        self.absent = NanUntilArrived(arriving.values(), self.places)
 
     def close(self) -> None:
         """From now on, a module waits for the parameters that are read from it."""
@@ -137,6 +165,7 @@ class ParameterGate:
         for _, m in self.last:  # past the methods of GatedParameters
             params = dict(dict.items(m._parameters))
             m.__dict__["_parameters"] = GatedParameters(params, self.wait)
+        self.absent.begin()
 
     def open(self, place: int) -> None:
         """Let modules read without waiting whose parameters came with the gathers up to a place."""
@@ -234,32 +263,13 @@ class Search:
             return "two parameters share memory"
         return ""
 
-# %% ../../nbs/backward/12_arriving.ipynb #6814c3b0
-class NanUntilWaited:
-    """Parameters that read as NaN until `wait`; in the place of a gather, to find readers that do not wait."""
-
-    done = False
-
-    def __init__(self, params: Sequence[Tensor]):
-        self.held = [(p, p.detach().clone()) for p in params]
-        for p in params:
-            # of `data`, which autograd does not follow: a graph that has saved it is not refused,
-            # and gives NaN
-            p.data.fill_(torch.nan)
-
-    def wait(self) -> None:
-        """Bring the parameters back."""
-        for p, value in self.held:
-            p.data.copy_(value)
-        self.held.clear()
-
 # %% ../../nbs/backward/12_arriving.ipynb #7ec9a385
 class ArrivingParameters:
     """Parameters on their way after a step; those of one gather come after those of the gather before."""
 
     def __init__(
         self,
-        works: Sequence[Work | NanUntilWaited],  # the gathers, in the order in which they began
+        works: Sequence[Work],  # the gathers, in the order in which they began
         stream: SideStream | None,  # on which they end
         record_versions: Callable[[], None],  # called once all have arrived
         members: Sequence[Sequence[Tensor]],  # the parameters that each of them brings
@@ -285,24 +295,10 @@ class ArrivingParameters:
         """Whether all parameters are there, for a reader on the stream of the step."""
         return self.count == len(self.works)
 
-    def unread(self, params: Sequence[Tensor], places: Mapping[int, int]) -> ArrivingParameters:
-        """Wait for all parameters, and let them be NaN until a reader waits for them."""
-        by_place: list[list[Tensor]] = [[] for _ in self.works]
-        for p in params:
-            if id(p) in places:
-                by_place[places[id(p)]].append(p)
-        for work in self.works:
-            work.wait()
-        works = [NanUntilWaited(found) for found in by_place]
-        return ArrivingParameters(
-            works, self.stream, self.record_versions, self.members, self.versions
-        )
-
     def close(self, gate: ParameterGate) -> None:
         """Let modules wait for what has not arrived."""
+        self.gate = gate
         gate.close()
-        if self.stream is None:  # else readers on other streams wait for an event of each gather
-            self.gate = gate
 
     def wait(self, place: int) -> None:
         """Return when the gathers up to a place, counted from 0, have ended."""
@@ -338,7 +334,9 @@ class ArrivingParameters:
                     self.events.append(self.stream.record())
                 self.count += 1
                 if self.gate:
-                    self.gate.open(self.count - 1)
+                    self.gate.absent.end(self.count - 1)
+                    if self.stream is None:  # else readers on other streams wait for the event
+                        self.gate.open(self.count - 1)
             if self.count == len(self.works):
                 self.record_versions()
         except BaseException as error:

@@ -50,7 +50,6 @@ class DataParallelOptions(StepOptions):
     """The options of `data_parallel`."""
 
     hidden: bool = False
-    check_reads: bool = False
     bucket_cap_mb: float | None = None
     cut_mb: float = 25.0
     find_unused_parameters: bool = False
@@ -68,11 +67,6 @@ class DataParallelOptions(StepOptions):
             chosen = value is None and name == "bucket_cap_mb"
             if not chosen and not (isinstance(value, (int, float)) and value > 0):
                 raise ValueError(f"{name} must be a number above 0, got {value!r}")
-        if self.check_reads and not self.hidden:
-            raise ValueError(
-                "check_reads=True looks for readers that do not wait for parameters, and without"
-                " hidden=True they need not; pass both, or neither"
-            )
         if self.buffers not in ("broadcast", "average", "local"):
             raise ValueError(
                 f"buffers must be 'broadcast', 'average' or 'local', got {self.buffers!r}"

@@ -126,8 +126,6 @@ class DataParallel(InBackward, _Joinable):
             self.wait()
         elif not self.arriving.done:
             self.planner.arrange(self.gate, backward.iteration.gathers.order)
-            if self.options.check_reads:
-                self.arriving = self.arriving.unread(engine.params, self.gate.places)
             self.arriving.close(self.gate)
         engine.mark_gradients(backward.unused, stepped)
         engine.note_step(backward.unused, stepped and backward.contribution == "own")
@@ -161,6 +159,8 @@ class DataParallel(InBackward, _Joinable):
         """Let the model and the optimizer be, without a word to the other ranks."""
         with suppress(RuntimeError):  # if a peer has failed, the error that ends the block says so
             self.wait()
+        if self.arriving:  # those that never came have their memory, and what it is does not matter
+            self.gate.absent.end(len(self.arriving.works))
         self.reducer.listeners.listen_to(())
         self.reducer.drop()
         super().leave()
@@ -203,7 +203,6 @@ def data_parallel(
     interleaved: bool = False,  # step each bucket during backward, `lag` buckets behind; else all of them after it
     lag: int = 1,
     hidden: bool = False,  # parameters arrive while the next forward runs; every read must go through its module
-    check_reads: bool = False,  # for debugging, with `hidden`: parameters are NaN for readers that do not wait for them
     # MiB; parameters up to this size travel together, larger ones alone and without a copy; None: 25
     # on a GPU, 8 on a CPU
     bucket_cap_mb: float | None = None,
@@ -223,9 +222,9 @@ def data_parallel(
     `scaler` if the loss is scaled. Gradients do not add up over steps if nothing clears them.
 
     With `hidden=True` a parameter that is read between `backward` and the next forward through a list
-    made earlier, `.data`, or `optimizer.param_groups` may be that of the step before, without an
-    error, as in an average of weights (EMA). Read `module.parameters()` or `module.state_dict()` anew,
-    which wait, or call `wait()` of what this returns first.
+    made earlier or `optimizer.param_groups`, as by an average of weights (EMA), is NaN; only what was
+    made of it earlier, such as `p.detach()`, may be of the step before. Read `module.parameters()` or
+    `module.state_dict()` anew, which wait, or call `wait()` of what this returns first.
 
     Raises `TypeError` or `ValueError` on every rank for what does not go together.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2 (ZeRO stage 2)."""
@@ -233,7 +232,6 @@ def data_parallel(
         interleaved=interleaved,
         lag=lag,
         hidden=hidden,
-        check_reads=check_reads,
         bucket_cap_mb=bucket_cap_mb,
         cut_mb=cut_mb,
         find_unused_parameters=find_unused_parameters,

@@ -26,7 +26,7 @@ from ..optim.flat import FlatBucket
 from ..optim.iteration import Iteration, Reduction, StepPlan
 from ..optim.local_optimizers import check_options, snapshot_options
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.param_specs import specs
+from ..optim.param_specs import param_name, specs
 from ..optim.state_plan import check_moves, find_called_once, leaves_no_parts
 from ..plan.schedule import Schedule
 from ..plan.balancing import by_group, mixed
@@ -225,8 +225,8 @@ class StepEngine:
             raise RuntimeError(_FROZEN.format(self._name(stale[0])))
 
     def _name(self, param: Tensor) -> str:
-        pairs = zip(specs(self.optimizer.param_groups), self.params, strict=True)
-        return next(spec.name for spec, p in pairs if p is param)
+        index = next(i for i, p in enumerate(self.params) if p is param)
+        return param_name(self.optimizer.param_groups, index)
 
     def wait(self) -> None:
         """Let the current stream go on after the steps."""

@@ -20,7 +20,7 @@ from ..optim.driver import SideStream
 from ..optim.flat import FlatBucket
 from ..optim.iteration import GradientReducer, Iteration, Reduction
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.param_specs import specs
+from ..optim.param_specs import param_name
 from ..optim.shard import Shard
 
 # %% auto #0
@@ -271,7 +271,7 @@ class ParallelBackward:
 
     def name(self, index: int) -> str:
         """Give the name of a parameter."""
-        return specs(self.optimizer.param_groups)[index].name
+        return param_name(self.optimizer.param_groups, index)
 
     def send_rest(self) -> None:
         """Send the buckets that wait for gradients which did not come."""

@@ -234,10 +234,11 @@ class FlatBucket:
             self.members
         )  # before they are written: autograd refuses graphs that have saved them, on every rank
         work = collectives.all_gather(self.group, flat, self.sizes, async_op=True, relay=relay)
+        stretches = self.stretches  # now: until the end, a parameter may have other memory
         yield
         work.wait()
         with torch.no_grad():
-            for where, lengths, runs in self.stretches:
+            for where, lengths, runs in stretches:
                 torch.split_with_sizes_copy(flat[where], lengths, out=runs)
 
     def _gather_with(self, trailer: Trailer, room: Tensor | None, relay: bool) -> Iterator[None]:
@@ -260,6 +261,7 @@ class FlatBucket:
         self.part = None
         torch.autograd.graph.increment_version(self.members)
         work = self.group.all_gather(flat, sizes, async_op=True, relay=relay)
+        stretches = self.stretches
         yield
         work.wait()
         whole = self._room(room) if self.flat is None else self.flat
@@ -269,6 +271,6 @@ class FlatBucket:
                 start, stop = self.bucket.part(rank)
                 whole[start:stop] = got[: stop - start]
                 messages[rank] = got[stop - start :].view(torch.uint8)[: len(message)]
-            for where, lengths, runs in self.stretches:
+            for where, lengths, runs in stretches:
                 torch.split_with_sizes_copy(whole[where], lengths, out=runs)
         trailer.receive(messages)

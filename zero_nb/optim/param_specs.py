@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -25,15 +26,21 @@ from .flat import flatten
 from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
-__all__ = ['specs', 'small_shapes', 'SmallKind', 'SmallGroup', 'small_groups', 'small_parameter', 'name_small_parameters',
-           'make_stand_in', 'standing_in', 'with_gradients', 'what_is_left', 'clear_gradients', 'random_states',
-           'leaving_alone']
+__all__ = ['param_name', 'specs', 'small_shapes', 'SmallKind', 'SmallGroup', 'small_groups', 'small_parameter',
+           'name_small_parameters', 'make_stand_in', 'standing_in', 'with_gradients', 'what_is_left', 'clear_gradients',
+           'random_states', 'leaving_alone']
 
 # %% ../../nbs/optim/02_param_specs.ipynb #8c39e138
 def _names(group: dict[str, Any], index: int) -> list[str]:
     return group.get("param_names") or [
         f"group {index} parameter {i}" for i in range(len(group["params"]))
     ]
+
+
+def param_name(param_groups: list[dict[str, Any]], index: int) -> str:
+    """Name a parameter in errors, whatever memory it has by now."""
+    names = (name for number, group in enumerate(param_groups) for name in _names(group, number))
+    return next(islice(names, index, None))
 
 
 _FACTS = attrgetter("shape", "dtype", "device", "layout")
