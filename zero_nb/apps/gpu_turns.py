@@ -166,6 +166,10 @@ class GpuTurns:
         for what, seconds in found.items():
             getattr(self, what).setdefault(way, []).extend(_rounded([seconds]))
 
+    def note_peak(self, way: str, nbytes: int) -> None:
+        """Note how much memory a way took above what was held before."""
+        self.peak[way] = nbytes
+
 
 def _step_times(job: Job, device: torch.device) -> list[float]:
     found = []
@@ -199,7 +203,7 @@ def take_turns(
             for _ in range(_BEFORE):
                 job.iterate()
             found.add(way, job, device)
-            found.peak[way] = most_held(device) - before
+            found.note_peak(way, most_held(device) - before)
             del job
     return found
 

@@ -370,6 +370,15 @@ class RankReport:
     samples: list[str] = field(default_factory=list)  # what the model wrote
     mode: str = MODES[0]  # of the sharded side
 
+    def note_step(self, side: str, step: int, loss: float, seconds: tuple[float, float]) -> None:
+        """Note an iteration of a side."""
+        self.losses[side][step] = loss
+        self.seconds[side].append(seconds)
+
+    def note_held_out(self, side: str, step: int, loss: float) -> None:
+        """Note what a side makes of text that it does not train on."""
+        self.held_out[side][step] = loss
+
 
 def _mean(value: Tensor, group: Group, per: float = 1.0) -> float:
     """Divide the sum of the ranks' values by the sum of theirs of `per`; they are also in step after it."""

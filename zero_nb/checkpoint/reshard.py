@@ -44,17 +44,18 @@ from ..plan.shards import ShardPlan, Span
 __all__ = ['StateMover', 'reshard']
 
 # %% ../../nbs/checkpoint/16_reshard.ipynb #7e5a001a
-def _move_empty(moves: RankMoves, span: Span, rank: int, senders: Rows, receivers: Rows) -> None:
-    """Move the state of a parameter without elements, which every rank has, to ranks that join."""
+def _moves_of_empty(span: Span, rank: int, senders: Rows, receivers: Rows) -> RankMoves:
+    """List the moves of a parameter without elements, whose state every rank has, to ranks that join."""
     joining = [to for to in receivers.places if to not in senders.places]
+    receives: dict[Span, list[Move]] = {}
     if rank in joining:
-        moves.receives[span] = [Move(senders.ranks[senders.sending_row(rank)][0], rank, span)]
+        receives[span] = [Move(senders.ranks[senders.sending_row(rank)][0], rank, span)]
     if rank not in senders.places:
-        return
+        return RankMoves({}, receives)
     row, place = senders.places[rank]
     to = [other for other in joining if not place and senders.sending_row(other) == row]
     kept = [rank] if rank in receivers.places else []
-    moves.sends[span] = [Move(rank, other, span) for other in (*kept, *to)]
+    return RankMoves({span: [Move(rank, other, span) for other in (*kept, *to)]}, receives)
 
 
 class StateMover:
@@ -118,7 +119,9 @@ class StateMover:
         found = moves_between(rank, before, self.senders, after, self.receivers)
         for index, p in enumerate(self.params):
             if not p.numel():
-                _move_empty(found, Span(index, 0, 0), rank, self.senders, self.receivers)
+                empty = _moves_of_empty(Span(index, 0, 0), rank, self.senders, self.receivers)
+                found.sends.update(empty.sends)
+                found.receives.update(empty.receives)
         return found, places
 
     def _of_frozen(self, moves: RankMoves) -> RankMoves:

@@ -121,7 +121,7 @@ def deal_to_pieces(
     for piece, found in parts:
         marks = [_signature(part) for part in found] if len(found) > 1 else [None]
         left = iter(found)
-        for new in split_piece(list(local.by_class.values()), shard, piece, marks):
+        for new in split_piece(list(local.by_class.values()), shard.pieces, piece, marks):
             mine = [next(left) for _ in new.spans]
             held = local.state_of(new)
             yield new, mine[0] if piece.whole else _join_neighbours(mine, held, taken)

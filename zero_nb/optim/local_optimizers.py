@@ -347,7 +347,7 @@ def check_classes(
             continue
         found = find_trouble(kind, settings.options(kind), of_kind, cuts, settings.master_dtype)
         local.stood_in_for.update(() if found.idles else (kind,))
-        local.leaves[kind] = found.leaves
+        local.leaves.update({kind: found.leaves})
         if found.trouble:
             raise ValueError(
                 f"optimizer_class {kind.__name__} {found.trouble}. Sharded, it would not train as it does"

@@ -249,8 +249,8 @@ def _split(
 
 def split_piece(
     optims: Iterable[torch.optim.Optimizer],  # one of which steps the piece
-    shard: HoldsPieces,  # in which the piece is
-    piece: Piece,
+    pieces: list[Piece],  # of the shard, where the parts take the place of the whole
+    piece: Piece,  # one of them
     marks: Sequence[Any],  # one for each span
 ) -> list[Piece]:  # the piece itself, or what it was split into
     """Step apart from now on what has different marks."""
@@ -266,16 +266,15 @@ def split_piece(
     parts = list(_split(piece, marks))
     state = optim.state.pop(piece.view, {})
     params[place : place + 1] = [part.view for part, _ in parts]
-    place = next(i for i, other in enumerate(shard.pieces) if other is piece)
-    pieces = [part for part, _ in parts]
-    shard.pieces[place : place + 1] = pieces
+    place = next(i for i, other in enumerate(pieces) if other is piece)
+    pieces[place : place + 1] = [part for part, _ in parts]
     for part, where in parts:
         if state:
             optim.state[part.view] = {
                 k: v[where].clone() if per_element(k, v, piece.numel) else deepcopy(v)
                 for k, v in state.items()
             }
-    return pieces
+    return [part for part, _ in parts]
 
 # %% ../../nbs/optim/03_pieces.ipynb #8daa03fc
 def _gradients(shard: HoldsPieces) -> list[Tensor | None]:  # one for each parameter
@@ -306,7 +305,7 @@ def lend_pieces(optims: Iterable[torch.optim.Optimizer], shard: HoldsPieces) -> 
         lacks = [grad is None for grad in mine]
         if any(lacks):
             missed.update(index for index, *_ in compress(piece.spans, lacks))
-        for part in split_piece(optims, shard, piece, lacks):
+        for part in split_piece(optims, shard.pieces, piece, lacks):
             its, mine = mine[: len(part.spans)], mine[len(part.spans) :]
             part.lend(None if its[0] is None else part.gradient([g for g in its if g is not None]))
     if missed:
@@ -341,9 +340,8 @@ def lend_bucket(
     if bucket is shard.buckets[-1]:  # by now it is known whether they were used
         opened += _open_empty(shard, lacks)
     for piece in [piece for piece in shard.pieces if piece.bucket is bucket]:
-        for one in split_piece(
-            optims, shard, piece, [lacks[index - shard.first] for index, _, _ in piece.spans]
-        ):
+        marks = [lacks[index - shard.first] for index, _, _ in piece.spans]
+        for one in split_piece(optims, shard.pieces, piece, marks):
             one.lend(None if lacks[one.spans[0][0] - shard.first] else _slice(one, part))
             opened.append(one)
     return opened
