@@ -288,7 +288,9 @@ def test_late_ranks_are_named_after_few_requests(clock, size, late):
             else outcome.startswith(f"RuntimeError: {named} not arrive within 30 s")
         )
     taken(ranks)
-    assert list(islice(_missing(_Notes(ranks[0], ranks[0]._wire.life), 1, size), 9)) == late[:9]
+    assert (
+        list(islice(_missing(_Notes(ranks[0], ranks[0]._wire.life.name), 1, size), 9)) == late[:9]
+    )
     assert len(ranks[0].store.requests) <= 9 + 4  # levels
     outcomes = play(
         clock, ranks, [("the second", [], None) if rank in late else None for rank in range(size)]

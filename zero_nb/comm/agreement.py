@@ -54,18 +54,18 @@ class _Agreement:
     def run(self) -> Steps:
         """Take part, and give the outcome: "ok", "differ", "failed", or "left" and who did not come."""
         _check_ended(self.group, self.what)
-        if self.turn and not self.state.met:
+        if self.turn and not self.state.life.met:
             raise RuntimeError(
                 f"the ranks of {self.group} did not all come to its first agreement, so they cannot"
                 f" agree on {_plain(self.what)!r}; make a new group"
             )
         while True:
             self.before = yield from _learn_life(self)
-            self.notes = _Notes(self.group, self.state.life)
+            self.notes = _Notes(self.group, self.state.life.name)
             try:
                 return (yield from self._take_part())
             except _OldLife:
-                self.state.leave_life()
+                self.state.life.leave()
 
     def _take_part(self) -> Steps:
         mine = 0 if self.error is not None else int(self.digest, 16) % _DIGESTS + 1
@@ -132,7 +132,7 @@ class _Agreement:
         raise _untold(self.group, words)
 
     def _look_around(self, waited: float) -> None:
-        if not self.turn and _Notes(self.group).peek("life") != self.state.life:
+        if not self.turn and _Notes(self.group).peek("life") != self.state.life.name:
             if self._outcome():  # decided just now: the first rank is in its next group already
                 return
             raise _OldLife
@@ -170,16 +170,19 @@ def _learn_life(agreement: _Agreement) -> Steps:
     """Learn the name of this life of the group, or give it one. Returns what `_name_life` does, on the first rank."""
     state = agreement.state
     group = agreement.group
-    if agreement.first and not state.life:
+    if agreement.first and not state.life.name:
         return _name_life(group)
     _take_back(group)
     begin = time.monotonic()
     connections = _Connections(group)
     for pause in _pauses(group):
         gone = connections.look(time.monotonic() - begin)  # before words are read
-        if not state.life and (life := _Notes(group).peek("life")) not in ("", *state.old):
-            state.enter_life(life)
-        if state.life:
+        if not state.life.name and (life := _Notes(group).peek("life")) not in (
+            "",
+            *state.life.past,
+        ):
+            state.life.enter(life)
+        if state.life.name:
             return ""
         _check_ended(group, agreement.what)
         if time.monotonic() - begin > _doubt(group) and (
@@ -240,7 +243,7 @@ def _let_read(agreement: _Agreement) -> Steps:
 
 def _finish(agreement: _Agreement, outcome: str) -> Steps:
     """Return if all is well. Raises the same on all ranks if it is not."""
-    agreement.state.note_met()  # the life is this one
+    agreement.state.life.note_met()  # the life is this one
     if agreement.noted:
         agreement.notes.remove(f"{agreement.turn}/at/{agreement.group.group_rank}")
     if outcome == "ok":

@@ -153,9 +153,9 @@ def _name_life(group: Ranks) -> str:  # where ranks may have left words before
     state = group._wire
     notes = _Notes(group)
     old = notes.peek("life")
-    while state.life in ("", old):
-        state.enter_life(secrets.token_urlsafe(3))
-    notes.set("life", state.life)
+    while state.life.name in ("", old):
+        state.life.enter(secrets.token_urlsafe(3))
+    notes.set("life", state.life.name)
     return old + _AFTER
 
 
@@ -164,30 +164,30 @@ def _leave_words(group: Ranks, words: str) -> None:
     if _has_no_peers(group):
         return
     state = group._wire
-    if group.group_rank == 0 and not state.life:
+    if group.group_rank == 0 and not state.life.name:
         _name_life(group)
-    if state.life:
-        _Notes(group, state.life).set_first("failed", words)
+    if state.life.name:
+        _Notes(group, state.life.name).set_first("failed", words)
         return
     seen = None
     while seen != (life := _Notes(group).peek("life")):  # the first rank may name it just now
         seen = life
-        places = [life] if life and life not in state.old else []
+        places = [life] if life and life not in state.life.past else []
         # an earlier group of this process has ended before it learned its life, which may be this one
-        unsure = any(name.endswith(_AFTER) for name in state.old)
+        unsure = any(name.endswith(_AFTER) for name in state.life.past)
         if not places or unsure:
             places.append(life + _AFTER)
         for place in places:
             _Notes(group, place).set("failed", words)
-            state.lives.add(place)
+            state.life.known.add(place)
 
 
 def _take_back(group: Ranks) -> None:
     """Remove what this rank has said after lives of earlier groups."""
-    for place in [name for name in group._wire.old if name.endswith(_AFTER)]:
+    for place in [name for name in group._wire.life.past if name.endswith(_AFTER)]:
         _Notes(group, place).remove("failed")
-        group._wire.lives.discard(place)
-        group._wire.old.discard(place)
+        group._wire.life.known.discard(place)
+        group._wire.life.past.discard(place)
 
 # %% ../../nbs/comm/03_arrivals.ipynb #5b1c7e25
 def _waits_at(group: Ranks, what: str) -> str:
@@ -244,9 +244,9 @@ def _interrupt(
     words = f"rank {group.global_rank} failed with {_shortened(_described(error), 600)} {where}"
     outcome = ""
     try:
-        if turn and state.met and not group._state.ended:
+        if turn and state.life.met and not group._state.ended:
             with suppress(Exception):  # the store may be gone
-                outcome = _decide(_Notes(group, state.life), turn, f"left {words}")
+                outcome = _decide(_Notes(group, state.life.name), turn, f"left {words}")
     finally:
         if not outcome.startswith(("left", "failed")):
             group._interrupted(words)

@@ -162,10 +162,10 @@ def _all_fail(group: Ranks, seconds: float) -> bool:
     wire = group._wire
     end = time.monotonic() + seconds
     pause = 0.01
-    if not wire.met:
+    if not wire.life.met:
         return False
     with suppress(Exception):  # the store may be gone
-        notes = _Notes(group, wire.life)
+        notes = _Notes(group, wire.life.name)
         key = f"failing/{wire.turn}"  # agreements are the same on all ranks
         count = notes.add(key)
         wanted = -(-count // group.size) * group.size  # all ranks may have failed here before

@@ -30,7 +30,7 @@ class _Meeting:
         self.ranks = group.ranks
         self.limit = _timeout(group).total_seconds()
         self._group = group
-        self._notes = _Notes(group, group._wire.life)
+        self._notes = _Notes(group, group._wire.life.name)
         self._name = name
         self._turn = 0
 

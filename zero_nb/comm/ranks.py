@@ -62,6 +62,32 @@ _MARKS = 1 << 10
 
 
 @dataclass(eq=False)
+class _Life:
+    """What a process knows of one life of a group, and of others on the same store."""
+
+    name: str = ""  # in the store; "" before the first agreement
+    met: bool = False  # whether an agreement has shown that all ranks are in this life
+    # names that this process has known of lives of any group of this name, this one's too
+    known: set[str] = field(default_factory=set)
+    # names of earlier lives: known when this one began, or found out since
+    past: set[str] = field(default_factory=set)
+
+    def enter(self, name: str) -> None:
+        """Note the name of this life of the group."""
+        self.name = name
+        self.known.add(name)
+
+    def leave(self) -> None:
+        """Note that the name found in the store was that of an earlier life."""
+        self.past.add(self.name)
+        self.name = ""
+
+    def note_met(self) -> None:
+        """Note that all ranks are in this life."""
+        self.met = True
+
+
+@dataclass(eq=False)
 class _State:
     """What a process group remembers between collectives; the same on all its ranks."""
 
@@ -96,14 +122,7 @@ class _State:
     watcher: Any = (
         None  # the thread that listens to other ranks where the backend does not tell of errors
     )
-    life: str = ""  # name of this life of the group, in its store; "" before the first agreement
-    met: bool = False  # whether an agreement has shown that all ranks are in this life
-    lives: set[str] = field(
-        default_factory=set
-    )  # names that this process has known of lives of any group of this name, this one's too
-    old: set[str] = field(
-        default_factory=set
-    )  # names of earlier lives: known when this state was made, or found out since
+    life: _Life = field(default_factory=_Life)  # of a group that may be made again on its store
 
     def next_tag(self, like: str) -> int:
         """Reserve a tag for the messages of a collective of a kind."""
@@ -115,20 +134,6 @@ class _State:
         """Count an agreement, and give how many there were before."""
         self.turn += 1
         return self.turn - 1
-
-    def enter_life(self, name: str) -> None:
-        """Note the name of this life of the group."""
-        self.life = name
-        self.lives.add(name)
-
-    def leave_life(self) -> None:
-        """Note that the name found in the store was that of an earlier life."""
-        self.old.add(self.life)
-        self.life = ""
-
-    def note_met(self) -> None:
-        """Note that all ranks are in this life."""
-        self.met = True
 
     def note_compared(self, like: object) -> None:
         """Note that ranks have compared a collective."""
@@ -171,7 +176,7 @@ def _state(process_group: Any) -> _State:
         with suppress(AttributeError, RuntimeError):  # a backend of the user's may have no name
             name = str(process_group.group_name)
         lives = _LIVES.setdefault((name, process_group.rank()), set())
-        _STATES.setdefault(process_group, _State(lives=lives, old=set(lives)))
+        _STATES.setdefault(process_group, _State(life=_Life(known=lives, past=set(lives))))
     return _STATES[process_group]
 
 

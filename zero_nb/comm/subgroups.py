@@ -28,7 +28,7 @@ def _name_number(group: Ranks) -> int:
     world = _state(torch.distributed.group.WORLD)
     number = max(len(torch.distributed.distributed_c10d._world.pg_names), world.named + 1)
     if not _has_no_peers(group):
-        notes = _Notes(group, group._wire.life)
+        notes = _Notes(group, group._wire.life.name)
         key = f"named/{group._wire.turn}"
         readers = f"{key}/readers"
         notes.raise_to(key, number)

@@ -77,7 +77,7 @@ class _Watcher(threading.Thread):
             return False
         # A request waits for this process's others, which may take longer than the group's limit.
         # That says nothing about the store.
-        self.heard = _Notes(group, group._wire.life, limited=False).peek("failed")
+        self.heard = _Notes(group, group._wire.life.name, limited=False).peek("failed")
         return True  # if there is something, this rank has until the next look to hear it by itself
 
 

@@ -196,7 +196,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
                 self._append(dict(param_group))
                 self._take(range(groups, len(self.param_groups)))
         except BaseException:
-            del self.shards[shards:], self.param_groups[groups:]
+            self.sharded_state.keep_shards(shards)
+            del self.param_groups[groups:]
             self.local.keep_groups(groups)
             raise
         with end_if_interrupted(self.groups, "add_param_group"):
