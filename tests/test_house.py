@@ -201,6 +201,46 @@ def many_attributes() -> Iterator[str]:
             yield f"{module}:{name}"
 
 
+# Classes with more than one boolean that changes: each changes alone, and all their combinations occur.
+BOOLEANS = {
+    "backward.data_parallel:DataParallel": "what the last forward was, and what backward did since step()",
+    "backward.ddp_overlap:DdpOverlap": "what the last forward was, and the block that it is in",
+    "backward.parallel_reducer:ParallelReducer": "the user's block, and what .grad holds since one",
+    "join.model_participants:DdpParticipant": "two are what DDP was before the block, noted once",
+}
+
+
+def is_boolean(value: ast.expr | None) -> bool:
+    """Whether an expression is true or false by its form."""
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func) in ("bool", "any", "all", "isinstance", "hasattr")
+    if isinstance(value, ast.BoolOp):
+        return any(map(is_boolean, value.values))
+    constant = isinstance(value, ast.Constant) and isinstance(value.value, bool)
+    negated = isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not)
+    return constant or negated or isinstance(value, ast.Compare)
+
+
+def changing_booleans(node: ast.ClassDef) -> set[str]:
+    """Give the attributes that methods of a class set to true or false after it was made."""
+    found = set()
+    for name, annotation, value in begins_with(node):
+        if is_boolean(value) or (annotation is not None and ast.unparse(annotation) == "bool"):
+            found.add(name)
+    for method in methods(node):
+        for n in ast.walk(method):
+            if isinstance(n, (ast.Assign, ast.AnnAssign)) and is_boolean(n.value):
+                found |= {a.attr for a in targets(n) if isinstance(a, ast.Attribute)}
+    return found & changing(node)
+
+
+def several_booleans() -> Iterator[str]:
+    """At most one boolean of an object changes: states that exclude each other have names."""
+    for module, name, node in definitions(ast.ClassDef):
+        if len(changing_booleans(node)) > 1 and f"{module}:{name}" not in BOOLEANS:
+            yield f"{module}:{name}"
+
+
 # Who sets attributes of others by `setattr`, and why: where the name is not known beforehand, no rule can tell.
 SETS_OF_OTHERS = {
     "comm.native:_options options": "torch's, that are made here; older torch lacks one",
@@ -393,6 +433,7 @@ RULES = (
     long_functions,
     long_classes,
     many_attributes,
+    several_booleans,
     foreign_assignments,
     shared_names,
     crowded_statements,
@@ -543,3 +584,34 @@ def test_a_collection_changes_with_what_is_in_it():
     assert found(many_attributes, room_one=many) == []
     more = f"{many}        self.rows[0] = 1\n"
     assert found(many_attributes, room_one=more) == ["room.one:C"]
+
+
+TWO_BOOLEANS = """
+class Box:
+    a = False
+    b: bool
+    fixed = True
+    def __init__(self, b):
+        self.b = b
+        self.number = 0
+        self.made = True
+    def f(self, more):
+        self.a = True
+        self.b |= more
+        self.number += 1 < 2
+        self.c = not more
+        self.d = self.a and more in (1, 2)
+        self.e = more and 1
+"""
+
+
+def test_booleans_that_change_are_found_by_their_values():
+    node = ast.parse(TWO_BOOLEANS).body[0]
+    assert changing_booleans(node) == {"a", "b", "c", "d"}
+    assert found(several_booleans, room_one=TWO_BOOLEANS) == ["room.one:Box"]
+
+
+def test_exceptions_for_booleans_are_needed():
+    with patch.dict(BOOLEANS, clear=True):
+        needed = set(several_booleans())
+    assert needed == set(BOOLEANS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,8 @@ from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.shard import Shard, storage_snapshot
 
 # %% auto #0
-__all__ = ['completed_future', 'DdpTraits', 'read_traits', 'find_join_trouble', 'in_own_backward', 'Arrival', 'DdpBackward',
-           'DdpPlanner']
+__all__ = ['UsedFlags', 'completed_future', 'DdpTraits', 'read_traits', 'find_join_trouble', 'in_own_backward', 'Arrival',
+           'DdpBackward', 'DdpPlanner']
 
 # %% ../../nbs/backward/06_ddp_backward.ipynb #00a76bb1
 def completed_future(value: Tensor) -> Any:  # torch.futures.Future
@@ -119,6 +119,10 @@ def _wait_future(future: Any) -> Iterator[None]:  # as the steps of a collective
     future.wait()
 
 
+# when ranks tell each other which parameters they have used
+UsedFlags = Literal["not sent", "with each bucket", "after backward"]
+
+
 class DdpBackward:
     """One backward: the buckets that DDP has filled, and how they are averaged."""
 
@@ -138,8 +142,7 @@ class DdpBackward:
         self.sends_gradients = in_autograd or contribution == "accumulated"
         self.arrivals: list[Arrival] = []
         self.iteration: Iteration | None = None  # None: buckets are noted until backward is over
-        self.asks_per_bucket = False  # whether flags of unused parameters travel with each bucket
-        self.asks_at_end = False  # or all together when backward is over
+        self.used_flags: UsedFlags = "not sent"
 
     def begin(
         self,
@@ -150,9 +153,9 @@ class DdpBackward:
         interleaved: bool,  # and buckets are stepped meanwhile
     ) -> None:
         """Start the iteration."""
-        asks = self.traits.finds_unused and (self.traits.dynamic or not streaming)
-        self.asks_per_bucket = asks and streaming and interleaved
-        self.asks_at_end = asks and not self.asks_per_bucket
+        if self.traits.finds_unused and (self.traits.dynamic or not streaming):
+            per_bucket = streaming and interleaved
+            self.used_flags = "with each bucket" if per_bucket else "after backward"
         self.layout = layout
         self.unused = list(unused)
         self.buckets = plan.shard.buckets
@@ -189,7 +192,7 @@ class DdpBackward:
         else:
             replicas = self.optimizer.replica_group
             mean = start_mean(self.buckets[i], gradient, replicas, wire_dtype)
-        if not self.asks_per_bucket or self.layout.buckets_in[j][0] != i:
+        if self.used_flags != "with each bucket" or self.layout.buckets_in[j][0] != i:
             return mean
         arrival = self.arrivals[j]
         used = torch.tensor(arrival.used, dtype=torch.float32, device=gradient.device)
@@ -206,7 +209,7 @@ class DdpBackward:
     def exchange_used(self) -> None:
         """Find out which parameters are unused, if that is still to be found out; before the first
         step after backward."""
-        if not self.asks_at_end:
+        if self.used_flags != "after backward":
             return
         flags = [used for arrival in self.arrivals for used in arrival.used]
         used = torch.tensor(flags, dtype=torch.float32, device=self.optimizer.join_device)

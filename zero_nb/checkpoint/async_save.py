@@ -148,14 +148,12 @@ class Saving:
         self._thread = threading.Thread(
             target=self._take_work, name="zero_nb checkpoint", daemon=False
         )
-        self._started = False
         self.waited = False  # whether `wait` has said what became of it
 
     def start(self) -> None:
         """Let a thread write, or write now if the system allows no more threads."""
         try:
             self._thread.start()
-            self._started = True
         except RuntimeError:
             self._take_work()
 
@@ -200,7 +198,7 @@ class Saving:
 
     def join(self) -> None:
         """Return when this rank has stopped writing, and no earlier; other ranks need not come."""
-        if not self._started:  # an exception came before
+        if self._thread.ident is None:  # an exception came before it was started
             self._take_work()
         self._done.wait()
 

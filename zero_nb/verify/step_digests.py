@@ -156,8 +156,8 @@ class StepDigests:
 
     report: DivergenceReport | None = None  # on its way, or not looked at yet
     steps = 0  # that were taken
-    unfinished = False  # a step was begun and not ended
-    remaining = 0  # buckets of it that are not gathered yet
+    # buckets of the step in progress that are not gathered yet; None: no step is
+    remaining: int | None = None
     reads_grads = False  # the steps since the last report used `.grad`
 
     def __init__(
@@ -202,7 +202,6 @@ class StepDigests:
         self.buckets = watched_buckets(self.buckets, shards, self.names, self.state.differences)
         self.outside = [piece for shard in shards if shard.unsharded for piece in shard.pieces]
         self.remaining = len(self.buckets)
-        self.unfinished = True
         self.params.begin_step(len(self.names))
         self.grads.begin_step(len(self.names))
         self.sums.begin_step(*sums_to_watch(self.optimizer, [*self.buckets.values()]))
@@ -257,6 +256,8 @@ class StepDigests:
 
     def before_gather(self, bucket: FlatBucket) -> Trailer | None:
         """Give the report, if it is time for one, to the last gather of a step."""
+        if self.remaining is None:
+            return None
         self.remaining -= 1
         if self.remaining or not self.end_step():
             return None
@@ -265,7 +266,7 @@ class StepDigests:
 
     def end_step(self) -> bool:  # whether there is a report
         """Remember what must not change until the next step."""
-        self.unfinished = False
+        self.remaining = None
         self.steps += 1
         if self.watches("state"):
             self.state.keep(self._state_of(self.outside))
@@ -281,7 +282,7 @@ class StepDigests:
 
     def end_alone(self) -> None:
         """End a step that gathers nothing, for there is one rank."""
-        if self.unfinished and not self.buckets and self.end_step():
+        if self.remaining is not None and not self.buckets and self.end_step():
             assert self.report is not None, "the step reports"
             self.report.receive(self._rows(self.report).view(torch.uint8).view(1, -1))
 
