@@ -1,6 +1,7 @@
 """The house rules of classes, functions and statements."""
 
 import ast
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -148,8 +149,19 @@ def long_classes() -> Iterator[str]:
 
 
 COLLECTIONS = r"(weakref\.)?(list|dict|set|deque|Counter|defaultdict|bytearray|Weak\w+)\b"
-CHANGES = set("append extend insert remove pop clear sort reverse add discard update".split())
-CHANGES |= set("setdefault popitem popleft appendleft".split())
+CHANGES = {
+    "append",
+    "extend",
+    "insert",
+    "remove",
+    "pop",
+    "clear",
+    "sort",
+    "reverse",
+    "add",
+    "discard",
+}
+CHANGES |= {"update", "setdefault", "popitem", "popleft", "appendleft"}
 
 
 def begins_with(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None, ast.expr | None]]:
@@ -336,13 +348,30 @@ def parts(statement: ast.stmt) -> Iterator[ast.AST]:
         yield from parts(node)
 
 
+def crowded(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Give the statements below a node that hold more than two comprehensions or conditional expressions."""
+    for node in ast.walk(tree):
+        is_whole = isinstance(node, ast.stmt) and not isinstance(node, (*FUNCTIONS, ast.ClassDef))
+        if is_whole and sum(isinstance(part, CHOICES) for part in parts(node)) > 2:
+            yield node
+
+
 def crowded_statements() -> Iterator[str]:
     """A statement holds at most two comprehensions or conditional expressions."""
-    for module, name, node in definitions(FUNCTIONS):
-        inner = {id(n) for _, f in named(node) for n in ast.walk(f)}
-        statements = [n for n in ast.walk(node) if isinstance(n, ast.stmt) and id(n) not in inner]
-        if any(sum(isinstance(p, CHOICES) for p in parts(s)) > 2 for s in statements[1:]):
-            yield f"{module}:{name}"
+    for module, tree in TREES.items():
+        yield from (f"{module}:{node.lineno}" for node in crowded(tree))
+
+
+def crowded_cells() -> Iterator[str]:
+    """So it is in the cells of notebooks that are not exported."""
+    paths = [p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts]
+    for path in paths:
+        for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+            text = "".join(cell["source"])
+            if cell["cell_type"] != "code" or re.match(r"%%|#\|\s*export", text):
+                continue
+            tree = ast.parse(re.sub(r"^\s*[%!].*", "", text, flags=re.M))
+            yield from (f"{path.stem}[{number}]:{node.lineno}" for node in crowded(tree))
 
 
 def paired_assignments() -> Iterator[str]:
@@ -437,6 +466,7 @@ RULES = (
     foreign_assignments,
     shared_names,
     crowded_statements,
+    crowded_cells,
     paired_assignments,
     swallowed_options,
     patched,
@@ -450,6 +480,14 @@ RULES = (
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
 def test_house_rule(rule):
     assert sorted(rule()) == [], rule.__doc__
+
+
+CROWDED_IN_TESTS = 33  # statements of the tests; lower it when one is taken apart
+
+
+def test_statements_of_tests_get_no_more_crowded():
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in TESTS.rglob("*.py")]
+    assert sum(1 for tree in trees for _ in crowded(tree)) <= CROWDED_IN_TESTS
 
 
 def test_functions_in_the_table_of_contributing_exist():
@@ -615,3 +653,18 @@ def test_exceptions_for_booleans_are_needed():
     with patch.dict(BOOLEANS, clear=True):
         needed = set(several_booleans())
     assert needed == set(BOOLEANS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = [i for i in a], [i for i in b], [i for i in c]",
+        "class C:\n    x = {i: [j if j else 0 for j in i] for i in a}",
+        "def f():\n    return [i for i in a], [i for i in b], [i for i in c]",
+        "if [i for i in a] and [i for i in b] and [i for i in c]:\n    pass",
+    ],
+)
+def test_a_crowded_statement_is_found_wherever_it_is(text):
+    assert len(found(crowded_statements, room_one=text)) == 1
+    fewer = text.replace("[i for i in c]", "c").replace("j if j else 0", "j")
+    assert found(crowded_statements, room_one=fewer) == []
