@@ -503,7 +503,7 @@ ANY_LIMITS = {
     "comm": 33,
     "optim": 55,
     "backward": 45,
-    "join": 67,
+    "join": 63,
     "checkpoint": 56,
     "verify": 25,
     "integrations": 16,

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..backward.engine import FollowedDriver
 from ..backward.watch import TransientHook, found_tensors, queue_end
 from .attendance import ActiveRanks, gradient_weight, weigh
 from .event_log import JoinEvent
@@ -45,7 +46,7 @@ class ModelParticipant(Protocol):
     backward: BackwardListener
 
     @property
-    def driver(self) -> Any:
+    def driver(self) -> FollowedDriver | None:
         """Takes steps inside backward; None: nothing does."""
 
     def sends_buffers(self) -> bool:
@@ -168,7 +169,7 @@ class ForwardListener:
         return None if weight == 1 else weigh(grad, weight)
 
 # %% ../../nbs/join/11_model_listeners.ipynb #fa0f895c
-def driver_settings(driver: Any) -> dict[str, Any]:
+def driver_settings(driver: FollowedDriver | None) -> dict[str, Any]:
     """Give what a step inside backward depends on; nothing where no driver takes steps there."""
     return {} if driver is None else driver.settings()
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backward.ddp_overlap import find_overlap
+from ..backward.data_parallel import DataParallel
+from ..backward.ddp_overlap import DdpOverlap, find_overlap
 from ..backward.module_buffers import broadcast_from
 from ..backward.stepped_gradients import unstepped_grad
 from .empty_reduction import reduce_nothing
@@ -52,7 +53,7 @@ class DdpParticipant(Participant):
     sync_before = False  # its value before the block
 
     @property
-    def driver(self) -> Any:
+    def driver(self) -> DdpOverlap | None:
         """Takes steps inside backward; None: nothing does."""
         return find_overlap(self.joinable)
 
@@ -198,7 +199,7 @@ class DataParallelParticipant(Participant):
     backward: BackwardListener
 
     @property
-    def driver(self) -> Any:
+    def driver(self) -> DataParallel:
         """Takes steps inside backward."""
         return self.joinable
 

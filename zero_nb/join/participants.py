@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from ..backward.engine import FollowedDriver
 from ..comm.groups import Group
 from .attendance import ActiveRanks
 from .event_log import JoinEvent
@@ -90,7 +91,6 @@ class Participant:
     """A joinable in a block: how it is heard, and what a rank without data does in its place."""
 
     announces = True  # what it is about to do
-    driver: Any = None  # takes steps inside its backward; None: nothing does
     has_buffers = False  # that are sent before forward
 
     def __init__(self, session: Session, index: int, joinable: Any, hook: Any):
@@ -99,6 +99,11 @@ class Participant:
         self.joinable = joinable
         self.hook = hook
         self.guard = ConfigGuard(self, joinable)
+
+    @property
+    def driver(self) -> FollowedDriver | None:
+        """Takes steps inside its backward; None: nothing does."""
+        return None
 
     def check(self) -> None:
         """Raise for what a rank without data cannot follow."""
