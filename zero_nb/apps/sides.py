@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..backward.data_parallel import data_parallel
 from ..backward.ddp_overlap import overlap
+from ..comm.ranks import GroupLike
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.rules import choose_fused
 from ..optim.state_entry import MASTER
@@ -163,7 +164,7 @@ def make_optimizer(
     config: TrainConfig,
     model: nn.Module,
     sharded: bool,
-    process_group: Any = None,  # ranks that share the state; None: all ranks of the job
+    process_group: GroupLike = None,  # ranks that share the state; None: all ranks of the job
 ) -> torch.optim.Optimizer:
     """Make the optimizer of a side; all ranks call this if it is sharded."""
     groups, kind, settings = param_groups(config, model)
@@ -205,7 +206,7 @@ class Side:
         config: TrainConfig,
         device: torch.device,
         mode: str,  # one of `MODES`, or `PLAIN`
-        process_group: Any = None,  # ranks that train together; None: all ranks of the job
+        process_group: GroupLike = None,  # ranks that train together; None: all ranks of the job
         vocabulary: Vocabulary = PLAIN_BYTES,  # what its tokens mean
     ):
         self.config = config

@@ -27,6 +27,7 @@ from ..comm.agreement import agreeing
 from ..comm.ending import end_if_interrupted
 from ..comm.group_store import GroupStore, explain_gone, gone_ranks, pauses_for_others
 from ..comm.groups import Group
+from ..comm.ranks import GroupLike
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
 # %% auto #0
@@ -226,7 +227,7 @@ class AsyncCheckpointer:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        process_group: Any = None,  # ranks that save; None: all ranks of the job
+        process_group: GroupLike = None,  # ranks that save; None: all ranks of the job
     ):
         self.model = model
         self.optimizer = optimizer

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,9 @@ from zero_nb.checkpoint.reshard_plan import (
 from .seats import parameter_sources, placement_from, send_parameters
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
+from ..comm.subgroups import GroupsLike
 from ..comm.ending import end_if_interrupted, fail
+from ..comm.ranks import GroupLike
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.state import replace_shards
 from ..optim.load_state import deal_to_pieces, frozen_place, give_state
@@ -167,14 +169,14 @@ def reshard(
     optimizer: ZeroRedundancyOptimizer,
     # ranks that share the state from now on, as for the constructor; what `new_group` gave to a rank
     # that is not in it: the rank leaves; "same": the same ranks
-    process_group: Any = "same",
+    process_group: GroupsLike | Literal["same"] = "same",
     *,
     # "auto", "even", "whole", "greedy", a policy, or a plan of all parameters; None: as before
     shard: str | Policy | ShardPlan | None = None,
     bucket_cap_mb: float | None = None,  # as for the constructor, MiB; None: as before
     # a group of all ranks that call: those that share the state now or will; None: all ranks of the
     # job, or with "same" the ranks that share the state
-    callers: Any = None,
+    callers: GroupLike = None,
 ) -> None:
     """Move the state to other ranks or by another plan, in memory; the optimizer goes on as it is,
     with its schedulers and hooks. All ranks that hold state, or will, call this between steps.

@@ -42,6 +42,7 @@ from ..comm.ending import end_if_interrupted, fail, note_known
 from ..comm.groups import Group
 from ..comm.objects import broadcast_object_list, gather_object, plain_numbers
 from ..comm.objects import scatter_object_list
+from ..comm.ranks import GroupLike
 from ..optim.driver import gather_parameters
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.saved_state import check_kinds
@@ -197,7 +198,7 @@ def save_sharded(
     optimizer: torch.optim.Optimizer,
     step: int = 0,  # `newest_checkpoint` finds the largest
     extra: Any = None,  # what JSON has: numbers, texts, lists, dicts; equal on all ranks
-    process_group: Any = None,  # ranks that save; None: all ranks of the job
+    process_group: GroupLike = None,  # ranks that save; None: all ranks of the job
 ) -> None:
     """Let each rank write its part of model and optimizer; all ranks call this, between steps.
 
@@ -329,7 +330,7 @@ def load_sharded(
     folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    process_group: Any = None,  # ranks that load; None: all ranks of the job
+    process_group: GroupLike = None,  # ranks that load; None: all ranks of the job
 ) -> Any:  # what was saved as `extra`
     """Check a checkpoint, and load it into model and optimizer at any number of ranks; all ranks call this.
 

@@ -29,6 +29,7 @@ from zero_nb.comm.native import (
     _native_broadcast,
     _native_reduce_scatter,
 )
+from .ranks import GroupLike
 from .work import NEXT, CollectiveSteps, Work, _Native, _launch, _together
 
 # %% auto #0
@@ -229,7 +230,7 @@ def _coalesced(
 # %% ../../nbs/comm/27_coalescing.ipynb #828733a3
 @contextmanager
 def coalescing_manager(
-    group: Any = None,  # a `Group` or a process group; None: all ranks of the job
+    group: GroupLike = None,  # a `Group` or a process group; None: all ranks of the job
     *,
     async_ops: bool = False,  # return from the block at once; wait on the value it gives
 ) -> Iterator[Coalesced]:  # waits for all collectives of the block

@@ -29,7 +29,7 @@ from zero_nb.comm.payloads import (
     gather_bytes,
     send_bytes,
 )
-from .ranks import _is_outside, get_group_rank
+from .ranks import GroupLike, get_group_rank, _is_outside
 
 # %% auto #0
 __all__ = ['dump', 'MemoryFile', 'load', 'plain_numbers', 'check_plain', 'explain_unread', 'broadcast_object_list',
@@ -141,7 +141,7 @@ def explain_unread(error: Exception) -> str:  # a line
     return f"{words}{kind}".replace("\n", " ")
 
 # %% ../../nbs/comm/30_objects.ipynb #8c629bf7
-def _skips(name: str, group: Any) -> bool:
+def _skips(name: str, group: GroupLike) -> bool:
     """Tell if this process is not in the group, and warn of it, as torch does."""
     outside = _is_outside(group)
     if outside:
@@ -168,7 +168,7 @@ def broadcast_object_list(
     # objects on the source; on the other ranks a list of the same length, which is filled
     object_list: list[Any],
     src: int | None = None,  # GLOBAL rank of the source; default 0
-    group: Any = None,  # a process group or a `Group`; None: all ranks of the job
+    group: GroupLike = None,  # a process group or a `Group`; None: all ranks of the job
     device: torch.device | None = None,  # where the bytes travel; None: as `byte_device` says
     group_src: int | None = None,  # the source's rank in the group, instead of `src`
     # where tensors in the objects arrive, as for `torch.load`; None: the device they were on
@@ -233,7 +233,7 @@ def gather_object(
     # on the destination: a list of one place for each rank, which is filled; elsewhere None
     object_gather_list: list[Any] | None = None,
     dst: int | None = None,  # GLOBAL rank of the destination; default 0
-    group: Any = None,  # a process group or a `Group`; None: all ranks of the job
+    group: GroupLike = None,  # a process group or a `Group`; None: all ranks of the job
     group_dst: int | None = None,  # the destination's rank in the group, instead of `dst`
     map_location: Any = None,  # as for `broadcast_object_list`
     weights_only: bool = False,  # as for `broadcast_object_list`
@@ -262,7 +262,7 @@ def scatter_object_list(
     # on the source: one object for each rank, by group rank; elsewhere None
     scatter_object_input_list: list[Any] | None = None,
     src: int | None = None,  # GLOBAL rank of the source; default 0
-    group: Any = None,  # a process group or a `Group`; None: all ranks of the job
+    group: GroupLike = None,  # a process group or a `Group`; None: all ranks of the job
     group_src: int | None = None,  # the source's rank in the group, instead of `src`
     map_location: Any = None,  # as for `broadcast_object_list`
     weights_only: bool = False,  # as for `broadcast_object_list`

@@ -8,21 +8,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 import zlib
 
 import torch
 
+if TYPE_CHECKING:  # torch may be built without torch.distributed
+    from torch.distributed import ProcessGroup
+
 # %% auto #0
-__all__ = ['Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank']
+__all__ = ['GroupLike', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank']
 
 # %% ../../nbs/comm/01_ranks.ipynb #c5500ccf
 def _ready() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _ranks_of(group: Any) -> tuple[int, ...]:
+# what is accepted as a process group: torch's, a `Group` of ours, or None for all ranks of the job
+GroupLike: TypeAlias = "ProcessGroup | Ranks | None"
+
+
+def _ranks_of(group: GroupLike) -> tuple[int, ...]:
     """Global ranks of a group, by group rank."""
     if isinstance(group, Ranks):
         return group.ranks
@@ -49,7 +56,7 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
         ) from None
 
 
-def _is_outside(group: Any) -> bool:
+def _is_outside(group: object) -> bool:
     """Tell if torch has given this process a stand-in, for a group that it is not in."""
     if isinstance(group, Ranks) or not _ready():
         return False
@@ -208,19 +215,21 @@ class Ranks:
         self,
         # a torch `ProcessGroup` this process belongs to, or a `Ranks`; None: all ranks of the job,
         # or this process alone
-        process_group: Any = None,
+        process_group: GroupLike = None,
     ):
         self.ranks = _ranks_of(process_group)
         if isinstance(process_group, Ranks):
-            process_group = process_group.process_group
+            torchs = process_group.process_group
         elif process_group is None and _ready():
-            process_group = torch.distributed.group.WORLD
-        self.process_group: Any = process_group
-        self.group_rank = 0 if process_group is None else torch.distributed.get_rank(process_group)
+            torchs = torch.distributed.group.WORLD
+        else:
+            torchs = process_group
+        self.process_group: Any = torchs
+        self.group_rank = 0 if torchs is None else torch.distributed.get_rank(torchs)
         self.size = len(self.ranks)
-        self.backends = _backends_of(process_group)  # by type of device: {"cpu": "gloo"}
-        self._state = _state(process_group)
-        self._wire = _state(_sending_group(process_group))
+        self.backends = _backends_of(torchs)  # by type of device: {"cpu": "gloo"}
+        self._state = _state(torchs)
+        self._wire = _state(_sending_group(torchs))
 
     @property
     def global_rank(self) -> int:
@@ -261,7 +270,7 @@ _NOT_A_MEMBER = "this process is not in it; ask on the ranks that the group was 
 
 
 def get_process_group_ranks(
-    group: Any = None,  # a process group, a `Group`, or None: all ranks of the job
+    group: GroupLike = None,  # a process group, a `Group`, or None: all ranks of the job
 ) -> list[int]:  # global ranks, ordered by group rank
     """Give the global ranks of a group.
 
@@ -270,7 +279,7 @@ def get_process_group_ranks(
 
 
 def get_global_rank(
-    group: Any,  # a process group, a `Group`, or None: all ranks of the job
+    group: GroupLike,  # a process group, a `Group`, or None: all ranks of the job
     group_rank: int,  # rank in that group
 ) -> int:  # the same process's rank in the job
     """Translate a group rank to a global rank.
@@ -284,7 +293,7 @@ def get_global_rank(
 
 
 def get_group_rank(
-    group: Any,  # a process group, a `Group`, or None: all ranks of the job
+    group: GroupLike,  # a process group, a `Group`, or None: all ranks of the job
     global_rank: int,  # rank in the job
 ) -> int:  # the same process's rank in the group
     """Translate a global rank to a group rank.

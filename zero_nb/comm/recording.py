@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,9 @@ from torch import Tensor
 from .events import _METHODS, Log, _measure, _nbytes, _sent_bytes
 from .tape import _DIST, RecordedWork, Tape, _failure
 from .work import CollectiveSteps
+
+if TYPE_CHECKING:  # torch may be built without torch.distributed
+    from torch.distributed import ProcessGroup
 
 # %% auto #0
 __all__ = ['RecordingGroup', 'record']
@@ -228,7 +231,8 @@ _NAMES: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 # %% ../../nbs/comm/33_recording.ipynb #eac73f3e
 def record(
-    process_group: Any = None,  # a torch process group this process belongs to; None: the default one
+    process_group: ProcessGroup
+    | None = None,  # a torch process group this process belongs to; None: the default one
 ) -> RecordingGroup:  # the same ranks in the same order, for everything that takes a process group
     """Wrap a process group in one that remembers what it was asked to do.
 

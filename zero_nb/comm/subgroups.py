@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -17,9 +17,13 @@ from .agreement import agree, agreeing
 from .groups import Group
 from .ranks import Ranks, _state
 from .store import _Notes, _has_no_peers, _timeout
+from .ranks import GroupLike
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # %% auto #0
-__all__ = ['split', 'clone', 'TwoLevel', 'two_level']
+__all__ = ['GroupsLike', 'split', 'clone', 'TwoLevel', 'two_level']
 
 # %% ../../nbs/comm/28_subgroups.ipynb #97313f85
 def _name_number(group: Ranks) -> int:
@@ -141,8 +145,12 @@ class TwoLevel(NamedTuple):
     replicate: Group  # one rank of each node: they hold the same shard
 
 
+# what says how ranks share what is sharded: in one group, or by nodes
+GroupsLike: TypeAlias = "GroupLike | TwoLevel | DeviceMesh"
+
+
 def two_level(
-    nodes: Any,  # ranks per node, or a `DeviceMesh` of two dimensions, the nodes first
+    nodes: int | DeviceMesh,  # ranks per node, or a `DeviceMesh` of two dimensions, the nodes first
     group: (
         Group | None
     ) = None,  # the ranks to arrange, with ranks per node; None: all ranks of the job
@@ -151,7 +159,7 @@ def two_level(
 
     Raises on every rank: `TypeError` if `nodes` is neither, `ValueError` if the rows are not full, or the mesh has
     not two dimensions."""
-    if hasattr(nodes, "get_group"):
+    if not isinstance(nodes, int) and hasattr(nodes, "get_group"):
         if nodes.ndim != 2:
             raise ValueError(
                 "expected a DeviceMesh of two dimensions, (nodes, ranks per node), got"

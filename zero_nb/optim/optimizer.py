@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ..comm.agreement import agreeing
 from ..comm.comparison import log_once
 from ..comm.ending import end_if_interrupted
 from ..comm.groups import Group
+from ..comm.subgroups import GroupsLike
 from ..comm.objects import plain_numbers
 from .arguments import check_group, check_settings, plan_lines, read_group, read_params
 from .rules import Settings
@@ -63,7 +64,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         optimizer_class: type[torch.optim.Optimizer],  # for example `torch.optim.AdamW`
         # ranks that share the state; of two levels (`two_level`, a 2-D `DeviceMesh`) those of a
         # node; None: all ranks of the job
-        process_group: Any = None,
+        process_group: GroupsLike = None,
         # parameters move into the buckets: no copies in `step`, but new memory addresses
         parameters_as_bucket_view: bool = False,
         # for code written for torch's class; what overlaps is a hook on the model (backward/07_ddp_overlap)

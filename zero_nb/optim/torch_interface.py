@@ -23,7 +23,7 @@ from .state_exchange import changing
 from .state_plan import kept_numbers, untried_classes
 from .trial import difference, make_trial, remembered
 from ..comm.groups import Group
-from ..comm.subgroups import TwoLevel, two_level
+from ..comm.subgroups import GroupsLike, TwoLevel, two_level
 from .saved_state import check_destination
 
 # %% auto #0
@@ -87,11 +87,12 @@ class StepWithoutData(_JoinHook):
         _Joinable.__init__(self.optimizer)  # and what follows the block is not about joining
 
 
-def find_groups(process_group: Any) -> Sequence[Group]:
+def find_groups(process_group: GroupsLike) -> Sequence[Group]:
     """Find the ranks that share the state, and of two levels those that hold the same part of it."""
-    if getattr(process_group, "ndim", 1) == 2:
-        process_group = two_level(process_group)
-    return process_group if isinstance(process_group, TwoLevel) else (Group(process_group),)
+    given: Any = process_group
+    if getattr(given, "ndim", 1) == 2:
+        given = two_level(given)
+    return given if isinstance(given, TwoLevel) else (Group(given),)
 
 # %% ../../nbs/optim/23_torch_interface.ipynb #70b85bcd
 STATE_DICT_TYPES = ("consolidated", "full", "sharded")

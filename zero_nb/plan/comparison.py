@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from .estimated import Estimate, PLANNED, estimates_html, estimates_text
 from .estimates import estimate_setup
 from .machines import Machine
+from .models import ModelLike
 from .policies import Policy
 from .setups import setup_of
+from .states import OptimizerLike
 
 # %% auto #0
 __all__ = ['Comparison', 'compare']
@@ -40,8 +41,8 @@ class Comparison:
 
 
 def compare(
-    model: Any,  # this and all others: as for `estimate`
-    optimizer: Any = "adamw",
+    model: ModelLike,  # this and all others: as for `estimate`
+    optimizer: OptimizerLike = "adamw",
     world_size: int = 8,
     methods: Iterable[str] = tuple(PLANNED),
     *,

@@ -13,7 +13,7 @@ from typing import Any
 from .bucket_plan import BucketPlan
 from .estimated import Estimate, PLANNED
 from .machines import Machine
-from .models import find_model, unknown
+from .models import ModelLike, find_model, unknown
 from zero_nb.plan.planned_memory import (
     _copied_gradients,
     _fullest,
@@ -28,6 +28,7 @@ from zero_nb.plan.planned_memory import (
 from .policies import Policy, greedy
 from .schedule import MAX_IN_FLIGHT, METHODS, NETWORK, Step, clock, order, peak
 from .setups import Setup, setup_of
+from .states import OptimizerLike
 from .shards import spread, world
 from .specs import ITEMSIZE, ParamSpec
 from .states import state_rule
@@ -114,7 +115,7 @@ def _ranks_of_a_replica(setup: Setup, world_size: int) -> int:
 
 
 def estimate_setup(
-    model: Any,  # as for `estimate`
+    model: ModelLike,  # as for `estimate`
     world_size: int,  # ranks in all
     method: str,  # a key of `PLANNED`
     setup: Setup,
@@ -164,8 +165,8 @@ def estimate_setup(
 
 
 def estimate(
-    model: Any,  # a name in `MODELS`, "module:function", `ParamSpec`s, or a module
-    optimizer: Any = "adamw",  # a name in `OPTIMIZERS`, a class, or a `State`
+    model: ModelLike,  # a name in `MODELS`, "module:function", `ParamSpec`s, or a module
+    optimizer: OptimizerLike = "adamw",  # a name in `OPTIMIZERS`, a class, or a `State`
     world_size: int = 1,  # ranks in all
     method: str = "zero1",  # a key of `PLANNED`
     *,

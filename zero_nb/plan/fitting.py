@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from .estimated import Estimate
 from .estimates import estimate_setup
 from .machines import Machine
+from .models import ModelLike
 from .policies import Policy
 from .setups import Setup, setup_of
+from .states import OptimizerLike
 
 # %% auto #0
 __all__ = ['parse_memory', 'fits', 'fewest_ranks']
@@ -64,7 +65,7 @@ _LOOK_BELOW = 64  # ranks
 
 
 def _fewest_ranks(
-    model: Any, memory: int, method: str, setup: Setup, activations: str | float, most: int
+    model: ModelLike, memory: int, method: str, setup: Setup, activations: str | float, most: int
 ) -> int | None:
     """Double the number of ranks until a rank has the memory, then search between the last two, and
     then below: a bucket that does not divide may need more scratch memory on more ranks."""
@@ -99,8 +100,8 @@ def _fewest_ranks(
 
 
 def fewest_ranks(
-    model: Any,  # as for `estimate`
-    optimizer: Any = "adamw",
+    model: ModelLike,  # as for `estimate`
+    optimizer: OptimizerLike = "adamw",
     memory: str | float = "80GB",  # of a rank
     method: str = "zero1",
     *,

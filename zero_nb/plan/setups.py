@@ -21,7 +21,7 @@ from .models import unknown
 from .packing import adopt, pack
 from .policies import Policy, even
 from .specs import ITEMSIZE, ParamSpec, unique
-from .states import state_rule
+from .states import OptimizerLike, state_rule
 
 # %% auto #0
 __all__ = ['Setup', 'setup_of']
@@ -34,7 +34,7 @@ _SPELLED = {"double": "float64", "float": "float32", "half": "float16"}  # torch
 class Setup:
     """What to train, on what, and how; the fields are the keyword arguments of `estimate`."""
 
-    optimizer: Any = "adamw"
+    optimizer: OptimizerLike = "adamw"
     dtype: str | None = None
     reduce_dtype: str | None = None
     master_dtype: str | None = None

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,11 @@ from ..comm.ending import end_if_interrupted
 from ..comm.groups import Group
 from ..comm.objects import broadcast_object_list, gather_object
 from ..comm.payloads import byte_device
+from ..comm.ranks import GroupLike
 from ..optim.flat import flatten
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # %% auto #0
 __all__ = ['Leaf', 'leaves', 'gather_to_all', 'assert_same']
@@ -277,7 +281,8 @@ def _compare_in_group(group: Group, value: Any, what: str) -> None:
 
 
 def assert_same(
-    group: Any,  # a process group, a `Group`, a `DeviceMesh`, or None: all ranks of the job
+    # a process group, a `Group`, a `DeviceMesh`, or None: all ranks of the job
+    group: GroupLike | DeviceMesh,
     # numbers, texts, dense tensors, and dicts, lists, tuples, sets, dataclasses of them
     value: Any,
     what: str,  # names the value in the error; the same on all ranks
