@@ -24,7 +24,7 @@ from zero_nb.apps.tables import HEADS, cells, rows, write_report
 from zero_nb.apps.targets import Target, verdicts
 from zero_nb.apps.turns import Launch, Turn, _link_bytes, _rounded, time_rank, trace_rank
 from zero_nb.apps.variants import _LARGE, VARIANTS, Variant
-from zero_nb.apps.workloads import models
+from zero_nb.apps.workloads import benchmark_models
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.shared_file import available
@@ -61,7 +61,7 @@ REPORT = BenchmarkReport(
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def world(request):
     """Count all models and all variants that need no other package, at one world size."""
-    quick, n = models(quick=True), request.param
+    quick, n = benchmark_models(quick=True), request.param
 
     def all_of_it():
         return {(m, v): count_rank(v, quick[m], torch.device("cpu")) for m in quick for v in OURS}
@@ -99,7 +99,7 @@ def planned_state(model, view, n):
 @pytest.mark.turns(3)
 def test_state_is_what_the_plan_says(world):
     n, found = world
-    for name, model in models(quick=True).items():
+    for name, model in benchmark_models(quick=True).items():
         elements, count = sum(model.sizes), len(model.sizes)
         assert found[name, "ddp"].state == found[name, "control"].state == 8 * elements + 4 * count
         for variant, view in (("zero1", False), ("zero1-view", True)):
@@ -114,7 +114,7 @@ def test_state_is_what_the_plan_says(world):
 
 def test_wire_is_known_in_advance(world):
     n, found = world
-    for name, model in models(quick=True).items():
+    for name, model in benchmark_models(quick=True).items():
         once = Fraction((n - 1) * 4 * sum(model.sizes), n)
         assert found[name, "ddp"].wire == found[name, "control"].wire == 2 * once
         assert (
@@ -141,7 +141,7 @@ def test_wire_is_known_in_advance(world):
 
 
 def test_full_size_models_are_those_of_the_issue():
-    full = models()
+    full = benchmark_models()
     assert {name: len(m.sizes) for name, m in full.items()} == {
         "linear": 40,
         "gpt": 38,
@@ -149,14 +149,14 @@ def test_full_size_models_are_those_of_the_issue():
     }
     assert [sum(m.sizes) for m in full.values()] == [80_040_000, 29_938_560, 528_000]
     assert max(full["gpt"].sizes) / sum(full["gpt"].sizes) > 0.64
-    assert full.keys() == models(quick=True).keys()
+    assert full.keys() == benchmark_models(quick=True).keys()
 
 
 @pytest.mark.turns(3)
-@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("name", benchmark_models())
 def test_every_variant_trains_the_same_model(name):
     variants = tuple(v for v in OURS if v != "floor")
-    model = models(quick=True)[name]
+    model = benchmark_models(quick=True)[name]
 
     def train():
         return {v: time_rank(v, model, torch.device("cpu")) for v in variants}
@@ -195,7 +195,7 @@ def test_a_variant_by_messages_leaves_the_way_of_the_others_alone(monkeypatch):
                 with pytest.MonkeyPatch.context() as patch:
                     variant = replace(VARIANTS[name], make=noted)
                     patch.setitem(VARIANTS, name, variant)
-                    time_rank(name, models(True)["linear"], torch.device("cpu"))
+                    time_rank(name, benchmark_models(True)["linear"], torch.device("cpu"))
                 found.append(groups[0]._wire.transports[0] is not None)
             return found, os.environ.get("ZERO_NB_MEMORY")
 
@@ -211,7 +211,7 @@ def test_turns_rotate():
         return [Turn(1.0, (2.0,), (), 3.0, None)] * n
 
     options = Options(rounds=4, quick=True)
-    model = models(True)["small"]
+    model = benchmark_models(True)["small"]
     found = _time_variants(options, ranks, model, 2, ["ddp", "b", "c"], lambda line: None)
     assert [name[0] for name in order] == [*"dbcbcdcdbdbc"]
     assert found.world_size == 2 and found.iteration["b"] == (2.0,) * 4 and not found.step
@@ -223,7 +223,7 @@ def test_turns_rotate():
 def test_what_an_interface_sends_is_counted(monkeypatch):
     """The loopback here; between machines the one that joins them."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    model = models(True)["linear"]
+    model = benchmark_models(True)["linear"]
     turns = run(2, time_rank, "zero2-messages", model, torch.device("cpu"))
     found = Launch.of("linear", {"zero2": [turns]}).link["zero2"]
     assert found >= 2 * 4 * sum(model.sizes)  # both ranks send all of it once
@@ -501,7 +501,10 @@ def test_profiles_are_drawn_of_the_variants_that_were_named(tmp_path, capsys):
     for name in names:
         assert (tmp_path / name).read_text().count("<title>") > 5
     assert profiles(Options(("linear",), (1,), ("zero1-overlap",), 1, True)) == {}
-    found = run(2, lambda: trace_rank("zero1-overlap", models(True)["linear"], torch.device("cpu")))
+    found = run(
+        2,
+        lambda: trace_rank("zero1-overlap", benchmark_models(True)["linear"], torch.device("cpu")),
+    )
     assert all({"step", "compute"} <= {s.kind for s in rank} for rank in found)
 
 
@@ -644,7 +647,7 @@ def test_command_runs_under_torchrun(tmp_path):
         (name, 2) for name in (*REFERENCES, "zero1")
     ]
     assert (
-        found.counts[0].wire == 4 * sum(models(True)["small"].sizes)
+        found.counts[0].wire == 4 * sum(benchmark_models(True)["small"].sizes)
         and len(found.launches[0].step["zero1"]) == 2
     )
 
@@ -654,7 +657,7 @@ def test_the_stored_report_is_of_the_full_models_and_exact():
     found = BenchmarkReport.from_json(path.read_text())
     assert not found.quick and not strays(found) and path.stat().st_size < 200_000
     assert json.loads(found.to_json()) == json.loads(path.read_text())
-    for model in models().values():
+    for model in benchmark_models().values():
         for n in (1, 2, 4):
             full, ours, torchs = (
                 found.count(model.name, n, name) for name in ("ddp", "zero1", "torch")

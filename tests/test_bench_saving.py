@@ -13,7 +13,7 @@ from zero_nb.apps.reports import BenchmarkReport, merged
 from zero_nb.apps.save_turns import WAYS, Checkpoints, SaveTurn
 from zero_nb.apps.tables import save_cells, write_report
 from zero_nb.apps.targets import verdicts
-from zero_nb.apps.workloads import models
+from zero_nb.apps.workloads import benchmark_models
 
 TURNS = {  # two rounds of one rank, the first call before them
     "iteration": (None, 2.0, 1.0),
@@ -74,7 +74,7 @@ def test_ways_to_save_and_load_are_measured(tmp_path):
     [found] = BenchmarkReport.from_json((tmp_path / "report.json").read_text()).checkpoints
     assert sorted(found.seconds) == sorted(WAYS) and found.world_size == 2
     assert all(len(times) == 1 and times[0] > 0 for times in found.seconds.values())
-    elements = sum(models(quick=True)["linear"].sizes)
+    elements = sum(benchmark_models(quick=True)["linear"].sizes)
     assert 8 * elements <= found.state <= 8 * elements + 100
     if sys.platform == "linux":
         assert all(risen is not None for risen in found.first_rank.values())
@@ -86,6 +86,6 @@ def test_the_stored_report_of_saving_is_of_the_full_model_and_exact():
     assert not found.quick and json.loads(found.to_json()) == json.loads(path.read_text())
     for n in (2, 4):
         saving = found.saving("linear", n)
-        elements = sum(models()["linear"].sizes)
+        elements = sum(benchmark_models()["linear"].sizes)
         assert 8 * elements <= saving.state <= 8 * elements + 1000
         assert sorted(saving.seconds) == sorted(WAYS)

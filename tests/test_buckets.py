@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from zero_nb.plan.balancing import balanced, by_group, mixed, newton_schulz
 from zero_nb.plan.bucket import Bucket, Slot
 from zero_nb.plan.bucket_plan import BucketPlan
-from zero_nb.plan.filling import MIB, ddp_buckets
+from zero_nb.plan.filling import MIB, fill_like_ddp
 from zero_nb.plan.packing import adopt, pack
 from zero_nb.plan.policies import even, greedy, runs
 from zero_nb.plan.shards import ShardPlan, Span, _canonical
@@ -240,7 +240,7 @@ def test_ddp_buckets_are_those_of_torch(specs, limits):
     theirs, _ = dist._compute_bucket_assignment_by_size(
         tensors, [int(limits[1] * MIB), int(limits[0] * MIB)], [False] * len(mine)
     )
-    found = ddp_buckets(specs, *limits)
+    found = fill_like_ddp(specs, *limits)
     assert sorted([mine[k] for k in bucket] for bucket in theirs) == sorted(found)
 
 

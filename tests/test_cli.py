@@ -120,13 +120,13 @@ def test_trains_and_resumes(starter, tmp_path):
     ],
 )
 def test_a_mistake_is_one_line(capsys, monkeypatch, words, says):
-    monkeypatch.setattr(cli, "launch", lambda *args: pytest.fail("processes were started"))
+    monkeypatch.setattr(cli, "launch_ranks", lambda *args: pytest.fail("processes were started"))
     status, err, out = refused(capsys, *words)
     assert status == 2 and err.startswith(says) and err.count("\n") == 1 and out == ""
 
 
 def test_a_port_in_use(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "launch", lambda *args: pytest.fail("processes were started"))
+    monkeypatch.setattr(cli, "launch_ranks", lambda *args: pytest.fail("processes were started"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, err, _ = refused(capsys, "train", f"--port={port}")
@@ -141,7 +141,7 @@ def test_ranks_and_gpus(capsys, monkeypatch):
     started = []
     monkeypatch.setattr(
         cli,
-        "launch",
+        "launch_ranks",
         lambda arguments, nproc, port: started.append((nproc, port, arguments)) or ("", 0),
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -305,7 +305,7 @@ def training(starter, out):
 
 
 def test_a_rank_that_is_ended_by_a_signal_without_a_name():
-    ended = cli.launch(["-c", "import os; os.kill(os.getpid(), 40)"], 1)
+    ended = cli.launch_ranks(["-c", "import os; os.kill(os.getpid(), 40)"], 1)
     assert ended == ("rank 0 was ended by SIGRTMIN+6", 1)
 
 
@@ -337,7 +337,7 @@ def test_a_killed_launcher_leaves_no_rank(starter, tmp_path):
 
 
 def test_out_that_is_a_file_and_a_shortened_option(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "launch", lambda *args: pytest.fail("processes were started"))
+    monkeypatch.setattr(cli, "launch_ranks", lambda *args: pytest.fail("processes were started"))
     file = tmp_path / "file"
     file.touch()
     status, err, _ = refused(capsys, "train", f"--out={file}")

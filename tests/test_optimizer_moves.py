@@ -20,7 +20,7 @@ from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
 from zero_nb.comm.simulation import simulate
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
-from zero_nb.optim.param_specs import specs
+from zero_nb.optim.param_specs import group_specs
 from zero_nb.optim.pieces import Piece
 from zero_nb.plan.policies import even
 from zero_nb.plan.shards import ShardPlan, Span
@@ -227,7 +227,7 @@ def test_each_device_of_a_process_has_a_name_that_is_the_same_on_all_ranks():
             return True
 
     def names(*devices):
-        return [spec.device for spec in specs([{"params": [*map(Elsewhere, devices)]}])]
+        return [spec.device for spec in group_specs([{"params": [*map(Elsewhere, devices)]}])]
 
     assert (
         names("cuda:0", "cuda:1", "cpu", "cuda:0")

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 
 from zero_nb.apps.peak_memory import peak_bytes
 from zero_nb.apps.turns import trace_rank
-from zero_nb.apps.workloads import models
+from zero_nb.apps.workloads import benchmark_models
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_buckets import split_like_ddp
 from zero_nb.backward.ddp_overlap import overlap
@@ -329,7 +329,9 @@ def test_an_iteration_does_not_wait_for_the_gpu(through, interleaved):
 @pytest.mark.parametrize("variant", ["zero1-overlap", "zero2-interleaved"])
 def test_buckets_step_on_a_stream_of_their_own(variant):
     (found,) = run(
-        1, lambda: trace_rank(variant, models()["linear"], torch.device("cuda", 0)), backend=GPU
+        1,
+        lambda: trace_rank(variant, benchmark_models()["linear"], torch.device("cuda", 0)),
+        backend=GPU,
     )
     streams = {kind: {s.line for s in found if s.kind == kind} for kind in ("step", "compute")}
     assert streams["step"] and streams["compute"] - streams["step"], streams

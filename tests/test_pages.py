@@ -404,7 +404,7 @@ def test_a_still_figure_follows_a_widget():
             kinds = {kind for output in cell["outputs"] for kind in output.get("data", ())}
             assert not any("widget" in kind for kind in kinds), name
             last = "".join(cell["source"]).splitlines()[-1:]
-            if last in (["explorer()"], ["player(schedule, cost)"]):
+            if last in (["explorer()"], ["make_player(schedule, cost)"]):
                 widgets.append(name)
                 assert cell["outputs"] == [] and shows_a_figure(following), name
     assert len(widgets) > 2

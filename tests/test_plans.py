@@ -12,7 +12,7 @@ from zero_nb.plan.bucket import Bucket, Slot
 from zero_nb.plan.bucket_plan import BucketPlan
 from zero_nb.plan.comparison import compare
 from zero_nb.plan.estimates import estimate
-from zero_nb.plan.filling import ddp_buckets
+from zero_nb.plan.filling import fill_like_ddp
 from zero_nb.plan.moves import moves
 from zero_nb.plan.packing import adopt, pack
 from zero_nb.plan.policies import even, greedy
@@ -108,9 +108,9 @@ def test_findings(call, message):
         (torch.nn.Linear(2, 2), "Linear"),
     ],
 )
-@pytest.mark.parametrize("plan", [even, greedy, balanced, mixed, pack, ddp_buckets])
+@pytest.mark.parametrize("plan", [even, greedy, balanced, mixed, pack, fill_like_ddp])
 def test_what_are_no_specs_is_named(plan, given, named):
-    ranks = () if plan is ddp_buckets else (2,)
+    ranks = () if plan is fill_like_ddp else (2,)
     with pytest.raises(TypeError, match=f"must hold a ParamSpec for each parameter, got {named}"):
         plan(given, *ranks)
 

@@ -28,7 +28,7 @@ from torch.optim import AdamW
 
 from zero_nb.apps.checkpoints import read_checkpoint
 from zero_nb.apps.reports import BenchmarkReport
-from zero_nb.apps.workloads import models
+from zero_nb.apps.workloads import benchmark_models
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 WIDTH = 600
@@ -125,7 +125,7 @@ def test_the_benchmark_between_two_machines(tmp_path):
     (launch,) = report.launches
     assert launch.world_size == 2
     for name in ("ddp", "zero2"):  # small messages have headers and acknowledgements
-        assert 1 <= launch.link[name] / (4 * sum(models(True)["linear"].sizes)) <= 1.1
+        assert 1 <= launch.link[name] / (4 * sum(benchmark_models(True)["linear"].sizes)) <= 1.1
 
 
 LIMIT = 10.0  # seconds that a rank waits for the other

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from ..comm.reaper import signal_name
 
 # %% auto #0
-__all__ = ['COMMANDS', 'NUMBERS', 'Parser', 'check_port', 'launch', 'main']
+__all__ = ['COMMANDS', 'NUMBERS', 'Parser', 'check_port', 'launch_ranks', 'main']
 
 # %% ../../nbs/apps/11_cli.ipynb #903e6a95
 class Parser(argparse.ArgumentParser):
@@ -86,7 +86,7 @@ def _cause(error: Any) -> tuple[str, int]:
         return f"rank {rank} ended with exit status {failure.exitcode}", status
 
 # %% ../../nbs/apps/11_cli.ipynb #8dfa8d5b
-def launch(
+def launch_ranks(
     arguments: Sequence[str],  # of each rank's `python`
     nproc: int,  # ranks to start
     port: int = 0,  # where they meet; 0: any that is free
@@ -205,7 +205,7 @@ def _run_train(parser: Parser, given: dict[str, Any]) -> int:
             if isinstance(value, bool)
             else [f"--{flag}={value}"]
         )
-    wrong, status = launch(flags, nproc, port)
+    wrong, status = launch_ranks(flags, nproc, port)
     *trace, words = wrong.splitlines() or [""]
     if wrong:
         print(*trace, f"{parser.prog}: {words}", sep="\n", file=sys.stderr)

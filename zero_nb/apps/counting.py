@@ -19,7 +19,7 @@ from torch.optim import AdamW
 from .peak_memory import peak_bytes
 from .turns import Job, LR, WARM_UP, _rounded, _way, make_job
 from .variants import VARIANTS
-from .workloads import Model, models
+from .workloads import Model, benchmark_models
 from ..comm.recording import record
 from ..comm.simulation import simulate
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -68,7 +68,7 @@ def count_rank(
 
 def _count_rank(name: str, model: Model, device: torch.device) -> dict[str, Any]:
     make_job(
-        name, models(quick=True)["linear"], device
+        name, benchmark_models(quick=True)["linear"], device
     ).iterate()  # what torch loads at first use is not the model's
     found: dict[str, Any] = dict.fromkeys(("wire", "step_wire", "collectives", "step_collectives"))
 

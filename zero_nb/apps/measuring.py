@@ -22,7 +22,7 @@ from .reports import BenchmarkReport
 from .save_turns import Checkpoints, SaveTurn, save_rank
 from .turns import Launch, Turn, time_rank, trace_rank
 from .variants import REFERENCES, VARIANTS
-from .workloads import Model, models
+from .workloads import Model, benchmark_models
 from ..checkpoint.checksums import crc32
 from ..comm.groups import Group
 from ..comm.launch import run
@@ -63,7 +63,7 @@ class Options:
     network: str = ""  # what joins the machines, for people
 
     def __post_init__(self) -> None:
-        _known("model", self.models, list(models()))
+        _known("model", self.models, list(benchmark_models()))
         _known("variant", self.variants, list(VARIANTS))
         _known("part", self.parts, PARTS)
         if self.rounds < 1:
@@ -182,7 +182,7 @@ def measure(
     found: list[Counts] = []
     launches: list[Launch] = []
     saves: list[Checkpoints] = []
-    for model in (models(options.quick)[name] for name in options.models):
+    for model in (benchmark_models(options.quick)[name] for name in options.models):
         for n in options.ranks:
             names = [name for name in VARIANTS if name in (*REFERENCES, *options.variants)]
             names = [name for name in names if name not in left_out]
@@ -215,7 +215,7 @@ def profiles(
     """Draw what runs when in an iteration of each variant."""
     ranks, found = ranks or forked(options.device), dict[str, Svg]()
     wanted = [
-        (models(options.quick)[m], n, v)
+        (benchmark_models(options.quick)[m], n, v)
         for m in options.models
         for n in options.ranks
         for v in options.variants

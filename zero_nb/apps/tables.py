@@ -18,11 +18,11 @@ from .save_turns import WAYS
 from .targets import verdicts
 from .turns import BEST
 from .variants import VARIANTS
-from .workloads import models
+from .workloads import benchmark_models
 
 # %% auto #0
-__all__ = ['HEADS', 'TIMES', 'BYTES', 'SAVE_HEADS', 'rows', 'cells', 'markdown', 'summary', 'link_summary', 'save_cells', 'draw',
-           'save', 'write_report', 'show']
+__all__ = ['HEADS', 'TIMES', 'BYTES', 'SAVE_HEADS', 'rows', 'cells', 'markdown', 'summary', 'link_summary', 'save_cells',
+           'draw_ratios', 'save', 'write_report', 'show']
 
 # %% ../../nbs/apps/21_tables.ipynb #de16eef8
 def rows(
@@ -37,7 +37,7 @@ def rows(
             for name in launch.iteration
         ]
     )
-    order = list(models()), list(VARIANTS)
+    order = list(benchmark_models()), list(VARIANTS)
     return [
         _report_row(report, *key)
         for key in sorted(keys, key=lambda k: (order[0].index(k[0]), k[1], order[1].index(k[2])))
@@ -149,7 +149,7 @@ def summary(report: BenchmarkReport, world_size: int = 4) -> str:  # Markdown
         for row in rows(report)
         if row["ranks"] == world_size and row["variant"] not in _NOT_SUMMED
     }
-    shown = [name for name in models() if any(model == name for model, _ in found)]
+    shown = [name for name in benchmark_models() if any(model == name for model, _ in found)]
     names = [name for name in VARIANTS if any(name == variant for _, variant in found)]
     keys = {
         "time": f"iteration / {BEST}",
@@ -170,7 +170,7 @@ def link_summary(report: BenchmarkReport) -> str:  # Markdown
     """Set out an iteration's time between machines over the better DDP's, and the bytes that one
     machine sends in it over those of the parameters."""
     launches = [launch for launch in report.launches if any(launch.link.values())]
-    sizes = models(report.quick)
+    sizes = benchmark_models(report.quick)
 
     def line(name: str) -> list[str]:
         found = [f"{VARIANTS[name].words} (`{name}`)"]
@@ -280,13 +280,13 @@ def _draw_panel(
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def draw(
+def draw_ratios(
     report: BenchmarkReport,  # with times
 ) -> Any:  # a figure of matplotlib
     """Draw the ratios to the better reference: a column for each model, iterations above and steps below."""
     from matplotlib.figure import Figure
 
-    shown = [name for name in models() if any(x.model == name for x in report.launches)]
+    shown = [name for name in benchmark_models() if any(x.model == name for x in report.launches)]
     timed = {name for launch in report.launches for name in launch.iteration}
     stepped = {name for launch in report.launches for name in launch.step}
     if not shown or not timed:
@@ -339,7 +339,7 @@ def write_report(report: BenchmarkReport, folder: str | Path) -> list[str]:  # n
     (folder / "table.md").write_text("\n".join(parts), encoding="utf-8")
     names = ["report.json", "table.csv", "table.md"]
     if any(len(launch.iteration) > 1 for launch in report.launches):
-        figure = draw(report)
+        figure = draw_ratios(report)
         for name in ("figure.png", "figure.svg"):
             figure.savefig(folder / name)
             names.append(name)

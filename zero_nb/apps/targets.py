@@ -14,7 +14,7 @@ from .ratios import paired
 from .reports import BenchmarkReport
 from .save_turns import Checkpoints
 from .turns import BEST
-from .workloads import models
+from .workloads import benchmark_models
 
 # %% auto #0
 __all__ = ['AFTER_DDP', 'TARGETS', 'Target', 'verdicts']
@@ -84,7 +84,7 @@ def _peer(
 ) -> Callable[[BenchmarkReport], float | None]:  # one rank has nothing to share
     return lambda report: _worst(
         found.median
-        for model in models()
+        for model in benchmark_models()
         for n in (2, 4)
         if (found := report.ratio("iteration", model, n, ours, theirs))
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .gpt import GPT
 
 # %% auto #0
-__all__ = ['Model', 'TiedGPT', 'Chain', 'models']
+__all__ = ['Model', 'TiedGPT', 'Chain', 'benchmark_models']
 
 # %% ../../nbs/apps/13_workloads.ipynb #22443b74
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _next_word(logits: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.transpose(1, 2), target)
 
 
-def models(
+def benchmark_models(
     quick: bool = False,  # shrunk, for a look and for tests
 ) -> dict[str, Model]:  # by name
     """Give the models of the benchmark."""

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .engine import cut_in_place
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.param_specs import specs
+from ..optim.param_specs import group_specs
 from ..plan.bucket import Bucket, Slot
 from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import adopt
@@ -71,7 +71,7 @@ def split_like_ddp(
 
 def plan_buckets(optimizer: ZeroRedundancyOptimizer, filled: Sequence[Sequence[int]]) -> BucketPlan:
     """Plan the buckets that DDP has filled."""
-    params = specs(optimizer.param_groups)
+    params = group_specs(optimizer.param_groups)
     trained = [[i for i in bucket if params[i].trainable] for bucket in filled]
     reduced = {i for bucket in trained for i in bucket}
     for i, p in enumerate(params):

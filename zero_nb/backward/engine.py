@@ -33,7 +33,7 @@ from ..optim.flat import FlatBucket
 from ..optim.iteration import Iteration, Reduction, StepPlan
 from ..optim.local_optimizers import check_options, snapshot_options
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.param_specs import param_name, specs
+from ..optim.param_specs import param_name, group_specs
 from ..optim.state_plan import check_moves, find_called_once, leaves_no_parts
 from ..plan.schedule import Schedule
 from ..plan.balancing import by_group, mixed
@@ -131,7 +131,7 @@ def check_complex(
     """Refuse to cast complex gradients, which would lose their imaginary part."""
     if wire_dtype in (None, "custom"):
         return
-    for p in specs(optimizer.param_groups):
+    for p in group_specs(optimizer.param_groups):
         if p.dtype.startswith("complex"):
             raise ValueError(
                 f"{p.name} is {p.dtype}, and gradients that are sent in {wire_dtype} have no imaginary"

@@ -25,7 +25,7 @@ from ..comm.calls import mark_agreed
 from ..comm.groups import Group
 from ..comm.payloads import byte_device
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.param_specs import specs
+from ..optim.param_specs import group_specs
 from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import pack
 
@@ -124,7 +124,7 @@ class ArrivalOrder:
         """Plan buckets: small parameters together in the order of arrival, large ones alone, very
         large ones in pieces."""
         seen = set(self.order)
-        params = specs(self.optimizer.param_groups)
+        params = group_specs(self.optimizer.param_groups)
         unseen = [j for j in reversed(range(len(params))) if j not in seen]
         return pack(
             params,

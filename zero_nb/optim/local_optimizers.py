@@ -19,7 +19,7 @@ from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import pack
 from ..comm.groups import Group
 from .arguments import check_references, name_pieces, piece_names, which_cut
-from .param_specs import make_stand_in, specs, standing_in
+from .param_specs import make_stand_in, group_specs, standing_in
 from .pieces import Piece, lay_out_gradients
 from .shard import CurrentChange, Shard, release_step_memory
 from .rules import Rule, Settings, choose_fused, is_known
@@ -91,7 +91,7 @@ def _plan_groups(
     policy: Policy = partial(mixed, choose=by_group(*policies))
     if all(other is policies[0] for other in policies):
         policy = policies[0]
-    params = specs(groups, first, grads=True)
+    params = group_specs(groups, first, grads=True)
     return pack(
         params,
         world_size,

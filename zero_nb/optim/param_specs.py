@@ -26,7 +26,7 @@ from .flat import flatten
 from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
-__all__ = ['param_name', 'specs', 'small_shapes', 'SmallKind', 'SmallGroup', 'small_groups', 'small_parameter',
+__all__ = ['param_name', 'group_specs', 'small_shapes', 'SmallKind', 'SmallGroup', 'small_groups', 'small_parameter',
            'name_small_parameters', 'make_stand_in', 'standing_in', 'with_gradients', 'what_is_left', 'clear_gradients',
            'random_states', 'leaving_alone']
 
@@ -68,7 +68,7 @@ def _spec(
     )
 
 
-def specs(
+def group_specs(
     param_groups: list[dict[str, Any]],  # as `torch.optim.Optimizer.param_groups`
     first: int = 0,  # index of the first of these groups
     grads: bool = False,  # a parameter that is frozen and has a gradient counts as trained, as for `torch.optim`

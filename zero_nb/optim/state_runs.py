@@ -22,8 +22,8 @@ from .state_forms import Forms, OwnState, ValueForm
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['MESSAGE', 'Values', 'Value', 'Run', 'values_of', 'runs_of', 'messages', 'StateTarget', 'MemoryTarget', 'pack_runs',
-           'gather_values', 'share_values']
+__all__ = ['MESSAGE', 'Values', 'Value', 'Run', 'values_of', 'runs_of', 'runs_by_message', 'StateTarget', 'MemoryTarget',
+           'pack_runs', 'gather_values', 'share_values']
 
 # %% ../../nbs/optim/19_state_runs.ipynb #5a7e0013
 MESSAGE = 1 << 23  # bytes; longer runs are cut
@@ -85,7 +85,7 @@ def runs_of(values: Values, spans: Iterable[Span]) -> Iterator[Run]:
                 yield Run(value, 0, value.numel)
 
 
-def messages(runs: Iterable[Run]) -> Iterator[list[Run]]:
+def runs_by_message(runs: Iterable[Run]) -> Iterator[list[Run]]:
     """Put runs together that travel in one message."""
     together = list[Run]()
     total = 0
@@ -196,7 +196,7 @@ def gather_values(
         spans = [span for span in plan.spans(source) if span.start < span.stop]
         if source == to:  # of a parameter without elements all ranks have the state
             spans += [Span(i, 0, 0) for i in values if not own.params[i].numel()]
-        return messages(runs_of(values, spans))
+        return runs_by_message(runs_of(values, spans))
 
     def receive(source: int, size: int) -> None:
         if target is None or (source != me and group.backend(device) == "fake"):
@@ -230,7 +230,7 @@ def share_values(
 ) -> None:
     """Bring the whole state from one rank to all."""
     every = chain.from_iterable(values.values())
-    for message in messages(Run(value, 0, value.numel) for value in every):
+    for message in runs_by_message(Run(value, 0, value.numel) for value in every):
         memory = target.memory(message)
         if group.group_rank == source and len(message) > 1:
             torch.cat([target.place(run) for run in message], out=memory)

@@ -27,7 +27,7 @@ from zero_nb.plan.bucket import (
     equal_bounds,
     slot_columns,
 )
-from .shards import ShardPlan, Span, run_from, run_text, spread, world
+from .shards import ShardPlan, Span, run_from, run_text, spread, check_world_size
 from zero_nb.plan.specs import (
     DEVICE,
     ParamSpec,
@@ -57,7 +57,7 @@ class BucketPlan(Written):
         object.__setattr__(self, "params", params := ParamTable.of(self.params))
         if len(set(params.names)) < len(params):
             unique(params)
-        world(self.world_size)
+        check_world_size(self.world_size)
         _check_places(params, self.world_size, self.buckets)
 
     padding = property(

@@ -29,7 +29,7 @@ from .policies import Policy, greedy
 from .schedule import MAX_IN_FLIGHT, METHODS, NETWORK, Step, clock, order, peak
 from .setups import Setup, setup_of
 from .states import OptimizerLike
-from .shards import spread, world
+from .shards import spread, check_world_size
 from .specs import ITEMSIZE, ParamSpec
 from .states import state_rule
 
@@ -109,7 +109,7 @@ def _time_and_collectives(
 def _ranks_of_a_replica(setup: Setup, world_size: int) -> int:
     """Divide the ranks among the replicas."""
     replicas = setup.replicas
-    if type(replicas) is not int or replicas < 1 or world(world_size) % replicas:
+    if type(replicas) is not int or replicas < 1 or check_world_size(world_size) % replicas:
         raise ValueError(f"replicas must divide world_size, got {replicas} and {world_size}")
     return world_size // replicas
 

@@ -8,7 +8,7 @@ __all__ = ['Grid', 'GridPlan']
 # %% ../../nbs/plan/05_grids.ipynb #dfebd87d
 from dataclasses import dataclass
 
-from .shards import Owners, ShardPlan, Span, plan_summary, shards_html, world
+from .shards import Owners, ShardPlan, Span, plan_summary, shards_html, check_world_size
 from .specs import Written, only
 
 # %% ../../nbs/plan/05_grids.ipynb #7e50140d
@@ -22,8 +22,8 @@ class Grid:
     replicate: int = 1  # replicas
 
     def __post_init__(self) -> None:
-        world(self.shard)
-        world(self.replicate)
+        check_world_size(self.shard)
+        check_world_size(self.replicate)
 
     world_size = property(lambda self: self.shard * self.replicate, doc="Ranks in all.")
     rows = property(

@@ -19,7 +19,7 @@ from .bucket import Bucket, EvenCuts, Slot, WholeSlots, equal_bounds
 from .bucket_plan import BucketPlan
 from .filling import Kind, arrival_order, bytes_of_mib, fill_buckets, kinds_of
 from .policies import Policy, even, row_cuts, runs
-from .shards import Owners, world
+from .shards import Owners, check_world_size
 from .specs import ITEMSIZE, ParamSpec, ParamTable, unique
 
 # %% ../../nbs/plan/10_packing.ipynb #fb91389a
@@ -246,7 +246,14 @@ def pack(
     most = limit if cut_mb is None else bytes_of_mib("cut_mb", cut_mb)
     runs = fill_buckets(params, arrival_order(params, order), kinds, min(first, limit), limit)
     return _lay(
-        params, world(world_size), runs, kinds, align, equal, most if cut else math.inf, pad
+        params,
+        check_world_size(world_size),
+        runs,
+        kinds,
+        align,
+        equal,
+        most if cut else math.inf,
+        pad,
     )
 
 # %% ../../nbs/plan/10_packing.ipynb #7f95eaf3
@@ -283,4 +290,4 @@ def adopt(
         for i in run:
             alike.setdefault(kinds[i], []).append(i)
         runs += alike.values()
-    return _lay(params, world(world_size), runs, kinds, align, equal, math.inf, pad)
+    return _lay(params, check_world_size(world_size), runs, kinds, align, equal, math.inf, pad)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from .shards import ShardPlan, Span, world
+from .shards import ShardPlan, Span, check_world_size
 from .specs import ParamSpec, as_specs
 
 # %% ../../nbs/plan/03_policies.ipynb #45b00285
@@ -38,8 +38,8 @@ class Policy(Protocol):
 def loads_before(world_size: int, loads: Sequence[float] | None) -> list[float]:
     """Check what each rank holds already, or begin at nothing."""
     if loads is None:
-        return [0] * world(world_size)
-    if len(loads) != world(world_size) or (
+        return [0] * check_world_size(world_size)
+    if len(loads) != check_world_size(world_size) or (
         wrong := [n for n in loads if not (isinstance(n, (int, float)) and 0 <= n < math.inf)]
     ):
         found = f"{len(loads)}: {list(loads)[:8]}" if len(loads) != world_size else f"{wrong[0]!r}"

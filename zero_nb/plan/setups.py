@@ -15,7 +15,7 @@ from .balancing import balanced, mixed, newton_schulz
 from .bucket import Bucket
 from .bucket_plan import BucketPlan
 from .estimated import REDUCED
-from .filling import ddp_buckets
+from .filling import fill_like_ddp
 from .machines import MACHINES, Machine
 from .models import unknown
 from .packing import adopt, pack
@@ -102,7 +102,7 @@ class Setup:
 
     def ddp_fill(self, specs: Sequence[ParamSpec]) -> list[list[int]]:  # indices of parameters
         """Fill buckets as DDP does."""
-        return ddp_buckets(specs, self.ddp_bucket_cap_mb)
+        return fill_like_ddp(specs, self.ddp_bucket_cap_mb)
 
     def ddp_plan(self, specs: Sequence[ParamSpec], ranks: int) -> BucketPlan:
         """Pack gradients as DDP does."""

@@ -22,7 +22,7 @@ from ..comm.ending import end_if_interrupted
 from ..comm.groups import Group
 from ..optim.iteration import StepPlan
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.param_specs import specs
+from ..optim.param_specs import group_specs
 from ..plan.estimated import Estimate, amount
 from ..plan.estimates import estimate_setup
 from ..plan.filling import MIB
@@ -132,7 +132,7 @@ def _stepped(
     """Give what a rank steps: for each tensor, the parameters in it with their elements."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         yield from (
-            [(spec, spec.numel)] for spec in specs(optimizer.param_groups) if spec.trainable
+            [(spec, spec.numel)] for spec in group_specs(optimizer.param_groups) if spec.trainable
         )
         return
     for shard in optimizer.shards:
@@ -223,7 +223,7 @@ def _said(
     model: nn.Module, optimizer: torch.optim.Optimizer, group_rank: int, whole: bool
 ) -> Estimate:
     """Let the planner say what buckets and gradients need, from the job's own plan once it has one."""
-    trained = [spec for spec in specs(optimizer.param_groups) if spec.trainable]
+    trained = [spec for spec in group_specs(optimizer.param_groups) if spec.trainable]
     in_view = getattr(model, "gradient_as_bucket_view", True)
     setup = Setup(State(whole=whole), gradient_as_bucket_view=in_view)
     if not isinstance(optimizer, ZeroRedundancyOptimizer):

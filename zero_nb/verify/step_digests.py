@@ -20,7 +20,7 @@ from ..optim.flat import FlatBucket, Trailer
 from ..optim.iteration import BucketRun, Reduction
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.pieces import Piece
-from ..optim.param_specs import specs
+from ..optim.param_specs import group_specs
 from ..optim.shard import Shard
 from .checksums import digests, mix_bits
 from .conservation import GradientSums
@@ -112,7 +112,7 @@ def names_alike(looks: Sequence[Mapping[str, int]]) -> list[str]:
 def names_of(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> list[str]:
     """Give the names of an optimizer's parameters in a model, or in its groups."""
     names = {id(p): name for name, p in module.named_parameters()}
-    given = specs(optimizer.param_groups)
+    given = group_specs(optimizer.param_groups)
     return [names.get(id(p), given[i].name) for i, p in enumerate(optimizer.params())]
 
 # %% ../../nbs/verify/11_step_digests.ipynb #9a730029
