@@ -9,8 +9,8 @@
 - Digests: the gradients of `Integers` are small integers divisible by the number of ranks, and SGD steps in powers of
   two, so that every sum is exact and a digest holds on any machine, in any order of addition. Other optimizers
   round: they are compared with the unsharded optimizer in the same process instead, as the exact ones are, too.
-- Counts of an iteration on simulated ranks: upper limits, which may fall. Only named functions and generators of the
-  package are counted, whose number is the same in all versions of Python; the simulation itself is not counted.
+- Counts of an iteration on simulated ranks: upper limits, which may fall, and rise up to `CEILINGS`.
+  Only named functions and generators of the package are counted, whose number is the same in all versions of Python; the simulation itself is not counted.
 """
 
 import gc
@@ -590,6 +590,13 @@ MODES = {
 LAYERS = {"one gradient": 1, "eight buckets": 8}
 
 
+# Calls of 02f794c, before the runtime was rebuilt: `--write` may raise a limit up to these, and not above.
+CEILINGS = {
+    "one gradient": dict(zip(MODES, (90, 212, 212, 231, 234, 230, 233), strict=True)),
+    "eight buckets": dict(zip(MODES, (573, 1287, 1283, 1418, 1438, 1431, 1416), strict=True)),
+}
+
+
 def count_all() -> dict[str, dict[str, dict[str, int]]]:
     found: dict[str, dict[str, dict[str, int]]] = {}
     for how, layers in LAYERS.items():
@@ -652,6 +659,12 @@ def test_an_iteration_takes_no_more_calls(how, mode):
     limits = stored()["counts"][how][mode]
     found = counts()[how][mode]
     assert {k: n for k, n in found.items() if n > limits[k]} == {}, f"limits {limits}"
+
+
+def test_limits_of_calls_are_below_those_before_the_rebuilding():
+    for how, modes in CEILINGS.items():
+        limits = {mode: limit["calls"] for mode, limit in stored()["counts"][how].items()}
+        assert limits.keys() == modes.keys() and all(limits[m] <= modes[m] for m in modes), limits
 
 
 def write() -> None:

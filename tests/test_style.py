@@ -211,6 +211,7 @@ def test_exported_names_resolve():
         for alias in node.names
     }
     assert sorted(zero_nb.__all__) == sorted(typed)  # what type checkers see is what there is
+    assert not any(module.startswith("apps") for module in zero_nb._MODULES)  # programs, no library
     assert all(getattr(zero_nb, name) is not None for name in zero_nb.__all__)
     with pytest.raises(AttributeError, match="nonsense"):
         zero_nb.nonsense
