@@ -10,7 +10,8 @@
   two, so that every sum is exact and a digest holds on any machine, in any order of addition. Other optimizers
   round: they are compared with the unsharded optimizer in the same process instead, as the exact ones are, too.
 - Counts of an iteration on simulated ranks: upper limits, which may fall, and rise up to `CEILINGS`.
-  Only named functions and generators of the package are counted, whose number is the same in all versions of Python; the simulation itself is not counted.
+  Only named functions and generators of the package are counted, whose number is the same in all versions of
+  Python; the simulation itself is not counted.
 """
 
 import gc
