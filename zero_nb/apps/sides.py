@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..backward.data_parallel import data_parallel
 from ..backward.ddp_overlap import overlap
-from ..comm.ranks import GroupLike
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.rules import choose_fused
 from ..optim.state_entry import MASTER
@@ -164,7 +163,7 @@ def make_optimizer(
     config: TrainConfig,
     model: nn.Module,
     sharded: bool,
-    process_group: GroupLike = None,  # ranks that share the state; None: all ranks of the job
+    process_group: Any = None,  # ranks that share the state; None: all ranks of the job
 ) -> torch.optim.Optimizer:
     """Make the optimizer of a side; all ranks call this if it is sharded."""
     groups, kind, settings = param_groups(config, model)
@@ -206,7 +205,7 @@ class Side:
         config: TrainConfig,
         device: torch.device,
         mode: str,  # one of `MODES`, or `PLAIN`
-        process_group: GroupLike = None,  # ranks that train together; None: all ranks of the job
+        process_group: Any = None,  # ranks that train together; None: all ranks of the job
         vocabulary: Vocabulary = PLAIN_BYTES,  # what its tokens mean
     ):
         self.config = config
@@ -370,15 +369,6 @@ class RankReport:
     apart: tuple[float, float] = (0.0, 0.0)
     samples: list[str] = field(default_factory=list)  # what the model wrote
     mode: str = MODES[0]  # of the sharded side
-
-    def note_step(self, side: str, step: int, loss: float, seconds: tuple[float, float]) -> None:
-        """Note an iteration of a side."""
-        self.losses[side][step] = loss
-        self.seconds[side].append(seconds)
-
-    def note_held_out(self, side: str, step: int, loss: float) -> None:
-        """Note what a side makes of text that it does not train on."""
-        self.held_out[side][step] = loss
 
 
 def _mean(value: Tensor, group: Group, per: float = 1.0) -> float:

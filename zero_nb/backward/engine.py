@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,7 @@ from ..comm.agreement import agreeing
 from ..comm.calls import mark_agreed
 from ..comm.groups import Group
 from ..optim.arguments import check_references
-from zero_nb.optim.driver import (
-    AfterBackward,
-    Driver,
-    SideStream,
-    StepOptions,
-    read_options,
-    write_options,
-)
+from ..optim.driver import AfterBackward, SideStream, StepOptions, read_options, write_options
 from ..optim.flat import FlatBucket
 from ..optim.iteration import Iteration, Reduction, StepPlan
 from ..optim.local_optimizers import check_options, snapshot_options
@@ -44,8 +37,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'cut_in_place', 'check_attachable', 'check_complex',
-           'check_dense', 'describe_engine', 'StepEngine', 'FollowedDriver', 'InBackward', 'in_torchs_join',
-           'check_torchs_join']
+           'check_dense', 'describe_engine', 'StepEngine', 'InBackward', 'in_torchs_join', 'check_torchs_join']
 
 # %% ../../nbs/backward/03_engine.ipynb #bcb158cc
 def mean_dtype(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
@@ -318,19 +310,6 @@ Contribution = Literal[
 ]
 
 # %% ../../nbs/backward/03_engine.ipynb #fe2d64d6
-class FollowedDriver(Driver, Protocol):
-    """A driver whose steps a rank without data takes part in."""
-
-    def settings(self) -> dict[str, Any]:  # for JSON
-        """Give what the next step depends on beside gradients."""
-
-    def load_settings(self, settings: dict[str, Any]) -> None:
-        """Take over the settings of another rank, as far as they are given."""
-
-    def remove_markers(self) -> None:
-        """Take away what stands in `.grad` for gradients that were stepped."""
-
-
 class InBackward(ABC):
     """A driver that steps inside backward; `overlap` and `data_parallel` each make one."""
 

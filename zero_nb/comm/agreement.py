@@ -168,25 +168,22 @@ class _Agreement:
 # %% ../../nbs/comm/04_agreement.ipynb #ac86af96
 def _learn_life(agreement: _Agreement) -> Steps:
     """Learn the name of this life of the group, or give it one. Returns what `_name_life` does, on the first rank."""
-    state = agreement.state
+    life = agreement.state.life
     group = agreement.group
-    if agreement.first and not state.life.name:
+    if agreement.first and not life.name:
         return _name_life(group)
     _take_back(group)
     begin = time.monotonic()
     connections = _Connections(group)
     for pause in _pauses(group):
         gone = connections.look(time.monotonic() - begin)  # before words are read
-        if not state.life.name and (life := _Notes(group).peek("life")) not in (
-            "",
-            *state.life.past,
-        ):
-            state.life.enter(life)
-        if state.life.name:
+        if not life.name and (name := _Notes(group).peek("life")) not in ("", *life.past):
+            life.enter(name)
+        if life.name:
             return ""
         _check_ended(group, agreement.what)
         if time.monotonic() - begin > _doubt(group) and (
-            said := _Notes(group, life + _AFTER).peek("failed")
+            said := _Notes(group, name + _AFTER).peek("failed")
         ):
             raise _untold(group, f"{said}, while {_waits_at(group, agreement.what)}")
         if 0 in gone:

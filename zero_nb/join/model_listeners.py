@@ -12,12 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..backward.engine import FollowedDriver
 from ..backward.watch import TransientHook, found_tensors, queue_end
 from .attendance import ActiveRanks, gradient_weight, weigh
 from .event_log import JoinEvent
 from .gradient_record import _CHANGED_GRADIENTS, GradientRecord
-from .participants import ConfigGuard, Session
+from .participants import ConfigGuard, FollowedDriver, Session
 
 # %% auto #0
 __all__ = ['Forward', 'samples_in', 'ModelParticipant', 'ForwardListener', 'driver_settings', 'BackwardListener']

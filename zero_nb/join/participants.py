@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from ..backward.engine import FollowedDriver
 from ..comm.groups import Group
 from .attendance import ActiveRanks
 from .event_log import JoinEvent
 from .gradient_record import GradientCheck
+from ..optim.driver import Driver
 from ..optim.torch_interface import _Join
 
 # %% auto #0
-__all__ = ['Joinable', 'JoinHook', 'JoinOptions', 'Session', 'ListeningConfig', 'Participant', 'ConfigGuard',
+__all__ = ['Joinable', 'JoinHook', 'JoinOptions', 'FollowedDriver', 'Session', 'ListeningConfig', 'Participant', 'ConfigGuard',
            'innermost_participant']
 
 # %% ../../nbs/join/07_participants.ipynb #f100000b
@@ -29,6 +29,19 @@ class JoinOptions:
     divide_by: Literal["world_size", "active", "samples"]  # what gradients are divided by
     samples: Callable[..., int] | None  # counts what forward is called with
     before_step: Callable[[Any], Any] | None  # called with an optimizer before each of its steps
+
+
+class FollowedDriver(Driver, Protocol):
+    """A driver whose steps a rank without data takes part in."""
+
+    def settings(self) -> dict[str, Any]:  # for JSON
+        """Give what the next step depends on beside gradients."""
+
+    def load_settings(self, settings: dict[str, Any]) -> None:
+        """Take over the settings of another rank, as far as they are given."""
+
+    def remove_markers(self) -> None:
+        """Take away what stands in `.grad` for gradients that were stepped."""
 
 
 class Session(Protocol):

@@ -197,9 +197,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
                 self._append(dict(param_group))
                 self._take(range(groups, len(self.param_groups)))
         except BaseException:
-            self.sharded_state.keep_shards(shards)
+            self.sharded_state.keep_first(shards, groups)
             del self.param_groups[groups:]
-            self.local.keep_groups(groups)
             raise
         with end_if_interrupted(self.groups, "add_param_group"):
             mark_plans_agreed(self.group, self.shards[shards:])
@@ -281,8 +280,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     ) -> Iterator[None]:
         """Let `state_dict` give another type inside the block."""
         before = self._giving
-        kind = torch_interface.known_type(state_dict_type)
-        self._giving = torch_interface.Giving(kind, taken)
+        self._giving = torch_interface.Giving(torch_interface.known_type(state_dict_type), taken)
         try:
             yield
         finally:

@@ -108,9 +108,10 @@ class ShardedState:
             True  # as a rank that was here before knows, and one that joins does not
         )
 
-    def keep_shards(self, count: int) -> None:
-        """Drop all shards but the first `count`, for parameters that are not added after all."""
-        del self.shards[count:]
+    def keep_first(self, shards: int, groups: int) -> None:
+        """Keep the first of the shards and param groups, and drop those that are not added after all."""
+        del self.shards[shards:]
+        self.local.keep_groups(groups)
 
     def note_uneven_step(self) -> None:
         """Note a step that may leave state of which there are parts only; all ranks call this."""
