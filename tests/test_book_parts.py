@@ -137,6 +137,27 @@ def test_each_chapter_shows_what_goes_wrong():
     assert needless == []
 
 
+MOST_CLASSES = 3  # of a chapter whose first cells show no map of them
+WITHOUT_A_MAP = {"optim/21_iteration.ipynb"}  # draws the life of a bucket, and has no line left
+
+
+def has_a_map(cells: list[Cell]) -> bool:
+    """Whether the first cells draw boxes, or a picture of text."""
+    first = [c["text"] for c in cells[: FIRST + 5]]
+    return any("draw_boxes(" in text or "```text" in text for text in first)
+
+
+def classes(cells: list[Cell]) -> int:
+    exported = [c["text"] for c in cells if re.match(r"#\|\s*export", c["text"])]
+    return sum(len(re.findall(r"^class \w", text, re.M)) for text in exported)
+
+
+def test_a_chapter_of_several_classes_begins_with_a_map_of_them():
+    several = {name: cells for name, cells in CHAPTERS.items() if classes(cells) > MOST_CLASSES}
+    assert len(several) > 20
+    assert {name for name, cells in several.items() if not has_a_map(cells)} == WITHOUT_A_MAP
+
+
 def made(*texts: str) -> list[Cell]:
     """Make cells; those that begin with `#|` are code."""
     return [{"kind": "code" if t.startswith("#|") else "markdown", "text": t} for t in texts]
@@ -176,3 +197,11 @@ def test_a_comparison_with_others_needs_a_link_of_its_own():
 )
 def test_an_answer_is_a_folded_cell_below_that_asserts(cells, whether):
     assert answers_exercises(made(*cells)) is whether
+
+
+def test_a_map_is_drawn_near_the_title():
+    four = "#| export\nclass A: ...\nclass B: ...\nclass C: ...\nclass D: ..."
+    assert classes(made("# Title", four, "class E: ...")) == 4
+    assert has_a_map(made("# Title", four, "#| hide\ndraw_boxes(boxes, arrows)"))
+    assert has_a_map(made("# Title", "Look:\n\n```text\nA -> B\n```", four))
+    assert not has_a_map(made("# Title", *["Words."] * 10, "#| hide\ndraw_boxes(boxes, arrows)"))

@@ -19,7 +19,7 @@ NEEDS = ("jupyterlab", "ipywidgets")
 EXPLORER = notebook(
     "from zero_nb.plan.charts import explorer\nexplorer()",
     "from zero_nb.plan.player import make_player\nfrom zero_nb.plan.schedule import make_schedule\n"
-    "make_make_player(make_schedule(4, 'zero2-interleaved'), lambda e: 0.004)",
+    "make_player(make_schedule(4, 'zero2-interleaved'), lambda e: 0.004)",
 )
 ENDLESS = notebook(
     "%load_ext zero_nb.comm.launch",
