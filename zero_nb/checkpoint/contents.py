@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from zero_nb.checkpoint.folder import (
 )
 from .names import by_index, lay_out
 from .saved_tensors import Part, SavedTensor, load_saved, replace_tensors
+from ..optim.state_dict_check import check_param_groups
 
 # %% auto #0
 __all__ = ['nested_state', 'Checkpoint', 'choose_state', 'find_weights', 'describe_file', 'describe_folder', 'newest_checkpoint',
@@ -120,34 +120,6 @@ def _find_states(content: Any, where: str = "") -> Iterator[tuple[str, dict[str,
         yield from _find_states(member, f"{where}.{key}" if where else str(key))
 
 
-def _check_param_groups(path: Path, groups: Sequence[Any]) -> list[Any]:  # all parameters
-    """Refuse param groups in which a parameter, or its name, is missing or there twice; `ValueError`."""
-    found: dict[str, list[Any]] = {"parameter": [], "name": []}
-    for number, group in enumerate(groups):
-        params = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(params, (list, tuple)):
-            raise ValueError(
-                f"{path}: param group {number} must have a list 'params'; got {group!r:.80}"
-            )
-        names = group.get("param_names", ())
-        texts = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
-        if "param_names" in group and not (texts and len(names) == len(params)):
-            raise ValueError(
-                f"{path}: 'param_names' of param group {number} must be a list of {len(params)} texts,"
-                f" one for each parameter; got {names!r:.80}"
-            )
-        found["parameter"] += params
-        found["name"] += names
-    for kind, members in found.items():
-        for member, count in Counter(members).items():
-            if count > 1:
-                raise ValueError(
-                    f"{path} has {kind} {member!r} {count} times in its param groups, and once is right;"
-                    " save it again from an optimizer whose parameters and names are all different"
-                )
-    return found["parameter"]
-
-
 def choose_state(path: Path, content: Any, key: str | None) -> dict[str, Any]:
     """Give the state dict in what was saved, by index. Raises `ValueError` if there is none, or a choice."""
     found = dict(_find_states(content))
@@ -167,7 +139,7 @@ def choose_state(path: Path, content: Any, key: str | None) -> dict[str, Any]:
     if key is None and len(found) > 1:
         raise ValueError(f"{path} holds {len(found)} state dicts, {named}; choose one by its key")
     full = found[key or next(iter(found))]
-    params = _check_param_groups(path, full["param_groups"])
+    params = check_param_groups(full["param_groups"], str(path))
     known = {*params}
     strange = [param for param in full["state"] if isinstance(param, int) and param not in known]
     if strange:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -17,7 +18,7 @@ from .pieces import SCALARS
 from .rules import ELEMENTWISE, Rule, is_torchs
 
 # %% auto #0
-__all__ = ['ELEMENTS', 'OPTIONAL', 'COUNTS', 'read_state', 'comparable_names', 'describe_state']
+__all__ = ['ELEMENTS', 'OPTIONAL', 'COUNTS', 'read_state', 'comparable_names', 'check_param_groups', 'describe_state']
 
 # %% ../../nbs/optim/07_state_dict_check.ipynb #eb32900b
 ELEMENTS = {
@@ -260,6 +261,36 @@ def comparable_names(
     bare = [_without_wrappers(side) for side in sides]
     counts = [len({*chain.from_iterable(side)}) for side in bare]
     return (bare[0], bare[1]) if counts == [*map(len, found)] else sides
+
+# %% ../../nbs/optim/07_state_dict_check.ipynb #7a20b002
+def check_param_groups(
+    groups: Sequence[Any], where: str = "the state dict"
+) -> list[Any]:  # all parameters
+    """Refuse param groups in which a parameter, or its name, is missing or there twice; `ValueError`."""
+    found: dict[str, list[Any]] = {"parameter": [], "name": []}
+    for number, group in enumerate(groups):
+        params = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(params, (list, tuple)):
+            raise ValueError(
+                f"{where}: param group {number} must have a list 'params'; got {group!r:.80}"
+            )
+        names = group.get("param_names", ())
+        texts = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        if "param_names" in group and not (texts and len(names) == len(params)):
+            raise ValueError(
+                f"{where}: 'param_names' of param group {number} must be a list of {len(params)} texts,"
+                f" one for each parameter; got {names!r:.80}"
+            )
+        found["parameter"] += params
+        found["name"] += names
+    for kind, members in found.items():
+        for member, count in Counter(members).items():
+            if count > 1:
+                raise ValueError(
+                    f"{where} has {kind} {member!r} {count} times in its param groups, and once is right;"
+                    " save it again from an optimizer whose parameters and names are all different"
+                )
+    return found["parameter"]
 
 # %% ../../nbs/optim/07_state_dict_check.ipynb #2f9785ee
 def describe_state(state_dict: dict[str, Any]) -> list[str]:
