@@ -1,16 +1,25 @@
 """Full state dicts that do not fit, or change while they are read: an error on every rank, and what it says."""
 
+import gc
+import os
+import pickle
 import re
+from copy import deepcopy
 
 import pytest
 import torch
+import torch.distributed as dist
 from common import caught
 from torch import nn
 from torch.optim import AdamW
 
+from zero_nb.apps.peak_memory import peak_bytes
+from zero_nb.checkpoint import checksums
 from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
 from zero_nb.checkpoint.full import (
+    full_state_dict,
     load_full_state_dict,
+    read_full,
     shard_full_optim_state_dict,
 )
 from zero_nb.comm.launch import run
@@ -107,3 +116,171 @@ def test_names_that_are_not_those_of_the_parameters_are_told_as_verify_does(fold
     for read in (verify_checkpoint, lambda path: convert_checkpoint(path, folder / "other.pt")):
         with pytest.raises(ValueError, match=re.escape(words)):
             read(path)
+
+
+LAYERS = 6
+
+
+def wide(sharded=True, seed=0):
+    """Make a model of some tensors that a rank reads one by one, and step it once."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*[nn.Linear(50, 50) for _ in range(LAYERS)])
+    params = model.named_parameters()
+    optimizer = ZeroRedundancyOptimizer(params, AdamW) if sharded else AdamW(params)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, seed + 1.0)
+    optimizer.step()
+    return model, optimizer
+
+
+def cut_off_at_read(path, number):
+    """Load a file of which rank 0 cuts all but the beginning off, before a read of its elements."""
+    _, zero = wide(seed=1)
+    before = full_state_dict(zero, None)
+    reads = []
+    read_run = checksums.read_run
+
+    def read(file, start, run):
+        if len(reads) == number:
+            os.truncate(path, 4096)
+        reads.append(start)
+        return read_run(file, start, run)
+
+    def load(state_dict):  # no rank reads before the cut where it comes before the first read
+        dist.barrier()
+        if dist.get_rank() == 0:
+            checksums.read_run = read
+            if not number:
+                os.truncate(path, 4096)
+        dist.barrier()
+        return type(zero).load_state_dict(zero, state_dict)
+
+    zero.load_state_dict = load
+    said = caught(lambda: load_full_state_dict(zero, path))
+    after = full_state_dict(zero, None)
+    same = all(
+        torch.equal(after["state"][i][key], value)
+        for i, values in before["state"].items()
+        for key, value in values.items()
+    )
+    return said, same
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_a_file_that_is_cut_off_while_it_is_loaded_is_an_error_on_every_rank(folder, number):
+    path = folder / "cut.pt"
+    torch.save(wide(sharded=False)[1].state_dict(), path)
+    for said, same in run(RANKS, cut_off_at_read, path, number):
+        assert re.match("OSError.*was cut off at 4096 bytes while it was loaded", said), said
+        assert str(path) in said and same
+
+
+@pytest.mark.parametrize("source", ["source.pt", "source.safetensors", "sharded", "deepspeed"])
+@pytest.mark.parametrize("form", ["full", "safetensors", "sharded", "deepspeed"])
+def test_a_file_that_is_cut_off_while_it_is_converted_is_an_error(folder, source, form):
+    model, adamw = wide(sharded=False)
+    weights = {"model": model.state_dict(), "optimizer": adamw.state_dict()}
+    torch.save(weights, folder / "source.pt")
+    source = folder / source
+    if source.suffix != ".pt":
+        convert_checkpoint(folder / "source.pt", source, None if source.suffix else source.name)
+    before = sorted(folder.iterdir())
+
+    def cut(nbytes):
+        files = [source] if source.is_file() else [p for p in source.rglob("*") if p.is_file()]
+        for path in files:
+            os.truncate(path, min(4096, path.stat().st_size))
+
+    [said] = run(
+        1,
+        lambda: caught(
+            lambda: convert_checkpoint(source, folder / "other", form, check=False, advance=cut)
+        ),
+    )
+    assert re.match("OSError.*was cut off at 4096 bytes while it was loaded", said), said
+    assert sorted(folder.iterdir()) == before
+
+
+def peak_of_a_load(path, ranks):
+    model = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(5)])
+    zero = ZeroRedundancyOptimizer(model.named_parameters(), AdamW)
+    own = 2 * 4 * sum(p.numel() for p in model.parameters()) / ranks
+    return peak_bytes(torch.device("cpu"), lambda: load_full_state_dict(zero, path)) - own
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="Linux tells the peak")
+def test_a_rank_loads_its_part_of_a_file_in_the_memory_of_that_part(folder):
+    model = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(5)])
+    optimizer = AdamW(model.named_parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), folder / "large.pt")  # 153 MiB
+    for besides in run(RANKS, peak_of_a_load, folder / "large.pt", RANKS):
+        assert besides < 64e6, besides
+
+
+UNUSUAL = {
+    "expanded": lambda: torch.ones(3).expand(2, 3),
+    "turned": lambda: torch.arange(6.0).view(2, 3).t(),
+    "a view that begins later": lambda: torch.arange(9.0).view(3, 3)[1:, 1:],
+    "conjugate": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.qint8),
+    "empty": lambda: torch.empty(0, 4),
+    "one element": lambda: torch.tensor([[7.0]]),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_a_tensor_of_any_kind_is_read_from_a_file(folder, kind):
+    value = UNUSUAL[kind]()
+    other = torch.arange(4.0)
+    torch.save({"state": {0: [value, other]}, "param_groups": ()}, folder / "kind.pt")
+    (folder / "kind.pt").rename(folder / "other.pt")
+    found, beside = read_full(folder / "other.pt")["state"][0]
+    (folder / "other.pt").unlink()
+    assert found.layout == value.layout and found.shape == value.shape
+    dense = (
+        v.dequantize() if v.is_quantized else v.to_dense().resolve_conj() for v in (found, value)
+    )
+    assert torch.equal(*dense) and torch.equal(beside, other)
+
+
+def test_a_tensor_that_is_read_when_it_is_used_does_what_a_tensor_does(folder):
+    value = torch.arange(24.0).view(4, 6)
+    torch.save({"state": {0: value}, "param_groups": []}, folder / "late.pt")
+    late = read_full(folder / "late.pt")["state"][0]
+    (folder / "late.pt").unlink()
+    for use in (
+        lambda t: t.t()[1:, ::2].flatten(),
+        lambda t: torch.cat([t, t.double(), torch.zeros(1, 6)]),
+        lambda t: torch.cat([t, t], dim=1),
+        lambda t: torch.stack([row.sum() for row in t]),
+        lambda t: torch.zeros(3, 4, 6).copy_(t),
+        lambda t: torch.zeros(4, 6, dtype=torch.int64).copy_(t),
+        lambda t: t.split(2)[1].to(torch.bfloat16),
+        lambda t: deepcopy(t).add_(1),
+        lambda t: t[2:].clone().numpy(),
+        lambda t: torch.from_numpy(t.numpy()),
+        lambda t: pickle.loads(pickle.dumps(t)),
+        lambda t: torch.tensor(t[1].tolist()),
+        lambda t: torch.where(t > 3, t, -t),
+    ):
+        assert torch.equal(torch.as_tensor(use(late)), torch.as_tensor(use(value)))
+    with pytest.raises(RuntimeError, match=r"change a clone\(\) of it"):
+        late[0].zero_()
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_file_is_open_as_long_as_a_tensor_of_it_is_used(folder):
+    torch.save({"state": {0: torch.ones(9)}, "param_groups": []}, folder / "held.pt")
+    count = lambda: len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
+    before = count()
+    full = read_full(folder / "held.pt")
+    part = full["state"][0][3:]
+    del full
+    assert part.sum() == 6 and count() == before + (count() > 0)
+    del part
+    gc.collect()
+    assert count() == before

@@ -9,12 +9,13 @@ import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from io import SEEK_CUR, SEEK_END, BufferedIOBase, FileIO, RawIOBase
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..optim.flat import flatten
 from ..optim.state_runs import MESSAGE
@@ -25,7 +26,8 @@ except ImportError:
     from zlib import crc32 as crc32
 
 # %% auto #0
-__all__ = ['Readable', 'crc_of', 'PartOfFile', 'cut_off', 'read_run', 'read_stored', 'joined_crc']
+__all__ = ['Readable', 'crc_of', 'PartOfFile', 'cut_off', 'read_run', 'read_stored', 'HeldFile', 'FileTensor', 'UnreadMemory',
+           'joined_crc']
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #c5c00009
 _CRC_BYTES = 2**20  # bytes, which stay in a core's cache between reading and counting
@@ -160,6 +162,137 @@ def read_stored(
         room = buffer[: _span(piece) * piece.itemsize].view(piece.dtype)
         read_run(file, start + _first_byte(piece), room)
         place.copy_(room.as_strided(piece.shape, piece.stride()))
+
+# %% ../../nbs/checkpoint/00_checksums.ipynb #f11e7002
+class HeldFile(FileIO):
+    """An open file, which is closed when nothing refers to it any more."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_OPS = torch.ops.aten
+
+
+class FileTensor(Tensor):
+    """A tensor in an open file; it is read where its elements are used, each time anew."""
+
+    stored: Tensor  # on the meta device; its offset counts from `start`
+    file: FileIO
+    start: int  # byte of the file
+    # attributes are answered as of any tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, stored: Tensor, file: FileIO, start: int) -> FileTensor:
+        """Make one; nothing is read."""
+        made: Any = Tensor._make_wrapper_subclass(
+            cls,
+            stored.shape,
+            strides=stored.stride(),
+            storage_offset=stored.storage_offset(),
+            dtype=stored.dtype,
+            device=torch.device("cpu"),
+        )
+        made.stored = stored
+        made.file = file
+        made.start = start
+        return made
+
+    def read(self) -> Tensor:
+        """Read it into memory; `OSError` as the disk does, or if the file ends before."""
+        made = torch.empty_like(self.stored, device="cpu")
+        read_stored(self.stored, self.file, self.start, made)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Give views as such tensors, and read for all else."""
+        first: Any = args[0] if args else None
+        given = {**(kwargs or {})}
+        if func.is_view:
+            found = func(first.stored, *args[1:], **given)
+            return tree_map(lambda view: cls(view, first.file, first.start), found)
+        changed = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        if isinstance(first, cls) and func._schema.arguments[0].name in changed:
+            raise RuntimeError(
+                f"{func.overloadpacket.__name__} would change a tensor that is read from"
+                f" {first.file.name} each time it is used; change a clone() of it"
+            )
+        if func is _OPS.copy_.default and first.shape == args[1].shape:
+            read_stored(args[1].stored, args[1].file, args[1].start, first)
+            return first
+        if func is _OPS.cat.default and len(args) == 1:
+            return _read_one_by_one(first)
+        inputs, given = tree_map(lambda v: v.read() if isinstance(v, cls) else v, (args, given))
+        return func(*inputs, **given)
+
+    def tolist(self) -> Any:
+        """Give the elements as Python's numbers."""
+        return self.read().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Give the elements as NumPy has them."""
+        return self.read().numpy(force=force)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"FileTensor({tuple(self.shape)}, {self.dtype}, {str(self.file.name)!r})"
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.read()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)
+
+
+def _read_one_by_one(parts: Sequence[Tensor]) -> Tensor:
+    """Join tensors by their first dimension, each of which is read to its place."""
+    dtypes = [part.dtype for part in parts]
+    made = torch.empty(
+        (sum(map(len, parts)), *parts[0].shape[1:]), dtype=reduce(torch.promote_types, dtypes)
+    )
+    for part, place in zip(parts, made.split([*map(len, parts)]), strict=True):
+        place.copy_(part)
+    return made
+
+
+class UnreadMemory:
+    """Stands for memory that lies in an open file while a pickle is read."""
+
+    def __init__(self, file: FileIO):
+        self.file = file
+        self._places = dict[int, tuple[int, int]]()  # first byte and size, by a storage's address
+
+    def at(self, start: int, nbytes: int) -> torch.UntypedStorage:
+        """Give what stands for some bytes of the file."""
+        memory = torch.UntypedStorage(nbytes, device="meta")
+        self._places[memory._cdata] = start, nbytes
+        return memory
+
+    def tensors_in(self, value: Any) -> Any:
+        """Let tensors of a structure be read when they are used; those of one element are read at once.
+
+        Raises `NotImplementedError` for one that is more than elements in a file, `ValueError` if it ends before."""
+        if isinstance(value, dict):
+            return {key: self.tensors_in(member) for key, member in value.items()}
+        if isinstance(value, (list, tuple)):
+            members = [self.tensors_in(member) for member in value]
+            return members if isinstance(value, list) else tuple(members)
+        return self._tensor(value) if isinstance(value, Tensor) else value
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        if value.layout != torch.strided or value.is_conj() or value.is_neg():
+            raise NotImplementedError("a sparse tensor, or a view that is computed")
+        storage = value.untyped_storage()._cdata
+        if storage not in self._places:  # it was saved on the meta device
+            return value
+        start, nbytes = self._places[storage]
+        if value.numel() and _first_byte(value) + _span(value) * value.itemsize > nbytes:
+            raise ValueError("the elements of a tensor are not all there")
+        found = FileTensor(value.detach(), self.file, start)
+        return found if found.numel() > 1 else found.read()
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #f11e0017
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, with the power of the highest bit first

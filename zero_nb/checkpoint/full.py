@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
-from functools import partial
+from io import BufferedReader
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .checksums import HeldFile, UnreadMemory
 from .files import check_file, check_replaceable, records_in, replacing
 from .files import unpickle_records
 from .names import KEYS, by_index, by_name, check_saved, names_in_groups
@@ -27,8 +28,7 @@ from zero_nb.checkpoint.skeleton import (
     SkeletonFile,
     TensorForm,
     check_room,
-    map_private,
-    memory_in,
+    naming_source,
     naming_target,
     unbacked,
 )
@@ -47,8 +47,7 @@ from zero_nb.optim.saved_state import (
 from ..optim.state_runs import gather_values
 
 # %% auto #0
-__all__ = ['full_state_dict', 'read_full', 'naming_source', 'load_full_state_dict', 'full_optim_state_dict',
-           'shard_full_optim_state_dict']
+__all__ = ['full_state_dict', 'read_full', 'load_full_state_dict', 'full_optim_state_dict', 'shard_full_optim_state_dict']
 
 # %% ../../nbs/checkpoint/04_full.ipynb #f011000c
 _Source = str | os.PathLike[str]
@@ -152,17 +151,25 @@ def _write_full(
             opened.close()
 
 # %% ../../nbs/checkpoint/04_full.ipynb #f0110014
-def _load_mapped(path: _Source) -> Any:
-    """Read a file as `torch.load(path, mmap=True)` does, and one that is larger than the machine's memory."""
-    with open(path, "rb") as file:
-        records = records_in(file, path)
-        order = records.get("byteorder")
-        mapped = memoryview(map_private(file))
-        if order and mapped[order.offset :][: order.nbytes] != sys.byteorder.encode():
-            return torch.load(path, map_location="cpu", weights_only=True)  # which swaps bytes
-        found = unpickle_records(file, records, partial(memory_in, mapped))
-    torch._utils._validate_loaded_sparse_tensors()
-    return found
+def _load_unread(path: _Source) -> Any:
+    """Read a file as `torch.load` does, but tensors when they are used; it may be larger than the memory."""
+    file = HeldFile(path)
+    opened: Any = BufferedReader(file)
+    records = records_in(opened, path)
+    memory = UnreadMemory(file)
+    memory_of = lambda record: memory.at(record.offset, record.nbytes)
+    order = records.get("byteorder")
+    opened.seek(order.offset if order else 0)
+    try:
+        if order and opened.read(order.nbytes) != sys.byteorder.encode():
+            raise NotImplementedError("torch swaps the bytes")
+        return memory.tensors_in(unpickle_records(opened, records, memory_of))
+    except NotImplementedError:  # also quantized, sparse or conjugate tensors
+        torch._utils._sparse_tensors_to_validate.clear()
+        opened.seek(0)
+        return torch.load(opened, map_location="cpu", weights_only=True)
+    finally:
+        opened.detach()
 
 
 def read_full(
@@ -177,7 +184,7 @@ def read_full(
         before = os.stat(path)  # another one may take its place after it was checked
         check_file(path, part)
         try:
-            full = _load_mapped(path)
+            full = _load_unread(path)
         except OSError:
             raise
         except Exception as error:  # bytes that make no sense raise anything
@@ -188,18 +195,6 @@ def read_full(
             f" {sorted(full)[:5] if isinstance(full, dict) else type(full).__name__}"
         )
     return full
-
-
-@contextmanager
-def naming_source(source: _Source | Mapping[str, Any]) -> Iterator[None]:
-    """Raise a `ValueError` that names the file or folder if what is in it makes no sense, or does not fit."""
-    try:
-        yield
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        named = isinstance(error, ValueError) and str(source) in str(error)
-        if named or isinstance(source, Mapping):
-            raise
-        raise ValueError(f"{source} cannot be loaded: {error}") from error
 
 
 def load_full_state_dict(

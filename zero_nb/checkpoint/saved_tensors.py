@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .checksums import read_stored
 from .files import Record, records_in, unpickle_records
-from .skeleton import map_private
 from ..comm.objects import explain_unread
 from ..optim.tensor_shard import boxes
 
@@ -51,17 +50,12 @@ class Part(NamedTuple):
         sizes = (*self.sizes[:dim], size, *self.sizes[dim + 1 :])
         return Part(self.path, self.offset + skipped, offsets, sizes, self.stride)
 
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """Map its elements. Raises `ValueError` if the file ends before them."""
+    def read(self, place: Tensor) -> None:
+        """Read its elements to their place; `OSError` as the disk does, or if the file ends before them."""
         last = sum((size - 1) * step for size, step in zip(self.sizes, self.stride, strict=True))
-        page = self.offset % mmap.ALLOCATIONGRANULARITY
-        nbytes = page + (last + 1) * dtype.itemsize
-        with open(self.path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < self.offset - page + nbytes:
-                raise ValueError(f"{self.path} was cut off; use the checkpoint before it")
-            memory = map_private(file, nbytes, self.offset - page)
-        flat = torch.frombuffer(memory, dtype=dtype, count=last + 1, offset=page)
-        return flat.as_strided(self.sizes, self.stride)
+        flat = torch.empty(last + 1, dtype=place.dtype, device="meta")
+        with open(self.path, "rb", buffering=0) as file:
+            read_stored(flat.as_strided(self.sizes, self.stride), file, self.offset, place)
 
 
 @dataclass(frozen=True)
@@ -84,46 +78,47 @@ class SavedTensor:
 
     def slabs(self, limit: int = SLAB) -> Iterator[tuple[int, Tensor]]:
         """Read all elements in order, at most `limit` bytes at a time: the first one's number, and
-        1-D memory. Raises `ValueError` if elements are missing."""
+        1-D memory, to which the next ones are read. Raises `ValueError` if elements are missing."""
         if not self.numel:
             return
         step = max(1, limit // self.dtype.itemsize)
         rows = (math.prod(self.shape[dim:]) for dim in range(len(self.shape) + 1))
         step -= step % next(row for row in rows if row <= step)  # whole rows, if one is no larger
+        memory = torch.empty(min(step, self.numel), dtype=self.dtype, device="cpu")
         for first in range(0, self.numel, step):
             for box in boxes(first, min(first + step, self.numel), self.shape):
-                yield box.first, self.box(box.offsets, box.sizes).reshape(-1)
+                slab = memory[: math.prod(box.sizes)]
+                self.read_box(box.offsets, slab.view(box.sizes))
+                yield box.first, slab
 
-    def box(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Read a box. Raises `ValueError` if elements are missing."""
+    def read_box(self, offsets: Sequence[int], place: Tensor) -> None:
+        """Read a box to its place. Raises `ValueError` if elements are missing."""
         found = [*self.parts]
-        for dim, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
+        for dim, (first, size) in enumerate(zip(offsets, place.shape, strict=True)):
             cut = [part.narrow(dim, first, first + size, self.dtype.itemsize) for part in found]
             found = [part for part in cut if part is not None]
-        if len(found) == 1 and found[0].sizes == tuple(sizes):
-            return found[0].read(self.dtype)
-        box = torch.empty(tuple(sizes), dtype=self.dtype, device="cpu")
         filled = 0
         for part in found:
-            place = box
+            where = place
             for dim, (first, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-                place = place.narrow(dim, first - offsets[dim], size)
-            place.copy_(part.read(self.dtype))
-            filled += place.numel()
-        if filled != box.numel():
+                where = where.narrow(dim, first - offsets[dim], size)
+            part.read(where)
+            filled += where.numel()
+        if filled != place.numel():
             raise ValueError(
-                f"of {box.numel()} elements {filled} are in the checkpoint's files; was it written"
+                f"of {place.numel()} elements {filled} are in the checkpoint's files; was it written"
                 " by fewer ranks than it should have been?"
             )
-        return box
+
+    def box(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Read a box into new memory. Raises `ValueError` if elements are missing."""
+        found = torch.empty(tuple(sizes), dtype=self.dtype, device="cpu")
+        self.read_box(offsets, found)
+        return found
 
     def read(self) -> Tensor:
         """Read all of it into memory."""
-        whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        flat = whole.view(-1)
-        for first, slab in self.slabs():
-            flat[first : first + len(slab)] = slab
-        return whole
+        return self.box((0,) * len(self.shape), self.shape)
 
 # %% ../../nbs/checkpoint/07_saved_tensors.ipynb #f04a000b
 @contextmanager

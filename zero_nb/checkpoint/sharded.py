@@ -33,10 +33,9 @@ from zero_nb.checkpoint.folder import (
     listed_files,
     write_manifest,
 )
-from .full import naming_source
 from .names import SavedOptimizer, keys_below, model_to_save, parts_to_save
 from .names import room_for_model
-from .skeleton import naming_target, tight
+from .skeleton import naming_source, naming_target, tight
 from ..comm.agreement import agree, agreeing
 from ..comm.ending import end_if_interrupted, fail, note_known
 from ..comm.groups import Group

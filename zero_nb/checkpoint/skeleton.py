@@ -34,8 +34,8 @@ from ..optim.flat import flatten
 from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
-__all__ = ['TensorForm', 'map_private', 'unbacked', 'SkeletonFile', 'check_room', 'naming_target', 'FileTarget', 'tight',
-           'StoredNumbers', 'StoredTensor', 'memory_in', 'read_box', 'refuse_twice']
+__all__ = ['TensorForm', 'unbacked', 'SkeletonFile', 'check_room', 'naming_target', 'naming_source', 'FileTarget', 'tight',
+           'StoredNumbers', 'StoredTensor', 'read_box', 'refuse_twice']
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110007
 class TensorForm(NamedTuple):
@@ -63,22 +63,18 @@ _LINUX = {"x86_64": 0x4000, "aarch64": 0x4000} if sys.platform == "linux" else {
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", _LINUX.get(platform.machine(), 0))
 
 
-def map_private(file: Any, nbytes: int = 0, offset: int = 0) -> mmap.mmap:  # 0 bytes: all of it
-    """Map an open file, or, for None, just addresses; what is written stays here, and only it takes memory."""
-    handle = -1 if file is None else file.fileno()
+def _addresses(nbytes: int) -> mmap.mmap:
+    """Give addresses without memory; what is written there takes some."""
     if not hasattr(mmap, "MAP_PRIVATE"):  # on Windows
-        return mmap.mmap(handle, nbytes, access=mmap.ACCESS_COPY if file else 0, offset=offset)
-    try:
-        return mmap.mmap(handle, nbytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE, offset=offset)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, getattr(file, "name", None)) from error
+        return mmap.mmap(-1, nbytes)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
 
 
 def unbacked(forms: Mapping[_Key, TensorForm]) -> dict[_Key, Tensor]:
     """Make tensors that have form and size, and no memory until something is written there."""
     made = dict[_Key, Tensor]()
     total = sum(_padded(form.nbytes) for form in forms.values())
-    addresses = map_private(None, max(total, 1))
+    addresses = _addresses(max(total, 1))
     offset = 0
     for key, form in forms.items():
         shape = tuple(form.shape)
@@ -176,6 +172,18 @@ def naming_target(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.errno in _WRITE_ERRORS or (error.errno == errno.ENOMEM and not error.filename):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+@contextmanager
+def naming_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[None]:
+    """Raise a `ValueError` that names the file or folder if what is in it makes no sense, or does not fit."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        named = isinstance(error, ValueError) and str(source) in str(error)
+        if named or isinstance(source, Mapping):
+            raise
+        raise ValueError(f"{source} cannot be loaded: {error}") from error
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110202
 _BUFFERS = 3
@@ -292,17 +300,6 @@ def _view_of(
         raise ValueError("its numbers are not all there")
     every = torch.empty(record.nbytes // dtype.itemsize, dtype=dtype, device="meta")
     return StoredTensor(every.as_strided(shape, stride, offset), record)
-
-
-def memory_in(
-    archive: memoryview,  # that must stay where it is
-    record: Record,
-) -> torch.UntypedStorage:
-    """Give the memory of a record, where it lies."""
-    if not record.nbytes:
-        return torch.UntypedStorage(0)
-    data = archive[record.offset : record.offset + record.nbytes]
-    return torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
 
 
 def _bytes_of(file: Readable, record: Record) -> bytes:

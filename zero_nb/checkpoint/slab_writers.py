@@ -229,11 +229,12 @@ class _RankPlanner(_DefaultSavePlanner):
         if not isinstance(tensor, SavedTensor):
             return super().resolve_data(write_item)
         chunk = write_item.tensor_data.chunk
-        found = tensor.box(chunk.offsets, chunk.sizes)
-        self.advance(found.nbytes)
-        place = torch.empty(0, dtype=found.dtype, device="cpu")
-        place.set_(self.buffer[: found.nbytes], 0, found.shape, row_major(found.shape))
-        return place.copy_(found)
+        nbytes = math.prod(chunk.sizes) * tensor.dtype.itemsize
+        place = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        place.set_(self.buffer[:nbytes], 0, chunk.sizes, row_major(chunk.sizes))
+        tensor.read_box(chunk.offsets, place)
+        self.advance(nbytes)
+        return place
 
 # %% ../../nbs/checkpoint/10_slab_writers.ipynb #c05a000d
 def _boxes_of(tensor: SavedTensor, start: int, stop: int) -> Iterator[tuple[Any, Any]]:

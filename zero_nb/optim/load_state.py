@@ -59,9 +59,8 @@ def cut_values(
         if rows and not whole and value.shape == param.shape:
             out[key] = _elements(value, span, param)
             continue
-        own = value.whole(not one) if isinstance(value, TensorShard) else value
-        own = laid_out_as(own, param)
-        out[key] = deepcopy(value) if own is value else own
+        own = value.whole(not one) if isinstance(value, TensorShard) else deepcopy(value)
+        out[key] = laid_out_as(own, param)
     return out
 
 
