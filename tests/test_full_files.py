@@ -284,3 +284,16 @@ def test_the_file_is_open_as_long_as_a_tensor_of_it_is_used(folder):
     del part
     gc.collect()
     assert count() == before
+
+
+def no_safetensors(path):
+    _, zero = wide()
+    said = caught(lambda: full_state_dict(zero, path))
+    full_state_dict(zero, path.with_suffix(".pt"))
+    return said
+
+
+def test_a_full_state_dict_is_not_written_under_the_name_of_another_format(folder):
+    for said in run(RANKS, no_safetensors, folder / "last.safetensors"):
+        assert re.match("ValueError.*last.safetensors.*zero-nb ckpt convert", said), said
+    assert [path.name for path in folder.iterdir()] == ["last.pt"]

@@ -56,6 +56,11 @@ _Source = str | os.PathLike[str]
 def _check_arguments(optimizer: ZeroRedundancyOptimizer, to: Any, key_by: str) -> None:
     if not isinstance(to, (str, os.PathLike)):
         check_destination(optimizer.group, to)
+    elif Path(to).suffix == ".safetensors":
+        raise ValueError(
+            f"to={to} names another format: a full state dict is a file of torch.save, as last.pt;"
+            " zero-nb ckpt convert makes safetensors of that"
+        )
     elif all(group.group_rank == 0 for group in optimizer.groups):  # the rank that writes
         check_replaceable(to)
     if key_by not in KEYS:
