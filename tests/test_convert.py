@@ -573,7 +573,7 @@ def test_the_error_of_the_disk_is_what_the_disk_said(folder, form):
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch, form, after):
     calls = itertools.count()
-    read = SavedTensor.box
+    read = SavedTensor.read_box
 
     def failing(self, *args):  # where elements are on their way to the new files
         if next(calls) >= after:
@@ -581,7 +581,7 @@ def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch, form, after):
         return read(self, *args)
 
     convert_checkpoint(DEEPSPEED / "fp32", folder / "source.safetensors")
-    monkeypatch.setattr(SavedTensor, "box", failing)
+    monkeypatch.setattr(SavedTensor, "read_box", failing)
     with pytest.raises(OSError, match="No space left"):
         convert_checkpoint(folder / "source.safetensors", folder / TARGETS[form], form, check=False)
     assert [p.name for p in folder.iterdir()] == ["source.safetensors"]

@@ -144,14 +144,16 @@ def torchs(model):
     return TorchZero(model.parameters(), AdamW, lr=1.0)
 
 
-def test_unsharded_optimizers_and_torchs_class_go_on_and_back(folder):
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("mode", MODES)
+def test_unsharded_optimizers_and_torchs_class_go_on_and_back(folder, mode):
     recipe = RECIPES["AdamW"]
-    [(_, wanted), *_] = run(2, save, folder, recipe, "zero1")
+    [(_, wanted), *_] = run(2, save, folder, recipe, mode)
     check(wanted, others(folder, plain, 2))
     [got, *_] = run(2, others, folder, torchs, 2)
     check(wanted, got)
     on = others(folder, plain, 2)  # from what torch's class saved
-    for here in run(3, load, folder, recipe, "zero2"):
+    for here in run(3, load, folder, recipe, mode):
         check(on, here)
 
 
