@@ -90,10 +90,18 @@ def save_again(form, parent, version):
         found.wait()
 
 
-@pytest.mark.turns(5)
-@pytest.mark.parametrize("number", range(5))
-@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("form", ["sharded", "full", "async"])
+VICTIMS = ((0,), (1,), (0, 1))
+TIMES = {"sharded": 5, "full": 5, "async": 34}  # that each of these is killed
+KILLS = [
+    pytest.param(form, victims, number, id=f"{form}-{victims}-{number}")
+    for form, times in TIMES.items()
+    for victims in VICTIMS
+    for number in range(times)
+]
+
+
+@pytest.mark.turns(15)
+@pytest.mark.parametrize(("form", "victims", "number"), KILLS)
 def test_a_job_of_two_that_is_killed_while_it_saves(
     form, victims, number, starter, folder, tmp_path
 ):

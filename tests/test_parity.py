@@ -489,6 +489,26 @@ def test_a_difference_in_a_later_step_is_found_there():
     assert (first.step, first.cause) == (2, STEP)
 
 
+@pytest.mark.usefixtures("sgd_with_hooks")
+@pytest.mark.parametrize("error", [1e-4, 0.5])
+def test_the_largest_difference_is_that_of_the_error(error):
+    class Shifted(torch.optim.SGD):
+        """Is off by so much in one element of a part of a tensor."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                if p.dim() == 1:
+                    p[len(p) // 2] += error
+
+    def shifted():
+        return check("zero1", (Shifted, {"lr": 1e-3}), matrices, sharded=EVEN)
+
+    for report in run(2, shifted):
+        assert abs(report.difference.largest / error - 1) < 0.01, report.difference
+
+
 def by_rank():
     model = network()
     with torch.no_grad():

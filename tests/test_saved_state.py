@@ -437,3 +437,17 @@ def test_complex_state_of_a_real_parameter_is_refused_before_it_is_saved(tmp_pat
             assert kind == "ValueError" and "'turned' of parameter 0 must be real" in words, said
             assert "got torch.complex64" in words
     assert [*tmp_path.iterdir()] == []
+
+
+def one_rank_stays_away():
+    model = nn.Linear(3, 2)
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, state_dict_type="full")
+    model(torch.ones(1, 3)).sum().backward()
+    zero.step()
+    return None if dist.get_rank() == 1 else caught_error(zero.state_dict)
+
+
+def test_a_full_state_dict_names_the_rank_that_did_not_come():
+    for rank, said in enumerate(run(3, one_rank_stays_away, group_timeout=2)):
+        if rank != 1:
+            assert said[0] == "RuntimeError" and said[1].startswith("rank 1 did not arrive"), said
