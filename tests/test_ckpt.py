@@ -2,12 +2,17 @@
 
 import json
 import os
+import pty
+import re
+from contextlib import redirect_stderr, redirect_stdout
+from threading import Thread
 
 import pytest
 import torch
 from common.commands import refused
 from common.jobs import lives
 from common.saving import damage
+from common.sharded_saving import stepped_linear
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim import AdamW
@@ -19,6 +24,7 @@ from zero_nb.apps.gpt import GPT
 from zero_nb.apps.sides import make_optimizer
 from zero_nb.checkpoint.contents import newest_checkpoint
 from zero_nb.checkpoint.formats import header_checksum
+from zero_nb.comm.launch import run
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +182,37 @@ def test_what_makes_no_sense_is_one_line(capsys, tmp_path):
         status, told, _ = refused(capsys, "ckpt", "verify", str(tmp_path / name))
         assert status == 2 and says in told and str(tmp_path / name) in told, told
         assert told.strip().count("\n") == 0 and "likely succeed" not in told
+
+
+def on_a_terminal(commands):
+    """Run commands on a terminal of this process; what each writes there."""
+    os.environ.update(TERM="xterm", COLUMNS="100")
+    main, other = pty.openpty()
+    found = []
+    with open(other, "w") as terminal, redirect_stdout(terminal), redirect_stderr(terminal):
+        for words in commands:
+            read = []
+            until_zero = iter(lambda: os.read(main, 1), b"\0")
+            reader = Thread(target=read.extend, args=(until_zero,))
+            reader.start()
+            assert cli.main(["ckpt", *words]) in (0, None)
+            terminal.write("\0")
+            terminal.flush()
+            reader.join()
+            found.append(b"".join(read).decode())
+    os.close(main)
+    return found
+
+
+def test_commands_that_take_long_show_a_bar_on_a_terminal(folder):
+    model, adamw = stepped_linear()
+    torch.save({"model": model.state_dict(), "optimizer": adamw.state_dict()}, folder / "a.pt")
+    a, b, c, d = (str(folder / name) for name in ("a.pt", "b.safetensors", "c", "d.pt"))
+    reshard = ["reshard", b, c, "--ranks", "3"]
+    commands = [["verify", a], ["convert", a, b], reshard, ["merge", c, d]]
+    [found] = run(1, on_a_terminal, commands)
+    for words, shown in zip(commands, found, strict=True):
+        assert "\u2501" in shown and re.search(r"m(\d[\d.,]*)/\1 ", shown), (
+            words,
+            shown,
+        )  # to its end
