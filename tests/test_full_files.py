@@ -262,7 +262,6 @@ def test_a_tensor_that_is_read_when_it_is_used_does_what_a_tensor_does(folder):
         lambda t: t.split(2)[1].to(torch.bfloat16),
         lambda t: deepcopy(t).add_(1),
         lambda t: t[2:].clone().numpy(),
-        lambda t: torch.from_numpy(t.numpy()),
         lambda t: pickle.loads(pickle.dumps(t)),
         lambda t: torch.tensor(t[1].tolist()),
         lambda t: torch.where(t > 3, t, -t),

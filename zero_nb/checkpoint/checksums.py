@@ -171,7 +171,8 @@ class HeldFile(FileIO):
         self.close()
 
 
-_OPS = torch.ops.aten
+_COPY = torch.ops.aten.copy_.default
+_CAT = torch.ops.aten.cat.default
 
 
 class FileTensor(Tensor):
@@ -221,21 +222,17 @@ class FileTensor(Tensor):
                 f"{func.overloadpacket.__name__} would change a tensor that is read from"
                 f" {first.file.name} each time it is used; change a clone() of it"
             )
-        if func is _OPS.copy_.default and first.shape == args[1].shape:
+        if func is _COPY and first.shape == args[1].shape:
             read_stored(args[1].stored, args[1].file, args[1].start, first)
             return first
-        if func is _OPS.cat.default and len(args) == 1:
+        if func is _CAT and len(args) == 1:
             return _read_one_by_one(first)
         inputs, given = tree_map(lambda v: v.read() if isinstance(v, cls) else v, (args, given))
         return func(*inputs, **given)
 
-    def tolist(self) -> Any:
+    def tolist(self) -> list[Any]:
         """Give the elements as Python's numbers."""
         return self.read().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Give the elements as NumPy has them."""
-        return self.read().numpy(force=force)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"FileTensor({tuple(self.shape)}, {self.dtype}, {str(self.file.name)!r})"
@@ -271,7 +268,7 @@ class UnreadMemory:
         self._places[memory._cdata] = start, nbytes
         return memory
 
-    def tensors_in(self, value: Any) -> Any:
+    def tensors_in(self, value: object) -> object:
         """Let tensors of a structure be read when they are used; those of one element are read at once.
 
         Raises `NotImplementedError` for one that is more than elements in a file, `ValueError` if it ends before."""

@@ -24,7 +24,7 @@ from zero_nb.checkpoint.folder import (
 )
 from .names import by_index, lay_out
 from .saved_tensors import Part, SavedTensor, load_saved, replace_tensors
-from ..optim.state_dict_check import check_param_groups
+from ..optim.state_dict_check import check_saved_groups
 
 # %% auto #0
 __all__ = ['nested_state', 'Checkpoint', 'choose_state', 'find_weights', 'describe_file', 'describe_folder', 'newest_checkpoint',
@@ -139,7 +139,7 @@ def choose_state(path: Path, content: Any, key: str | None) -> dict[str, Any]:
     if key is None and len(found) > 1:
         raise ValueError(f"{path} holds {len(found)} state dicts, {named}; choose one by its key")
     full = found[key or next(iter(found))]
-    params = check_param_groups(full["param_groups"], str(path))
+    params = check_saved_groups(full["param_groups"], str(path))
     known = {*params}
     strange = [param for param in full["state"] if isinstance(param, int) and param not in known]
     if strange:

@@ -25,7 +25,7 @@ from zero_nb.optim.sharded_state_dict import (
     restore_keys,
     room_for_state,
 )
-from ..optim.state_dict_check import check_param_groups, comparable_names, read_state
+from ..optim.state_dict_check import check_saved_groups, comparable_names, read_state
 
 # %% auto #0
 __all__ = ['KEYS', 'names_of_params', 'by_name', 'names_in_model', 'names_in_groups', 'by_index', 'check_saved', 'state_to_save',
@@ -126,7 +126,7 @@ def by_index(
     Names may differ by what DDP, `torch.compile` and checkpoint wrappers put before them. Without
     names in the state dict the groups must have the same order. Raises `ValueError` where groups do
     not fit."""
-    check_param_groups(full["param_groups"])
+    check_saved_groups(full["param_groups"])
     given = [(saved_param_names(group), group) for group in full["param_groups"]]
     if len(given) != len(names):
         raise ValueError(

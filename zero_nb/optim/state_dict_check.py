@@ -18,7 +18,7 @@ from .pieces import SCALARS
 from .rules import ELEMENTWISE, Rule, is_torchs
 
 # %% auto #0
-__all__ = ['ELEMENTS', 'OPTIONAL', 'COUNTS', 'read_state', 'comparable_names', 'check_param_groups', 'describe_state']
+__all__ = ['ELEMENTS', 'OPTIONAL', 'COUNTS', 'read_state', 'comparable_names', 'check_saved_groups', 'describe_state']
 
 # %% ../../nbs/optim/07_state_dict_check.ipynb #eb32900b
 ELEMENTS = {
@@ -263,7 +263,7 @@ def comparable_names(
     return (bare[0], bare[1]) if counts == [*map(len, found)] else sides
 
 # %% ../../nbs/optim/07_state_dict_check.ipynb #7a20b002
-def check_param_groups(
+def check_saved_groups(
     groups: Sequence[Any], where: str = "the state dict"
 ) -> list[Any]:  # all parameters
     """Refuse param groups in which a parameter, or its name, is missing or there twice; `ValueError`."""
