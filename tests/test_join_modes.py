@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from common import flatten, largest_gap, run_each
+from common import caught_error, flatten, largest_gap, run_each
 from common.joining import Branches, alone_with_branches, batches, network, reference
 from common.joining_modes import (
     EVERY,
@@ -20,10 +20,12 @@ from common.joining_modes import (
 from common.modes import MODES
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Adafactor, AdamW, lr_scheduler
 
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.comm.launch import run
+from zero_nb.comm.subgroups import two_level
 from zero_nb.join.join import Join
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
@@ -186,6 +188,47 @@ def test_subgroups_whose_steps_are_inside_backward():
     wanted, state = reference((1, 4), "samples")
     for ranks in in_modes(4, on_two).values():
         same([rank for rank in ranks if rank is not None], wanted, state=state)
+
+
+def on_two_levels(mode, counts, order):
+    """Train in two blocks with an optimizer whose state each node shares."""
+    rank, net, levels = dist.get_rank(), network(), two_level(2)
+    made = MODES[mode].attach(
+        net, lambda _: ZeroRedundancyOptimizer(net.parameters(), AdamW, levels, lr=1e-2)
+    )
+    for _ in range(2):
+        with Join(ORDERS[order](made.joinable, made.optimizer), divide_by="samples") as join:
+            for x in batches(counts[rank], rank, 4 + rank):
+                made.call(x).square().mean().backward()
+                made.optimizer.step()
+                made.optimizer.zero_grad()
+    made.optimizer.consolidate_state_dict(to=None)
+    state = made.optimizer.state_dict()["state"]
+    buffers = [b.clone() for b in net.buffers()]
+    return flatten(net), join.attendance.batches == counts, buffers, state
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("counts", [(2, 5, 1, 3), (0, 0, 4, 1)], ids=str)
+def test_ranks_join_where_each_node_shares_the_state(counts, order):
+    wanted, state = reference(counts, "samples", rounds=2)
+    modes = [mode for mode in MODES if MODES[mode].wraps]
+    for ranks in in_modes(4, on_two_levels, counts, order, modes=modes).values():
+        same(ranks, wanted, state=state)
+
+
+def apart():
+    """Join a model of two ranks with an optimizer whose nodes are of four."""
+    pair, levels, net = dist.new_group([0, 1]), two_level(4), network()
+    zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, levels, lr=1e-2)
+    if dist.get_rank() > 1:
+        return None
+    return caught_error(lambda: Join([DDP(net, process_group=pair), zero]))
+
+
+def test_a_node_is_part_of_the_group_of_the_model():
+    for kind, said in run(4, apart)[:2]:
+        assert kind == "ValueError" and said.endswith("with the process_group of its model")
 
 
 def unused(mode, counts):

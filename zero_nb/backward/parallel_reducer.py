@@ -208,7 +208,8 @@ class TorchJoinHook(_JoinHook):
             return optimizer.join_process_group
         raise ValueError(
             "Join counts the ranks of one group, and the optimizer shares its state on each of"
-            " several nodes; make it with one level of ranks"
+            " several nodes; make it with one level of ranks, or use overlap with"
+            " DistributedDataParallel, which zero_nb's Join takes with two levels"
         )
 
     def before_forward(self) -> None:

@@ -138,13 +138,20 @@ def make_options(
 
 
 def find_group(joinables: Sequence[Any]) -> Group:
-    """Give the one process group of all joinables."""
-    groups = [each.join_process_group for each in joinables if isinstance(each, Joinable)]
-    if any(group != groups[0] for group in groups):
+    """Give the one process group of all joinables; an optimizer of two levels joins that of its
+    model, whose ranks step together."""
+    joined = [each for each in joinables if isinstance(each, Joinable)]
+    nodes = [each for each in joined if getattr(each, "replica_group", None) is not None]
+    groups = [each.join_process_group for each in joined if each not in nodes]
+    groups = groups or [each.join_process_group for each in nodes]
+    found = Group(groups[0] if groups else None)
+    apart = any(group != groups[0] for group in groups)
+    if apart or any(not set(each.group.ranks) <= set(found.ranks) for each in nodes):
         raise ValueError(
-            "Using join context manager with multiple process groups; its joinables must share one"
+            "Using join context manager with multiple process groups; its joinables must share one:"
+            " make the optimizer with the process_group of its model"
         )
-    return Group(groups[0] if groups else None)
+    return found
 
 
 def find_counter(entries: Sequence[JoinEntry], divide_by: str) -> int:
