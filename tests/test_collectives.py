@@ -239,6 +239,24 @@ def test_parts_of_many_chunks(size):
     assert run(size, everything, 400_000, torch.float64, True) == [[]] * size
 
 
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("/tmp/ipykernel_71/4142857171.py", "cell"),
+        ("/tmp/ipython-input-829-3.py", "cell"),
+        ("<ipython-input-1-54ed1df0>", "cell"),
+        ("<In [3]>", "cell"),
+        ("/home/ada/train.py", "train.py"),
+    ],
+)
+def test_an_error_names_the_line_of_a_file_or_of_a_cell(name, place):
+    space = {"torch": torch}
+    source = "def differs(group):\n    group.all_reduce(torch.ones(4 + group.group_rank))"
+    exec(compile(source, name, "exec"), space)
+    for _, said in run(2, lambda: caught_error(lambda: space["differs"](Group()))):
+        assert f"all_reduce of 5 float32 at {place}:2'" in said
+
+
 @pytest.fixture
 def two_hosts(monkeypatch):
     """Let ranks believe that every two of them live on a machine of their own."""

@@ -30,6 +30,17 @@ _LIBRARY_MODULES = frozenset(
 _COMPARED = 1000  # comparisons of collectives in a group, at most
 
 
+_CELLS = ("ipykernel_", "ipython-input", "<In [", "<cell")  # in the file names of notebook cells
+
+
+def _line(frame: Any) -> str:
+    """Name the line that a frame runs, by its file, or as one of a notebook cell: its file has a name
+    that is another one each time."""
+    path = Path(frame.f_code.co_filename)
+    in_cell = any(mark in f"{path.parent.name}/{path.name}" for mark in _CELLS)
+    return f"{'cell' if in_cell else path.name}:{frame.f_lineno}"
+
+
 def _site() -> str:
     """File and line of the first caller outside these modules and the standard library's context managers."""
     frame: Any = sys._getframe(1)
@@ -38,7 +49,7 @@ def _site() -> str:
         or frame.f_code.co_filename.endswith("contextlib.py")
     ):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return _line(frame)
 
 
 def _compare(group: Ranks, like: object, what: object, *parts: object) -> None:
