@@ -22,14 +22,20 @@ from zero_nb.comm.launch import run
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
 
 
+def logged():
+    """Give a list that gets each line which this process writes to the log from now on."""
+    logs = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: logs.append(entry.getMessage())
+    logging.getLogger("zero_nb").addHandler(handler)
+    logging.getLogger("zero_nb").setLevel("INFO")
+    return logs
+
+
 @pytest.mark.parametrize("who", [0, 1, 2])
 def test_one_rank_that_may_not_is_enough(who):
     def mixed():
-        logs = []
-        handler = logging.Handler()
-        handler.emit = lambda entry: logs.append(entry.getMessage())
-        logging.getLogger("zero_nb").addHandler(handler)
-        logging.getLogger("zero_nb").setLevel("INFO")
+        logs = logged()
         if dist.get_rank() == who:
             os.environ["ZERO_NB_MEMORY"] = "0"
         g, x = Group(), torch.ones(12)
@@ -43,10 +49,17 @@ def test_one_rank_that_may_not_is_enough(who):
     assert len(first[2]) == 1 and f"rank {who}: ZERO_NB_MEMORY=0 forbids it" in first[2][0]
 
 
-@pytest.mark.parametrize(
-    "how", ["elsewhere", "other file", "other user", "no memory", "bad setting"]
-)
-def test_ranks_that_cannot_share_send_messages(how):
+REASONS = {
+    "elsewhere": "it does not see the /dev/shm that rank ",
+    "other file": "did not open /dev/shm/",
+    "other user": "it does not see the /dev/shm that rank ",
+    "no memory": "No space left on device",
+    "bad setting": "ZERO_NB_MEMORY_MB must be a number of MiB, 1 or more, got 'many'",
+}  # what the log says
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_ranks_that_cannot_share_send_messages_and_say_so_once(how):
     """Another machine, one that looks alike and is not, a user who may not open the file, no
     memory, and a setting that is no number."""
 
@@ -68,11 +81,16 @@ def test_ranks_that_cannot_share_send_messages(how):
             if how == "bad setting":
                 os.environ["ZERO_NB_MEMORY_MB"] = "many"
         shared_file._OPEN_TIMEOUT = 0.5
-        g, x = Group(), torch.ones(12)
+        logs, g, x = logged(), Group(), torch.ones(12)
         g.reduce_scatter(x)
-        return through(g), x[4 * g.group_rank].item(), files()
+        sums = x[4 * g.group_rank].item()
+        g.all_gather(x)
+        return through(g), sums, files(), [text for text in logs if "sends messages" in text]
 
-    assert run(3, apart) == [(None, 3.0, [])] * 3
+    (*first, said), *others = run(3, apart)
+    assert (first, others) == ([None, 3.0, []], [(None, 3.0, [], [])] * 2)
+    assert len(said) == 1 and "sends messages; shared memory cannot be used: rank " in said[0]
+    assert REASONS[how] in said[0]
 
 
 def test_the_file_is_this_users_alone(monkeypatch, tmp_path):
@@ -163,6 +181,15 @@ def connect_on(store, size, r):
     group._state = group._wire = ranks._State()
     found = transport.find_transport(partial(meeting._Meeting, group))
     return found, group.process_group.requests, group.process_group.bytes
+
+
+def test_H6_a_group_of_more_ranks_than_share_memory_asks_the_store_nothing(monkeypatch):
+    monkeypatch.setattr(store_module, "_store", lambda group: group.process_group)
+    for module in (store_module, meeting):
+        monkeypatch.setattr(module, "_timeout", lambda group: timedelta(seconds=1))
+    (_, said), requests, nbytes = connect_on(dist.HashStore(), 16_384, 5)
+    assert said == "sends messages; shared memory cannot be used: 16384 ranks are more than 256"
+    assert (requests, nbytes) == (0, 0)
 
 
 def test_connecting_costs_a_few_requests_whatever_the_number_of_ranks():

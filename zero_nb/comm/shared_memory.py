@@ -177,12 +177,12 @@ def _agree_to_share(meeting: Meeting, problem: str) -> None:
 
 def _agree_on_token(meeting: Meeting) -> tuple[int, str]:  # bytes for the blocks of each rank
     """Make sure that all ranks see the same shared memory and may use it, and give them a secret."""
+    if len(meeting.ranks) > _MAX_RANKS:  # every rank knows that without the store
+        raise Unavailable(f"{len(meeting.ranks)} ranks are more than {_MAX_RANKS}")
     pool = 0
     place = ""
     token = ""
     problem = refusal()
-    if not problem and len(meeting.ranks) > _MAX_RANKS:
-        problem = f"{len(meeting.ranks)} ranks are more than {_MAX_RANKS}"
     try:
         pool = _pool_size()
         place = "" if problem else _place(pool)
