@@ -11,8 +11,12 @@ from itertools import islice
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from common import free_port
+from common.modes import MODES
+from torch import nn
+from torch.optim import AdamW
 
 from zero_nb.comm import agreement, arrivals
 from zero_nb.comm import store as store_module
@@ -22,6 +26,7 @@ from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.comm.ranks import Ranks, _State
 from zero_nb.comm.store import _Notes
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 
 class Counting:
@@ -191,11 +196,57 @@ def test_H6_no_rank_asks_more_when_there_are_more_ranks():
     )  # each adds once, and one decides and clears
 
 
+AGREEMENTS = {  # of each mode's way to begin: calls that all ranks make, and how often they agree
+    "zero1": {"make": 1, "load": 1, "attach": 0, "first": 1, "second": 0, "third": 0},
+    # DDP makes its buckets anew in the second iteration
+    "zero1-overlap": {"make": 1, "load": 1, "attach": 1, "first": 2, "second": 1, "third": 0},
+    "zero1-interleaved": {"make": 1, "load": 1, "attach": 1, "first": 2, "second": 1, "third": 0},
+    "zero2": {"make": 1, "load": 1, "attach": 1, "first": 2, "second": 0, "third": 0},
+    "zero2-interleaved": {"make": 1, "load": 1, "attach": 1, "first": 2, "second": 0, "third": 0},
+}
+
+
+def agreements(mode):
+    """Give how often this rank agrees with the others in each call of a training that begins."""
+    group, module, turns = Group(), nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), {}
+
+    def note(what, before):
+        turns[what] = group._wire.turn - before
+        return group._wire.turn
+
+    def make(_):
+        zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=0.1)
+        now = note("make", 0)
+        groups = [{**zero.param_groups[0], "params": [*range(8)]}]
+        zero.load_state_dict({"state": {}, "param_groups": groups})
+        note("load", now)
+        return zero
+
+    made = MODES[mode].attach(module, make)
+    now = note("attach", turns["make"] + turns["load"])
+    for iteration in ("first", "second", "third"):
+        made.call(torch.ones(2, 16)).sum().backward()
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+        now = note(iteration, now)
+    return turns
+
+
+@pytest.mark.parametrize("mode", AGREEMENTS)
+def test_H6_agreements_of_a_training_that_begins(mode):
+    assert run(2, agreements, mode) == [AGREEMENTS[mode]] * 2
+
+
 def test_H6_a_job_of_16384_ranks_stays_within_its_budget(clock):
-    """Five agreements: the constructor's two, load_state_dict's two, the first step's one."""
+    """With the most agreements until the first step is over: the constructor's one,
+    load_state_dict's one, one to attach, and the first iteration's two."""
     size = 16_384
     ranks = make(size, dist.HashStore())
-    for what in ("making A", "making B", "load A", "load B", "the first step"):
+    begins = [
+        [mode[what] for what in ("make", "load", "attach", "first")] for mode in AGREEMENTS.values()
+    ]
+    assert max(begins, key=sum) == [1, 1, 1, 2]
+    for what in ("making", "loading", "attaching", "a plan", "who has a gradient"):
         assert set(play(clock, ranks, [(what, [], None)] * size)) == {"ok"}
     asked, nbytes = taken(ranks)
     assert (
