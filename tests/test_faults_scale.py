@@ -97,13 +97,16 @@ def a_steady_step(size: int, way: str, count: int = 24, width: int = 130, make=a
         return calls_of(iterate), log.count(), log.wire
 
 
-@pytest.mark.parametrize("way", ["step", "overlap", "interleaved", "parallel"])
-def test_H6_a_steady_step_does_not_depend_on_the_number_of_ranks(way):
-    few, collectives, wire = a_steady_step(8, way)
-    many, same, more = a_steady_step(MANY, way)
+@pytest.mark.parametrize(
+    ("way", "count"),
+    [("step", 24), ("overlap", 24), ("interleaved", 24), ("parallel", 24), ("parallel", 96)],
+)
+def test_H6_a_steady_step_does_not_depend_on_the_number_of_ranks(way, count):
+    few, collectives, wire = a_steady_step(8, way, count)
+    many, same, more = a_steady_step(MANY, way, count)
     assert (
         same == collectives
-        and min(collectives.values()) >= 10
+        and min(collectives.values()) >= (10 if count < 96 else 96)  # buckets
         and set(collectives) <= {"all_reduce", "reduce_scatter", "all_gather"}
     )
     assert many <= 1.2 * few, (few, many)
