@@ -40,10 +40,15 @@ LONG = (
 
 # what trains, and asks for neither way: by shared memory on some days, by messages on others
 EITHER = (
+    "faults_between",
     "faults_gradients",
     "faults_halves",
+    "faults_join_gradients",
+    "faults_late",
     "faults_optimizer",
+    "faults_overlap",
     "faults_parallel",
+    "faults_steps",
     "faults_streams",
     "faults_waiting",
     "histories",

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from common.sampling import SEED
 from common.waiting import wait_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -93,17 +94,26 @@ def kill_callers(kind: str, seed: int, kills: int, at_once: int) -> None:
     assert killed == kills, f"of {started} only {killed} were still alive"
 
 
-@pytest.mark.parametrize("kind, kills, at_once", [("run", 44, 4), ("torchrun", 6, 3)])
+# a world takes seconds to start: other moments each day, and all 50 where all tests run
+WORLDS = 50 if os.environ.get("ZERO_NB_ALL") else 6
+
+
+@pytest.mark.parametrize("kind, kills, at_once", [("run", 50, 4), ("torchrun", WORLDS, 3)])
 def test_L3_a_killed_caller_leaves_no_process_and_no_folder(kind, kills, at_once, tmp_path):
     mark = f"zero_nb_test_{os.getpid()}_{kind}_{time.time_ns()}"
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_faults_launch"
-        f" as t; t.kill_callers({kind!r}, 17, {kills}, {at_once})"
+        f" as t; t.kill_callers({kind!r}, {SEED}, {kills}, {at_once})"
     )
     env = dict(
         os.environ, TMPDIR=str(tmp_path), ZERO_NB_MARK=mark, PYTHONPATH=os.pathsep.join(sys.path)
     )
-    subprocess.run([sys.executable, "-c", code], env=env, timeout=240, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        timeout=240 if kills < 50 or kind == "run" else 900,
+        check=True,
+    )
     wait_for(lambda: not marked(mark), 30)
     assert [
         name for name in os.listdir(tmp_path) if name != f"torchinductor_{getpass.getuser()}"
@@ -133,26 +143,37 @@ def test_L3_what_a_rank_starts_ends_with_it(end, tmp_path):
     assert len(pids) == 4 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-@pytest.mark.parametrize("end", ["return", "raise", "hang"])
-def test_L3_a_process_that_was_reaped_is_never_signalled(end, tmp_path, monkeypatch):
-    """Its number may be another process's by now. Who signals must be the parent of a process that
-    it has not asked for its exit code."""
+NOTES_SIGNALS = """
+import os
+def note(send):
+    def noted(pid, number):
+        try:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            own = True
+        except ChildProcessError:
+            own = pid == 0
+        with open(LOG, "a") as file:
+            file.write(f"{own} {pid} {number}\\n")
+        send(pid, number)
+    return noted
+os.kill, os.killpg = note(os.kill), note(os.killpg)
+"""  # whether the sender is the parent of a process that it has not asked for its exit code
+
+
+@pytest.fixture
+def signals(tmp_path, monkeypatch):
+    """Give a function that reads which signals this process and those forked from it have sent."""
     log = tmp_path / "signals"
     log.touch()
     for name in ("kill", "killpg"):
-        send = getattr(os, name)
+        monkeypatch.setattr(os, name, getattr(os, name))
+    exec(NOTES_SIGNALS.replace("LOG", repr(str(log))), {})
+    return lambda: log.read_text().splitlines()
 
-        def noted(pid, number, send=send):
-            try:
-                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                own = True
-            except ChildProcessError:
-                own = pid == 0
-            with open(log, "a") as file:
-                file.write(f"{own} {pid} {number}\n")
-            send(pid, number)
 
-        monkeypatch.setattr(os, name, noted)
+@pytest.mark.parametrize("end", ["return", "raise", "hang"])
+def test_L3_a_process_that_was_reaped_is_never_signalled(end, signals):
+    """Its number may be another process's by now."""
 
     def f():
         if end == "raise" and dist.get_rank() == 1:
@@ -165,9 +186,34 @@ def test_L3_a_process_that_was_reaped_is_never_signalled(end, tmp_path, monkeypa
     else:
         with pytest.raises((ValueError, TimeoutError)):
             run(2, f, timeout=2)
-    signals = log.read_text().splitlines()
-    assert all(line.startswith("True") for line in signals), signals
-    assert end == "return" or signals
+    assert all(line.startswith("True") for line in signals()), signals()
+    assert end == "return" or signals()
+
+
+@pytest.mark.parametrize("end", ["stop", "kill", "die"])
+def test_L3_a_world_never_signals_a_process_that_was_reaped(end, signals, tmp_path, monkeypatch):
+    """The process that ends torchrun is another interpreter, which notes what it signals too."""
+    start = subprocess.Popen
+    notes = NOTES_SIGNALS.replace("LOG", repr(str(tmp_path / "signals")))
+
+    def noting(command, **options):
+        at = command.index("-c") + 1
+        return start([*command[:at], notes + command[at], *command[at + 1 :]], **options)
+
+    monkeypatch.setattr(reaper.subprocess, "Popen", noting)
+    world = World(2)
+    monkeypatch.setattr(reaper.subprocess, "Popen", start)
+    world.run(
+        "import os, subprocess\nchild = subprocess.Popen(['sleep', '600'], start_new_session=True)"
+    )
+    if end == "die":
+        with pytest.raises(RuntimeError, match="died"):
+            world.run("if os.environ['RANK'] == '1': os.kill(os.getpid(), 9)")
+    before = len(signals())
+    world.stop() if end == "stop" else world.kill()
+    world.kill()  # a second time, when all is gone
+    assert all(line.startswith("True") for line in signals()), signals()
+    assert signals() and (end == "die" or len(signals()) > before)
 
 
 # ---- L5: checkpoints are not trusted ----
