@@ -45,6 +45,63 @@ def beside_ddp(mode, dtype, gradient, nodes=False, hook=None):
     return flatten(plain).tolist(), flatten(module).tolist()
 
 
+class Weighted(nn.Module):
+    """Its gradients are its inputs, one for each parameter; several buckets."""
+
+    sizes = (400, 70, 3000, 640)
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(size, dtype=dtype) for size in self.sizes)
+
+    def forward(self, xs):
+        return sum((w * x).sum() for w, x in zip(self.weights, xs, strict=True))
+
+    @classmethod
+    def gradients(cls, rank, iteration, dtype):
+        seeds = torch.Generator().manual_seed(1000 * iteration + rank)
+        return [torch.randn(size, generator=seeds).to(dtype) for size in cls.sizes]
+
+
+def rounding(dtype, mode=None, nodes=False):
+    """Give the squared distance of averages, of DDP's or in a mode, from those in float64, over some steps."""
+    module, size, total = Weighted(dtype), dist.get_world_size(), 0.0
+    if mode is None:
+        model = DDP(module, bucket_cap_mb=0.003)
+    else:
+        groups = two_level(2) if nodes else None
+        zero = ZeroRedundancyOptimizer(module.parameters(), SGD, groups, lr=1.0)
+        model, handle = attach(mode, module, zero, bucket_cap_mb=0.003)
+    for i in range(4):
+        with torch.no_grad():
+            for w in module.weights:
+                w.zero_()
+        model(Weighted.gradients(dist.get_rank(), i, dtype)).backward()
+        if mode is not None:
+            handle.wait()
+            zero.step()
+        found = [w.grad if mode is None else -w.detach() for w in module.weights]
+        ranks = zip(*(Weighted.gradients(rank, i, dtype) for rank in range(size)), strict=True)
+        for mine, each in zip(found, ranks, strict=True):
+            exact = sum(x.double() for x in each) / size
+            total += (mine.double() - exact).square().sum().item()
+        model.zero_grad()
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(("size", "nodes"), [(3, False), (4, False), (4, True)])
+def test_H3_a_mean_is_rounded_no_more_than_ddps(dtype, size, nodes):
+    """The distance from the mean is at most 1.01 of DDP's, where dividing by the ranks rounds too."""
+
+    def every():
+        return rounding(dtype), {mode: rounding(dtype, mode, nodes) for mode in MODES}
+
+    for ddp, ours in run(size, every):
+        assert ddp > 0 and set(ours) == set(MODES)
+        assert all(distance <= 1.01**2 * ddp for distance in ours.values()), (ddp, ours)
+
+
 @pytest.mark.parametrize(
     "dtype,large", [(torch.float16, 40000.0), (torch.bfloat16, 3e38)], ids=["float16", "bfloat16"]
 )
