@@ -14,9 +14,10 @@ from common.parallel import MODES, SMALL, base, batch, linear
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import prune
-from torch.optim import Adamax, AdamW
+from torch.optim import SGD, Adamax, AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from zero_nb.backward import parallel_backward
 from zero_nb.backward.arriving import Search
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.comm.launch import run
@@ -602,3 +603,47 @@ def test_a_parameter_without_elements_is_stepped_where_it_is_used():
         for wanted, *found in run(2, counted, *case):
             assert wanted[0] == 2.0 and wanted[1] == 6.0
             assert found == [wanted] * len(MODES), (case, found)
+
+
+# ---- H6: which parameters are used, where buckets are stepped during backward ----
+
+
+def order_of_counts(lag):
+    """Give when each bucket's count of users starts and is read, in an iteration with planned buckets."""
+    events, real = [], parallel_backward.count_used
+
+    def noting(groups, used, device):
+        bucket = sum(what == "start" for what, _ in events)
+        events.append(("start", bucket))
+        finish = real(groups, used, device)
+
+        def read():
+            events.append(("read", bucket))
+            return finish()
+
+        return read
+
+    module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    zero = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=0.1)
+    data_parallel(
+        module, zero, interleaved=True, lag=lag, find_unused_parameters=True, bucket_cap_mb=0.001
+    )
+    for _ in range(3):
+        events.clear()
+        parallel_backward.count_used = noting
+        try:
+            module(torch.ones(2, 16)).sum().backward()
+        finally:
+            parallel_backward.count_used = real
+        zero.step()
+        zero.zero_grad()
+    return events
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_count_of_users_is_read_when_later_buckets_have_started(lag):
+    for events in run(2, order_of_counts, lag):
+        buckets = sum(what == "start" for what, _ in events)
+        assert buckets >= 6 and len(events) == 2 * buckets
+        for bucket in range(buckets - lag):
+            assert events.index(("read", bucket)) > events.index(("start", bucket + lag))
