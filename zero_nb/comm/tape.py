@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .comparison import _line
 from .events import CollectiveEvent, Log, _nbytes
 from .work import CollectiveSteps
 
@@ -35,7 +35,11 @@ def _call_site() -> str:
         frame = frame and frame.f_back
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED:
         frame = frame.f_back
-    return "backward" if frame is None else _line(frame)
+    if frame is None:
+        return "backward"
+    path = Path(frame.f_code.co_filename)
+    in_cell = path.suffix != ".py" or "ipykernel" in path.parent.name
+    return f"{'cell' if in_cell else path.name}:{frame.f_lineno}"
 
 # %% ../../nbs/comm/32_tape.ipynb #ad531e1f
 class Tape:
