@@ -1,12 +1,14 @@
 """Execute the notebooks, and compare what they show with what is stored: `make notebooks`.
 
 What a page shows must be what its code gives. Text is compared word by word, numbers to four digits
-(processors add up in different orders), figures by what they are made of. Cells whose output
-depends on the clock, or on which process comes first, say `#| measured: true`; they are executed, and
-what the text says of them is an assertion beside them. Names that are new each time (of temporary
-files, of the cell that a line is in), colours of a terminal, the version of matplotlib, and tokens a
-second do not count. On another Python the notebooks are executed, and nothing is compared: the main
-job's text is Python's own library, and tracebacks and warnings differ.
+(processors add up in different orders), figures by their words and by where each of their shapes
+lies, to a pixel. Cells whose output depends on the clock, or on which process comes first, say
+`#| measured: true`; they are executed, and what the text says of them is an assertion beside them.
+Figures of what rounding leaves say `#| rounding: true`; of those the words are compared alone.
+Names that are new each time (of temporary files, of the cell that a line is in), colours of a
+terminal, the version of matplotlib, and tokens a second do not count. On another Python the notebooks
+are executed, and nothing is compared: the main job's text is Python's own library, and tracebacks and
+warnings differ.
 
 Those that take long run each second, third or fourth day, all of them with `ZERO_NB_ALL=1`.
 
@@ -28,6 +30,7 @@ import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,13 @@ PASSING = {
     r"(checksum|says) [0-9a-f]{8}\b": r"\1 CRC",  # of trained numbers, which differ between processors
 }
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
+SHAPES = "\nshapes\n"  # stands before what `shapes` gives, in the text of a figure
+PLACES = ("x", "y", "width", "height", "d", "points", "transform")  # where a figure draws
+PLACES += ("x1", "y1", "x2", "y2", "cx", "cy", "r")
+SHAPE = re.compile(r"<([a-z]\w*)\b([^>]*)>")
+PLACE = re.compile(rf"""\s({"|".join(PLACES)})=["']([^"']*)["']""")
+COORDINATE = re.compile(r"-?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?")
+PIXEL = 1.0  # by which versions of matplotlib, and sums in another order, may move a shape
 
 LIMITS = (4, 10, 30)  # seconds of the processor: a notebook that takes 30 runs each fourth day
 
@@ -93,21 +103,43 @@ def text_of(data: dict[str, Any]) -> str:
 
 
 def outline(page: str) -> str:
-    """Give the words of a page and how often it has each tag: what a figure is made of."""
+    """Give the words of a page, how often it has each tag, and its shapes: what a figure is made of."""
     tags = Counter(re.findall(r"<([a-z]\w*)", page))
     words = " ".join(re.sub(r"<style.*?</style>|<[^>]*>", " ", page, flags=re.S).split())
-    return f"{sorted(tags.items())} {words}" if tags else page
+    drawn = shapes(page)
+    end = SHAPES + "\n".join(drawn) if drawn else ""
+    return f"{sorted(tags.items())} {words}{end}" if tags else page
+
+
+def shapes(page: str) -> list[str]:
+    """Give the tags of a page that say where they draw, each with its places."""
+    found = ((tag, PLACE.findall(rest)) for tag, rest in SHAPE.findall(page))
+    return [f"{tag} {' '.join(f'{k}={v}' for k, v in sorted(at))}" for tag, at in found if at]
 
 
 def same(stored: str, new: str) -> bool:
     """Tell whether two texts are equal but for the last digits of numbers that are no integers, and all
-    digits of what rounding leaves, which is below 1e-5."""
+    digits of what rounding leaves, which is below 1e-5; and the shapes of figures, to a pixel."""
+    stored, _, stored_shapes = stored.partition(SHAPES)
+    new, _, new_shapes = new.partition(SHAPES)
+    if any(moved(stored_shapes, new_shapes)):
+        return False
     if stored == new:
         return True
     first, second = NUMBER.findall(stored), NUMBER.findall(new)
     if NUMBER.sub("#", stored) != NUMBER.sub("#", new) or len(first) != len(second):
         return False
     return all(map(close, first, second))
+
+
+def moved(stored: str, new: str) -> Iterator[str]:
+    """Name the shapes that do not lie where they lay."""
+    for old, now in zip_longest(stored.splitlines(), new.splitlines(), fillvalue="none"):
+        before, after = COORDINATE.findall(old), COORDINATE.findall(now)
+        alike = COORDINATE.sub("#", old) == COORDINATE.sub("#", now)
+        pairs = zip(map(float, before), map(float, after), strict=False)
+        if not alike or any(abs(a - b) > PIXEL for a, b in pairs):
+            yield f"{old}\nis now\n{now}"
 
 
 def close(a: str, b: str) -> bool:
@@ -119,10 +151,16 @@ def close(a: str, b: str) -> bool:
 
 
 def differences(
-    before: list[dict[str, Any]], after: list[dict[str, Any]], measured: bool = False
+    before: list[dict[str, Any]],
+    after: list[dict[str, Any]],
+    measured: bool = False,
+    rounding: bool = False,
 ) -> Iterator[str]:
-    """Name the outputs of a cell that are not what is stored; of what is measured, of another kind."""
+    """Name the outputs of a cell that are not what is stored; of what is measured, of another kind;
+    of a figure of rounding, other words."""
     stored, new = shown(before), shown(after)
+    if rounding:
+        stored, new = ([text.partition(SHAPES)[0] for text in found] for found in (stored, new))
     if measured:
         stored, new = ([text.partition(":")[0] for text in found] for found in (stored, new))
     if len(stored) != len(new):
@@ -130,12 +168,20 @@ def differences(
         return
     for old, now in zip(stored, new, strict=True):
         if not same(old, now):
-            yield f"stored:\n{old}\nnew:\n{now}"
+            (words, _, before), (new_words, _, after) = old.partition(SHAPES), now.partition(SHAPES)
+            shifted = [*moved(before, after)]
+            told = f"\n{len(shifted)} shapes moved; {shifted[0]}" if shifted else ""
+            yield f"stored:\n{words}\nnew:\n{new_words}{told}"
 
 
 def is_measured(cell: Any) -> bool:
     """Tell whether what a cell shows may be different each time."""
     return bool(re.search(r"^#\|\s*measured:\s*true", "".join(cell["source"]), re.M))
+
+
+def shows_rounding(cell: Any) -> bool:
+    """Tell whether a cell draws what rounding leaves, which another processor does in another order."""
+    return bool(re.search(r"^#\|\s*rounding:\s*true", "".join(cell["source"]), re.M))
 
 
 def skipped(cell: Any) -> bool:
@@ -172,7 +218,8 @@ def execute(
             return
         before = stored["cells"][cell.idx_].get("outputs", [])
         new[cell.idx_] = json.loads(json.dumps(cell.get("outputs", []), default=dict))
-        if found := [*differences(before, new[cell.idx_], is_measured(cell))]:
+        how = is_measured(cell), shows_rounding(cell)
+        if found := [*differences(before, new[cell.idx_], *how)]:
             different.add(cell.idx_)
             wrong.extend(f"cell {cell.idx_}: {text}" for text in found)
 

@@ -1,9 +1,12 @@
 """What `make notebooks` takes for a difference between a stored output and a new one, and what not."""
 
+import json
+import re
+from pathlib import Path
 from tempfile import gettempdir
 
 import pytest
-from notebooks import differences, is_measured, lasting, same
+from notebooks import differences, is_measured, lasting, same, shows_rounding
 
 
 def text(words):
@@ -62,6 +65,61 @@ def test_a_line_of_a_file_is_not_a_cell():
 def test_a_figure_is_what_it_is_made_of():
     assert not [*differences([figure("rect", "rect")], [figure("rect", "rect")])]
     assert [*differences([figure("rect", "rect")], [figure("rect")])]
+
+
+STORED = Path(__file__).parents[1] / "nbs"
+
+
+def figure_cells(notebook):
+    cells = json.loads((STORED / notebook).read_text(encoding="utf-8"))["cells"]
+    drawn = (c["outputs"] for c in cells if "image/svg+xml" in json.dumps(c.get("outputs", [])))
+    return [*drawn]
+
+
+@pytest.mark.parametrize(
+    ("notebook", "pattern", "instead"),
+    [
+        ("start/00_why.ipynb", r'(<rect [^>]*?\bwidth=)"[^"]*"', r'\1"7"'),  # ours
+        ("guides/01_drop_in.ipynb", r'(<path [^>]*?\bd=)"[^"]*"', r'\1"M0 0"'),  # matplotlib's
+        ("guides/01_drop_in.ipynb", r'(<use [^>]*?\by=)"[^"]*"', r'\1"9"'),
+    ],
+)
+def test_a_shape_of_another_size_is_noticed(notebook, pattern, instead):
+    found = figure_cells(notebook)
+    assert found
+    for outputs in found:
+        other = re.sub(pattern, instead, "".join(outputs[0]["data"]["image/svg+xml"]))
+        changed = [{**outputs[0], "data": {"image/svg+xml": other}}]
+        assert not [*differences(outputs, outputs)]
+        assert [*differences(outputs, changed)], notebook
+
+
+@pytest.mark.parametrize(
+    ("stored", "new", "noticed"),
+    [
+        ("rect x='3' height='40'", "rect x='3' height='42'", True),
+        ("rect x='3' height='40'", "rect x='3' height='40.6'", False),  # below a pixel
+        ("rect height='40' x='3'", "rect x='3' height='40'", False),
+        ("path d='M3 40.5L7 9'", "path d='M 3 40 L 7 9'", True),  # is written in another way
+        ("path d='M3 40.5L7 9'", "path d='M3 40L7 9'", False),
+        ("path d='M3 40.5L7 9'", "path d='M3 40.5L7 9L9 9'", True),
+        ("circle r='2'", "circle cx='2'", True),
+    ],
+)
+def test_a_pixel_is_too_little_to_notice(stored, new, noticed):
+    assert bool([*differences([figure(stored)], [figure(new)])]) is noticed
+
+
+def test_of_a_figure_of_rounding_the_words_are_compared():
+    stored, moved = [figure("rect x='3'")], [figure("rect x='9'")]
+    assert [*differences(stored, moved)] and not [*differences(stored, moved, rounding=True)]
+    assert [*differences(stored, [figure("rect", "rect")], rounding=True)]
+    marked = [
+        path.relative_to(STORED).as_posix()
+        for path in sorted(STORED.rglob("*.ipynb"))
+        if any(map(shows_rounding, json.loads(path.read_text(encoding="utf-8"))["cells"]))
+    ]
+    assert marked == ["start/02_by_hand_checked.ipynb", "verify/04_parity.ipynb"]
 
 
 def test_of_what_is_measured_the_kind_is_compared():
