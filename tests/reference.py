@@ -9,6 +9,8 @@ from pathlib import Path
 from textwrap import dedent, indent
 from typing import NamedTuple
 
+from slicing import self_contained, statements
+
 import zero_nb
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +24,8 @@ HEAD = """# API reference
 > Every public name, by module: arguments with types, shapes and units, errors, source, and an example
 
 Made from the package by `make export`; edit the chapters. All names are imported from `zero_nb` itself.
-An example is the first short cell of the chapter that uses the name, and goes on from the cells before it.
+An example is a cell of a chapter that uses the name, with the imports and definitions that it needs: each runs
+by itself.
 The modules have more names, for each other; those may change without notice.
 """
 
@@ -130,23 +133,64 @@ def members(node: ast.ClassDef) -> list[str]:
     return [line.removesuffix(": ") for line in found]
 
 
-def example(module: Module, name: str) -> str:
-    """Give the first short cell that uses a name: of its chapter, else of the chapters after it."""
+def code_of(source: str) -> str:
+    """Give a cell without its directives."""
+    return "\n".join(row for row in source.splitlines() if not row.startswith("#|")).strip()
+
+
+def uses(source: str, name: str) -> bool:
+    """Tell whether a cell is a short example of a name: calls it, or an attribute of it."""
+    if "#| export" in source or len(code_of(source).splitlines()) > LONGEST:
+        return False
+    nodes = [inner for node in statements(code_of(source)) for inner in ast.walk(node)]
+    used = [getattr(n, "func", getattr(n, "value", None)) for n in nodes]
+    return any(isinstance(node, ast.Name) and node.id == name for node in used)
+
+
+@cache
+def marked() -> dict[str, tuple[str, int]]:
+    """Find the cells that say `#| reference: name, ...`: those are the examples of the names."""
+    found = {}
+    for path in sorted(NBS.glob("*/*.ipynb")):
+        chapter = str(path.relative_to(NBS))
+        for i, source in enumerate(cells(chapter)):
+            for names in re.findall(r"^#\| reference: (.+)$", source, re.M):
+                found |= dict.fromkeys(names.split(", "), (chapter, i))
+    return found
+
+
+def find_example(module: Module | None, name: str) -> tuple[str, int] | None:
+    """Find the cell that is the example of a name, as its chapter and number: the one that says so,
+    else the first short one that uses it, of its chapter or of the chapters after it."""
+    if name in marked() or module is None:
+        return marked().get(name)
     others = sorted(str(p.relative_to(NBS)) for p in NBS.glob("*/*.ipynb"))
-    for chapter in (module.chapter, *others):
-        for source in cells(chapter):
-            code = "\n".join(row for row in source.splitlines() if not row.startswith("#|")).strip()
-            used = re.search(rf"(?<![\w.`\"']){name}[(.]", code)
-            if used and "#| export" not in source and len(code.splitlines()) <= LONGEST:
-                where = "" if chapter == module.chapter else f"In [{chapter}]({chapter}):\n\n"
-                return f"{where}```python\n{code}\n```"
-    return ""
+    places = ((c, i) for c in (module.chapter, *others) for i in range(len(cells(c))))
+    return next((at for at in places if uses(cells(at[0])[at[1]], name)), None)
+
+
+def exports_to(chapter: str) -> str:
+    """Give the dotted name of the module that a chapter exports to, if it does."""
+    found = re.search(r"#\| default_exp ([\w.]+)", "\n".join(cells(chapter)))
+    return found[1] if found else ""
+
+
+def example(module: Module | None, name: str) -> str:
+    """Give the example of a name, with what it needs to run by itself."""
+    at = find_example(module, name)
+    if at is None:
+        return ""
+    chapter, i = at
+    where = "" if module and chapter == module.chapter else f"In [{chapter}]({chapter}):\n\n"
+    sources = [*cells(chapter)[:i], code_of(cells(chapter)[i])]
+    return f"{where}```python\n{self_contained(sources, exports_to(chapter))}\n```"
 
 
 def entry(module: Module, name: str) -> str:
     """Describe a public name."""
     if name in TORCHS:
-        return f"### {name}\n\n[torch's own class]({TORCHS[name]}), passed on.\n"
+        about = f"[torch's own class]({TORCHS[name]}), passed on."
+        return f"### {name}\n\n{about}\n\n{example(None, name)}".rstrip() + "\n"
     node = module.node(name)
     url = f"{settings()['git_url']}/blob/main/zero_nb/{module.name.replace('.', '/')}.py"
     links = f"[chapter]({module.chapter}#{name.lower()}) · [source]({url})"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import zero_nb
 
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+WITHOUT_EFFECT = ("test_", "draw_", "print")  # functions that change none of what they are given
 
 
 def statements(source: str) -> list[ast.stmt]:
@@ -39,13 +39,19 @@ def read(node: ast.stmt) -> set[str]:
     return found - own - {*dir(builtins)}
 
 
-def changes(node: ast.stmt, names: set[str]) -> bool:
-    """Tell whether a statement changes one of some values: sets a part of it, or calls its method."""
+def changes(node: ast.stmt, names: set[str], shown: bool) -> bool:
+    """Tell whether a statement changes one of some values: sets a part of it, calls its method, or
+    calls a function with it, other than to show what comes, at the end of a cell."""
     targets: list[ast.expr] = []
     if isinstance(node, ast.Assign):
         targets = [t for t in node.targets if isinstance(t, ast.Attribute | ast.Subscript)]
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        targets = [node.value.func] if isinstance(node.value.func, ast.Attribute) else []
+        call = node.value
+        if isinstance(call.func, ast.Attribute):
+            targets = [call.func]
+        elif isinstance(call.func, ast.Name):
+            acts = not call.func.id.startswith(WITHOUT_EFFECT) and not shown
+            targets = call.args if acts or call.func.id == "run" else []
     for target in targets:
         while isinstance(target, ast.Attribute | ast.Subscript | ast.Call):
             target = target.func if isinstance(target, ast.Call) else target.value
@@ -83,9 +89,9 @@ def self_contained(
     definitions: list[str] = []
     for cell in reversed(before):
         lines = cell.splitlines()
-        for node in reversed(statements(cell)):
+        for n, node in enumerate(reversed(statements(cell))):
             names = bound(node) & needed
-            if not names and not changes(node, needed):
+            if not names and not changes(node, needed, shown=n == 0):
                 continue
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for origin, text in imports(node, names):

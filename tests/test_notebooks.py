@@ -119,7 +119,11 @@ def test_of_a_figure_of_rounding_the_words_are_compared():
         for path in sorted(STORED.rglob("*.ipynb"))
         if any(map(shows_rounding, json.loads(path.read_text(encoding="utf-8"))["cells"]))
     ]
-    assert marked == ["start/02_by_hand_checked.ipynb", "verify/04_parity.ipynb"]
+    assert marked == [
+        "guides/06_accumulation.ipynb",
+        "start/02_by_hand_checked.ipynb",
+        "verify/04_parity.ipynb",
+    ]
 
 
 def test_of_what_is_measured_the_kind_is_compared():

@@ -1,9 +1,15 @@
 """The API reference and `llms.txt`: every public name, with what a caller needs to know of it."""
 
+import importlib
+import multiprocessing
+import os
 import re
+import traceback
+from pathlib import Path
 
 import pytest
-from reference import NBS, TORCHS, cells, example, modules, settings
+from notebooks import ALREADY_IMPORTED
+from reference import NBS, TORCHS, cells, example, marked, modules, settings
 
 import zero_nb
 
@@ -17,6 +23,13 @@ CHECKS_NOTHING = {  # values made by the package, an error, and a decorator
     "Span",
     "shadowed_by",
 }
+LONGEST_BLOCK = 50  # lines of an example, with the imports and definitions that it needs
+FIRST_MET = (  # of which an example shows what they do, and no error
+    *("ZeroRedundancyOptimizer", "overlap", "data_parallel", "run", "two_level", "estimate"),
+    *("full_state_dict", "load_full_state_dict", "save_sharded", "load_sharded", "reshard"),
+    *("AsyncCheckpointer", "convert_checkpoint", "Join", "JoinHook", "Joinable", "compare"),
+    *("assert_parity", "watch_divergence", "Span"),
+)
 
 
 def section(name: str) -> str:
@@ -35,7 +48,7 @@ def test_it_says_what_may_be_given_and_what_goes_wrong(module, name):
     text = section(name)
     assert re.search(rf"^```python\n(?:@.*\n)*(?:def|class) {name}\b", text, re.M)
     assert re.search(r"\b[Rr]aises?\b|Error`", text) or name in CHECKS_NOTHING
-    assert example(modules()[module], name) in text
+    assert example(modules()[module], name) in text and block(name)
 
 
 @pytest.mark.parametrize(("module", "name"), OURS)
@@ -47,6 +60,58 @@ def test_its_links_lead_to_where_it_is_defined(module, name):
     assert re.search(rf"^(?:def|class) {name}\b", exported, re.M) and anchor == name.lower()
     path = url.removeprefix(f"{settings()['git_url']}/blob/main/")
     assert (NBS.parent / path).is_file() and path == f"zero_nb/{module.replace('.', '/')}.py"
+
+
+def block(name: str) -> str:
+    """Give the example of a name, as the page has it."""
+    found = re.findall(r"^```python\n(.*?)\n```$", section(name), re.M | re.S)
+    return found[-1] if len(found) > (name not in TORCHS) else ""
+
+
+def ended(code: str, folder: Path) -> int | None:
+    """Run an example in a process of its own, which has no names, and give how it ended."""
+
+    def example_alone() -> None:
+        os.chdir(folder)
+        os.environ["MPLBACKEND"] = "agg"
+        try:
+            exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=example_alone)
+    process.start()
+    process.join(100)
+    process.kill()
+    return process.exitcode
+
+
+def test_what_is_left_to_define_is_noticed(tmp_path):
+    assert ended("import torch\ntorch.ones(2)", tmp_path) == 0
+    assert ended("assert ones(2)", tmp_path) == 1
+
+
+@pytest.fixture(scope="module")
+def imported():
+    """Import what the examples would each import, before their processes are forked."""
+    for module in ALREADY_IMPORTED:
+        importlib.import_module(module)
+
+
+@pytest.mark.usefixtures("imported")
+@pytest.mark.parametrize("name", zero_nb.__all__)
+def test_each_example_runs_by_itself(name, tmp_path):
+    code = block(name)
+    assert name in code and len(code.splitlines()) <= LONGEST_BLOCK
+    assert ended(code, tmp_path) == 0
+
+
+def test_the_examples_of_what_users_meet_first_are_chosen():
+    assert set(FIRST_MET) <= set(zero_nb.__all__) and set(marked()) <= set(zero_nb.__all__)
+    wrong = [name for name in FIRST_MET if re.search(r"test_fail|except|\b_[a-z]", block(name))]
+    assert wrong == []
 
 
 def test_llms_txt_lists_every_page():
