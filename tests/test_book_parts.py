@@ -13,6 +13,8 @@ WAY_IN = ("start", "guides")  # what a reader meets first; what these build is n
 FIRST = 6  # cells, in whose prose the question stands
 EXERCISES = 3  # at least, each with an answer
 MOST_CELLS_OF_A_GUIDE = 29
+MOST_NOT_ASSERTED = 20  # cells that measure
+NBS_PATHS = [path.relative_to(NBS) for path in sorted(NBS.rglob("*.ipynb"))]
 
 # A chapter that shows what goes wrong under another heading: that heading, and why it has another.
 UNDER_ANOTHER_HEADING: dict[str, tuple[str, str]] = {
@@ -132,6 +134,33 @@ def test_no_output_names_a_folder_of_the_machine_that_ran_it():
         if paths := re.findall(r"/(?:tmp|root|home|usr|work)/[^\s\"\\]*", outputs):
             found[path.relative_to(NBS).as_posix()] = paths
     assert found == {}
+
+
+def asserts(text: str) -> bool:
+    return bool(re.search(r"\bassert\b|\btest_(?:eq|close|fail|ne)\b|\bassert_", text))
+
+
+def measured_and_not_asserted(cells: list[Cell]) -> list[int]:
+    """Number the code cells that measure and, like the code cell after them, assert nothing."""
+    code = [c["text"] for c in cells if c["kind"] == "code"]
+    measured = re.compile(r"^#\|\s*measured:\s*true", re.M)
+    pairs = enumerate(zip(code, [*code[1:], ""], strict=True))
+    return [i for i, (own, after) in pairs if measured.search(own) and not asserts(own + after)]
+
+
+def test_what_is_measured_is_asserted():
+    """What the text says of a number that differs each time is an assertion; the limit only falls."""
+    every = {path: cells_of(path.as_posix()) for path in NBS_PATHS}
+    found = [
+        f"{path}, code cell {i}" for path in every for i in measured_and_not_asserted(every[path])
+    ]
+    assert len(found) <= MOST_NOT_ASSERTED, found
+    assert (
+        measured_and_not_asserted(made("#| measured: true\nf()", "words", "#|\nassert g()")) == []
+    )
+    assert measured_and_not_asserted(made("#| measured: true\nf()", "#|\ng()", "#|\nassert h")) == [
+        0
+    ]
 
 
 def test_each_chapter_shows_what_goes_wrong():
