@@ -14,6 +14,7 @@ FIRST = 6  # cells, in whose prose the question stands
 EXERCISES = 3  # at least, each with an answer
 MOST_CELLS_OF_A_GUIDE = 29
 MOST_NOT_ASSERTED = 20  # cells that measure
+MOST_WITHOUT_A_LOOK = 6  # figures; both limits only fall
 NBS_PATHS = [path.relative_to(NBS) for path in sorted(NBS.rglob("*.ipynb"))]
 
 # A chapter that shows what goes wrong under another heading: that heading, and why it has another.
@@ -161,6 +162,48 @@ def test_what_is_measured_is_asserted():
     assert measured_and_not_asserted(made("#| measured: true\nf()", "#|\ng()", "#|\nassert h")) == [
         0
     ]
+
+
+TITLE = re.compile(r"^#{1,3} ", re.M)
+
+
+def figures_without_a_look(cells: list[dict[str, Any]]) -> list[int]:
+    """Number the cells that show a figure, other than of classes, in whose section no sentence says
+    what to look at. A section ends where a cell has the next title, and what stands above that."""
+    texts = ["".join(cell["source"]) for cell in cells]
+    kinds = [cell["cell_type"] for cell in cells]
+    titles = [i for i, t in enumerate(texts) if kinds[i] == "markdown" and TITLE.search(t)]
+    found = []
+    for i, cell in enumerate(cells):
+        if "image/svg+xml" in json.dumps(cell.get("outputs", [])) and "draw_boxes(" not in texts[i]:
+            first = max((at for at in titles if at < i), default=0)
+            last = min((at for at in titles if at > i), default=len(cells))
+            words = [texts[at] for at in range(first, last) if kinds[at] == "markdown"]
+            words += [TITLE.split(texts[last])[0]] if last < len(cells) else []
+            if not re.search(r"\blook at\b", "\n".join(words), re.I):
+                found.append(i)
+    return found
+
+
+def test_each_figure_has_a_sentence_that_says_what_to_look_at():
+    every = {p: json.loads((NBS / p).read_text(encoding="utf-8"))["cells"] for p in NBS_PATHS}
+    found = [f"{path}, cell {i}" for path in every for i in figures_without_a_look(every[path])]
+    assert len(found) <= MOST_WITHOUT_A_LOOK, found
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "whether"),
+    [
+        ("# Title\n\nLook at the bar.", "## Next", True),
+        ("# Title", "Look at the bar.\n\n## Next", True),
+        ("# Title", "## Next\n\nLook at the bar.", False),
+        ("# Title", "It overlooks at least one.", False),
+    ],
+)
+def test_a_look_stands_in_the_section_of_the_figure(before, after, whether):
+    shown = {"cell_type": "code", "source": "draw()", "outputs": [{"data": {"image/svg+xml": ""}}]}
+    words = [{"cell_type": "markdown", "source": text} for text in (before, after)]
+    assert figures_without_a_look([words[0], shown, words[1]]) == ([] if whether else [1])
 
 
 def test_each_chapter_shows_what_goes_wrong():
