@@ -2,12 +2,14 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from common.jobs import TINY
 
 from zero_nb.apps.config import MODES, TrainConfig
+from zero_nb.apps.gpt import GPT
 from zero_nb.apps.loop import train_rank
 from zero_nb.apps.modes import compare_modes, mode_table
 from zero_nb.apps.results import measured, memory_table
@@ -75,3 +77,23 @@ def test_a_mode_that_is_not_finite_is_told_from_the_others(monkeypatch):
     assert all(gap < 1e-3 for mode, gaps in found.items() if mode != "zero1" for gap in gaps)
     (line,) = (line for line in mode_table(rows).splitlines() if line.startswith("zero1 "))
     assert line.split()[-2:] == ["nan", "nan"]
+
+
+def test_the_stored_run_is_one_with_the_default_options():
+    """What chapter apps/10 shows has no list of options; its numbers say what it was run with."""
+    default = TrainConfig()
+    stored = Path(__file__).parents[1] / "nbs/benchmark/train/report.json"
+    report = json.loads(stored.read_text(encoding="utf-8"))
+    ranks = report["world size"]
+    assert ranks == len(report["bytes by rank"]) == 2
+    windows = default.global_batch or default.batch * ranks * default.accumulate
+    assert report["tokens per step"] == windows * default.block
+    steps = [str(step + 1) for step in range(default.steps)]
+    evaluated = [step for step in steps if int(step) % default.eval_every == 0]
+    assert {*report["losses"]} == {"zero_nb", "plain DDP"} == {*report["held-out losses"]}
+    assert all([*losses] == steps for losses in report["losses"].values())
+    assert all([*losses] == evaluated for losses in report["held-out losses"].values())
+    assert [row["mode"] for row in report["modes"]] == ["ddp", *MODES]
+    sizes = default.layers, default.width, default.heads
+    model = GPT(*sizes, vocabulary=default.vocabulary)
+    assert report["parameters"] == sum(p.numel() for p in model.parameters())
