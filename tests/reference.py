@@ -3,6 +3,8 @@
 import ast
 import json
 import re
+import subprocess
+import sys
 from configparser import ConfigParser
 from functools import cache
 from pathlib import Path
@@ -246,6 +248,23 @@ def llms() -> str:
     return "\n".join(lines) + "\n"
 
 
+def formatted(page: str) -> str:
+    """Lay the code of a page out as ruff does, which looks at it."""
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "format",
+        "--quiet",
+        "--stdin-filename",
+        "page.md",
+        "-",
+    ]
+    return subprocess.run(
+        command, input=page, capture_output=True, check=True, encoding="utf-8", cwd=ROOT
+    ).stdout
+
+
 def made() -> dict[str, str]:
     """Give the files to write, by path."""
-    return {"nbs/reference.md": reference(), "nbs/llms.txt": llms()}
+    return {"nbs/reference.md": formatted(reference()), "nbs/llms.txt": llms()}
