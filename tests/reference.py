@@ -185,7 +185,25 @@ def example(module: Module | None, name: str) -> str:
     chapter, i = at
     where = "" if module and chapter == module.chapter else f"In [{chapter}]({chapter}):\n\n"
     sources = [*cells(chapter)[:i], code_of(cells(chapter)[i])]
-    return f"{where}```python\n{self_contained(sources, exports_to(chapter))}\n```"
+    source = formatted(self_contained(sources, exports_to(chapter)))
+    return f"{where}```python\n{source}```"
+
+
+def formatted(source: str) -> str:
+    """Lay code out as ruff does, which looks at the page."""
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "format",
+        "--quiet",
+        "--stdin-filename",
+        "page.py",
+        "-",
+    ]
+    return subprocess.run(
+        command, input=source, capture_output=True, check=True, encoding="utf-8", cwd=ROOT
+    ).stdout
 
 
 def entry(module: Module, name: str) -> str:
@@ -248,23 +266,6 @@ def llms() -> str:
     return "\n".join(lines) + "\n"
 
 
-def formatted(page: str) -> str:
-    """Lay the code of a page out as ruff does, which looks at it."""
-    command = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "format",
-        "--quiet",
-        "--stdin-filename",
-        "page.md",
-        "-",
-    ]
-    return subprocess.run(
-        command, input=page, capture_output=True, check=True, encoding="utf-8", cwd=ROOT
-    ).stdout
-
-
 def made() -> dict[str, str]:
     """Give the files to write, by path."""
-    return {"nbs/reference.md": formatted(reference()), "nbs/llms.txt": llms()}
+    return {"nbs/reference.md": reference(), "nbs/llms.txt": llms()}
