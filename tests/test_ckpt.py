@@ -176,7 +176,7 @@ def test_what_makes_no_sense_is_one_line(capsys, tmp_path):
         "deep.safetensors": "metadata cannot be read",
         "sums.safetensors": "checksums cannot be read",
         "list.safetensors": "checksums cannot be read",
-        "out": "__0_0.distcp has 0 bytes and optimizer.",
+        "out": "__0_0.distcp has 0 bytes, and optimizer.",
         "pipe": "it is a device or a pipe",
     }.items():
         status, told, _ = refused(capsys, "ckpt", "verify", str(tmp_path / name))

@@ -667,11 +667,8 @@ def test_an_error_in_one_loop_reaches_all_ranks(kind):
             in error[1]
         )
         assert took < 50 and not left and not hooks  # long before the group's time limit
-        assert noted == [
-            True,
-            True,
-            False,
-        ]  # those in a collective: they may still write a checkpoint
+        # those that were in a collective; another one has heard of the error first, and left
+        assert any(noted[:2]) and not noted[2]
 
 
 def test_an_error_on_all_ranks_with_data_is_theirs():

@@ -115,7 +115,8 @@ def group_on(store, monkeypatch):
     """Give what stands for rank 1 of a group of two that has agreed on something, and has this store."""
     monkeypatch.setattr(stores, "_store", lambda group: store)
     monkeypatch.setattr(group_store, "_has_no_peers", lambda group: False)
-    wire = SimpleNamespace(met=True, life="a", turn=1, silent=False)
+    life = SimpleNamespace(met=True, name="a")
+    wire = SimpleNamespace(life=life, turn=1, silent=False)
     return SimpleNamespace(group_rank=1, size=2, global_rank=1, ranks=(0, 1), _wire=wire)
 
 

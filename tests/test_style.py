@@ -13,6 +13,8 @@ from typing import get_origin
 
 import pytest
 
+import zero_nb
+
 ROOT = Path(__file__).parents[1]
 ROOMS = (
     "plan",
@@ -215,3 +217,12 @@ def test_exported_names_resolve():
     assert all(getattr(zero_nb, name) is not None for name in zero_nb.__all__)
     with pytest.raises(AttributeError, match="nonsense"):
         zero_nb.nonsense
+
+
+@pytest.mark.parametrize("name", zero_nb.__all__)
+def test_annotations_of_public_names_can_be_read(name):
+    """As nbdev's `show_doc`, Sphinx and others do."""
+    public = getattr(zero_nb, name)
+    own = vars(public).values() if isinstance(public, type) else ()
+    for what in filter(inspect.isfunction, (public, *own)):
+        inspect.signature(what, eval_str=True)

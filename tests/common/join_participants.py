@@ -70,7 +70,7 @@ class Participant:
             ranks=range(size),
             store=self.counted,
             process_group=None,
-            _wire=SimpleNamespace(turn=0, met=True, life=""),
+            _wire=SimpleNamespace(turn=0, life=SimpleNamespace(met=True, name="")),
             _state=SimpleNamespace(ended=""),
         )
         self.log = EventLog(EventStore(self.group, "many"))

@@ -154,7 +154,8 @@ class ParameterGate:
                 found.append((max(places, default=-1), m))
         self.last = sorted([pair for pair in found if pair[0] >= 0], key=itemgetter(0))
         self.param_ids = self._ids()
-        arriving = {id(p): p for p in self.module.parameters() if id(p) in self.places}
+        held = (p for _, m in self.last for p in dict.values(m._parameters))  # past GatedParameters
+        arriving = {id(p): p for p in held if p is not None and id(p) in self.places}
         self.absent = NanUntilArrived(arriving.values(), self.places)
 
     def close(self) -> None:
@@ -165,7 +166,6 @@ class ParameterGate:
         for _, m in self.last:  # past the methods of GatedParameters
             params = dict(dict.items(m._parameters))
             m.__dict__["_parameters"] = GatedParameters(params, self.wait)
-        self.absent.begin()
 
     def open(self, place: int) -> None:
         """Let modules read without waiting whose parameters came with the gathers up to a place."""
@@ -299,6 +299,8 @@ class ArrivingParameters:
         """Let modules wait for what has not arrived."""
         self.gate = gate
         gate.close()
+        gate.absent.begin()
+        gate.absent.end(self.count - 1)  # of what somebody has waited for by now
 
     def wait(self, place: int) -> None:
         """Return when the gathers up to a place, counted from 0, have ended."""

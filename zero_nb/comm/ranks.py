@@ -14,7 +14,7 @@ import zlib
 
 import torch
 
-if TYPE_CHECKING:  # torch may be built without torch.distributed
+if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed import ProcessGroup
 
 # %% auto #0

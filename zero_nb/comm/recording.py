@@ -20,7 +20,7 @@ from .events import _METHODS, Log, _measure, _nbytes, _sent_bytes
 from .tape import _DIST, RecordedWork, Tape, _failure
 from .work import CollectiveSteps
 
-if TYPE_CHECKING:  # torch may be built without torch.distributed
+if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed import ProcessGroup
 
 # %% auto #0

@@ -19,7 +19,7 @@ from .ranks import Ranks, _state
 from .store import _Notes, _has_no_peers, _timeout
 from .ranks import GroupLike
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed.device_mesh import DeviceMesh
 
 # %% auto #0

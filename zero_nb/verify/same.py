@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ..comm.payloads import byte_device
 from ..comm.ranks import GroupLike
 from ..optim.flat import flatten
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed.device_mesh import DeviceMesh
 
 # %% auto #0
@@ -280,9 +280,12 @@ def _compare_in_group(group: Group, value: Any, what: str) -> None:
     )
 
 
+_Holders: TypeAlias = "GroupLike | DeviceMesh"  # of copies
+
+
 def assert_same(
     # a process group, a `Group`, a `DeviceMesh`, or None: all ranks of the job
-    group: GroupLike | DeviceMesh,
+    group: _Holders,
     # numbers, texts, dense tensors, and dicts, lists, tuples, sets, dataclasses of them
     value: Any,
     what: str,  # names the value in the error; the same on all ranks
