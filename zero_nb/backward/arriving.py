@@ -300,7 +300,8 @@ class ArrivingParameters:
         self.gate = gate
         gate.close()
         gate.absent.begin()
-        gate.absent.end(self.count - 1)  # of what somebody has waited for by now
+        if self.count:  # somebody has waited for some by now
+            gate.absent.end(self.count - 1)
 
     def wait(self, place: int) -> None:
         """Return when the gathers up to a place, counted from 0, have ended."""
