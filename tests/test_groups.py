@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from common import caught_error
 from common.one_collective import start
+from common.waiting import stop
 
 from zero_nb.comm.ending import abort, destroy, fail
 from zero_nb.comm.groups import Group
@@ -377,7 +378,7 @@ def fails_as_messages_leave(count, numel):
         return caught_error(work.wait), time.monotonic() - start
     dist.barrier()
     time.sleep(0.1)  # rank 0 waits
-    os.kill(pids[0], signal.SIGSTOP)  # it learns that rank 1 is ready only when rank 1 has gone on
+    stop(pids[0])  # it learns that rank 1 is ready only when rank 1 has gone on
     work = g.exchange([], tensors, async_op=True)
     threading.Timer(0.1, os.kill, (pids[0], signal.SIGCONT)).start()
     fail(g, ArithmeticError("the loss is not a number"))

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 from common import free_port
-from common.waiting import wait_for
+from common.waiting import stop, wait_for
 from test_gone_ranks import BEGIN
 
 from zero_nb.checkpoint.async_save import SaveOutcome, Saving
@@ -87,7 +87,7 @@ def test_a_store_whose_process_ends_in_good_order_or_is_killed_with_a_request_un
     host, store = hosted
     link = stores._StoreLink(dist.PrefixStore("a", store))
     assert link.files and not link.has_ended()
-    host.send_signal(signal.SIGSTOP)
+    stop(host.pid)
     store.set("key", "unread")
     time.sleep(0.2)
     assert not link.has_ended()
@@ -125,7 +125,7 @@ def test_a_rank_waits_a_second_for_the_store_to_have_its_note_before_it_closes_c
 ):
     host, store = hosted
     group = group_on(store, monkeypatch)
-    host.send_signal(signal.SIGSTOP)
+    stop(host.pid)
     begin = time.monotonic()
     _note_aborted(group)
     waited = time.monotonic() - begin
@@ -140,7 +140,7 @@ def test_a_rank_that_has_written_its_part_goes_on_when_the_store_has_the_note(
     host, store = hosted
     group = group_on(store, monkeypatch)
     saving = Saving(tmp_path / "1", group, lambda: "the part", lambda parts: None, ExitStack())
-    host.send_signal(signal.SIGSTOP)
+    stop(host.pid)
     saving.start()
     went_on = saving._done.wait(1.0)
     host.send_signal(signal.SIGCONT)

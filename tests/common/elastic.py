@@ -23,6 +23,7 @@ from torch.distributed.run import config_from_args, parse_args
 from zero_nb.apps.train import run_rank
 
 from .agents import fork_ranks
+from .waiting import stop
 
 BEGUN = re.compile(r"ranks: (\d+), steps taken before: (\d+)")
 STEP = re.compile(r"step +(\d+) of \d+")
@@ -266,7 +267,7 @@ class ElasticJob:
             old = half()
             self.wait(lambda _, old=old: half() - old, 0.0005)
             (rank,) = children(min(self.agents))
-            os.kill(rank, signal.SIGSTOP)
+            stop(rank)
             struck.in_save = bool(half() - old)
             os.kill(rank, signal.SIGKILL if struck.in_save else signal.SIGCONT)
         struck.step = self.poll().reached
