@@ -10,7 +10,7 @@ terminal, the version of matplotlib, and tokens a second do not count. On anothe
 are executed, and nothing is compared: the main job's text is Python's own library, and tracebacks and
 warnings differ.
 
-Those that take long run each second, third or fourth day, all of them with `ZERO_NB_ALL=1`.
+Those that take long run each second to fifth day, all of them with `ZERO_NB_ALL=1`.
 
 `tests/notebooks.py --store NOTEBOOK` stores what came where it differs; of what is measured all or
 nothing, so that it is of one run.
@@ -62,7 +62,7 @@ PLACE = re.compile(rf"""\s({"|".join(PLACES)})=["']([^"']*)["']""")
 COORDINATE = re.compile(r"-?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?")
 PIXEL = 1.0  # by which versions of matplotlib, and sums in another order, may move a shape
 
-LIMITS = (4, 10, 30)  # seconds of the processor: a notebook that takes 30 runs each fourth day
+LIMITS = (2, 4, 10, 30)  # seconds of the processor: a notebook that takes 30 runs each fifth day
 
 # by the process that forks one for each notebook: most of them would import these, for 3 s
 ALREADY_IMPORTED = (
