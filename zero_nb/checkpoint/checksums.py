@@ -27,7 +27,7 @@ except ImportError:
 
 # %% auto #0
 __all__ = ['Readable', 'crc_of', 'PartOfFile', 'cut_off', 'read_run', 'read_stored', 'HeldFile', 'FileTensor', 'UnreadMemory',
-           'joined_crc']
+           'forget_sparse', 'joined_crc']
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #c5c00009
 _CRC_BYTES = 2**20  # bytes, which stay in a core's cache between reading and counting
@@ -290,6 +290,13 @@ class UnreadMemory:
             raise ValueError("the elements of a tensor are not all there")
         found = FileTensor(value.detach(), self.file, start)
         return found if found.numel() > 1 else found.read()
+
+
+def forget_sparse() -> None:
+    """Forget the sparse tensors of a file: torch would look into them with the next file that it loads."""
+    utils: Any = torch._utils
+    of_thread = getattr(utils, "_get_sparse_tensors_to_validate", None)  # since torch 2.15
+    (of_thread() if of_thread else utils._sparse_tensors_to_validate).clear()
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #f11e0017
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, with the power of the highest bit first

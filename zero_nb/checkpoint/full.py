@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checksums import HeldFile, UnreadMemory
+from .checksums import HeldFile, UnreadMemory, forget_sparse
 from .files import check_file, check_replaceable, records_in, replacing
 from .files import unpickle_records
 from .names import KEYS, by_index, by_name, check_saved, names_in_groups
@@ -170,7 +170,7 @@ def _load_unread(path: _Source) -> Any:
             raise NotImplementedError("torch swaps the bytes")
         return memory.tensors_in(unpickle_records(opened, records, memory_of))
     except NotImplementedError:  # also quantized, sparse or conjugate tensors
-        torch._utils._sparse_tensors_to_validate.clear()
+        forget_sparse()
         opened.seek(0)
         return torch.load(opened, map_location="cpu", weights_only=True)
     finally:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checksums import read_stored
+from .checksums import forget_sparse, read_stored
 from .files import Record, records_in, unpickle_records
 from ..comm.objects import explain_unread
 from ..optim.tensor_shard import boxes
@@ -204,7 +204,7 @@ def _load_without_elements(file: Any, records: Mapping[str, Record]) -> Any:
         try:
             return unpickle_records(file, records, memory_of)
         finally:
-            torch._utils._sparse_tensors_to_validate.clear()  # which are refused
+            forget_sparse()  # which are refused
 
 
 def load_saved(
