@@ -249,8 +249,9 @@ def _why_no_archive(file: Any, error: Exception) -> str:  # words that follow th
             "has torch.save's format from before torch 1.6, which has no checksums; load it with"
             " torch.load, and save it with torch.save and no _use_new_zipfile_serialization"
         )
-    if b"PK\x03\x04".startswith(head[:4]) and not zipfile.is_zipfile(file):  # without its end
-        return f"was cut off at {file.seek(0, os.SEEK_END)} bytes, or damaged; use the checkpoint before it"
+    file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
+    if b"PK\x03\x04".startswith(head[:4]) and _END not in file.read():
+        return f"was cut off at {file.tell()} bytes, or damaged; use the checkpoint before it"
     return f"is no file of torch.save, or not as it was written ({error}); use the checkpoint before it"
 
 
