@@ -21,6 +21,8 @@ from .ranks import GroupLike
 
 if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed.device_mesh import DeviceMesh
+else:
+    DeviceMesh = None
 
 # %% auto #0
 __all__ = ['GroupsLike', 'split', 'clone', 'TwoLevel', 'two_level']
@@ -44,17 +46,25 @@ def _name_number(group: Ranks) -> int:
     return number
 
 
+_FAR = 1 << 32  # calls: no program makes as many groups by torch's own functions
+
+
 @contextmanager
 def _counted(number: int) -> Iterator[None]:
-    """Let torch count that many groups inside the block."""
-    groups: Any = torch.distributed.distributed_c10d._world.pg_names
-    more = [object() for _ in range(number - len(groups))]
-    groups.update(dict.fromkeys(more, ""))
+    """Let torch count that many groups inside the block.
+
+    Before torch 2.15 it counts the groups that this process is in, since then the calls that made some."""
+    world: Any = torch.distributed.distributed_c10d._world
+    more = [object() for _ in range(number - len(world.pg_names))]
+    calls = world.group_count
+    world.pg_names.update(dict.fromkeys(more, ""))
+    world.group_count = _FAR + number
     try:
         yield
     finally:
+        world.group_count = calls
         for one in more:
-            del groups[one]
+            del world.pg_names[one]
 
 # %% ../../nbs/comm/28_subgroups.ipynb #caf1c886
 def _new_group(group: Ranks, members: Sequence[int], timeout: timedelta | None, number: int) -> Any:
@@ -146,7 +156,7 @@ class TwoLevel(NamedTuple):
 
 
 # what says how ranks share what is sharded: in one group, or by nodes
-GroupsLike: TypeAlias = "GroupLike | TwoLevel | DeviceMesh"
+GroupsLike: TypeAlias = GroupLike | TwoLevel | DeviceMesh
 
 
 def two_level(
