@@ -16,6 +16,8 @@ import torch
 
 if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed import ProcessGroup
+else:
+    ProcessGroup = None
 
 # %% auto #0
 __all__ = ['GroupLike', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank']
@@ -23,10 +25,6 @@ __all__ = ['GroupLike', 'Ranks', 'get_process_group_ranks', 'get_global_rank', '
 # %% ../../nbs/comm/01_ranks.ipynb #c5500ccf
 def _ready() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-# what is accepted as a process group: torch's, a `Group` of ours, or None for all ranks of the job
-GroupLike: TypeAlias = "ProcessGroup | Ranks | None"
 
 
 def _ranks_of(group: GroupLike) -> tuple[int, ...]:
@@ -249,6 +247,10 @@ class Ranks:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(group_rank={self.group_rank} of {self.size}, global ranks [{_few(self.ranks)}])"
+
+
+# what is accepted as a process group: torch's, a `Group` of ours, or None for all ranks of the job
+GroupLike: TypeAlias = ProcessGroup | Ranks | None
 
 # %% ../../nbs/comm/01_ranks.ipynb #0c1e5e02
 def _no_group(given: object) -> TypeError:

@@ -28,6 +28,8 @@ from ..optim.flat import flatten
 
 if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed.device_mesh import DeviceMesh
+else:
+    DeviceMesh = None
 
 # %% auto #0
 __all__ = ['Leaf', 'leaves', 'gather_to_all', 'assert_same']
@@ -280,7 +282,7 @@ def _compare_in_group(group: Group, value: Any, what: str) -> None:
     )
 
 
-_Holders: TypeAlias = "GroupLike | DeviceMesh"  # of copies
+_Holders: TypeAlias = GroupLike | DeviceMesh  # of copies
 
 
 def assert_same(
