@@ -94,6 +94,12 @@ class GatedParameters(dict[str, Any]):
         return dict, (self.copy(),)
 
 # %% ../../nbs/backward/12_arriving.ipynb #6814c3b0
+_ASSIGNED = (
+    "a parameter of shape {} was given other memory, as p.data = ... does, while it was on its way"
+    " after the last step: the values that arrived are lost; call handle.wait() before you assign"
+)
+
+
 class NanUntilArrived:
     """Parameters that are NaN for all who read one before it is there and do not wait."""
 
@@ -103,20 +109,35 @@ class NanUntilArrived:
         places: Mapping[int, int],  # by id of a parameter: the gather that brings its last piece
     ):
         self.order = sorted([(places[id(p)], p) for p in params], key=itemgetter(0))
-        self.away = deque[tuple[int, Tensor, Tensor]]()  # place, parameter, and its memory
+        self.away = deque[tuple[int, Tensor, Tensor, int]]()  # and memory, and address meanwhile
+        self.stand_ins: set[int] = set()  # those addresses
 
     def begin(self) -> None:
         """Take the memory of the parameters away. A graph that has saved one gives NaN."""
-        for place, p in self.order:
-            self.away.append((place, p, p.data))
-            nan = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
-            p.data = nan.expand(p.shape)  # one number, which stands for all
+        nans: dict[Any, Sequence[Tensor]] = {}
+        for i, (place, p) in enumerate(self.order):
+            kind = p.dtype, p.device
+            if kind not in nans:
+                nan = complex(torch.nan, torch.nan) if p.dtype.is_complex else torch.nan
+                nans[kind] = p.data.new_full([len(self.order)], nan).unbind()
+            stand_in = nans[kind][i].expand(p.shape)  # one number for all elements
+            self.away.append((place, p, p.data, stand_in.data_ptr()))
+            p.data = stand_in
+        self.stand_ins = {address for *_, address in self.away}
 
     def end(self, place: int) -> None:
-        """Give back the memory of what came with the gathers up to a place."""
+        """Give back the memory of what came with the gathers up to a place.
+
+        Raises `RuntimeError` if one was given other memory, which it keeps."""
+        assigned = None
         while self.away and self.away[0][0] <= place:
-            _, p, data = self.away.popleft()
-            p.data = data
+            _, p, data, address = self.away.popleft()
+            now = p.data_ptr()
+            assigned = assigned if now == address else p
+            if now in self.stand_ins:  # perhaps another one's
+                p.data = data
+        if assigned is not None:
+            raise RuntimeError(_ASSIGNED.format(tuple(assigned.shape)))
 
 # %% ../../nbs/backward/12_arriving.ipynb #64c556f5
 class ParameterGate:

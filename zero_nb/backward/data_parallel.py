@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -116,23 +117,23 @@ class DataParallel(InBackward, _Joinable):
 
     def after_backward(self, backward: ParallelBackward, stepped: bool) -> None:
         """Go back to the user's code: parameters are there, or modules wait for them."""
-        assert backward.iteration is not None, "it was sent"
-        engine = self.engine
-        engine.wait_transformed()  # norm and scale are read where backward was called
+        self.engine.wait_transformed()  # norm and scale are read where backward was called
         if stepped and backward.contribution == "own":
-            engine.count_step()
+            self.engine.count_step()
         self.stepped = True
         if self.arriving is None:
             self.wait()
-        elif not self.arriving.done:
-            self.planner.arrange(self.gate, backward.iteration.gathers.order)
-            self.arriving.close(self.gate)
-        engine.mark_gradients(backward.unused, stepped)
-        engine.note_step(backward.unused, stepped and backward.contribution == "own")
+        with self.arriving.lock if self.arriving else nullcontext():  # threads may wait for them
+            self.engine.mark_gradients(backward.unused, stepped)  # by what is in memory
+            if self.arriving and not self.arriving.done:
+                assert backward.iteration is not None, "it was sent"
+                self.planner.arrange(self.gate, backward.iteration.gathers.order)
+                self.arriving.close(self.gate)
+            self.engine.note_step(backward.unused, stepped and backward.contribution == "own")
 
     def step(self, kwargs: dict[str, Any]) -> None:
         """Check the step that backward took; take one here if this rank's backward took none."""
-        with self.arriving.lock if self.arriving else nullcontext():  # a thread may wait for them
+        with self.arriving.lock if self.arriving else nullcontext():
             self.watch.tell_of_refusal(self.engine.check_call, kwargs)
         self.engine.check_count()
         if not self.stepped:
@@ -157,10 +158,9 @@ class DataParallel(InBackward, _Joinable):
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
-        with suppress(RuntimeError):  # if a peer has failed, the error that ends the block says so
-            self.wait()
-        if self.arriving:  # those that never came have their memory, and what it is does not matter
-            self.gate.absent.end(len(self.arriving.works))
+        for end in (self.wait, partial(self.gate.absent.end, sys.maxsize)):
+            with suppress(RuntimeError):  # if a peer has failed, the block's own error says so
+                end()
         self.reducer.listeners.listen_to(())
         self.reducer.drop()
         super().leave()

@@ -1,0 +1,116 @@
+"""With `hidden=True`, other threads read parameters, and somebody assigns to them, while they are on their way."""
+
+import re
+import threading
+
+import pytest
+import torch
+from common import caught
+from torch import nn
+from torch.nn.utils import vector_to_parameters
+from torch.optim import SGD
+
+from zero_nb.backward.arriving import NanUntilArrived
+from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.comm.launch import run
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+
+STEPS = 40
+
+
+def trained(reads, **setup):
+    """Train beside a thread that calls a function of the model all the time; give parameters and its trouble."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(100)))
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1e-3)
+    handle = data_parallel(model, zero, bucket_cap_mb=0.002, **setup)
+    over, trouble = threading.Event(), []
+
+    def read():
+        while not over.is_set():
+            trouble.extend(filter(None, [caught(lambda: reads(model))]))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    for _ in range(STEPS):
+        model(torch.ones(2, 8)).square().mean().backward()
+        zero.step()
+        handle.wait()
+    over.set()
+    thread.join()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), trouble
+
+
+def beside(reads):
+    ours, trouble = trained(reads, hidden=True)
+    theirs, _ = trained(lambda model: over_soon(), hidden=False)
+    return torch.equal(ours, theirs), trouble
+
+
+def over_soon():
+    threading.Event().wait(0.01)
+
+
+def by_one(model):
+    for p in model.parameters():
+        p.detach()
+
+
+@pytest.mark.parametrize("reads", [by_one, nn.Module.state_dict])
+def test_a_thread_may_read_the_model_while_backward_returns(reads):
+    assert run(2, beside, reads) == [(True, [])] * 2
+
+
+def assigned(how):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1e-3)
+    handle = data_parallel(model, zero, hidden=True)
+    params = [*model.parameters()]
+    model(torch.ones(2, 8)).square().mean().backward()
+    how(params)
+    said = caught(handle.wait)
+    handle.detach()
+    return said, [bool(p.isnan().any()) for p in params]
+
+
+def swaps(params):
+    one, _, other, _ = params
+    kept = one.data
+    one.data = other.data
+    other.data = kept
+
+
+def puts_in(params):
+    vector_to_parameters(torch.zeros(144), params)
+
+
+@pytest.mark.parametrize("how", [swaps, puts_in])
+def test_who_assigns_memory_before_parameters_are_there_is_told(how):
+    for said, nan in run(2, assigned, how):
+        assert re.match(r"RuntimeError.* of shape \(.*call handle.wait\(\) before", said), said
+        assert not any(nan)
+
+
+def test_complex_stand_ins_are_NaN_in_both_parts_and_all_have_memory_of_their_own():
+    params = [torch.ones(3, dtype=torch.complex64) for _ in range(3)] + [torch.ones(2)]
+    absent = NanUntilArrived(params, {id(p): i for i, p in enumerate(params)})
+    absent.begin()
+    assert all(p.real.isnan().all() and p.imag.isnan().all() for p in params[:3])
+    assert params[3].isnan().all() and len({p.data_ptr() for p in params}) == 4
+    absent.end(3)
+    assert all(p.eq(1).all() for p in params)
+
+
+def layouts():
+    """Give the strides of a channels-last weight's marker, and of its zeros."""
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1e-3)
+    handle = data_parallel(model, zero, hidden=True)
+    model(torch.ones(1, 3, 8, 8)).square().mean().backward()
+    strides = model.weight.grad.stride()
+    handle.wait()
+    return strides == model.weight.stride()
+
+
+def test_what_stands_for_a_gradient_has_the_layout_of_its_parameter():
+    assert run(2, layouts) == [True] * 2
