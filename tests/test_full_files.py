@@ -4,8 +4,11 @@ import gc
 import os
 import pickle
 import re
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -296,3 +299,129 @@ def test_a_full_state_dict_is_not_written_under_the_name_of_another_format(folde
     for said in run(RANKS, no_safetensors, folder / "last.safetensors"):
         assert re.match("ValueError.*last.safetensors.*zero-nb ckpt convert", said), said
     assert [path.name for path in folder.iterdir()] == ["last.pt"]
+
+
+WRITES = {
+    "a list": lambda t: torch._foreach_mul_([t], 2),
+    "an item": lambda t: t.__setitem__(0, 1.0),
+    "out": lambda t: torch.add(torch.ones(4, 6), 1, out=t),
+    "a part": lambda t: t[1:].zero_(),
+    "shared": lambda t: t.share_memory_(),
+    "applied": lambda t: t.apply_(abs),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_whatever_would_change_what_is_in_a_file_is_refused(folder, how):
+    torch.save({"state": {0: torch.ones(4, 6)}, "param_groups": []}, folder / "late.pt")
+    late = read_full(folder / "late.pt")["state"][0]
+    with pytest.raises(RuntimeError, match=r"late.pt each time it is used; change a clone\(\)"):
+        WRITES[how](late)
+
+
+@pytest.mark.parametrize("kind", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_a_plain_optimizer_does_not_lose_its_steps_in_a_file(folder, kind):
+    p = nn.Parameter(torch.ones(4, 6))
+    p.grad = torch.ones(4, 6)
+    optimizer = AdamW([p], **kind)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), folder / "plain.pt")
+    optimizer.load_state_dict(read_full(folder / "plain.pt"))
+    with pytest.raises(RuntimeError, match=r"change a clone\(\)"):
+        optimizer.step()
+
+
+COMPUTED = (
+    lambda t: t.conj() + 0,
+    lambda t: t @ t.mH,
+    lambda t: t.imag + t.conj().imag,
+    lambda t: t.view(torch.float32),
+    lambda t: torch.view_as_real(t),
+)
+
+
+def test_a_view_that_is_computed_and_a_cast_under_inference_mode_are_right(folder):
+    values = [torch.randn(4, 4, dtype=torch.complex64), torch.randn(64).bfloat16()]
+    torch.save({"state": {0: values}, "param_groups": []}, folder / "late.pt")
+    late, half = read_full(folder / "late.pt")["state"][0]
+    for use in COMPUTED:
+        assert torch.equal(use(late), use(values[0]))
+    with torch.inference_mode():
+        for use in (*COMPUTED, lambda t: t.reshape(-1), lambda t: t.contiguous()[1:]):
+            assert torch.equal(use(late).resolve_conj(), use(values[0]).resolve_conj())
+        assert torch.equal(half.float().norm(), values[1].float().norm())
+
+
+def test_numpy_and_dlpack_get_the_elements(folder):
+    value = torch.arange(24.0).view(4, 6)
+    torch.save({"state": {0: value}, "param_groups": []}, folder / "late.pt")
+    late = read_full(folder / "late.pt")["state"][0]
+    for use in (lambda t: t.numpy(), np.asarray, np.from_dlpack, torch.from_dlpack):
+        assert torch.equal(torch.as_tensor(use(late)), value)
+    assert torch.equal(torch.cat([torch.empty(0), late.flatten()]), value.flatten())
+
+
+def test_what_is_no_plain_dict_list_or_tuple_is_read_as_torch_reads_it(folder):
+    pair = torch.ones(3)
+    saved = {
+        "ordered": OrderedDict(a=torch.ones(2)),
+        "size": torch.Size([2, 3]),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "twice": [pair, pair],
+    }
+    torch.save({"state": {0: saved}, "param_groups": []}, folder / "kinds.pt")
+    found = read_full(folder / "kinds.pt")["state"][0]
+    assert {key: type(value) for key, value in found.items()} == {
+        key: type(value) for key, value in saved.items()
+    }
+    assert found["twice"][0] is found["twice"][1] and found["parameter"].requires_grad
+    torch.save({"state": {0: {"twice": [pair, pair]}}, "param_groups": []}, folder / "twice.pt")
+    one, other = read_full(folder / "twice.pt")["state"][0]["twice"]
+    assert one is other and type(one) is checksums.FileTensor
+
+
+def read_often(state, other):
+    for _ in range(100):
+        for i, value in other.items():
+            if not torch.equal(state[i] + 0, value):
+                return f"{i} is wrong"
+    return ""
+
+
+def test_threads_and_forked_ranks_may_read_one_file_at_once(folder):
+    values = {i: torch.full((70_000,), float(i)) for i in range(4)}
+    torch.save({"state": values, "param_groups": []}, folder / "many.pt")
+    state = read_full(folder / "many.pt")["state"]
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(read_often, state, values) for _ in range(4)]
+    assert [each.result() for each in found] == [""] * 4
+    assert run(3, read_often, state, values) == [""] * 3
+
+
+def hooked(path):
+    _, zero = wide()
+
+    def doubles(_, state):
+        for values in state["state"].values():
+            values["exp_avg"].mul_(2)
+
+    handle = zero.register_load_state_dict_pre_hook(doubles)
+    load_full_state_dict(zero, path)
+    handle.remove()
+    return zero.consolidate_state_dict(to=None) or zero.state_dict()
+
+
+def test_a_hook_of_the_users_may_change_what_is_loaded(folder):
+    run(RANKS, lambda: full_state_dict(wide()[1], folder / "last.pt"))
+    saved = torch.load(folder / "last.pt")["state"]
+    for found in run(RANKS, hooked, folder / "last.pt"):
+        for i, values in found["state"].items():
+            assert torch.equal(values["exp_avg"], saved[i]["exp_avg"] * 2)
+
+
+def test_the_error_of_a_disk_names_the_file(tmp_path):
+    (tmp_path / "a folder").mkdir()
+    with open(tmp_path / "a file", "wb+") as file:
+        os.dup2(os.open(tmp_path / "a folder", os.O_RDONLY), file.fileno())
+        with pytest.raises(IsADirectoryError, match="a file"):
+            checksums.read_run(file, 0, torch.empty(4))

@@ -8,14 +8,16 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from io import SEEK_CUR, SEEK_END, BufferedIOBase, FileIO, RawIOBase
-from typing import Any
+from types import NoneType
+from typing import Any, NoReturn, cast
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..optim.flat import flatten
 from ..optim.state_runs import MESSAGE
@@ -27,7 +29,7 @@ except ImportError:
 
 # %% auto #0
 __all__ = ['Readable', 'crc_of', 'PartOfFile', 'cut_off', 'read_run', 'read_stored', 'HeldFile', 'FileTensor', 'UnreadMemory',
-           'forget_sparse', 'joined_crc']
+           'read_all', 'forget_sparse', 'joined_crc']
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #c5c00009
 _CRC_BYTES = 2**20  # bytes, which stay in a core's cache between reading and counting
@@ -93,6 +95,22 @@ def cut_off(file: FileIO) -> OSError:
     return OSError(errno.EIO, words, str(file.name))
 
 
+_POSITION = threading.Lock()
+
+
+def _read_at(file: FileIO, start: int, room: memoryview) -> int:  # bytes that were read
+    """Read from a byte on; threads and forked processes, which share a file's position, may do so at once."""
+    try:
+        if hasattr(os, "preadv"):
+            return os.preadv(file.fileno(), [room], start)
+        with _POSITION:  # Windows, which forks none
+            file.seek(start)
+            return file.readinto(room) or 0
+    except OSError as error:
+        error.filename = error.filename or str(file.name)
+        raise
+
+
 def read_run(
     file: FileIO,  # open for reading
     start: int,  # byte of the file
@@ -101,12 +119,12 @@ def read_run(
     """Read a tensor's elements as they lie in its memory; `OSError` as the disk does, or if the file ends."""
     torch.autograd.graph.increment_version(run)  # as `copy_` does
     room = memoryview(flatten(run).view(torch.uint8).numpy().data)
-    file.seek(start)
     while len(room):
-        count = file.readinto(room)
+        count = _read_at(file, start, room)
         if not count:
             raise cut_off(file)
         room = room[count:]
+        start += count
 
 
 def _alike(stored: Tensor, target: Tensor) -> bool:  # whether bytes of a file can stay as they are
@@ -173,6 +191,10 @@ class HeldFile(FileIO):
 
 _COPY = torch.ops.aten.copy_.default
 _CAT = torch.ops.aten.cat.default
+# operators whose result is other elements of the same bytes; a conjugate view, for one, is computed
+_VIEWS = {"alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice"}
+_VIEWS |= {"split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold"}
+_VIEWS |= {"unsqueeze", "view"}
 
 
 class FileTensor(Tensor):
@@ -213,26 +235,46 @@ class FileTensor(Tensor):
         """Give views as such tensors, and read for all else."""
         first: Any = args[0] if args else None
         given = {**(kwargs or {})}
-        if func.is_view:
-            found = func(first.stored, *args[1:], **given)
-            return tree_map(lambda view: cls(view, first.file, first.start), found)
-        changed = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-        if isinstance(first, cls) and func._schema.arguments[0].name in changed:
-            raise RuntimeError(
-                f"{func.overloadpacket.__name__} would change a tensor that is read from"
-                f" {first.file.name} each time it is used; change a clone() of it"
-            )
+        parts = func.decompose(*args, **given)  # as outside of `torch.inference_mode`
+        if parts is not NotImplemented:
+            return parts
+        if func.overloadpacket.__name__ in _VIEWS:
+            with torch.inference_mode(False):  # whose views know nothing of their base
+                found = func(first.stored, *args[1:], **given)
+                return tree_map(lambda view: cls(view, first.file, first.start), found)
+        _refuse_to_change(func, args, given)
         if func is _COPY and first.shape == args[1].shape:
             read_stored(args[1].stored, args[1].file, args[1].start, first)
             return first
-        if func is _CAT and len(args) == 1:
+        # `torch.cat` also takes empty tensors of any shape
+        if func is _CAT and len(args) == 1 and len({t.shape[1:] for t in first}) == 1:
             return _read_one_by_one(first)
-        inputs, given = tree_map(lambda v: v.read() if isinstance(v, cls) else v, (args, given))
-        return func(*inputs, **given)
+        inferring = torch.is_inference_mode_enabled() and not func.is_view
+        with torch.inference_mode(inferring):
+            inputs, given = tree_map(lambda v: v.read() if isinstance(v, cls) else v, (args, given))
+            return func(*inputs, **given)
 
     def tolist(self) -> list[Any]:
         """Give the elements as Python's numbers."""
         return self.read().tolist()
+
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        """Read it into an array."""
+        return self.read().numpy(force=force)
+
+    def __array__(self, *how: object, **more: object) -> object:
+        return self.read().__array__(*how, **more)
+
+    def __dlpack__(self, **how: Any) -> object:
+        return self.read().__dlpack__(**how)
+
+    def share_memory_(self) -> NoReturn:
+        """Refuse: it has no memory; `RuntimeError`."""
+        raise _change_error("share_memory_", self)
+
+    def apply_(self, f: object) -> NoReturn:
+        """Refuse, as all that would change it; `RuntimeError`."""
+        raise _change_error("apply_", self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"FileTensor({tuple(self.shape)}, {self.dtype}, {str(self.file.name)!r})"
@@ -242,6 +284,22 @@ class FileTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.read().__reduce_ex__(protocol)
+
+
+def _change_error(name: str, tensor: FileTensor) -> RuntimeError:
+    return RuntimeError(
+        f"{name} would change a tensor that is read from {tensor.file.name} each time it is used;"
+        " change a clone() of it"
+    )
+
+
+def _refuse_to_change(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> None:
+    """Refuse an operator that would write into a tensor of a file, or into one of a list; `RuntimeError`."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for value in tree_leaves(args[i] if i < len(args) else given.get(argument.name)):
+                if isinstance(value, FileTensor):
+                    raise _change_error(func.overloadpacket.__name__, value)
 
 
 def _read_one_by_one(parts: Sequence[Tensor]) -> Tensor:
@@ -254,6 +312,21 @@ def _read_one_by_one(parts: Sequence[Tensor]) -> Tensor:
         place.copy_(part)
     return made
 
+# %% ../../nbs/checkpoint/00_checksums.ipynb #f11e7012
+# what holds no tensor
+_NO_TENSORS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    NoneType,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+
 
 class UnreadMemory:
     """Stands for memory that lies in an open file while a pickle is read."""
@@ -261,6 +334,9 @@ class UnreadMemory:
     def __init__(self, file: FileIO):
         self.file = file
         self._places = dict[int, tuple[int, int]]()  # first byte and size, by a storage's address
+        self._found = dict[
+            int, tuple[Tensor, Tensor]
+        ]()  # as unpickled, and what stands for it, by its id
 
     def at(self, start: int, nbytes: int) -> torch.UntypedStorage:
         """Give what stands for some bytes of the file."""
@@ -271,15 +347,24 @@ class UnreadMemory:
     def tensors_in(self, value: object) -> object:
         """Let tensors of a structure be read when they are used; those of one element are read at once.
 
-        Raises `NotImplementedError` for one that is more than elements in a file, `ValueError` if it ends before."""
-        if isinstance(value, dict):
+        Raises `NotImplementedError` for what is more than elements in a file, or may hold tensors and is no
+        dict, list or tuple; `ValueError` if the file ends before."""
+        if type(value) is dict:
             return {key: self.tensors_in(member) for key, member in value.items()}
-        if isinstance(value, (list, tuple)):
-            members = [self.tensors_in(member) for member in value]
+        if type(value) in (list, tuple):
+            members = [self.tensors_in(member) for member in cast("Sequence[object]", value)]
             return members if isinstance(value, list) else tuple(members)
-        return self._tensor(value) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            if id(value) not in self._found:
+                self._found[id(value)] = value, self._tensor(value)
+            return self._found[id(value)][1]
+        if not isinstance(value, _NO_TENSORS):
+            raise NotImplementedError(f"a {type(value).__name__}")
+        return value
 
     def _tensor(self, value: Tensor) -> Tensor:
+        if type(value) is not Tensor or value.requires_grad:
+            raise NotImplementedError("a parameter, or a tensor of another class")
         if value.layout != torch.strided or value.is_conj() or value.is_neg():
             raise NotImplementedError("a sparse tensor, or a view that is computed")
         storage = value.untyped_storage()._cdata
@@ -290,6 +375,11 @@ class UnreadMemory:
             raise ValueError("the elements of a tensor are not all there")
         found = FileTensor(value.detach(), self.file, start)
         return found if found.numel() > 1 else found.read()
+
+
+def read_all(value: dict[str, Any]) -> dict[str, Any]:
+    """Read what a structure has in files, for somebody who may change it."""
+    return tree_map(lambda v: v.read() if isinstance(v, FileTensor) else v, value)
 
 
 def forget_sparse() -> None:

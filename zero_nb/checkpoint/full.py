@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checksums import HeldFile, UnreadMemory, forget_sparse
+from .checksums import HeldFile, UnreadMemory, forget_sparse, read_all
 from .files import check_file, check_replaceable, records_in, replacing
 from .files import unpickle_records
 from .names import KEYS, by_index, by_name, check_saved, names_in_groups
@@ -215,9 +215,10 @@ def load_full_state_dict(
     with agreeing(optimizer.groups, "load_full_state_dict", local=True), naming_source(source):
         part = (group.group_rank, group.size)
         full = dict(source) if isinstance(source, Mapping) else read_full(source, part)
-        groups = optimizer.param_groups
-        named = all("param_names" in g for g in groups)
-        found.append(by_index(full, [g["param_names"] for g in groups]) if named else full)
+        if optimizer._optimizer_load_state_dict_pre_hooks:
+            full = read_all(full)
+        names: list[Any] = [g.get("param_names") for g in optimizer.param_groups]
+        found.append(full if None in names else by_index(full, names))
     with end_if_interrupted(optimizer.groups, "load_full_state_dict"), naming_source(source):
         optimizer.load_state_dict(found[0])
 
