@@ -1,4 +1,4 @@
-"""`data_parallel` against DDP in what is written between two backwards: buffers, schedulers, loads, freezing."""
+"""Every mode against DDP in what is written between two backwards: buffers, schedulers, loads, freezing."""
 
 import contextlib
 import copy
@@ -31,6 +31,23 @@ FORWARDS = (
 )
 
 
+WRAPPED = {"step": None, "overlap": {}, "overlap interleaved": {"interleaved": True}}
+
+
+def attached(kind, model):
+    """Give what is called, its optimizer, and what has `no_sync`, of DDP or a mode."""
+    if kind == "DDP":
+        net = DDP(model)
+        return net, AdamW(model.parameters(), lr=0.05, foreach=False), net
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05, foreach=False)
+    if kind in MODES:
+        return model, zero, data_parallel(model, zero, **SMALL, **MODES[kind])
+    net = DDP(model)
+    if WRAPPED[kind] is not None:
+        overlap(net, zero, **WRAPPED[kind])
+    return net, zero, net
+
+
 def in_kind(kind, no_sync):
     """Give the context of a forward."""
     kinds = {
@@ -41,29 +58,22 @@ def in_kind(kind, no_sync):
     return kinds.get(kind, contextlib.nullcontext)()
 
 
-def buffered(seed):
+def buffered(mode, seed):
     """Run forwards of every kind in random order, both ways; are outputs and buffers equal on this
     rank after each, and parameters after each step?"""
     draw = random.Random(seed)
     torch.manual_seed(0)
     one, other = normed(), normed()
     other.load_state_dict(one.state_dict())
-    ddp, ours = (
-        DDP(one),
-        data_parallel(
-            other,
-            ZeroRedundancyOptimizer(other.parameters(), AdamW, lr=0.05, foreach=False),
-            **SMALL,
-        ),
-    )
-    optimizer, equal, history = AdamW(one.parameters(), lr=0.05, foreach=False), [], []
+    pair = attached("DDP", one), attached(mode, other)
+    equal, history = [], []
     for i in range(20):
         history.append(what := draw.choice(FORWARDS))
-        mode, _, kind = what.partition(" ")
+        way, _, kind = what.partition(" ")
         outputs = []
-        for net, no_sync in ((ddp, ddp.no_sync), (other, ours.no_sync)):
-            net.train(mode == "train")
-            with in_kind(kind, no_sync):
+        for net, _, handle in pair:
+            net.train(way == "train")
+            with in_kind(kind, handle.no_sync):
                 outputs.append(net(batch(i)))
                 if outputs[-1].requires_grad:
                     outputs[-1].square().mean().backward()
@@ -71,15 +81,17 @@ def buffered(seed):
             torch.equal(*outputs) and all(map(torch.equal, one.buffers(), other.buffers()))
         )
         if not kind:
-            optimizer.step()
-            optimizer.zero_grad()
+            for _, optimizer, _ in pair:
+                optimizer.step()
+                optimizer.zero_grad()
             equal.append(all(map(torch.equal, one.parameters(), other.parameters())))
     return history, equal
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_buffers_are_those_of_DDP_after_every_kind_of_forward(seed):
-    for history, equal in run(2, buffered, seed):
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("mode", [*WRAPPED, *MODES])
+def test_buffers_are_those_of_DDP_after_every_kind_of_forward(mode, seed):
+    for history, equal in run(2, buffered, mode, 10 * len(mode) + seed):
         assert all(equal), (history, equal)
 
 
@@ -159,23 +171,14 @@ def test_buffers_may_be_sent_again_before_backward():
     assert all(run(2, two_forwards))
 
 
-def evaluated_alone():
+def evaluated_alone(mode):
     """One rank evaluates while the others wait, in the middle of training; all that it sees, and
     the parameters and buffers at the end."""
     outcomes = []
     for kind in ("DDP", "ours", "copy", "forward"):
         torch.manual_seed(0)
-        net = model = normed()
-        if kind == "DDP":
-            net, optimizer = DDP(model), AdamW(model.parameters(), lr=0.05, foreach=False)
-        else:
-            data_parallel(
-                model,
-                optimizer := ZeroRedundancyOptimizer(
-                    model.parameters(), AdamW, lr=0.05, foreach=False
-                ),
-                **SMALL,
-            )
+        model = normed()
+        net, optimizer, _ = attached("DDP" if kind == "DDP" else mode, model)
         seen = []
         for i in range(4):
             net(batch(i)).square().mean().backward()
@@ -193,8 +196,9 @@ def evaluated_alone():
     return [all(map(torch.equal, outcomes[0], other)) for other in outcomes[1:]]
 
 
-def test_the_first_rank_may_evaluate_alone_as_with_DDP():
-    assert run(2, evaluated_alone, timeout=60) == [[True] * 3] * 2
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_rank_may_evaluate_alone_as_with_DDP(mode):
+    assert run(2, evaluated_alone, mode, timeout=60) == [[True] * 3] * 2
 
 
 def scheduled(i, model, optimizer, scheduler):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from common import caught_error, flatten, run_each
 from common.overlapping import (
     HALVES,
+    HIDDEN,
     MODES,
     Blocks,
     Sums,
@@ -119,7 +120,7 @@ def after_backward(mode, **options):
     return said
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES + HIDDEN)
 def test_H4_what_reads_gradients_after_backward_is_told_what_to_write(mode):
     for found in run(2, after_backward, mode):
         for line, error in found.items():
@@ -166,7 +167,7 @@ def changed(mode):
     return said
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES + HIDDEN)
 def test_H4_gradients_that_are_taken_away_or_put_there_are_an_error_of_step(mode):
     for found in run(2, changed, mode):
         assert all(
@@ -188,7 +189,7 @@ def skipped(mode):
     return said
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES + HIDDEN)
 def test_H4_a_step_that_is_left_out_was_taken_and_the_next_one_says_so(mode):
     for found in run(2, skipped, mode):
         assert [error and error[1].partition(" ")[0] for error in found] == [
@@ -246,7 +247,7 @@ def scaler_without(mode):
     return [*found, caught_error(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))]
 
 
-@pytest.mark.parametrize("mode", ["overlap", "parallel"])
+@pytest.mark.parametrize("mode", ["overlap", "parallel", "parallel hidden"])
 def test_H4_a_scaler_that_is_not_given_is_told_and_one_that_is_given_works(mode):
     for without, given, clip in run(2, scaler_without, mode):
         assert (
@@ -262,9 +263,10 @@ def kept_and_clipped(state, bucket):
     return default_hooks.allreduce_hook(None, bucket)
 
 
-def test_H4_averages_that_a_hook_of_the_users_left_may_be_read_but_not_changed():
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_H4_averages_that_a_hook_of_the_users_left_may_be_read_but_not_changed(mode):
     def both():
-        _, zero, model, _ = trained("overlap", hook=kept_and_clipped)
+        _, zero, model, _ = trained(mode, hook=kept_and_clipped)
         found = []
         for clip in (None, 1e-3):
             backward_of(model)

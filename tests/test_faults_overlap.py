@@ -11,7 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error, flatten
-from common.overlapping import MODES, Blocks, Sums, attach, backward_of, data, plainly, trained
+from common.overlapping import (
+    HIDDEN,
+    MODES,
+    Blocks,
+    Sums,
+    attach,
+    backward_of,
+    data,
+    plainly,
+    trained,
+)
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -69,7 +79,7 @@ def plain_loss(model, step):
     return model(data(step)).square().mean()
 
 
-@pytest.mark.parametrize("mode", ["overlap", "parallel"])
+@pytest.mark.parametrize("mode", ["overlap", "parallel", "parallel hidden"])
 def test_M9_a_scale_is_read_once_a_step(mode):
     """In two steps, of many buckets."""
     for counts, buckets in run(2, reads_of_the_host, mode):
@@ -273,7 +283,7 @@ def between(mode, when):
     return error, flatten(module)[0].item()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES + HIDDEN)
 def test_options_that_are_changed_between_backward_and_step_are_an_error(mode):
     """The step that `backward` took did not see them: it would be that of the iteration before, silently."""
     cases = ["before forward", "before step", "after step", "scheduler"]
@@ -302,7 +312,7 @@ def written_in_backward(mode):
     return caught_error(lambda: plain_loss(model, 3).backward())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES + HIDDEN)
 def test_options_that_are_written_while_backward_runs_are_an_error(mode):
     """Some buckets may have been stepped with the old ones, and the new ones would be lost."""
     for kind, words in run(2, written_in_backward, mode):
@@ -341,13 +351,14 @@ def test_a_layer_that_is_left_out_is_an_error_that_names_ddps_option(cap, before
         assert "find_unused_parameters=True" in words
 
 
-def test_a_learning_rate_in_a_tensor_may_be_changed_after_step():
+@pytest.mark.parametrize("mode", MODES + HIDDEN)
+def test_a_learning_rate_in_a_tensor_may_be_changed_after_step(mode):
     def both():
         module, found = Sums(torch.float32), []
         zero = ZeroRedundancyOptimizer(
             module.parameters(), torch.optim.AdamW, lr=torch.tensor(0.125), foreach=False
         )
-        model, _ = attach("overlap", module, zero)
+        model, _ = attach(mode, module, zero)
         for when in ("after", "between"):
             backward_of(model)
             if when == "between":
@@ -391,13 +402,13 @@ def drawn(mode):
             model, optimizer = DDP(module), SGD(module.parameters(), lr=0.1, momentum=0.9)
         else:
             optimizer = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=0.1, momentum=0.9)
-            model, handle = attach(way, module, optimizer)
+            model, _ = attach(way, module, optimizer)
         for step in range(4):
             plainly(model, step)
             optimizer.step()
             optimizer.zero_grad()
         if way != "plain":
-            handle.wait()
+            optimizer.wait_for_driver()
         found.append(
             (
                 flatten(module),
@@ -414,7 +425,7 @@ def drawn(mode):
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["step", *MODES, *HIDDEN])
 def test_random_numbers_and_buffers_are_those_of_ddp(mode):
     for params, buffers, same in run(2, drawn, mode):
         assert params < 1e-12 and buffers < 1e-12 and same
@@ -453,7 +464,7 @@ def saved_between(mode):
     return far(between_them, after), far(after, theirs)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES + HIDDEN)
 def test_what_is_saved_between_backward_and_step_is_the_step_whole(mode):
     for between_them, theirs in run(2, saved_between, mode):
         assert between_them == 0.0 and theirs < 1e-12
@@ -476,7 +487,7 @@ def hooked(mode):
     return counts, error
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES + HIDDEN)
 def test_hooks_of_the_optimizers_step_run_after_it(mode):
     for counts, error in run(2, hooked, mode):
         assert counts == [0.875] and error and "max_grad_norm=" in error[1]

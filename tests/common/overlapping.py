@@ -12,6 +12,7 @@ from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 HALVES = [torch.float16, torch.bfloat16]
 MODES = ["overlap", "interleaved", "parallel", "parallel interleaved"]
+HIDDEN = ["parallel hidden", "parallel hidden interleaved"]
 
 
 class Sums(nn.Module):
@@ -26,12 +27,15 @@ class Sums(nn.Module):
 
 
 def attach(mode, module, zero, process_group=None, bucket_cap_mb=0.0003, **options):
-    """Give the model to call, and what steps inside its backward; a bucket holds few parameters."""
+    """Give the model to call, and what steps inside its backward, which "step" has not; a bucket
+    holds few parameters."""
     if mode.startswith("parallel"):
-        return module, data_parallel(
-            module, zero, interleaved="interleaved" in mode, bucket_cap_mb=bucket_cap_mb, **options
-        )
+        hidden = {"hidden": True} if "hidden" in mode else {}
+        options = {"bucket_cap_mb": bucket_cap_mb, **hidden, **options}
+        return module, data_parallel(module, zero, interleaved="interleaved" in mode, **options)
     ddp = DDP(module, process_group=process_group, bucket_cap_mb=bucket_cap_mb)
+    if mode == "step":
+        return ddp, None
     return ddp, overlap(ddp, zero, interleaved="interleaved" in mode, **options)
 
 
