@@ -41,6 +41,7 @@ LONG = (
 # what trains, and asks for neither way: by shared memory on some days, by messages on others
 EITHER = (
     "faults_between",
+    "faults_cells",
     "faults_gradients",
     "faults_halves",
     "faults_join_gradients",

@@ -220,8 +220,11 @@ class DdpOverlap(InBackward):
         if self.backward is not None and not self.backward.in_autograd:
             self._finish()  # in the place of an iteration, after what DDP sends last
         stepped = self.engine.check_count()
-        check = self.means.check if self.options.keeps_means else check_leftovers
-        check(self.traits.params, stepped)
+        params = self.traits.params
+        if not self.options.keeps_means:
+            check_leftovers(params, stepped)
+        elif self.means.check(params, stepped):
+            raise RuntimeError(_NOT_AVERAGED)
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""

@@ -20,7 +20,7 @@ from ..comm import collectives
 from ..comm.agreement import agreeing
 from ..comm.calls import mark_agreed
 from ..comm.groups import Group
-from ..optim.arguments import check_references
+from ..optim.arguments import check_param_groups, check_references
 from ..optim.driver import AfterBackward, SideStream, StepOptions, read_options, write_options
 from ..optim.flat import FlatBucket
 from ..optim.iteration import Iteration, Reduction, StepPlan
@@ -165,7 +165,7 @@ _FROZEN = (
     " would not; freeze it after step() and set its .grad to None, or detach() and step after backward"
 )
 
-
+# %% ../../nbs/backward/03_engine.ipynb #5e17ab02
 class StepEngine:
     """What a step inside backward needs beside its buckets, and what `step` checks when it is called."""
 
@@ -179,6 +179,7 @@ class StepEngine:
         device = optimizer.join_device
         self.optimizer = optimizer
         self.params = optimizer.params()  # they stay the same while a driver is attached
+        self.ids = [*map(id, self.params)]
         self.options = options
         self.stream = SideStream(device) if device.type == "cuda" else None  # where steps run
         self.markers = SteppedGradients(finds_unused)
@@ -218,11 +219,18 @@ class StepEngine:
 
     @torch._disable_dynamo
     def make_way(self) -> None:
-        """Take away markers of steps that are over; refuse gradients of frozen parameters."""
+        """Take away markers of steps that are over; refuse gradients of frozen parameters, and groups
+        with other parameters."""
+        if [id(p) for g in self.optimizer.param_groups for p in g["params"]] != self.ids:
+            self._refuse_groups()
         stale = self.markers.remove()
         stale += [p for p in self.params if not p.requires_grad and p.grad is not None]
         if stale:
             raise RuntimeError(_FROZEN.format(self._name(stale[0])))
+
+    def _refuse_groups(self) -> None:
+        optimizer = self.optimizer
+        check_param_groups(optimizer.param_groups, optimizer.local.rules, self.params)
 
     def _name(self, param: Tensor) -> str:
         index = next(i for i, p in enumerate(self.params) if p is param)
@@ -284,9 +292,12 @@ class StepEngine:
             )
         used = self.options_used
         self.options_used = None
+        groups = self.optimizer.param_groups
         try:
+            if [id(p) for g in groups for p in g["params"]] != self.ids:
+                self._refuse_groups()
             if used is not None:
-                check_options(self.optimizer.param_groups, used, _TAKEN)
+                check_options(groups, used, _TAKEN)
             self.markers.check()
             if written := self.versions.written(self.params):
                 raise RuntimeError(WRITTEN.format(self._name(written[0])))

@@ -296,19 +296,22 @@ class KeptMeans:
         self,
         params: Iterable[Tensor],
         stepped: bool,  # since the last check
-    ) -> None:
-        """Refuse averages that were changed after the step, and a second step with the same ones."""
+    ) -> bool:  # whether there are gradients that are no averages, and would be stepped now
+        """Refuse averages that were changed or taken away after the step, and a second step with the
+        same ones."""
+        others = []
         for p in params:
             grad = p.grad
             known = self.versions.get(id(p))
-            if grad is None or known is None:
-                continue
-            same = known == (id(grad), grad._version)
-            if stepped and not same:
+            same = grad is not None and known == (id(grad), grad._version)
+            if stepped and known is not None and not same:
                 raise RuntimeError(GRADIENTS_CHANGED)
             if self.used and not stepped and same:
                 raise RuntimeError(STEPPED_AGAIN)
+            if not (stepped or same or grad is None or isinstance(grad, SteppedGradient)):
+                others.append(grad)
         self.used |= stepped
+        return any(bool(grad.any()) for grad in others)  # zeros are those of `zero_grad`
 
 
 class SteppedVersions:

@@ -44,9 +44,24 @@ def _copy_options(source: ParamGroups, target: ParamGroups) -> None:
             ours.setdefault("fused", None)
 
 
+_NUMBERS = {bool, int, float}
+
+
+def _contents(value: Any) -> Any:
+    """Write down what a list or a dict holds."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, dict):
+        return {key: _contents(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_contents(inner) for inner in value]
+    return id(value) if getattr(value, "ndim", 0) > 0 else value  # of NumPy
+
+
 def snapshot_options(
     param_groups: ParamGroups,
-    # by id of a tensor: how often a step itself has written it, which is left out; None: never
+    # by id of a tensor: how often a step itself has written it, which is left out; None: no step
+    # comes before they are compared, so what lists and dicts hold is written down as well
     written: Counter[int] | None = None,
 ) -> ParamGroups:
     """Write down the options of param groups, without a look at what is on a device."""
@@ -59,7 +74,12 @@ def snapshot_options(
                 options[key] = (id(value), value._version - own)
             elif getattr(value, "ndim", 0) > 0:  # of NumPy
                 options[key] = id(value)
-            elif key not in ("params", "param_names"):
+            elif key in ("params", "param_names"):
+                continue
+            elif isinstance(value, (list, tuple, dict)) and written is None:
+                fixed = isinstance(value, tuple) and {*map(type, value)} <= _NUMBERS
+                options[key] = value if fixed else _contents(value)
+            else:
                 options[key] = value
         found.append(options)
     return found
@@ -243,7 +263,7 @@ class LocalOptimizers:
         values = [value for group in param_groups for value in group.values()]
         self.tensors = {id(value): value for value in values if isinstance(value, Tensor)}
         self.written.clear()
-        return snapshot_options(param_groups)
+        return snapshot_options(param_groups, self.written)
 
     def push_options(self, param_groups: ParamGroups, pulled: ParamGroups | None = None) -> None:
         """Show the user what a step has changed in the local options, unless the user has written
