@@ -2,6 +2,7 @@
 mode beside plain DDP."""
 
 import copy
+import random
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ from common.overlapping import HIDDEN, MODES, Blocks, attach, plainly
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
@@ -152,6 +153,76 @@ def read_by_all(mode):
 def test_parameters_are_those_of_ddp_to_every_reader(mode):
     for gaps in run(2, read_by_all, mode):
         assert {read: gap for read, gap in gaps.items() if gap >= 1e-9} == {}
+
+
+def with_writing_hooks(mode, when):
+    """Write each parameter in a hook on its gradient, or all of them after each step; give them at the end."""
+    module = Blocks()
+    call, optimizer, _ = made(mode, module)
+
+    @torch.no_grad()
+    def shrink(param):
+        param.mul_(0.9)
+
+    for p in module.parameters():
+        if when == "gradient":
+            p.register_post_accumulate_grad_hook(shrink)
+    if when == "step":
+        optimizer.register_step_post_hook(lambda *_: [*map(shrink, module.parameters())] and None)
+    for step in range(4):
+        plainly(call, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flatten(module)
+
+
+class Unknown(SGD):
+    """A class that is tried on tensors of its own before it is trusted."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def drawn_while_attached(mode):
+    before = torch.get_rng_state(), random.getstate()
+    made(mode, Blocks(), Unknown, momentum=0.9)
+    return torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+
+
+@pytest.mark.parametrize("mode", ["step", *DRIVEN])
+def test_hooks_write_parameters_as_with_ddp_and_an_unknown_class_draws_nothing(mode):
+    def compared():
+        gaps = [
+            largest_gap(with_writing_hooks("DDP", when), with_writing_hooks(mode, when))
+            for when in ("gradient", "step")
+        ]
+        return gaps, drawn_while_attached(mode)
+
+    for gaps, unchanged in run(2, compared):
+        assert max(gaps) < 1e-12 and unchanged
+
+
+def loaded_between(mode):
+    """Load an older state between backward and step; the count of steps in it, after it and after a step more."""
+    module = Blocks()
+    call, zero, _ = made(mode, module)
+    saved = []
+    for step in range(5):
+        plainly(call, step)
+        if step == 3:
+            zero.load_state_dict(saved[0])
+        zero.step()
+        zero.zero_grad()
+        if step in (1, 3, 4):
+            zero.consolidate_state_dict(to=None)
+            saved.append(copy.deepcopy(zero.state_dict()))
+    return [float(state["state"][0]["step"]) for state in saved]
+
+
+@pytest.mark.parametrize("mode", ["step", *DRIVEN])
+def test_a_state_that_is_loaded_between_backward_and_step_is_that_after_the_step(mode):
+    for counts in run(2, loaded_between, mode):
+        assert counts == ([2, 3, 4] if mode == "step" else [2, 2, 3])
 
 
 class Detaching(nn.Module):

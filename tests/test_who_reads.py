@@ -88,8 +88,13 @@ RANDOM = "faults_overlap::random_numbers_and_buffers_are_those_of_ddp[{mode}]"
 AT_ONCE = "faults_optimizer::H1_who_reads_right_after_a_step_reads_what_comes_after_a_wait"
 LOOPS = "faults_between::what_is_written_between_two_backwards_counts_as_with_DDP"
 FORWARDS = "faults_between::buffers_are_those_of_DDP_after_every_kind_of_forward"
+LOADED = "faults_cells::a_state_that_is_loaded_between_backward_and_step_is_that_after_the_step"
+HOOKS = (
+    "faults_cells::hooks_write_parameters_as_with_ddp_and_an_unknown_class_draws_nothing[{mode}]"
+)
 
 row = "parameters"
+cell(row, ["step", *DRIVEN], HOOKS)
 cell(row, ["step"], BETWEEN, "faults_cells::what_is_written_before_step_counts_as_in_torch")
 cell(row, ["step", *DRIVEN], f"{STREAMS}[plain]")
 cell(row, ["step", *DRIVEN], "faults_cells::parameters_are_those_of_ddp_to_every_reader[{mode}]")
@@ -151,6 +156,7 @@ for row in ("optimizer state", "optimizer state, copies in another dtype"):
     modes = ["step", *OVERLAP] if row == "optimizer state" else PARALLEL
     cell(row, modes, AT_ONCE, "faults_cells::groups_and_options_are_those_of_the_step[{mode}]")
     cell(row, [mode for mode in modes if mode in DRIVEN], SAVED, READS)
+    cell(row, modes, f"{LOADED}[{{mode}}]")
     trains(row, modes, "state is reloaded")
     trains(row, modes, "master copies")
 cell("optimizer state", ["step"], BETWEEN)
@@ -161,9 +167,9 @@ for number in range(2):
 cell(row, ["step", *DRIVEN], RANDOM)
 cell(row, PARALLEL, "faults_between::the_first_rank_may_evaluate_alone_as_with_DDP[{setup}]")
 
-cell("random numbers", ["step", *OVERLAP], RANDOM)
+cell("random numbers", ["step", *OVERLAP], RANDOM, HOOKS)
 cell("random numbers", ["step"], BETWEEN)
-cell("random state", PARALLEL, RANDOM)
+cell("random state", PARALLEL, RANDOM, HOOKS)
 
 trains("scaler", ["step", "overlap"], "scaled")
 trains("grad_norm, the scale of a GradScaler", CLIPS[1:], "scaled")
