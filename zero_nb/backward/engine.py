@@ -199,9 +199,7 @@ class StepEngine:
 
     @property
     def steps_per_bucket(self) -> bool:
-        """Whether each bucket is stepped by a call of its own. On a stream, after backward, such calls
-        hide nothing, and the device waits for the host between them; but one call casts all
-        averages at once, where there are master copies."""
+        """Whether each bucket is stepped by a call of its own."""
         if self.called_once or self.stream is None or self.options.interleaved:
             return not self.called_once
         return self.optimizer.settings.master_dtype is not None
@@ -219,18 +217,14 @@ class StepEngine:
 
     @torch._disable_dynamo
     def make_way(self) -> None:
-        """Take away markers of steps that are over; refuse gradients of frozen parameters, and groups
-        with other parameters."""
-        if [id(p) for g in self.optimizer.param_groups for p in g["params"]] != self.ids:
-            self._refuse_groups()
+        """Take away markers of steps that are over; refuse frozen gradients, and edited groups."""
+        groups = self.optimizer.param_groups
+        if [id(p) for g in groups for p in g["params"]] != self.ids:
+            check_param_groups(groups, self.optimizer.local.rules, self.params)
         stale = self.markers.remove()
         stale += [p for p in self.params if not p.requires_grad and p.grad is not None]
         if stale:
             raise RuntimeError(_FROZEN.format(self._name(stale[0])))
-
-    def _refuse_groups(self) -> None:
-        optimizer = self.optimizer
-        check_param_groups(optimizer.param_groups, optimizer.local.rules, self.params)
 
     def _name(self, param: Tensor) -> str:
         index = next(i for i, p in enumerate(self.params) if p is param)
@@ -249,10 +243,8 @@ class StepEngine:
                 self.stream.keep(self.grad_norm, self.stream.current)
 
     def finish(self, iteration: Iteration, late: bool) -> bool:  # whether there was a step
-        """Do what is left of an iteration when backward is over.
-
-        Until there was a step, in which ranks agree, and where buckets came `late`, all are stepped
-        in one call."""
+        """Do what is left of an iteration when backward is over. Until there was a step, in which
+        ranks agree, and where buckets came `late`, all are stepped in one call."""
         stepped = iteration.finish(self.has_stepped and not late and self.steps_per_bucket)
         self.has_stepped |= stepped
         return stepped
@@ -295,7 +287,7 @@ class StepEngine:
         groups = self.optimizer.param_groups
         try:
             if [id(p) for g in groups for p in g["params"]] != self.ids:
-                self._refuse_groups()
+                check_param_groups(groups, self.optimizer.local.rules, self.params)
             if used is not None:
                 check_options(groups, used, _TAKEN)
             self.markers.check()
@@ -353,8 +345,7 @@ class InBackward(ABC):
         """Look back at a step that was over when backward returned."""
 
     def wait(self, param: Tensor | None = None) -> None:
-        """Return when a parameter has arrived on this rank, or all have; the current stream reads
-        them after the one that steps has written them."""
+        """Return when a parameter has arrived on this rank, or all have, for the current stream."""
         self.engine.wait()
 
     def remove_markers(self) -> None:
@@ -382,8 +373,7 @@ class InBackward(ABC):
         self.optimizer.detach(self)
 
     def detach(self) -> None:
-        """Go on with an optimizer that steps when it is told to, its state where it is then needed;
-        all ranks call this."""
+        """Go on with an optimizer that steps when it is told to; all ranks call this."""
         optimizer = self.optimizer
         if optimizer.driver is not self:
             return

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import pack
@@ -44,20 +45,6 @@ def _copy_options(source: ParamGroups, target: ParamGroups) -> None:
             ours.setdefault("fused", None)
 
 
-_NUMBERS = {bool, int, float}
-
-
-def _contents(value: Any) -> Any:
-    """Write down what a list or a dict holds."""
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, dict):
-        return {key: _contents(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_contents(inner) for inner in value]
-    return id(value) if getattr(value, "ndim", 0) > 0 else value  # of NumPy
-
-
 def snapshot_options(
     param_groups: ParamGroups,
     # by id of a tensor: how often a step itself has written it, which is left out; None: no step
@@ -68,17 +55,17 @@ def snapshot_options(
     found = []
     for group in param_groups:
         options: dict[str, Any] = {}
-        for key, value in group.items():
+        for key in group.keys() - {"params", "param_names"}:
+            value = group[key]
             if isinstance(value, Tensor):
                 own = written[id(value)] if written else 0
                 options[key] = (id(value), value._version - own)
             elif getattr(value, "ndim", 0) > 0:  # of NumPy
                 options[key] = id(value)
-            elif key in ("params", "param_names"):
-                continue
             elif isinstance(value, (list, tuple, dict)) and written is None:
-                fixed = isinstance(value, tuple) and {*map(type, value)} <= _NUMBERS
-                options[key] = value if fixed else _contents(value)
+                inner, form = tree_flatten(value)
+                seen = [(id(v), v._version) if isinstance(v, Tensor) else v for v in inner]
+                options[key] = (form, seen)
             else:
                 options[key] = value
         found.append(options)
