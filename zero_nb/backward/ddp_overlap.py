@@ -68,9 +68,12 @@ _TWO_BACKWARDS = (
 def check_leftovers(
     params: Sequence[Tensor],
     stepped: bool,  # since the last check
+    means: KeptMeans | None = None,  # that a hook of the user's has left
 ) -> None:
     """Refuse gradients that no step has seen."""
-    for p in params:
+    if means and means.check(params, stepped):
+        raise RuntimeError(_NOT_AVERAGED)
+    for p in () if means else params:
         if p.grad is None or isinstance(p.grad, SteppedGradient):
             continue
         if p.requires_grad or not stepped:
@@ -220,11 +223,8 @@ class DdpOverlap(InBackward):
         if self.backward is not None and not self.backward.in_autograd:
             self._finish()  # in the place of an iteration, after what DDP sends last
         stepped = self.engine.check_count()
-        params = self.traits.params
-        if not self.options.keeps_means:
-            check_leftovers(params, stepped)
-        elif self.means.check(params, stepped):
-            raise RuntimeError(_NOT_AVERAGED)
+        means = self.means if self.options.keeps_means else None
+        check_leftovers(self.traits.params, stepped, means)
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
