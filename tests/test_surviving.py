@@ -142,7 +142,7 @@ def test_the_same_command_line_begins_goes_on_and_is_done(tmp_path):
     reports = in_lives(tmp_path, (1, 6), compare=True)  # nothing left to do but the results
     assert list(losses(reports)) == [1, 2, 3, 4, 5, 6] and not reports[0].seconds["zero_nb"]
     assert "tokens per second" not in measured(reports)
-    train.leave(reports, tmp_path)
+    train.leave(reports, configured({**TINY, "auto_resume": True, "out": str(tmp_path)}))
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
     for wrong, words in (
         ({"width": 64}, "--width is 32 in .*got 64; give the options it was trained with"),

@@ -77,6 +77,8 @@ def test_leaves_its_files(job):
 def test_report(job):
     numbers = json.loads((job[0] / "report.json").read_text())
     assert numbers["world size"] == 2 and len(numbers["bytes by rank"]) == 2
+    assert (numbers["options"]["steps"], numbers["options"]["out"]) == (6, str(job[0]))
+    assert (numbers["options"]["mode"], numbers["mode"]) == ("auto", "zero2")
     assert (
         list(numbers["losses"]["zero_nb"])
         == list(numbers["losses"]["plain DDP"])

@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from common.jobs import TINY
 
+from zero_nb.apps import train
 from zero_nb.apps.config import MODES, TrainConfig
 from zero_nb.apps.gpt import GPT
 from zero_nb.apps.loop import train_rank
@@ -79,11 +81,22 @@ def test_a_mode_that_is_not_finite_is_told_from_the_others(monkeypatch):
     assert line.split()[-2:] == ["nan", "nan"]
 
 
+def test_a_report_says_how_it_was_made(tmp_path):
+    config = TrainConfig(**{**TINY, "eval_every": 6}, lr=3e-3, compare=False, out=str(tmp_path))
+    train.leave(run(2, train_rank, config), config)
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert report["options"] == asdict(config)
+    assert TrainConfig(**report["options"]) == config
+    assert report["options"]["mode"] == "auto" and report["mode"] in MODES  # asked for, and taken
+
+
 def test_the_stored_run_is_one_with_the_default_options():
-    """What chapter apps/10 shows has no list of options; its numbers say what it was run with."""
+    """What chapter apps/10 shows was stored before reports had options; its numbers say the same."""
     default = TrainConfig()
     stored = Path(__file__).parents[1] / "nbs/benchmark/train/report.json"
     report = json.loads(stored.read_text(encoding="utf-8"))
+    options = {**asdict(default), "out": "nbs/benchmark/train"}
+    assert report.get("options", options) == options
     ranks = report["world size"]
     assert ranks == len(report["bytes by rank"]) == 2
     windows = default.global_batch or default.batch * ranks * default.accumulate

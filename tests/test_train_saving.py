@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,17 @@ def test_a_disk_that_is_full_is_named_with_the_file(kind, name, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """What two ranks report, of which one loss is no number."""
+def trained(tmp_path_factory):
+    """What two ranks report, of which one loss is no number, and their options."""
     config = configured({**TWO_STEPS, "steps": 3, "out": str(tmp_path_factory.mktemp("trained"))})
     found = run(2, train_rank, config)
     found[0].losses["zero_nb"][2] = float("nan")
-    return found
+    return found, config
 
 
-def test_results_are_json_where_a_loss_is_no_number(reports, tmp_path):
-    train.leave(reports, tmp_path)
+def test_results_are_json_where_a_loss_is_no_number(trained, tmp_path):
+    reports, config = trained
+    train.leave(reports, replace(config, out=str(tmp_path)))
 
     def strange(word):
         raise AssertionError(f"{word} is no JSON")
@@ -68,8 +70,10 @@ class Undrawn:
 
 
 @pytest.mark.parametrize("name", ["curve.png", "report.json"])
-def test_results_on_a_disk_that_is_full(name, reports, tmp_path, monkeypatch):
-    train.leave(reports, tmp_path)
+def test_results_on_a_disk_that_is_full(name, trained, tmp_path, monkeypatch):
+    reports = trained[0]
+    config = replace(trained[1], out=str(tmp_path))
+    train.leave(reports, config)
     before = {path.name for path in tmp_path.iterdir()}
     old = (tmp_path / name).read_bytes()
     if name == "report.json":  # the others fit
@@ -79,7 +83,7 @@ def test_results_on_a_disk_that_is_full(name, reports, tmp_path, monkeypatch):
 
     def in_little_room():
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
-        return caught(lambda: train.leave(reports, tmp_path))
+        return caught(lambda: train.leave(reports, config))
 
     [said] = run(1, in_little_room)
     assert "File too large" in said and f"{tmp_path / name}'" in said

@@ -98,6 +98,7 @@ def measured(
     numbers: dict[str, Any] = {
         "world size": first.world_size,
         "device": first.device,
+        "mode": first.mode,
         "parameters": first.parameters,
         "tokens per step": first.tokens,
         **({"tokens per second": tokens_per_second(first)} if first.seconds["zero_nb"] else {}),

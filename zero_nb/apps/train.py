@@ -74,7 +74,7 @@ def _train_and_leave(config: TrainConfig) -> None:
         time.sleep(1)
         raise
     if reports:
-        leave([RankReport(**report) for report in reports], Path(config.out), rows)
+        leave([RankReport(**report) for report in reports], config, rows)
 
 
 @contextmanager
@@ -86,16 +86,17 @@ def _result(path: Path) -> Iterator[Path]:
 
 def leave(
     reports: Sequence[RankReport],  # of all ranks
-    out: Path,  # folder
+    config: TrainConfig,  # they were trained with; names the folder
     rows: Sequence[ModeRow] = (),  # of all modes, if they were compared
 ) -> None:
-    """Write the curve, the samples and the numbers, and print the tables.
+    """Write the curve, the samples, and the numbers with their options, and print the tables.
 
     In `report.json` a number that is infinite or NaN is null. Raises `OSError` with the file that
     could not be written; an older one stays.
     """
+    out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    numbers = measured(reports)
+    numbers = {"options": asdict(config), **measured(reports)}
     with _result(out / "curve.png") as file:
         draw_losses(numbers).savefig(file, format="png")
     samples = [sample for report in reports for sample in report.samples]
