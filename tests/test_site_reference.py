@@ -30,7 +30,8 @@ FIRST_MET = (  # of which an example shows what they do, and no error
     *("ZeroRedundancyOptimizer", "overlap", "data_parallel", "run", "two_level", "estimate"),
     *("full_state_dict", "load_full_state_dict", "save_sharded", "load_sharded", "reshard"),
     *("AsyncCheckpointer", "convert_checkpoint", "Join", "JoinHook", "Joinable", "compare"),
-    *("assert_parity", "watch_divergence", "Span"),
+    *("assert_parity", "watch_divergence", "memory_report", "report_step", "Span"),
+    "hook_with_zero_step",
 )
 
 
