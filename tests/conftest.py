@@ -149,7 +149,7 @@ def folder():
 
 @pytest.fixture
 def small_pool(monkeypatch):
-    """Let a group share 4 MB a rank at most. The system counts what is shared as memory of each
+    """Let a group share 4 MiB a rank at most. The system counts what is shared as memory of each
     rank that has touched it."""
     monkeypatch.setenv("ZERO_NB_MEMORY_MB", "4")
 

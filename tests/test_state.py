@@ -75,7 +75,7 @@ def moved(old, new):
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), sizes=SIZES, ranks=st.integers(1, 5))
 def test_state_goes_where_the_plans_say(data, sizes, ranks):
-    caps = st.sampled_from([0.00005, 0.0002, 1.0])  # MB: 13, 52 elements, all
+    caps = st.sampled_from([0.00005, 0.0002, 1.0])  # MiB: 13, 52 elements, all
     old, new = (shard_of(sizes, (), ranks, data.draw(POLICIES), data.draw(caps)) for _ in range(2))
     found = moved(StatePlan(ranks, [old], {}), StatePlan(ranks, [new], {}))
     planned = moves(old.plan.shard_plan, new.plan.shard_plan)

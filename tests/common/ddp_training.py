@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW
 from common import flatten
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
-CAP = 0.01  # MB, so that there are several buckets
+CAP = 0.01  # MiB, so that there are several buckets
 
 
 class Net(nn.Module):

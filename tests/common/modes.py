@@ -14,7 +14,7 @@ from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.backward.torch_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 
-# buckets of 2 kB, larger parameters in pieces of 4 kB: several of each in small models
+# buckets of 2 KiB, larger parameters in pieces of 4 KiB: several of each in small models
 SMALL = {"bucket_cap_mb": 0.002, "cut_mb": 0.004}
 
 
