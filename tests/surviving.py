@@ -42,12 +42,9 @@ SILENT = {"eval_every": 10**6}
 def flags_of(training: dict[str, Any]) -> list[str]:
     """Write options as the command line has them."""
     flag = lambda name: "--" + name.replace("_", "-")
-    texts = {k: v for k, v in training.items() if not isinstance(v, bool)}
-    return [f"{flag(k)}={v}" for k, v in texts.items()] + [
-        flag(name) if value else flag(f"no_{name}")
-        for name, value in training.items()
-        if isinstance(value, bool)
-    ]
+    texts = [f"{flag(k)}={v}" for k, v in training.items() if not isinstance(v, bool)]
+    switches = {k: v for k, v in training.items() if isinstance(v, bool)}
+    return texts + [flag(name if on else f"no_{name}") for name, on in switches.items()]
 
 
 def saved(out: Path) -> int:
@@ -114,20 +111,20 @@ def main() -> None:
         alone = {n: unbroken(n, TRAINING, folder / f"of {n}") for n in (3, 4)}
         again = replayed(job.history(), TRAINING, folder / "again")
         steps = [begin for begin, _, ranks in job.history() if ranks != 4]
+        equal = (step - 1 for step in losses if losses[step] != alone[4][step])
+        kills = [{"grow": 0, "start": 2}.get(struck.kind, 1) for struck in job.struck]
         report = {
             **made,
             "training": TRAINING,
             **job.report(),
             "history": job.history(),
-            "kills": sum({"grow": 0, "start": 2}.get(struck.kind, 1) for struck in job.struck),
+            "kills": sum(kills),
             "in the middle of a save": sum(struck.in_save for struck in job.struck),
             "steps on 4 ranks before the first on 3": min(steps),
             "largest gap to the same ranks without kills": largest_gap(losses, again),
             "largest gap to 4 ranks, unbroken": largest_gap(losses, alone[4]),
             "largest gap of 3 and 4 ranks, both unbroken": largest_gap(alone[3], alone[4]),
-            "equal bits up to step": next(
-                (step - 1 for step in losses if losses[step] != alone[4][step]), max(losses)
-            ),
+            "equal bits up to step": next(equal, max(losses)),
             "losses": {"killed": [*losses.values()], "unbroken": [*alone[4].values()]},
         }
     given.out.write_text(json.dumps(report, indent=None) + "\n")

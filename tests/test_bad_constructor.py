@@ -332,47 +332,48 @@ def spoilt(case, ordinary=lambda: make([weight()])):
     return lambda: on_one(case.do, ordinary)()
 
 
+def on_one_rank(cases, *names, **ordinary):
+    """Give cases of which only one rank does what is wrong."""
+    return {
+        f"{name}, on one rank": Case(
+            spoilt(cases[name], **ordinary), cases[name].kind, *cases[name].words
+        )
+        for name in names
+    }
+
+
 ON_ONE_RANK = {
-    **{
-        f"{name}, on one rank": Case(
-            spoilt(CONSTRUCTOR[name]), CONSTRUCTOR[name].kind, *CONSTRUCTOR[name].words
-        )
-        for name in (
-            "no parameters",
-            "None",
-            "a model",
-            "a set",
-            "a non-tensor",
-            "twice in a list",
-            "a sparse parameter",
-            "no class",
-            "itself",
-            "couples everything",
-            "an unknown option",
-            "a negative rate",
-            "differentiable",
-            "two kernels",
-        )
-    },
-    **{
-        f"{name}, on one rank": Case(
-            spoilt(SETTINGS[name]), SETTINGS[name].kind, *SETTINGS[name].words
-        )
-        for name in (
-            "an unknown shard",
-            "an integer master dtype",
-            "the rate by position",
-            "overlap as text",
-        )
-    },
-    **{
-        f"{name}, on one rank": Case(
-            spoilt(SETTINGS[name], lambda: make([weight()], shard=balanced)),
-            SETTINGS[name].kind,
-            *SETTINGS[name].words,
-        )
-        for name in ("a policy that fails", "a policy that says nothing", "a policy that forgets")
-    },
+    **on_one_rank(
+        CONSTRUCTOR,
+        "no parameters",
+        "None",
+        "a model",
+        "a set",
+        "a non-tensor",
+        "twice in a list",
+        "a sparse parameter",
+        "no class",
+        "itself",
+        "couples everything",
+        "an unknown option",
+        "a negative rate",
+        "differentiable",
+        "two kernels",
+    ),
+    **on_one_rank(
+        SETTINGS,
+        "an unknown shard",
+        "an integer master dtype",
+        "the rate by position",
+        "overlap as text",
+    ),
+    **on_one_rank(
+        SETTINGS,
+        "a policy that fails",
+        "a policy that says nothing",
+        "a policy that forgets",
+        ordinary=lambda: make([weight()], shard=balanced),
+    ),
     "a bucket of nothing, on one rank": Case(
         lambda: make([weight()], bucket_cap_mb=on_one(0, 1)),
         ValueError,

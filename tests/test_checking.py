@@ -201,12 +201,14 @@ def test_detail_checks_every_collective():
         g, errors = Group(), []
         first = g.group_rank == 0
         kind = torch.float64 if first else torch.float32
+        division = [3, 1] if first else [1, 3]
+        one_of_two = g.all_gather if first else g.reduce_scatter
         calls = [
             lambda: g.all_reduce(torch.zeros(4 + first)),
             lambda: g.all_reduce(torch.zeros(4, dtype=kind)),
             lambda: g.broadcast(torch.zeros(4), int(first)),
-            lambda: g.all_gather(torch.zeros(4), [3, 1] if first else [1, 3]),
-            lambda: (g.all_gather if first else g.reduce_scatter)(torch.zeros(4)),
+            lambda: g.all_gather(torch.zeros(4), division),
+            lambda: one_of_two(torch.zeros(4)),
             lambda: agree(g, "the model", []) if first else g.all_reduce(torch.zeros(1)),
         ]
         errors += [caught_error(call) for call in calls]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common.saving import RECIPES, begin, check, inputs, limit_of, parameters, same, train
+from common.saving import RECIPES, Evil, begin, check, inputs, limit_of, parameters, same, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -338,14 +338,10 @@ def test_a_flipped_bit_in_how_a_record_is_kept(folder, samples):
 
 
 def test_no_code_of_a_foreign_file_is_run(folder):
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(folder / "made"),)
-
     shutil.copytree(DEEPSPEED / "fp32", folder / "ds")
     rank = folder / "ds" / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    torch.save({"optimizer_state_dict": Evil()}, rank)
-    torch.save({"state": {0: Evil()}, "param_groups": []}, folder / "evil.pt")
+    torch.save({"optimizer_state_dict": Evil(folder / "made")}, rank)
+    torch.save({"state": {0: Evil(folder / "made")}, "param_groups": []}, folder / "evil.pt")
     for path in (folder / "ds", folder / "evil.pt"):
         with pytest.raises(ValueError, match="cannot be read"):
             convert_checkpoint(path, folder / "out.pt")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from common import caught_error, largest_gap
 from common.dropin import agree, flat, network, train
+from common.training import stepped_once
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -166,11 +167,6 @@ def test_state_moves_between_torchs_class_and_ours():
 
 def sparse():
     return nn.Parameter(torch.zeros(3, 3).to_sparse())
-
-
-def stepped_once(optimizer):
-    optimizer.step()
-    return optimizer
 
 
 SITUATIONS = {

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught
+from common import caught, flatten
 from test_faults_class_names import attach, network
 from torch.optim import SGD, Optimizer
 
@@ -203,10 +203,6 @@ class Unnoted(ScheduleFree):
         self.trains = trains
 
 
-def values(module):
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
 def schedule_free(mode, **options):
     """Train sharded and unsharded, and switch to the average and back; give what differs in each
     mode, how far the two lie apart, and how many gathers calls of `train` take that change nothing."""
@@ -223,11 +219,11 @@ def schedule_free(mode, **options):
             module(torch.ones(4, 12) * step).square().mean().backward()
             one.step()
         if step % 2:
-            before = values(ours) if not zero.wait_for_driver() else None
+            before = flatten(ours) if not zero.wait_for_driver() else None
             zero.eval()
             optimizer.eval()
-            apart = float((values(ours) - values(plain)).abs().max())
-            found.append((apart, float((before - values(ours)).abs().max())))
+            apart = float((flatten(ours) - flatten(plain)).abs().max())
+            found.append((apart, float((before - flatten(ours)).abs().max())))
     return found, zero.param_groups[0]["train_mode"]
 
 

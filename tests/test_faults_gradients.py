@@ -40,6 +40,13 @@ def unscale(model, optimizer):
     scaler.unscale_(optimizer)
 
 
+def of_each(act, together=list):
+    """Give a line that does something with each parameter that has a gradient."""
+    return lambda model, optimizer: together(
+        act(p) for p in model.parameters() if p.grad is not None
+    )
+
+
 LINES = {  # of the loop that everybody writes, between backward and step
     "clip_grad_norm_": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
     "clip_grad_norm_ inf": lambda model, optimizer: nn.utils.clip_grad_norm_(
@@ -48,56 +55,26 @@ LINES = {  # of the loop that everybody writes, between backward and step
     "clip_grad_value_": lambda model, optimizer: nn.utils.clip_grad_value_(
         model.parameters(), 1e-3
     ),
-    "get_total_norm": lambda model, optimizer: nn.utils.get_total_norm(
-        [p.grad for p in model.parameters() if p.grad is not None]
+    "get_total_norm": of_each(lambda p: p.grad, lambda grads: nn.utils.get_total_norm([*grads])),
+    "norms": of_each(lambda p: p.grad.norm() ** 2, sum),
+    "norms of data": of_each(lambda p: p.grad.data.norm(2).item()),
+    "norms of detached": of_each(lambda p: p.grad.detach().norm()),
+    "isnan": of_each(lambda p: p.grad.isnan().any(), any),
+    "isfinite": of_each(lambda p: torch.isfinite(p.grad).all(), all),
+    "divide": of_each(lambda p: p.grad.div_(1024)),
+    "noise": of_each(lambda p: p.grad.add_(torch.randn_like(p))),
+    "foreach": of_each(
+        lambda p: p.grad, lambda grads: torch._foreach_mul_([*grads] or [torch.ones(1)], 0.5)
     ),
-    "norms": lambda model, optimizer: sum(
-        p.grad.norm() ** 2 for p in model.parameters() if p.grad is not None
+    "flatten": of_each(
+        lambda p: p.grad.flatten(), lambda flat: torch.cat([*flat] or [torch.ones(1)])
     ),
-    "norms of data": lambda model, optimizer: [
-        p.grad.data.norm(2).item() for p in model.parameters() if p.grad is not None
-    ],
-    "norms of detached": lambda model, optimizer: [
-        p.grad.detach().norm() for p in model.parameters() if p.grad is not None
-    ],
-    "isnan": lambda model, optimizer: any(
-        p.grad.isnan().any() for p in model.parameters() if p.grad is not None
-    ),
-    "isfinite": lambda model, optimizer: all(
-        torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None
-    ),
-    "divide": lambda model, optimizer: [
-        p.grad.div_(1024) for p in model.parameters() if p.grad is not None
-    ],
-    "noise": lambda model, optimizer: [
-        p.grad.add_(torch.randn_like(p)) for p in model.parameters() if p.grad is not None
-    ],
-    "foreach": lambda model, optimizer: torch._foreach_mul_(
-        [p.grad for p in model.parameters() if p.grad is not None] or [torch.ones(1)], 0.5
-    ),
-    "flatten": lambda model, optimizer: torch.cat(
-        [p.grad.flatten() for p in model.parameters() if p.grad is not None] or [torch.ones(1)]
-    ),
-    "clone": lambda model, optimizer: [
-        p.grad.clone() for p in model.parameters() if p.grad is not None
-    ],
-    "numpy": lambda model, optimizer: [
-        p.grad.cpu().numpy() for p in model.parameters() if p.grad is not None
-    ],
-    "numpy itself": lambda model, optimizer: [
-        p.grad.numpy() for p in model.parameters() if p.grad is not None
-    ],
-    "tolist": lambda model, optimizer: [
-        p.grad.tolist() for p in model.parameters() if p.grad is not None
-    ],
-    "data": lambda model, optimizer: [
-        setattr(p.grad, "data", torch.zeros_like(p))
-        for p in model.parameters()
-        if p.grad is not None
-    ],
-    "all_reduce": lambda model, optimizer: [
-        dist.all_reduce(p.grad) for p in model.parameters() if p.grad is not None
-    ],
+    "clone": of_each(lambda p: p.grad.clone()),
+    "numpy": of_each(lambda p: p.grad.cpu().numpy()),
+    "numpy itself": of_each(lambda p: p.grad.numpy()),
+    "tolist": of_each(lambda p: p.grad.tolist()),
+    "data": of_each(lambda p: setattr(p.grad, "data", torch.zeros_like(p))),
+    "all_reduce": of_each(lambda p: dist.all_reduce(p.grad)),
     "unscale_": unscale,
 }
 

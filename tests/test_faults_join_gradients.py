@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error
+from common.models import Output
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
@@ -137,20 +138,13 @@ def test_gradients_that_others_discard_are_discarded(how):
     assert run(2, discarded, how) == [-55.0] * 2
 
 
-class Wrapped:
-    """An output in which tensors are not found, so that its backward is not heard there."""
-
-    def __init__(self, value):
-        self.value = value
-
-
 class Hidden(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 1, bias=False)
 
     def forward(self, x):
-        return Wrapped(self.layer(x))
+        return Output(self.layer(x))
 
 
 def untraced():

@@ -59,12 +59,9 @@ def kept_graphs(mode, unsharded):
     for name, options in PLACEMENTS.items():
 
         def make(model, options=options):
-            return (AdamW if unsharded else ZeroRedundancyOptimizer)(
-                model.parameters(),
-                *(() if unsharded else (AdamW,)),
-                lr=1e-2,
-                **({} if unsharded else options),
-            )
+            if unsharded:
+                return AdamW(model.parameters(), lr=1e-2)
+            return ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2, **options)
 
         module = network()
         model, zero, _ = attach(mode, module, make)
@@ -214,9 +211,8 @@ def resumed(mode, setup, attached, folder):
     again.optimizer.load_state_dict(state["optimizer"])
     again.schedule.load_state_dict(state["schedule"])
     train(again, range(5, 9))
-    return [[p.detach().clone() for p in one.model.parameters()] for one in (first, again)], [
-        group["lr"] for group in again.optimizer.param_groups
-    ]
+    params = [[p.detach().clone() for p in one.model.parameters()] for one in (first, again)]
+    return params, [group["lr"] for group in again.optimizer.param_groups]
 
 
 def test_H1_a_job_that_saved_right_after_a_step_resumes_bit_for_bit(tmp_path):

@@ -223,6 +223,15 @@ def functional(wrapped, params, x):
     return other + wrapped(x)
 
 
+def grouped(model, optimizer):
+    return [flatten(p for group in optimizer.param_groups for p in group["params"])]
+
+
+def in_dicts(model, optimizer):
+    held = [m._parameters for m in model.modules() if m._parameters]
+    return [flatten({**params, **dict(params)}.values()) for params in held]
+
+
 # who reads parameters after a step: what is made before training, and what is seen
 LOOKS = {
     "kept": {
@@ -237,11 +246,7 @@ LOOKS = {
         "prepare": lambda model: mean_of(model.parameters()),
         "look": lambda model, held: held(),
     },
-    "param_groups": {
-        "look": lambda model, optimizer: [
-            flatten(p for group in optimizer.param_groups for p in group["params"])
-        ]
-    },
+    "param_groups": {"look": grouped},
     "regulariser": {"prepare": lambda model: list(model.parameters()), "forward": regular},
     "functional_call": {
         "prepare": lambda model: dict(model.named_parameters()),
@@ -260,13 +265,7 @@ LOOKS = {
     "copy": {"look": lambda model, optimizer: [flatten(copy.copy(model).parameters())]},
     "save": {"look": lambda model, optimizer: [flatten(unpickled(model).parameters())]},
     "state_dict": {"look": lambda model, optimizer: [flatten(model.state_dict().values())]},
-    "dicts": {
-        "look": lambda model, optimizer: [
-            flatten({**m._parameters, **dict(m._parameters)}.values())
-            for m in model.modules()
-            if m._parameters
-        ]
-    },
+    "dicts": {"look": in_dicts},
     "vector": {
         "look": lambda model, optimizer: [
             nn.utils.parameters_to_vector(model.parameters()).detach()

@@ -1,13 +1,13 @@
 """Work for each step, messages and memory, from 2 ranks to 16,384."""
 
 import itertools
-import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from common import caught
+from common.counting import calls
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -28,23 +28,6 @@ from zero_nb.optim import state_runs
 from zero_nb.plan.moves import moves
 
 MANY = 16_384  # ranks
-
-
-def calls_of(f) -> int:
-    """Count the calls of functions, Python's and C's, that `f` makes: a measure of its time that
-    does not depend on the machine."""
-    count = 0
-
-    def see(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(see)
-    try:
-        f()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def layers(count: int, width: int) -> nn.Module:
@@ -94,7 +77,7 @@ def a_steady_step(size: int, way: str, count: int = 24, width: int = 130, make=a
             iterate()
         with pg.recording() as log:
             iterate()
-        return calls_of(iterate), log.count(), log.wire
+        return calls(iterate), log.count(), log.wire
 
 
 @pytest.mark.parametrize(
@@ -120,10 +103,10 @@ def test_H6_a_steady_step_does_not_depend_on_the_number_of_ranks(way, count):
 def test_H6_a_step_of_whole_parameters_has_one_collective_for_each_owner_at_most(make, way):
     """A parameter that is not cut goes to its one owner and comes from it: filled up to one size for each of
     many ranks, it would be sent as often as there are ranks."""
-    (_, few, _), (calls, some, wire), (again, many, more) = (
+    (_, few, _), (once, some, wire), (again, many, more) = (
         a_steady_step(size, way, count=12, make=make) for size in (8, 1024, MANY)
     )
-    assert many == some and again <= 1.02 * calls
+    assert many == some and again <= 1.02 * once
     parameters = 24  # each is brought from one owner, and in "parallel" its gradient to that one
     owned = {"broadcast": parameters, "reduce": parameters * (way == "parallel")}
     assert all(many.get(kind, 0) <= most for kind, most in owned.items()), many
@@ -292,11 +275,11 @@ def in_turn_and_in_blocks():
             for t, sizes in zip(tensors[1], DIVISIONS, strict=True)
         ]
 
+    def inputs():
+        return [[full(sizes, i) for i, sizes in enumerate(DIVISIONS)] for _ in range(2)]
+
     for block in (False, True):
-        ours, want = (
-            [[full(sizes, i) for i, sizes in enumerate(DIVISIONS)] for _ in range(2)]
-            for _ in range(2)
-        )
+        ours, want = inputs(), inputs()
         works = start(plain, want)
         if not block:
             works += start(twin, ours)
@@ -378,22 +361,22 @@ def messages_of_a_move(size: int, group_rank: int, count: int = 24, width: int =
         zero.step()
         given = [list(range(i, i + 6)) for i in range(0, 2 * count, 6)]
         with pg.recording() as log:
-            calls = calls_of(
+            count_of_calls = calls(
                 lambda: zero.replan(
                     zero.shards, "to see what moves", lambda: plan_buckets(zero, given)
                 )
             )
-        return log.count(), calls
+        return log.count(), count_of_calls
 
 
 @pytest.mark.parametrize("group_rank", [0, 5])
 def test_H6_state_moves_between_neighbours_only(group_rank):
-    _, calls = messages_of_a_move(8, group_rank)
+    _, few = messages_of_a_move(8, group_rank)
     many, more = messages_of_a_move(MANY, group_rank)
     assert set(many) <= {"send", "recv", "all_reduce"} and sum(many.values()) <= 4 * 24 + 1, (
         "two messages for each rank with which a bucket is shared"
     )
-    assert more <= 4 * calls, (calls, more)
+    assert more <= 4 * few, (few, more)
 
 
 def moved(count, width):
@@ -413,13 +396,9 @@ def moved(count, width):
             zero.replan(zero.shards, "to see what moves", lambda: plan_buckets(zero, given))
         mine = [move for move in moves(old, zero.shards[0].plan.shard_plan) if move.source == me]
         sends = log.only("send")
-        return (
-            log.count(),
-            len(sends),
-            sum(e.bytes for e in sends),
-            len({move.destination for move in mine}),
-            sum(move.numel for move in mine),
-        )
+        sent = sum(e.bytes for e in sends)
+        destinations = {move.destination for move in mine}
+        return log.count(), len(sends), sent, len(destinations), sum(move.numel for move in mine)
 
 
 def test_H6_state_that_moves_is_what_the_plans_say(monkeypatch):

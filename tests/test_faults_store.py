@@ -285,14 +285,11 @@ def test_random_histories_end_alike_on_all_ranks(clock, seed):
     for turn in range(6):
         fault = chance.choice(["", "", "differ", "fail", "fail", "both"])
         who = set(chance.sample(range(size), chance.randint(1, min(4, size))))
-        calls = [
-            (
-                f"turn {turn}",
-                ["odd" if fault in ("differ", "both") and r in who else "line"],
-                KeyError(f"lost {r}") if fault in ("fail", "both") and r == min(who) else None,
-            )
-            for r in range(size)
-        ]
+        calls = [[f"turn {turn}", ["line"], None] for _ in range(size)]
+        for r in who if fault in ("differ", "both") else ():
+            calls[r][1] = ["odd"]
+        if fault in ("fail", "both"):
+            calls[min(who)][2] = KeyError(f"lost {min(who)}")
         outcomes = play(clock, ranks, calls, order=chance.sample(range(size), size))
         if not fault or (fault == "differ" and len(who) == size):
             assert outcomes == ["ok"] * size
@@ -354,18 +351,16 @@ def test_late_ranks_are_named_after_few_requests(clock, size, late):
 # ---- L2: a new life on the same store ----
 
 
+def old_call(chance, turn):
+    line = [chance.choice("ab")] if chance.random() < 0.1 else ["a"]
+    return f"old {turn}", line, OSError("old") if chance.random() < 0.05 else None
+
+
 def live_and_stop(clock, chance, size, store):
     """Let ranks meet a few times, and stop them at any moment; some leave a note that they have failed."""
     ranks = make(size, store)
     for turn in range(chance.randint(0, 3)):
-        calls = [
-            (
-                f"old {turn}",
-                [chance.choice("ab")] if chance.random() < 0.1 else ["a"],
-                OSError("old") if chance.random() < 0.05 else None,
-            )
-            for _ in range(size)
-        ]
+        calls = [old_call(chance, turn) for _ in range(size)]
         if chance.random() < 0.5:
             calls[chance.choice([0, chance.randrange(size)])] = None
         clock.limit = chance.choice([0.5, 30])

@@ -14,6 +14,7 @@ from common import caught
 from common.modes import MODES
 from common.saving import (
     RECIPES,
+    Evil,
     Recipe,
     begin,
     check,
@@ -545,11 +546,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(folder,
 
 
 def test_no_code_of_a_file_is_run(folder):
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(folder / "made"),)
-
-    torch.save({"state": {0: Evil()}, "param_groups": []}, folder / "evil.pt")
+    torch.save({"state": {0: Evil(folder / "made")}, "param_groups": []}, folder / "evil.pt")
     with pytest.raises(ValueError, match="cannot be read"):
         read_full(folder / "evil.pt")
     assert not (folder / "made").exists()

@@ -27,15 +27,17 @@ IN_BACKWARD = [mode for mode in MODES if mode != "zero1"]
 
 # ---- no step waits for the device ----
 
+
+def placed(shard, kernel, views):
+    """Give the options of an optimizer with one kernel, or with torch's default."""
+    kernels = {"fused": None} if kernel != "fused" else {}
+    if kernel:
+        kernels[kernel] = True
+    return {"options": {"shard": shard, "parameters_as_bucket_view": views, **kernels}}
+
+
 DROP_IN = {
-    f"{shard}, {kernel or 'default'}{', views' if views else ''}": {
-        "options": {
-            "shard": shard,
-            "parameters_as_bucket_view": views,
-            **({kernel: True} if kernel else {}),
-            **({"fused": None} if kernel != "fused" else {}),
-        }
-    }
+    f"{shard}, {kernel or 'default'}{', views' if views else ''}": placed(shard, kernel, views)
     for shard in ("whole", "even")
     for kernel in ("foreach", "fused", "capturable", None)
     for views in (False, True)

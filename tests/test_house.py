@@ -13,11 +13,9 @@ from common.house import (
     ROOT,
     RULES,
     SETS_OF_OTHERS,
-    TESTS,
     TREES,
     changing,
     changing_booleans,
-    crowded,
     crowded_statements,
     deep_classes,
     definitions,
@@ -27,6 +25,7 @@ from common.house import (
     parsed,
     set_by_name,
     several_booleans,
+    wrong_units,
 )
 
 pytestmark = pytest.mark.xdist_group("house")  # one worker of `make quick` parses the modules
@@ -60,14 +59,6 @@ def test_groups_have_types():
         "optim.arguments:read_group",
         "backward.comm_hook:CommHookSwitch.__init__",
     }
-
-
-CROWDED_IN_TESTS = 33  # statements of the tests; lower it when one is taken apart
-
-
-def test_statements_of_tests_get_no_more_crowded():
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in TESTS.rglob("*.py")]
-    assert sum(1 for tree in trees for _ in crowded(tree)) <= CROWDED_IN_TESTS
 
 
 def test_functions_in_the_table_of_contributing_exist():
@@ -253,6 +244,24 @@ def test_a_crowded_statement_is_found_wherever_it_is(text):
     assert len(found(crowded_statements, room_one=text)) == 1
     fewer = text.replace("[i for i in c]", "c").replace("j if j else 0", "j")
     assert found(crowded_statements, room_one=fewer) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ('f"{n / 2**20:.1f} MB"', {"MB"}),
+        ('f"{n >> 30} GB"', {"GB"}),
+        ('f"{n / 1e6:.1f} MiB"', {"MiB"}),
+        ('f"{n / 1000} KiB"', {"KiB"}),
+        ('f"{n / 2**20:.1f} MiB"', set()),
+        ('f"{n / 1e6:.1f} MB"', set()),
+        ('f"{n / 2**30:.1f} GiB fit in 80GB"', set()),  # a value of an option
+        ("# 12 KB", {"KB"}),
+    ],
+)
+def test_a_unit_of_another_size_is_found(text, wrong):
+    assert wrong_units("code", text) == wrong
+    assert wrong_units("markdown", text) == wrong & {"KB"}
 
 
 def test_a_function_with_the_name_of_any_module_is_found():

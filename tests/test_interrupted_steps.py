@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from common import Interrupts, caught
+from common import Interrupts, caught, flatten
 from common.modes import MODES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -74,10 +74,6 @@ def train(model, zero, steps, closure=False, no_sync=None):
             zero.step(lambda: torch.zeros(()))
         else:
             zero.step()
-
-
-def weights(module):
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def saves(module, zero, folder):
@@ -301,7 +297,7 @@ def go_on_alone(sharded, views):
         train(module, optimizer, [2])
     said = sharded and caught(optimizer.consolidate_state_dict)
     train(module, optimizer, range(3, 5))
-    return weights(module), said, sharded and caught(optimizer.consolidate_state_dict)
+    return flatten(module), said, sharded and caught(optimizer.consolidate_state_dict)
 
 
 @pytest.mark.parametrize("views", (False, True))
@@ -334,12 +330,12 @@ def save_before_a_step(mode, where, folder):
     module = nn.Sequential(Raises(), network(), Raises())
     found = attached(mode, module)
     train(found.call, found.optimizer, range(2))
-    before = weights(module)
+    before = flatten(module)
     Raises.where = where
     with pytest.raises(KeyboardInterrupt):
         train(found.call, found.optimizer, [2])
     said = caught(partial(save_sharded, folder / "saved", module, found.optimizer))
-    return said, torch.equal(weights(module), before)
+    return said, torch.equal(flatten(module), before)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import flatten, network, take_way
+from common.models import Opposite, Recomputed, normed
 from common.modes import MODES, VARIANTS, Mode
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -43,15 +44,6 @@ class Choosing(nn.Module):
         return self.last(x)
 
 
-class Opposite(nn.Sequential):
-    """Runs its modules from the last to the first."""
-
-    def forward(self, x):
-        for module in reversed(self):
-            x = module(x)
-        return x
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -62,22 +54,6 @@ class Tied(nn.Module):
 
     def forward(self, x):
         return self.b(self.between(self.a(x).tanh()).tanh())
-
-
-class Recomputed(nn.Module):
-    """Runs each layer's forward again inside backward."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        torch.manual_seed(3)
-        self.reentrant = reentrant
-        self.inside = nn.ModuleList(nn.Linear(12, 12) for _ in range(4)).double()
-
-    def forward(self, x):
-        x = x.requires_grad_()
-        for layer in self.inside:
-            x = checkpoint(lambda y, layer=layer: layer(y).tanh(), x, use_reentrant=self.reentrant)
-        return x
 
 
 class Waves(nn.Module):
@@ -125,13 +101,6 @@ class Attending(nn.Module):
 def opposite():
     torch.manual_seed(6)
     return Opposite(*(nn.Linear(12, 12) for _ in range(5))).double()
-
-
-def normed():
-    torch.manual_seed(7)
-    return nn.Sequential(
-        nn.Linear(12, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 4)
-    ).double()
 
 
 def wide():

@@ -182,6 +182,10 @@ def test_what_fails_on_one_rank_fails_on_all():
     def bad():
         g, r = Group(), dist.get_rank()
         lists = [1, 2] if r == 0 else [1]
+
+        def first(values):
+            return values if r == 0 else None
+
         calls = [
             lambda: broadcast_object_list([lambda: 1]),
             lambda: broadcast_object_list([Unreadable()]),
@@ -194,13 +198,11 @@ def test_what_fails_on_one_rank_fails_on_all():
             lambda: broadcast_object_list([torch.ones(1)], map_location="nowhere"),
             lambda: gather_object(1, [None]),
             lambda: gather_object(1, None),
-            lambda: gather_object(Unreadable(), [None] * 2 if r == 0 else None),
-            lambda: gather_object(
-                Odd(1) if r else 1, [None] * 2 if r == 0 else None, weights_only=True
-            ),
-            lambda: scatter_object_list([None], [1] if r == 0 else None),
+            lambda: gather_object(Unreadable(), first([None] * 2)),
+            lambda: gather_object(Odd(1) if r else 1, first([None] * 2), weights_only=True),
+            lambda: scatter_object_list([None], first([1])),
             lambda: scatter_object_list([None], [1, 2]),
-            lambda: scatter_object_list([], [1, 2] if r == 0 else None),
+            lambda: scatter_object_list([], first([1, 2])),
             lambda: scatter_object_list([None]),
         ]
         errors = [caught_error(call) for call in calls]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error, run_each
-from common.training import GLOBAL_BATCH, STEPS, difference, network, train
+from common.training import GLOBAL_BATCH, STEPS, difference, network, stepped_once, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -161,11 +161,6 @@ def test_equals_one_process_on_the_whole_batch_in_float32(name):
 WEIGHT = nn.Parameter(torch.zeros(4, 4))
 
 
-def stepped_once(optimizer):
-    optimizer.step()
-    return optimizer
-
-
 BAD = {
     "no parameters": (
         lambda: ZeroRedundancyOptimizer([], torch.optim.AdamW),
@@ -300,6 +295,7 @@ def nodes_differ(what):
         two_level(2),
         list(network().parameters()),
     )
+    lr = 0.2 if other else 0.1
 
     def made(given=params, **options):
         return ZeroRedundancyOptimizer(given, torch.optim.AdamW, levels, **options)
@@ -310,21 +306,17 @@ def nodes_differ(what):
         zero.step()
 
     def changed(zero):
-        zero.param_groups[0]["lr"] = 0.2 if other else 0.1
+        zero.param_groups[0]["lr"] = lr
         return zero
 
     acts = {
-        "options": lambda: made(lr=0.2 if other else 0.1),
+        "options": lambda: made(lr=lr),
         "order": lambda: made(params[::-1] if other else params),
         "one rank": lambda: made(lr=-last),
         "settings": lambda: made(shard="whole" if other else "even"),
         "step": lambda: stepped(changed(made())),
         "add": lambda: made().add_param_group({"params": [nn.Parameter(torch.zeros(3 + other))]}),
-        "load": (
-            lambda: made().load_state_dict(
-                torch.optim.AdamW(params, lr=0.2 if other else 0.1).state_dict()
-            )
-        ),
+        "load": lambda: made().load_state_dict(torch.optim.AdamW(params, lr=lr).state_dict()),
     }
     said = caught_error(acts[what])
     stepped(made())
@@ -457,14 +449,8 @@ def test_frozen_empty_scalar_and_unused_parameters():
             params[i].grad = torch.ones_like(params[i])
         zero.step()
         zero.consolidate_state_dict()
-        state = (
-            {
-                i: {k: tuple(v.shape) for k, v in s.items()}
-                for i, s in zero.state_dict()["state"].items()
-            }
-            if dist.get_rank() == 0
-            else None
-        )
+        saved = zero.state_dict()["state"] if dist.get_rank() == 0 else {}
+        state = {i: {k: tuple(v.shape) for k, v in s.items()} for i, s in saved.items()}
         return [p.detach().float().tolist() for p in params], state
 
     values, state = run(3, mixed)[0]

@@ -48,6 +48,13 @@ KINDS = {
 }
 
 
+def shapes_in(state_dict):
+    return {
+        i: {k: torch.as_tensor(v).shape for k, v in s.items()}
+        for i, s in state_dict["state"].items()
+    }
+
+
 def beside_plain(scenario, steps=9):
     """Step every kind beside the plain optimizer while `scenario` changes both sets of parameters;
     give the differences and what is saved at the end."""
@@ -73,12 +80,7 @@ def beside_plain(scenario, steps=9):
             plain.step()
         zero.consolidate_state_dict()
         saved, want = zero.state_dict() if dist.get_rank() == 0 else None, plain.state_dict()
-        same = saved is None or {
-            i: {k: torch.as_tensor(v).shape for k, v in s.items()}
-            for i, s in saved["state"].items()
-        } == {
-            i: {k: torch.as_tensor(v).shape for k, v in s.items()} for i, s in want["state"].items()
-        }
+        same = saved is None or shapes_in(saved) == shapes_in(want)
         steps_of = saved is None or {i: s.get("step") for i, s in saved["state"].items()} == {
             i: s.get("step") for i, s in want["state"].items()
         }

@@ -87,11 +87,8 @@ def norm_where_one_rank_has_nothing(dtypes):
     mine = [part if dist.get_rank() == 0 else part[:0] for part in whole]
     norms = [norm_of(Group(), mine, kind) for kind in (2.0, float("inf"))]
     clip_parts(Group(), mine, 1.0)
-    return (
-        [norm.item() for norm in norms],
-        [part.tolist() for part in mine],
-        [norm.dtype for norm in norms],
-    )
+    kinds = [norm.dtype for norm in norms]
+    return [norm.item() for norm in norms], [part.tolist() for part in mine], kinds
 
 
 @pytest.mark.parametrize(
@@ -109,11 +106,8 @@ def test_the_norm_is_that_of_all_ranks_also_of_those_that_own_nothing(dtypes):
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     for rank, (norms, parts, kinds) in enumerate(run(2, norm_where_one_rank_has_nothing, dtypes)):
         assert norms == pytest.approx(right, rel=1e-6) and kinds == [wide, wide]
-        assert parts == (
-            [pytest.approx(p.grad.tolist(), rel=1e-2) for p in params]
-            if rank == 0
-            else [[] for _ in params]
-        )
+        wanted = [p.grad.tolist() if rank == 0 else [] for p in params]
+        assert parts == [pytest.approx(values, rel=1e-2) for values in wanted]
 
 
 # ---- checkpoints ----

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught, flatten, network
+from common.models import Output, normed
 from common.modes import SMALL
 from common.parallel_training import batch, one_adamw, replicas, sharded
 from torch import nn
@@ -16,13 +17,6 @@ from torch.optim import AdamW
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.stepped_gradients import SteppedGradient
 from zero_nb.comm.launch import run
-
-
-def normed():
-    torch.manual_seed(7)
-    return nn.Sequential(
-        nn.Linear(12, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 4)
-    ).double()
 
 
 def compiling(before, backend):
@@ -254,13 +248,6 @@ def by_hand(model, steps, micro=1):
             p.grad /= size
         optim.step()
         optim.zero_grad()
-
-
-class Output:
-    """Something that nobody finds a tensor in."""
-
-    def __init__(self, value):
-        self.value = value
 
 
 class Wrapped(nn.Module):

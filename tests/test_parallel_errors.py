@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught, flatten, largest_gap, network
+from common.models import Recomputed
 from common.modes import SMALL
 from common.parallel_training import PARALLEL, adamw, batch, one_adamw, replicas, sharded
 from torch import nn
@@ -31,22 +32,6 @@ def muon(params):
 def muon_adamw(model):
     found = list(model.parameters())
     return [muon([p for p in found if p.dim() == 2]), adamw([p for p in found if p.dim() != 2])]
-
-
-class Recomputed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        torch.manual_seed(3)
-        self.inside, self.reentrant = (
-            nn.ModuleList(nn.Linear(12, 12) for _ in range(4)).double(),
-            reentrant,
-        )
-
-    def forward(self, x):
-        x = x.requires_grad_()
-        for layer in self.inside:
-            x = checkpoint(lambda y, layer=layer: layer(y).tanh(), x, use_reentrant=self.reentrant)
-        return x
 
 
 def made(model=None, **setup):

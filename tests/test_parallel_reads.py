@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from common import flatten, network
 from common.afresh import measures_memory, run_afresh
+from common.models import Opposite
 from common.modes import SMALL
 from common.parallel_training import PARALLEL, batch, one_adamw, replicas, sharded
 from torch import nn
@@ -158,15 +159,6 @@ def chain(layers=12, width=64):
     return nn.Sequential(*(nn.Linear(width, width + (i == -1)) for i in range(layers)))
 
 
-class Opposite(nn.Sequential):
-    """Runs its modules from the last to the first."""
-
-    def forward(self, x):
-        for module in reversed(self):
-            x = module(x)
-        return x
-
-
 def living(early, opposite):
     model = Opposite(*reversed(chain())) if opposite else chain()
     zero = sharded(one_adamw(model))
@@ -271,11 +263,8 @@ def traffic(setup):
         logs.append(list(group.log.collectives()))
         wire = group.log.wire
         group.log.clear()
-    sizes = (
-        [bucket.nbytes for bucket in handle.step_plan.shard.plan.buckets]
-        if hasattr(handle.step_plan.shard.plan.buckets[0], "nbytes")
-        else [bucket.numel * 4 for bucket in handle.step_plan.shard.plan.buckets]
-    )
+    buckets = handle.step_plan.shard.plan.buckets
+    sizes = [b.nbytes if hasattr(b, "nbytes") else b.numel * 4 for b in buckets]
     assert len(set(sizes)) == len(sizes) > 2, "buckets are told apart by their size"
     seen = [
         tuple(f"{sizes.index(e.bytes)}:{NETWORK.get(e.kind, e.kind)}" for e in log)

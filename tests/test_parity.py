@@ -53,9 +53,9 @@ def nan(bits):
 # what a rank has, and what the error says on all of them
 DIFFERENCES = {
     "a number": (lambda: {"lr": 0.1 + RANK()}, "['lr'] (float): rank 0 has 0.1, rank 1 has 1.1"),
-    "a type": (lambda: [1, 2 if RANK() else 2.0], "[1]: rank 0 has float, rank 1 has int"),
-    "a flag and a number": (lambda: 1 if RANK() else True, "the value: rank 0 has bool"),
-    "the sign of zero": (lambda: -0.0 if RANK() else 0.0, "rank 0 has 0.0, rank 1 has -0.0"),
+    "a type": (lambda: [1, (2.0, 2)[RANK()]], "[1]: rank 0 has float, rank 1 has int"),
+    "a flag and a number": (lambda: (True, 1)[RANK()], "the value: rank 0 has bool"),
+    "the sign of zero": (lambda: (0.0, -0.0)[RANK()], "rank 0 has 0.0, rank 1 has -0.0"),
     "a key": (lambda: {"ab"[RANK()]: 1}, "rank 0 has ['a'] (int), rank 1 has ['b'] (int)"),
     "the order of an ordered dict": (
         lambda: [OrderedDict([("a", 1), ("b", 2)][:: 1 - 2 * RANK()])],
@@ -68,7 +68,7 @@ DIFFERENCES = {
         "the value, character 500 (str of 1001)",
     ),
     "a dtype": (
-        lambda: torch.zeros(2, dtype=torch.float64 if RANK() else torch.float32),
+        lambda: torch.zeros(2, dtype=(torch.float32, torch.float64)[RANK()]),
         "rank 0 has float32 [2] on cpu, rank 1 has float64 [2] on cpu",
     ),
     "a shape": (lambda: torch.zeros(2, 3 + RANK()), "rank 0 has float32 [2, 3] on cpu"),

@@ -376,9 +376,8 @@ def test_moves_for_many_machines():
     specs = [ParamSpec(f"p{i}", (4096, 1 + i % 9)) for i in range(300)]
     old, new = (GridPlan(even(specs, 8), Grid(8, rows)) for rows in (256, 512))
     found = moves(old, new)
-    assert {m.destination for m in found} == {*range(2048, 4096)} and sum(
-        m.numel for m in found
-    ) == 256 * sum(p.numel for p in specs)
+    assert {m.destination for m in found} == {*range(2048, 4096)}
+    assert sum(m.numel for m in found) == 256 * sum(p.numel for p in specs)
     sent = [0] * 2048
     for m in found:
         sent[m.source] += m.numel
@@ -408,11 +407,8 @@ def torch_partition(specs, world_size):
 @given(param_lists(), st.integers(1, 12))
 def test_greedy_agrees_with_torch(specs, world_size):
     specs = tuple(replace(p, trainable=True) for p in specs)
-    theirs = (
-        [[i for i in rank if specs[i].numel] for rank in torch_partition(specs, world_size)]
-        if specs
-        else [[]] * world_size
-    )
+    partition = torch_partition(specs, world_size) if specs else [[]] * world_size
+    theirs = [[i for i in rank if specs[i].numel] for rank in partition]
     assert [
         sorted({s.param for s in shard}) for shard in greedy(specs, world_size).shards
     ] == theirs

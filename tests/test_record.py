@@ -460,11 +460,9 @@ def threads():
         t.start()
     for t in shared:
         t.join()
-    return (
-        [len(pg.log) for pg in pgs],
-        all(e.end for pg in pgs for e in pg.log),
-        [e.number for e in pgs[0].log] == list(range(250)),
-    )
+    numbers = [e.number for e in pgs[0].log]
+    ended = all(e.end for pg in pgs for e in pg.log)
+    return [len(pg.log) for pg in pgs], ended, numbers == list(range(250))
 
 
 def test_threads():

@@ -14,7 +14,7 @@ import pytest
 import torch
 from common.commands import refused
 from common.errors import caught
-from common.saving import check
+from common.saving import Evil, check
 from common.sharded_saving import content, stepped
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -182,11 +182,7 @@ def test_a_header_before_a_record_is_compared_with_its_copy(folder, saved, byte)
 
 
 def test_a_table_of_contents_runs_no_code(folder, saved):
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(folder / "made"),)
-
-    lay(folder / "one", saved | {".metadata": pickle.dumps(Evil())})
+    lay(folder / "one", saved | {".metadata": pickle.dumps(Evil(folder / "made"))})
     with pytest.raises(ValueError, match="a table of contents has no"):
         read_table(folder / "one")
     lay(folder / "one", saved)
@@ -197,7 +193,7 @@ def test_a_table_of_contents_runs_no_code(folder, saved):
     ]
     info = table.storage_data[index]
     evil = Path(folder, "evil")
-    torch.save(Evil(), evil)
+    torch.save(Evil(folder / "made"), evil)
     (folder / "one" / info.relative_path).write_bytes(saved[info.relative_path] + evil.read_bytes())
     info.offset = len(saved[info.relative_path])
     info.length = evil.stat().st_size
@@ -223,11 +219,11 @@ def test_a_table_may_name_members_of_enumerations_and_nothing_else(folder, saved
     (folder / "one" / ".metadata").write_bytes(pickle.dumps(table))
     assert read_table(folder / "one") == table
 
-    class Evil:
+    class Subclasses:
         def __reduce__(self):
             return getattr, (torch.Size, "__subclasses__")
 
-    (folder / "one" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    (folder / "one" / ".metadata").write_bytes(pickle.dumps(Subclasses()))
     with pytest.raises(ValueError, match="has nothing of"):
         read_table(folder / "one")
 

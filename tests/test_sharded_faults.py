@@ -324,6 +324,7 @@ def wrong_kinds(folder):
     save_sharded(folder / "good", model, zero)
     here = dist.get_rank() == 1
     one = 3 if here else model
+    path = None if here else folder / "a"
     calls = {
         "model must be a torch.nn.Module, got 3": (
             lambda: save_sharded(folder / "a", 3, zero),
@@ -340,8 +341,8 @@ def wrong_kinds(folder):
             lambda: full_optim_state_dict(model, None),
         ),
         "folder must be a path, got None": (
-            lambda: save_sharded(None if here else folder / "a", model, zero),
-            lambda: AsyncCheckpointer(model, zero).save(None if here else folder / "a"),
+            lambda: save_sharded(path, model, zero),
+            lambda: AsyncCheckpointer(model, zero).save(path),
         ),
     }
     for words, wrong in calls.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common.shared_files import connected, files, through
+from common.shared_files import connected, files, refuse_memory, through
 
 from zero_nb.comm import blocks
 from zero_nb.comm.ending import destroy
@@ -82,7 +82,7 @@ def test_both_halves_are_exact(size, dtype):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_tensors_larger_than_the_pool_and_many_of_them_at_once(size, monkeypatch):
-    """1 MB for each rank: one block. Eight collectives of 5 MB are under way together, and waited
+    """1 MiB for each rank: one block. Eight collectives of 5 MB are under way together, and waited
     for in another order on each rank."""
     monkeypatch.setenv("ZERO_NB_MEMORY_MB", "1")
 
@@ -299,15 +299,11 @@ def test_places_are_reused_lowest_first_and_never_overlap():
 def test_little_memory_left_is_not_taken(monkeypatch):
     """The pool grows by no more than a quarter of what is free, and not at all when the system
     refuses; what it has is enough."""
-
-    def refuse(*_):
-        raise OSError(28, "No space left on device")
-
     fd = os.memfd_create("pool")
     try:
         pool = blocks.Pool(fd, 0, 8 << 20)
         assert pool.reserve(2 << 20) == (0, 2 << 20)
-        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        monkeypatch.setattr(os, "posix_fallocate", refuse_memory)
         assert pool.reserve(1) is None and pool.size == pool.limit == 2 << 20
         pool.free(0, 2 << 20)
         assert pool.reserve(1 << 20) == (0, 1 << 20)
@@ -316,7 +312,7 @@ def test_little_memory_left_is_not_taken(monkeypatch):
 
 
 def test_ranks_that_run_out_of_shared_memory_go_on_with_what_they_have():
-    """A file system of 12 MB at /dev/shm, as in a container; four collectives of 40 MB through it."""
+    """A file system of 12 MiB at /dev/shm, as in a container; four collectives of 40 MB through it."""
     program = """
 import os, sys, ctypes
 libc = ctypes.CDLL(None, use_errno=True)

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from common.shared_files import files, through
+from common.shared_files import files, refuse_memory, through
 
 from zero_nb.comm import agreement, meeting, ranks, shared_file, shared_memory, transport
 from zero_nb.comm import store as store_module
@@ -64,9 +64,6 @@ def test_ranks_that_cannot_share_send_messages_and_say_so_once(how):
     memory, and a setting that is no number."""
 
     def apart():
-        def refuse(*_):
-            raise OSError(28, "No space left on device")
-
         if dist.get_rank() == 1:
             if how == "elsewhere":
                 shared_memory._place = lambda _: "there"
@@ -77,7 +74,7 @@ def test_ranks_that_cannot_share_send_messages_and_say_so_once(how):
             if how == "other user":
                 shared_memory.os.geteuid = lambda: 65533
             if how == "no memory":
-                shared_memory.os.posix_fallocate = refuse
+                shared_memory.os.posix_fallocate = refuse_memory
             if how == "bad setting":
                 os.environ["ZERO_NB_MEMORY_MB"] = "many"
         shared_file._OPEN_TIMEOUT = 0.5

@@ -445,15 +445,16 @@ def test_a_class_that_cannot_be_sharded_is_refused_on_every_rank(tmp_path):
         assert all("NormedSGD" in str(words) for words in run(2, refused, config))
 
 
+def dies_at_step_5(step, *rest, take=loop._take):
+    if step == 5:
+        raise OSError("the power is gone")
+    take(step, *rest)
+
+
 def test_a_periodic_checkpoint_continues_to_the_same_end(tmp_path, monkeypatch):
     config = configured({**TINY, "compare": False, "out": str(tmp_path)})
 
-    def dies(step, *rest, take=loop._take):
-        if step == 5:
-            raise OSError("the power is gone")
-        take(step, *rest)
-
-    monkeypatch.setattr(loop, "_take", dies)
+    monkeypatch.setattr(loop, "_take", dies_at_step_5)
     with pytest.raises(OSError, match="power"):
         run(2, train_rank, config)
     monkeypatch.undo()
@@ -522,12 +523,7 @@ def test_a_log_goes_on_without_a_step_twice(kind, tmp_path, monkeypatch):
         pytest.importorskip("tensorboard")
     chosen = {**TINY, "log_steps": kind, "compare": False, "out": str(tmp_path)}
 
-    def dies(step, *rest, take=loop._take):
-        if step == 5:
-            raise OSError("the power is gone")
-        take(step, *rest)
-
-    monkeypatch.setattr(loop, "_take", dies)
+    monkeypatch.setattr(loop, "_take", dies_at_step_5)
     with pytest.raises(OSError, match="power"):
         run(2, train_rank, configured(chosen))
     monkeypatch.undo()

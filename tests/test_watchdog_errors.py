@@ -30,7 +30,7 @@ def refused(what):
         "plain": lambda: watch_divergence(module, zero),
         "module": lambda: watch_divergence(nn.Linear(1, 1), zero),
         "another wrapper": lambda: watch_divergence(DDP(module), zero),
-        "twice": lambda: [watch_divergence(call, zero) for _ in range(2)],
+        "twice": lambda: (watch_divergence(call, zero), watch_divergence(call, zero)),
         "on one rank": lambda: watch_divergence(call, zero, every=1 if rank == 0 else "1"),
     }
     return caught(calls[what])

@@ -34,13 +34,16 @@ class Maker:
 
 
 def layouts(n):  # sizes of parts of n ranks
+    def each(size):
+        return [size(rank) for rank in range(n)]
+
     return {
         "equal": [5] * n,
         "a rule": [5] * (n - 1) + [2],
-        "uneven": [3 * rank % 7 + 1 for rank in range(n)],
-        "some empty": [(rank % 2) * 4 for rank in range(n)],
+        "uneven": each(lambda rank: 3 * rank % 7 + 1),
+        "some empty": each(lambda rank: (rank % 2) * 4),
         "one owner": [0] * (n - 1) + [9],
-        "large": [40_000 + 3 * rank for rank in range(n)],
+        "large": each(lambda rank: 40_000 + 3 * rank),
     }
 
 
@@ -100,15 +103,11 @@ def rooted(make):
 def all_to_all(make):
     group = make.group
     n, rank = group.size, group.group_rank
-    even, uneven = make(4 * n), make(sum(source + rank for source in range(n)))
+    received = [source + rank for source in range(n)]
+    sent = [rank + target for target in range(n)]
+    even, uneven = make(4 * n), make(sum(received))
     group.all_to_all(even, make(4 * n))
-    group.all_to_all(
-        uneven,
-        make(sum(rank + target for target in range(n))),
-        [source + rank for source in range(n)],
-        [rank + target for target in range(n)],
-        async_op=True,
-    ).wait()
+    group.all_to_all(uneven, make(sum(sent)), received, sent, async_op=True).wait()
     return [even, uneven]
 
 

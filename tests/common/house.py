@@ -364,16 +364,48 @@ def crowded_statements() -> Iterator[str]:
         yield from (f"{module}:{node.lineno}" for node in crowded(tree))
 
 
-def crowded_cells() -> Iterator[str]:
-    """So it is in the cells of notebooks that are not exported."""
+def crowded_tests() -> Iterator[str]:
+    """So it is in tests."""
+    for path in sorted(TESTS.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        yield from (f"{path.relative_to(TESTS)}:{node.lineno}" for node in crowded(tree))
+
+
+def cells_of_notebooks() -> Iterator[tuple[str, str, str]]:
+    """Give the place, the kind and the text of each cell."""
     paths = [p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts]
     for path in paths:
         for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
-            text = "".join(cell["source"])
-            if cell["cell_type"] != "code" or re.match(r"%%|#\|\s*export", text):
-                continue
-            tree = ast.parse(re.sub(r"^\s*[%!].*", "", text, flags=re.M))
-            yield from (f"{path.stem}[{number}]:{node.lineno}" for node in crowded(tree))
+            yield f"{path.stem}[{number}]", cell["cell_type"], "".join(cell["source"])
+
+
+def crowded_cells() -> Iterator[str]:
+    """So it is in the cells of notebooks that are not exported."""
+    for place, kind, text in cells_of_notebooks():
+        if kind != "code" or re.match(r"%%|#\|\s*export", text):
+            continue
+        tree = ast.parse(re.sub(r"^\s*[%!].*", "", text, flags=re.M))
+        yield from (f"{place}:{node.lineno}" for node in crowded(tree))
+
+
+BY_1024 = re.compile(r"/ ?(?:2 ?\*\* ?[1-4]0|1024|MIB)\b|>> ?[1-4]0\b")
+BY_1000 = re.compile(r"/ ?(?:1e(?:3|6|9|12)|10 ?\*\* ?(?:3|6|9|12)|1_?000(?:_000)*)\b")
+UNIT = re.compile(r"(?<![A-Za-z\d_])([kKMGT])(i?)B\b")  # as a word: 24GB is a value of an option
+
+
+def wrong_units(kind: str, text: str) -> set[str]:
+    """Give the units of a cell that are not what its code divides by: MiB are 2**20 bytes, MB 10**6; KB is neither."""
+    thousands, twos = (kind == "code" and by.search(text) for by in (BY_1000, BY_1024))
+    sizes = re.search(r"<< ?[1-4]0\b", text)  # of what is there, in MiB
+    wrong = {"": twos and not thousands, "i": thousands and not twos and not sizes}
+    found = UNIT.findall(text)
+    return {f"{letter}{i}B" for letter, i in found if wrong[i] or letter + i == "K"}
+
+
+def units_of_another_size() -> Iterator[str]:
+    """Bytes over 2**20 are MiB, bytes over 10**6 are MB, and so on."""
+    for place, kind, text in cells_of_notebooks():
+        yield from (f"{place}: {unit}" for unit in sorted(wrong_units(kind, text)))
 
 
 def paired_assignments() -> Iterator[str]:
@@ -468,8 +500,10 @@ RULES = (
     foreign_assignments,
     shared_names,
     names_of_modules,
+    units_of_another_size,
     crowded_statements,
     crowded_cells,
+    crowded_tests,
     paired_assignments,
     swallowed_options,
     patched,

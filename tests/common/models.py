@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 def network() -> nn.Module:
@@ -16,6 +17,46 @@ def network() -> nn.Module:
         nn.LayerNorm(25),
         nn.Linear(25, 5),
     ).double()
+
+
+class Opposite(nn.Sequential):
+    """Runs its modules from the last to the first."""
+
+    def forward(self, x):
+        for module in reversed(self):
+            x = module(x)
+        return x
+
+
+class Recomputed(nn.Module):
+    """Runs each layer's forward again inside backward."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(3)
+        self.reentrant = reentrant
+        self.inside = nn.ModuleList(nn.Linear(12, 12) for _ in range(4)).double()
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for layer in self.inside:
+            x = checkpoint(lambda y, layer=layer: layer(y).tanh(), x, use_reentrant=self.reentrant)
+        return x
+
+
+def normed() -> nn.Module:
+    """Give a network with buffers, in float64."""
+    torch.manual_seed(7)
+    return nn.Sequential(
+        nn.Linear(12, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 4)
+    ).double()
+
+
+class Output:
+    """An output in which tensors are not found, so that its backward is not heard there."""
+
+    def __init__(self, value):
+        self.value = value
 
 
 def flatten(

@@ -6,12 +6,10 @@ from torch import nn
 
 SMALL = {"bucket_cap_mb": 0.0005}  # buckets of 500 bytes: several in a model of this page
 MODES = {
-    f"{'interleaved' if early else 'after'}{'-hidden' if hidden else ''}": {
-        "interleaved": early,
-        **({"hidden": True} if hidden else {}),
-    }
-    for early in (False, True)
-    for hidden in (False, True)
+    "after": {"interleaved": False},
+    "after-hidden": {"interleaved": False, "hidden": True},
+    "interleaved": {"interleaved": True},
+    "interleaved-hidden": {"interleaved": True, "hidden": True},
 }
 
 

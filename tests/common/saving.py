@@ -21,6 +21,16 @@ from zero_nb.comm.subgroups import two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 
+class Evil:
+    """Makes a folder when it is read from a pickle."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
 def two_layers():
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(12, 33), nn.Tanh(), nn.Linear(33, 7)).double()

@@ -16,6 +16,11 @@ def through(group):
     return next(iter(group._wire.transports), None)
 
 
+def refuse_memory(*_):
+    """Take the place of `os.posix_fallocate` where the system has no memory left."""
+    raise OSError(28, "No space left on device")
+
+
 def files():
     """Names that were left behind: no process has a lock on them, and another test has not made them this moment."""
 

@@ -17,6 +17,11 @@ def network() -> nn.Module:
     )
 
 
+def stepped_once(optimizer):
+    optimizer.step()
+    return optimizer
+
+
 def train(model, optimizer, rank, size, steps=STEPS):
     """Train on this rank's rows of a global batch that does not depend on the number of ranks."""
     data = torch.Generator().manual_seed(5)
