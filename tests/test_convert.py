@@ -33,7 +33,7 @@ from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
 from zero_nb.checkpoint.files import read_records
 from zero_nb.checkpoint.formats import describe_checkpoint, format_of, read_weights
 from zero_nb.checkpoint.full import load_full_state_dict
-from zero_nb.checkpoint.saved_tensors import Part, SavedTensor, replace_tensors
+from zero_nb.checkpoint.saved_tensors import Part, SavedTensor, replace_tensors, stamp_of
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
@@ -199,7 +199,9 @@ def tensor_of(path, value, cuts, dtype=torch.float32):
         file = path / f"{number}"
         file.write_bytes(b"x" * number + turned.reshape(-1).view(torch.uint8).numpy().tobytes())
         stride = tuple(reversed(turned.stride()))
-        parts.append(Part(file, number, tuple(offsets), tuple(sizes), stride))
+        with open(file, "rb") as opened:
+            stamp = stamp_of(opened)
+        parts.append(Part(file, number, tuple(offsets), tuple(sizes), stride, stamp))
     return SavedTensor(value.dtype, tuple(value.shape), tuple(parts))
 
 

@@ -132,3 +132,27 @@ def test_a_storage_of_another_size_than_its_record_is_refused(folder):
             new.writestr(name, old.read(name)[: 12 if name.endswith("data/0") else None])
     with pytest.raises(ValueError, match=r"4 elements of torch\.float32, and its record 12 bytes"):
         verify_checkpoint(folder / "x.pt")
+
+
+@pytest.mark.parametrize("kind", ["full", "safetensors"])
+def test_a_source_that_is_replaced_meanwhile_is_an_error_and_leaves_no_target(kind, tmp_path):
+    """As where a job saves its next checkpoint while the last one is converted."""
+    name = "last.pt" if kind == "full" else "last.safetensors"
+    for folder, value in (("old", 1.0), ("new", 2.0)):
+        params = [nn.Parameter(torch.zeros(1 << 16)) for _ in range(4)]
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        for p in params:
+            p.grad = torch.full_like(p, value)
+        optimizer.step()
+        (tmp_path / folder).mkdir()
+        torch.save(optimizer.state_dict(), tmp_path / folder / "last.pt")
+        if kind == "safetensors":
+            convert_checkpoint(tmp_path / folder / "last.pt", tmp_path / folder / name)
+
+    def saves_the_next(nbytes):
+        if (tmp_path / "new" / name).exists():
+            (tmp_path / "new" / name).rename(tmp_path / "old" / name)
+
+    with pytest.raises(ValueError, match="was replaced or changed after it was read first"):
+        convert_checkpoint(tmp_path / "old" / name, tmp_path / "out.pt", advance=saves_the_next)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from io import SEEK_CUR, SEEK_END, BufferedIOBase, FileIO, RawIOBase
-from types import NoneType
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -249,8 +248,7 @@ class FileTensor(Tensor):
         # `torch.cat` also takes empty tensors of any shape
         if func is _CAT and len(args) == 1 and len({t.shape[1:] for t in first}) == 1:
             return _read_one_by_one(first)
-        inferring = torch.is_inference_mode_enabled() and not func.is_view
-        with torch.inference_mode(inferring):
+        with torch.inference_mode(torch.is_inference_mode_enabled() and not func.is_view):
             inputs, given = tree_map(lambda v: v.read() if isinstance(v, cls) else v, (args, given))
             return func(*inputs, **given)
 
@@ -314,18 +312,7 @@ def _read_one_by_one(parts: Sequence[Tensor]) -> Tensor:
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #f11e7012
 # what holds no tensor
-_NO_TENSORS = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    NoneType,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
+_NO_TENSORS = int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | None
 
 
 class UnreadMemory:
@@ -352,8 +339,7 @@ class UnreadMemory:
         if type(value) is dict:
             return {key: self.tensors_in(member) for key, member in value.items()}
         if type(value) in (list, tuple):
-            members = [self.tensors_in(member) for member in cast("Sequence[object]", value)]
-            return members if isinstance(value, list) else tuple(members)
+            return type(value)(map(self.tensors_in, cast("Sequence[object]", value)))  # type: ignore[call-arg]
         if isinstance(value, Tensor):
             if id(value) not in self._found:
                 self._found[id(value)] = value, self._tensor(value)

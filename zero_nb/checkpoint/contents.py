@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checksums import PartOfFile
 from zero_nb.checkpoint.folder import (
     MANIFEST,
     TABLE,
@@ -212,7 +211,7 @@ def _read_boxes(
                     f"{folder} is damaged: {name} has {nbytes} bytes, and {index.fqn} would lie from"
                     f" {info.offset} to {end}; use the checkpoint before it"
                 )
-            found = load_saved(PartOfFile(file, info.offset, info.length), path, info.offset)
+            found = load_saved(file, path, (info.offset, info.length))
             if not hasattr(table.state_dict_metadata[index.fqn], "size"):
                 yield index.fqn, found
                 continue

@@ -250,7 +250,7 @@ def _why_no_archive(file: Any, error: Exception) -> str:  # words that follow th
             " torch.load, and save it with torch.save and no _use_new_zipfile_serialization"
         )
     file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
-    if b"PK\x03\x04".startswith(head[:4]) and _END not in file.read():
+    if b"PK\x03\x04".startswith(head[:4]) and _END not in file.read()[:-18]:
         return f"was cut off at {file.tell()} bytes, or damaged; use the checkpoint before it"
     return f"is no file of torch.save, or not as it was written ({error}); use the checkpoint before it"
 

@@ -11,7 +11,6 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ from zero_nb.checkpoint.contents import (
     find_weights,
 )
 from .folder import MANIFEST, TABLE
-from .saved_tensors import Part, SavedTensor, check_length, load_saved, reading
+from .saved_tensors import Part, SavedTensor, check_length
+from .saved_tensors import load_saved, reading, stamp_of
 from ..optim.state_entry import MASTER
 from ..optim.tensor_shard import boxes
 
@@ -117,14 +117,15 @@ def read_header(path: Path) -> tuple[dict[str, SavedTensor], dict[str, str]]:  #
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
+            stamp = stamp_of(file)
     found = dict[str, SavedTensor]()
     for name, entry in header.items():
         if name != "__metadata__":
             dtype = _dtype_of(entry["dtype"], path)
             shape = tuple(entry["shape"])
-            steps = [1, *accumulate(reversed(shape), lambda a, b: a * b)][: len(shape)]
+            stride = torch.empty(shape, device="meta").stride()
             offset = 8 + size + entry["data_offsets"][0]
-            part = Part(path, offset, (0,) * len(shape), shape, tuple(reversed(steps)))
+            part = Part(path, offset, (0,) * len(shape), shape, stride, stamp)
             found[name] = SavedTensor(dtype, shape, (part,) if math.prod(shape) else ())
     return found, metadata
 
@@ -219,17 +220,16 @@ def _cut_vector(pieces: Sequence[SavedTensor], start: int, shape: tuple[int, ...
     """Find a parameter in a vector that is in pieces."""
     stop = start + math.prod(shape)
     found = list[Part]()
-    steps = [1, *accumulate(reversed(shape), lambda a, b: a * b)][: len(shape)]
+    stride = torch.empty(shape, device="meta").stride()
     before = 0
     for piece in pieces:
         end = before + piece.numel
         for box in (
             boxes(max(start, before) - start, min(stop, end) - start, shape) if end > before else ()
         ):
-            first = box.first + start - before
             [whole] = piece.parts
-            offset = whole.offset + first * piece.dtype.itemsize
-            found.append(Part(whole.path, offset, box.offsets, box.sizes, tuple(reversed(steps))))
+            offset = whole.offset + (box.first + start - before) * piece.dtype.itemsize
+            found.append(Part(whole.path, offset, box.offsets, box.sizes, stride, whole.stamp))
         before = end
     if before < stop:
         raise ValueError(

@@ -13,21 +13,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .checksums import forget_sparse, read_stored
+from .checksums import PartOfFile, cut_off, forget_sparse, read_stored
 from .files import Record, records_in, unpickle_records
 from ..comm.objects import explain_unread
 from ..optim.tensor_shard import boxes
 
 # %% auto #0
-__all__ = ['SLAB', 'Part', 'SavedTensor', 'reading', 'replace_tensors', 'load_saved', 'check_length']
+__all__ = ['SLAB', 'Stamp', 'stamp_of', 'Part', 'SavedTensor', 'reading', 'replace_tensors', 'load_saved', 'check_length']
 
 # %% ../../nbs/checkpoint/07_saved_tensors.ipynb #f04a0007
 SLAB = 1 << 26  # bytes
+
+
+Stamp: TypeAlias = tuple[int, int, int, int]
+
+
+def stamp_of(file: Any) -> Stamp:
+    """Tell an open file from another one of its name, and from itself once somebody has written to it."""
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Part(NamedTuple):
@@ -38,6 +47,7 @@ class Part(NamedTuple):
     offsets: tuple[int, ...]  # of the box in the tensor
     sizes: tuple[int, ...]
     stride: tuple[int, ...]  # of its elements in the file
+    stamp: Stamp  # of the file that was described
 
     def narrow(self, dim: int, first: int, stop: int, itemsize: int) -> Part | None:
         """Give what of it lies between two indices of a dimension."""
@@ -48,13 +58,23 @@ class Part(NamedTuple):
         skipped = (begin - self.offsets[dim]) * self.stride[dim] * itemsize
         offsets = (*self.offsets[:dim], begin, *self.offsets[dim + 1 :])
         sizes = (*self.sizes[:dim], size, *self.sizes[dim + 1 :])
-        return Part(self.path, self.offset + skipped, offsets, sizes, self.stride)
+        return self._replace(offset=self.offset + skipped, offsets=offsets, sizes=sizes)
 
     def read(self, place: Tensor) -> None:
-        """Read its elements to their place; `OSError` as the disk does, or if the file ends before them."""
+        """Read its elements to their place; `OSError` as the disk does, or if the file ends before them.
+
+        Raises `ValueError` if another file has taken its place, or somebody has written to it."""
         last = sum((size - 1) * step for size, step in zip(self.sizes, self.stride, strict=True))
         flat = torch.empty(last + 1, dtype=place.dtype, device="meta")
         with open(self.path, "rb", buffering=0) as file:
+            found = stamp_of(file)
+            if found[:2] == self.stamp[:2] and found[2] < self.stamp[2]:
+                raise cut_off(file)
+            if found != self.stamp:
+                raise ValueError(
+                    f"{self.path} was replaced or changed after it was read first; begin anew, with"
+                    " a checkpoint that nobody writes"
+                )
             read_stored(flat.as_strided(self.sizes, self.stride), file, self.offset, place)
 
 
@@ -167,13 +187,13 @@ def _check_in_file(path: Path, name: str, value: Tensor) -> None:
         )
 
 
-def _describe(value: Tensor, path: Path, base: int) -> SavedTensor:
+def _describe(value: Tensor, path: Path, base: int, stamp: Stamp) -> SavedTensor:
     """Tell where the elements of a tensor are that has none."""
     if not value.numel():
         return SavedTensor(value.dtype, tuple(value.shape), ())
     storage: Any = value.untyped_storage()
     offset = base + storage._record.offset + value.storage_offset() * value.dtype.itemsize
-    part = Part(path, offset, (0,) * value.dim(), tuple(value.shape), value.stride())
+    part = Part(path, offset, (0,) * value.dim(), tuple(value.shape), value.stride(), stamp)
     return SavedTensor(value.dtype, tuple(value.shape), (part,))
 
 
@@ -210,10 +230,13 @@ def _load_without_elements(file: Any, records: Mapping[str, Record]) -> Any:
 def load_saved(
     file: Any,  # open for reading, at its beginning
     path: Path,  # of the file
-    base: int = 0,  # where in it the archive begins
+    part: tuple[int, int] | None = None,  # first byte and size of the archive; None: the whole file
     classes: Sequence[tuple[Any, str]] = (),  # stand-ins, and the full names of what they stand for
 ) -> Any:  # what was saved, with `SavedTensor`s
     """Read what a file of `torch.save` holds, but no elements. Raises `ValueError` if it cannot be read."""
+    stamp = stamp_of(file)
+    base = part[0] if part else 0
+    file = PartOfFile(file, *part) if part else file
     records = records_in(file, path)
     if "byteorder" in records:
         file.seek(records["byteorder"].offset)
@@ -234,7 +257,7 @@ def load_saved(
             replace_tensors(whole, check)
             raise
         replace_tensors(content, check)
-        return replace_tensors(content, lambda name, tensor: _describe(tensor, path, base))
+        return replace_tensors(content, lambda name, tensor: _describe(tensor, path, base, stamp))
 
 # %% ../../nbs/checkpoint/07_saved_tensors.ipynb #5afe0002
 def check_length(path: Path) -> Path:
