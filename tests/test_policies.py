@@ -14,7 +14,7 @@ from itertools import pairwise
 import pytest
 from common.counting import calls
 from common.param_lists import damaged, param_lists
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zero_nb.plan.balancing import (
@@ -137,6 +137,7 @@ def test_even_cuts_the_row_into_equal_runs(specs, world_size, align):
 
 @settings(max_examples=300, deadline=None)
 @given(param_lists(6), st.integers(1, 4), st.integers(0, 2**32))
+@example((ParamSpec("", (), "float32"),), 1, 2131)  # an empty span beside another one
 def test_a_plan_is_built_exactly_if_every_element_has_one_owner(specs, world_size, seed):
     specs, rng = tuple(p for p in specs if p.numel <= 200), random.Random(seed)
     spans = [
