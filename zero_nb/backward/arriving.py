@@ -116,10 +116,10 @@ class NanUntilArrived:
         """Take the memory of the parameters away. A graph that has saved one gives NaN."""
         nans: dict[Any, Sequence[Tensor]] = {}
         for i, (place, p) in enumerate(self.order):
-            kind = p.dtype, p.device
-            if kind not in nans:
+            if (kind := (p.dtype, p.device)) not in nans:
                 nan = complex(torch.nan, torch.nan) if p.dtype.is_complex else torch.nan
-                nans[kind] = p.data.new_full([len(self.order)], nan).unbind()
+                memory = torch.full([len(self.order)], nan, dtype=p.dtype, device=p.device)
+                nans[kind] = memory.unbind()
             stand_in = nans[kind][i].expand(p.shape)  # one number for all elements
             self.away.append((place, p, p.data, stand_in.data_ptr()))
             p.data = stand_in
