@@ -27,8 +27,8 @@ except ImportError:
     from zlib import crc32 as crc32
 
 # %% auto #0
-__all__ = ['Readable', 'crc_of', 'PartOfFile', 'cut_off', 'read_run', 'read_stored', 'HeldFile', 'FileTensor', 'UnreadMemory',
-           'read_all', 'forget_sparse', 'joined_crc']
+__all__ = ['Readable', 'crc_of', 'PartOfFile', 'cut_off', 'read_run', 'read_stored', 'is_special', 'HeldFile', 'FileTensor',
+           'UnreadMemory', 'read_all', 'forget_sparse', 'joined_crc']
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #c5c00009
 _CRC_BYTES = 2**20  # bytes, which stay in a core's cache between reading and counting
@@ -181,8 +181,21 @@ def read_stored(
         place.copy_(room.as_strided(piece.shape, piece.stride()))
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #f11e7002
+def is_special(path: str | os.PathLike[str]) -> bool:  # a pipe, a socket or a device
+    """Tell whether something has the name that is no file and no folder."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
 class HeldFile(FileIO):
     """An open file, which is closed when nothing refers to it any more."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        """Open it; `OSError`, or `ValueError` for a device or a pipe, which may never end."""
+        if is_special(path):
+            raise ValueError(
+                f"{path} must be a file, and it is a device or a pipe; copy it to a file"
+            )
+        super().__init__(path)
 
     def __del__(self) -> None:
         self.close()

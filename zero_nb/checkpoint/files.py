@@ -29,11 +29,11 @@ try:
 except ImportError:  # Windows
     fcntl: Any = None  # type: ignore[no-redef]
 
-from .checksums import crc_of
+from .checksums import HeldFile, Readable, crc_of, is_special
 
 # %% auto #0
-__all__ = ['is_special', 'check_replaceable', 'replacing', 'new_folder', 'Record', 'records_in', 'read_records',
-           'unpickle_records', 'tensors_in', 'storages_in', 'with_checksums', 'check_file']
+__all__ = ['check_replaceable', 'replacing', 'new_folder', 'Record', 'records_in', 'read_records', 'unpickle_records',
+           'tensors_in', 'storages_in', 'with_checksums', 'checked_records', 'check_file']
 
 # %% ../../nbs/checkpoint/01_files.ipynb #f11e0009
 def _flush_folder(folder: Path) -> None:
@@ -119,11 +119,6 @@ def _rename_over(beside: Path, path: Path) -> None:
             raise OSError(error.errno, words, str(path)) from error
         beside.unlink()
         raise
-
-
-def is_special(path: str | os.PathLike[str]) -> bool:  # a pipe, a socket or a device
-    """Tell whether something has the name that is no file and no folder."""
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
@@ -333,12 +328,9 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Give the tensors of a structure with their places in it, in the order in which they are pickled."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, dict):
-        for key, member in value.items():
+    elif isinstance(value, (dict, list, tuple)):
+        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
             yield from tensors_in(member, f"{name}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for i, member in enumerate(value):
-            yield from tensors_in(member, f"{name}[{i}]")
 
 
 def storages_in(value: Any) -> Iterator[tuple[str, Tensor]]:  # with the first tensor of each
@@ -385,6 +377,28 @@ def _name_of(path: str | os.PathLike[str], record: str) -> str:
         return f"record {record!r}"
 
 
+def checked_records(
+    file: Readable,  # of `torch.save`, open for reading
+    path: str | os.PathLike[str],  # for the error
+    part: tuple[int, int] = (0, 1),  # of the records, which one of how many parts is checked
+) -> dict[str, Record]:
+    """Compare the records of an open file with their checksums; see `check_file`."""
+    found = records_in(file, path)
+    if not any(record.crc for record in found.values()):
+        raise ValueError(
+            f"{path} has no checksums, as torch.save writes none after set_crc32_options(False), so"
+            " it cannot be checked; load it with torch.load, and save it with that option True"
+        )
+    for name in sorted(found, key=lambda name: -found[name].nbytes)[part[0] :: part[1]]:
+        record = found[name]
+        if (crc := crc_of(file, record.offset, record.nbytes)) != record.crc:
+            raise ValueError(
+                f"{path} is damaged: {_name_of(path, name)} has {record.nbytes} bytes of checksum"
+                f" {crc:08x} where the file says {record.crc:08x}; use the checkpoint before it"
+            )
+    return found
+
+
 def check_file(
     path: str | os.PathLike[str],
     part: tuple[int, int] = (0, 1),  # of the records, which one of how many parts is checked
@@ -392,19 +406,5 @@ def check_file(
     """Compare a file of `torch.save` with its checksums.
 
     Raises `ValueError` that names the tensor, what was expected and what was found."""
-    if is_special(path):  # may never end
-        raise ValueError(f"{path} must be a file, and it is a device or a pipe; copy it to a file")
-    with open(path, "rb") as file:  # once: another process may put a newer one there meanwhile
-        found = records_in(file, path)
-        if not any(record.crc for record in found.values()):
-            raise ValueError(
-                f"{path} has no checksums, as torch.save writes none after set_crc32_options(False), so"
-                " it cannot be checked; load it with torch.load, and save it with that option True"
-            )
-        for name in sorted(found, key=lambda name: -found[name].nbytes)[part[0] :: part[1]]:
-            record = found[name]
-            if (crc := crc_of(file, record.offset, record.nbytes)) != record.crc:
-                raise ValueError(
-                    f"{path} is damaged: {_name_of(path, name)} has {record.nbytes} bytes of checksum"
-                    f" {crc:08x} where the file says {record.crc:08x}; use the checkpoint before it"
-                )
+    with HeldFile(path) as held, io.BufferedReader(held) as file:
+        checked_records(file, path, part)

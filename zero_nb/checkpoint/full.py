@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from io import BufferedReader
@@ -18,20 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checksums import HeldFile, UnreadMemory, forget_sparse, read_all
-from .files import check_file, check_replaceable, records_in, replacing
+from .checksums import HeldFile, UnreadMemory, crc32, forget_sparse, read_all
+from .files import Record, check_replaceable, checked_records, replacing
 from .files import unpickle_records
 from .names import KEYS, by_index, by_name, check_saved, names_in_groups
 from .names import names_of_params
-from zero_nb.checkpoint.skeleton import (
-    FileTarget,
-    SkeletonFile,
-    TensorForm,
-    check_room,
-    naming_source,
-    naming_target,
-    unbacked,
-)
+from .skeleton import FileTarget, SkeletonFile, TensorForm, check_room
+from .skeleton import naming_source, naming_target, unbacked
 from ..comm.agreement import agreeing
 from ..comm.ending import end_if_interrupted
 from ..comm.groups import Group
@@ -156,11 +149,8 @@ def _write_full(
             opened.close()
 
 # %% ../../nbs/checkpoint/04_full.ipynb #f0110014
-def _load_unread(path: _Source) -> Any:
+def _load_unread(opened: Any, file: HeldFile, records: Mapping[str, Record]) -> Any:
     """Read a file as `torch.load` does, but tensors when they are used; it may be larger than the memory."""
-    file = HeldFile(path)
-    opened: Any = BufferedReader(file)
-    records = records_in(opened, path)
     memory = UnreadMemory(file)
     memory_of = lambda record: memory.at(record.offset, record.nbytes)
     order = records.get("byteorder")
@@ -173,32 +163,35 @@ def _load_unread(path: _Source) -> Any:
         forget_sparse()
         opened.seek(0)
         return torch.load(opened, map_location="cpu", weights_only=True)
-    finally:
-        opened.detach()
 
 
 def read_full(
     path: _Source,
     part: tuple[int, int] = (0, 1),  # of the file, which one of how many parts is checked
+    # is told the checksum of what the file should hold, in words
+    told: Callable[[str], object] = lambda words: None,
 ) -> dict[str, Any]:  # its tensors are read from the file when they are used
     """Check a file and read it, without running code from it.
 
     Raises `ValueError` if it is damaged, or no full state dict."""
-    before = None
-    while before is None or not os.path.samestat(before, os.stat(path)):
-        before = os.stat(path)  # another one may take its place after it was checked
-        check_file(path, part)
-        try:
-            full = _load_unread(path)
-        except OSError:
+    file = HeldFile(path)  # once: another process may put a newer one there meanwhile
+    opened = BufferedReader(file)
+    try:
+        records = checked_records(opened, path, part)
+        full = _load_unread(opened, file, records)
+    except Exception as error:  # bytes that make no sense raise anything
+        if isinstance(error, OSError) or str(path) in str(error):
             raise
-        except Exception as error:  # bytes that make no sense raise anything
-            raise ValueError(f"{path} cannot be read: {explain_unread(error)}") from error
+        raise ValueError(f"{path} cannot be read: {explain_unread(error)}") from error
+    finally:
+        opened.detach()
     if not isinstance(full, dict) or not {"state", "param_groups"} <= full.keys():
         raise ValueError(
             f"{path} holds no state dict of an optimizer, which has 'state' and 'param_groups'; got"
             f" {sorted(full)[:5] if isinstance(full, dict) else type(full).__name__}"
         )
+    contents = [(name, record.nbytes, record.crc) for name, record in records.items()]
+    told(f"a file with checksum {crc32(repr(contents).encode()):08x}")
     return full
 
 
@@ -210,11 +203,13 @@ def load_full_state_dict(
 
     Raises on all ranks, with the optimizer as it was: `ValueError` for a file that is damaged or no
     state dict, or if groups or shapes do not fit, `OSError` if it cannot be opened."""
-    group = optimizer.group
     found = list[dict[str, Any]]()
-    with agreeing(optimizer.groups, "load_full_state_dict", local=True), naming_source(source):
-        part = (group.group_rank, group.size)
-        full = dict(source) if isinstance(source, Mapping) else read_full(source, part)
+    said = list[str]()
+    agreed = agreeing(optimizer.groups, "load_full_state_dict", lambda: said, local=True)
+    with agreed, naming_source(source):
+        part = (optimizer.group.group_rank, optimizer.group.size)
+        told = said.append
+        full = dict(source) if isinstance(source, Mapping) else read_full(source, part, told)
         if optimizer._optimizer_load_state_dict_pre_hooks:
             full = read_all(full)
         names: list[Any] = [g.get("param_names") for g in optimizer.param_groups]

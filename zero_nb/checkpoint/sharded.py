@@ -20,19 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from .files import new_folder, with_checksums
-from zero_nb.checkpoint.folder import (
-    DCP,
-    MANIFEST,
-    Files,
-    check_available,
-    FolderReader,
-    PlainPlanner,
-    as_json,
-    check_folder,
-    describe_files,
-    listed_files,
-    write_manifest,
-)
+from .folder import DCP, MANIFEST, Files, FolderReader, PlainPlanner, as_json
+from .folder import check_available, check_folder, describe_files, listed_files
+from .folder import sealed, write_manifest
 from .names import SavedOptimizer, keys_below, model_to_save, parts_to_save
 from .names import room_for_model
 from .skeleton import naming_source, naming_target, tight
@@ -309,7 +299,7 @@ def _load_checked(
         optimizer.sharded_state.follow_layouts()  # before what is read is put where state lies
     found = list[tuple[dict[str, Any], SavedOptimizer]]()
     # all of it has been checked
-    with agreeing(group, f"making room for {folder}"), naming_source(folder):
+    with agreeing(group, "making room for the checkpoint"), naming_source(folder):
         found.append(_make_room(folder, said, model, optimizer))
     [(whole, saved)] = found
     shards: Sequence[Shard] = ()
@@ -319,7 +309,7 @@ def _load_checked(
     parts = {"model": in_part(whole, shards), **saved.values}
     _load_boxes(folder, parts, groups)
     _complete(optimizer, shards, groups)
-    with agreeing(group, f"loading {folder} into the model"):  # whose hooks are called
+    with agreeing(group, "loading the checkpoint into the model"):  # whose hooks are called
         _take_model(model, whole, parts.pop("model"), keys_below(said, "model"))
     saved.load(parts)
     return saved
@@ -341,9 +331,12 @@ def load_sharded(
     Groups may divide parameters otherwise; saved options win. Source: `torch.distributed.checkpoint.load`."""
     group = Group(process_group)
     said = dict[str, Any]()
-    with agreeing(group, "load_sharded", lambda: [f"folder={folder}"], local=True):
+    given = f"folder={folder}"
+    describe = lambda: [given, f"a manifest with checksum {sealed(said)['crc32']}"]
+    with agreeing(group, "load_sharded", describe, local=True):
         check_available()
         check_kinds(model, optimizer, folder)
+        folder = os.path.realpath(folder)  # a link, such as `latest`, may lead elsewhere meanwhile
         said |= check_folder(folder, (group.group_rank, group.size))
     groups = [group]
     if isinstance(optimizer, ZeroRedundancyOptimizer):
