@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import math
 import pickle
 
 import pytest
@@ -156,10 +157,10 @@ def test_H4_gradients_that_are_taken_away_or_put_there_are_an_error_of_step(mode
 def skipped(mode):
     """Leave out a step, as loops do that skip a batch; never call it, or once after several backwards."""
     said = []
-    for called in ((True, False, True, True), (False, False, False), (False, False, True)):
+    for called in ((False, False, False), (False, False, True), (True, False, True)):
         _, zero, model, handle = trained(mode)
         for calls in called:
-            backward_of(model)
+            said.append(caught_error(lambda: backward_of(model)))
             said.append(calls and caught_error(zero.step))
             zero.zero_grad()
         handle.leave()
@@ -167,23 +168,38 @@ def skipped(mode):
 
 
 @pytest.mark.parametrize("mode", MODES + HIDDEN)
-def test_H4_a_step_that_is_left_out_was_taken_and_the_next_one_says_so(mode):
+def test_H4_a_step_that_is_left_out_was_taken_and_the_next_call_says_so(mode):
     for found in run(2, skipped, mode):
-        assert [error and error[1].partition(" ")[0] for error in found] == [
-            None,
-            False,
-            "2",
-            None,
-            False,
-            False,
-            False,
-            False,
-            False,
-            "3",
+        words = [
+            error and error[1].partition(" since step() was last called")[0] for error in found
         ]
-        assert (
-            "calls of backward() have each taken a step since step() was last called" in found[2][1]
-        )
+        assert words[:6] == [None, False] * 3
+        assert words[6:12] == [None, False, None, False, None, "backward() has taken 3 steps"]
+        assert words[12:17] == [None, None, None, False, "backward() has taken a step"]
+
+
+def skipped_where_not_finite(mode, ranks):
+    """Run the loop that leaves out steps of a loss that is not finite; on some ranks only it is not."""
+    _, zero, model, _ = trained(mode)
+    found = []
+    for number in range(5):
+        bad = number == 2 and dist.get_rank() in ranks
+        loss = model(torch.full((), math.inf if bad else 1.0)).square()
+        found.append(caught_error(loss.backward))
+        if found[-1] is None and loss.isfinite():
+            zero.step()
+        zero.zero_grad()
+        if found[-1]:
+            break
+    return found
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+@pytest.mark.parametrize("mode", MODES + HIDDEN)
+def test_H4_a_loop_that_skips_what_is_not_finite_is_told_on_every_rank(mode, ranks):
+    for found in run(2, skipped_where_not_finite, mode, ranks):
+        assert found[:-1] == [None] * 3
+        assert "backward() has taken a step since step() was last called" in found[-1][1], found
 
 
 def clipped_in_halves(dtype):

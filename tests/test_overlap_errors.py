@@ -294,7 +294,7 @@ def misuse():
 def test_a_step_that_does_not_mean_what_it_says_is_an_error():
     words = [
         ("RuntimeError", "register the hook"),
-        ("RuntimeError", "2 calls of backward"),
+        ("RuntimeError", "backward() has taken 2 steps"),
         ("RuntimeError", "no_sync"),
         ("TypeError", "grad_scaler"),
         ("RuntimeError", "while the step is overlapped"),

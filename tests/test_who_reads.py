@@ -138,7 +138,7 @@ cell(
     DRIVEN,
     "faults_gradients::H4_what_reads_gradients_after_backward_is_told_what_to_write[{mode}]",
     "faults_gradients::H4_gradients_that_are_taken_away_or_put_there_are_an_error_of_step[{mode}]",
-    "faults_gradients::H4_a_step_that_is_left_out_was_taken_and_the_next_one_says_so[{mode}]",
+    "faults_gradients::H4_a_step_that_is_left_out_was_taken_and_the_next_call_says_so[{mode}]",
     "faults_late::a_second_step_after_one_backward_is_an_error[{mode}]",
     "faults_late::the_backward_of_a_second_loss_is_an_error_of_step[{mode}]",
     f"{LOOPS}[scheduled-3]",

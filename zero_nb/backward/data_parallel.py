@@ -118,8 +118,6 @@ class DataParallel(InBackward, _Joinable):
     def after_backward(self, backward: ParallelBackward, stepped: bool) -> None:
         """Go back to the user's code: parameters are there, or modules wait for them."""
         self.engine.wait_transformed()  # norm and scale are read where backward was called
-        if stepped and backward.contribution == "own":
-            self.engine.count_step()
         self.stepped = True
         if self.arriving is None:
             self.wait()
@@ -135,7 +133,7 @@ class DataParallel(InBackward, _Joinable):
         """Check the step that backward took; take one here if this rank's backward took none."""
         with self.arriving.lock if self.arriving else nullcontext():
             self.watch.tell_of_refusal(self.engine.check_call, kwargs)
-        self.engine.check_count()
+        self.engine.count.check_call()
         if not self.stepped:
             self.engine.markers.remove()
             if self.options.find_unused_parameters or self.reducer.has_unheard_gradients():
@@ -220,6 +218,8 @@ def data_parallel(
     `.grad` after `backward`, such as `clip_grad_norm_`, or parameters before `optimizer.step()`, comes
     too late, and raises (but not what is written to `p.data`): pass `max_grad_norm` to clip, and
     `scaler` if the loss is scaled. Gradients do not add up over steps if nothing clears them.
+    A step cannot be left out afterwards: where `step` was called before, the next backward raises.
+    A `scaler` leaves out steps that are not finite; to leave out others, step after backward.
 
     With `hidden=True` a parameter that is read between `backward` and the next forward through a list
     made earlier or `optimizer.param_groups`, as by an average of weights (EMA), is NaN; only what was

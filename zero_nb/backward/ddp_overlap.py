@@ -143,6 +143,8 @@ class DdpOverlap(InBackward):
                 "static_graph=True learns the graph in the first backward, which a rank without"
                 " data has not; give every rank a first batch"
             )
+        if self.engine.count.taken:
+            self.engine.count.check_backward()
         self.planner.start(backward)
         return backward
 
@@ -167,8 +169,6 @@ class DdpOverlap(InBackward):
         with fail_peers_on_error(self.groups), torch.no_grad(), on_stream(engine.stream):
             stepped = self.planner.finish(backward)
         engine.wait()
-        if backward.in_autograd and stepped:
-            engine.count_step()
         engine.note_step(backward.unused, stepped and backward.in_autograd)
         self.backward = None
         drop = partial(self._drop_gradients, backward, stepped)
@@ -222,7 +222,7 @@ class DdpOverlap(InBackward):
         self.watch.tell_of_refusal(self.engine.check_call, kwargs)
         if self.backward is not None and not self.backward.in_autograd:
             self._finish()  # in the place of an iteration, after what DDP sends last
-        stepped = self.engine.check_count()
+        stepped = self.engine.count.check_call()
         means = self.means if self.options.keeps_means else None
         check_leftovers(self.traits.params, stepped, means)
 
@@ -278,6 +278,8 @@ def overlap(
     changes `.grad` between `backward` and `step`, such as `clip_grad_norm_`, comes too late, and
     raises: pass `max_grad_norm` to clip, and `scaler` if the loss is scaled. Write parameters after
     `step`, which raises if they were written before it; what is written to `p.data` it does not see.
+    A step cannot be left out afterwards: where `step` was called before, the next backward raises.
+    A `scaler` leaves out steps that are not finite; to leave out others, step after backward.
     Gradients are freed, and do not add up over steps if nothing clears them. An all-reduce or a
     compressing `hook` becomes a reduce-scatter; the average of any other can still be read.
     A forward that raises on all ranks can be caught, and its batch skipped, as with DDP. One that

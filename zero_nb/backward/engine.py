@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .stepped_gradients import WRITTEN, SteppedGradients, SteppedVersions
+from .stepped_gradients import WRITTEN, StepCount, SteppedGradients, SteppedVersions
 from .watch import BackwardWatch
 from ..comm import collectives
 from ..comm.agreement import agreeing
@@ -155,11 +155,6 @@ _COUNTS = (
     " backward is over, as with interleaved=False, and this rank keeps its part of all gradients"
     " until then"
 )
-_MANY = (
-    "{} calls of backward() have each taken a step since step() was last called; to add gradients"
-    " up, run all but the last backward under no_sync(), and to skip steps, detach() and step after"
-    " backward"
-)
 _FROZEN = (
     "{} is frozen and still has a gradient, which torch.optim would step, and a step inside backward"
     " would not; freeze it after step() and set its .grad to None, or detach() and step after backward"
@@ -194,7 +189,7 @@ class StepEngine:
         self.grad_norm: Tensor | None = None  # before it was clipped, of the last step
         self.transformed: Any = None  # event on the stream, after the last averages were clipped
         self.options_used: list[dict[str, Any]] | None = None  # by a step that was not checked yet
-        self.steps_since_call = 0  # of `step`
+        self.count = StepCount()
         self.versions = SteppedVersions()  # of parameters of a step that was not checked yet
 
     @property
@@ -263,16 +258,14 @@ class StepEngine:
         """Note a step of backward, or that there must be none: options, and versions of parameters."""
         self.optimizer.note_step(self.leaves_no_parts)
         self.versions.record(self._used(unused) if stepped else ())
+        if stepped:
+            self.count.note()
         self.options_used = snapshot_options(self.optimizer.param_groups)
         self.optimizer.local.change.finish()
 
-    def count_step(self) -> None:
-        """Count a step of this rank's own backward."""
-        self.steps_since_call += 1
-
     def forget_steps(self) -> None:
         """Begin to count anew: `step` need not be called for those that were taken."""
-        self.steps_since_call = 0
+        self.count.forget()
         self.versions.record(())
 
     def check_call(self, kwargs: dict[str, Any]) -> None:
@@ -296,14 +289,6 @@ class StepEngine:
         except RuntimeError:
             self.forget_steps()  # the step that was refused is over
             raise
-
-    def check_count(self) -> bool:  # whether there was a step since the last call
-        """Refuse several calls of `backward` for one of `step`."""
-        taken = self.steps_since_call
-        self.steps_since_call = 0
-        if taken > 1:
-            raise RuntimeError(_MANY.format(taken))
-        return taken > 0
 
 # %% ../../nbs/backward/03_engine.ipynb #044ae3a1
 Contribution = Literal[

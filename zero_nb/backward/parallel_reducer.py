@@ -122,6 +122,8 @@ class ParallelReducer:
             leftovers = self.may_have_leftovers or self.planner.options.find_unused_parameters
             backward = self._make_backward(not leftovers, contribution)
             self.backward = backward
+        if self.engine.count.taken and contribution == "own":
+            self.engine.count.check_backward()
         self.planner.start(backward)
         return backward
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = ['GRADIENTS_CHANGED', 'STEPPED_AGAIN', 'WRITTEN', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'KeptMeans',
-           'SteppedVersions']
+           'SteppedVersions', 'StepCount']
 
 # %% ../../nbs/backward/02_stepped_gradients.ipynb #0f2c1768
 _GONE = (
@@ -335,3 +335,41 @@ class SteppedVersions:
         pairs = [(p, p._version - self.arrived.get(id(p), 0)) for p in params]
         # lower: the parameter was swapped for another one, whose versions say nothing
         return [p for p, version in pairs if version > noted.get(id(p), version)]
+
+# %% ../../nbs/backward/02_stepped_gradients.ipynb #5c0f1e02
+_MANY = (
+    "backward() has taken {} since step() was last called{}; to add gradients up, run all but the"
+    " last backward under no_sync(), to leave out steps that are not finite, pass scaler=, and to"
+    " leave out others, detach() and step after backward"
+)
+
+
+class StepCount:
+    """How many steps backward has taken for each call of `step`."""
+
+    def __init__(self) -> None:
+        self.taken = 0  # since the last call
+        self.was_called = False  # for a step of backward
+
+    def note(self) -> None:
+        """Note a step that this rank's own backward has taken."""
+        self.taken += 1
+
+    def forget(self) -> None:
+        """Begin to count anew: `step` need not be called for those that were taken."""
+        self.taken = 0
+
+    def check_call(self) -> bool:  # whether there was a step since the last call
+        """Refuse one call of `step` for several steps; `RuntimeError`."""
+        taken = self.taken
+        self.taken = 0
+        self.was_called |= taken > 0
+        if taken > 1:
+            raise RuntimeError(_MANY.format(f"{taken} steps", ""))
+        return taken > 0
+
+    def check_backward(self) -> None:
+        """Refuse a backward where a call of `step` was left out before; `RuntimeError`."""
+        if self.taken and self.was_called:
+            self.taken = 0  # it is said once
+            raise RuntimeError(_MANY.format("a step", ", and would take another now"))
