@@ -79,23 +79,43 @@ def test_translation_without_a_job():
         get_process_group_ranks(object())
 
 
-def test_nested_groups():
-    def nested():
-        outer = split(Group(), [[3, 1, 2]])
-        if outer is None:
-            return None
-        inner = split(outer, [[2], [1, 0]])
-        x = torch.tensor([float(inner.global_rank)])
-        inner.all_reduce(x)
-        return outer.ranks, inner.ranks, inner.group_rank, x.item()
+KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
+
+def nested():
+    outer = split(Group(), [[3, 1, 2]])
+    if outer is None:
+        return None
+    inner = split(outer, [[2], [1, 0]])
+    x = torch.tensor([float(inner.global_rank)])
+    inner.all_reduce(x)
+    return outer.ranks, inner.ranks, inner.group_rank, x.item()
+
+
+@pytest.mark.skipif(not KEEPS_ORDER, reason="this torch sorts the ranks of a group")
+def test_nested_groups():
     first, *others = run(4, nested)
     assert first is None
-    ordered = "sort_ranks" in inspect.signature(dist.new_group).parameters  # older torch sorts
-    assert {outer for outer, *_ in others} == {(3, 1, 2) if ordered else (1, 2, 3)}
-    assert others[0][1:] == (((1, 3), 0, 4.0) if ordered else ((1, 2), 0, 3.0)) and all(
-        o[3] == sum(o[1]) for o in others
-    )
+    assert {outer for outer, *_ in others} == {(3, 1, 2)}
+    assert others[0][1:] == ((1, 3), 0, 4.0)
+    assert all(total == sum(inner) for _, inner, _, total in others)
+
+
+def nested_where_torch_sorts():
+    """Split where `new_group` is as in torch 2.9."""
+
+    def new_group(ranks, timeout, backend, *, use_local_synchronization):
+        return made(ranks, timeout, backend, use_local_synchronization=use_local_synchronization)
+
+    made = dist.new_group
+    dist.new_group = new_group
+    return caught_error(nested), split(Group(), [[1, 3], [0, 2]]).ranks
+
+
+def test_an_order_that_torch_does_not_keep_is_refused():
+    for rank, ((kind, said), ranks) in enumerate(run(4, nested_where_torch_sorts)):
+        assert kind == "ValueError" and "sorts the ranks" in said and "[3, 1, 2]" in said
+        assert ranks == ((0, 2), (1, 3))[rank % 2]
 
 
 def test_a_clone_is_apart():

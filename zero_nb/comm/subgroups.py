@@ -67,12 +67,16 @@ def _counted(number: int) -> Iterator[None]:
             del world.pg_names[one]
 
 # %% ../../nbs/comm/28_subgroups.ipynb #caf1c886
+def _keeps_order() -> bool:  # of a new group's ranks; older torch sorts them
+    return "sort_ranks" in signature(torch.distributed.new_group).parameters
+
+
 def _new_group(group: Ranks, members: Sequence[int], timeout: timedelta | None, number: int) -> Any:
     """Make torch's process group of some global ranks, with the options of `group`."""
     dist = torch.distributed
     options: dict[str, Any] = {"use_local_synchronization": True}
-    if "sort_ranks" in signature(dist.new_group).parameters:
-        options["sort_ranks"] = False  # older torch always sorts
+    if _keeps_order():
+        options["sort_ranks"] = False
     with _counted(number):
         return dist.new_group(
             list(members),
@@ -97,6 +101,17 @@ def _refuse_eager(group: Group, members: int) -> None:
         f" at once, all {world.size()} ranks together, and these have {members}; put every rank in"
         " a group, or make the default group without device_id"
     )
+
+
+def _refuse_turned(group: Group, parts: Sequence[Sequence[int]]) -> None:
+    """Refuse an order of ranks that torch would not keep."""
+    wanted = [[group.ranks[r] for r in part] for part in parts]
+    turned = [ranks for ranks in wanted if ranks != sorted(ranks)]
+    if turned and not _keeps_order():
+        raise ValueError(
+            f"torch {torch.__version__} sorts the ranks of a new group, and {turned[0]} are in another"
+            " order; give each part in the order of its ranks in the job, or use torch 2.13"
+        )
 
 
 def split(
@@ -126,6 +141,7 @@ def split(
             )
         if group.process_group is not None:
             _refuse_eager(group, len(listed))
+            _refuse_turned(group, parts)
     mine = next((part for part in parts if group.group_rank in part), None)
     if group.process_group is None:
         return None if mine is None else Group()
