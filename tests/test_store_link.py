@@ -61,7 +61,8 @@ def test_a_rank_that_has_heard_of_a_failure_is_freed_whatever_the_store_does(
     arguments = (str(Path(__file__).parent), store, "", end)
     _, *others = starter.run(BEGIN + HEARD, tmp_path, 3, arguments, 60.0)
     for ended in others:
-        assert ended.stdout == "[True, False] aborted True\n", ended
+        said = ended.stdout.splitlines()[-1:]  # gloo of torch 2.9 writes to it, too
+        assert said == ["[True, False] aborted True"], ended
 
 
 HOST = """
