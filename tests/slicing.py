@@ -5,6 +5,7 @@ import builtins
 import re
 import symtable
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 
 import zero_nb
 
@@ -19,16 +20,35 @@ def statements(source: str) -> list[ast.stmt]:
         return []
 
 
+class Generators(ast.NodeTransformer):
+    """Puts a generator in the place of each comprehension: from Python 3.12 on, only that has a table of
+    its own, and the names that a comprehension binds look as if the statement read them."""
+
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp) -> ast.AST:
+        self.generic_visit(node)
+        return ast.GeneratorExp(node.elt, node.generators)
+
+    visit_SetComp = visit_ListComp
+
+    def visit_DictComp(self, node: ast.DictComp) -> ast.AST:
+        self.generic_visit(node)
+        return ast.GeneratorExp(ast.Tuple([node.key, node.value], ast.Load()), node.generators)
+
+
+def table_of(node: ast.stmt) -> symtable.SymbolTable:
+    return symtable.symtable(ast.unparse(Generators().visit(deepcopy(node))), "cell", "exec")
+
+
 def bound(node: ast.stmt) -> set[str]:
     """Give the names that a statement gives a value."""
-    top = symtable.symtable(ast.unparse(node), "cell", "exec")
+    top = table_of(node)
     return {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
 
 
 def read(node: ast.stmt) -> set[str]:
     """Give the names outside a statement that it uses, or that its functions use when called."""
     found = set()
-    tables = [symtable.symtable(ast.unparse(node), "cell", "exec")]
+    tables = [table_of(node)]
     while tables:
         table = tables.pop()
         top = table.get_type() == "module"
