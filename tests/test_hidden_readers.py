@@ -2,9 +2,11 @@
 
 import re
 import threading
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from common import caught
 from torch import nn
 from torch.nn.utils import vector_to_parameters
@@ -13,6 +15,7 @@ from torch.optim import SGD
 from zero_nb.backward.arriving import NanUntilArrived
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.comm.launch import run
+from zero_nb.optim.iteration import Iteration
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 STEPS = 40
@@ -61,6 +64,34 @@ def test_a_thread_may_read_the_model_while_backward_returns(reads):
     assert run(2, beside, reads) == [(True, [])] * 2
 
 
+def early_return(kind, method):
+    """Wait in another thread while the end of the only gather is in a method; tell whether that wait returned first."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1e-3)
+    handle = data_parallel(model, zero, hidden=True)
+    original = getattr(kind, method)
+    early = []
+
+    def while_another_waits(*args):
+        other = threading.Thread(target=handle.wait)
+        other.start()
+        other.join(0.5)  # it cannot return; if it could, it would do so at once
+        early.append(not other.is_alive())
+        return original(*args)
+
+    with mock.patch.object(kind, method, while_another_waits):
+        model(torch.ones(2, 8)).square().mean().backward()
+        handle.wait()
+    return early
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [(NanUntilArrived, "end"), (Iteration, "record_versions")]
+)
+def test_no_thread_returns_before_parameters_and_their_versions_are_there(kind, method):
+    assert run(2, early_return, kind, method) == [[False]] * 2
+
+
 def assigned(how):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1e-3)
@@ -89,6 +120,29 @@ def test_who_assigns_memory_before_parameters_are_there_is_told(how):
     for said, nan in run(2, assigned, how):
         assert re.match(r"RuntimeError.* of shape \(.*call handle.wait\(\) before", said), said
         assert not any(nan)
+
+
+def assigned_on_rank_0():
+    """Assign to one parameter of many on rank 0; give what each rank is told, and what rank 0 can read then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1e-3)
+    handle = data_parallel(model, zero, hidden=True, bucket_cap_mb=0.002)
+    params = [*model.parameters()]
+    model(torch.ones(2, 16)).square().mean().backward()
+    if dist.get_rank():
+        return [caught(handle.detach)]
+    params[8].data = torch.zeros(16, 16)
+    told = [caught(handle.wait), caught(handle.wait), caught(model.state_dict)]
+    return [*told, caught(handle.detach), [p.isnan().any().item() for p in params]]
+
+
+def test_who_assigns_on_one_rank_is_told_once_and_keeps_the_other_parameters():
+    (said, *later, end, nan), (peer,) = run(2, assigned_on_rank_0, timeout=60)
+    assert re.match(r"RuntimeError.* of shape \(16, 16\) was given other memory", said), said
+    assert not any(later) and not any(nan)
+    for error in (peer, end):
+        assert "rank 0 failed with RuntimeError: " in error and "other memory" in error, error
 
 
 def test_complex_stand_ins_are_NaN_in_both_parts_and_all_have_memory_of_their_own():

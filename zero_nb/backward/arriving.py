@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -94,12 +94,6 @@ class GatedParameters(dict[str, Any]):
         return dict, (self.copy(),)
 
 # %% ../../nbs/backward/12_arriving.ipynb #6814c3b0
-_ASSIGNED = (
-    "a parameter of shape {} was given other memory, as p.data = ... does, while it was on its way"
-    " after the last step: the values that arrived are lost; call handle.wait() before you assign"
-)
-
-
 class NanUntilArrived:
     """Parameters that are NaN for all who read one before it is there and do not wait."""
 
@@ -112,10 +106,12 @@ class NanUntilArrived:
         self.away = deque[tuple[int, Tensor, Tensor, int]]()  # and memory, and address meanwhile
         self.stand_ins: set[int] = set()  # those addresses
 
-    def begin(self) -> None:
-        """Take the memory of the parameters away. A graph that has saved one gives NaN."""
+    def begin(self, count: int = 0) -> None:
+        """Take the memory of the parameters away that do not come with the first `count` gathers.
+        A graph that has saved one gives NaN."""
         nans: dict[Any, Sequence[Tensor]] = {}
-        for i, (place, p) in enumerate(self.order):
+        first = bisect_left(self.order, count, key=itemgetter(0))
+        for i, (place, p) in enumerate(self.order[first:]):
             if (kind := (p.dtype, p.device)) not in nans:
                 nan = complex(torch.nan, torch.nan) if p.dtype.is_complex else torch.nan
                 memory = torch.full([len(self.order)], nan, dtype=p.dtype, device=p.device)
@@ -125,19 +121,17 @@ class NanUntilArrived:
             p.data = stand_in
         self.stand_ins = {address for *_, address in self.away}
 
-    def end(self, place: int) -> None:
-        """Give back the memory of what came with the gathers up to a place.
-
-        Raises `RuntimeError` if one was given other memory, which it keeps."""
-        assigned = None
+    def end(self, place: int) -> list[Tensor]:  # which were given other memory, and keep it
+        """Give back the memory of what came with the gathers up to a place."""
+        assigned = []
         while self.away and self.away[0][0] <= place:
             _, p, data, address = self.away.popleft()
             now = p.data_ptr()
-            assigned = assigned if now == address else p
+            if now != address:
+                assigned.append(p)
             if now in self.stand_ins:  # perhaps another one's
                 p.data = data
-        if assigned is not None:
-            raise RuntimeError(_ASSIGNED.format(tuple(assigned.shape)))
+        return assigned
 
 # %% ../../nbs/backward/12_arriving.ipynb #64c556f5
 class ParameterGate:
@@ -147,9 +141,7 @@ class ParameterGate:
         self.module = module
         self.wait = wait
         self.arranged_for: tuple[GradientMap, list[int]] | None = None
-        self.places: Mapping[
-            int, int
-        ] = {}  # by id of a parameter: the gather that brings its last piece
+        self.places: Mapping[int, int] = {}  # by id: the gather that brings the last piece
         self.last: list[tuple[int, nn.Module]] = []  # when each module has its parameters, in order
         self.param_ids: list[list[int]] = []  # of those modules
         self.closed = deque(self.last)
@@ -285,6 +277,12 @@ class Search:
         return ""
 
 # %% ../../nbs/backward/12_arriving.ipynb #7ec9a385
+_ASSIGNED = (
+    "a parameter of shape {} was given other memory, as p.data = ... does, while it was on its way"
+    " after the last step: the values that arrived are lost; call handle.wait() before you assign"
+)
+
+
 class ArrivingParameters:
     """Parameters on their way after a step; those of one gather come after those of the gather before."""
 
@@ -294,9 +292,7 @@ class ArrivingParameters:
         stream: SideStream | None,  # on which they end
         record_versions: Callable[[], None],  # called once all have arrived
         members: Sequence[Sequence[Tensor]],  # the parameters that each of them brings
-        versions: dict[
-            int, int
-        ],  # by id: by how many arrivals have raised versions, to be counted on
+        versions: dict[int, int],  # by id: by how many arrivals raise versions, counted on
     ):
         self.works = works
         self.stream = stream
@@ -304,7 +300,8 @@ class ArrivingParameters:
         self.members = members
         self.versions = versions
         self.gate: ParameterGate | None = None  # that modules wait at
-        self.count = 0  # gathers that have ended
+        self.count = 0  # gathers that have ended, and whose parameters are there
+        self.assigned: list[Tensor] = []  # to which others have given memory meanwhile
         self.events: list[Any] = []  # on the side stream, after each of those
         self.passed: dict[Any, int] = {}  # by stream: places whose event it has waited for
         self.error: BaseException | None = None
@@ -320,9 +317,7 @@ class ArrivingParameters:
         """Let modules wait for what has not arrived."""
         self.gate = gate
         gate.close()
-        gate.absent.begin()
-        if self.count:  # somebody has waited for some by now
-            gate.absent.end(self.count - 1)
+        gate.absent.begin(self.count)  # another thread may have waited for some
 
     def wait(self, place: int) -> None:
         """Return when the gathers up to a place, counted from 0, have ended."""
@@ -340,6 +335,14 @@ class ArrivingParameters:
                 self.stream.wait(self.events[place])
                 self.passed[current] = place
 
+    def check(self) -> None:
+        """Refuse, once, what others have done to parameters on their way; `RuntimeError`."""
+        with self.lock:
+            assigned = self.assigned
+            self.assigned = []
+        if assigned:
+            raise RuntimeError(_ASSIGNED.format(tuple(assigned[0].shape)))
+
     def _end(self, place: int) -> None:
         if self.error is not None:
             raise RuntimeError(
@@ -356,13 +359,16 @@ class ArrivingParameters:
                     self.versions[id(p)] = self.versions.get(id(p), 0) + p._version - version
                 if self.stream:
                     self.events.append(self.stream.record())
-                self.count += 1
                 if self.gate:
-                    self.gate.absent.end(self.count - 1)
+                    self.assigned += self.gate.absent.end(self.count)
                     if self.stream is None:  # else readers on other streams wait for the event
-                        self.gate.open(self.count - 1)
-            if self.count == len(self.works):
-                self.record_versions()
+                        self.gate.open(self.count)
+                last = len(self.works) - 1
+                if self.count == last:
+                    self.record_versions()
+                self.count += 1  # last: other threads read it without the lock
+                if self.assigned:
+                    place = last  # all others arrive before `check` raises
         except BaseException as error:
             self.error = error
             raise

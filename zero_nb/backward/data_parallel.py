@@ -147,6 +147,8 @@ class DataParallel(InBackward, _Joinable):
         if self.arriving:
             last = len(self.arriving.works) - 1
             self.arriving.wait(last if param is None else self.gate.places.get(id(param), -1))
+            if self.arriving.assigned:
+                self.watch.tell_of_refusal(self.arriving.check)
         if param is None:
             self.engine.wait()  # a caller may read state
 
