@@ -443,6 +443,26 @@ def test_groups_and_options_are_those_of_the_step(mode):
             assert kind == "RuntimeError" and wanted in words
 
 
+def tied(mode):
+    """Name a parameter in options, and read the model between backward and step; how far it is from DDP's."""
+    plain, module = Blocks(), Blocks()
+    for call, optimizer, _ in (made("DDP", plain), made(mode, module)):
+        weight = optimizer.param_groups[0]["params"][0]
+        optimizer.param_groups[0]["tied"] = weight
+        optimizer.param_groups[0]["several"] = {"tied": [weight]}
+        for step in range(3):
+            plainly(call, step)
+            flatten(call)
+            optimizer.step()
+            optimizer.zero_grad()
+    return largest_gap(flatten(plain), flatten(module))
+
+
+@pytest.mark.parametrize("mode", ["step", *DRIVEN])
+def test_options_may_name_parameters(mode):
+    assert all(gap < 1e-12 for gap in run(2, tied, mode))
+
+
 def norms(mode):
     """Keep the norm of each step, and read all of them at the end; DDP's, and how far parameters are apart."""
     plain, module = Blocks(), Blocks()

@@ -45,6 +45,12 @@ def _copy_options(source: ParamGroups, target: ParamGroups) -> None:
             ours.setdefault("fused", None)
 
 
+def _note(tensor: Tensor, params: set[int], written: Counter[int] | None) -> tuple[int, int]:
+    """Write down which tensor it is, and its version, which of a parameter rises with each step."""
+    own = written[id(tensor)] if written else 0
+    return id(tensor), 0 if id(tensor) in params else tensor._version - own
+
+
 def snapshot_options(
     param_groups: ParamGroups,
     # by id of a tensor: how often a step itself has written it, which is left out; None: no step
@@ -53,18 +59,18 @@ def snapshot_options(
 ) -> ParamGroups:
     """Write down the options of param groups, without a look at what is on a device."""
     found = []
+    params = {id(p) for group in param_groups for p in group["params"]}
     for group in param_groups:
         options: dict[str, Any] = {}
         for key in group.keys() - {"params", "param_names"}:
             value = group[key]
             if isinstance(value, Tensor):
-                own = written[id(value)] if written else 0
-                options[key] = (id(value), value._version - own)
+                options[key] = _note(value, params, written)
             elif getattr(value, "ndim", 0) > 0:  # of NumPy
                 options[key] = id(value)
             elif isinstance(value, (list, tuple, dict)) and written is None:
                 inner, form = tree_flatten(value)
-                seen = [(id(v), v._version) if isinstance(v, Tensor) else v for v in inner]
+                seen = [_note(v, params, None) if isinstance(v, Tensor) else v for v in inner]
                 options[key] = (form, seen)
             else:
                 options[key] = value
