@@ -145,6 +145,105 @@ def test_who_assigns_on_one_rank_is_told_once_and_keeps_the_other_parameters():
         assert "rank 0 failed with RuntimeError: " in error and "other memory" in error, error
 
 
+WRITES = {
+    "clamp_ of one": lambda w, one: one.clamp_(0, 0.5),
+    "copy_ to one": lambda w, one: one.copy_(torch.tensor([0.25])),
+    "zero_": lambda w, one: w.zero_(),
+    "init": lambda w, one: nn.init.eye_(w),
+    "element": lambda w, one: w.__setitem__((0, 1), 0.5),
+    "mask": lambda w, one: w.__setitem__(torch.eye(8, dtype=torch.bool), 0.0),
+    "index_fill_": lambda w, one: w.index_fill_(0, torch.tensor([0]), 0.0),
+    "fill_diagonal_": lambda w, one: w.fill_diagonal_(0.0),
+    "foreach": lambda w, one: torch._foreach_zero_([w, one]),
+    "set_": lambda w, one: w.set_(torch.eye(8)),
+}
+
+
+def small(**setup):
+    """Make a model whose last bias has one element, its optimizer, and the handle; each parameter travels alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1e-3)
+    return model, zero, data_parallel(model, zero, hidden=True, bucket_cap_mb=1e-5, **setup)
+
+
+def written(**setup):
+    """Write through references between steps, each in its own way; give what is said, and what is NaN then."""
+    model, zero, handle = small(**setup)
+    w = model[1].weight
+    one = model[2].bias
+    found = {}
+    for name, write in WRITES.items():
+        model(torch.ones(2, 8)).square().mean().backward()
+        zero.step()
+        with torch.no_grad():
+            write(w, one)
+        said = caught(handle.wait) or ""
+        nan = any(p.isnan().any().item() for p in model.parameters())
+        found[name] = (said, caught(handle.wait), nan)
+    handle.detach()
+    return found
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("setup", [{}, {"interleaved": True}, {"cut_mb": 1e-4}], ids=str)
+def test_what_is_written_to_a_parameter_on_its_way_is_an_error(setup):
+    for found in run(2, written, **setup):
+        for name, (said, again, nan) in found.items():
+            how = "was given other memory" if name == "set_" else "was written in place"
+            assert how in said and "call handle.wait() before" in said, (name, said)
+            assert again is None and not nan, name
+
+
+def written_after_one_has_read():
+    """All write the same, after rank 0 has read it through its module."""
+    model, zero, handle = small()
+    w = model[1].weight
+    model(torch.ones(2, 8)).square().mean().backward()
+    zero.step()
+    if dist.get_rank() == 0:
+        model[1].weight.norm()
+    with torch.no_grad():
+        w.zero_()
+    return [caught(handle.wait), caught(handle.detach)]
+
+
+def test_a_write_that_only_one_rank_loses_is_an_error_on_all():
+    (mine, end), (theirs, _) = run(2, written_after_one_has_read, timeout=60)
+    assert mine is None and "rank 1 failed with RuntimeError: " in end, (mine, end)
+    assert "was written in place" in theirs and "was written in place" in end
+
+
+def rightly_written(interleaved):
+    """Write through modules, and after a wait; give the difference from a model that does not hide."""
+    found = []
+    for hidden in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+        zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1e-3)
+        options = {"bucket_cap_mb": 1e-5, "cut_mb": 1e-4, "interleaved": interleaved}
+        handle = data_parallel(model, zero, hidden=hidden, **options)
+        one = model[2].bias
+        for step in range(4):
+            model(torch.ones(2, 8)).square().mean().backward()
+            zero.step()
+            with torch.no_grad():
+                model[1].weight.mul_(0.9)
+                model[0].weight.fill_diagonal_(0.5)
+                if step == 2:
+                    handle.wait()
+                    one.clamp_(0, 0.1)
+        handle.detach()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return torch.equal(*found)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_what_is_written_through_a_module_or_after_a_wait_is_there(interleaved):
+    assert all(run(2, rightly_written, interleaved))
+
+
 def test_complex_stand_ins_are_NaN_in_both_parts_and_all_have_memory_of_their_own():
     params = [torch.ones(3, dtype=torch.complex64) for _ in range(3)] + [torch.ones(2)]
     absent = NanUntilArrived(params, {id(p): i for i, p in enumerate(params)})

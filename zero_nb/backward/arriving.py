@@ -226,15 +226,12 @@ class Search:
 
     def shares(self, tensor: Tensor) -> bool:
         """Tell whether a tensor has memory of a parameter."""
-        if tensor.layout is not torch.strided or tensor.is_meta:
+        if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
             return False
         start, stop = _extent(tensor)
-        if start >= stop:
-            return False
         at = bisect_right(self.starts, start)
-        if any(start < end for _, end in self.memory[max(at - 1, 0) : at]):
-            return True
-        return at < len(self.starts) and self.starts[at] < stop
+        near = self.memory[max(at - 1, 0) : at + 1]
+        return any(first < stop and start < end for first, end in near)
 
     def reaches(self, value: Any) -> bool:
         """Tell whether a value leads to memory of a parameter."""
@@ -277,10 +274,12 @@ class Search:
         return ""
 
 # %% ../../nbs/backward/12_arriving.ipynb #7ec9a385
-_ASSIGNED = (
-    "a parameter of shape {} was given other memory, as p.data = ... does, while it was on its way"
-    " after the last step: the values that arrived are lost; call handle.wait() before you assign"
+_CHANGED = (
+    "a parameter of shape {} was {} while it was on its way after the last step: {} lost; call"
+    " handle.wait() before you write it"
 )
+_WRITTEN = "written in place", "what was written is"
+_ASSIGNED = "given other memory, as p.data = ... does,", "the values that arrived are"
 
 
 class ArrivingParameters:
@@ -301,6 +300,8 @@ class ArrivingParameters:
         self.versions = versions
         self.gate: ParameterGate | None = None  # that modules wait at
         self.count = 0  # gathers that have ended, and whose parameters are there
+        self.versions_seen: dict[int, int] = {}  # by id, while the gate is closed
+        self.written: list[Tensor] = []  # in place, by others, meanwhile
         self.assigned: list[Tensor] = []  # to which others have given memory meanwhile
         self.events: list[Any] = []  # on the side stream, after each of those
         self.passed: dict[Any, int] = {}  # by stream: places whose event it has waited for
@@ -318,6 +319,7 @@ class ArrivingParameters:
         self.gate = gate
         gate.close()
         gate.absent.begin(self.count)  # another thread may have waited for some
+        self.versions_seen = {id(p): p._version for members in self.members for p in members}
 
     def wait(self, place: int) -> None:
         """Return when the gathers up to a place, counted from 0, have ended."""
@@ -338,10 +340,12 @@ class ArrivingParameters:
     def check(self) -> None:
         """Refuse, once, what others have done to parameters on their way; `RuntimeError`."""
         with self.lock:
-            assigned = self.assigned
+            how = _ASSIGNED if self.assigned else _WRITTEN
+            changed = self.assigned or self.written
             self.assigned = []
-        if assigned:
-            raise RuntimeError(_ASSIGNED.format(tuple(assigned[0].shape)))
+            self.written = []
+        if changed:
+            raise RuntimeError(_CHANGED.format(tuple(changed[0].shape), *how))
 
     def _end(self, place: int) -> None:
         if self.error is not None:
@@ -353,10 +357,13 @@ class ArrivingParameters:
             while self.count <= place:
                 members = self.members[self.count]
                 before = [p._version for p in members]
+                seen = self.versions_seen
+                self.written += [p for p in members if p._version != seen.get(id(p), p._version)]
                 with self.stream.running() if self.stream else nullcontext():
                     self.works[self.count].wait()
                 for p, version in zip(members, before, strict=True):
                     self.versions[id(p)] = self.versions.get(id(p), 0) + p._version - version
+                    seen[id(p)] = p._version
                 if self.stream:
                     self.events.append(self.stream.record())
                 if self.gate:
@@ -367,7 +374,7 @@ class ArrivingParameters:
                 if self.count == last:
                     self.record_versions()
                 self.count += 1  # last: other threads read it without the lock
-                if self.assigned:
+                if self.assigned or self.written:
                     place = last  # all others arrive before `check` raises
         except BaseException as error:
             self.error = error

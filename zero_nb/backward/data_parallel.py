@@ -147,7 +147,7 @@ class DataParallel(InBackward, _Joinable):
         if self.arriving:
             last = len(self.arriving.works) - 1
             self.arriving.wait(last if param is None else self.gate.places.get(id(param), -1))
-            if self.arriving.assigned:
+            if self.arriving.assigned or self.arriving.written:
                 self.watch.tell_of_refusal(self.arriving.check)
         if param is None:
             self.engine.wait()  # a caller may read state
@@ -226,7 +226,8 @@ def data_parallel(
     With `hidden=True` a parameter that is read between `backward` and the next forward through a list
     made earlier or `optimizer.param_groups`, as by an average of weights (EMA), is NaN; only what was
     made of it earlier, such as `p.detach()`, may be of the step before. Read `module.parameters()` or
-    `module.state_dict()` anew, which wait, or call `wait()` of what this returns first.
+    `module.state_dict()` anew, which wait, or call `wait()` of what this returns first. A
+    write to such a reference is lost and raises at the next wait, but for `p.data.zero_()` and the like.
 
     Raises `TypeError` or `ValueError` on every rank for what does not go together.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2 (ZeRO stage 2)."""
