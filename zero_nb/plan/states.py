@@ -86,6 +86,7 @@ def _rule_of_class(
 ) -> Callable[[ParamSpec], State]:
     """Step a matrix of 6 by 4, and see what is kept."""
     import torch
+    from torch.utils._pytree import tree_leaves
 
     p = torch.nn.Parameter(torch.ones(6, 4))
     p.grad = torch.ones_like(p)
@@ -97,7 +98,8 @@ def _rule_of_class(
             f"{optimizer_class.__name__} cannot step a matrix by itself ({e}); pass a `State` with"
             " what it keeps"
         ) from e
-    kept = [v.numel() for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
+    values = tree_leaves(dict(optimizer.state[p]))  # also in lists and dicts
+    kept = [v.numel() for v in values if isinstance(v, torch.Tensor)]
     factored = sorted(n for n in kept if n not in (1, 24)) == [4, 6]
     odd = [n for n in kept if n not in (1, 4, 6, 24)]
     if odd or (24 in kept and factored):

@@ -82,8 +82,7 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     local = [optimizer]
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         local = [*optimizer.local.by_class.values()]
-    values = [value for one in local for kept in one.state.values() for value in kept.values()]
-    return [value for value in values if isinstance(value, Tensor)]
+    return [*_tensors_below([one.state for one in local], set())]
 
 
 def _unseen_buckets(model: nn.Module) -> int:  # bytes

@@ -235,10 +235,10 @@ def _compare_parameter(
     step: int, name: str, ours: dict[str, Any], theirs: dict[str, Any]
 ) -> Difference | None:
     for key in [*theirs, *(key for key in ours if key not in theirs)]:
-        what = f"state {key} of {name}" if key else f"parameter {name}"
+        what = f"state {key}" if key else "parameter"  # of which a list or dict has members
         found = find_difference(step, what, ours.get(key), theirs.get(key), STEP)
         if found is not None:
-            return found
+            return dataclasses.replace(found, what=f"{found.what}{' of' if key else ''} {name}")
     return None
 
 

@@ -82,18 +82,44 @@ def unequal_bits(a: Tensor, b: Tensor) -> Tensor:  # 1-D, True where bits differ
     return (first != second).any(1)
 
 
+def _members(value: Any) -> dict[Any, Any] | None:  # by key or index; None: it is no container
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    return dict(value) if isinstance(value, Mapping) else None
+
+
+def _as_tensor(value: Any) -> Tensor | None:  # None: it is no number
+    try:
+        return torch.as_tensor(value, device=None if isinstance(value, Tensor) else "cpu")
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
 def find_difference(
-    step: int, what: str, sharded: Any, unsharded: Any, cause: str
+    step: int,
+    what: str,
+    sharded: Any,  # a tensor, a number, or a list, tuple or dict of such, member by member
+    unsharded: Any,
+    cause: str,
 ) -> Difference | None:  # None: they are the same
     """Compare two values of one name."""
     if sharded is None and unsharded is None:
         return None
-    if not (isinstance(sharded, Tensor) and isinstance(unsharded, Tensor)):
-        if sharded is None or unsharded is None:
-            texts = ["none" if v is None else "one" for v in (sharded, unsharded)]
-            return Difference(step, what, (), texts[0], texts[1], math.nan, 1, cause)
-        sharded = torch.as_tensor(sharded, device="cpu")
-        unsharded = torch.as_tensor(unsharded, device="cpu")
+    if sharded is None or unsharded is None:
+        texts = ["none" if v is None else "one" for v in (sharded, unsharded)]
+        return Difference(step, what, (), texts[0], texts[1], math.nan, 1, cause)
+    ours = _members(sharded)
+    theirs = _members(unsharded)
+    if ours is not None and theirs is not None:
+        pairs = [(key, ours.get(key), theirs.get(key)) for key in {**theirs, **ours}]
+        each = (find_difference(step, f"{what}[{key!r}]", a, b, cause) for key, a, b in pairs)
+        return next(filter(None, each), None)
+    values = (sharded, unsharded)
+    sharded, unsharded = map(_as_tensor, values)
+    if sharded is None or unsharded is None:
+        same = type(values[0]) is type(values[1]) and values[0] == values[1]
+        mine, other = (f"{value!r:.80}" for value in values)
+        return None if same else Difference(step, what, (), mine, other, math.nan, 1, cause)
     forms = [f"{t.dtype} {list(t.shape)}" for t in (sharded, unsharded)]
     if forms[0] != forms[1]:
         return Difference(step, what, (), forms[0], forms[1], math.nan, 1, cause)
