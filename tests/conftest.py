@@ -44,6 +44,7 @@ LONG = (
 EITHER = (
     "faults_between",
     "faults_cells",
+    "faults_edits",
     "faults_gradients",
     "faults_halves",
     "faults_join_gradients",

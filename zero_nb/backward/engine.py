@@ -9,6 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -174,7 +175,8 @@ class StepEngine:
         device = optimizer.join_device
         self.optimizer = optimizer
         self.params = optimizer.params()  # they stay the same while a driver is attached
-        self.ids = [*map(id, self.params)]
+        params = iter(self.params)
+        self.ids = [[*map(id, islice(params, size))] for size in optimizer.local.sizes]  # by group
         self.options = options
         self.stream = SideStream(device) if device.type == "cuda" else None  # where steps run
         self.markers = SteppedGradients(finds_unused)
@@ -214,8 +216,8 @@ class StepEngine:
     def make_way(self) -> None:
         """Take away markers of steps that are over; refuse frozen gradients, and edited groups."""
         groups = self.optimizer.param_groups
-        if [id(p) for g in groups for p in g["params"]] != self.ids:
-            check_param_groups(groups, self.optimizer.local.rules, self.params)
+        if [[*map(id, group["params"])] for group in groups] != self.ids:
+            check_param_groups(groups, self.optimizer.local.sizes, self.params)
         stale = self.markers.remove()
         stale += [p for p in self.params if not p.requires_grad and p.grad is not None]
         if stale:
@@ -279,8 +281,8 @@ class StepEngine:
         self.options_used = None
         groups = self.optimizer.param_groups
         try:
-            if [id(p) for g in groups for p in g["params"]] != self.ids:
-                check_param_groups(groups, self.optimizer.local.rules, self.params)
+            if [[*map(id, group["params"])] for group in groups] != self.ids:
+                check_param_groups(groups, self.optimizer.local.sizes, self.params)
             if used is not None:
                 check_options(groups, used, _TAKEN)
             self.markers.check()

@@ -24,8 +24,9 @@ from ..plan.policies import runs
 from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
-__all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines', 'check_param_groups', 'which_cut',
-           'piece_names', 'name_pieces', 'find_references', 'fresh_options', 'hide_parameters', 'check_references']
+__all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines', 'regrouped', 'check_param_groups',
+           'which_cut', 'piece_names', 'name_pieces', 'find_references', 'fresh_options', 'hide_parameters',
+           'check_references']
 
 # %% ../../nbs/optim/06_arguments.ipynb #f8e7d0d3
 def read_params(params: Any, what: str = "params") -> list[Any]:
@@ -191,21 +192,31 @@ def _strides(names: Sequence[str], params: Sequence[Tensor]) -> list[str]:
     ]
 
 # %% ../../nbs/optim/06_arguments.ipynb #d08f84f9
-def check_param_groups(
+def regrouped(
     param_groups: Sequence[Mapping[str, Any]],  # the user's, as they are now
-    rules: Sequence[Rule],  # of the groups that were taken
-    taken: Sequence[Tensor],  # their parameters
+    sizes: Sequence[int],  # how many parameters each group had that was taken
+) -> RuntimeError:
+    """Say that the user has changed groups past `add_param_group`."""
+    count = sum([len(group["params"]) for group in param_groups])
+    return RuntimeError(
+        f"param_groups hold {count} parameters in {len(param_groups)} groups that are"
+        f" not the {sum(sizes)} in {len(sizes)} groups that were shared out, each in its group; add"
+        " parameters by add_param_group(), stop training some by requires_grad_(False), and make"
+        " another optimizer to step some with the options of another group"
+    )
+
+
+def check_param_groups(
+    param_groups: Sequence[Mapping[str, Any]],  # as for `regrouped`
+    sizes: Sequence[int],  # as for `regrouped`
+    taken: Sequence[Tensor],  # the parameters of these groups
 ) -> None:
     """Refuse groups that the user has changed past `add_param_group`: parameters that no rank
-    would step, or that ranks would step without being asked."""
+    would step, that ranks would step without being asked, or with the options of another group."""
     given = [p for group in param_groups for p in group["params"]]
-    if len(param_groups) == len(rules) and len(given) == len(taken) and all(map(is_, given, taken)):
-        return
-    raise RuntimeError(
-        f"param_groups hold {len(given)} parameters in {len(param_groups)} groups that are"
-        f" not the {len(taken)} in {len(rules)} groups that were shared out; add"
-        " parameters by add_param_group(), and stop training some by requires_grad_(False)"
-    )
+    same = [len(group["params"]) for group in param_groups] == [*sizes]
+    if not (same and all(map(is_, given, taken))):
+        raise regrouped(param_groups, sizes)
 
 # %% ../../nbs/optim/06_arguments.ipynb #5a1c0d32
 def which_cut(

@@ -111,7 +111,7 @@ class AfterBackward:
         stepping = False
         try:
             with self._agreed() if first else nullcontext():
-                check_param_groups(optimizer.param_groups, local.rules, optimizer.params())
+                check_param_groups(optimizer.param_groups, local.sizes, optimizer.params())
                 if first:
                     check_backends(optimizer.group, optimizer.params())
                 if monitor is not None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import pack
 from ..comm.groups import Group
-from .arguments import check_references, name_pieces, piece_names, which_cut
+from .arguments import check_references, name_pieces, piece_names, regrouped, which_cut
 from .param_specs import make_stand_in, group_specs, standing_in
 from .pieces import Piece, lay_out_gradients
 from .shard import CurrentChange, Shard, release_step_memory
@@ -190,6 +190,7 @@ class LocalOptimizers:
     settings: Settings
     by_class: dict[type, torch.optim.Optimizer] = field(default_factory=dict)
     rules: list[Rule] = field(default_factory=list)  # of each param group
+    sizes: list[int] = field(default_factory=list)  # how many parameters each param group has
     # among the options, by id: the user's groups have the same, and a step may write into them
     tensors: dict[int, Tensor] = field(default_factory=dict)
     written: Counter[int] = field(default_factory=Counter)  # how often a step has, since `pulled`
@@ -209,12 +210,10 @@ class LocalOptimizers:
         new: dict[type, list[dict[str, Any]]] = {}
         for i in shard.groups:
             kind = self.rules[i].optimizer_class
-            options = self.settings.options(kind)
-            group = _local_group(kind, param_groups[i], options, shard)
+            group = _local_group(kind, param_groups[i], self.settings.options(kind), shard)
             if kind in self.by_class and "param_names" in self.by_class[kind].param_groups[0]:
-                group.update(
-                    piece_names(param_groups[i], shard)
-                )  # torch refuses groups with and without
+                # torch refuses groups with and without
+                group.update(piece_names(param_groups[i], shard))
             new.setdefault(kind, []).append(group)
         for kind, groups in new.items():
             if kind not in self.by_class:
@@ -222,16 +221,16 @@ class LocalOptimizers:
                 continue
             for group in groups:
                 self.by_class[kind].add_param_group(group)
+        self.sizes += [len(param_groups[i]["params"]) for i in shard.groups]
         name_pieces(self.groups(), self.rules, param_groups, shard)
 
     def keep_groups(self, count: int) -> None:
         """Drop all param groups but the first `count`, with the optimizers that have no other."""
-        del self.rules[count:]
+        del self.rules[count:], self.sizes[count:]
         kept = Counter(rule.optimizer_class for rule in self.rules)
-        for kind in list(self.by_class):
-            if kind in kept:
-                del self.by_class[kind].param_groups[kept[kind] :]
-            else:
+        for kind, optim in list(self.by_class.items()):
+            del optim.param_groups[kept[kind] :]
+            if not kept[kind]:
                 del self.by_class[kind]
 
     def change_plans(self, settings: Settings, rules: list[Rule]) -> None:
@@ -246,6 +245,8 @@ class LocalOptimizers:
 
     def pull_options(self, param_groups: ParamGroups) -> ParamGroups:
         """Take over the user's options, which a scheduler may have changed; gives a snapshot of them."""
+        if [len(group["params"]) for group in param_groups] != self.sizes:
+            raise regrouped(param_groups, self.sizes)
         local = self.groups()
         _copy_options(param_groups, local)
         for theirs, ours in zip(param_groups, local, strict=True):
@@ -259,8 +260,7 @@ class LocalOptimizers:
         return snapshot_options(param_groups, self.written)
 
     def push_options(self, param_groups: ParamGroups, pulled: ParamGroups | None = None) -> None:
-        """Show the user what a step has changed in the local options, unless the user has written
-        others since they were `pulled`, before the step."""
+        """Show the user what a step has changed in options; refuse those written since `pulled`."""
         if pulled is not None:
             check_options(param_groups, pulled, "while the step was taken", self.written)
         _copy_options(self.groups(), param_groups)

@@ -189,7 +189,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         with agreeing(self.groups, "add_param_group"):
             torch_interface.check_not_overlapped(self.driver)
             check_group(param_group := read_group(param_group), self.settings)
-        self.local.pull_options(self.param_groups)  # what a scheduler wrote since the last step
+            self.local.pull_options(self.param_groups)  # what a scheduler wrote since the last step
         groups = len(self.param_groups)
         shards = len(self.shards)
         try:
