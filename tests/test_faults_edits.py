@@ -1,10 +1,12 @@
 """What is edited between the calls of an iteration, and would change the step of `torch.optim`: param groups, and
 gradients of parameters that were not used."""
 
+from functools import partial
+
 import pytest
 import torch.distributed as dist
 from common import caught_error
-from common.overlapping import HIDDEN, MODES, Blocks, attach, data
+from common.overlapping import HIDDEN, MODES, Blocks, attach, data, plainly
 from torch.optim import SGD
 
 from zero_nb.comm.launch import run
@@ -69,3 +71,47 @@ def test_a_border_of_groups_that_is_moved_is_an_error(mode):
         assert len(said) == len(EDITS) * len(PLACES)
         for how, error in said.items():
             assert error and error[0] == "RuntimeError" and "in its group" in error[1], (how, error)
+
+
+def edited_on_one_rank(mode):
+    """Edit a group on rank 1 alone before a forward in `eval()`; what the iteration says."""
+    call, zero = in_two_groups(mode)
+    call.eval()
+    for step in range(2):
+        if step and dist.get_rank() == 1:
+            zero.param_groups[0]["params"].pop()
+        error = caught_error(partial(plainly, call, step)) or caught_error(zero.step)
+        zero.zero_grad()
+    return error
+
+
+@pytest.mark.parametrize("mode", DRIVEN)
+def test_other_ranks_are_told_of_a_refused_forward_also_in_eval(mode):
+    first, second = run(2, edited_on_one_rank, mode, timeout=30)
+    assert second[0] == "RuntimeError" and "in its group" in second[1]
+    assert first[0] == "RuntimeError" and first[1]  # of DDP, gloo's words
+
+
+def caught_and_repaired(mode):
+    """In `eval()`, edit a group on all ranks, catch the error and undo the edit; then let rank 1 alone
+    evaluate a batch that the model does not take; train on after each."""
+    call, zero = in_two_groups(mode)
+    call.eval()
+    plainly(call, 0)
+    zero.step()
+    last = zero.param_groups[0]["params"].pop()
+    refused = caught_error(partial(plainly, call, 1))
+    zero.param_groups[0]["params"].append(last)
+    plainly(call, 2)
+    zero.step()
+    wrong = dist.get_rank() == 1 and caught_error(lambda: call(data(3)[:, :2]))
+    plainly(call, 4)
+    zero.step()
+    return refused, wrong
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_all_ranks_refuse_in_eval_or_one_evaluates_ends_no_group(mode):
+    for refused, wrong in run(2, caught_and_repaired, mode, timeout=30):
+        assert refused[0] == "RuntimeError" and "in its group" in refused[1]
+        assert not wrong or "shapes cannot be multiplied" in wrong[1]

@@ -223,7 +223,12 @@ class BackwardWatch:
             raise
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        self.listener.before_forward(module)
+        try:
+            self.listener.before_forward(module)
+        except Exception as error:
+            if torch.is_grad_enabled() and not module.training:  # else `_after_forward` tells
+                self._tell_of(error)
+            raise
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
