@@ -4,11 +4,17 @@ gradients of parameters that were not used."""
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
-from common import caught_error
+from common import caught_error, flatten, largest_gap
 from common.overlapping import HIDDEN, MODES, Blocks, attach, data, plainly
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD
 
+from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
@@ -115,3 +121,93 @@ def test_what_all_ranks_refuse_in_eval_or_one_evaluates_ends_no_group(mode):
     for refused, wrong in run(2, caught_and_repaired, mode, timeout=30):
         assert refused[0] == "RuntimeError" and "in its group" in refused[1]
         assert not wrong or "shapes cannot be multiplied" in wrong[1]
+
+
+class Unused(nn.Module):
+    """Has a layer that its forward does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = Blocks()
+        self.idle = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def kept(state, bucket):
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def finding_unused(mode):
+    """Give a module, what is called, and its optimizer."""
+    module = Unused()
+    zero = ZeroRedundancyOptimizer(module.parameters(), SGD, dist.new_group(), lr=0.05)
+    if mode.startswith("parallel"):
+        how = {"hidden": "hidden" in mode, "interleaved": "interleaved" in mode}
+        data_parallel(module, zero, find_unused_parameters=True, **how)
+        return module, module, zero
+    ddp = DDP(module, process_group=zero.process_group, find_unused_parameters=True)
+    hook = kept if "hook" in mode else None
+    overlap(ddp, zero, hook=hook, interleaved="interleaved" in mode)
+    return module, ddp, zero
+
+
+def by_hand(module):
+    module.idle.weight.grad = torch.ones_like(module.idle.weight)
+
+
+def by_another_backward(module):
+    module.idle(data(7)).sum().backward()
+
+
+def came_late(mode):
+    """Give an unused layer gradients between backward and step, in each way; what step says, and in the
+    iterations before and after it."""
+    said = {}
+    for way in (by_hand, by_another_backward):
+        module, call, zero = finding_unused(mode)
+        said[way.__name__] = []
+        for step in range(4 if way is by_hand else 3):  # DDP goes on with no such layer itself
+            plainly(call, step)
+            if step == 2:
+                way(module)
+            said[way.__name__].append(caught_error(zero.step))
+            zero.zero_grad()
+    return said
+
+
+UNUSED_MODES = [*DRIVEN, "overlap, hook", "interleaved, hook"]
+
+
+@pytest.mark.parametrize("mode", UNUSED_MODES)
+def test_a_gradient_of_an_unused_parameter_that_comes_after_the_step_is_an_error(mode):
+    for said in run(2, came_late, mode):
+        for way, (first, second, late, *after) in said.items():
+            assert [first, second, *after] == [None] * (2 + len(after)), (way, said[way])
+            assert late and late[0] == "RuntimeError", way
+            assert "or others came, which is too late" in late[1], way
+
+
+def legal(mode):
+    """Train with a layer that is never used, and gradients that are set to zero at times; how far
+    parameters are from DDP's."""
+    found = []
+    for here in ("DDP", mode):
+        if here == "DDP":
+            module = Unused()
+            call = DDP(module, find_unused_parameters=True)
+            optimizer = SGD(module.parameters(), lr=0.05)
+        else:
+            module, call, optimizer = finding_unused(mode)
+        for step in range(4):
+            plainly(call, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        found.append(flatten(module))
+    return largest_gap(*found)
+
+
+@pytest.mark.parametrize("mode", UNUSED_MODES)
+def test_unused_parameters_train_as_with_ddp(mode):
+    assert max(run(2, legal, mode)) < 1e-12

@@ -38,7 +38,7 @@ from zero_nb.backward.engine import (
     describe_engine,
     in_torchs_join,
 )
-from .stepped_gradients import KeptMeans, SteppedGradient
+from .stepped_gradients import GRADIENTS_CHANGED, KeptMeans, SteppedGradient
 from .watch import BackwardWatch, fail_peers_on_error, on_backward_end
 from ..comm.agreement import agreeing
 from ..comm.ending import fail
@@ -58,12 +58,6 @@ _NOT_AVERAGED = (
     f" its backward outside no_sync(); {LEFT_OUT}"
 )
 
-_TWO_BACKWARDS = (
-    "step() found gradients of another backward after the one that has taken the step. DDP averages"
-    " one backward for each forward, so these are this rank's alone: add the losses up and call"
-    " backward() once, or give each backward a forward of its own, and all but the last under no_sync()"
-)
-
 
 def check_leftovers(
     params: Sequence[Tensor],
@@ -77,7 +71,7 @@ def check_leftovers(
         if p.grad is None or isinstance(p.grad, SteppedGradient):
             continue
         if p.requires_grad or not stepped:
-            raise RuntimeError(_TWO_BACKWARDS if stepped else _NOT_AVERAGED)
+            raise RuntimeError(GRADIENTS_CHANGED if stepped else _NOT_AVERAGED)
 
 # %% ../../nbs/backward/07_ddp_overlap.ipynb #db95b6d7
 class DdpOverlap(InBackward):

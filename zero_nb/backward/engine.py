@@ -285,7 +285,7 @@ class StepEngine:
                 check_param_groups(groups, self.optimizer.local.sizes, self.params)
             if used is not None:
                 check_options(groups, used, _TAKEN)
-            self.markers.check()
+            self.markers.check(self.params if self.count.taken else ())
             if written := self.versions.written(self.params):
                 raise RuntimeError(WRITTEN.format(self._name(written[0])))
         except RuntimeError:

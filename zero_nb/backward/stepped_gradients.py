@@ -24,9 +24,10 @@ _GONE = (
     " all else, detach() the handle and step after backward"
 )
 GRADIENTS_CHANGED = (
-    "gradients were changed or taken away after backward() had taken the step, which comes too"
-    " late; pass max_grad_norm= to clip, scaler= for a GradScaler, and for all else detach() and"
-    " step after backward"
+    "gradients were changed or taken away after backward() had taken the step, or others came, which"
+    " is too late; pass max_grad_norm= to clip, scaler= for a GradScaler, add losses up for a single"
+    " backward() or run all but the last, each with a forward of its own, under no_sync(), and for"
+    " all else detach() and step after backward"
 )
 STEPPED_AGAIN = (
     "step() was called again after one backward(), whose gradients were stepped once and are freed;"
@@ -236,16 +237,21 @@ class SteppedGradients:
             self._put(p, mark)
         self.state = "placed"
 
-    def check(self) -> None:
-        """Refuse gradients that were put where markers are, or taken away, after the step, and a second
-        step with the same ones; once for each step."""
+    def check(
+        self,
+        params: Iterable[Tensor] = (),  # which have markers, or no gradient, since a step
+    ) -> None:
+        """Refuse gradients that came after the step, or were taken away, and a second step with the
+        same ones; once for each step."""
         if self.state == "refused":
             return
         before = self.state
         unread = [g for g in [p.grad for p in self.placed] if isinstance(g, SteppedGradient)]
         unread = [grad for grad in unread if not grad.zeroed]
+        others = [p.grad for p in params if p.requires_grad and p.grad is not None]
+        came = [grad for grad in others if not isinstance(grad, SteppedGradient)]
         self.state = "refused"
-        if before == "placed" and len(unread) < len(self.placed):
+        if before == "placed" and (came or len(unread) < len(self.placed)):
             raise RuntimeError(GRADIENTS_CHANGED)
         if before == "checked" and unread:
             raise RuntimeError(STEPPED_AGAIN)
@@ -297,14 +303,15 @@ class KeptMeans:
         params: Iterable[Tensor],
         stepped: bool,  # since the last check
     ) -> bool:  # whether there are gradients that are no averages, and would be stepped now
-        """Refuse averages that were changed or taken away after the step, and a second step with the
-        same ones."""
+        """Refuse averages that were changed or taken away after the step, other gradients that came
+        after it, and a second step with the same ones."""
         others = []
         for p in params:
             grad = p.grad
             known = self.versions.get(id(p))
             same = grad is not None and known == (id(grad), grad._version)
-            if stepped and known is not None and not same:
+            came = p.requires_grad and unstepped_grad(p) is not None
+            if stepped and not same and (came or known is not None):
                 raise RuntimeError(GRADIENTS_CHANGED)
             if self.used and not stepped and same:
                 raise RuntimeError(STEPPED_AGAIN)
