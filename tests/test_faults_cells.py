@@ -384,11 +384,15 @@ def of_more_parameters(zero):
 REFUSED = "add_param_group()"  # what is to be called instead, in all modes
 
 
+class Own(AdamW):
+    """Is not torch's, and so may read any option."""
+
+
 def with_options(mode):
-    """Write options between backward and step; what is said then, and how far parameters are from DDP's.
-    And edit the parameters of a group, and put them back."""
+    """Write options of a class of the user's between backward and step; what is said then, and how far
+    parameters are from DDP's. And edit the parameters of a group, and put them back."""
     plain, module = Blocks(), Blocks()
-    pairs = [made("DDP", plain), made(mode, module)]
+    pairs = [made("DDP", plain, Own), made(mode, module, Own)]
     for _, optimizer, _ in pairs:
         optimizer.param_groups[0]["betas"] = [0.9, 0.99]
         optimizer.param_groups[0]["more"] = [{"of a class": [1.0, 1.0]}]

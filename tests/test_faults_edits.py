@@ -1,8 +1,9 @@
 """What is edited between the calls of an iteration, and would change the step of `torch.optim`: param groups, and
-gradients of parameters that were not used."""
+gradients of parameters that were not used; and what would not change it."""
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,12 +12,13 @@ from common.overlapping import HIDDEN, MODES, Blocks, attach, data, plainly
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+from zero_nb.optim.rules import ELEMENTWISE, PARAMETERWISE
 
 DRIVEN = MODES + HIDDEN
 
@@ -211,3 +213,62 @@ def legal(mode):
 @pytest.mark.parametrize("mode", UNUSED_MODES)
 def test_unused_parameters_train_as_with_ddp(mode):
     assert max(run(2, legal, mode)) < 1e-12
+
+
+def with_own_records(mode):
+    """Keep a list, a count and an array in a group of torch's AdamW, and write them between backward and step;
+    how far parameters are from DDP's, and what is said where betas are written in a list, too."""
+    found = []
+    for here in ("DDP", mode):
+        module = Blocks()
+        call = DDP(module)
+        if here == "DDP":
+            optimizer = AdamW(module.parameters(), lr=0.05)
+        else:
+            optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=0.05)
+            call, _ = attach(mode, module, optimizer)
+        group = optimizer.param_groups[0]
+        group.update(log=[], count=0, arrays=[np.ones(2)], betas=[0.9, 0.99])
+        for step in range(3):
+            plainly(call, step)
+            group["log"].append(step)
+            group["count"] += 1
+            group["arrays"][0] = np.full(2, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((flatten(module), group["log"], group["count"]))
+    plainly(call, 3)
+    group["betas"][0] = 0.5
+    (wanted, *kept), (params, *ours) = found
+    return largest_gap(wanted, params), kept == ours, caught_error(optimizer.step)
+
+
+@pytest.mark.parametrize("mode", ["step", *DRIVEN])
+def test_what_a_user_records_in_a_group_of_a_class_of_torch_may_change(mode):
+    for gap, same, said in run(2, with_own_records, mode):
+        assert gap < 1e-12 and same
+        assert said is None if mode == "step" else "betas changed after backward()" in said[1]
+
+
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE | PARAMETERWISE))
+def test_classes_of_torch_read_no_options_but_those_of_their_defaults(name):
+    """What `step` reads of a group is seen by a dict that writes down keys."""
+    keys_read = set()
+
+    class Noting(dict):
+        def __getitem__(self, key):
+            keys_read.add(key)
+            return super().__getitem__(key)
+
+        def get(self, key, default=None):
+            keys_read.add(key)
+            return super().get(key, default)
+
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = getattr(torch.optim, name)([weight], lr=0.1)
+    optimizer.param_groups[:] = map(Noting, optimizer.param_groups)
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert "lr" in keys_read
+    assert keys_read - {"params"} <= optimizer.defaults.keys()

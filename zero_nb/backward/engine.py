@@ -25,9 +25,10 @@ from ..optim.arguments import check_param_groups, check_references
 from ..optim.driver import AfterBackward, SideStream, StepOptions, read_options, write_options
 from ..optim.flat import FlatBucket
 from ..optim.iteration import Iteration, Reduction, StepPlan
-from ..optim.local_optimizers import check_options, snapshot_options
+from ..optim.local_optimizers import LocalOptimizers, check_options, snapshot_options
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.param_specs import param_name, group_specs
+from ..optim.rules import is_known
 from ..optim.state_plan import check_moves, find_called_once, leaves_no_parts
 from ..plan.schedule import Schedule
 from ..plan.balancing import by_group, mixed
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'cut_in_place', 'check_attachable', 'check_complex',
-           'check_dense', 'describe_engine', 'StepEngine', 'InBackward', 'in_torchs_join', 'check_torchs_join']
+           'check_dense', 'known_options', 'describe_engine', 'StepEngine', 'InBackward', 'in_torchs_join',
+           'check_torchs_join']
 
 # %% ../../nbs/backward/03_engine.ipynb #bcb158cc
 def mean_dtype(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
@@ -144,6 +146,13 @@ def check_dense(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
             )
 
 
+def known_options(local: LocalOptimizers) -> list[list[str] | None]:
+    """Give the options that the class of each param group reads; None: one that is not torch's may
+    read any."""
+    kinds = [rule.optimizer_class for rule in local.rules]
+    return [[*local.by_class[k].defaults] if is_known(k, cuts=False) else None for k in kinds]
+
+
 def describe_engine(options: StepOptions, called_once: Sequence[str]) -> list[str]:
     """Describe what must be the same on all ranks before an engine is made of it."""
     return [options.described, f"called once for all buckets: {', '.join(called_once) or 'none'}"]
@@ -177,6 +186,7 @@ class StepEngine:
         self.params = optimizer.params()  # they stay the same while a driver is attached
         params = iter(self.params)
         self.ids = [[*map(id, islice(params, size))] for size in optimizer.local.sizes]  # by group
+        self.known_options = known_options(optimizer.local)
         self.options = options
         self.stream = SideStream(device) if device.type == "cuda" else None  # where steps run
         self.markers = SteppedGradients(finds_unused)
@@ -262,7 +272,8 @@ class StepEngine:
         self.versions.record(self._used(unused) if stepped else ())
         if stepped:
             self.count.note()
-        self.options_used = snapshot_options(self.optimizer.param_groups)
+        groups = self.optimizer.param_groups
+        self.options_used = snapshot_options(groups, None, self.known_options)
         self.optimizer.local.change.finish()
 
     def forget_steps(self) -> None:
@@ -284,7 +295,7 @@ class StepEngine:
             if [[*map(id, group["params"])] for group in groups] != self.ids:
                 check_param_groups(groups, self.optimizer.local.sizes, self.params)
             if used is not None:
-                check_options(groups, used, _TAKEN)
+                check_options(snapshot_options(groups, None, self.known_options), used, _TAKEN)
             self.markers.check(self.params if self.count.taken else ())
             if written := self.versions.written(self.params):
                 raise RuntimeError(WRITTEN.format(self._name(written[0])))

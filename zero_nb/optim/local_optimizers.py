@@ -34,6 +34,8 @@ __all__ = ['ParamGroups', 'snapshot_options', 'check_options', 'make_shard', 'Lo
 
 # %% ../../nbs/optim/09_local_optimizers.ipynb #2d9d8972
 ParamGroups = list[dict[str, Any]]
+_IMMUTABLE = frozenset({bool, int, float, str})
+_MEANWHILE = "while the step was taken"
 
 
 def _copy_options(source: ParamGroups, target: ParamGroups) -> None:
@@ -56,20 +58,22 @@ def snapshot_options(
     # by id of a tensor: how often a step itself has written it, which is left out; None: no step
     # comes before they are compared, so what lists and dicts hold is written down as well
     written: Counter[int] | None = None,
+    known: Sequence[Any] = (),  # of each group: names of options to write down; None: all
 ) -> ParamGroups:
     """Write down the options of param groups, without a look at what is on a device."""
     found = []
     params = {id(p) for group in param_groups for p in group["params"]}
-    for group in param_groups:
+    for group, keys in zip(param_groups, known or [None] * len(param_groups), strict=True):
         options: dict[str, Any] = {}
-        for key in group.keys() - {"params", "param_names"}:
-            value = group[key]
+        for key in keys or group.keys() - {"params", "param_names"}:
+            value = group.get(key)
             if isinstance(value, Tensor):
                 options[key] = _note(value, params, written)
             elif getattr(value, "ndim", 0) > 0:  # of NumPy
                 options[key] = id(value)
             elif isinstance(value, (list, tuple, dict)) and written is None:
-                inner, form = tree_flatten(value)
+                fixed = isinstance(value, tuple) and _IMMUTABLE.issuperset(map(type, value))
+                inner, form = ([value], None) if fixed else tree_flatten(value)
                 seen = [_note(v, params, None) if isinstance(v, Tensor) else v for v in inner]
                 options[key] = (form, seen)
             else:
@@ -78,11 +82,8 @@ def snapshot_options(
     return found
 
 
-def check_options(
-    param_groups: ParamGroups, before: ParamGroups, when: str, written: Counter[int] | None = None
-) -> None:
-    """Refuse options that were written since the snapshot `before`, too late for a step."""
-    now = snapshot_options(param_groups, written)
+def check_options(now: ParamGroups, before: ParamGroups, when: str) -> None:
+    """Refuse options that were written between two snapshots, too late for a step."""
     changed: set[str] = set()
     for old, new in zip(before, now, strict=False):
         changed.update(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
@@ -262,7 +263,7 @@ class LocalOptimizers:
     def push_options(self, param_groups: ParamGroups, pulled: ParamGroups | None = None) -> None:
         """Show the user what a step has changed in options; refuse those written since `pulled`."""
         if pulled is not None:
-            check_options(param_groups, pulled, "while the step was taken", self.written)
+            check_options(snapshot_options(param_groups, self.written), pulled, _MEANWHILE)
         _copy_options(self.groups(), param_groups)
 
     def defaults(self) -> dict[str, Any]:
