@@ -175,6 +175,23 @@ def test_a_plan_is_built_exactly_if_every_element_has_one_owner(specs, world_siz
             ShardPlan(specs, shards)
 
 
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [(0, 0), (0, 9)],
+        [(0, 5), (5, 5), (5, 9)],
+        [(0, 9), (9, 9)],
+        [(0, 0), (0, 5), (5, 9)],
+        [(0, 5), (5, 5), (5, 5), (5, 9)],
+        [(0, 5), (5, 3), (3, 5), (5, 9)],
+    ],
+)
+def test_an_empty_or_reversed_span_is_refused_wherever_it_lies(pairs):
+    shard = [Span(0, *pair) for pair in pairs]
+    with pytest.raises(ValueError, match="a span needs 0 <= start < stop"):
+        ShardPlan((ParamSpec("w", (9,), "float32"),), [shard])
+
+
 @quick
 @given(param_lists(), worlds)
 def test_no_plan_is_worse_than_its_bound(specs, world_size):

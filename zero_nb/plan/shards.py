@@ -35,8 +35,10 @@ def _canonical(shard: Iterable[Span]) -> tuple[Span, ...]:  # sorted, and no two
     if len({param for param, _, _ in spans}) == len(spans):
         return tuple(spans)  # one span of each parameter: nothing to join
     for s in spans:
-        if out and (out[-1].param, out[-1].stop) == (s.param, s.start) and s.start < s.stop:
-            out[-1] = Span(s.param, out[-1].start, s.stop)
+        last = out[-1] if out else Span(-1, 0, 0)
+        # an empty or reversed span stays, to be refused
+        if last.param == s.param and last.start < last.stop == s.start < s.stop:
+            out[-1] = Span(s.param, last.start, s.stop)
         else:
             out.append(s)
     return tuple(out)
