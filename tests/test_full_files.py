@@ -4,7 +4,7 @@ import gc
 import os
 import pickle
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
@@ -149,16 +149,19 @@ def cut_off_at_read(path, number):
         reads.append(start)
         return read_run(file, start, run)
 
-    def load(state_dict):  # no rank reads before the cut where it comes before the first read
+    load_state_dict = ZeroRedundancyOptimizer.load_state_dict
+
+    # no rank reads before the cut where it comes before the first read
+    def load(zero, state_dict):
         dist.barrier()
         if dist.get_rank() == 0:
             checksums.read_run = read
             if not number:
                 os.truncate(path, 4096)
         dist.barrier()
-        return type(zero).load_state_dict(zero, state_dict)
+        return load_state_dict(zero, state_dict)
 
-    zero.load_state_dict = load
+    ZeroRedundancyOptimizer.load_state_dict = load  # of this process, which ends after this
     said = caught(lambda: load_full_state_dict(zero, path))
     after = full_state_dict(zero, None)
     same = all(
@@ -308,6 +311,10 @@ WRITES = {
     "a part": lambda t: t[1:].zero_(),
     "shared": lambda t: t.share_memory_(),
     "applied": lambda t: t.apply_(abs),
+    "mapped": lambda t: t.map_(torch.ones(4, 6), max),
+    "mapped with two": lambda t: t.map2_(torch.ones(4, 6), torch.ones(4, 6), max),
+    "data": lambda t: setattr(t, "data", torch.zeros(4, 6)),
+    "numbers of complex ones": lambda t: torch.view_as_complex(t.view(4, 3, 2)).real.zero_(),
 }
 
 
@@ -317,6 +324,17 @@ def test_whatever_would_change_what_is_in_a_file_is_refused(folder, how):
     late = read_full(folder / "late.pt")["state"][0]
     with pytest.raises(RuntimeError, match=r"late.pt each time it is used; change a clone\(\)"):
         WRITES[how](late)
+
+
+@pytest.mark.parametrize("read", [lambda t: t.numpy(), np.asarray, lambda t: t[1:].numpy()])
+def test_an_array_of_what_is_in_a_file_is_read_only_and_a_copy_is_not(folder, read):
+    torch.save({"state": {0: torch.ones(4, 6)}, "param_groups": []}, folder / "late.pt")
+    late = read_full(folder / "late.pt")["state"][0]
+    with pytest.raises(ValueError, match="read-only"):
+        read(late)[0] = 2
+    for copy in (np.array(late), np.asarray(late, dtype=np.float64), read(late).copy()):
+        copy[0] = 2
+    assert torch.equal(late, torch.ones(4, 6))
 
 
 @pytest.mark.parametrize("kind", [{"foreach": True}, {"fused": True}, {"foreach": False}])
@@ -380,6 +398,31 @@ def test_what_is_no_plain_dict_list_or_tuple_is_read_as_torch_reads_it(folder):
     assert one is other and type(one) is checksums.FileTensor
 
 
+def test_containers_keep_their_types_and_a_file_is_read_when_it_is_used(folder):
+    value = torch.ones(3)
+    named = OrderedDict(a=value)
+    named._metadata = {"version": [value]}
+    saved = {
+        "ordered": named,
+        "again": named,
+        "counts": Counter(a=2),
+        "set": {1, 2},
+        "tensors": {value},
+        "bytes": bytearray(b"ab"),
+        "layout": torch.strided,
+    }
+    torch.save({"state": {0: saved}, "param_groups": []}, folder / "kinds.pt")
+    found = read_full(folder / "kinds.pt")["state"][0]
+    assert [*map(type, found.values())] == [*map(type, saved.values())]
+    assert found["again"] is found["ordered"]
+    for key in ("counts", "set", "bytes", "layout"):
+        assert found[key] == saved[key]
+    [late] = found["tensors"]
+    assert type(late) is checksums.FileTensor and torch.equal(late, value)
+    assert found["ordered"]["a"] is late
+    assert found["ordered"]._metadata["version"] == [late]
+
+
 def read_often(state, other):
     for _ in range(100):
         for i, value in other.items():
@@ -417,6 +460,56 @@ def test_a_hook_of_the_users_may_change_what_is_loaded(folder):
     for found in run(RANKS, hooked, folder / "last.pt"):
         for i, values in found["state"].items():
             assert torch.equal(values["exp_avg"], saved[i]["exp_avg"] * 2)
+
+
+CHANGES = {
+    "in place": lambda t: t.fill_(7),
+    "data": lambda t: setattr(t, "data", torch.full_like(t, 7)),
+    "numpy": lambda t: t.numpy().fill(7),
+    "dlpack": lambda t: torch.from_dlpack(t).fill_(7),
+}
+
+
+def change(state, how):
+    for values in state["state"].values():
+        CHANGES[how](values["exp_avg"])
+
+
+class Changing(ZeroRedundancyOptimizer):
+    """Changes what is loaded before it is."""
+
+    def load_state_dict(self, state_dict):
+        change(state_dict, self.how)
+        super().load_state_dict(state_dict)
+
+
+def changed(path, how):
+    """Load a file where a class, an object's own method and a hook change it; give what is loaded."""
+    found = []
+    for kind in (Changing, ZeroRedundancyOptimizer, ZeroRedundancyOptimizer):
+        model = nn.Linear(50, 50)
+        zero = kind(model.named_parameters(), AdamW)
+        zero.how = how
+        if len(found) == 1:
+            load = zero.load_state_dict
+            zero.load_state_dict = lambda state, load=load: (change(state, how), load(state))
+        elif len(found) == 2:
+            zero.register_load_state_dict_pre_hook(lambda _, state: change(state, how))
+        load_full_state_dict(zero, path)
+        state = full_state_dict(zero, None)["state"]
+        found.append({n for values in state.values() for n in values["exp_avg"].unique().tolist()})
+    return found
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_code_of_the_users_may_change_what_is_loaded_from_a_file(folder, how):
+    model = nn.Linear(50, 50)
+    optimizer = AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), folder / "last.pt")
+    assert run(RANKS, changed, folder / "last.pt", how) == [[{7.0}] * 3] * RANKS
 
 
 def test_the_error_of_a_disk_names_the_file(tmp_path):

@@ -8,10 +8,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from io import SEEK_CUR, SEEK_END, BufferedIOBase, FileIO, RawIOBase
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ except ImportError:
 
 # %% auto #0
 __all__ = ['Readable', 'crc_of', 'PartOfFile', 'cut_off', 'read_run', 'read_stored', 'is_special', 'HeldFile', 'FileTensor',
-           'UnreadMemory', 'read_all', 'forget_sparse', 'joined_crc']
+           'UnreadMemory', 'forget_sparse', 'joined_crc']
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #c5c00009
 _CRC_BYTES = 2**20  # bytes, which stay in a core's cache between reading and counting
@@ -172,9 +173,8 @@ def read_stored(
     if _alike(stored, target):
         read_run(file, start + _first_byte(stored), target)
         return
-    buffer = torch.empty(
-        min(MESSAGE, _span(stored) * stored.itemsize), dtype=torch.uint8, device="cpu"
-    )
+    nbytes = min(MESSAGE, _span(stored) * stored.itemsize)
+    buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     for piece, place in _cut_up(stored, target):
         room = buffer[: _span(piece) * piece.itemsize].view(piece.dtype)
         read_run(file, start + _first_byte(piece), room)
@@ -192,9 +192,8 @@ class HeldFile(FileIO):
     def __init__(self, path: str | os.PathLike[str]):
         """Open it; `OSError`, or `ValueError` for a device or a pipe, which may never end."""
         if is_special(path):
-            raise ValueError(
-                f"{path} must be a file, and it is a device or a pipe; copy it to a file"
-            )
+            words = "must be a file, and it is a device or a pipe; copy it to a file"
+            raise ValueError(f"{path} {words}")
         super().__init__(path)
 
     def __del__(self) -> None:
@@ -206,11 +205,21 @@ _CAT = torch.ops.aten.cat.default
 # operators whose result is other elements of the same bytes; a conjugate view, for one, is computed
 _VIEWS = {"alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice"}
 _VIEWS |= {"split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold"}
-_VIEWS |= {"unsqueeze", "view"}
+_VIEWS |= {"unsqueeze", "view", "view_as_complex", "view_as_real"}
+
+
+# these methods of torch's do not go through `__torch_dispatch__`
+def _refusing(name: str) -> Any:
+    def refuse(self: FileTensor, *_: object) -> NoReturn:
+        raise _change_error(name, self)
+
+    return refuse
 
 
 class FileTensor(Tensor):
-    """A tensor in an open file; it is read where its elements are used, each time anew."""
+    """A tensor in an open file; it is read where its elements are used, each time anew.
+
+    What would change it is an error. DLPack and a conjugate view get a copy, which may be changed."""
 
     stored: Tensor  # on the meta device; its offset counts from `start`
     file: FileIO
@@ -270,22 +279,23 @@ class FileTensor(Tensor):
         return self.read().tolist()
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
-        """Read it into an array."""
-        return self.read().numpy(force=force)
+        """Read it into an array that cannot be changed."""
+        array = self.read().numpy(force=force)
+        array.flags.writeable = False  # one of a tensor in memory changes the tensor
+        return array
 
-    def __array__(self, *how: object, **more: object) -> object:
-        return self.read().__array__(*how, **more)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        array = self.numpy()
+        return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
 
     def __dlpack__(self, **how: Any) -> object:
         return self.read().__dlpack__(**how)
 
-    def share_memory_(self) -> NoReturn:
-        """Refuse: it has no memory; `RuntimeError`."""
-        raise _change_error("share_memory_", self)
-
-    def apply_(self, f: object) -> NoReturn:
-        """Refuse, as all that would change it; `RuntimeError`."""
-        raise _change_error("apply_", self)
+    data: Any = property(Tensor.detach, _refusing("an assignment to data"))
+    apply_ = _refusing("apply_")
+    map_ = _refusing("map_")
+    map2_ = _refusing("map2_")
+    share_memory_ = _refusing("share_memory_")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"FileTensor({tuple(self.shape)}, {self.dtype}, {str(self.file.name)!r})"
@@ -315,17 +325,16 @@ def _refuse_to_change(func: Any, args: Sequence[Any], given: Mapping[str, Any]) 
 
 def _read_one_by_one(parts: Sequence[Tensor]) -> Tensor:
     """Join tensors by their first dimension, each of which is read to its place."""
-    dtypes = [part.dtype for part in parts]
-    made = torch.empty(
-        (sum(map(len, parts)), *parts[0].shape[1:]), dtype=reduce(torch.promote_types, dtypes)
-    )
+    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
+    made = torch.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=dtype)
     for part, place in zip(parts, made.split([*map(len, parts)]), strict=True):
         place.copy_(part)
     return made
 
 # %% ../../nbs/checkpoint/00_checksums.ipynb #f11e7012
 # what holds no tensor
-_NO_TENSORS = int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | None
+_NO_TENSORS = int | float | complex | str | bytes | bytearray | None
+_NO_TENSORS |= torch.dtype | torch.device | torch.layout | torch.Size
 
 
 class UnreadMemory:
@@ -334,9 +343,8 @@ class UnreadMemory:
     def __init__(self, file: FileIO):
         self.file = file
         self._places = dict[int, tuple[int, int]]()  # first byte and size, by a storage's address
-        self._found = dict[
-            int, tuple[Tensor, Tensor]
-        ]()  # as unpickled, and what stands for it, by its id
+        # as unpickled, and what stands for it, by its id
+        self._found = dict[int, tuple[object, object]]()
 
     def at(self, start: int, nbytes: int) -> torch.UntypedStorage:
         """Give what stands for some bytes of the file."""
@@ -347,19 +355,25 @@ class UnreadMemory:
     def tensors_in(self, value: object) -> object:
         """Let tensors of a structure be read when they are used; those of one element are read at once.
 
-        Raises `NotImplementedError` for what is more than elements in a file, or may hold tensors and is no
-        dict, list or tuple; `ValueError` if the file ends before."""
-        if type(value) is dict:
-            return {key: self.tensors_in(member) for key, member in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(map(self.tensors_in, cast("Sequence[object]", value)))  # type: ignore[call-arg]
+        Raises `NotImplementedError` for what is more than elements in a file, or of a class that torch
+        does not know by itself; `ValueError` if the file ends before."""
+        if isinstance(value, _NO_TENSORS):
+            return value
+        if id(value) not in self._found:  # what is there twice stays one
+            self._found[id(value)] = value, self._unread(value)
+        return self._found[id(value)][1]
+
+    def _unread(self, value: Any) -> object:
+        if type(value) in (dict, OrderedDict, Counter):
+            for key, member in value.items():
+                value[key] = self.tensors_in(member)
+            self.tensors_in(getattr(value, "__dict__", None))  # as a module's state dict has
+            return value
+        if type(value) in (list, tuple, set):
+            return type(value)(map(self.tensors_in, value))
         if isinstance(value, Tensor):
-            if id(value) not in self._found:
-                self._found[id(value)] = value, self._tensor(value)
-            return self._found[id(value)][1]
-        if not isinstance(value, _NO_TENSORS):
-            raise NotImplementedError(f"a {type(value).__name__}")
-        return value
+            return self._tensor(value)
+        raise NotImplementedError(f"a {type(value).__name__}")
 
     def _tensor(self, value: Tensor) -> Tensor:
         if type(value) is not Tensor or value.requires_grad:
@@ -374,11 +388,6 @@ class UnreadMemory:
             raise ValueError("the elements of a tensor are not all there")
         found = FileTensor(value.detach(), self.file, start)
         return found if found.numel() > 1 else found.read()
-
-
-def read_all(value: dict[str, Any]) -> dict[str, Any]:
-    """Read what a structure has in files, for somebody who may change it."""
-    return tree_map(lambda v: v.read() if isinstance(v, FileTensor) else v, value)
 
 
 def forget_sparse() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checksums import HeldFile, UnreadMemory, crc32, forget_sparse, read_all
+from .checksums import HeldFile, UnreadMemory, crc32, forget_sparse
 from .files import Record, check_replaceable, checked_records, replacing
 from .files import unpickle_records
 from .names import KEYS, by_index, by_name, check_saved, names_in_groups
@@ -30,13 +30,8 @@ from ..comm.ending import end_if_interrupted
 from ..comm.groups import Group
 from ..comm.objects import explain_unread, plain_numbers
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from zero_nb.optim.saved_state import (
-    WholeState,
-    check_destination,
-    check_kinds,
-    describe_whole,
-    gather_state,
-)
+from ..optim.saved_state import WholeState, check_destination, check_kinds, describe_whole
+from ..optim.saved_state import gather_state
 from ..optim.state_runs import gather_values
 
 # %% auto #0
@@ -149,6 +144,11 @@ def _write_full(
             opened.close()
 
 # %% ../../nbs/checkpoint/04_full.ipynb #f0110014
+def _load_into_memory(opened: Any) -> Any:
+    opened.seek(0)
+    return torch.load(opened, map_location="cpu", weights_only=True)
+
+
 def _load_unread(opened: Any, file: HeldFile, records: Mapping[str, Record]) -> Any:
     """Read a file as `torch.load` does, but tensors when they are used; it may be larger than the memory."""
     memory = UnreadMemory(file)
@@ -161,8 +161,7 @@ def _load_unread(opened: Any, file: HeldFile, records: Mapping[str, Record]) -> 
         return memory.tensors_in(unpickle_records(opened, records, memory_of))
     except NotImplementedError:  # also quantized, sparse or conjugate tensors
         forget_sparse()
-        opened.seek(0)
-        return torch.load(opened, map_location="cpu", weights_only=True)
+        return _load_into_memory(opened)
 
 
 def read_full(
@@ -170,7 +169,8 @@ def read_full(
     part: tuple[int, int] = (0, 1),  # of the file, which one of how many parts is checked
     # is told the checksum of what the file should hold, in words
     told: Callable[[str], object] = lambda words: None,
-) -> dict[str, Any]:  # its tensors are read from the file when they are used
+    in_memory: bool = False,  # all of it, for code of the user's, which may change it
+) -> dict[str, Any]:  # its tensors are read from the file when they are used, or are in memory
     """Check a file and read it, without running code from it.
 
     Raises `ValueError` if it is damaged, or no full state dict."""
@@ -178,7 +178,7 @@ def read_full(
     opened = BufferedReader(file)
     try:
         records = checked_records(opened, path, part)
-        full = _load_unread(opened, file, records)
+        full = _load_into_memory(opened) if in_memory else _load_unread(opened, file, records)
     except Exception as error:  # bytes that make no sense raise anything
         if isinstance(error, OSError) or str(path) in str(error):
             raise
@@ -195,11 +195,21 @@ def read_full(
     return full
 
 
+def _shows_user(optimizer: ZeroRedundancyOptimizer) -> bool:
+    """Tell whether code of the user's sees what is loaded: a hook before it, or an own `load_state_dict`."""
+    load = getattr(optimizer.load_state_dict, "__func__", None)
+    own = load is not ZeroRedundancyOptimizer.load_state_dict
+    return own or bool(optimizer._optimizer_load_state_dict_pre_hooks)
+
+
 def load_full_state_dict(
     optimizer: ZeroRedundancyOptimizer,
     source: _Source | Mapping[str, Any],  # a file that all ranks can read, or a full state dict
 ) -> None:
     """Load a full state dict at any number of ranks; all ranks call this with the same one.
+
+    Of a file, a rank reads its part, or all of it into memory if the optimizer has hooks before
+    `load_state_dict` or a class that overrides it.
 
     Raises on all ranks, with the optimizer as it was: `ValueError` for a file that is damaged or no
     state dict, or if groups or shapes do not fit, `OSError` if it cannot be opened."""
@@ -208,10 +218,10 @@ def load_full_state_dict(
     agreed = agreeing(optimizer.groups, "load_full_state_dict", lambda: said, local=True)
     with agreed, naming_source(source):
         part = (optimizer.group.group_rank, optimizer.group.size)
-        told = said.append
-        full = dict(source) if isinstance(source, Mapping) else read_full(source, part, told)
-        if optimizer._optimizer_load_state_dict_pre_hooks:
-            full = read_all(full)
+        if isinstance(source, Mapping):
+            full = dict(source)
+        else:
+            full = read_full(source, part, said.append, in_memory=_shows_user(optimizer))
         names: list[Any] = [g.get("param_names") for g in optimizer.param_groups]
         found.append(full if None in names else by_index(full, names))
     with end_if_interrupted(optimizer.groups, "load_full_state_dict"), naming_source(source):
