@@ -1,11 +1,15 @@
 """What a conversion may lose without a word: numbers that a format does not hold, and tensors where none are
 expected."""
 
+import itertools
+import os
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 from common.saving import same
+from common.waiting import wait_for
 from torch import nn
 from torch.optim import Adafactor, AdamW
 
@@ -134,9 +138,8 @@ def test_a_storage_of_another_size_than_its_record_is_refused(folder):
         verify_checkpoint(folder / "x.pt")
 
 
-@pytest.mark.parametrize("kind", ["full", "safetensors"])
-def test_a_source_that_is_replaced_meanwhile_is_an_error_and_leaves_no_target(kind, tmp_path):
-    """As where a job saves its next checkpoint while the last one is converted."""
+def two_checkpoints(path, kind):
+    """Save two checkpoints of one size, in folders of their own; give the name of both."""
     name = "last.pt" if kind == "full" else "last.safetensors"
     for folder, value in (("old", 1.0), ("new", 2.0)):
         params = [nn.Parameter(torch.zeros(1 << 16)) for _ in range(4)]
@@ -144,15 +147,66 @@ def test_a_source_that_is_replaced_meanwhile_is_an_error_and_leaves_no_target(ki
         for p in params:
             p.grad = torch.full_like(p, value)
         optimizer.step()
-        (tmp_path / folder).mkdir()
-        torch.save(optimizer.state_dict(), tmp_path / folder / "last.pt")
+        (path / folder).mkdir()
+        torch.save(optimizer.state_dict(), path / folder / "last.pt")
         if kind == "safetensors":
-            convert_checkpoint(tmp_path / folder / "last.pt", tmp_path / folder / name)
+            convert_checkpoint(path / folder / "last.pt", path / folder / name)
+    return name
+
+
+def number_anew(monkeypatch):
+    """Let each look at a file give it another number, as some file systems of user space do."""
+    numbers = itertools.count(1)
+    look = os.fstat
+
+    def fstat(handle):
+        found = look(handle)
+        names = [name for name in dir(found) if name.startswith("st_")]
+        kept = {name: getattr(found, name) for name in names}
+        return SimpleNamespace(**{**kept, "st_ino": next(numbers)})
+
+    monkeypatch.setattr(os, "fstat", fstat)
+
+
+@pytest.mark.parametrize("how", ["as it is", "same time of writing", "numbered anew"])
+@pytest.mark.parametrize("kind", ["full", "safetensors"])
+def test_a_source_that_is_replaced_meanwhile_is_an_error_and_leaves_no_target(
+    kind, how, tmp_path, monkeypatch
+):
+    """As where a job saves its next checkpoint while the last one is converted."""
+    name = two_checkpoints(tmp_path, kind)
+    old, new = (tmp_path / folder / name for folder in ("old", "new"))
+    if how != "as it is":
+        # the clock of files has gone on since
+        wait_for(lambda: new.touch() or new.stat().st_ctime_ns > old.stat().st_ctime_ns)
+        os.utime(new, ns=(0, old.stat().st_mtime_ns))
+    if how == "numbered anew":
+        number_anew(monkeypatch)
 
     def saves_the_next(nbytes):
-        if (tmp_path / "new" / name).exists():
-            (tmp_path / "new" / name).rename(tmp_path / "old" / name)
+        if new.exists():
+            new.rename(old)
 
     with pytest.raises(ValueError, match="was replaced or changed after it was read first"):
-        convert_checkpoint(tmp_path / "old" / name, tmp_path / "out.pt", advance=saves_the_next)
+        convert_checkpoint(old, tmp_path / "out.pt", advance=saves_the_next)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+@pytest.mark.parametrize("how", ["numbered anew", "linked"])
+@pytest.mark.parametrize("kind", ["full", "safetensors"])
+def test_a_source_that_nobody_writes_is_converted_whatever_else_happens(
+    kind, how, tmp_path, monkeypatch
+):
+    """A backup links files, and some file systems number a file anew at each look."""
+    name = two_checkpoints(tmp_path, kind)
+    old = tmp_path / "old" / name
+    if how == "numbered anew":
+        number_anew(monkeypatch)
+
+    def link(nbytes):
+        if how == "linked" and not (tmp_path / "backup").exists():
+            os.link(old, tmp_path / "backup")
+
+    convert_checkpoint(old, tmp_path / "out.pt", advance=link)
+    same(torch.load(tmp_path / "out.pt"), torch.load(tmp_path / "old" / "last.pt"))
+    assert (tmp_path / "backup").exists() == (how == "linked")

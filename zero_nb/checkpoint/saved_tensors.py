@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,13 +30,26 @@ __all__ = ['SLAB', 'Stamp', 'stamp_of', 'Part', 'SavedTensor', 'reading', 'repla
 SLAB = 1 << 26  # bytes
 
 
-Stamp: TypeAlias = tuple[int, int, int, int]
+class Stamp(NamedTuple):
+    """Tells an open file from another one of its name, and from itself once somebody has written to it."""
+
+    nbytes: int
+    written: int  # when, in nanoseconds
+    changed: int  # also its name, its rights or its links; in nanoseconds
+    number: tuple[int, int]  # of the device, and of the file on it
+
+    def fits(self, other: Stamp) -> bool:
+        """Tell whether both are of one file, to which nobody has written between them."""
+        # a link changes the one, and some file systems of user space number a file anew at each look
+        same = self.number == other.number or self.changed == other.changed
+        return same and self[:2] == other[:2]
 
 
 def stamp_of(file: Any) -> Stamp:
-    """Tell an open file from another one of its name, and from itself once somebody has written to it."""
+    """Take the stamp of an open file."""
     found = os.fstat(file.fileno())
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    number = (found.st_dev, found.st_ino)
+    return Stamp(found.st_size, found.st_mtime_ns, found.st_ctime_ns, number)
 
 
 class Part(NamedTuple):
@@ -68,9 +81,9 @@ class Part(NamedTuple):
         flat = torch.empty(last + 1, dtype=place.dtype, device="meta")
         with open(self.path, "rb", buffering=0) as file:
             found = stamp_of(file)
-            if found[:2] == self.stamp[:2] and found[2] < self.stamp[2]:
+            if found.number == self.stamp.number and found.nbytes < self.stamp.nbytes:
                 raise cut_off(file)
-            if found != self.stamp:
+            if not found.fits(self.stamp):
                 raise ValueError(
                     f"{self.path} was replaced or changed after it was read first; begin anew, with"
                     " a checkpoint that nobody writes"
