@@ -23,6 +23,7 @@ from zero_nb import (
     get_group_rank,
     two_level,
 )
+from zero_nb.comm.calls import Parts
 from zero_nb.comm.ending import abort, destroy, fail
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list, gather_object
@@ -305,6 +306,24 @@ def test_L12_a_group_of_many_ranks_describes_itself_in_a_line():
         text = repr(Ranks(pg))
     assert len(text) < 200 and "3 of 16384" in text and "0, 1, 2" in text and "16383" in text
     assert repr(Ranks()) == "Ranks(group_rank=0 of 1, global ranks [0])"
+
+
+def test_L12_sizes_of_many_ranks_that_do_not_fit_are_told_in_a_line():
+    """The error has the first sizes: all 16,384 would be 49,152 characters."""
+    from zero_nb.comm.simulation import simulate
+
+    unequal = [rank % 7 + 1 for rank in range(16_384)]
+    with simulate(16_384, 3) as pg:
+        group = Group(pg)
+        for call in (
+            lambda: group.reduce_scatter(torch.ones(5), unequal),
+            lambda: group.reduce_scatter(torch.ones(5), unequal[:-1]),
+            lambda: group.all_gather(torch.ones(5), Parts.of(unequal)),
+            lambda: group.gather(torch.ones(5), 0, unequal),
+        ):
+            with pytest.raises(ValueError, match="sizes must be 16384 numbers") as raised:
+                call()
+            assert len(str(raised.value)) < 300, len(str(raised.value))
 
 
 # ---- H5: errors travel where the backend does not let them ----

@@ -2,12 +2,13 @@
 
 import itertools
 import time
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from common import caught
-from common.counting import calls
+from common.counting import calls, results
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -55,8 +56,18 @@ def greedy(model: nn.Module, group: Group) -> zero_nb.ZeroRedundancyOptimizer:
     )
 
 
+class Work(NamedTuple):
+    """What a call takes on the host."""
+
+    calls: int
+    results: int  # tensors that operators give, views among them
+
+    def grown(self, before):
+        return max(self.calls / before.calls, self.results / before.results)
+
+
 def a_steady_step(size: int, way: str, count: int = 24, width: int = 130, make=adamw):
-    """Train on one of `size` simulated ranks; calls and collectives of a later step, and the bytes they send."""
+    """Train on one of `size` simulated ranks; work and collectives of a later step, and the bytes they send."""
     torch.manual_seed(0)
     with simulate(size, 0) as pg:
         model = layers(count, width)
@@ -77,7 +88,7 @@ def a_steady_step(size: int, way: str, count: int = 24, width: int = 130, make=a
             iterate()
         with pg.recording() as log:
             iterate()
-        return calls(iterate), log.count(), log.wire
+        return Work(calls(iterate), results(iterate)), log.count(), log.wire
 
 
 @pytest.mark.parametrize(
@@ -92,7 +103,7 @@ def test_H6_a_steady_step_does_not_depend_on_the_number_of_ranks(way, count):
         and min(collectives.values()) >= (10 if count < 96 else 96)  # buckets
         and set(collectives) <= {"all_reduce", "reduce_scatter", "all_gather"}
     )
-    assert many <= 1.2 * few, (few, many)
+    assert many.grown(few) <= 1.2, (few, many)
     assert more <= 1.3 * wire * 8 / 7 + 64 * MANY * sum(collectives.values()), (
         "at most 16 elements of padding for each rank and collective"
     )
@@ -106,7 +117,7 @@ def test_H6_a_step_of_whole_parameters_has_one_collective_for_each_owner_at_most
     (_, few, _), (once, some, wire), (again, many, more) = (
         a_steady_step(size, way, count=12, make=make) for size in (8, 1024, MANY)
     )
-    assert many == some and again <= 1.02 * once
+    assert many == some and again.grown(once) <= 1.02, (once, again)
     parameters = 24  # each is brought from one owner, and in "parallel" its gradient to that one
     owned = {"broadcast": parameters, "reduce": parameters * (way == "parallel")}
     assert all(many.get(kind, 0) <= most for kind, most in owned.items()), many
