@@ -11,8 +11,8 @@ from common.waiting import wait_for
 from torch import nn
 from torch.optim import AdamW
 
-from zero_nb.checkpoint import sharded
-from zero_nb.checkpoint.full import full_state_dict, load_full_state_dict
+from zero_nb.checkpoint import full, sharded
+from zero_nb.checkpoint.full import full_state_dict, load_full_state_dict, read_full
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
@@ -139,3 +139,49 @@ def test_ranks_load_what_a_link_leads_to_once(folder, late):
         else:
             assert "ValueError: ranks disagree on load_sharded" in said, said
             assert "a manifest with checksum" in said and left == [[7.0], [7.0]]
+
+
+@pytest.mark.parametrize("use", [torch.clone, lambda t: torch.empty(4, 6).copy_(t)])
+def test_a_tensor_of_a_file_that_was_written_to_is_an_error(folder, use):
+    run(RANKS, save_two, folder)
+    late = read_full(folder / "older.pt")["state"][0]["exp_avg"]
+    assert use(late).unique().tolist() == [0.0]
+    (folder / "older.pt").write_bytes((folder / "newer.pt").read_bytes())
+    with pytest.raises(OSError, match=r"was written to while it was loaded.*older\.pt"):
+        use(late)
+
+
+def load_while_written(folder, hooked):
+    """Load a file that another job writes to, under the same name, after all ranks have checked it."""
+    _, zero = stepped(7.0)
+    if hooked:
+        zero.register_load_state_dict_pre_hook(lambda optimizer, state: None)
+    rank = dist.get_rank()
+    path = folder / "older.pt"
+    checked = [folder / f"checked{each}" for each in range(RANKS)]
+    check = full.checked_records
+
+    def check_and_write(*args):
+        found = check(*args)
+        checked[rank].touch()
+        wait_for(checked[1 - rank].exists)
+        if not rank:
+            path.write_bytes((folder / "newer.pt").read_bytes())
+            (folder / "written").touch()
+        wait_for((folder / "written").exists)
+        return found
+
+    full.checked_records = check_and_write
+    try:
+        said = caught(lambda: load_full_state_dict(zero, path))
+    finally:
+        full.checked_records = check
+    return said, averages(zero)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_file_that_is_written_to_after_it_was_checked_is_not_loaded(folder, hooked):
+    run(RANKS, save_two, folder)
+    for said, left in run(RANKS, load_while_written, folder, hooked):
+        assert re.match("OSError.*was written to while it was loaded", said), said
+        assert left == [7.0]

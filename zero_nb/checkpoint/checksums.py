@@ -192,15 +192,19 @@ class HeldFile(FileIO):
     def __init__(self, path: str | os.PathLike[str]):
         """Open it; `OSError`, or `ValueError` for a device or a pipe, which may never end."""
         if is_special(path):
-            words = "must be a file, and it is a device or a pipe; copy it to a file"
-            raise ValueError(f"{path} {words}")
+            raise ValueError(f"{path} must be a file, and it is a device or a pipe; copy it first")
         super().__init__(path)
+        self.written = os.fstat(self.fileno()).st_mtime_ns
+
+    def check(self) -> None:
+        """Refuse what was read if somebody has written to the file since it was opened; `OSError`."""
+        if os.fstat(self.fileno()).st_mtime_ns != self.written:
+            raise OSError(errno.EIO, "was written to while it was loaded", str(self.name))
 
     def __del__(self) -> None:
         self.close()
 
 
-_COPY = torch.ops.aten.copy_.default
 _CAT = torch.ops.aten.cat.default
 # operators whose result is other elements of the same bytes; a conjugate view, for one, is computed
 _VIEWS = {"alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice"}
@@ -222,13 +226,13 @@ class FileTensor(Tensor):
     What would change it is an error. DLPack and a conjugate view get a copy, which may be changed."""
 
     stored: Tensor  # on the meta device; its offset counts from `start`
-    file: FileIO
+    file: HeldFile
     start: int  # byte of the file
     # attributes are answered as of any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, stored: Tensor, file: FileIO, start: int) -> FileTensor:
+    def __new__(cls, stored: Tensor, file: HeldFile, start: int) -> FileTensor:
         """Make one; nothing is read."""
         made: Any = Tensor._make_wrapper_subclass(
             cls,
@@ -243,11 +247,12 @@ class FileTensor(Tensor):
         made.start = start
         return made
 
-    def read(self) -> Tensor:
-        """Read it into memory; `OSError` as the disk does, or if the file ends before."""
-        made = torch.empty_like(self.stored, device="cpu")
-        read_stored(self.stored, self.file, self.start, made)
-        return made
+    def read(self, target: Tensor | None = None) -> Tensor:  # to where; None: to new memory
+        """Read it; `OSError` as the disk does, or if somebody has cut the file off or written to it."""
+        target = torch.empty_like(self.stored, device="cpu") if target is None else target
+        read_stored(self.stored, self.file, self.start, target)
+        self.file.check()
+        return target
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -264,9 +269,8 @@ class FileTensor(Tensor):
                 found = func(first.stored, *args[1:], **given)
                 return tree_map(lambda view: cls(view, first.file, first.start), found)
         _refuse_to_change(func, args, given)
-        if func is _COPY and first.shape == args[1].shape:
-            read_stored(args[1].stored, args[1].file, args[1].start, first)
-            return first
+        if func is torch.ops.aten.copy_.default and first.shape == args[1].shape:
+            return args[1].read(first)
         # `torch.cat` also takes empty tensors of any shape
         if func is _CAT and len(args) == 1 and len({t.shape[1:] for t in first}) == 1:
             return _read_one_by_one(first)
@@ -340,7 +344,7 @@ _NO_TENSORS |= torch.dtype | torch.device | torch.layout | torch.Size
 class UnreadMemory:
     """Stands for memory that lies in an open file while a pickle is read."""
 
-    def __init__(self, file: FileIO):
+    def __init__(self, file: HeldFile):
         self.file = file
         self._places = dict[int, tuple[int, int]]()  # first byte and size, by a storage's address
         # as unpickled, and what stands for it, by its id

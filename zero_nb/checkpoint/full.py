@@ -179,6 +179,7 @@ def read_full(
     try:
         records = checked_records(opened, path, part)
         full = _load_into_memory(opened) if in_memory else _load_unread(opened, file, records)
+        file.check()
     except Exception as error:  # bytes that make no sense raise anything
         if isinstance(error, OSError) or str(path) in str(error):
             raise
