@@ -88,7 +88,7 @@ def _members(value: Any) -> dict[Any, Any] | None:  # by key or index; None: it 
     return dict(value) if isinstance(value, Mapping) else None
 
 
-def _as_tensor(value: Any) -> Tensor | None:  # None: it is no number
+def _tensor_of(value: Any) -> Tensor | None:  # None: it is no number
     try:
         return torch.as_tensor(value, device=None if isinstance(value, Tensor) else "cpu")
     except (TypeError, ValueError, RuntimeError):
@@ -115,7 +115,7 @@ def find_difference(
         each = (find_difference(step, f"{what}[{key!r}]", a, b, cause) for key, a, b in pairs)
         return next(filter(None, each), None)
     values = (sharded, unsharded)
-    sharded, unsharded = map(_as_tensor, values)
+    sharded, unsharded = map(_tensor_of, values)
     if sharded is None or unsharded is None:
         same = type(values[0]) is type(values[1]) and values[0] == values[1]
         mine, other = (f"{value!r:.80}" for value in values)
