@@ -287,6 +287,7 @@ def _take_model(
 
 def _load_checked(
     folder: Any,
+    name: str,  # of the folder, the same on all ranks
     said: Mapping[str, Any],  # by its manifest
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -299,7 +300,7 @@ def _load_checked(
         optimizer.sharded_state.follow_layouts()  # before what is read is put where state lies
     found = list[tuple[dict[str, Any], SavedOptimizer]]()
     # all of it has been checked
-    with agreeing(group, "making room for the checkpoint"), naming_source(folder):
+    with agreeing(group, f"making room for {name}"), naming_source(folder):
         found.append(_make_room(folder, said, model, optimizer))
     [(whole, saved)] = found
     shards: Sequence[Shard] = ()
@@ -309,7 +310,7 @@ def _load_checked(
     parts = {"model": in_part(whole, shards), **saved.values}
     _load_boxes(folder, parts, groups)
     _complete(optimizer, shards, groups)
-    with agreeing(group, "loading the checkpoint into the model"):  # whose hooks are called
+    with agreeing(group, f"loading {name} into the model"):  # whose hooks are called
         _take_model(model, whole, parts.pop("model"), keys_below(said, "model"))
     saved.load(parts)
     return saved
@@ -331,8 +332,8 @@ def load_sharded(
     Groups may divide parameters otherwise; saved options win. Source: `torch.distributed.checkpoint.load`."""
     group = Group(process_group)
     said = dict[str, Any]()
-    given = f"folder={folder}"
-    describe = lambda: [given, f"a manifest with checksum {sealed(said)['crc32']}"]
+    name = str(folder)
+    describe = lambda: [f"folder={name}", f"a manifest with checksum {sealed(said)['crc32']}"]
     with agreeing(group, "load_sharded", describe, local=True):
         check_available()
         check_kinds(model, optimizer, folder)
@@ -341,8 +342,8 @@ def load_sharded(
     groups = [group]
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         groups += optimizer.groups
-    with end_if_interrupted(groups, f"loading {folder}"):
-        saved = _load_checked(folder, said, model, optimizer, groups)
+    with end_if_interrupted(groups, f"loading {name}"):
+        saved = _load_checked(folder, name, said, model, optimizer, groups)
     for words in () if group.group_rank else saved.overruled:
         warnings.warn(words, stacklevel=2)
     return said.get("extra")
