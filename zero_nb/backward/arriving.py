@@ -289,9 +289,7 @@ class ArrivingParameters:
         self,
         works: Sequence[Work],  # the gathers, in the order in which they began
         stream: SideStream | None,  # on which they end
-        record_versions: Callable[
-            [dict[int, int]], None
-        ],  # called once all have arrived, with theirs
+        record_versions: Callable[[], None],  # called once all have arrived
         members: Sequence[Sequence[Tensor]],  # the parameters that each of them brings
         versions: dict[int, int],  # by id: by how many arrivals raise versions, counted on
     ):
@@ -372,8 +370,9 @@ class ArrivingParameters:
                     self.assigned += self.gate.absent.end(self.count)
                     if self.stream is None:  # else readers on other streams wait for the event
                         self.gate.open(self.count)
-                if self.count == (last := len(self.works) - 1):
-                    self.record_versions(seen)  # not what was written to one since it arrived
+                last = len(self.works) - 1
+                if self.count == last:
+                    self.record_versions()
                 self.count += 1  # last: other threads read it without the lock
                 if self.assigned or self.written:
                     place = last  # all others arrive before `check` raises

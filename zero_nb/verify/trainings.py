@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ..backward.data_parallel import data_parallel
 from ..backward.ddp_overlap import overlap
@@ -266,10 +265,7 @@ def set_all(tensors: Any, values: Sequence[Tensor]) -> None:
 
 
 def _copied_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    copied: dict[str, Any] = tree_map(
-        lambda v: v.clone() if isinstance(v, Tensor) else v, {**state}
-    )
-    return copied
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 # %% ../../nbs/verify/03_trainings.ipynb #9a710021
 class Sharded:
