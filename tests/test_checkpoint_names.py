@@ -1,9 +1,11 @@
 """Names of checkpoints that are not UTF-8, as a file system may have them."""
 
 import os
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from common import caught
 from torch import nn
 
@@ -45,6 +47,21 @@ def save_and_load(folder):
 def test_names_that_are_not_utf8_are_saved_and_loaded(folder):
     for said in run(2, save_and_load, folder):
         assert "each checkpoint needs a folder of its own" in said
+
+
+def load_late(folder):
+    """Load on two ranks, in one of which a hook of the model takes its time: the other says in the
+    store what it waits for."""
+    model = nn.Linear(4, 2)
+    zero = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW)
+    if dist.get_rank() == 1:
+        model.register_load_state_dict_pre_hook(lambda *_: time.sleep(1.5))
+    load_sharded(folder / NAME, model, zero)
+
+
+def test_names_that_are_not_utf8_reach_the_store_while_a_rank_is_late(folder):
+    run(2, save_and_load, folder)
+    run(2, load_late, folder)
 
 
 def test_names_that_are_not_utf8_are_verified_and_converted(folder):

@@ -145,6 +145,11 @@ class _StoreLink:
 _NOTHING = "\0"  # no rank leaves this text
 
 
+def _storable(text: str) -> str:
+    """Escape what a store refuses: names of files may not be UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class _Notes:
     """Texts and numbers that the ranks of a group leave for each other in its store. Every method
     is one request, and none waits."""
@@ -183,11 +188,11 @@ class _Notes:
 
     def set(self, key: str, text: str) -> None:
         """Leave a text, in the place of an older one."""
-        self._ask(self._store.set, key, text)
+        self._ask(self._store.set, key, _storable(text))
 
     def set_first(self, key: str, text: str) -> str:
         """Leave a text unless there is one, and give the one that is there now."""
-        return str(self._ask(self._store.compare_set, key, "", text).decode())
+        return str(self._ask(self._store.compare_set, key, "", _storable(text)).decode())
 
     def raise_to(self, key: str, number: int) -> int:
         """Raise a number that all ranks share, and give it; one request more for each rank that raises it just now."""
