@@ -202,6 +202,27 @@ def test_H4_a_loop_that_skips_what_is_not_finite_is_told_on_every_rank(mode, ran
         assert "backward() has taken a step since step() was last called" in found[-1][1], found
 
 
+def left_out_on_one(mode):
+    """Leave out the first call of `step` on one rank, and stay when the next one is refused."""
+    _, zero, model, _ = trained(mode, process_group=dist.new_group())
+    said = []
+    for number in range(3):
+        said.append(caught_error(lambda: backward_of(model)))
+        if number or dist.get_rank() == 0:
+            said.append(caught_error(zero.step))
+        zero.zero_grad()
+        if any(said):
+            break
+    dist.barrier()  # over the default group: nobody leaves before both have an error
+    return [words for _, words in filter(None, said)]
+
+
+@pytest.mark.parametrize("mode", MODES + HIDDEN)
+def test_H4_a_call_of_step_that_one_rank_refuses_is_told_to_the_others(mode):
+    for words in run(2, left_out_on_one, mode, timeout=50):
+        assert "backward() has taken 2 steps" in words[0], words
+
+
 def clipped_in_halves(dtype):
     """Clip a large gradient to a small norm, as torch does."""
     model, clipped = Sums(dtype), Sums(dtype)

@@ -1,5 +1,6 @@
 """With `hidden=True`, other threads read parameters, and somebody assigns to them, while they are on their way."""
 
+import os
 import re
 import threading
 from unittest import mock
@@ -214,18 +215,19 @@ def test_a_write_that_only_one_rank_loses_is_an_error_on_all():
     assert "was written in place" in theirs and "was written in place" in end
 
 
-def rightly_written(interleaved):
+def rightly_written(interleaved, dtype):
     """Write through modules, and after a wait; give the difference from a model that does not hide."""
     found = []
     for hidden in (True, False):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
-        zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1e-3)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)).to(dtype)
+        master = None if dtype == torch.float32 else torch.float32
+        zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1e-3, master_dtype=master)
         options = {"bucket_cap_mb": 1e-5, "cut_mb": 1e-4, "interleaved": interleaved}
         handle = data_parallel(model, zero, hidden=hidden, **options)
         one = model[2].bias
         for step in range(4):
-            model(torch.ones(2, 8)).square().mean().backward()
+            model(torch.ones(2, 8, dtype=dtype)).square().mean().backward()
             zero.step()
             with torch.no_grad():
                 model[1].weight.mul_(0.9)
@@ -239,9 +241,62 @@ def rightly_written(interleaved):
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=str
+)  # the second: with copies
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_what_is_written_through_a_module_or_after_a_wait_is_there(interleaved):
-    assert all(run(2, rightly_written, interleaved))
+def test_what_is_written_through_a_module_or_after_a_wait_is_there(interleaved, dtype):
+    assert all(run(2, rightly_written, interleaved, dtype))
+
+
+def loaded_while_some_arrive():
+    """Load other weights when the first layers have arrived, and step once more."""
+    found = []
+    for hidden in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).bfloat16()
+        zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1e-3, master_dtype=torch.float32)
+        data_parallel(model, zero, hidden=hidden, bucket_cap_mb=1e-5)
+        for step in range(3):
+            model(torch.ones(2, 8).bfloat16()).square().mean().backward()
+            zero.step()
+            zero.zero_grad()
+            if step == 1:
+                others = {key: torch.full_like(v, 0.05) for key, v in shapes().items()}
+                model.load_state_dict(others)
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return torch.equal(*found), found[0].max().item()
+
+
+def shapes():
+    """Give what the state dict has, without a look at parameters on their way."""
+    return {f"{i}.{key}": v for i in range(3) for key, v in nn.Linear(8, 8).state_dict().items()}
+
+
+def test_weights_that_are_loaded_while_some_arrive_are_stepped():
+    for same, largest in run(2, loaded_while_some_arrive):
+        assert same and largest < 0.06
+
+
+def written_before_a_fork():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1e-3)
+    handle = data_parallel(model, zero, hidden=True, bucket_cap_mb=1e-5)
+    held = model[1].weight
+    model(torch.ones(2, 8)).square().mean().backward()
+    zero.step()
+    with torch.no_grad():
+        held.zero_()
+    if not (pid := os.fork()):
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return caught(handle.wait), caught(handle.wait)
+
+
+def test_a_fork_leaves_the_error_of_a_write_to_the_next_wait():
+    for said, again in run(2, written_before_a_fork):
+        assert "was written in place while it was on its way" in said and again is None
 
 
 def test_complex_stand_ins_are_NaN_in_both_parts_and_all_have_memory_of_their_own():

@@ -31,12 +31,18 @@ from ..optim.torch_interface import _Joinable
 __all__ = ['DataParallel', 'data_parallel']
 
 # %% ../../nbs/backward/16_data_parallel.ipynb #6664e5bd
+def _let_arrive(handle: DataParallel) -> None:
+    """Wait, and leave errors to the next `wait`: Python goes on after those of a fork."""
+    if handle.arriving:
+        handle.arriving.wait(len(handle.arriving.works) - 1)
+
+
 @cache
 def _waiting_before_fork() -> WeakSet[Any]:
     """Give the set of handles that wait for their parameters whenever this process forks."""
     handles: WeakSet[Any] = WeakSet()
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=lambda: [handle.wait() for handle in list(handles)])
+        os.register_at_fork(before=lambda: [*map(_let_arrive, list(handles))])
     return handles
 
 # %% ../../nbs/backward/16_data_parallel.ipynb #541b64b8
@@ -133,7 +139,6 @@ class DataParallel(InBackward, _Joinable):
         """Check the step that backward took; take one here if this rank's backward took none."""
         with self.arriving.lock if self.arriving else nullcontext():
             self.watch.tell_of_refusal(self.engine.check_call, kwargs)
-        self.engine.count.check_call()
         if not self.stepped:
             self.engine.markers.remove()
             if self.options.find_unused_parameters or self.reducer.has_unheard_gradients():

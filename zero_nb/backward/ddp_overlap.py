@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ _NOT_AVERAGED = (
 def check_leftovers(
     params: Sequence[Tensor],
     stepped: bool,  # since the last check
-    means: KeptMeans | None = None,  # that a hook of the user's has left
+    means: KeptMeans | Literal[False] = False,  # that a hook of the user's has left
 ) -> None:
     """Refuse gradients that no step has seen."""
     if means and means.check(params, stepped):
@@ -137,8 +137,6 @@ class DdpOverlap(InBackward):
                 "static_graph=True learns the graph in the first backward, which a rank without"
                 " data has not; give every rank a first batch"
             )
-        if self.engine.count.taken:
-            self.engine.count.check_backward()
         self.planner.start(backward)
         return backward
 
@@ -213,12 +211,14 @@ class DdpOverlap(InBackward):
 
     def step(self, kwargs: dict[str, Any]) -> None:
         """Look back at a step that was over when backward returned."""
-        self.watch.tell_of_refusal(self.engine.check_call, kwargs)
+        stepped = self.watch.tell_of_refusal(self.engine.check_call, kwargs)
         if self.backward is not None and not self.backward.in_autograd:
             self._finish()  # in the place of an iteration, after what DDP sends last
-        stepped = self.engine.count.check_call()
-        means = self.means if self.options.keeps_means else None
-        check_leftovers(self.traits.params, stepped, means)
+        try:
+            check_leftovers(self.traits.params, stepped, self.options.keeps_means and self.means)
+        except RuntimeError as error:
+            self.watch.tell_of(error)
+            raise
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""

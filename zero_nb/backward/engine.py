@@ -281,7 +281,9 @@ class StepEngine:
         self.count.forget()
         self.versions.record(())
 
-    def check_call(self, kwargs: dict[str, Any]) -> None:
+    def check_call(
+        self, kwargs: dict[str, Any]
+    ) -> bool:  # whether there was a step since the last one
         """Refuse a call of `step` that comes too late for what it asks for, or for what was changed."""
         if kwargs:
             raise TypeError(
@@ -299,6 +301,7 @@ class StepEngine:
             self.markers.check(self.params if self.count.taken else ())
             if written := self.versions.written(self.params):
                 raise RuntimeError(WRITTEN.format(self._name(written[0])))
+            return self.count.check_call()
         except RuntimeError:
             self.forget_steps()  # the step that was refused is over
             raise

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from threading import Lock, Thread
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -175,6 +175,9 @@ class WatchListener(Protocol):
         """Learn that a gradient has reached an output of the model."""
 
 
+_T = TypeVar("_T")
+
+
 class BackwardWatch:
     """Hooks on a model: tells a listener when a forward and a backward begin, and the other ranks
     when one of them fails."""
@@ -214,12 +217,12 @@ class BackwardWatch:
                 " in step with those of the others"
             )
 
-    def tell_of_refusal(self, check: Callable[..., None], *args: Any) -> None:
+    def tell_of_refusal(self, check: Callable[..., _T], *args: Any) -> _T:
         """Check something; other ranks that do not refuse it are told of one that does."""
         try:
-            check(*args)
+            return check(*args)
         except RuntimeError as error:
-            self._tell_of(error)
+            self.tell_of(error)
             raise
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
@@ -227,7 +230,7 @@ class BackwardWatch:
             self.listener.before_forward(module)
         except Exception as error:
             if torch.is_grad_enabled() and not module.training:  # else `_after_forward` tells
-                self._tell_of(error)
+                self.tell_of(error)
             raise
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -235,13 +238,13 @@ class BackwardWatch:
             return
         error = sys.exc_info()[1]
         if output is None and error is not None and module.training:
-            self._tell_of(error)
+            self.tell_of(error)
         if not torch.compiler.is_compiling():
             for tensor in found_tensors(output):
                 if tensor.grad_fn is not None:  # else no backward begins there
                     tensor.register_hook(self._on_output_gradient)
 
-    def _tell_of(self, error: BaseException) -> None:
+    def tell_of(self, error: BaseException) -> None:
         """Tell the other ranks of an error outside of backward, unless all have one, so that no rank waits."""
         on_all_ranks = getattr(error, "on_all_ranks", False)
         if on_all_ranks or self.tell_if_backward_fails():

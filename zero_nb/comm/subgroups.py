@@ -126,7 +126,7 @@ def split(
     Backends connect as those of torch's default group do: NCCL at once and without blocking, if
     that group was made with `device_id`, else in the
     first collective; gloo before this returns. Raises on every rank: `ValueError` if a rank appears
-    twice or is not in the group, `RuntimeError` if
+    twice or is not in the group, or this torch would sort a part, `RuntimeError` if
     the default group has a `device_id`, and not all its ranks are in the new groups over NCCL."""
     listed = [rank for part in parts for rank in part]
     with agreeing(group, "split", lambda: [str([list(part) for part in parts]), str(timeout)]):

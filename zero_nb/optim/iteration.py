@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -340,9 +340,9 @@ class Iteration:
         self.gathers.wait()
         self.record_versions()
 
-    def record_versions(self) -> None:
+    def record_versions(self, arrived: Mapping[int, int] | None = None) -> None:
         """Note that the parameters of the model come from this step, now that all have arrived."""
-        record_versions(self.plan.shard.pieces)
+        record_versions(self.plan.shard.pieces, arrived)
 
     def _do(self, op: str, i: int) -> None:
         match op:

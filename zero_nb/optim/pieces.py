@@ -5,7 +5,7 @@
 # %% ../../nbs/optim/03_pieces.ipynb #4b8161b3
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -133,9 +133,9 @@ class Piece:
             f" {trouble}; have the class write into the parameter: p.copy_(...)"
         )
 
-    def record_versions(self) -> None:
-        """Note that what is in the parameters now was rounded from the copy."""
-        self.versions = [p._version for p in self.params]
+    def record_versions(self, arrived: Mapping[int, int]) -> None:
+        """Note that what is in the parameters, or was when it arrived, was rounded from the copy."""
+        self.versions = [arrived.get(id(p), p._version) for p in self.params]
 
     def write_master(self, value: Tensor) -> None:
         """Replace the copy; the next step looks which of its elements the parameters still round to."""
@@ -364,11 +364,12 @@ def reclaim_pieces(
             piece.reclaim()
 
 
-def record_versions(pieces: Iterable[Piece]) -> None:
+# `arrived`: versions by id, of parameters that may have been written since they came from the copies
+def record_versions(pieces: Iterable[Piece], arrived: Mapping[int, int] | None = None) -> None:
     """Note that what is in the parameters now has come from the copies."""
     for piece in pieces:
         if piece.master:
-            piece.record_versions()
+            piece.record_versions(arrived or {})
 
 # %% ../../nbs/optim/03_pieces.ipynb #93ad7b25
 def lay_out_gradients(params: Iterable[Tensor]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..backward.data_parallel import data_parallel
 from ..backward.ddp_overlap import overlap
@@ -265,7 +266,10 @@ def set_all(tensors: Any, values: Sequence[Tensor]) -> None:
 
 
 def _copied_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+    copied: dict[str, Any] = tree_map(
+        lambda v: v.clone() if isinstance(v, Tensor) else v, {**state}
+    )
+    return copied
 
 # %% ../../nbs/verify/03_trainings.ipynb #9a710021
 class Sharded:
