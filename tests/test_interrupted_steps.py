@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_nb import full_state_dict, load_sharded, reshard, save_sharded
+from zero_nb.backward.arriving import NanUntilArrived
 from zero_nb.checkpoint import reshard as reshard_module
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
 from zero_nb.comm import ending
@@ -366,6 +367,7 @@ def interrupted(at, action):
         return True
     finally:
         sys.settrace(None)
+        torch.set_grad_enabled(True)  # Python runs a line of `with` before it leaves one
     return False
 
 
@@ -405,6 +407,20 @@ def torn_saves(mode, start, stride):
 def test_no_line_of_an_iteration_leaves_a_checkpoint_of_two_steps(mode):
     [(torn, refused)] = run(1, torn_saves, mode, 1 + len(mode), 53)
     assert torn == [] and refused
+
+
+def test_no_line_of_taking_memory_away_keeps_it():
+    for at in range(1, 1000):
+        layer = nn.Linear(3, 2)
+        before = flatten(layer)
+        params = list(layer.parameters())
+        absent = NanUntilArrived(params, {id(p): place for place, p in enumerate(params)})
+        stopped = interrupted(at, lambda absent=absent: (absent.begin(), absent.end(1)))
+        assert absent.end(1) == [], at
+        assert torch.equal(flatten(layer), before), at
+        if not stopped:
+            assert at > 20
+            return
 
 
 def half_loads(stride):

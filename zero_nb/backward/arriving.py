@@ -110,6 +110,7 @@ class NanUntilArrived:
         """Take the memory of the parameters away that do not come with the first `count` gathers.
         A graph that has saved one gives NaN."""
         nans: dict[Any, Sequence[Tensor]] = {}
+        self.stand_ins.clear()
         first = bisect_left(self.order, count, key=itemgetter(0))
         for i, (place, p) in enumerate(self.order[first:]):
             if (kind := (p.dtype, p.device)) not in nans:
@@ -117,20 +118,22 @@ class NanUntilArrived:
                 memory = torch.full([len(self.order)], nan, dtype=p.dtype, device=p.device)
                 nans[kind] = memory.unbind()
             stand_in = nans[kind][i].expand(p.shape)  # one number for all elements
-            self.away.append((place, p, p.data, stand_in.data_ptr()))
+            self.stand_ins.add(address := stand_in.data_ptr())
+            # first noted, then taken: `end` gives back what an interrupt leaves between
+            self.away.append((place, p, p.data, address))
             p.data = stand_in
-        self.stand_ins = {address for *_, address in self.away}
 
     def end(self, place: int) -> list[Tensor]:  # which were given other memory, and keep it
         """Give back the memory of what came with the gathers up to a place."""
         assigned = []
         while self.away and self.away[0][0] <= place:
-            _, p, data, address = self.away.popleft()
+            _, p, data, address = self.away[0]
             now = p.data_ptr()
-            if now != address:
+            if now not in (address, data.data_ptr()):
                 assigned.append(p)
             if now in self.stand_ins:  # perhaps another one's
                 p.data = data
+            self.away.popleft()
         return assigned
 
 # %% ../../nbs/backward/12_arriving.ipynb #64c556f5
@@ -289,7 +292,7 @@ class ArrivingParameters:
         self,
         works: Sequence[Work],  # the gathers, in the order in which they began
         stream: SideStream | None,  # on which they end
-        record_versions: Callable[[], None],  # called once all have arrived
+        record_versions: Callable[[dict[int, int]], None],  # takes those of all, once all are there
         members: Sequence[Sequence[Tensor]],  # the parameters that each of them brings
         versions: dict[int, int],  # by id: by how many arrivals raise versions, counted on
     ):
@@ -370,9 +373,8 @@ class ArrivingParameters:
                     self.assigned += self.gate.absent.end(self.count)
                     if self.stream is None:  # else readers on other streams wait for the event
                         self.gate.open(self.count)
-                last = len(self.works) - 1
-                if self.count == last:
-                    self.record_versions()
+                if self.count == (last := len(self.works) - 1):
+                    self.record_versions(seen)  # not what was written to one since it arrived
                 self.count += 1  # last: other threads read it without the lock
                 if self.assigned or self.written:
                     place = last  # all others arrive before `check` raises
