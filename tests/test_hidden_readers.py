@@ -299,6 +299,33 @@ def test_a_fork_leaves_the_error_of_a_write_to_the_next_wait():
         assert "was written in place while it was on its way" in said and again is None
 
 
+class Rows(nn.Module):
+    """Has rows of one tensor as its parameters, or clones of them."""
+
+    def __init__(self, clones):
+        super().__init__()
+        rows = torch.arange(12.0).reshape(3, 4).unbind()
+        self.rows = nn.ParameterList([row.clone() if clones else row for row in rows])
+
+    def forward(self, x):
+        return sum((x * row).sum() for row in self.rows)
+
+
+def hidden_rows(clones):
+    model = Rows(clones)
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    return caught(lambda: data_parallel(model, zero, hidden=True))
+
+
+def test_parameters_with_one_version_counter_cannot_be_on_their_way():
+    assert run(2, hidden_rows, True) == [None] * 2
+    for said in run(2, hidden_rows, False):
+        assert said.startswith(
+            "ValueError: hidden=True needs a version counter for each parameter, to see what is"
+            " written to one, and 3 of them have one together, as views of one tensor do"
+        )
+
+
 def test_complex_stand_ins_are_NaN_in_both_parts_and_all_have_memory_of_their_own():
     params = [torch.ones(3, dtype=torch.complex64) for _ in range(3)] + [torch.ones(2)]
     absent = NanUntilArrived(params, {id(p): i for i, p in enumerate(params)})

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .arriving import ParameterGate, Search
 from zero_nb.backward.engine import (
@@ -234,6 +235,14 @@ def _check_module(module: Any, optimizer: Any) -> None:
         )
 
 
+def _counted_together(params: Sequence[Tensor]) -> list[Tensor]:
+    """List the parameters that torch gives another version whenever a certain other one is written."""
+    with torch.autograd._unsafe_preserve_version_counter(tuple(params)):
+        before = [p._version for p in params]
+        torch.autograd.graph.increment_version(params)
+        return [p for p, version in zip(params, before, strict=True) if p._version != version + 1]
+
+
 def _check_together(
     module: nn.Module, optimizer: ZeroRedundancyOptimizer, options: DataParallelOptions
 ) -> None:
@@ -246,11 +255,17 @@ def _check_together(
                 " freeze it, or give it to the optimizer"
             )
     if options.hidden:
-        search = Search(module, [p for p in module.parameters() if p.requires_grad])
-        if reader := search.unseen_reader():
+        params = [p for p in module.parameters() if p.requires_grad]
+        if reader := Search(module, params).unseen_reader():
             raise ValueError(
                 f"hidden=True needs every reader of a parameter to go through its module, and"
                 f" {reader}; leave hidden=True out"
+            )
+        if alike := _counted_together(params):
+            raise ValueError(
+                f"hidden=True needs a version counter for each parameter, to see what is written to"
+                f" one, and {len(alike)} of them have one together, as views of one tensor do;"
+                " leave hidden=True out, or make each of a clone()"
             )
     for key, p in in_optimizer.items():
         if key not in in_module:
