@@ -30,6 +30,7 @@ from torch.optim import SGD
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.backward.stepped_gradients import unstepped_grad
+from zero_nb.checkpoint.full import full_state_dict
 from zero_nb.comm.launch import run
 from zero_nb.comm.simulation import simulate
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
@@ -200,6 +201,27 @@ def test_H4_a_loop_that_skips_what_is_not_finite_is_told_on_every_rank(mode, ran
     for found in run(2, skipped_where_not_finite, mode, ranks):
         assert found[:-1] == [None] * 3
         assert "backward() has taken a step since step() was last called" in found[-1][1], found
+
+
+def rolled_back(mode):
+    """Go back to the state before a bad batch, which is loaded instead of a call of `step`."""
+    module, zero, model, handle = trained(mode)
+    for scale in (1.0, 2.0, 1e6, 3.0, 4.0):
+        saved = copy.deepcopy((module.state_dict(), full_state_dict(zero, to=None)))
+        model(torch.tensor(scale)).backward()
+        if scale == 1e6:
+            module.load_state_dict(saved[0])
+            zero.load_state_dict(saved[1])
+        else:
+            zero.step()
+        zero.zero_grad()
+    handle.leave()
+    return flatten(module).unique().tolist()
+
+
+@pytest.mark.parametrize("mode", MODES + HIDDEN)
+def test_H4_a_loop_that_loads_the_state_before_a_bad_loss_goes_on_from_there(mode):
+    assert run(2, rolled_back, mode) == [[1 - 0.125 * (1 + 2 + 3 + 4)]] * 2
 
 
 def left_out_on_one(mode):

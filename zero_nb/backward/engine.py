@@ -201,7 +201,7 @@ class StepEngine:
         self.grad_norm: Tensor | None = None  # before it was clipped, of the last step
         self.transformed: Any = None  # event on the stream, after the last averages were clipped
         self.options_used: list[dict[str, Any]] | None = None  # by a step that was not checked yet
-        self.count = StepCount()
+        self.count = StepCount(optimizer.local.change)
         self.versions = SteppedVersions()  # of parameters of a step that was not checked yet
 
     @property

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..optim.shard import CurrentChange
+
 # %% auto #0
 __all__ = ['GRADIENTS_CHANGED', 'STEPPED_AGAIN', 'WRITTEN', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'KeptMeans',
            'SteppedVersions', 'StepCount']
@@ -354,12 +356,15 @@ _MANY = (
 class StepCount:
     """How many steps backward has taken for each call of `step`."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: CurrentChange) -> None:
+        self.change = change
+        self.loads = 0  # of a state, before the last of those steps
         self.taken = 0  # since the last call
         self.was_called = False  # for a step of backward
 
     def note(self) -> None:
         """Note a step that this rank's own backward has taken."""
+        self.loads = self.change.loads
         self.taken += 1
 
     def forget(self) -> None:
@@ -377,6 +382,8 @@ class StepCount:
 
     def check_backward(self) -> None:
         """Refuse a backward where a call of `step` was left out before; `RuntimeError`."""
+        if self.loads != self.change.loads:
+            self.taken = 0  # of a state that is gone
         if self.taken and self.was_called:
             self.taken = 0  # it is said once
             raise RuntimeError(_MANY.format("a step", ", and would take another now"))

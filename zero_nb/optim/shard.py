@@ -214,6 +214,7 @@ class CurrentChange:
 
     def __init__(self) -> None:
         self.what = ""  # nothing
+        self.loads = 0  # so far
 
     def start(self, what: str) -> None:
         """Note that a change begins."""
@@ -228,6 +229,11 @@ class CurrentChange:
     def finish(self) -> None:
         """Note that parameters and state belong together."""
         self.what = ""
+
+    def finish_load(self) -> None:
+        """Note that the state is one that was loaded."""
+        self.finish()
+        self.loads += 1
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:

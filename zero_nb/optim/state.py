@@ -306,7 +306,7 @@ class StateLoad:
             give_state(self.state.local, shard, dealt, self.common)
         for sums, _ in self.missed:  # parameters and state are of one step again
             sums.clear()
-        self.state.local.change.finish()
+        self.state.local.change.finish_load()
 
     def undo(self) -> None:
         """Have the state back as it was."""
