@@ -129,15 +129,27 @@ def way(request, monkeypatch):
     take_way(monkeypatch, request.param)
 
 
+def is_either(path, fixtures):
+    """Tell whether the tests of a file run in one way to move, or in the other one."""
+    chosen = "way" in fixtures or "ZERO_NB_MEMORY" in os.environ
+    return not chosen and path.stem.removeprefix("test_") in EITHER
+
+
+def pytest_generate_tests(metafunc):
+    """Run what may move in either way in both, if everything is to run."""
+    path = metafunc.definition.path
+    if "ZERO_NB_ALL" in os.environ and is_either(path, metafunc.fixturenames):
+        metafunc.parametrize("way_of_the_day", ["memory", "messages"], indirect=True)
+
+
 @pytest.fixture(autouse=True)
 def way_of_the_day(request):
     """Let the tests of some files run in one way to move, each in the other one eight days later (so that
     a case that has its turn each second or fourth day has both). The variable chooses for all."""
-    chosen = "way" in request.fixturenames or "ZERO_NB_MEMORY" in os.environ
-    if chosen or request.path.stem.removeprefix("test_") not in EITHER:
+    if not is_either(request.path, request.fixturenames):
         yield
         return
-    way = way_today(request.node.nodeid)
+    way = getattr(request, "param", None) or way_today(request.node.nodeid)
     print(f"by {way} on day ZERO_NB_SEED={SEED}")  # shown if the test fails
     # not the test's own, which would then be undone after fixtures that it must be undone before
     with pytest.MonkeyPatch.context() as patch:
