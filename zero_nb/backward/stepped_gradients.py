@@ -271,12 +271,9 @@ class SteppedGradients:
         except RuntimeError:  # the parameter has another dtype, shape or device now
             param.grad = self._make(param, mark.found_inf)
 
-    def remove(
-        self,
-    ) -> list[
-        Tensor
-    ]:  # frozen parameters with zeros, or whose markers were left where others were cleared
-        """Take away the markers that are left."""
+    def remove(self) -> list[Tensor]:
+        """Take away the markers that are left. List frozen parameters with zeros, or whose markers
+        were left where others were cleared."""
         left = [p for p in self.placed if isinstance(p.grad, SteppedGradient)]
         frozen = [p for p in left if not p.requires_grad]
         if frozen and all(map(_is_unread, [p.grad for p in self.placed if p.requires_grad])):
@@ -380,10 +377,11 @@ class StepCount:
             raise RuntimeError(_MANY.format(f"{taken} steps", ""))
         return taken > 0
 
-    def check_backward(self) -> None:
-        """Refuse a backward where a call of `step` was left out before; `RuntimeError`."""
+    def check_backward(self, are_finite: Callable[[], bool]) -> None:
+        """Refuse a backward where a call of `step` was left out before; `RuntimeError`. Whether the
+        parameters are finite is asked once, of a loop that has called no `step`."""
         if self.loads != self.change.loads:
             self.taken = 0  # of a state that is gone
-        if self.taken and self.was_called:
+        if self.taken and (self.was_called or (self.taken == 1 and not are_finite())):
             self.taken = 0  # it is said once
             raise RuntimeError(_MANY.format("a step", ", and would take another now"))
