@@ -110,7 +110,7 @@ class NanUntilArrived:
         """Take the memory of the parameters away that do not come with the first `count` gathers.
         A graph that has saved one gives NaN."""
         nans: dict[Any, Sequence[Tensor]] = {}
-        self.stand_ins.clear()
+        self.stand_ins = {address for *_, address in self.away}
         first = bisect_left(self.order, count, key=itemgetter(0))
         for i, (place, p) in enumerate(self.order[first:]):
             if (kind := (p.dtype, p.device)) not in nans:
