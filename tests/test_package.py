@@ -1,5 +1,6 @@
 """What a user installs: the README, and the wheel from the sdist."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+import zero_nb
 
 ROOT = Path(__file__).parents[1]
 
@@ -154,6 +157,17 @@ for call in calls:
     except (ValueError, RuntimeError) as error: assert "built without" in str(error), error
     else: raise AssertionError("no error")
 """
+
+
+@pytest.mark.daily
+def test_a_type_checker_may_import_every_public_name():
+    """PEP 484: of what a typed package imports, only `x as x` is offered to others; mypy --strict
+    says so where `__all__` is computed."""
+    tree = ast.parse((ROOT / "zero_nb" / "__init__.py").read_text(encoding="utf-8"))
+    [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    found = [alias for line in block.body for alias in line.names]
+    assert [alias.name for alias in found] == [alias.asname for alias in found]
+    assert sorted(alias.name for alias in found) == sorted(zero_nb.__all__)
 
 
 def test_a_torch_without_distributed_will_do():

@@ -59,54 +59,149 @@ _MODULES = {
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `as`: a type checker takes such a name for one that users may import
     from .checkpoint.full import (
-        full_optim_state_dict,
-        full_state_dict,
-        load_full_state_dict,
-        shard_full_optim_state_dict,
+        full_optim_state_dict as full_optim_state_dict,
+        full_state_dict as full_state_dict,
+        load_full_state_dict as load_full_state_dict,
+        shard_full_optim_state_dict as shard_full_optim_state_dict,
     )
-    from .checkpoint.contents import newest_checkpoint
-    from .checkpoint.sharded import load_sharded, save_sharded
-    from .checkpoint.async_save import AsyncCheckpointer
-    from .checkpoint.convert import convert_checkpoint, verify_checkpoint
-    from .checkpoint.reshard import reshard
-    from .plan.bucket_plan import BucketPlan
-    from .plan.packing import pack
-    from .plan.comparison import compare
-    from .plan.estimates import estimate
-    from .verify.memory import memory_report
-    from .verify.same import assert_same
-    from .verify.parity import assert_parity
-    from .verify.divergence import DivergenceError
-    from .verify.watchdog import watch_divergence
-    from .verify.activations import activation_memory
-    from .join.attendance import Attendance
-    from .join.join import Join
-    from .join.own_joinables import shadowed_by
-    from .join.participants import Joinable, JoinHook
-    from .comm.launch import run
-    from .comm.live import report_step
-    from .comm.objects import broadcast_object_list, gather_object, scatter_object_list
-    from .optim.optimizer import ZeroRedundancyOptimizer
-    from .backward.ddp_overlap import overlap
-    from .backward.torch_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-    from .backward.data_parallel import data_parallel
-    from .comm.ranks import get_global_rank, get_group_rank, get_process_group_ranks
-    from .comm.agreement import agree, agreeing
-    from .comm.coalescing import coalescing_manager
-    from .comm.ending import fail
-    from .comm.groups import Group
-    from .comm.subgroups import two_level
-    from .comm.recording import record
-    from .comm.simulation import simulate
-    from .plan.schedule import make_schedule
-    from .plan.balancing import balanced, mixed
-    from .plan.grids import Grid, GridPlan
-    from .plan.moves import moves
-    from .plan.policies import even, greedy
-    from .plan.shards import ShardPlan, Span
-    from .plan.specs import ParamSpec
+    from .checkpoint.contents import (
+        newest_checkpoint as newest_checkpoint,
+    )
+    from .checkpoint.sharded import (
+        load_sharded as load_sharded,
+        save_sharded as save_sharded,
+    )
+    from .checkpoint.async_save import (
+        AsyncCheckpointer as AsyncCheckpointer,
+    )
+    from .checkpoint.convert import (
+        convert_checkpoint as convert_checkpoint,
+        verify_checkpoint as verify_checkpoint,
+    )
+    from .checkpoint.reshard import (
+        reshard as reshard,
+    )
+    from .plan.bucket_plan import (
+        BucketPlan as BucketPlan,
+    )
+    from .plan.packing import (
+        pack as pack,
+    )
+    from .plan.comparison import (
+        compare as compare,
+    )
+    from .plan.estimates import (
+        estimate as estimate,
+    )
+    from .verify.memory import (
+        memory_report as memory_report,
+    )
+    from .verify.same import (
+        assert_same as assert_same,
+    )
+    from .verify.parity import (
+        assert_parity as assert_parity,
+    )
+    from .verify.divergence import (
+        DivergenceError as DivergenceError,
+    )
+    from .verify.watchdog import (
+        watch_divergence as watch_divergence,
+    )
+    from .verify.activations import (
+        activation_memory as activation_memory,
+    )
+    from .join.attendance import (
+        Attendance as Attendance,
+    )
+    from .join.join import (
+        Join as Join,
+    )
+    from .join.own_joinables import (
+        shadowed_by as shadowed_by,
+    )
+    from .join.participants import (
+        Joinable as Joinable,
+        JoinHook as JoinHook,
+    )
+    from .comm.launch import (
+        run as run,
+    )
+    from .comm.live import (
+        report_step as report_step,
+    )
+    from .comm.objects import (
+        broadcast_object_list as broadcast_object_list,
+        gather_object as gather_object,
+        scatter_object_list as scatter_object_list,
+    )
+    from .optim.optimizer import (
+        ZeroRedundancyOptimizer as ZeroRedundancyOptimizer,
+    )
+    from .backward.ddp_overlap import (
+        overlap as overlap,
+    )
+    from .backward.torch_hooks import (
+        hook_with_zero_step as hook_with_zero_step,
+        hook_with_zero_step_interleaved as hook_with_zero_step_interleaved,
+    )
+    from .backward.data_parallel import (
+        data_parallel as data_parallel,
+    )
+    from .comm.ranks import (
+        get_global_rank as get_global_rank,
+        get_group_rank as get_group_rank,
+        get_process_group_ranks as get_process_group_ranks,
+    )
+    from .comm.agreement import (
+        agree as agree,
+        agreeing as agreeing,
+    )
+    from .comm.coalescing import (
+        coalescing_manager as coalescing_manager,
+    )
+    from .comm.ending import (
+        fail as fail,
+    )
+    from .comm.groups import (
+        Group as Group,
+    )
+    from .comm.subgroups import (
+        two_level as two_level,
+    )
+    from .comm.recording import (
+        record as record,
+    )
+    from .comm.simulation import (
+        simulate as simulate,
+    )
+    from .plan.schedule import (
+        make_schedule as make_schedule,
+    )
+    from .plan.balancing import (
+        balanced as balanced,
+        mixed as mixed,
+    )
+    from .plan.grids import (
+        Grid as Grid,
+        GridPlan as GridPlan,
+    )
+    from .plan.moves import (
+        moves as moves,
+    )
+    from .plan.policies import (
+        even as even,
+        greedy as greedy,
+    )
+    from .plan.shards import (
+        ShardPlan as ShardPlan,
+        Span as Span,
+    )
+    from .plan.specs import (
+        ParamSpec as ParamSpec,
+    )
 
 
 def __getattr__(name: str) -> Any:
