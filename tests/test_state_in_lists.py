@@ -1,13 +1,23 @@
-"""Optimizers that keep tensors in lists and dicts: reports count them, and comparisons name them."""
+"""Optimizers that keep tensors in lists and dicts: reports count them, comparisons name them, and folders
+have them."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import caught
+import torch.distributed.checkpoint as dcp
+from common import caught, caught_error
+from common.saving import same
 from pytorch_optimizer import SOAP
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from zero_nb import ZeroRedundancyOptimizer, assert_parity, memory_report, run
+from zero_nb.checkpoint.convert import convert_checkpoint
+from zero_nb.checkpoint.full import full_state_dict
+from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.plan.states import state_rule
 from zero_nb.verify.rounding import STEP, find_difference
 
@@ -25,11 +35,14 @@ class Averages(torch.optim.Optimizer):
                 if p.grad is not None:
                     self.step_one(group, p)
 
+    def count_from_zero(self, p):
+        return {"count": torch.zeros(()), "kind": "two"}
+
     def step_one(self, group, p):
         state = self.state[p]
         if not state:
             state["m"] = [torch.zeros_like(p), torch.zeros_like(p)]
-            state["more"] = {"count": torch.zeros(()), "kind": "two"}
+            state["more"] = self.count_from_zero(p)
         for average, beta in zip(state["m"], (0.5, 0.9), strict=True):
             average.mul_(beta).add_(p.grad)
         if group["apart"]:
@@ -122,3 +135,93 @@ def test_a_difference_in_one_is_named():
 def test_values_in_containers_are_compared_one_by_one(mine, other, name):
     found = find_difference(1, "state", mine, other, STEP)
     assert (found and found.what) == name
+
+
+class Lists(Averages):
+    """Keeps lists in a list, empty ones too; torch gives what it loads the dtype of the parameter."""
+
+    def count_from_zero(self, p):
+        return {"count": p.new_zeros(()), "none": [], "lists": [[], [p.new_ones(3), 2, None], {}]}
+
+
+def trained(kind, steps, sharded=True):
+    model = net()
+    params = model.named_parameters()
+    optimizer = ZeroRedundancyOptimizer(params, kind) if sharded else kind(params)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, 12).double()).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def state_of(optimizer):
+    full = isinstance(optimizer, ZeroRedundancyOptimizer)
+    return (full_state_dict(optimizer, None) if full else optimizer.state_dict())["state"]
+
+
+def save_lists(folder, kind, sharded=True):
+    model, optimizer = trained(kind, 3, sharded)
+    save_sharded(folder / "sharded", model, optimizer)
+    if sharded:
+        with optimizer.giving_state_dicts("sharded"):
+            dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder / "dcp")
+    return state_of(optimizer)
+
+
+def load_lists(folder, kind, form="sharded", steps=1, sharded=True):
+    model, optimizer = trained(kind, steps, sharded)
+    if form == "dcp":
+        with optimizer.giving_state_dicts("sharded"):
+            found = get_optimizer_state_dict(model, optimizer)
+            dcp.load(found, checkpoint_id=folder / "dcp")
+            set_optimizer_state_dict(model, optimizer, found)
+    else:
+        load_sharded(folder / form, model, optimizer)
+    return state_of(optimizer)
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("kind", [Lists, SOAP])
+def test_folders_bring_lists_back_as_lists(folder, kind, sizes):
+    [saved, *_] = run(sizes[0], save_lists, folder, kind)
+    assert any(isinstance(value, list) for value in saved[0].values())
+    for form in ("sharded", "dcp"):
+        for found in run(sizes[1], load_lists, folder, kind, form):
+            same(found, saved)
+
+
+@pytest.mark.parametrize("kind", [Lists, SOAP])
+def test_a_folder_of_lists_is_loaded_before_the_first_step_and_without_sharding(folder, kind):
+    [saved, *_] = run(2, save_lists, folder, kind)
+    for found in run(3, load_lists, folder, kind, steps=0):
+        same(found, saved)
+    [found] = run(1, load_lists, folder, kind, sharded=False)
+    same(found, saved)
+
+
+@pytest.mark.parametrize("kind", [Lists, SOAP])
+def test_a_folder_of_lists_of_an_unsharded_optimizer_is_loaded_and_converted(folder, kind):
+    [saved] = run(1, save_lists, folder, kind, False)
+    convert_checkpoint(folder / "sharded", folder / "one.safetensors")
+    convert_checkpoint(folder / "one.safetensors", folder / "again", ranks=2)
+    convert_checkpoint(folder / "again", folder / "one.pt")
+    same(torch.load(folder / "one.pt")["state"], saved)
+    for form in ("sharded", "again"):
+        for found in run(2, load_lists, folder, kind, form):
+            same(found, saved)
+
+
+class Pairs(Averages):
+    """Keeps its averages in a tuple."""
+
+    def step_one(self, group, p):
+        super().step_one(group, p)
+        self.state[p]["m"] = tuple(self.state[p]["m"])
+
+
+def test_a_tuple_of_tensors_is_refused_on_all_ranks(folder):
+    for kind, words in run(2, caught_error, lambda: save_lists(folder, Pairs)):
+        assert kind == "TypeError"
+        assert "state 'm' of parameter 0 is or has a tuple of tensors" in words, words
+    assert not [*folder.iterdir()]

@@ -225,10 +225,8 @@ def parts_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, group: Gro
     with agreeing(group, "reading the optimizer's state"):
         found["optimizer"] = state_to_save(model, optimizer)
         kept = keys_to_keep(found)
-    every = {
-        ("optimizer", "state"),
-        *(("optimizer", "state", n) for n in found["optimizer"]["state"]),
-    }
+    above = ("optimizer", "state")
+    every = {above, *((*above, name) for name in found["optimizer"]["state"])}
     return Saved(found, [(path, keys) for path, keys in kept if keys or path not in every])
 
 # %% ../../nbs/checkpoint/03_names.ipynb #150df5c1
@@ -355,11 +353,12 @@ class SavedOptimizer:
         cut = dict[tuple[int, Any], str]()  # fqn of what each rank reads a part of
         for entry in self._entries:
             index = self._index.get(entry.path[1]) if entry.path[0] == "state" else None
-            is_tensor = len(entry.path) == 3 and hasattr(entry.form, "size")
+            is_tensor = len(entry.path) > 2 and hasattr(entry.form, "size")
             if index is not None and sharded and is_tensor:
                 form = SavedForm(entry.form.properties.dtype, tuple(entry.form.size))
-                forms.setdefault(index, {})[entry.path[2]] = form
-                cut[index, entry.path[2]] = entry.fqn
+                key = entry.path[2] if len(entry.path) == 3 else entry.path[2:]
+                forms.setdefault(index, {})[key] = form
+                cut[index, key] = entry.fqn
             elif entry.path[0] != "param_groups":
                 self.values[entry.fqn] = entry.empty(None if index is None else params[index])
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):

@@ -59,9 +59,19 @@ def cut_values(
         if rows and not whole and value.shape == param.shape:
             out[key] = _elements(value, span, param)
             continue
-        own = value.whole(not one) if isinstance(value, TensorShard) else deepcopy(value)
-        out[key] = laid_out_as(own, param)
+        out[key] = laid_out_as(_own_whole(value, not one), param)
     return out
+
+
+def _own_whole(value: Any, copied: bool) -> Any:
+    """Give a value with whole tensors in the place of shards, which are copied or not."""
+    if isinstance(value, TensorShard):
+        return value.whole(copied)
+    if type(value) is dict:
+        return {key: _own_whole(member, copied) for key, member in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_own_whole(member, copied) for member in value)
+    return deepcopy(value)
 
 
 def laid_out_as(value: Any, param: Tensor) -> Any:

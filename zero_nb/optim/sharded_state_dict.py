@@ -23,8 +23,8 @@ from .load_state import frozen_place, frozen_span
 from .pieces import SCALARS
 from .shard import Shard
 from .state import ShardedState
-from .state_entry import MASTER, StateEntry, split_common
-from .state_forms import Forms, ValueForm, describe_saved
+from .state_entry import MASTER, StateEntry, split_common, value_at
+from .state_forms import ContainerForm, Forms, ValueForm, describe_saved
 from .state_plan import params_of
 from .tensor_shard import TensorShard
 from ..plan.shards import Span
@@ -35,30 +35,64 @@ __all__ = ['SavedForms', 'Runs', 'Keys', 'shard_state', 'SavedForm', 'room_for_s
 
 # %% ../../nbs/optim/18_sharded_state_dict.ipynb #5a7e0010
 def _shard_value(
-    group: Group, param: Tensor, form: ValueForm, own: Sequence[StateEntry]
+    group: Group,
+    param: Tensor,
+    form: ValueForm,
+    own: Sequence[StateEntry],  # of this rank
+    path: tuple[Any, ...],  # the keys that lead to the value
 ) -> TensorShard | Any:
     """Make the part of one value that this rank holds."""
+    if isinstance(form.plain, ContainerForm):
+        return _shard_members(group, param, form.plain, own, path)
     if form.dtype is None:
         return form.plain
     writes = param.numel() > 0 or group.group_rank == 0  # without elements all ranks have it
     starts = [entry.spans[0].start for entry in own]
+    runs = [run for entry in own if (run := value_at(entry.values, path)) is not None]
     if form.shape is None:
-        runs = [entry.values[form.key] for entry in own]
         return TensorShard(param, runs, starts, writes, form.dtype)
-    if own:  # of several ranks that have it, one writes
-        return TensorShard.of(own[0].values[form.key], writes and starts[0] == 0)
+    if runs:  # of several ranks that have it, one writes
+        return TensorShard.of(runs[0], writes and starts[0] == 0)
     device = param.device if form.shape else torch.device("cpu")
     like = torch.empty_strided(form.shape, form.stride or (), device="meta")
     return TensorShard(like, (), (), False, form.dtype, device)
 
 
+def _shard_members(
+    group: Group,
+    param: Tensor,
+    container: ContainerForm,
+    own: Sequence[StateEntry],
+    path: tuple[Any, ...],
+) -> Any:
+    """Make a list, dict or tuple of the parts that this rank holds of its members."""
+    keys = [form.key for form in container.members]
+    made = [_shard_value(group, param, f, own, (*path, f.key)) for f in container.members]
+    if container.type_name == "dict":
+        return dict(zip(keys, made, strict=True))
+    return made if container.type_name == "list" else tuple(made)
+
+
 def _check_shardable(forms: Forms) -> None:
-    for index, form in ((index, form) for index, every in forms.items() for form in every):
-        if form.is_object:
+    """Refuse what `torch.distributed.checkpoint` does not take apart; `TypeError`."""
+    found = [(index, form) for index, every in forms.items() for form in every]
+    for index, form in found:
+        kind = _unsharded_kind(form)
+        if kind is not None:
             raise TypeError(
-                f"state {form.key!r} of parameter {index} is a {form.plain}, and only tensors and"
-                " single values can be sharded; use state_dict_type='consolidated' or 'full'"
+                f"state {form.key!r} of parameter {index} is or has {kind}, and only tensors, single"
+                " values, and lists and dicts of them can be sharded; keep it in a list, or use"
+                " state_dict_type='consolidated' or 'full'"
             )
+
+
+def _unsharded_kind(form: ValueForm) -> str | None:  # None: it can be sharded
+    if not isinstance(form.plain, ContainerForm):
+        return f"a {form.plain}" if form.is_object else None
+    if form.plain.type_name == "tuple" and any(f.dtype is not None for f in form.leaves()):
+        return "a tuple of tensors"
+    kinds = map(_unsharded_kind, form.plain.members)
+    return next((kind for kind in kinds if kind is not None), None)
 
 
 def shard_state(
@@ -76,7 +110,8 @@ def shard_state(
     for index, every in forms.items():
         entries = own.by_param.get(index, [])
         param = own.params[index]
-        by_param[index] = {f.key: _shard_value(group, param, f, entries) for f in every}
+        values = {f.key: _shard_value(group, param, f, entries, (f.key,)) for f in every}
+        by_param[index] = values
     inside, beside = split_common(own.common)
     return {"state": by_param | inside, **beside}
 
@@ -88,7 +123,8 @@ class SavedForm(NamedTuple):
     shape: tuple[int, ...]
 
 
-SavedForms = Mapping[int, Mapping[Any, SavedForm]]  # by parameter and key
+# by parameter and key; of what lies in a list or dict, by a tuple of the keys that lead to it
+SavedForms = Mapping[int, Mapping[Any, SavedForm]]
 
 
 class _Needed(NamedTuple):
@@ -133,6 +169,7 @@ def _value_of(held: Any, form: SavedForm, param: Tensor) -> Tensor:
 
 def _add_room(runs: Runs, needed: _Needed, key: Any, saved: SavedForms) -> None:
     """Make room for one value of spans that are stepped together."""
+    now = value_at(needed.held, key if isinstance(key, tuple) else (key,))
 
     def row_dtype(place: tuple[Span, Tensor]) -> torch.dtype | None:
         """Tell the dtype of a value that is cut with its parameter; `None` for others."""
@@ -149,12 +186,11 @@ def _add_room(runs: Runs, needed: _Needed, key: Any, saved: SavedForms) -> None:
                 form = saved.get(span.param, {}).get(key)
                 if form is not None and (span.param, key) not in runs:
                     shared = len(needed.spans) > 1  # by parameters whose saved values may differ
-                    value = _value_of(None if shared else needed.held.get(key), form, param)
+                    value = _value_of(None if shared else now, form, param)
                     runs[span.param, key] = [(0, flatten(value.detach()))]
             continue
         size = sum(span.numel for span, _ in places)
-        held = needed.held.get(key) if size == numel else None
-        row = _row_of(held, size, dtype, places[0][1].device)
+        row = _row_of(now if size == numel else None, size, dtype, places[0][1].device)
         at = 0
         for span, _ in places:
             own = row[at : at + span.numel]

@@ -5,10 +5,13 @@
 # %% ../../nbs/optim/11_state_entry.ipynb #cec68bfb
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
+from operator import getitem
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from .pieces import HoldsPieces, Piece, per_element
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['MASTER', 'CommonState', 'is_row', 'own_value', 'StateEntry', 'read_entry', 'own_common', 'class_prefix',
+__all__ = ['MASTER', 'CommonState', 'is_row', 'value_at', 'own_value', 'StateEntry', 'read_entry', 'own_common', 'class_prefix',
            'read_common', 'split_common', 'uneven_error', 'count_state', 'check_complete']
 
 # %% ../../nbs/optim/11_state_entry.ipynb #1034d0e6
@@ -31,6 +34,16 @@ MASTER = "master_param"  # key of the copy that is stepped, in the state of a pa
 def is_row(value: Any) -> bool:
     """Tell whether a value of the state of a part of a parameter has a number for each element."""
     return isinstance(value, Tensor) and value.dim() > 0
+
+
+def value_at(
+    values: Mapping[Any, Any], path: Iterable[object]
+) -> Tensor | None:  # None: there is no tensor
+    """Give the tensor that some keys lead to, in dicts and lists."""
+    with suppress(KeyError, IndexError, TypeError):
+        found = reduce(getitem, path, values)
+        return found if isinstance(found, Tensor) else None
+    return None
 
 
 def own_value(value: Any) -> Any:
@@ -88,8 +101,13 @@ def _is_uncut(
 ) -> bool:  # of a piece with `numel` elements: not one number for each, nor one for all
     if isinstance(value, Tensor):
         return value.dim() > 0 and not per_element(key, value, numel)
-    members = value.values() if isinstance(value, dict) else value
-    return isinstance(value, (dict, list, tuple)) and any(isinstance(v, Tensor) for v in members)
+    return _has_tensors(value)
+
+
+def _has_tensors(value: Any) -> bool:
+    if not isinstance(value, (dict, list, tuple)):
+        return isinstance(value, Tensor)
+    return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
 
 
 def read_entry(local: LocalOptimizers, piece: Piece) -> StateEntry:

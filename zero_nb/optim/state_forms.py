@@ -35,8 +35,8 @@ from zero_nb.optim.state_entry import (
 from .state_plan import params_of, read_entries
 
 # %% auto #0
-__all__ = ['Forms', 'ValueForm', 'is_without_gaps', 'form_of', 'OwnState', 'state_to_come', 'keys_to_come', 'keys_of_param',
-           'describe_saved']
+__all__ = ['Forms', 'ValueForm', 'ContainerForm', 'is_without_gaps', 'form_of', 'OwnState', 'state_to_come', 'keys_to_come',
+           'keys_of_param', 'describe_saved']
 
 # %% ../../nbs/optim/17_state_forms.ipynb #5a7e0007
 class ValueForm(NamedTuple):
@@ -46,8 +46,23 @@ class ValueForm(NamedTuple):
     dtype: torch.dtype | None  # None: it is no tensor
     shape: tuple[int, ...] | None  # None: one number for each element of the parameter, on any rank
     stride: tuple[int, ...] | None  # of a shape of its own
-    plain: Any  # what is no tensor; of what is an object, its type's name
+    plain: Any  # what is no tensor; of what is an object, its type's name or a `ContainerForm`
     is_object: bool = False
+
+    def leaves(self) -> Iterator[ValueForm]:
+        """Give the forms of what lies in lists and dicts, however deep; of other values this one."""
+        if not isinstance(self.plain, ContainerForm):
+            yield self
+            return
+        for member in self.plain.members:
+            yield from member._replace(key=f"{self.key}[{member.key!r}]").leaves()
+
+
+class ContainerForm(NamedTuple):
+    """What a list, a dict or a tuple of values looks like."""
+
+    type_name: str
+    members: tuple[ValueForm, ...]  # whose keys are its keys, or numbers
 
 
 Forms = dict[int, Sequence[ValueForm]]  # by parameter
@@ -65,6 +80,11 @@ def form_of(key: Any, value: Any, whole: bool) -> ValueForm:
     """Describe a value of a part of a parameter, or of a `whole` one."""
     if isinstance(value, (int, float, str, type(None))):
         return ValueForm(key, None, None, None, value)
+    if type(value) in (dict, list, tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        members = tuple(form_of(name, member, whole) for name, member in items)
+        container = ContainerForm(type(value).__name__, members)
+        return ValueForm(key, None, None, None, container, True)
     plain = type(value) is Tensor and value.layout == torch.strided and not value.is_quantized
     if not plain:
         return ValueForm(key, None, None, None, type(value).__name__, True)
@@ -278,7 +298,8 @@ def _drop_unstepped(group: Group, own: OwnState, forms: Forms, device: torch.dev
 
 def _check_real(forms: Forms, params: Sequence[Tensor]) -> None:
     """Refuse complex state of real parameters; `ValueError`."""
-    for index, form in ((index, form) for index, every in forms.items() for form in every):
+    found = [(index, leaf) for index, every in forms.items() for f in every for leaf in f.leaves()]
+    for index, form in found:
         if form.dtype is not None and form.dtype.is_complex and not params[index].is_complex():
             raise ValueError(
                 f"state {form.key!r} of parameter {index} must be real, as the parameter is, got"
