@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -65,7 +66,7 @@ def half():
 class Recipe:
     """What is trained, and how its optimizer is made."""
 
-    kind: Any = AdamW
+    kind: Any = AdamW  # or the name of a class of pytorch_optimizer
     model: Any = network
     shape: tuple[int, ...] = (12,)  # of an input
     muon: bool = False  # for matrices, beside `kind`
@@ -84,7 +85,10 @@ class Recipe:
         levels = self.levels and dist.get_world_size() % 2 == 0
         group = two_level(2) if levels else None
         options = dict(self.options) | more
-        return ZeroRedundancyOptimizer(params, self.kind, group, bucket_cap_mb=0.002, **options)
+        kind = self.kind
+        if isinstance(kind, str):  # imported where it is used, for it brings transformers along
+            kind = getattr(import_module("pytorch_optimizer"), kind)
+        return ZeroRedundancyOptimizer(params, kind, group, bucket_cap_mb=0.002, **options)
 
 
 RECIPES = {
