@@ -216,3 +216,20 @@ def test_commands_that_take_long_show_a_bar_on_a_terminal(folder):
             words,
             shown,
         )  # to its end
+
+
+def test_other_keys_are_kept_or_named(capsys, tmp_path):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([("weight", weight)])
+    content = {"optimizer": optimizer.state_dict(), "epoch": 3, "[rng]": torch.get_rng_state()}
+    torch.save(content, tmp_path / "theirs.pt")
+    assert "epoch, [rng]" in called(capsys, "inspect", tmp_path / "theirs.pt")
+    told = called(capsys, "convert", tmp_path / "theirs.pt", tmp_path / "folder")
+    assert "kept as extra: epoch\n" in told and "left out: [rng]; extra takes" in told
+    told = called(capsys, "convert", tmp_path / "theirs.pt", tmp_path / "a.pt")
+    assert "left out: epoch, [rng]; a file has no place for them" in told and "kept as" not in told
+    told = called(capsys, "merge", tmp_path / "folder", tmp_path / "b.pt")
+    assert "left out: extra; a file" in told
+    with pytest.raises(SystemExit):
+        called(capsys, "reshard", "--help")
+    assert "names what it leaves out" in " ".join(capsys.readouterr().out.split())

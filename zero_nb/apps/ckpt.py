@@ -63,6 +63,8 @@ def _overview(found: Checkpoint) -> list[tuple[str, str]]:
         ("names", "known" if found.names else "not known: by index"),
         ("weights", f"{len(found.model)} tensors" if found.model else "none"),
     ]
+    if found.others:
+        rows.append(("other keys", ", ".join(found.others)))
     return rows + [(name, f"{value!s:.60}") for name, value in _about_itself(found).items()]
 
 
@@ -132,13 +134,14 @@ def _as_json(found: Checkpoint, tensors: bool) -> str:
 # %% ../../nbs/apps/25_ckpt.ipynb #c06a0008
 def _rich_table(title: str, columns: list[str], rows: Any) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=title, title_justify="left", show_header=bool(columns))
     for column in columns or ["", ""]:
         right = column in ("tensors", "size", "parts")
         table.add_column(column, justify="right" if right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # brackets in it are no markup
     return table
 
 
@@ -213,7 +216,7 @@ def _rewrite(options: argparse.Namespace, console: Any) -> None:
     nbytes = found.nbytes
     names = given.get("names")
     with _progress(console, "writing", nbytes) as advance:
-        convert_checkpoint(
+        left_out = convert_checkpoint(
             options.source,
             options.target,
             given.get("format"),
@@ -226,11 +229,20 @@ def _rewrite(options: argparse.Namespace, console: Any) -> None:
             advance=advance,
         )
     console.print(f"written: {options.target}", soft_wrap=True)
-    if found.model and target_format(options.target, given.get("format")) == "full":
-        console.print(
-            "it has the optimizer's state alone; a folder or .safetensors takes the weights too",
-            soft_wrap=True,
-        )
+    alone = target_format(options.target, given.get("format")) == "full"
+    for line in _carried(found, alone, left_out):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _carried(found: Checkpoint, alone: bool, left_out: list[str]) -> Iterator[str]:
+    """Say what of a source goes along, and what is left out; `alone`: the target has the state alone."""
+    if found.model and alone:
+        yield "it has the optimizer's state alone; a folder or .safetensors takes the weights too"
+    if kept := [name for name in found.others if name not in left_out]:
+        yield f"kept as extra: {', '.join(kept)}"
+    if left_out:
+        why = "a file has no place for them" if alone else "extra takes what JSON keeps"
+        yield f"left out: {', '.join(left_out)}; {why}"
 
 # %% ../../nbs/apps/25_ckpt.ipynb #c06a000c
 _COMMANDS = {
@@ -240,6 +252,13 @@ _COMMANDS = {
     "merge": (_rewrite, "make one file of a folder"),
     "reshard": (_rewrite, "make a folder of another number of files"),
 }
+
+
+_OTHER_KEYS = (
+    "What a script has saved beside model and optimizer, such as an epoch, goes into a folder, .safetensors"
+    " and DeepSpeed's files as `extra`, which load_sharded gives back, as far as JSON keeps it. A file (.pt)"
+    " has the optimizer's state alone. The command names what it leaves out."
+)
 
 
 def _positive(text: str) -> int:
@@ -252,8 +271,14 @@ def add_ckpt_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands and their options."""
     commands = parser.add_subparsers(dest="ckpt", required=True, metavar="COMMAND")
     for name, (_, words) in _COMMANDS.items():
-        found = commands.add_parser(name, allow_abbrev=False, help=words, description=words)
         reads = name in ("inspect", "verify")
+        found = commands.add_parser(
+            name,
+            allow_abbrev=False,
+            help=words,
+            description=words,
+            epilog=None if reads else _OTHER_KEYS,
+        )
         found.add_argument("path" if reads else "source", help="a file, or a folder")
         found.add_argument("--key", help="which state dict, where there are several: optimizer")
         if reads:

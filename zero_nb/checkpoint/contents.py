@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from .saved_tensors import Part, SavedTensor, load_saved, replace_tensors
 from ..optim.state_dict_check import check_saved_groups
 
 # %% auto #0
-__all__ = ['nested_state', 'Checkpoint', 'choose_state', 'find_weights', 'describe_file', 'describe_folder', 'newest_checkpoint',
-           'check_alike']
+__all__ = ['nested_state', 'Checkpoint', 'choose_state', 'find_weights', 'find_others', 'describe_file', 'describe_folder',
+           'newest_checkpoint', 'check_alike']
 
 # %% ../../nbs/checkpoint/08_contents.ipynb #5b1f0c22
 def _form_of_saved(value: Any) -> str:  # equal for equal values
@@ -77,6 +77,8 @@ class Checkpoint:
     optimizer: dict[str, Any]
     model: dict[str, Any]  # weights and buffers by name; empty if they are not there
     about: dict[str, Any]  # what else it says of itself
+    # what a script has saved beside them, by the keys that lead there
+    others: dict[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str] | None:
@@ -183,6 +185,30 @@ def find_weights(content: Any) -> dict[str, Any]:
     return next(iter(found.values()))
 
 
+def find_others(
+    content: dict[Any, Any],  # has the state dict of an optimizer in it
+    key: str | None,  # of the state dict, where there are several
+    weights: dict[str, Any],  # of `find_weights`
+) -> dict[str, Any]:  # by the keys that lead there, joined by dots
+    """Find what a script has saved beside the state of an optimizer and the weights."""
+    chosen = next(iter(dict(_find_states(content)))) if key is None else key
+    return dict(_others(content, chosen, weights, "")) if chosen else {}
+
+
+def _others(
+    content: dict[Any, Any], chosen: str, weights: dict[str, Any], above: str
+) -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        name = f"{above}{key}"
+        if name == chosen or value is weights:
+            continue
+        inside = isinstance(value, dict) and find_weights(value) is weights
+        if inside or chosen.startswith(f"{name}."):
+            yield from _others(value, chosen, weights, f"{name}.")
+        else:
+            yield name, value
+
+
 def describe_file(path: Path, key: str | None) -> Checkpoint:
     """Describe a file of `torch.save`. Raises `ValueError` if it holds no state dict of an optimizer."""
     with open(path, "rb") as file:
@@ -190,7 +216,9 @@ def describe_file(path: Path, key: str | None) -> Checkpoint:
     about = {}
     if isinstance(content, dict):
         about = {name: v for name, v in content.items() if isinstance(v, (int, float, str))}
-    return Checkpoint(path, "full", choose_state(path, content, key), find_weights(content), about)
+    full = choose_state(path, content, key)
+    weights = find_weights(content)
+    return Checkpoint(path, "full", full, weights, about, find_others(content, key, weights))
 
 # %% ../../nbs/checkpoint/08_contents.ipynb #f04a0011
 def _read_boxes(
@@ -248,9 +276,9 @@ def describe_folder(folder: Path, key: str | None) -> Checkpoint:
             value = SavedTensor(form.properties.dtype, shape, tuple(parts.get(fqn, ())))
         laid.append(((table.planner_data or {}).get(fqn, (fqn,)), value))
     content = lay_out(laid, about.get("keys", []))
-    return Checkpoint(
-        folder, "sharded", choose_state(folder, content, key), find_weights(content), about
-    )
+    full = choose_state(folder, content, key)
+    weights = find_weights(content)
+    return Checkpoint(folder, "sharded", full, weights, about, find_others(content, key, weights))
 
 # %% ../../nbs/checkpoint/08_contents.ipynb #54a20010
 def _step_of(folder: Path) -> float:  # infinity: it cannot be read, and may be the newest

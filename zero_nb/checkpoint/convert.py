@@ -32,6 +32,7 @@ from .saved_tensors import SLAB, SavedTensor, reading
 from .skeleton import naming_target
 from zero_nb.checkpoint.slab_writers import (
     Advance,
+    kept_extra,
     tensor_crc32,
     names_in,
     write_full_file,
@@ -171,6 +172,14 @@ def _check_weights(checkpoint: Checkpoint) -> None:
             )
 
 
+def _left_out(checkpoint: Checkpoint, format: str) -> list[str]:
+    """Name what a target of a format has not, but the weights, which a file has not either."""
+    if format != "full":
+        return kept_extra(checkpoint)[1]
+    named = [name for name in ("step", "global_steps", "extra") if checkpoint.about.get(name)]
+    return [*dict.fromkeys([*named, *checkpoint.others])]
+
+
 def convert_checkpoint(
     source: str | os.PathLike[str],  # a checkpoint of any format
     target: str | os.PathLike[str],  # a file or a folder to write, which is not there yet
@@ -183,10 +192,11 @@ def convert_checkpoint(
     model: str | os.PathLike[str] | None = None,  # a file of weights; None: the source's
     check: bool = True,  # compare the source with its checksums first
     advance: Advance = lambda nbytes: None,  # is told how many more bytes were copied
-) -> None:
+) -> list[str]:  # keys of what a script has saved, and the target has not
     """Rewrite a checkpoint in another format, or for another number of ranks, in bounded memory.
 
-    Raises `ValueError` for what cannot be read, or what the format cannot hold, `FileExistsError` if
+    What a script has saved beside model and optimizer goes along as `extra`, where the format has that
+    and JSON keeps it. Raises `ValueError` for what cannot be read, or what the format cannot hold, `FileExistsError` if
     the target is there, `OSError` as the disk does; the target is complete or not there."""
     format = target_format(target, format)
     check_target(target, [source] if model is None else [source, model])
@@ -214,3 +224,4 @@ def convert_checkpoint(
         else:
             write = write_sharded if format == "sharded" else write_deepspeed
             write(found, target, ranks, advance)
+    return _left_out(found, format)

@@ -164,6 +164,10 @@ def _read_safetensors(path: Path, key: str | None) -> Checkpoint:
 
 # %% ../../nbs/checkpoint/09_formats.ipynb #f04a0019
 _RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_OF_DEEPSPEED = re.compile(  # keys in the model's file; others are of the script's client state
+    r"module|buffer_names|optimizer|(frozen_)?param_\w+|shared_params|sparse_tensor_module_names|extra"
+    r"|checkpoint_parallel_dimensions|skipped_steps|global_(steps|samples)|[dm]p_world_size|ds_\w+"
+)
 
 
 class _StandIn:
@@ -282,6 +286,7 @@ def _param_states(
     vectors = [rank["single_partition_of_fp32_groups"][number] for rank in ranks]
     states = _state_of_group(ranks, number)
     check_alike(states, f"the state of param group {number}")
+    options = ranks[0]["base_optimizer_state"]["param_groups"][number]
     found = dict[str, dict[Any, Any]]()
     for name, shape, start in _places(ranks[0], number, shapes):
         values = found[name] = {}
@@ -290,12 +295,8 @@ def _param_states(
                 values[key] = _cut_vector([state[key] for state in states], start, shape)
             else:
                 values[key] = value.read() if isinstance(value, SavedTensor) else value
-        if (
-            "step" not in values
-            and "step" in ranks[0]["base_optimizer_state"]["param_groups"][number]
-        ):
-            count = ranks[0]["base_optimizer_state"]["param_groups"][number]["step"]
-            values["step"] = torch.tensor(float(count), device="cpu")
+        if "step" not in values and "step" in options:
+            values["step"] = torch.tensor(float(options["step"]), device="cpu")
         if name in masters:
             values[MASTER] = _cut_vector(vectors, start, shape)
     return found
@@ -343,15 +344,15 @@ def _read_deepspeed(path: Path, key: str | None) -> Checkpoint:
         by_name = _param_states(ranks, number, shapes, masters)
         every = [rank["base_optimizer_state"]["param_groups"][number] for rank in ranks]
         check_alike(every, f"param group {number}")
-        options = dict(every[0])
         first = sum(len(group["params"]) for group in groups)
         params = range(first, first + len(shapes))
         state |= {i: own for i, own in zip(params, by_name.values(), strict=True) if own}
-        groups.append({**options, "params": [*params], "param_names": [*by_name]})
+        groups.append({**every[0], "params": [*params], "param_names": [*by_name]})
     said = ("ds_version", "dp_world_size", "global_steps", "extra")
     about = {name: model[name] for name in said if name in model}
     full = {"state": state, "param_groups": groups}
-    return Checkpoint(folder, "deepspeed", full, weights, about)
+    others = {k: v for k, v in model.items() if v is not None and not _OF_DEEPSPEED.fullmatch(k)}
+    return Checkpoint(folder, "deepspeed", full, weights, about, others)
 
 # %% ../../nbs/checkpoint/09_formats.ipynb #f04a001c
 FORMATS = {

@@ -43,8 +43,8 @@ from ..plan.policies import even
 from ..plan.specs import ParamSpec
 
 # %% auto #0
-__all__ = ['Advance', 'Boxes', 'row_major', 'bytes_of', 'in_memory', 'write_file', 'progress_of', 'write_full_file', 'names_in',
-           'tensor_crc32', 'write_safetensors', 'write_sharded']
+__all__ = ['Advance', 'Boxes', 'row_major', 'bytes_of', 'in_memory', 'write_file', 'progress_of', 'kept_extra', 'write_full_file',
+           'names_in', 'tensor_crc32', 'write_safetensors', 'write_sharded']
 
 # %% ../../nbs/checkpoint/10_slab_writers.ipynb #c05a0007
 Advance = Callable[[int], Any]  # is told how many more bytes were copied
@@ -97,13 +97,28 @@ def write_file(
 
 
 def progress_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Give the step, 0 if it is not known, and what was saved as `extra`, as far as JSON keeps it."""
-    step: Any = checkpoint.about.get("step", checkpoint.about.get("global_steps"))
+    """Give the step, 0 if it is not known, and what goes along as `extra`."""
+    said = {**checkpoint.others, **checkpoint.about}
+    step: Any = said.get("step", said.get("global_steps"))
     known = type(step) is int or (isinstance(step, float) and step.is_integer())
-    found = {"step": int(step) if known else 0, "extra": None}
+    return {"step": int(step) if known else 0, "extra": kept_extra(checkpoint)[0]}
+
+
+def kept_extra(
+    checkpoint: Checkpoint,
+) -> tuple[Any, list[str]]:  # and the keys of what is not in it
+    """Give what a folder, safetensors and DeepSpeed keep as `extra`: the source's own, else a dict of what
+    a script has saved beside model and optimizer, as far as JSON keeps it."""
+    own = checkpoint.about.get("extra")
+    given = checkpoint.others if own is None else {"extra": own}
+    kept = {name: copy for name, value in given.items() for copy in _json_copy(value)}
+    lacking = [name for name in {**given, **checkpoint.others} if name not in kept]
+    return (kept or None) if own is None else kept.get("extra"), lacking
+
+
+def _json_copy(value: Any) -> Iterator[Any]:  # nothing of what JSON does not keep
     with suppress(TypeError, ValueError):
-        found["extra"] = check_extra(checkpoint.about.get("extra"))
-    return found
+        yield check_extra(value)
 
 
 def write_full_file(checkpoint: Checkpoint, target: Path, key_by: str, advance: Advance) -> None:
