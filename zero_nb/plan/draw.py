@@ -67,7 +67,7 @@ class Svg:
         Path(path).write_text(self._repr_svg_() + "\n", encoding="utf-8")
         return Path(path)
 
-# %% ../../nbs/plan/23_draw.ipynb #c287d73f
+
 def show_figures_as_svg() -> None:
     """Let this notebook show the figures of matplotlib as `image/svg+xml`, whose letters stay letters:
     sharp at every size, and compared word by word where notebooks are tested. Names inside are the
@@ -216,7 +216,7 @@ def _rank_line(plan: ShardPlan, group_rank: int, shares: Sequence[float], width:
     ]
     return out
 
-# %% ../../nbs/plan/23_draw.ipynb #be81ea5d
+
 def _first_owners(
     runs: Sequence[Iterable[tuple[int, int]]],  # of each rank
     total: int,  # elements

@@ -81,7 +81,7 @@ def whole_parameters(specs: Sequence[ParamSpec], held: Iterable[Iterable[Priced]
         tuple(specs), tuple(tuple([Span(i, 0, specs[i].numel) for _, i in items]) for items in held)
     )
 
-# %% ../../nbs/plan/03_policies.ipynb #40fa9ca4
+
 def greedy(
     specs: Sequence[ParamSpec],  # in registration order, the same on every rank
     world_size: int,  # ranks in the group, >= 1

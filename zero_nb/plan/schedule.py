@@ -87,7 +87,7 @@ def _check_order(events: Sequence[Event]) -> None:
             )
         reached[e.bucket] = at
 
-# %% ../../nbs/plan/11_schedule.ipynb #40c02922
+
 @dataclass(frozen=True)
 class Schedule:
     """What one rank does in an iteration, in order; checked when built."""
@@ -221,7 +221,7 @@ def order(
         "forward": [("FWD", i) for i in reversed(range(count))],
     }
 
-# %% ../../nbs/plan/11_schedule.ipynb #f8e05623
+
 def make_schedule(
     buckets: int | BucketPlan,  # how many, or a plan that has them
     method: str = "zero1-overlap",  # a key of `METHODS`
