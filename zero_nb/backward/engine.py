@@ -280,14 +280,8 @@ class StepEngine:
         self.count.forget()
         self.versions.record(())
 
-    def are_finite(self) -> bool:
-        """Tell whether all parameters are finite, when they have arrived."""
-        self.wait()
-        return all(bool(p.isfinite().all()) for p in self.params)
-
     def check_call(self, kwargs: dict[str, Any]) -> bool:
-        """Refuse a call of `step` that comes too late for what it asks for, or for what was changed;
-        tell whether there was a step since the last one."""
+        """Refuse a call of `step` that comes too late; tell whether there was a step since the last one."""
         if kwargs:
             raise TypeError(
                 f"step() takes no {', '.join(kwargs)} while it is overlapped, for it runs before it"

@@ -350,6 +350,14 @@ _MANY = (
 )
 
 
+def _are_finite(params: Iterable[Tensor], wait: Callable[[], None]) -> bool:
+    """Tell whether all elements are finite, when they have arrived, without a copy of a parameter."""
+    wait()
+    # torch has no norm of 8-bit numbers
+    normed = [p for p in params if p.numel() and p.dtype.itemsize > 1]
+    return all(bool(torch.linalg.vector_norm(p, torch.inf).isfinite()) for p in normed)
+
+
 class StepCount:
     """How many steps backward has taken for each call of `step`."""
 
@@ -377,11 +385,10 @@ class StepCount:
             raise RuntimeError(_MANY.format(f"{taken} steps", ""))
         return taken > 0
 
-    def check_backward(self, are_finite: Callable[[], bool]) -> None:
-        """Refuse a backward where a call of `step` was left out before; `RuntimeError`. Whether the
-        parameters are finite is asked once, of a loop that has called no `step`."""
+    def check_backward(self, params: Iterable[Tensor], wait: Callable[[], None]) -> None:
+        """Refuse a backward where a call of `step` was left out, as far as can be told; `RuntimeError`."""
         if self.loads != self.change.loads:
             self.taken = 0  # of a state that is gone
-        if self.taken and (self.was_called or (self.taken == 1 and not are_finite())):
+        if self.taken and (self.was_called or (self.taken == 1 and not _are_finite(params, wait))):
             self.taken = 0  # it is said once
             raise RuntimeError(_MANY.format("a step", ", and would take another now"))
