@@ -236,5 +236,5 @@ def _start_the_rest(group: Ranks, urgency: int, before: Work | None = None) -> N
             with suppress(ValueError):  # another thread has removed it
                 _UNFINISHED.remove(ref)
 
-# %% ../../nbs/comm/08_work.ipynb #b3de215a
+
 _FINISHED = Work(iter(()))
