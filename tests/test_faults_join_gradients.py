@@ -310,6 +310,35 @@ def test_gradients_that_are_written_without_a_version_are_an_error(kind, how):
         assert error and "gradients were changed between" in error[1], error
 
 
+class Boxed(nn.Linear):
+    """A model in whose output DDP finds no tensor."""
+
+    def forward(self, x):
+        return Output(super().forward(x))
+
+
+def clipped_sums(kind, clips):
+    """Add gradients up over backwards, and clip them after each; the last gradient."""
+    model = DDP(kind(1, 1, bias=False))
+
+    def train():
+        with Join([model]):
+            for _ in range((1, 3)[dist.get_rank()]):
+                out = model(torch.full((1, 1), 4.0))
+                getattr(out, "value", out).sum().backward()
+                if clips:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    return caught_error(train), model.module.weight.grad.item()
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Boxed])
+def test_gradients_that_are_clipped_between_backwards_are_an_error(kind):
+    assert run(2, clipped_sums, kind, False) == [(None, 8.0)] * 2
+    for error, _ in run(2, clipped_sums, kind, True):
+        assert error and "gradients were changed between two backwards" in error[1], error
+
+
 def test_gradients_may_be_written_where_no_rank_goes_on_without_data():
     assert (
         run(2, writes, "plain", "clamp", (3, 3))

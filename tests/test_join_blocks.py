@@ -5,6 +5,7 @@ import pickle
 import time
 import warnings
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -391,15 +392,17 @@ def test_a_copy_is_not_in_the_block():
 
 def disabled():
     model, counter = DDP(network()), Counter()
+    bar = mock.Mock()
     with Join([model, counter], enable=False) as join:
-        for x in join.loader(batches(2)):
+        for x in join.loader(batches(2), progress=lambda total: [bar.begin(total), bar][1]):
             model(x).sum().backward()
             counter()
-    return counter.total.item(), join.attendance, model._join_config.enable
+    return counter.total.item(), join.attendance, model._join_config.enable, str(bar.method_calls)
 
 
 def test_it_can_be_switched_off():
-    assert run(2, disabled) == [(4, None, False)] * 2
+    bar = str([mock.call.begin(2), mock.call.update(1), mock.call.update(1), mock.call.close()])
+    assert run(2, disabled) == [(4, None, False, bar)] * 2
 
 
 def skewed():

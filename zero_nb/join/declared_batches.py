@@ -141,7 +141,10 @@ class DeclaredBatches:
 # %% ../../nbs/join/13_declared_batches.ipynb #100e0004
 def with_bar(batches: Iterable[Any], progress: Callable[..., Any]) -> Iterator[Any]:
     """Give batches where there is no block, and show progress."""
-    bar = progress(total=None)
-    for batch in batches:
-        yield batch
-        bar.update(1)
+    bar = progress(total=lengths_of(batches)[0])
+    try:
+        for batch in batches:
+            yield batch
+            bar.update(1)
+    finally:
+        bar.close()

@@ -116,7 +116,7 @@ class DdpParticipant(Participant):
         not in which order several models come."""
         if not self.handles:
             params = self.backward.record.params
-            self.handles = [p.register_post_accumulate_grad_hook(self.on_param) for p in params]
+            self.handles = [p.register_hook(self.on_param) for p in params]
 
     def sends_buffers(self) -> bool:
         """Tell whether the forward that begins sends buffers."""
@@ -149,12 +149,12 @@ class DdpParticipant(Participant):
         if not self.session.several_models:
             self.announce()
 
-    def on_param(self, param: Tensor) -> None:
-        """Announce the reduction when a gradient arrives at a parameter."""
+    def on_param(self, grad: Tensor) -> None:
+        """Announce the reduction when a gradient is about to be added to a parameter's."""
         if not self.guard.listens:
             return
         if not self.backward.is_running:
-            self.backward.begin(arrived=True)
+            self.backward.begin()
         self.announce()
 
     def announce(self) -> None:
