@@ -376,6 +376,10 @@ def bucket(*slots, bounds=(0, 5, 10), dtype="float32", group=None):
         ),
         (lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 9)),)), "end by 10"),
         (
+            lambda: BucketPlan(two, 2, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7)), bucket())),
+            "bucket 1 has no slot",
+        ),
+        (
             lambda: BucketPlan(two, 3, (bucket(Slot(0, 0, 7, 0), Slot(1, 0, 2, 7)),)),
             "is cut for 2 ranks, the plan for 3",
         ),

@@ -498,6 +498,14 @@ def test_bad_input_has_one_clear_error(call, message):
     assert message in str(caught.value)
 
 
+def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch):
+    (tmp_path / "undefined_name.py").write_text("wide = width")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = "model 'undefined_name:wide' must name .* raised NameError: name 'width'"
+    with pytest.raises(ValueError, match=words):
+        find_model("undefined_name:wide")
+
+
 @pytest.mark.parametrize(("dtype", "narrow"), NARROW)
 def test_the_planner_refuses_the_master_copies_that_the_optimizer_refuses(dtype, narrow):
     weight = nn.Parameter(torch.zeros(4, 2, dtype=getattr(torch, dtype)))

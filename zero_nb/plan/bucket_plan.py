@@ -182,7 +182,9 @@ def _check_bucket(number: int, bucket: Bucket, params: ParamTable, world_size: i
             " rebuild it"
         )
     if not bucket.slots:
-        return
+        raise ValueError(
+            f"bucket {number} has no slot, so no parameter travels in it; leave it out"
+        )
     indices, starts, stops, offsets = slot_columns(bucket.slots)
     if min(indices) < 0 or max(indices) >= len(params):
         wrong = next(s for s in bucket.slots if not 0 <= s.param < len(params))

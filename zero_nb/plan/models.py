@@ -215,9 +215,10 @@ def _made(model: str) -> Any:
     module, _, function = model.partition(":")
     try:
         made = attrgetter(function)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as e:
+    except Exception as e:  # what the module runs may raise anything
         raise ValueError(
-            f"model {model!r} must name a function of a module that can be imported; {e}"
+            f"model {model!r} must name a function of a module that can be imported, which raised"
+            f" {type(e).__name__}: {e}"
         ) from e
     try:
         return made()
