@@ -125,6 +125,23 @@ def bad_blocks(g: Group, other: Group, x: torch.Tensor):
     return unsupported, overlapping, nested, early, gaps
 
 
+def overlapping_on_one():
+    g, x = Group(dist.new_group()), torch.ones(8)
+    start = 4 if g.group_rank else 5
+
+    def block():
+        with coalescing_manager(g):
+            for part in (x[:5], x[start : start + 3]):
+                g.all_reduce(part)
+
+    return caught_error(block)
+
+
+def test_memory_that_overlaps_on_one_rank_is_told_to_the_others():
+    for kind, words in run(2, overlapping_on_one, timeout=20):
+        assert kind == "ValueError" and "same memory appears twice" in words
+
+
 def test_blocks_that_cannot_be():
     def bad():
         g, x = Group(), torch.ones(8)

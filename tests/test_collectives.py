@@ -396,6 +396,18 @@ def sums(sizes, dtype):
     return found
 
 
+def padded(parts, n):
+    """Reduce a tensor of more elements than all parts have together."""
+    return caught_error(lambda: Group().reduce_scatter(torch.ones(n), parts))
+
+
+def test_only_parts_by_a_rule_may_be_padded():
+    """A backend that moves equal parts would take others from the wrong place."""
+    assert run(2, padded, Parts(2, 3, 2), 4) == [None] * 2
+    for kind, words in run(2, padded, Parts.of([1, 2]), 4):
+        assert kind == "ValueError" and "add up to the tensor's 4 elements" in words
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_messages_add_up_to_the_bits_of_shared_memory(size, dtype, monkeypatch):

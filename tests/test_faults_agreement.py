@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -121,6 +122,22 @@ def test_C1_an_errors_name_is_not_called(tmp_path):
 
     kinds = [error[0] for error in run(2, crafted)]
     assert not (tmp_path / "owned").exists() and kinds == ["RuntimeError", "exec"]
+
+
+def test_C1_bytes_and_numbers_that_no_rank_has_written_are_an_error():
+    """Of another program, which writes to the group's store."""
+    said = []
+    for asked in (lambda n: n.set_first("key", "mine"), lambda n: n.raise_to("key", 5)):
+        [error] = run(1, lambda asked=asked: strange_notes(asked))
+        said.append(error)
+    assert [kind for kind, _ in said] == ["RuntimeError"] * 2
+    assert all("holds, under 'key', what no rank has written" in words for _, words in said)
+
+
+def strange_notes(asked):
+    notes = _Notes(Group())
+    notes._store = mock.Mock(compare_set=lambda *_: b"\xff no number")
+    return caught_error(lambda: asked(notes))
 
 
 @pytest.mark.parametrize(

@@ -296,6 +296,16 @@ def test_H6_the_store_does_not_grow(clock, size):
 # ---- every outcome is everybody's ----
 
 
+def test_a_text_that_no_rank_can_have_written_is_told_to_all(clock):
+    """Ranks differ, and what the first one has left is no text when another one compares."""
+    ranks = make(4, dist.HashStore())
+    left = ranks[0].store.set
+    ranks[0].store.set = lambda key, text: left(key, "zz" if key.endswith("/text") else text)
+    outcomes = play(clock, ranks, [("the work", [str(rank == 3)], None) for rank in range(4)])
+    assert all("rank 0 cannot have written" in outcome for outcome in outcomes), outcomes
+    assert clock.seconds < clock.limit / 2
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_histories_end_alike_on_all_ranks(clock, seed):
     chance = random.Random(seed)

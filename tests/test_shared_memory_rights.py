@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -124,6 +125,25 @@ def slow_to_look():
 
 def test_a_rank_that_is_slow_to_look_at_the_file_has_the_same_file():
     assert run(2, slow_to_look, timeout=30) == [True, True]
+
+
+def files_of_failed_meetings():
+    """Wait for a rank that does not come, and for a file that is another user's; count open files."""
+    with mock.patch.multiple(shared_file, _OPEN_TIMEOUT=0.05):
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                shared_file.open_together(f"alone {os.getpid()}", 0, range(2))
+            with (
+                mock.patch.object(os, "geteuid", lambda: 12345),
+                pytest.raises(PermissionError),
+            ):
+                shared_file.open_together(f"other {os.getpid()}", 0, range(2))
+        return len(os.listdir("/proc/self/fd")) - before
+
+
+def test_a_meeting_that_fails_leaves_no_file_open():
+    assert run(1, files_of_failed_meetings) == [0]
 
 
 HOLDS = """

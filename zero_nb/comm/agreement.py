@@ -277,7 +277,7 @@ def _tell_difference(agreement: _Agreement) -> Generator[float, None, Exception]
             lines = json.loads(zlib.decompress(bytes.fromhex(notes.peek(f"{turn}/text"))))
         except (ValueError, zlib.error) as error:
             words = f"the store holds what rank {group.ranks[0]} cannot have written: {error}"
-            raise _untold(group, words) from error
+            raise _untold(group, notes.set_first("failed", words)) from error
         notes.set(
             f"{turn}/verdict",
             json.dumps([group.group_rank, *_first_difference(lines, agreement.lines)]),

@@ -109,18 +109,19 @@ def _runs_of_one_kind(calls: Sequence[Call]) -> list[list[Call]]:
     return [list(run) for _, run in itertools.groupby(calls, key=lambda call: call.kind)]
 
 
-def _check_apart(calls: Sequence[Call]) -> None:
-    """Refuse memory that appears twice in calls of one kind: their order is lost."""
+def _overlap(calls: Sequence[Call]) -> ValueError | None:
+    """Tell why calls of one kind cannot run together: memory appears twice, and order is lost."""
     spans = sorted(
         (c.tensor.data_ptr(), c.tensor.data_ptr() + c.tensor.nbytes)
         for c in calls
         if c.tensor.numel()
     )
     if any(stop > start for (_, stop), (start, _) in itertools.pairwise(spans)):
-        raise ValueError(
+        return ValueError(
             f"the same memory appears twice among the {calls[0].kind} of a coalescing block, where"
             " order is lost; use a second block"
         )
+    return None
 
 
 _PACK = 1 << 20  # bytes of a pack, at most
@@ -250,17 +251,20 @@ def coalescing_manager(
         yield block
     finally:
         _COLLECTING.reset(token)
-    for calls in _runs_of_one_kind(block.calls):
-        _check_apart(calls)
+    found = map(_overlap, _runs_of_one_kind(block.calls))
+    error = next((error for error in found if error), None)
     if block.calls and group.size > 1:
         _compare(
             group,
             tuple(map(_like, block.calls)),
             f"a coalescing block of {len(block.calls)} collectives",
             *block.calls,
+            error=error,
         )
         for call in block.calls:
             if call.tensor.dtype not in _KNOWN:
                 _check_sum(group, call)
+    if error is not None:
+        raise error
     _check_state(group)
     block.start(async_ops)

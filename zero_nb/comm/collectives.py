@@ -181,7 +181,9 @@ def _divide(
             )
         return Parts(n, flat.numel(), flat.numel() // n)
     if isinstance(sizes, Parts):
-        fits = sizes.ranks == n and flat.numel() in (sizes.numel, sizes.padded)
+        # padded only where a rule says how much each has: all but the last have the same
+        long = sizes.padded if sizes.each else sizes.numel
+        fits = sizes.ranks == n and flat.numel() in (sizes.numel, long)
     else:
         fits = len(sizes) == n and min(sizes) >= 0 and sum(sizes) == flat.numel()
     if fits:

@@ -52,7 +52,13 @@ def _site() -> str:
     return _line(frame)
 
 
-def _compare(group: Ranks, like: object, what: object, *parts: object) -> None:
+def _compare(
+    group: Ranks,
+    like: object,
+    what: object,
+    *parts: object,
+    error: Exception | None = None,  # why this rank cannot run it, which the others are told
+) -> None:
     """Make sure that all ranks are about to run the same collective, if none of its like has run
     before or the debug level is DETAIL."""
     state = group._wire
@@ -60,11 +66,14 @@ def _compare(group: Ranks, like: object, what: object, *parts: object) -> None:
     if (
         like in state.known or state.compared >= _COMPARED
     ) and torch.distributed.get_debug_level().value < 2:
+        if error is not None:
+            raise error
         return
     agree(
         group,
         f"{text}{',' if _NOTE in text else _NOTE.rstrip()} at {_site()}",
         [str(part) for part in parts],
+        error,
     )
     state.note_compared(like)
 

@@ -13,8 +13,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # %% auto #0
@@ -64,15 +64,26 @@ def _locked(fd: int, start: int, length: int = 1) -> bool:
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
+@contextmanager
+def _closing_on_error(fd: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def _open_locked(path: Path, byte: int) -> int:
     """Open a file, or make it, and lock one byte. Before that `remove_stale` may take its name
     away: then it is made anew."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        fcntl.lockf(fd, fcntl.LOCK_EX, 1, byte)
-        found = os.fstat(fd)
-        if found.st_nlink and (found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077):
-            raise PermissionError(f"{path} is not this user's alone")
+        with _closing_on_error(fd):
+            fcntl.lockf(fd, fcntl.LOCK_EX, 1, byte)
+            found = os.fstat(fd)
+            shared = found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077
+            if found.st_nlink and shared:
+                raise PermissionError(f"{path} is not this user's alone")
         if found.st_nlink:
             return fd
         os.close(fd)
@@ -114,11 +125,12 @@ def open_together(
         _NAMED.add(path.name)
     try:
         fd = _open_locked(path, locks + len(ranks) + rank)
-        # only now, since the others take the name away when they find this lock
-        fcntl.lockf(fd, fcntl.LOCK_EX, 1, locks + rank)
-        _await_locks(path, fd, locks, rank, ranks)
+        with _closing_on_error(fd):
+            # only now, since the others take the name away when they find this lock
+            fcntl.lockf(fd, fcntl.LOCK_EX, 1, locks + rank)
+            _await_locks(path, fd, locks, rank, ranks)
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # another rank was faster, or it is another user's
             path.unlink()
         _NAMED.discard(path.name)
     return fd, locks

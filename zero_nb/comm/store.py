@@ -192,14 +192,20 @@ class _Notes:
 
     def set_first(self, key: str, text: str) -> str:
         """Leave a text unless there is one, and give the one that is there now."""
-        return str(self._ask(self._store.compare_set, key, "", _storable(text)).decode())
+        return str(self._swap(key, "", _storable(text)))
 
     def raise_to(self, key: str, number: int) -> int:
         """Raise a number that all ranks share, and give it; one request more for each rank that raises it just now."""
-        found = self.set_first(key, str(number))
-        while int(found) < number:
-            found = str(self._ask(self._store.compare_set, key, found, str(number)).decode())
-        return int(found)
+        found = int(self._swap(key, "", str(number), int))
+        while found < number:
+            found = int(self._swap(key, str(found), str(number), int))
+        return found
+
+    def _swap(self, key: str, expected: str, text: str, kind: Callable[[str], Any] = str) -> Any:
+        def request(*given: str) -> Any:
+            return kind(self._store.compare_set(*given).decode())
+
+        return self._ask(request, key, expected, text)
 
     def peek(self, key: str) -> str:
         """Give a text, or a number as one; "" if there is none."""
