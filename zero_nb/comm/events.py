@@ -30,7 +30,7 @@ class CollectiveEvent:
     tensors: int  # how many were given to the one call
     site: str  # "file.py:12", the innermost line outside torch and this package; "backward" if no Python called
     start: float  # seconds on `time.perf_counter`
-    end: float | None = None  # None while in flight
+    end: float | None = None  # when this rank's Python noticed it; None while in flight
     parent: int | None = None  # number of the collective that this one is a step of
     error: str = ""  # type of the exception it ended with
 
