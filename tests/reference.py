@@ -8,7 +8,7 @@ import sys
 from configparser import ConfigParser
 from functools import cache
 from pathlib import Path
-from textwrap import dedent, indent
+from textwrap import dedent, indent, wrap
 from typing import NamedTuple
 
 from slicing import self_contained, statements
@@ -20,6 +20,48 @@ NBS = ROOT / "nbs"
 JOIN = "https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html"
 TORCHS = {"JoinHook": JOIN, "Joinable": JOIN}  # public names that are torch's own
 LONGEST = 20  # lines of an example
+MEMBERS = "Its methods and attributes:"
+TYPES = """## Types in signatures
+
+What a function above takes or returns, by name. Import such a type from the module that its source link names,
+`zero_nb.plan.policies` for `Policy`; one without fields or `__init__` here is made by the package only.
+"""
+INTERNAL = {  # methods and attributes without an underscore that the package's own modules use
+    name: frozenset(members.split())
+    for name, members in {
+        "ZeroRedundancyOptimizer": """settings groups driver attach detach show_steps wait_for_driver
+            giving_state_dicts groups_to_save replan move_to history note_step is_first_step
+            checked_first_step""",
+        "Join": "silent_participants several_models device make_participants",
+        "Written": "fields from_fields",
+        "BucketPlan": "homes mark",
+        "InBackward": "step_plan step remove_markers settings load_settings leave optimizer",
+        "DataParallel": """before_forward backward_began before_reduction after_step after_backward
+            follow add_observer remove_observer leave_torchs_join""",
+        "DdpOverlap": "before_forward backward_began on_bucket following",
+        "RecordingGroup": "follow",
+        "_PassingGroup": "getBackendName getGroupName getGroupDesc abort shutdown",
+        "SwitchedHook": "__call__",
+        "Work": "precedes pass_on",
+        "Coalesced": "start add mark_agreed add_exchange",
+        "Saving": "start",
+        "Events": "note_start note_end forget",
+    }.items()
+}
+SHOWN = {"classmethod", "staticmethod", "contextmanager"}  # decorators that callers need to know of
+HANDLES = ("Coalesced", "RecordingGroup")  # types whose fields only the package reads
+PROPERTY_TYPES = {  # of what is written as `property(lambda self: ...)`
+    **dict.fromkeys(("world_size", "numel", "itemsize", "nbytes", "padding"), "int"),
+    **dict.fromkeys(("rows", "columns"), "tuple[tuple[int, ...], ...]"),
+    "loads": "tuple[int, ...]",
+    "imbalance": "float",
+    "mark": "str",
+    "equal": "bool",
+    "params": "tuple[ParamSpec, ...]",
+    "history": "History",
+    "join_device": "torch.device",
+    "join_process_group": "ProcessGroup",
+}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 HEAD = """# API reference
 
@@ -58,17 +100,23 @@ def cells(chapter: str) -> list[str]:
     return ["".join(cell["source"]) for cell in found if cell["cell_type"] == "code"]
 
 
-def modules() -> dict[str, Module]:
-    """Give the modules with public names, in the order of `zero_nb`."""
+@cache
+def every_module() -> dict[str, Module]:
+    """Give the modules that are made from chapters, by dotted name."""
     chapters = {}
-    for path in NBS.rglob("*.ipynb"):
+    for path in sorted(NBS.rglob("*.ipynb")):
         found = re.search(r"#\| default_exp ([\w.]+)", path.read_text(encoding="utf-8"))
         if found and ".ipynb_checkpoints" not in path.parts:
             chapters[found[1]] = str(path.relative_to(NBS))
-    texts = {m: (ROOT / "zero_nb" / f"{m.replace('.', '/')}.py") for m in zero_nb._MODULES}
+    texts = {m: (ROOT / "zero_nb" / f"{m.replace('.', '/')}.py") for m in chapters}
     return {
         m: Module(m, chapters[m], path.read_text(encoding="utf-8")) for m, path in texts.items()
     }
+
+
+def modules() -> dict[str, Module]:
+    """Give the modules with public names, in the order of `zero_nb`."""
+    return {name: every_module()[name] for name in zero_nb._MODULES}
 
 
 def head_of(module: Module, node: ast.FunctionDef) -> str:
@@ -85,10 +133,9 @@ def first_sentence(text: str | None) -> str:
 @cache
 def package() -> dict[str, Module]:
     """Give the module of each definition; no two modules have one name at the top."""
+    kinds = (*FUNCTIONS, ast.ClassDef)
     found = {}
-    for path in sorted((ROOT / "zero_nb").rglob("*.py")):
-        module = Module(path.stem, "", path.read_text(encoding="utf-8"))
-        kinds = (*FUNCTIONS, ast.ClassDef)
+    for module in every_module().values():
         tops = ast.parse(module.text).body
         found |= {node.name: module for node in tops if isinstance(node, kinds)}
     return found
@@ -107,32 +154,78 @@ def fields_of(module: Module, node: ast.ClassDef) -> list[str]:
         ]
         later = (line for line in begins if line > fields[-1].lineno)
         return [module.lines(fields[0].lineno, next(later, node.end_lineno + 1) - 1)]
-    above = (package().get(ast.unparse(base)) for base in node.bases)
-    found = [(m, m.node(ast.unparse(b))) for m, b in zip(above, node.bases, strict=True) if m]
-    return fields_of(*found[0]) if found else []
+    return fields_of(*bases_of(node)[0]) if bases_of(node) else []
 
 
-def members(node: ast.ClassDef) -> list[str]:
-    """Give a line for each public method and property of a class."""
-    found = []
+def attribute(name: str, kind: str, about: str | None) -> str:
+    """Give a property as its type and what it is: behind it where there is room, else above it."""
+    said = " ".join((about or "").split("\n\n")[0].split())
+    line = f"{name}: {kind}"
+    if len(line) + len(said) + 4 > 100:
+        return "\n".join([*(f"# {row}" for row in wrap(said, 98)), line])
+    return f"{line}  # {said}" if said else line
+
+
+def stub_of(module: Module, node: ast.FunctionDef, name: str = "") -> str:
+    """Give a method as a user calls it, with its docstring; a property as its type and what it is."""
+    kinds = {ast.unparse(d).split(".")[-1] for d in node.decorator_list}
+    about = ast.get_docstring(node)
+    if kinds & {"property", "cached_property"}:
+        kind = ast.unparse(node.returns) if node.returns else "Any"
+        return attribute(node.name, kind, about)
+    above = [f"@{kind}" for kind in sorted(kinds & SHOWN)]
+    head = re.sub(
+        rf"\bdef {node.name}\b", f"def {name or node.name}", head_of(module, node), count=1
+    )
+    return "\n".join([*above, head, indent(f'"""{about}"""', "    ") if about else "    ..."])
+
+
+def stub_of_assigned(inner: ast.stmt) -> str:
+    """Give what a class has by an assignment: a property, or a function of the package."""
+    value = getattr(inner, "value", None)
+    if not isinstance(inner, ast.Assign) or not isinstance(inner.targets[0], ast.Name):
+        return ""
+    name = inner.targets[0].id
+    if ast.unparse(value).startswith("property("):
+        doc = {k.arg: k.value.value for k in value.keywords if k.arg == "doc"}
+        return attribute(name, PROPERTY_TYPES[name], doc.get("doc"))
+    if isinstance(value, ast.Attribute) and (own := package().get(value.attr)):
+        return stub_of(own, own.node(value.attr), name)  # its first argument is the object
+    return ""
+
+
+def bases_of(node: ast.ClassDef) -> list[tuple[Module, ast.ClassDef]]:
+    """Give a class's bases that are the package's own."""
+    names = [ast.unparse(base) for base in node.bases if ast.unparse(base) in package()]
+    return [(package()[name], package()[name].node(name)) for name in names]
+
+
+def internal(node: ast.ClassDef) -> frozenset[str]:
+    """Give the names of members that are no user's, of a class and its bases."""
+    return INTERNAL.get(node.name, frozenset()).union(*[internal(b) for _, b in bases_of(node)])
+
+
+def members(module: Module, node: ast.ClassDef, hidden: frozenset[str]) -> list[str]:
+    """Give each method and property of a class but those hidden; those of its bases come last."""
+    found = {}
     for inner in node.body:
-        if isinstance(inner, FUNCTIONS) and inner.name[0] != "_":
+        if isinstance(inner, FUNCTIONS) and (inner.name[0] != "_" or inner.name == "__call__"):
             kinds = {ast.unparse(d).split(".")[-1] for d in inner.decorator_list}
-            if kinds & {"setter", "overload"}:
-                continue
-            names = [a.arg for a in (*inner.args.posonlyargs, *inner.args.args)][1:]
-            call = "" if "property" in kinds else f"({', '.join(names)})"
-            found.append(f"- `{inner.name}{call}`: {first_sentence(ast.get_docstring(inner))}")
-        value = getattr(inner, "value", None)
-        if isinstance(inner, ast.Assign) and ast.unparse(value).startswith("property("):
-            doc = {k.arg: k.value.value for k in value.keywords if k.arg == "doc"}
-            found.append(f"- `{inner.targets[0].id}`: {first_sentence(doc.get('doc'))}")
-        elif isinstance(value, ast.Attribute) and (own := package().get(value.attr)):
-            function = own.node(value.attr)  # whose first argument is the object
-            names = ", ".join(a.arg for a in function.args.args[1:])
-            about = first_sentence(ast.get_docstring(function))
-            found.append(f"- `{inner.targets[0].id}({names})`: {about}")
-    return [line.removesuffix(": ") for line in found]
+            if not kinds & {"setter", "overload"}:
+                found[inner.name] = stub_of(module, inner)
+        elif text := stub_of_assigned(inner):
+            found[inner.targets[0].id] = text
+    stubs = [text for name, text in found.items() if name not in hidden]
+    for above, base in bases_of(node):
+        stubs += members(above, base, hidden | frozenset(found))
+    return stubs
+
+
+def joined(stubs: list[str]) -> str:
+    """Write members as one block: attributes first, with no line between them."""
+    attributes = [text for text in stubs if re.match(r"(# .*\n)*\w+: ", text)]
+    methods = [text for text in stubs if text not in attributes]
+    return "\n\n".join(["\n".join(attributes), *methods]).strip()
 
 
 def code_of(source: str) -> str:
@@ -206,24 +299,108 @@ def formatted(source: str) -> str:
     ).stdout
 
 
+def links_to(module: Module, name: str, *, anchor: bool = True) -> str:
+    """Link the chapter and the source of a definition."""
+    url = f"{settings()['git_url']}/blob/main/zero_nb/{module.name.replace('.', '/')}.py"
+    place = f"#{name.lower()}" if anchor else ""
+    return f"[chapter]({module.chapter}{place}) · [source]({url})"
+
+
+def described(module: Module, node: ast.stmt, *, made: bool) -> list[str]:
+    """Describe a function or class: how it is called (unless the package makes it), and its members."""
+    is_class = isinstance(node, ast.ClassDef)
+    heads = [head_of(module, node)] if not is_class else fields_of(module, node) if made else []
+    title = [f"class {node.name}:"] if is_class else []
+    code = "\n".join([*title, *(indent(text, "    " * len(title)) for text in heads)])
+    code += "\n    ..." if is_class and not heads else ""
+    parts = [f"```python\n{code}\n```", ast.get_docstring(node) or ""]
+    if is_class and (stubs := members(module, node, internal(node))):
+        parts.append(f"{MEMBERS}\n\n```python\n{joined(stubs)}\n```")
+    return [part for part in parts if part]
+
+
 def entry(module: Module, name: str) -> str:
     """Describe a public name."""
     if name in TORCHS:
         about = f"[torch's own class]({TORCHS[name]}), passed on."
         return f"### {name}\n\n{about}\n\n{example(None, name)}".rstrip() + "\n"
-    node = module.node(name)
-    url = f"{settings()['git_url']}/blob/main/zero_nb/{module.name.replace('.', '/')}.py"
-    links = f"[chapter]({module.chapter}#{name.lower()}) · [source]({url})"
-    is_class = isinstance(node, ast.ClassDef)
-    made = fields_of(module, node) if is_class else [head_of(module, node)]
-    title = [f"class {name}:"] if is_class else []
-    code = "\n".join([*title, *(indent(text, "    " * len(title)) for text in made)])
-    parts = [f"### {name}", links, f"```python\n{code}\n```", ast.get_docstring(node)]
-    if is_class and (listed := members(node)):
-        parts.append("\n".join(listed))
+    parts = [f"### {name}", links_to(module, name)]
+    parts += described(module, module.node(name), made=True)
     if shown := example(module, name):
         parts.append(shown)
     return "\n\n".join(parts) + "\n"
+
+
+@cache
+def aliases() -> dict[str, tuple[Module, ast.stmt]]:
+    """Find the names that the package gives to types, such as `GroupLike`."""
+    found = {}
+    for module in every_module().values():
+        for node in ast.parse(module.text).body:
+            target = getattr(node, "target", (getattr(node, "targets", None) or [None])[0])
+            name = getattr(target, "id", "").lstrip("_")
+            is_type = name[:1].isupper() and not name.isupper()
+            if is_type and node.value and "TypeVar(" not in ast.unparse(node.value):
+                found[target.id] = (module, node)
+    return found
+
+
+def names_in(signature: str) -> set[str]:
+    """Give the names of types in code of the page: annotations, and what an alias stands for."""
+    tree = ast.parse(signature)
+    found = []
+    for node in ast.walk(tree):
+        found += [getattr(node, "annotation", None), getattr(node, "returns", None)]
+    found += [n.value for n in tree.body if isinstance(n, ast.Assign)]
+    walked = [n for a in found if a for n in ast.walk(a) if "Literal" not in ast.unparse(a)]
+    texts = [n.value for n in walked if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    quoted = [word for text in texts for word in re.findall(r"\w+", text)]
+    return {n.id for n in walked if isinstance(n, ast.Name)} | set(quoted)
+
+
+def signatures(text: str) -> list[str]:
+    """Give the code of an entry without its example, with a body where only a head is shown."""
+    blocks = re.findall(r"^```python\n(.*?)\n```$", text, re.M | re.S)[: 1 + (MEMBERS in text)]
+    is_head = re.compile(r"[)\w\]\"]:(  # .*)?$")
+    return [f"{b}\n        ..." if is_head.search(b.splitlines()[-1]) else b for b in blocks]
+
+
+def type_entry(name: str, users: list[str]) -> str:
+    """Describe a type that stands in signatures, and link those."""
+    stands = ", ".join(f"[`{user}`](#{user.lower()})" for user in users)
+    about = f"In signatures of {stands}."
+    if name in aliases():
+        module, node = aliases()[name]
+        first = node.lineno
+        above = module.text.splitlines()[: first - 1]
+        while (
+            above
+            and above.pop().startswith("# ")
+            and not module.lines(first - 1, first - 1).startswith("# %%")
+        ):
+            first -= 1
+        code = f"```python\n{module.lines(first, node.end_lineno)}\n```"
+        return f"### {name}\n\n{links_to(module, name, anchor=False)}\n\n{code}\n\n{about}\n"
+    module = package()[name]
+    node = module.node(name)
+    written = any(getattr(inner, "name", "") == "__init__" for inner in node.body)
+    parts = described(module, node, made=not written and name not in HANDLES)
+    return "\n\n".join([f"### {name}", links_to(module, name), *parts, about]) + "\n"
+
+
+def types(entries: dict[str, str]) -> dict[str, str]:
+    """Describe what stands in signatures of public names and is no public name itself."""
+    found: dict[str, str] = {}
+    users: dict[str, list[str]] = {}
+    todo = list(entries.items())
+    while todo:
+        for user, text in todo:
+            for name in set().union(*map(names_in, signatures(text))) - set(entries):
+                if name in package() or name in aliases():
+                    users.setdefault(name, []).append(user)
+        todo = [(name, type_entry(name, users[name])) for name in sorted(set(users) - set(found))]
+        found |= dict(todo)
+    return {name: type_entry(name, sorted(set(users[name]))) for name in sorted(found)}
 
 
 def settings() -> dict[str, str]:
@@ -236,11 +413,14 @@ def settings() -> dict[str, str]:
 def reference() -> str:
     """Write the page."""
     sections = [HEAD]
+    entries = {}
     for module in modules().values():
         about = ast.get_docstring(ast.parse(module.text))
         sections.append(f"## zero_nb.{module.name}\n\n{about}\n")
-        sections += [entry(module, name) for name in zero_nb._MODULES[module.name]]
-    return "\n".join(sections)
+        own = {name: entry(module, name) for name in zero_nb._MODULES[module.name]}
+        sections += own.values()
+        entries |= own
+    return "\n".join([*sections, TYPES, *types(entries).values()])
 
 
 def llms() -> str:

@@ -1,15 +1,33 @@
 """The API reference and `llms.txt`: every public name, with what a caller needs to know of it."""
 
+import ast
 import importlib
 import multiprocessing
 import os
 import re
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from notebooks import ALREADY_IMPORTED
-from reference import NBS, TORCHS, cells, example, marked, modules, settings
+from reference import (
+    INTERNAL,
+    MEMBERS,
+    NBS,
+    PROPERTY_TYPES,
+    TORCHS,
+    TYPES,
+    aliases,
+    cells,
+    example,
+    marked,
+    modules,
+    names_in,
+    package,
+    settings,
+    signatures,
+)
 
 import zero_nb
 
@@ -41,7 +59,8 @@ def section(name: str) -> str:
 
 
 def test_each_public_name_is_there_once():
-    assert re.findall(r"^### (\w+)$", PAGE, re.M) == zero_nb.__all__
+    named, described = (re.findall(r"^### (\w+)$", part, re.M) for part in PAGE.split(TYPES[:22]))
+    assert named == zero_nb.__all__ and described == sorted(set(described) - set(named))
     assert re.findall(r"reference\.html#(\w+)", LLMS) == [n.lower() for n in zero_nb.__all__]
     assert re.findall(r"^## zero_nb\.([\w.]+)$", PAGE, re.M) == list(zero_nb._MODULES)
 
@@ -65,10 +84,64 @@ def test_its_links_lead_to_where_it_is_defined(module, name):
     assert (NBS.parent / path).is_file() and path == f"zero_nb/{module.replace('.', '/')}.py"
 
 
+def untyped(signature: str) -> list[str]:
+    """Name what a block of code defines without a type."""
+    found = []
+    for node in ast.walk(ast.parse(signature)):
+        if isinstance(node, ast.FunctionDef):
+            given = [*node.args.args, *node.args.kwonlyargs]
+            bare = [a.arg for a in given if a.annotation is None and a.arg not in ("self", "cls")]
+            found += [f"{node.name}({name})" for name in bare]
+            found += [node.name] if node.returns is None and node.name != "__init__" else []
+    return found
+
+
+def test_every_method_and_attribute_has_its_types():
+    """A line such as `reduce_scatter(flat, sizes)` does not say what may be given."""
+    names = set(re.findall(r"^### (\w+)$", PAGE, re.M)) - set(TORCHS)
+    shown = {name: signatures(section(name)) for name in names}
+    assert {n: untyped(text) for n, texts in shown.items() for text in texts if untyped(text)} == {}
+    bare = [line for line in PAGE.splitlines() if re.match(r"- `\w+(\(.*\))?`", line)]
+    assert bare == [] and len(signatures(section("Group"))) == 2
+
+
+def test_each_type_in_a_signature_has_an_entry():
+    names = [name for name in re.findall(r"^### (\w+)$", PAGE, re.M) if name not in TORCHS]
+    used = {word for name in names for text in signatures(section(name)) for word in names_in(text)}
+    assert {"Policy", "Estimate", "BufferMode", "GroupsLike"} <= used
+    assert (used & {*package(), *aliases()}) - set(names) == set()
+
+
+def test_what_only_the_package_uses_is_not_listed():
+    for name, hidden in INTERNAL.items():
+        texts = [text for text in PAGE.split("\n### ") if text.startswith(f"{name}\n")]
+        listed = texts[0].split(MEMBERS)[-1] if texts and MEMBERS in texts[0] else ""
+        assert not [one for one in hidden if re.search(rf"^(def )?{one}\b", listed, re.M)], name
+        defined = ast.unparse(package()[name].node(name))
+        assert [one for one in hidden if not re.search(rf"\b{one}\b", defined)] == [], name
+
+
+def test_properties_are_of_the_types_that_the_page_says():
+    tiny = (zero_nb.ParamSpec("weight", (4, 2)), zero_nb.ParamSpec("bias", (3,)))
+    plan = zero_nb.even(tiny, 2)
+    packed = zero_nb.pack(tiny, 2)
+    grid = zero_nb.Grid(2, 2)
+    objects = [tiny[0], plan, packed, packed.buckets[0], grid, zero_nb.GridPlan(plan, grid)]
+    of = {"int": int, "float": (int, float), "str": str, "bool": bool, "tuple": Sequence}
+    checked = set()
+    for one in objects:
+        for name, text in PROPERTY_TYPES.items():
+            if isinstance(getattr(type(one), name, None), property):
+                assert isinstance(getattr(one, name), of[text.partition("[")[0]]), (one, name)
+                checked.add(name)
+    assert {"world_size", "rows", "loads", "imbalance", "mark", "equal", "params"} <= checked
+
+
 def block(name: str) -> str:
     """Give the example of a name, as the page has it."""
     found = re.findall(r"^```python\n(.*?)\n```$", section(name), re.M | re.S)
-    return found[-1] if len(found) > (name not in TORCHS) else ""
+    others = (name not in TORCHS) + (MEMBERS in section(name))
+    return found[-1] if len(found) > others else ""
 
 
 def ended(code: str, folder: Path) -> int | None:

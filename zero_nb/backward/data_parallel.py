@@ -206,7 +206,7 @@ def data_parallel(
     optimizer: ZeroRedundancyOptimizer,  # of all parameters of the module that are trained
     *,
     interleaved: bool = False,  # step each bucket during backward, `lag` buckets behind; else all of them after it
-    lag: int = 1,
+    lag: int = 1,  # of an interleaved step: buckets between a reduction and its step
     hidden: bool = False,  # parameters arrive while the next forward runs; every read must go through its module
     # MiB; parameters up to this size travel together, larger ones alone and without a copy; None: 25
     # on a GPU, 8 on a CPU
@@ -215,7 +215,7 @@ def data_parallel(
     find_unused_parameters: bool = False,  # which parameters get a gradient may change; costs a small all-reduce a step
     buffers: BufferMode = "broadcast",  # before a forward: from rank 0 as DDP, their mean, or not
     max_grad_norm: float | None = None,  # clip the gradient to this norm before the step
-    norm_type: float = 2.0,
+    norm_type: float = 2.0,  # the p of that norm; `math.inf` for the largest element
     reduce_dtype: torch.dtype | None = None,  # in which gradients are sent; None: their own
     scaler: torch.amp.GradScaler | None = None,  # of the loss, if there is one
 ) -> DataParallel:  # `detach` it, or use it in a `with` block

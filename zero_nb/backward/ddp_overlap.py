@@ -258,9 +258,9 @@ def overlap(
     hook: Callable[..., Any] | None = None,  # comm hook for the gradients; None: their mean
     state: Any = None,  # of that hook
     interleaved: bool = False,  # step each bucket during backward, `lag` buckets behind; else all after it
-    lag: int = 1,
+    lag: int = 1,  # of an interleaved step: buckets between a reduction and its step
     max_grad_norm: float | None = None,  # clip the gradient to this norm before the step
-    norm_type: float = 2.0,
+    norm_type: float = 2.0,  # the p of that norm; `math.inf` for the largest element
     # in which gradients are sent and added, as in FSDP2's MixedPrecisionPolicy; None: their own
     reduce_dtype: torch.dtype | None = None,
     scaler: torch.amp.GradScaler | None = None,  # of the loss, if there is one

@@ -17,6 +17,7 @@ from ..comm.coalescing import coalescing_manager
 from ..comm.groups import Group
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
+# before a forward: rank 0 sends its buffers, as in DDP; ranks average theirs; or each keeps its own
 BufferMode = Literal["broadcast", "average", "local"]
 
 # %% auto #0

@@ -34,7 +34,7 @@ def hook_with_zero_step(
     shard_buckets: bool = False,  # for code written for torch's function; buckets are always shared by all ranks
     *,
     max_grad_norm: float | None = None,  # as for `overlap`, like what follows
-    norm_type: float = 2.0,
+    norm_type: float = 2.0,  # the p of that norm; `math.inf` for the largest element
     reduce_dtype: torch.dtype | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> SwitchedHook:  # for `ddp.register_comm_hook(state, ...)`; its `overlap` can be detached

@@ -45,13 +45,13 @@ class Group(Ranks):
     def reduce_scatter(
         self,
         flat: Tensor,
-        sizes: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,  # elements of each rank's part; None: equal parts
         *,
         async_op: bool = False,
-        relay: bool = False,
+        relay: bool = False,  # whether ranks may pass parts on, so that less crosses between hosts
     ) -> Work:
         """Sum the parts of a 1-D tensor over all ranks; each rank keeps the sum of its own part,
-        the others are scratch afterwards. `sizes` and `relay` as for the function of `comm.collectives`."""
+        the others are scratch afterwards. `sizes` and `relay` are the same on all ranks."""
         return collectives.reduce_scatter(self, flat, sizes, async_op=async_op, relay=relay)
 
     def all_gather(

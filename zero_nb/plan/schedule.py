@@ -226,8 +226,8 @@ def make_schedule(
     buckets: int | BucketPlan,  # how many, or a plan that has them
     method: str = "zero1-overlap",  # a key of `METHODS`
     *,
-    lag: int = 1,  # as for `order`
-    hidden: bool = False,  # as for `order`
+    lag: int = 1,  # of the interleaved methods: buckets between a reduction and its step
+    hidden: bool = False,  # whether gathers run under the next forward
 ) -> Schedule:
     """Write down the order of one iteration, the same on every rank.
 
