@@ -225,7 +225,7 @@ def joined(stubs: list[str]) -> str:
     """Write members as one block: attributes first, with no line between them."""
     attributes = [text for text in stubs if re.match(r"(# .*\n)*\w+: ", text)]
     methods = [text for text in stubs if text not in attributes]
-    return "\n\n".join(["\n".join(attributes), *methods]).strip()
+    return formatted("\n\n".join(["\n".join(attributes), *methods]).strip()).rstrip()
 
 
 def code_of(source: str) -> str:
@@ -312,7 +312,8 @@ def described(module: Module, node: ast.stmt, *, made: bool) -> list[str]:
     heads = [head_of(module, node)] if not is_class else fields_of(module, node) if made else []
     title = [f"class {node.name}:"] if is_class else []
     code = "\n".join([*title, *(indent(text, "    " * len(title)) for text in heads)])
-    code += "\n    ..." if is_class and not heads else ""
+    if is_class and not heads:
+        code = formatted(f"{code}\n    ...").rstrip()
     parts = [f"```python\n{code}\n```", ast.get_docstring(node) or ""]
     if is_class and (stubs := members(module, node, internal(node))):
         parts.append(f"{MEMBERS}\n\n```python\n{joined(stubs)}\n```")
