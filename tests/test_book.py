@@ -181,3 +181,11 @@ def test_a_chapter_is_short_enough_to_read_at_once():
     sizes = {chapter: size(chapter) for chapter in chapters()}
     longer = {c: n for c, n in sizes.items() if n[0] > MOST_CELLS or n[1] > MOST_LINES}
     assert not longer, f"split these (cells, lines of code), at most {MOST_CELLS} and {MOST_LINES}"
+
+
+def test_links_to_code_do_not_move():
+    """A branch moves on, and what a sentence says of its code is then not there any more."""
+    moving = re.compile(
+        r"https://github\.com/(?!zero-nb/)[\w.-]+/[\w.-]+/(?:blob|tree)/(?:main|master)/"
+    )
+    assert [(c, m[0]) for c in chapters() for t in prose(c) for m in moving.finditer(t)] == []

@@ -1,6 +1,7 @@
 """The stand-alone scripts of the guides, each run as a program by two ranks of torchrun's agent, and
 what guides say of FSDP2 and of torch's class."""
 
+import argparse
 import os
 import re
 import runpy
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch._dynamo  # ranks are forked, and would each import it
 import torch.distributed as dist
@@ -54,6 +56,25 @@ def launched(tmp_path: Path, name: str, *arguments: str, ranks: int = 2, restart
     found = log.read_text(encoding="utf-8")
     log.unlink()
     return found
+
+
+class Parsed(Exception):
+    """Ends a script when it knows what it was asked for."""
+
+
+@pytest.mark.parametrize("script", sorted(GUIDES.glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_needs_no_arguments(script, monkeypatch):
+    """A reader who types its name alone sees it run, and not how it is called."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_args(parser, *arguments):
+        raise Parsed(parse(parser, *arguments))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(Parsed):
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def test_drop_in(tmp_path):

@@ -74,7 +74,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "folder", type=Path, help="has a folder for each checkpoint, such as step-30"
+        "folder",
+        nargs="?",
+        type=Path,
+        default="runs/letters",
+        help="has a folder for each checkpoint, such as step-30 (default: runs/letters)",
     )
     parser.add_argument("--steps", type=int, default=60, help="up to which step (default: 60)")
     given = parser.parse_args()

@@ -103,7 +103,13 @@ PAIRS = {
 def main() -> None:
     """Move from each of torch's classes, as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="for the checkpoints; it must not be there yet")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default="runs/coming_from",
+        help="for the checkpoints; it must not be there yet (default: runs/coming_from)",
+    )
     folder = parser.parse_args().folder
     dist.init_process_group()
     if dist.get_rank() == 0:

@@ -115,7 +115,9 @@ def attempt(fault: str, group: Any = None, compare: int = 0) -> str:
 def main() -> None:
     """Train as the command line says; each rank prints what it is told."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("fault", choices=FAULTS)
+    parser.add_argument(
+        "fault", nargs="?", choices=FAULTS, default="skips", help="(default: skips)"
+    )
     parser.add_argument("--timeout", type=float, default=10.0, help="of a collective, in seconds")
     parser.add_argument("--compare", type=int, default=0, help="updates between two comparisons")
     given = parser.parse_args()

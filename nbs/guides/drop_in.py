@@ -83,7 +83,13 @@ def train(path: Path, steps: int = 60, width: int = 128):
 def main() -> None:
     """Train as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("path", type=Path, help="file for the optimizer's state dict")
+    parser.add_argument(
+        "path",
+        nargs="?",
+        type=Path,
+        default="optimizer.pt",
+        help="file for the optimizer's state dict (default: optimizer.pt)",
+    )
     parser.add_argument("--steps", type=int, default=60, help="how many (default: 60)")
     parser.add_argument("--width", type=int, default=128, help="of the model (default: 128)")
     given = parser.parse_args()

@@ -191,14 +191,16 @@ def check_installed(library: str) -> None:
 def main() -> None:
     """Train as the command line says, and compare with one process."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("library", choices=TRAINERS)
-    parser.add_argument("folder", type=Path, help="of the checkpoint")
+    parser.add_argument("library", nargs="?", choices=TRAINERS, default="accelerate")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help="of the checkpoint (default: runs/ and the library)"
+    )
     parser.add_argument("--steps", type=int, default=8)
     given = parser.parse_args()
     check_installed(given.library)
     warnings.simplefilter("ignore")  # what the libraries have to say about small models
     os.environ["HF_HUB_OFFLINE"] = "1"
-    model = TRAINERS[given.library](given.folder, given.steps)
+    model = TRAINERS[given.library](given.folder or Path("runs", given.library), given.steps)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if os.environ.get("RANK", "0") == "0":
         gap = largest_gap(model, train_alone(ranks, given.steps))

@@ -104,7 +104,9 @@ def train(recipe: Recipe, steps: int, lr: float = 1e-3) -> Result:
 def main() -> None:
     """Train as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("recipe", choices=RECIPES)
+    parser.add_argument(
+        "recipe", nargs="?", choices=RECIPES, default="masters", help="(default: masters)"
+    )
     parser.add_argument("--steps", type=int, default=100)
     given = parser.parse_args()
     dist.init_process_group()

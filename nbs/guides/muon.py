@@ -100,7 +100,13 @@ def train(folder: Path, steps: int) -> list[float]:
 def main() -> None:
     """Train as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="of the checkpoints")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default="runs/muon",
+        help="of the checkpoints (default: runs/muon)",
+    )
     parser.add_argument("--steps", type=int, default=40, help="up to which step (default: 40)")
     given = parser.parse_args()
     dist.init_process_group()

@@ -76,7 +76,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "folder", type=Path, help="has a folder for each checkpoint, such as step-10"
+        "folder",
+        nargs="?",
+        type=Path,
+        default="runs/killed",
+        help="has a folder for each checkpoint, such as step-10 (default: runs/killed)",
     )
     parser.add_argument("--steps", type=int, default=30, help="up to which step (default: 30)")
     parser.add_argument("--kill", type=int, default=0, help="the step that rank 1 does not take")
