@@ -131,7 +131,7 @@ def _as_json(found: Checkpoint, tensors: bool) -> str:
         content["tensors"] = _tensors_as_values(found)
     return json_text(content)
 
-# %% ../../nbs/apps/25_ckpt.ipynb #c06a0008
+
 def _rich_table(title: str, columns: list[str], rows: Any) -> Any:
     from rich.table import Table
     from rich.text import Text

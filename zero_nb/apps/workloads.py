@@ -63,7 +63,7 @@ class Chain(nn.Module):
             x = x + 0.1 * layer(x)
         return x
 
-# %% ../../nbs/apps/13_workloads.ipynb #3781ab3b
+
 def _vectors(batch: int, width: int) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
     return lambda generator: (
         torch.randn(batch, width, generator=generator),
