@@ -213,7 +213,7 @@ class HoldsPieces(Protocol):
     def pieces(self) -> list[Piece]:
         """What this rank steps."""
 
-# %% ../../nbs/optim/03_pieces.ipynb #faaebf83
+
 SCALARS = frozenset(
     {"step", "eta", "mu", "mu_product"}
 )  # state of torch's element-wise classes that is one number for a parameter

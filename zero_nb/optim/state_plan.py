@@ -122,7 +122,7 @@ def read_entries(
     pieces = [piece for shard in shards for piece in shard.pieces]
     return [*frozen.entries, *(read_entry(local, piece) for piece in pieces)]
 
-# %% ../../nbs/optim/12_state_plan.ipynb #28b80e0a
+
 def params_of(shards: Iterable[Shard]) -> list[Tensor]:
     """Give all parameters of some shards, in the order in which they were registered."""
     return [p for shard in shards for p in shard.params]
