@@ -109,7 +109,7 @@ def _runs_of_one_kind(calls: Sequence[Call]) -> list[list[Call]]:
     return [list(run) for _, run in itertools.groupby(calls, key=lambda call: call.kind)]
 
 
-def _overlap(calls: Sequence[Call]) -> ValueError | None:
+def _overlap_error(calls: Sequence[Call]) -> ValueError | None:
     """Tell why calls of one kind cannot run together: memory appears twice, and order is lost."""
     spans = sorted(
         (c.tensor.data_ptr(), c.tensor.data_ptr() + c.tensor.nbytes)
@@ -251,7 +251,7 @@ def coalescing_manager(
         yield block
     finally:
         _COLLECTING.reset(token)
-    found = map(_overlap, _runs_of_one_kind(block.calls))
+    found = map(_overlap_error, _runs_of_one_kind(block.calls))
     error = next((error for error in found if error), None)
     if block.calls and group.size > 1:
         _compare(
