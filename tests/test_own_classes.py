@@ -302,3 +302,37 @@ def found_under(device, kind):
 def test_a_class_is_tried_alike_under_any_default_device(kind):
     found = [run(2, found_under, device, kind) for device in (None, "meta")]
     assert found[0] == found[1]
+
+
+class Named(torch.optim.Optimizer):
+    """Reads the names of parameters strictly, draws random numbers, and keeps more of wide ones."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p, name in zip(group["params"], group["param_names"], strict=True):
+                self.state[p][f"noise of {name}"] = torch.rand_like(p)
+                if p.numel() > 1:
+                    self.state[p]["wide"] = torch.zeros_like(p)
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+def keys_before_a_step(shard):
+    """Read the state of each parameter on one rank only; its keys, and the next random number."""
+    model = torch.nn.Linear(3, 2)
+    zero = ZeroRedundancyOptimizer(
+        model.named_parameters(), Named, shard=shard, trust_optimizer_class=True
+    )
+    torch.manual_seed(7)
+    keys = [sorted(zero.state[p]) for p in model.parameters()] if dist.get_rank() else None
+    return keys, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("shard", ["even", "whole"])
+def test_the_keys_of_a_state_to_come_are_told_without_a_trace(shard):
+    (_, alone), (keys, here) = run(2, keys_before_a_step, shard)
+    assert keys == [["noise of weight", "wide"], ["noise of bias", "wide"]]
+    assert here == alone

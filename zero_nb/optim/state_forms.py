@@ -19,6 +19,7 @@ from ..comm.objects import broadcast_object_list, gather_object
 from ..comm.payloads import byte_device
 from .flat import flatten, flatten_like
 from .local_optimizers import LocalOptimizers
+from .param_specs import leaving_alone
 from .pieces import Piece, refreshed
 from .shard import Shard
 from .state import ShardedState
@@ -185,6 +186,17 @@ def _count_from_start(kind: type, group: dict[str, Any], values: dict[str, Any])
             values[key].fill_(start)
 
 
+def _stepped_alone(
+    local: LocalOptimizers, kind: type, group: dict[str, Any], made: Tensor, name: str | None
+) -> dict[Any, Any]:
+    """Step a stand-in with the options of a param group, and nothing else; give its state."""
+    own = {"params": [made]} if name is None else {"params": [made], "param_names": [name]}
+    with leaving_alone(made.device):  # a class may draw random numbers, which are the user's
+        other = kind([{**group, **own}], **local.settings.options(kind))
+        other.step()
+    return dict(other.state[made])
+
+
 def _is_trained(piece: Piece) -> bool:  # a class of torch skips what has no gradient
     return any(p.requires_grad or p.grad is not None for p in piece.params)
 
@@ -201,14 +213,8 @@ def state_to_come(local: LocalOptimizers, shards: Iterable[Shard]) -> list[State
                 if not _is_trained(piece):
                     continue
                 made = _stand_in(piece)
-                own = (
-                    {"params": [made]}
-                    if names is None
-                    else {"params": [made], "param_names": [names[i]]}
-                )
-                other = kind([{**group, **own}], **local.settings.options(kind))
-                other.step()
-                values = dict(other.state[made])
+                name = None if names is None else names[i]
+                values = _stepped_alone(local, kind, group, made, name)
                 _count_from_start(kind, group, values)
                 if piece.master:
                     values[MASTER] = made
@@ -221,15 +227,15 @@ def keys_to_come(
     local: LocalOptimizers,
     group: int,  # which param group the parameter is in
     param: Tensor,
+    name: str | None = None,  # its own, if param groups have names
 ) -> list[Any]:
-    """Tell which values the first step makes for a parameter, on any rank: a stand-in of one element
-    is stepped."""
+    """Tell which values the first step makes for a parameter, on any rank: a stand-in of at most two
+    elements in each dimension is stepped."""
     kind = local.rules[group].optimizer_class
-    made = torch.zeros((1,) * param.dim(), dtype=param.dtype, device=param.device)
+    shape = [2 if size > 1 else 1 for size in param.shape]
+    made = torch.zeros(shape, dtype=param.dtype, device=param.device)
     made.grad = torch.zeros_like(made)
-    other = kind([{**local.groups()[group], "params": [made]}], **local.settings.options(kind))
-    other.step()
-    keys = [*other.state[made]]
+    keys = [*_stepped_alone(local, kind, local.groups()[group], made, name)]
     wide = local.settings.master_dtype
     return [*keys, MASTER] if wide not in (None, param.dtype) else keys
 
@@ -239,8 +245,10 @@ def keys_of_param(
 ) -> list[Any]:
     """Tell which values the first step makes for one of the user's parameters."""
     for i, group in enumerate(param_groups):
-        if any(p is param for p in group["params"]):
-            return keys_to_come(local, i, param)
+        names = group.get("param_names") or [None] * len(group["params"])
+        for p, name in zip(group["params"], names, strict=False):
+            if p is param:
+                return keys_to_come(local, i, param, name)
     raise KeyError(f"no parameter of this optimizer: {tuple(param.shape)}, {param.dtype}")
 
 # %% ../../nbs/optim/17_state_forms.ipynb #5a7e000d
