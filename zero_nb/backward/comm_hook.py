@@ -5,19 +5,27 @@
 # %% ../../nbs/backward/05_comm_hook.ipynb #015183a2
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from .engine import check_complex, check_dense, check_attachable
+from zero_nb.backward.stepped_gradients import (
+    GRADIENTS_CHANGED,
+    STEPPED_AGAIN,
+    SteppedGradient,
+    unstepped_grad,
+)
 from ..comm.groups import Group
 from ..optim.driver import StepOptions
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
 # %% auto #0
-__all__ = ['OverlapOptions', 'check_pair', 'TakesBuckets', 'SwitchedHook', 'CommHookSwitch', 'find_switch']
+__all__ = ['OverlapOptions', 'check_pair', 'TakesBuckets', 'SwitchedHook', 'CommHookSwitch', 'find_switch', 'KeptMeans']
 
 # %% ../../nbs/backward/05_comm_hook.ipynb #7e449832
 @dataclass(frozen=True)
@@ -229,3 +237,39 @@ def find_switch(ddp: Any) -> CommHookSwitch | None:
             " only; wrap the model again, and give the hook to overlap(hook=...)"
         )
     return hooks[0].switch if hooks else None
+
+# %% ../../nbs/backward/05_comm_hook.ipynb #5c0f1e12
+class KeptMeans:
+    """Averages that a hook of the user's has left in `.grad`, and whether a step has used them."""
+
+    def __init__(self) -> None:
+        self.versions: dict[int, tuple[int, int]] = {}  # of each gradient, by id of the parameter
+        self.used = False
+
+    def note(self, params: Iterable[Tensor]) -> None:
+        """Note what was left."""
+        grads = [(id(p), p.grad) for p in params if p.grad is not None]
+        self.versions = {i: (id(grad), grad._version) for i, grad in grads}
+        self.used = False
+
+    def check(
+        self,
+        params: Iterable[Tensor],
+        stepped: bool,  # since the last check
+    ) -> bool:  # whether there are gradients that are no averages, and would be stepped now
+        """Refuse averages that were changed or taken away after the step, other gradients that came
+        after it, and a second step with the same ones."""
+        others = []
+        for p in params:
+            grad = p.grad
+            known = self.versions.get(id(p))
+            same = grad is not None and known == (id(grad), grad._version)
+            came = p.requires_grad and unstepped_grad(p) is not None
+            if stepped and not same and (came or known is not None):
+                raise RuntimeError(GRADIENTS_CHANGED)
+            if self.used and not stepped and same:
+                raise RuntimeError(STEPPED_AGAIN)
+            if not (stepped or same or grad is None or isinstance(grad, SteppedGradient)):
+                others.append(grad)
+        self.used |= stepped
+        return any(bool(grad.any()) for grad in others)  # zeros are those of `zero_grad`

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_nb.backward.comm_hook import (
     CommHookSwitch,
+    KeptMeans,
     OverlapOptions,
     check_pair,
     find_switch,
@@ -38,7 +39,7 @@ from zero_nb.backward.engine import (
     describe_engine,
     in_torchs_join,
 )
-from .stepped_gradients import GRADIENTS_CHANGED, KeptMeans, SteppedGradient
+from .stepped_gradients import GRADIENTS_CHANGED, SteppedGradient
 from .watch import BackwardWatch, fail_peers_on_error, on_backward_end
 from ..comm.agreement import agreeing
 from ..comm.ending import fail

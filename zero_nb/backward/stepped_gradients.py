@@ -15,7 +15,7 @@ from torch import Tensor
 from ..optim.shard import CurrentChange
 
 # %% auto #0
-__all__ = ['GRADIENTS_CHANGED', 'STEPPED_AGAIN', 'WRITTEN', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients', 'KeptMeans',
+__all__ = ['GRADIENTS_CHANGED', 'STEPPED_AGAIN', 'WRITTEN', 'SteppedGradient', 'unstepped_grad', 'SteppedGradients',
            'SteppedVersions', 'StepCount']
 
 # %% ../../nbs/backward/02_stepped_gradients.ipynb #0f2c1768
@@ -284,42 +284,6 @@ class SteppedGradients:
         return frozen
 
 # %% ../../nbs/backward/02_stepped_gradients.ipynb #718169b4
-class KeptMeans:
-    """Averages that a hook of the user's has left in `.grad`, and whether a step has used them."""
-
-    def __init__(self) -> None:
-        self.versions: dict[int, tuple[int, int]] = {}  # of each gradient, by id of the parameter
-        self.used = False
-
-    def note(self, params: Iterable[Tensor]) -> None:
-        """Note what was left."""
-        grads = [(id(p), p.grad) for p in params if p.grad is not None]
-        self.versions = {i: (id(grad), grad._version) for i, grad in grads}
-        self.used = False
-
-    def check(
-        self,
-        params: Iterable[Tensor],
-        stepped: bool,  # since the last check
-    ) -> bool:  # whether there are gradients that are no averages, and would be stepped now
-        """Refuse averages that were changed or taken away after the step, other gradients that came
-        after it, and a second step with the same ones."""
-        others = []
-        for p in params:
-            grad = p.grad
-            known = self.versions.get(id(p))
-            same = grad is not None and known == (id(grad), grad._version)
-            came = p.requires_grad and unstepped_grad(p) is not None
-            if stepped and not same and (came or known is not None):
-                raise RuntimeError(GRADIENTS_CHANGED)
-            if self.used and not stepped and same:
-                raise RuntimeError(STEPPED_AGAIN)
-            if not (stepped or same or grad is None or isinstance(grad, SteppedGradient)):
-                others.append(grad)
-        self.used |= stepped
-        return any(bool(grad.any()) for grad in others)  # zeros are those of `zero_grad`
-
-
 class SteppedVersions:
     """The versions of parameters when backward had stepped them."""
 
