@@ -204,6 +204,36 @@ def test_H4_a_loop_that_skips_what_is_not_finite_is_told_on_every_rank(mode, ran
         assert "backward() has taken a step since step() was last called" in found[-1][1], found
 
 
+def never_called(mode, infinite):
+    """Run a loop that calls no `step`, with parameters that are infinite as they were at first, and then, if
+    asked for, with a loss that is not; how many backwards there are until it is told."""
+    module = Sums(torch.float32)
+    module.mask = nn.Parameter(torch.full((3,), -math.inf), requires_grad=False)
+    if mode.startswith("parallel"):  # DDP cannot send it over gloo
+        module.small = nn.Parameter(torch.zeros(2).to(torch.float8_e5m2), requires_grad=False)
+    with torch.no_grad():
+        module.weights[1][0] = -math.inf
+    zero = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=0.125)
+    model, handle = attach(mode, module, zero)
+    for number in range(1, 10):
+        loss = model(torch.full((), math.inf if number == infinite else 1.0))
+        if error := caught_error(loss.backward):
+            return number, error[1]
+        zero.zero_grad()
+    handle.leave()
+    return number, ""
+
+
+@pytest.mark.parametrize("infinite", [0, 1, 2, 3])
+@pytest.mark.parametrize("mode", MODES + HIDDEN)
+def test_H4_a_loop_that_calls_no_step_is_told_when_parameters_are_infinite(mode, infinite):
+    last, words = {0: (9, ""), 1: (2, "not finite"), 2: (3, "not finite"), 3: (5, "not finite")}[
+        infinite
+    ]
+    for number, said in run(2, never_called, mode, infinite):
+        assert number == last and words in said, (number, said)
+
+
 def rolled_back(mode):
     """Go back to the state before a bad batch, which is loaded instead of a call of `step`."""
     module, zero, model, handle = trained(mode)

@@ -317,6 +317,18 @@ def hidden_rows(clones):
     return caught(lambda: data_parallel(model, zero, hidden=True))
 
 
+def hidden_beside_frozen():
+    model = Rows(False)
+    model.rows[0].requires_grad_(False)
+    zero = ZeroRedundancyOptimizer([*model.rows[1:]], SGD, lr=0.1)
+    return caught(lambda: data_parallel(model, zero, hidden=True))
+
+
+def test_a_version_counter_that_a_frozen_parameter_has_as_well_is_refused():
+    for said in run(2, hidden_beside_frozen):
+        assert "hidden=True needs a version counter for each parameter" in said
+
+
 def test_parameters_with_one_version_counter_cannot_be_on_their_way():
     assert run(2, hidden_rows, True) == [None] * 2
     for said in run(2, hidden_rows, False):

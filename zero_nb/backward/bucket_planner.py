@@ -236,11 +236,12 @@ def _check_module(module: Any, optimizer: Any) -> None:
 
 
 def _counted_together(params: Sequence[Tensor]) -> list[Tensor]:
-    """List the parameters that torch gives another version whenever a certain other one is written."""
+    """List the trained parameters that torch gives another version when a certain other one is written."""
     with torch.autograd._unsafe_preserve_version_counter(tuple(params)):
         before = [p._version for p in params]
         torch.autograd.graph.increment_version(params)
-        return [p for p, version in zip(params, before, strict=True) if p._version != version + 1]
+        pairs = zip(params, before, strict=True)
+        return [p for p, version in pairs if p.requires_grad and p._version != version + 1]
 
 
 def _check_together(
@@ -261,7 +262,7 @@ def _check_together(
                 f"hidden=True needs every reader of a parameter to go through its module, and"
                 f" {reader}; leave hidden=True out"
             )
-        if alike := _counted_together(params):
+        if alike := _counted_together([*module.parameters()]):
             raise ValueError(
                 f"hidden=True needs a version counter for each parameter, to see what is written to"
                 f" one, and {len(alike)} of them have one together, as views of one tensor do;"

@@ -269,7 +269,7 @@ class DdpPlanner:
     def start(self, backward: DdpBackward) -> None:
         """Let the schedule run while buckets arrive, if it can."""
         if self.engine.count.taken:
-            self.engine.count.check_backward(self.engine.params, self.engine.wait)
+            self.engine.count.check_backward(self.engine.wait)
         if self.fits and self.plan is not None:
             backward.begin(self.plan, self.layout, self.unused, True, self.interleaved)
 

@@ -200,7 +200,7 @@ class StepEngine:
         self.grad_norm: Tensor | None = None  # before it was clipped, of the last step
         self.transformed: Any = None  # event on the stream, after the last averages were clipped
         self.options_used: list[dict[str, Any]] | None = None  # by a step that was not checked yet
-        self.count = StepCount(optimizer.local.change)
+        self.count = StepCount(optimizer.local.change, self.params)
         self.versions = SteppedVersions()  # of parameters of a step that was not checked yet
 
     @property

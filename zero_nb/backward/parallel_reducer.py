@@ -123,7 +123,7 @@ class ParallelReducer:
             backward = self._make_backward(not leftovers, contribution)
             self.backward = backward
         if self.engine.count.taken and contribution == "own":
-            self.engine.count.check_backward(self.engine.params, self.engine.wait)
+            self.engine.count.check_backward(self.engine.wait)
         self.planner.start(backward)
         return backward
 

@@ -314,19 +314,20 @@ _MANY = (
 )
 
 
-def _are_finite(params: Iterable[Tensor], wait: Callable[[], None]) -> bool:
-    """Tell whether all elements are finite, when they have arrived, without a copy of a parameter."""
-    wait()
-    # torch has no norm of 8-bit numbers
-    normed = [p for p in params if p.numel() and p.dtype.itemsize > 1]
-    return all(bool(torch.linalg.vector_norm(p, torch.inf).isfinite()) for p in normed)
+def _is_finite(param: Tensor) -> bool:
+    """Tell whether all elements are finite, without a copy of them."""
+    # torch has no norm of 8-bit numbers, and none of no numbers
+    if param.dtype.itemsize == 1 or not param.numel():
+        return True
+    return bool(torch.linalg.vector_norm(param.detach(), torch.inf).isfinite())
 
 
 class StepCount:
     """How many steps backward has taken for each call of `step`."""
 
-    def __init__(self, change: CurrentChange) -> None:
+    def __init__(self, change: CurrentChange, params: Iterable[Tensor] = ()) -> None:
         self.change = change
+        self.finite = [p for p in params if p.requires_grad and _is_finite(p)]  # at the start
         self.loads = 0  # of a state, before the last of those steps
         self.taken = 0  # since the last call
         self.was_called = False  # for a step of backward
@@ -349,10 +350,21 @@ class StepCount:
             raise RuntimeError(_MANY.format(f"{taken} steps", ""))
         return taken > 0
 
-    def check_backward(self, params: Iterable[Tensor], wait: Callable[[], None]) -> None:
+    def check_backward(self, wait: Callable[[], None]) -> None:
         """Refuse a backward where a call of `step` was left out, as far as can be told; `RuntimeError`."""
         if self.loads != self.change.loads:
             self.taken = 0  # of a state that is gone
-        if self.taken and (self.was_called or (self.taken == 1 and not _are_finite(params, wait))):
+        taken = self.taken
+        if taken and self.was_called:
             self.taken = 0  # it is said once
             raise RuntimeError(_MANY.format("a step", ", and would take another now"))
+        if taken and not self.was_called and self._finds_infinite(wait):
+            self.taken = 0
+            raise RuntimeError(_MANY.format("a step", ", and parameters are not finite any more"))
+
+    def _finds_infinite(self, wait: Callable[[], None]) -> bool:
+        """Look at the parameters when they have arrived, after 1, 2, 4, ... steps that no call was for."""
+        if self.taken & (self.taken - 1):
+            return False
+        wait()
+        return not all(map(_is_finite, self.finite))
