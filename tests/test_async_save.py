@@ -244,11 +244,11 @@ def in_a_row(parent):
         checkpoints.save(parent / "1", 1)
         checkpoints.save(parent / "2", 2)
         found.append((parent / "1").exists())
-    memory = checkpoints._staged._memory
+    memory = checkpoints.staged._memory
     checkpoints.save(parent / "3", 3)
-    found.append(checkpoints._staged._memory is memory)
+    found.append(checkpoints.staged._memory is memory)
     checkpoints.close()
-    return found, checkpoints._staged.nbytes, newest_checkpoint(parent).name, memory.nbytes
+    return found, checkpoints.staged.nbytes, newest_checkpoint(parent).name, memory.nbytes
 
 
 def test_a_save_waits_for_the_one_before_and_uses_its_memory(folder):
@@ -296,7 +296,7 @@ def kept_and_moved(parent):
         go_on()
         saving.wait()
     said = [caught(lambda s=s: checkpoints.save(parent / "no", s)) for s in ("last", None, 1.5)]
-    memory = checkpoints._staged._memory
+    memory = checkpoints.staged._memory
     checkpoints.close()
     first = memory.data_ptr()
     places = (o.data_ptr() for o in gc.get_objects() if type(o) is torch.Tensor and o is not memory)

@@ -1,6 +1,7 @@
 """What ranks hold against what the plans say, in every mode, and what is in nobody's plan."""
 
 import gc
+import math
 import os
 import time
 from contextlib import suppress
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from common import caught_error, run_each
 from common.modes import MODES
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon
 
 from zero_nb import ZeroRedundancyOptimizer, estimate, memory_report, run
+from zero_nb.checkpoint.async_save import AsyncCheckpointer
 from zero_nb.verify.memory import UNEXPLAINED
 
 KINDS = {
@@ -339,3 +342,48 @@ def test_the_report_counts_every_byte_that_the_garbage_collector_finds(mode):
 def test_gradients_of_the_users_hide_no_bucket():
     for counted, _ in run(2, beside_the_garbage_collector, "zero1", True, True):
         assert [held - seen for held, seen in counted] == [0, 0], counted
+
+
+def copies_of(folder):
+    """Give what a report says of copies before, during and after saves, and what a rank has written."""
+    model = network()
+    optimizer = optimizer_of(model, "AdamW")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with AsyncCheckpointer(model, optimizer) as checkpoints:
+        reports = [memory_report(model, optimizer, checkpoints)]
+        saving = checkpoints.save(folder / "first", step=1)
+        reports.append(memory_report(model, optimizer, checkpoints))
+        saving.wait()
+        reports.append(memory_report(model, optimizer, checkpoints))
+    reports.append(memory_report(model, optimizer, checkpoints))
+    rows = [report.row(dist.get_rank(), "copies") for report in reports]
+    without = memory_report(model, optimizer).rows
+    same = [row for row in reports[1].rows if row.category != "copies"]
+    return rows, without == tuple(same), reports[1].unexplained, "copies" in str(reports[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_copies_of_a_checkpointer_are_counted_while_it_has_them(folder, ranks):
+    found = run(ranks, copies_of, folder)
+    table = FileSystemReader(folder / "first").read_metadata()
+    sizes = {}
+    for index, info in table.storage_data.items():
+        form = table.state_dict_metadata[index.fqn]
+        if hasattr(form, "size"):
+            [chunk] = [c for c in form.chunks if c.offsets == (index.offset or c.offsets)]
+            nbytes = math.prod(chunk.sizes) * form.properties.dtype.itemsize
+            rank = int(info.relative_path.split("_")[2])
+            sizes[rank] = sizes.get(rank, 0) + -(-nbytes // 64) * 64  # each begins at a multiple
+    assert {*sizes} == {*range(ranks)}
+    for rank, (rows, same, unexplained, shown) in enumerate(found):
+        assert [row.held for row in rows] == [0, sizes[rank], sizes[rank], 0]
+        assert [bool(row.reason) for row in rows] == [False, True, True, False]
+        assert same and not unexplained and shown
+
+
+def test_what_is_no_checkpointer_is_refused():
+    model = network()
+    error = caught_error(lambda: memory_report(model, AdamW(model.parameters()), "checkpoints"))
+    assert error == ("TypeError", "checkpointer must be an AsyncCheckpointer, got 'checkpoints'")

@@ -232,7 +232,7 @@ class AsyncCheckpointer:
         self.model = model
         self.optimizer = optimizer
         self.group = Group(process_group)
-        self._staged = StagingMemory()
+        self.staged = StagingMemory()
         self._saving: Saving | None = None
         self._groups = getattr(optimizer, "groups", None)
 
@@ -262,7 +262,7 @@ class AsyncCheckpointer:
                 folder = Path(folder).absolute()  # the program may go elsewhere meanwhile
                 planned = plan_save(beside, self.model, self.optimizer, self.group)
                 with agreeing(self.group, f"copying what goes to {folder}", local=True):
-                    data = self._staged.copy(planned)
+                    data = self.staged.copy(planned)
             saving = Saving(
                 folder,
                 self.group,
@@ -291,7 +291,7 @@ class AsyncCheckpointer:
         try:
             self.wait()
         finally:
-            self._staged = StagingMemory()
+            self.staged = StagingMemory()
 
     def __enter__(self) -> AsyncCheckpointer:
         return self

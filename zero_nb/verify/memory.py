@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..backward.data_parallel import DataParallel
 from ..backward.ddp_overlap import DdpOverlap
+from ..checkpoint.async_save import AsyncCheckpointer
 from ..comm.agreement import agreeing
 from ..comm.ending import end_if_interrupted
 from ..comm.groups import Group
@@ -54,10 +55,9 @@ class _Counter:
 
 
 def _address(storage: torch.UntypedStorage) -> int:  # 0: there is no memory behind it
-    try:
+    with suppress(RuntimeError):  # of a tensor that stands for another, as a stepped gradient does
         return storage.data_ptr()
-    except RuntimeError:  # of a tensor that stands for another, such as a gradient that was stepped
-        return 0
+    return 0
 
 
 def _tensors_below(root: Any, visited: set[int]) -> Iterator[Tensor]:
@@ -130,9 +130,8 @@ def _stepped(
 ) -> Iterator[list[tuple[ParamSpec, int]]]:
     """Give what a rank steps: for each tensor, the parameters in it with their elements."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        yield from (
-            [(spec, spec.numel)] for spec in group_specs(optimizer.param_groups) if spec.trainable
-        )
+        specs = group_specs(optimizer.param_groups)
+        yield from ([(spec, spec.numel)] for spec in specs if spec.trainable)
         return
     for shard in optimizer.shards:
         params = shard.plan.params
@@ -209,8 +208,9 @@ class DriverFacts:
             free = tuple(chain.from_iterable(planner.pool.free.values()))
             options = {"lag": driver.options.lag, "hidden": driver.options.hidden}
             method = "zero2-interleaved" if planner.interleaved else "zero2"
-            dtype = driver.options.reduce_dtype
-            return cls(method, dtype, planner.plan, None, options, means, free)
+            return cls(
+                method, driver.options.reduce_dtype, planner.plan, None, options, means, free
+            )
         return cls(options={"bucket_cap_mb": optimizer.settings.bucket_cap_mb})
 
 
@@ -259,8 +259,7 @@ def _planned(
         "state": state,
         "master": copies,
         "buckets": said.buckets,
-        "messages": 0,
-    }
+    }  # of others there is nothing in a plan
 
 # %% ../../nbs/verify/05_memory.ipynb #9a720012
 UNEXPLAINED = "not explained"
@@ -277,6 +276,7 @@ _MORE = {
     "buffers": "the rest of storages that buffers are views of",
     "messages": "memory to receive messages into, or shared with ranks of this machine, which the"
     " plan does not count",
+    "copies": "for a save under way, and kept for the next one until the checkpointer is closed",
 }
 
 
@@ -351,6 +351,7 @@ class MemoryReport:
 def memory_report(
     model: nn.Module,  # as it is trained: plain, or in DDP
     optimizer: torch.optim.Optimizer,  # of its parameters, sharded or not
+    checkpointer: AsyncCheckpointer | None = None,  # whose copies are a category of their own
 ) -> MemoryReport:  # the same on all ranks
     """Tell what each rank holds now, by category, beside what the plan says; all ranks call this.
 
@@ -364,16 +365,18 @@ def memory_report(
                 "memory_report takes a module and an optimizer, got a"
                 f" {type(model).__name__} and a {type(optimizer).__name__}"
             )
+        if not isinstance(checkpointer, AsyncCheckpointer | None):
+            raise TypeError(f"checkpointer must be an AsyncCheckpointer, got {checkpointer!r:.60}")
         if sharded:  # a plain optimizer may step copies
             check_same_params("memory_report", model, sharded)
             sharded.wait_for_driver()
         steps = bool(_state_tensors(optimizer))
         facts = DriverFacts.of(optimizer)
-        pooled = _Counter().add(facts.free)
         planned = _planned(model, optimizer, group.group_rank)
-        for category, held in _held_now(model, optimizer).items():
-            plan = planned[category]
-            reason = _reason(category, held, plan, steps, pooled)
+        copies = {} if checkpointer is None else {"copies": checkpointer.staged.nbytes}
+        for category, held in {**_held_now(model, optimizer), **copies}.items():
+            plan = planned.get(category, 0)
+            reason = _reason(category, held, plan, steps, _Counter().add(facts.free))
             rows.append(MemoryRow(group.group_rank, category, held, plan, reason))
     with end_if_interrupted(group, "memory_report"):
         found = gather_to_all(group, [asdict(row) for row in rows])
