@@ -4,6 +4,7 @@ this folder were made with (DeepSpeed 0.19.8 with torch 2.13, two ranks), and wh
     DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 train.py save fp32 fp32 fp32/after.pt
     DS_ACCELERATOR=cpu torchrun --nproc-per-node 3 train.py load FOLDER fp32 after.pt"""
 
+import json
 import sys
 
 import deepspeed
@@ -57,8 +58,11 @@ def main(how, folder, dtype, after):
         train(0, 3)
         engine.save_checkpoint(folder)
     else:
-        path, _ = engine.load_checkpoint(folder)
+        path, client_state = engine.load_checkpoint(folder)
         assert path
+        print(
+            f"rank {dist.get_rank()} has extra {json.dumps(client_state.get('extra'))}", flush=True
+        )
     train(3, 2)
     if dist.get_rank() == 0:
         torch.save({name: w.detach().float() for name, w in model.state_dict().items()}, after)
