@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .checksums import PartOfFile, cut_off, forget_sparse, read_stored
 from .files import Record, records_in, unpickle_records
+from .skeleton import BoxUnpickler, StoredTensor
 from ..comm.objects import explain_unread
 from ..optim.tensor_shard import boxes
 
@@ -202,12 +203,20 @@ def _check_in_file(path: Path, name: str, value: Tensor) -> None:
         )
 
 
-def _describe(value: Tensor, path: Path, base: int, stamp: Stamp) -> SavedTensor:
+def _describe(
+    value: Tensor,
+    path: Path,
+    base: int,
+    stamp: Stamp,
+    record: Record | None = None,  # None: its memory knows it
+) -> SavedTensor:
     """Tell where the elements of a tensor are that has none."""
     if not value.numel():
         return SavedTensor(value.dtype, tuple(value.shape), ())
-    storage: Any = value.untyped_storage()
-    offset = base + storage._record.offset + value.storage_offset() * value.dtype.itemsize
+    if record is None:
+        storage: Any = value.untyped_storage()
+        record = storage._record
+    offset = base + record.offset + int(value.storage_offset()) * value.dtype.itemsize
     part = Part(path, offset, (0,) * value.dim(), tuple(value.shape), value.stride(), stamp)
     return SavedTensor(value.dtype, tuple(value.shape), (part,))
 
@@ -242,6 +251,15 @@ def _load_without_elements(file: Any, records: Mapping[str, Record]) -> Any:
             forget_sparse()  # which are refused
 
 
+def _stored_tensor(file: Any, records: Mapping[str, Record]) -> StoredTensor | None:
+    """Read a box with one plain tensor without torch's mode, which takes longer than all else;
+    `None` for other things, of which torch's loader says what they are."""
+    with suppress(Exception):
+        found = BoxUnpickler(file, records).load()
+        return found if isinstance(found, StoredTensor) else None
+    return None
+
+
 def load_saved(
     file: Any,  # open for reading, at its beginning
     path: Path,  # of the file
@@ -260,6 +278,8 @@ def load_saved(
             raise ValueError(
                 f"{path} was written on a machine of byte order {order}; load and save it there"
             )
+    if part and (box := _stored_tensor(file, records)):
+        return _describe(box.view, path, base, stamp, box.record)
     allowed = torch.serialization.safe_globals([*classes]) if classes else nullcontext()
     check = lambda name, tensor: _check_in_file(path, name, tensor)
     with reading(path), allowed:

@@ -35,7 +35,7 @@ from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
 __all__ = ['TensorForm', 'unbacked', 'SkeletonFile', 'check_room', 'naming_target', 'naming_source', 'FileTarget', 'tight',
-           'StoredNumbers', 'StoredTensor', 'read_box', 'refuse_twice']
+           'StoredNumbers', 'StoredTensor', 'BoxUnpickler', 'read_box', 'refuse_twice']
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110007
 class TensorForm(NamedTuple):
@@ -307,14 +307,14 @@ def _bytes_of(file: Readable, record: Record) -> bytes:
     return file.read(record.nbytes) or b""
 
 
-class _BoxUnpickler(pickle.Unpickler):
+class BoxUnpickler(pickle.Unpickler):
     """Reads a pickle of one tensor as where its numbers lie; `UnpicklingError` for all else."""
 
     def __init__(self, file: Readable, records: Mapping[str, Record]):
         super().__init__(io.BytesIO(_bytes_of(file, records["data.pkl"])))
         self.records = records
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Give what stands for a name of torch's."""
         if (module, name) in (
             ("torch._utils", "_rebuild_tensor_v2"),
@@ -330,10 +330,15 @@ class _BoxUnpickler(pickle.Unpickler):
             return _STORAGES[name]
         raise pickle.UnpicklingError(f"a box of one tensor has no {module}.{name}")
 
-    def persistent_load(self, pid: Any) -> StoredNumbers:
+    def persistent_load(self, pid: tuple[Any, ...]) -> StoredNumbers:
         """Give the memory that a tensor is a view of."""
-        _, dtype, key, *_ = pid
-        return StoredNumbers(dtype, self.records[f"data/{key}"])
+        _, dtype, key, _, count = pid
+        record = self.records[f"data/{key}"]
+        if record.nbytes != count * dtype.itemsize:
+            raise ValueError(
+                f"its {count} numbers are not all there, or more are, in {record.nbytes} bytes"
+            )
+        return StoredNumbers(dtype, record)
 
 
 def read_box(
@@ -345,7 +350,7 @@ def read_box(
     try:
         if order is not None and _bytes_of(file, order) != sys.byteorder.encode():
             raise pickle.UnpicklingError("a machine with the other byte order wrote it")
-        found = _BoxUnpickler(file, records).load()
+        found = BoxUnpickler(file, records).load()
     except pickle.UnpicklingError:  # quantized, sparse or of a subclass
         file.seek(0)
         archive: Any = file
