@@ -1,8 +1,8 @@
 """Execute the notebooks, and compare what they show with what is stored: `make notebooks`.
 
 What a page shows must be what its code gives. Text is compared word by word, numbers to four digits
-(processors add up in different orders), figures by their words and by where each of their shapes
-lies, to a pixel. Cells whose output depends on the clock, or on which process comes first, say
+(processors add up in different orders), figures by their words, by where each of their shapes lies,
+to a pixel, and by its colour. Cells whose output depends on the clock, or on which process comes first, say
 `#| measured: true`; they are executed, and what the text says of them is an assertion beside them.
 Figures of what rounding leaves say `#| rounding: true`; of those the words are compared alone.
 Names that are new each time (of temporary files, of the cell that a line is in), colours of a
@@ -59,6 +59,10 @@ PLACES = ("x", "y", "width", "height", "d", "points", "transform")  # where a fi
 PLACES += ("x1", "y1", "x2", "y2", "cx", "cy", "r")
 SHAPE = re.compile(r"<([a-z]\w*)\b([^>]*)>")
 PLACE = re.compile(rf"""\s({"|".join(PLACES)})=["']([^"']*)["']""")
+PAINT = re.compile(
+    r"""[\s"';](fill|stroke)(?:=["']|:\s*)([^"';]*)"""
+)  # an attribute, or in a style
+HEX_COLOUR = re.compile(r"#(?:[0-9a-f]{6}|[0-9a-f]{3})\b", re.I)
 COORDINATE = re.compile(r"-?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?")
 PIXEL = 1.0  # by which versions of matplotlib, and sums in another order, may move a shape
 
@@ -112,14 +116,32 @@ def outline(page: str) -> str:
 
 
 def shapes(page: str) -> list[str]:
-    """Give the tags of a page that say where they draw, each with its places."""
-    found = ((tag, PLACE.findall(rest)) for tag, rest in SHAPE.findall(page))
+    """Give the tags of a page that say where they draw or in which colour, each with both."""
+    found = ((tag, PLACE.findall(rest) + painted(rest)) for tag, rest in SHAPE.findall(page))
     return [f"{tag} {' '.join(f'{k}={v}' for k, v in sorted(at))}" for tag, at in found if at]
+
+
+def painted(attributes: str) -> list[tuple[str, str]]:
+    """Give the colours of a tag. Numbers stand in place of hexadecimal digits, since a colour that is
+    computed may differ by one of 255 on another processor."""
+    return [(kind, HEX_COLOUR.sub(in_numbers, what)) for kind, what in PAINT.findall(attributes)]
+
+
+def in_numbers(colour: re.Match[str]) -> str:
+    """Write `#f80` or `#ff8800` as `rgb 255 136 0`."""
+    digits = colour[0][1:]
+    pairs = (
+        [digits[i : i + 2] for i in (0, 2, 4)]
+        if len(digits) == 6
+        else [2 * each for each in digits]
+    )
+    return " ".join(["rgb", *(str(int(pair, 16)) for pair in pairs)])
 
 
 def same(stored: str, new: str) -> bool:
     """Tell whether two texts are equal but for the last digits of numbers that are no integers, and all
-    digits of what rounding leaves, which is below 1e-5; and the shapes of figures, to a pixel."""
+    digits of what rounding leaves, which is below 1e-5; and the shapes of figures, to a pixel, and
+    their colours."""
     stored, _, stored_shapes = stored.partition(SHAPES)
     new, _, new_shapes = new.partition(SHAPES)
     if any(moved(stored_shapes, new_shapes)):
@@ -133,7 +155,7 @@ def same(stored: str, new: str) -> bool:
 
 
 def moved(stored: str, new: str) -> Iterator[str]:
-    """Name the shapes that do not lie where they lay."""
+    """Name the shapes that do not lie where they lay, or have another colour."""
     for old, now in zip_longest(stored.splitlines(), new.splitlines(), fillvalue="none"):
         before, after = COORDINATE.findall(old), COORDINATE.findall(now)
         alike = COORDINATE.sub("#", old) == COORDINATE.sub("#", now)

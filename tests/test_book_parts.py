@@ -1,9 +1,12 @@
 """What each chapter that builds the package has: question, errors, comparison, exercises, links."""
 
+import ast
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -137,16 +140,44 @@ def test_no_output_names_a_folder_of_the_machine_that_ran_it():
     assert found == {}
 
 
-def asserts(text: str) -> bool:
-    return bool(re.search(r"\bassert\b|\btest_(?:eq|close|fail|ne)\b|\bassert_", text))
+CLAIM = re.compile(r"test_(?:eq|close|fail|ne)|assert_\w+")
+
+
+def parsed(text: str) -> ast.Module:
+    """Parse a code cell without its magics."""
+    lines = ["" if line.lstrip().startswith(("%", "!")) else line for line in text.splitlines()]
+    return ast.parse("\n".join(lines))
+
+
+def kept_names(texts: Iterable[str]) -> set[str]:
+    """Give the names that code cells assign or define, or bring from the ranks of `%%torchrun`."""
+    nodes = [node for text in texts for node in ast.walk(parsed(text))]
+    stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    defined = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    brought = {name for text in texts for name in re.findall(r"^%%.*--out (\w+)", text, re.M)}
+    return stored | defined | brought
+
+
+def asserts(text: str, kept: set[str]) -> bool:  # kept: names of what the notebook computes
+    """Whether a cell asserts something of what its notebook computes: `assert True` is no claim."""
+    claims: list[ast.AST] = []
+    for node in ast.walk(parsed(text)):
+        if isinstance(node, ast.Assert):
+            claims.append(node.test)
+        elif isinstance(node, ast.Call) and CLAIM.fullmatch(ast.unparse(node.func)):
+            claims.extend(node.args)
+    names = (n.id for claim in claims for n in ast.walk(claim) if isinstance(n, ast.Name))
+    return not kept.isdisjoint(names)
 
 
 def measured_and_not_asserted(cells: list[Cell]) -> list[int]:
     """Number the code cells that measure and, like the code cell after them, assert nothing."""
     code = [c["text"] for c in cells if c["kind"] == "code"]
     measured = re.compile(r"^#\|\s*measured:\s*true", re.M)
+    kept = kept_names(code)
     pairs = enumerate(zip(code, [*code[1:], ""], strict=True))
-    return [i for i, (own, after) in pairs if measured.search(own) and not asserts(own + after)]
+    measuring = [(i, two) for i, two in pairs if measured.search(two[0])]
+    return [i for i, two in measuring if not any(asserts(text, kept) for text in two)]
 
 
 def test_what_is_measured_is_asserted():
@@ -157,8 +188,11 @@ def test_what_is_measured_is_asserted():
     ]
     assert len(found) <= MOST_NOT_ASSERTED, found
     assert (
-        measured_and_not_asserted(made("#| measured: true\nf()", "words", "#|\nassert g()")) == []
+        measured_and_not_asserted(made("#| measured: true\nx = f()", "words", "#|\nassert x")) == []
     )
+    for empty in ("assert True", "assert 1 < 2, x", "test_eq(1, 1)", "assert len('x')"):
+        cells = made("#| measured: true\nx = f()", "words", f"#|\n{empty}")
+        assert measured_and_not_asserted(cells) == [0], empty
     assert measured_and_not_asserted(made("#| measured: true\nf()", "#|\ng()", "#|\nassert h")) == [
         0
     ]
@@ -169,7 +203,8 @@ TITLE = re.compile(r"^#{1,3} ", re.M)
 
 def figures_without_a_look(cells: list[dict[str, Any]]) -> list[int]:
     """Number the cells that show a figure, other than of classes, in whose section no sentence says
-    what to look at. A section ends where a cell has the next title, and what stands above that."""
+    what to look at. A section begins below its title, which may stand in the middle of a cell, and
+    ends at the next one."""
     texts = ["".join(cell["source"]) for cell in cells]
     kinds = [cell["cell_type"] for cell in cells]
     titles = [i for i, t in enumerate(texts) if kinds[i] == "markdown" and TITLE.search(t)]
@@ -178,7 +213,8 @@ def figures_without_a_look(cells: list[dict[str, Any]]) -> list[int]:
         if "image/svg+xml" in json.dumps(cell.get("outputs", [])) and "draw_boxes(" not in texts[i]:
             first = max((at for at in titles if at < i), default=0)
             last = min((at for at in titles if at > i), default=len(cells))
-            words = [texts[at] for at in range(first, last) if kinds[at] == "markdown"]
+            words = [texts[at] for at in range(first + 1, last) if kinds[at] == "markdown"]
+            words.append(TITLE.split(texts[first])[-1])
             words += [TITLE.split(texts[last])[0]] if last < len(cells) else []
             if not re.search(r"\blook at\b", "\n".join(words), re.I):
                 found.append(i)
@@ -198,12 +234,54 @@ def test_each_figure_has_a_sentence_that_says_what_to_look_at():
         ("# Title", "Look at the bar.\n\n## Next", True),
         ("# Title", "## Next\n\nLook at the bar.", False),
         ("# Title", "It overlooks at least one.", False),
+        ("Look at the bar above.\n\n## Title", "Words.", False),
     ],
 )
 def test_a_look_stands_in_the_section_of_the_figure(before, after, whether):
     shown = {"cell_type": "code", "source": "draw()", "outputs": [{"data": {"image/svg+xml": ""}}]}
     words = [{"cell_type": "markdown", "source": text} for text in (before, after)]
     assert figures_without_a_look([words[0], shown, words[1]]) == ([] if whether else [1])
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+NUMERIC = re.compile(r"[\u2212+-]?[\d.,]+(?:e[+-]?\d+)?|[\d.,]+ ?[kKMG%]?")
+
+
+def words_in(group: ElementTree.Element) -> list[str]:
+    found = ("".join(text.itertext()).strip() for text in group.iter(f"{SVG}text"))
+    return [text for text in found if text]
+
+
+def axes_without_a_title(page: str) -> list[str]:
+    """Name the axes of a figure of matplotlib whose ticks are numbers, and no words say of what."""
+    found = []
+    for axis in ElementTree.fromstring(page).iter(f"{SVG}g"):
+        if not axis.get("id", "").startswith("matplotlib.axis"):
+            continue
+        is_tick = [re.match("[xy]tick", part.get("id", "")) is not None for part in axis]
+        parts = [words_in(part) for part in axis]
+        ticks = [w for words, tick in zip(parts, is_tick, strict=True) if tick for w in words]
+        title = [w for words, tick in zip(parts, is_tick, strict=True) if not tick for w in words]
+        if (
+            ticks
+            and all(map(NUMERIC.fullmatch, ticks))
+            and not re.search("[A-Za-z]", "".join(title))
+        ):
+            found.append(f"{axis.get('id')}: {ticks}")
+    return found
+
+
+def test_each_axis_of_numbers_has_a_title():
+    found, drawn = {}, 0
+    for path in NBS_PATHS:
+        cells = json.loads((NBS / path).read_text(encoding="utf-8"))["cells"]
+        data = [out.get("data", {}) for c in cells for out in c.get("outputs", [])]
+        pages = ["".join(each["image/svg+xml"]) for each in data if "image/svg+xml" in each]
+        pages = [page for page in pages if "matplotlib.axis" in page]
+        drawn += len(pages)
+        if bare := [axis for page in pages for axis in axes_without_a_title(page.strip())]:
+            found[path.as_posix()] = bare
+    assert drawn > 50 and found == {}
 
 
 def test_each_chapter_shows_what_goes_wrong():

@@ -94,9 +94,32 @@ def test_a_shape_of_another_size_is_noticed(notebook, pattern, instead):
         assert [*differences(outputs, changed)], notebook
 
 
+@pytest.mark.parametrize("notebook", ["start/00_why.ipynb", "guides/02_which_mode.ipynb"])
+def test_a_figure_in_other_colours_is_noticed(notebook):
+    """Captions say "look at the green bar"."""
+    for outputs in figure_cells(notebook):
+        page = "".join(outputs[0]["data"]["image/svg+xml"])
+        colours = {*re.findall(r"(?:fill|stroke)(?:=[\"']|: *)(#[0-9a-f]{6})", page)}
+        assert colours
+        for colour in colours:
+            other = page.replace(colour, "#010203")
+            assert [*differences(outputs, [{**outputs[0], "data": {"image/svg+xml": other}}])], (
+                colour
+            )
+
+
 @pytest.mark.parametrize(
     ("stored", "new", "noticed"),
     [
+        ("rect x='3' fill='#59a14f'", "rect x='3' fill='#e15759'", True),
+        ("rect x='3' fill='#59a14f'", "rect fill='#59a14f' x='3'", False),
+        ("rect x='3' fill='#59a14f'", "rect x='3' fill='#58a250'", False),  # by one of 255
+        ("rect x='3' fill='#fff'", "rect x='3' fill='#FFFFFF'", False),
+        ("path d='M3 4' style='stroke: #000000'", "path d='M3 4' style='stroke: #59a14f'", True),
+        ("path d='M3 4' style='stroke: #000000'", "path d='M3 4' style='fill: #000000'", True),
+        ("path d='M3 4' style='fill: none'", "path d='M3 4' style='fill: red'", True),
+        ("g style='fill: #59a14f'", "g style='fill: #e15759'", True),  # of what it holds
+        ("rect x='3' stroke-width='2'", "rect x='3' stroke-width='3'", False),
         ("rect x='3' height='40'", "rect x='3' height='42'", True),
         ("rect x='3' height='40'", "rect x='3' height='40.6'", False),  # below a pixel
         ("rect height='40' x='3'", "rect x='3' height='40'", False),
