@@ -29,6 +29,7 @@ from zero_nb.apps.sides import RankReport, Side, choose_mode, make_optimizer
 from zero_nb.apps.text import PLAIN_BYTES
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
+from zero_nb.comm.shared_file import available
 
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, "rounds": 2}.items()]
 STATE = "state, zero_nb / plain DDP"
@@ -131,7 +132,7 @@ def test_output_is_lines(job):
     assert [line.split()[:4] for line in text.splitlines() if " of 6 " in line] == [
         ["step", step, "of", "6"] for step in ("3", "6")
     ]
-    assert text.count("mode: zero2, the smallest mode") == 1  # two ranks that share memory
+    assert text.count("mode: zero2, the smallest that clips") == 1  # two ranks that share memory
     assert text.count("MiB on each rank") == 1 and "largest parameter difference: " in text
     assert "zero_nb" not in job[1].stderr  # no warning that comes from this package
 
@@ -335,6 +336,10 @@ def test_auto_takes_what_suits_the_machine(monkeypatch):
     assert choose_mode(TrainConfig(mode="zero1"), cpu, two) == ("zero1", "as --mode says")
     assert choose_mode(auto, cpu, alone)[0] == "zero1"
     assert choose_mode(auto, gpu, two)[0] == "zero2"
+    if available():
+        assert choose_mode(auto, cpu, two)[1].startswith("the smallest that clips, and")
+        words = choose_mode(TrainConfig(clip=0), cpu, two)[1]
+        assert "smallest" not in words and "larger than zero2-interleaved" in words
     monkeypatch.setenv("ZERO_NB_MEMORY", "0")
     assert choose_mode(auto, cpu, two)[0] == "zero1-overlap"
     monkeypatch.delenv("ZERO_NB_MEMORY")

@@ -310,7 +310,8 @@ def choose_mode(
         return "zero2", "it holds the least memory of those that clip; measured on one GPU only"
     hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if hosts == 1 and os.environ.get("ZERO_NB_MEMORY", "1") != "0" and available():
-        return "zero2", "the smallest mode that is no slower than DDP through shared memory"
+        size = "the smallest that clips," if config.clip else "larger than zero2-interleaved,"
+        return "zero2", f"{size} and no slower than DDP in our benchmark through shared memory"
     return "zero1-overlap", "the mode that is closest to DDP where ranks send messages"
 
 # %% ../../nbs/apps/04_sides.ipynb #a39ac017
