@@ -195,6 +195,7 @@ def test_help(capsys, monkeypatch):
         )
     )
     assert "SUPPRESS" not in out
+    assert "zero2-interleaved cannot clip, and needs --clip 0" in " ".join(out.split())
     monkeypatch.setitem(cli.COMMANDS, "plan", ("zero_nb.not_there", "say what is needed"))
     assert "plan" not in refused(capsys, "--help")[2]
 

@@ -193,7 +193,8 @@ class TrainConfig:
     compile: bool = option(False, "run the blocks as torch.compile makes them, on both sides")
     mode: str = option(
         "auto",
-        "what is sharded, and when a step is taken; auto takes what suits the machine, and says why",
+        "what is sharded, and when a step is taken; auto takes what suits the machine, and says why;"
+        " zero2-interleaved cannot clip, and needs --clip 0",
         choices=("auto", *MODES),
     )
     lr: float = option(0.0, "peak learning rate of all classes; 0: their own here", 0)
