@@ -41,7 +41,11 @@ def test_the_file_imports_torch_only_and_is_as_short_as_the_page_says():
     harness = ("def make_model", "class DataParallel", "def train")
     zero = [source for source in typed() if not any(word in source for word in harness)]
     both = sum(map(lines_of, zero)), sum(map(lines_of, typed()))
-    assert f"{both[0]} of its {both[1]} lines are ZeRO" in sources("markdown")[0], both
+    said = sources("markdown")[0]
+    assert f"{both[0]} of its {both[1]} lines are ZeRO" in said, both
+    assert f"> ZeRO-1 and ZeRO-2 in {both[0]} lines on" in said
+    why = (CHAPTER.parent / "00_why.ipynb").read_text(encoding="utf-8")
+    assert f"all: {both[0]} lines for both stages" in why and f': \\"{both[0]} lines' in why
     assert both[0] <= 120 and len(sources("code")) + len(sources("markdown")) <= 40
 
 
