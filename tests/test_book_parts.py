@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 NBS = Path(__file__).parents[1] / "nbs"
-ROOMS = ("comm", "plan", "optim", "backward", "join", "checkpoint", "verify")
+ROOMS = ("comm", "plan", "optim", "backward", "join", "checkpoint", "verify", "integrations")
 WAY_IN = ("start", "guides")  # what a reader meets first; what these build is not exported
 FIRST = 6  # cells, in whose prose the question stands
 EXERCISES = 3  # at least, each with an answer
