@@ -169,6 +169,22 @@ def test_each_chapter_names_the_line_by_hand_that_it_replaces():
         assert len(found) == 1 and found[0] in typed, (chapter, found)
 
 
+REPLACING = ("comm", "plan", "optim", "backward", "join", "checkpoint", "verify")
+DRAWING = ("plan/23_draw", "plan/24_timelines", "plan/25_charts", "plan/26_player")
+
+
+def test_the_page_says_which_chapters_replace_a_line():
+    """Only a page that says it in its first lines, and each of those that are said to."""
+    line = re.compile(r"replaces the line `[^`]+` of \[ZeRO by hand\]\(\.\./start/01")
+    replacing = {c for c in chapters() if line.search(prose(c)[0])}
+    drawing = {f"{name}.ipynb" for name in DRAWING}
+    assert replacing == {c for c in chapters() if c.split("/")[0] in REPLACING} - drawing
+    said = "\n".join(prose("start/01_by_hand.ipynb")).split("## Which chapter replaces which line")
+    about = said[1].partition("| line of")[0]
+    assert re.findall(r"`(\w+)`", about) == [*REPLACING, "apps"]
+    assert re.findall(r"\]\(\.\./(plan/\w+)\.ipynb\)", about) == [DRAWING[0], DRAWING[-1]]
+
+
 def size(chapter: str) -> tuple[int, int]:
     """Count the cells and the lines of code of a notebook."""
     cells = json.loads((NBS / chapter).read_text(encoding="utf-8"))["cells"]
