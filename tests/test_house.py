@@ -10,6 +10,7 @@ import pytest
 from common.house import (
     BOOLEANS,
     FUNCTIONS,
+    PROPERTIES_WITHOUT_TYPE,
     ROOT,
     RULES,
     SETS_OF_OTHERS,
@@ -23,6 +24,7 @@ from common.house import (
     many_attributes,
     names_of_modules,
     parsed,
+    properties_without_type,
     set_by_name,
     several_booleans,
     wrong_units,
@@ -229,6 +231,30 @@ def test_exceptions_for_booleans_are_needed():
     with patch.dict(BOOLEANS, clear=True):
         needed = set(several_booleans())
     assert needed == set(BOOLEANS)
+
+
+PROPERTIES = """
+class Box:
+    a = property(lambda self: 1, doc="One.")
+    b: int = functools.cached_property(lambda self: 2)
+    c = property(operator.itemgetter(0))
+    @property
+    def d(self) -> int:
+        return 1
+"""
+
+
+def test_a_property_of_a_lambda_is_found():
+    assert found(properties_without_type, room_one=PROPERTIES) == [
+        "room.one:Box a",
+        "room.one:Box b",
+    ]
+
+
+def test_exceptions_for_properties_are_needed():
+    with patch.dict(PROPERTIES_WITHOUT_TYPE, clear=True):
+        needed = set(properties_without_type())
+    assert needed == set(PROPERTIES_WITHOUT_TYPE)
 
 
 @pytest.mark.parametrize(

@@ -341,10 +341,10 @@ class SideStream:
         self.runtime = runtime or torch.get_device_module(device)
         self.stream = self.runtime.Stream(device)
 
-    current = property(
-        lambda self: self.runtime.current_stream(self.device),
-        doc="The stream on which kernels of this thread run now.",
-    )
+    @property
+    def current(self) -> torch.Stream:
+        """The stream on which kernels of this thread run now."""
+        return self.runtime.current_stream(self.device)
 
     def running(self) -> Any:
         """Give a context in which kernels run on this stream."""

@@ -64,10 +64,11 @@ class Piece:
     )  # the view is a copy, also when the user has cast the model since
     lent: int = field(init=False)  # where the elements of the view were before a step
 
-    direct = property(
-        lambda self: self.view is self.params[0],
-        doc="Whether the optimizer steps the user's parameter.",
-    )
+    @property
+    def direct(self) -> bool:
+        """Whether the optimizer steps the user's parameter."""
+        return self.view is self.params[0]
+
     numel = cached_property(lambda self: sum([stop - start for _, start, stop in self.spans]))
 
     def __post_init__(self) -> None:

@@ -89,8 +89,15 @@ class Shard:
         if not self.unsharded:  # a plan that cannot be made is an error before anything has moved
             self.plan = plan()
 
-    plan = cached_property(lambda self: self.make_plan())
-    gather_order = cached_property(lambda self: _in_turn(self.buckets))
+    @cached_property
+    def plan(self) -> BucketPlan:
+        """The plan of the group; changed as a whole."""
+        return self.make_plan()
+
+    @cached_property
+    def gather_order(self) -> list[FlatBucket]:
+        """The buckets in the order in which they are gathered."""
+        return _in_turn(self.buckets)
 
     @cached_property
     def buckets(self) -> list[FlatBucket]:

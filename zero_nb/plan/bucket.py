@@ -156,14 +156,25 @@ class Bucket:
         )
         object.__setattr__(self, "padding", cuts[-1] - used)
 
-    numel = property(lambda self: self.bounds[-1], doc="Elements, padding included.")
-    nbytes = property(
-        lambda self: self.numel * ITEMSIZE[self.dtype], doc="Bytes, padding included."
-    )
-    world_size = property(lambda self: len(self.bounds) - 1, doc="Ranks in the group.")
-    equal = property(
-        lambda self: isinstance(self.bounds, range), doc="Whether all parts have the same size."
-    )
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.bounds[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, padding included."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return len(self.bounds) - 1
+
+    @property
+    def equal(self) -> bool:
+        """Whether all parts have the same size."""
+        return isinstance(self.bounds, range)
 
     def part(self, group_rank: int) -> tuple[int, int]:  # [start, stop) in the bucket
         """Tell where the part of a rank lies."""

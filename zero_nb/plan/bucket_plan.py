@@ -60,23 +60,25 @@ class BucketPlan(Written):
         check_world_size(self.world_size)
         _check_places(params, self.world_size, self.buckets)
 
-    padding = property(
-        lambda self: sum(b.padding for b in self.buckets),
-        doc="Elements that belong to no parameter, in all buckets.",
-    )
-    loads = property(
-        lambda self: _loads(self), doc="Elements owned by each rank, padding not counted."
-    )
-    imbalance = property(
-        lambda self: spread(self.loads), doc="Largest load over mean load; 1 is perfect."
-    )
-    mark = property(
-        lambda self: _plan_mark(self),
-        doc=(
-            "16 hexadecimal digits that tell plans of the same parameters apart; sooner made than"
-            " `digest`."
-        ),
-    )
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter, in all buckets."""
+        return sum(b.padding for b in self.buckets)
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """Elements owned by each rank, padding not counted."""
+        return _loads(self)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest load over mean load; 1 is perfect."""
+        return spread(self.loads)
+
+    @property
+    def mark(self) -> str:
+        """16 hexadecimal digits that tell plans of the same parameters apart; sooner made than `digest`."""
+        return _plan_mark(self)
 
     def __repr__(self) -> str:
         return (

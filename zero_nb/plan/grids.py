@@ -9,7 +9,7 @@ __all__ = ['Grid', 'GridPlan']
 from dataclasses import dataclass
 
 from .shards import Owners, ShardPlan, Span, plan_summary, shards_html, check_world_size
-from .specs import Written, only
+from .specs import ParamSpec, Written, only
 
 # %% ../../nbs/plan/05_grids.ipynb #7e50140d
 @dataclass(frozen=True)
@@ -25,16 +25,21 @@ class Grid:
         check_world_size(self.shard)
         check_world_size(self.replicate)
 
-    world_size = property(lambda self: self.shard * self.replicate, doc="Ranks in all.")
-    rows = property(
-        lambda self: tuple(
-            tuple(range(r * self.shard, (r + 1) * self.shard)) for r in range(self.replicate)
-        ),
-        doc="Ranks that share a replica.",
-    )
-    columns = property(
-        lambda self: tuple(zip(*self.rows, strict=True)), doc="Ranks that hold the same shard."
-    )
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.shard * self.replicate
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that share a replica."""
+        starts = range(0, self.world_size, self.shard)
+        return tuple([tuple(range(start, start + self.shard)) for start in starts])
+
+    @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold the same shard."""
+        return tuple(zip(*self.rows, strict=True))
 
     def place(self, global_rank: int) -> tuple[int, int]:  # (replica, group_rank)
         """Tell which replica a rank works on, and as which rank of it."""
@@ -60,14 +65,25 @@ class GridPlan(Written):
                 f"the plan must be one of {self.grid.shard} ranks, a row of the grid, got one of {self.plan.world_size}"
             )
 
-    params = property(lambda self: self.plan.params, doc="Parameters, in registration order.")
-    world_size = property(lambda self: self.grid.world_size, doc="Ranks in all.")
-    loads = property(
-        lambda self: self.plan.loads * self.grid.replicate, doc="Elements held by each rank."
-    )
-    imbalance = property(
-        lambda self: self.plan.imbalance, doc="Largest load over mean load; 1 is perfect."
-    )
+    @property
+    def params(self) -> tuple[ParamSpec, ...]:
+        """Parameters, in registration order."""
+        return self.plan.params
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.grid.world_size
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """Elements held by each rank."""
+        return self.plan.loads * self.grid.replicate
+
+    @property
+    def imbalance(self) -> float:
+        """Largest load over mean load; 1 is perfect."""
+        return self.plan.imbalance
 
     def spans(self, global_rank: int) -> tuple[Span, ...]:
         """Give what a rank holds."""

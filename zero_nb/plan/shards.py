@@ -145,16 +145,20 @@ class ShardPlan(Written):
         object.__setattr__(self, "shards", tuple(map(_canonical, self.shards)))
         object.__setattr__(self, "by_param", _cover(self.params, self.shards))
 
-    world_size = property(lambda self: len(self.shards), doc="Ranks in the group.")
-    loads = property(
-        lambda self: tuple(
-            sum([stop - start for _, start, stop in shard]) for shard in self.shards
-        ),
-        doc="Elements owned by each rank.",
-    )
-    imbalance = property(
-        lambda self: spread(self.loads), doc="Largest load over mean load; 1 is perfect."
-    )
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return len(self.shards)
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """Elements owned by each rank."""
+        return tuple(sum([stop - start for _, start, stop in shard]) for shard in self.shards)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest load over mean load; 1 is perfect."""
+        return spread(self.loads)
 
     def spans(self, group_rank: int) -> tuple[Span, ...]:
         """Give what a rank owns."""

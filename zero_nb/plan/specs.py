@@ -84,9 +84,20 @@ class ParamSpec:
             object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "numel", math.prod(self.shape))
 
-    itemsize = property(lambda self: ITEMSIZE[self.dtype], doc="Bytes of one element.")
-    nbytes = property(lambda self: self.numel * self.itemsize, doc="Bytes of all elements.")
-    form = cached_property(lambda self: form_text(self))  # all but the name, as text
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.itemsize
+
+    @cached_property
+    def form(self) -> str:
+        """All but the name, as text."""
+        return form_text(self)
 
 # %% ../../nbs/plan/01_specs.ipynb #5a29b49c
 T = TypeVar("T", bound="Written")
@@ -267,7 +278,10 @@ class ParamTable(LazyTuple[ParamSpec]):
             specs,
         )
 
-    numels = cached_property(lambda self: self.each(lambda form: form.numel))
+    @cached_property
+    def numels(self) -> list[int]:
+        """Elements of each parameter."""
+        return self.each(lambda form: form.numel)
 
     def __len__(self) -> int:
         return len(self.names)
