@@ -89,7 +89,9 @@ def _check_kinds(options: OverlapOptions, ddp: Any, optimizer: Any) -> None:
     check_complex(options.wire_dtype, optimizer)
 
 
-def _reduced_names(ddp: Any) -> dict[int, str]:  # by id of a parameter
+def _reduced_names(
+    ddp: torch.nn.parallel.DistributedDataParallel,
+) -> dict[int, str]:  # by id of a parameter
     """Name what DDP averages; it looks for a parameter of the model itself as `.name`, also where it
     is to be ignored."""
     found = {}
@@ -100,7 +102,9 @@ def _reduced_names(ddp: Any) -> dict[int, str]:  # by id of a parameter
     return found
 
 
-def _check_params(ddp: Any, optimizer: ZeroRedundancyOptimizer) -> None:
+def _check_params(
+    ddp: torch.nn.parallel.DistributedDataParallel, optimizer: ZeroRedundancyOptimizer
+) -> None:
     stepped = {id(p) for p in optimizer.params()}
     reduced = _reduced_names(ddp)
     for key, name in reduced.items():
@@ -130,7 +134,9 @@ def _check_params(ddp: Any, optimizer: ZeroRedundancyOptimizer) -> None:
             )
 
 
-def _check_ranks(ddp: Any, optimizer: ZeroRedundancyOptimizer) -> None:
+def _check_ranks(
+    ddp: torch.nn.parallel.DistributedDataParallel, optimizer: ZeroRedundancyOptimizer
+) -> None:
     replicas = optimizer.replica_group
     size = optimizer.group.size * (replicas.size if replicas else 1)
     averaged = Group(ddp.process_group)
@@ -161,7 +167,7 @@ def check_pair(options: OverlapOptions, ddp: Any, optimizer: Any) -> None:
 class TakesBuckets(Protocol):
     """What a switch passes buckets to."""
 
-    def on_bucket(self, bucket: Any, state: Any) -> Any:
+    def on_bucket(self, bucket: torch.distributed.GradBucket, state: Any) -> Any:
         """Take a bucket of DDP; returns a future of what DDP is to write into gradients."""
 
 
@@ -211,7 +217,7 @@ class CommHookSwitch:
         self.hook = SwitchedHook(self)
         return self.hook
 
-    def take(self, state: Any, bucket: Any) -> Any:  # a future
+    def take(self, state: Any, bucket: torch.distributed.GradBucket) -> Any:  # a future
         """Pass a bucket to the overlap, or else to the user's hook."""
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -226,11 +232,11 @@ class CommHookSwitch:
         return options.hook(state, bucket)
 
 
-def find_switch(ddp: Any) -> CommHookSwitch | None:
+def find_switch(ddp: torch.nn.parallel.DistributedDataParallel) -> CommHookSwitch | None:
     """Find what an earlier overlap has left behind a model's comm hook.
 
     Raises `RuntimeError` for a hook that is not ours."""
-    hooks = [hook for hook, _ in ddp._comm_hooks]
+    hooks: list[Any] = [hook for hook, _ in ddp._comm_hooks]
     if hooks and not hasattr(hooks[0], "switch"):
         raise RuntimeError(
             f"the model has a comm hook already, {hooks[0].__qualname__}, and there can be one"

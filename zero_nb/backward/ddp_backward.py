@@ -67,7 +67,7 @@ class DdpTraits:
 
 
 def read_traits(
-    ddp: Any,  # DistributedDataParallel
+    ddp: nn.parallel.DistributedDataParallel,
     params: Sequence[Tensor],  # of the optimizer
 ) -> DdpTraits:
     """Read off a model what an overlap must know of it."""
@@ -163,7 +163,7 @@ class DdpBackward:
 
     def note(
         self,
-        bucket: Any,  # a `GradBucket`
+        bucket: torch.distributed.GradBucket,
         params: tuple[int, ...],  # in it, by index
         future: Any,
     ) -> None:
@@ -273,7 +273,7 @@ class DdpPlanner:
         if self.fits and self.plan is not None:
             backward.begin(self.plan, self.layout, self.unused, True, self.interleaved)
 
-    def params_of(self, bucket: Any) -> tuple[int, ...]:
+    def params_of(self, bucket: torch.distributed.GradBucket) -> tuple[int, ...]:
         """Give the parameters in a bucket of DDP, without a look at each, in an iteration that streams."""
         j = bucket.index()
         layout = self.layout

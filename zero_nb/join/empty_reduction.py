@@ -54,7 +54,7 @@ def _write_grad(param: Tensor, grad: Tensor) -> None:
         param.grad.copy_(grad)
 
 
-def _params_used_somewhere(ddp: Any) -> set[int]:
+def _params_used_somewhere(ddp: torch.nn.parallel.DistributedDataParallel) -> set[int]:
     """Give the ids of the parameters that a backward has reached on some rank."""
     params = ddp._build_params_for_reducer()[0]
     if not ddp.find_unused_parameters or ddp.static_graph:
@@ -81,7 +81,7 @@ def _fill_buckets(buckets: Sequence[Any], group_size: int) -> bool:  # whether t
 
 @torch.no_grad()
 def reduce_nothing(
-    ddp: Any,  # DistributedDataParallel
+    ddp: torch.nn.parallel.DistributedDataParallel,
     group: Group,  # its ranks
 ) -> None:
     """Take part in the reduction of gradients without a backward: send what is in `.grad`, or
@@ -95,8 +95,9 @@ def reduce_nothing(
     overlap = find_overlap(ddp)
     if overlap is not None:
         overlap.remove_markers()
+    logger: Any = ddp.logger  # torch's type allows None, which DDP never has once it is made
     # a hook divides by the world size itself
-    hooked = ddp._comm_hooks or "comm_hook" in ddp.logger._get_ddp_logging_data().strs_map
+    hooked = ddp._comm_hooks or "comm_hook" in logger._get_ddp_logging_data().strs_map
     has_gradients = _fill_buckets(buckets, 1 if hooked else group.size)
     with nullcontext() if overlap is None else overlap.following(has_gradients):
         works = [ddp.reducer._run_comm_hook(bucket) for bucket in buckets]

@@ -306,7 +306,7 @@ class StepOptions:
 _PLAIN = (bool, int, float, str, tuple, list, type(None), Tensor)
 
 
-def read_options(optimizer: Any) -> list[dict[str, Any]]:  # for JSON
+def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:  # for JSON
     """Give the options of each param group, which a scheduler may change."""
     found = []
     for group in optimizer.param_groups:
@@ -316,7 +316,7 @@ def read_options(optimizer: Any) -> list[dict[str, Any]]:  # for JSON
     return found
 
 
-def write_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
+def write_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
     """Take over the options of another rank."""
     for group, given in zip(optimizer.param_groups, options, strict=True):
         for key, value in given.items():
