@@ -130,11 +130,9 @@ def painted(attributes: str) -> list[tuple[str, str]]:
 def in_numbers(colour: re.Match[str]) -> str:
     """Write `#f80` or `#ff8800` as `rgb 255 136 0`."""
     digits = colour[0][1:]
-    pairs = (
-        [digits[i : i + 2] for i in (0, 2, 4)]
-        if len(digits) == 6
-        else [2 * each for each in digits]
-    )
+    if len(digits) == 3:
+        digits = "".join(2 * each for each in digits)
+    pairs = digits[:2], digits[2:4], digits[4:]
     return " ".join(["rgb", *(str(int(pair, 16)) for pair in pairs)])
 
 
