@@ -4,7 +4,8 @@ What a page shows must be what its code gives. Text is compared word by word, nu
 (processors add up in different orders), figures by their words, by where each of their shapes lies,
 to a pixel, and by its colour. Cells whose output depends on the clock, or on which process comes first, say
 `#| measured: true`; they are executed, and what the text says of them is an assertion beside them.
-Figures of what rounding leaves say `#| rounding: true`; of those the words are compared alone.
+Cells that show what rounding leaves say `#| rounding: true`; of a figure the words are compared alone,
+and of a text all but the numbers, which another processor's order of additions changes.
 Names that are new each time (of temporary files, of the cell that a line is in), colours of a
 terminal, the version of matplotlib, and tokens a second do not count. On another Python the notebooks
 are executed, and nothing is compared: the main job's text is Python's own library, and tracebacks and
@@ -177,10 +178,10 @@ def differences(
     rounding: bool = False,
 ) -> Iterator[str]:
     """Name the outputs of a cell that are not what is stored; of what is measured, of another kind;
-    of a figure of rounding, other words."""
+    of what rounding leaves, other words."""
     stored, new = shown(before), shown(after)
     if rounding:
-        stored, new = ([text.partition(SHAPES)[0] for text in found] for found in (stored, new))
+        stored, new = (list(map(without_rounding, found)) for found in (stored, new))
     if measured:
         stored, new = ([text.partition(":")[0] for text in found] for found in (stored, new))
     if len(stored) != len(new):
@@ -194,13 +195,19 @@ def differences(
             yield f"stored:\n{words}\nnew:\n{new_words}{told}"
 
 
+def without_rounding(text: str) -> str:
+    """Leave the words of a figure; of a text, leave all but the numbers."""
+    words, is_figure, _ = text.partition(SHAPES)
+    return words if is_figure else NUMBER.sub("#", words)
+
+
 def is_measured(cell: Any) -> bool:
     """Tell whether what a cell shows may be different each time."""
     return bool(re.search(r"^#\|\s*measured:\s*true", "".join(cell["source"]), re.M))
 
 
 def shows_rounding(cell: Any) -> bool:
-    """Tell whether a cell draws what rounding leaves, which another processor does in another order."""
+    """Tell whether a cell shows what rounding leaves, which another processor does in another order."""
     return bool(re.search(r"^#\|\s*rounding:\s*true", "".join(cell["source"]), re.M))
 
 

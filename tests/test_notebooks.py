@@ -133,6 +133,15 @@ def test_a_pixel_is_too_little_to_notice(stored, new, noticed):
     assert bool([*differences([figure(stored)], [figure(new)])]) is noticed
 
 
+def test_of_a_text_of_rounding_all_but_numbers_is_compared():
+    stored, other, wrong = (
+        [{"output_type": "execute_result", "data": {"text/plain": text}}]
+        for text in ("2,737 of 5,873 differ", "2,755 of 5,873 differ", "2,737 of 5,873 agree")
+    )
+    assert [*differences(stored, other)] and not [*differences(stored, other, rounding=True)]
+    assert [*differences(stored, wrong, rounding=True)]
+
+
 def test_of_a_figure_of_rounding_the_words_are_compared():
     stored, moved = [figure("rect x='3'")], [figure("rect x='9'")]
     assert [*differences(stored, moved)] and not [*differences(stored, moved, rounding=True)]
