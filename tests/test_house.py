@@ -9,12 +9,14 @@ from unittest.mock import patch
 import pytest
 from common.house import (
     BOOLEANS,
+    BOUND_IN_LOOPS,
     FUNCTIONS,
     PROPERTIES_WITHOUT_TYPE,
     ROOT,
     RULES,
     SETS_OF_OTHERS,
     TREES,
+    bound_at_the_top,
     changing,
     changing_booleans,
     crowded_statements,
@@ -136,13 +138,14 @@ def test_a_class_of_ours_above_another_is_found_by_any_of_its_names(text, deep):
     assert found(deep_classes, room_one=LADDER, room_two=text) == ["room.two:C"] * deep
 
 
-OURS = "class Box:\n    def __init__(self):\n        self.x = 0\n        self.items = {}\n"
+OURS = "class Box:\n    kept = False\n    def __init__(self):\n        self.x = 0\n        self.items = {}\n"
 
 
 @pytest.mark.parametrize(
     ("text", "what"),
     [
         ("def f(o):\n    o.x = 1", "f o.x"),
+        ("def f(o):\n    o.kept = True", "f o.kept"),
         ("def f(o):\n    setattr(o, 'x', 1)", "f setattr(o, ...)"),
         ("def f(o):\n    object.__setattr__(o, 'x', 1)", "f setattr(o, ...)"),
         ("def f(o):\n    o.items[1] = 2", "f o.items[...]"),
@@ -231,6 +234,25 @@ def test_exceptions_for_booleans_are_needed():
     with patch.dict(BOOLEANS, clear=True):
         needed = set(several_booleans())
     assert needed == set(BOOLEANS)
+
+
+@pytest.mark.parametrize(
+    ("text", "whether"),
+    [
+        ("class C: ...\nfor n in names:\n    if n:\n        setattr(C, n, f)", True),
+        ("class C: ...\nC.f = f", True),
+        ("class C:\n    def f(self):\n        self.x = 1\nx = C()", False),
+        ("def f(o):\n    setattr(o, n, 1)", False),
+    ],
+)
+def test_a_method_bound_at_the_top_of_a_module_is_found(text, whether):
+    assert found(bound_at_the_top, room_one=text) == ["room.one:C"] * whether
+
+
+def test_exceptions_for_bound_methods_are_needed():
+    with patch.dict(BOUND_IN_LOOPS, clear=True):
+        needed = set(bound_at_the_top())
+    assert needed == set(BOUND_IN_LOOPS)
 
 
 PROPERTIES = """

@@ -297,7 +297,10 @@ def foreign_assignments() -> Iterator[str]:
     ours = set()
     for _, _, node in definitions(ast.ClassDef):
         ours |= {a.attr for m in methods(node) for a in assigned(m) if owner(a) == "self"}
-        ours |= {t.id for n in node.body if isinstance(n, ast.AnnAssign) for t in [n.target]}
+        names = [
+            t for n in node.body if isinstance(n, (ast.Assign, ast.AnnAssign)) for t in targets(n)
+        ]
+        ours |= {t.id for t in names if isinstance(t, ast.Name)}
     for module, name, node in definitions(FUNCTIONS):
         own = {"self", "cls"} | made_here(node)
         for a in assigned(node):
@@ -471,6 +474,33 @@ def bound_functions() -> Iterator[str]:
                     yield f"{module}:{name} {ast.unparse(statement)}"
 
 
+# Where methods are bound to a class at the top of a module, and why.
+BOUND_IN_LOOPS = {
+    "comm.recording:_PassingGroup": "passes on every collective that torch's ProcessGroup has",
+    "comm.simulation:_Alone": "answers every collective that torch's ProcessGroup has",
+    "comm.tape:RecordedWork": "passes on what torch's Work has, more in newer versions",
+}
+
+
+def top_statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Give the statements that run when a module is imported, but for those of functions and classes."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.stmt) and not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            yield node
+            yield from top_statements(node)
+
+
+def bound_at_the_top() -> Iterator[str]:
+    """No module binds attributes of a class beside it, by `setattr` or by assignment."""
+    for module, tree in TREES.items():
+        found = set()
+        for node in top_statements(tree):
+            found |= {owner(t) for t in targets(node) if isinstance(t, ast.Attribute)}
+            calls = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+            found |= set(set_by_name(node)) if calls else set()
+        yield from (f"{module}:{n}" for n in found if f"{module}:{n}" not in BOUND_IN_LOOPS)
+
+
 # Properties made of a lambda, which a type checker takes for `Any`, and why they stay.
 PROPERTIES_WITHOUT_TYPE = {
     "backward.data_parallel:DataParallel join_device": "the class has its 150 lines",
@@ -532,6 +562,7 @@ RULES = (
     swallowed_options,
     patched,
     bound_functions,
+    bound_at_the_top,
     properties_without_type,
     long_test_files,
     long_test_functions,

@@ -33,15 +33,15 @@ _GROUP: Any = _DIST.ProcessGroup if _DIST else object
 class _PassingGroup(_GROUP):
     """A process group that passes everything on to another, and writes it down."""
 
-    simulated = False  # True where there are no peers
-
     def __init__(
         self,
         wrapped: Any,  # a torch process group, or what behaves as one
         name: str,  # the same on all ranks, and no other group's
+        simulated: bool = False,  # there are no peers
     ):
         super().__init__(wrapped.rank(), wrapped.size())
         self.wrapped = wrapped
+        self.simulated = simulated
         self.closed = False
         self.tape = Tape()
         self._name = name
@@ -254,10 +254,9 @@ def record(
         )
     backend, store = dist.distributed_c10d._world.pg_map[wrapped]
     name = f"{wrapped.group_name}/record{next(_NAMES.setdefault(wrapped, itertools.count()))}"
-    pg = RecordingGroup(wrapped, name)
+    pg = RecordingGroup(wrapped, name, getattr(wrapped, "simulated", False))
     if wrapped.bound_device_id is not None:
         pg.bound_device_id = wrapped.bound_device_id
-    pg.simulated = getattr(wrapped, "simulated", False)
     _register(
         pg,
         dist.get_process_group_ranks(wrapped),

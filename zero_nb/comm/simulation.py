@@ -146,8 +146,8 @@ def simulate(
             f"group_rank must be in 0..{size - 1} in a group of {size}, got {group_rank!r}"
         )
     dist = _available()
-    pg = RecordingGroup(_Alone(size, group_rank), f"simulated{next(_SIMULATED)}")
-    pg.simulated = True
+    name = f"simulated{next(_SIMULATED)}"
+    pg = RecordingGroup(_Alone(size, group_rank), name, simulated=True)
     ranks = list(range(size))
     if dist.is_initialized():
         # this process keeps its rank in the job, and the simulated rank of that number gets its own
