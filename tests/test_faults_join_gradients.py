@@ -339,6 +339,23 @@ def test_gradients_that_are_clipped_between_backwards_are_an_error(kind):
         assert error and "gradients were changed between two backwards" in error[1], error
 
 
+def gradients_alone(kind, models):
+    """Ask autograd for gradients, which adds none to a parameter, and reduces none."""
+    joined = [DDP(kind(1, 1, bias=False)) for _ in range(models)]
+    with Join(joined):
+        for _ in range((1, 3)[dist.get_rank()]):
+            for model in joined:
+                out = model(torch.full((1, 1), 4.0))
+                loss = getattr(out, "value", out).sum()
+                torch.autograd.grad(loss, list(model.parameters()))
+    return [p.grad for model in joined for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("kind", "models"), [(nn.Linear, 2), (Boxed, 1), (Boxed, 2)])
+def test_gradients_that_are_not_kept_are_not_announced(kind, models):
+    assert run(2, gradients_alone, kind, models, timeout=30) == [[None] * models] * 2
+
+
 def test_gradients_may_be_written_where_no_rank_goes_on_without_data():
     assert (
         run(2, writes, "plain", "clamp", (3, 3))

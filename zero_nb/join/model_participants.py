@@ -116,7 +116,9 @@ class DdpParticipant(Participant):
         not in which order several models come."""
         if not self.handles:
             params = self.backward.record.params
-            self.handles = [p.register_hook(self.on_param) for p in params]
+            # autograd.grad calls the first kind alone: it adds nothing, and DDP sends nothing
+            self.handles = [p.register_hook(self.before_param) for p in params]
+            self.handles += [p.register_post_accumulate_grad_hook(self.on_param) for p in params]
 
     def sends_buffers(self) -> bool:
         """Tell whether the forward that begins sends buffers."""
@@ -149,13 +151,15 @@ class DdpParticipant(Participant):
         if not self.session.several_models:
             self.announce()
 
-    def on_param(self, grad: Tensor) -> None:
-        """Announce the reduction when a gradient is about to be added to a parameter's."""
-        if not self.guard.listens:
-            return
-        if not self.backward.is_running:
+    def before_param(self, grad: Tensor) -> None:
+        """Look at the gradients before the first one is added to them."""
+        if self.guard.listens and not self.backward.is_running:
             self.backward.begin()
-        self.announce()
+
+    def on_param(self, param: Tensor) -> None:
+        """Announce the reduction when a gradient has arrived at a parameter."""
+        if self.guard.listens:
+            self.announce()
 
     def announce(self) -> None:
         """Announce the reduction of a backward, if there is one that was not announced."""
