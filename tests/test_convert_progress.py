@@ -95,6 +95,16 @@ def test_a_file_has_the_state_alone_and_what_it_lacks_is_named(folder, trained):
     assert convert_checkpoint(folder / "step-7", folder / "c.pt") == ["step", "extra"]
 
 
+@pytest.mark.parametrize("extra", ["words", 5, {"x": 1}])
+def test_a_key_of_a_script_that_is_called_extra_is_one_of_several(folder, trained, extra):
+    others = {"extra": extra, "epoch": 3}
+    model, optimizer = trained
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state | others, folder / "theirs.pt")
+    assert convert_checkpoint(folder / "theirs.pt", folder / "ours", "sharded") == []
+    assert load_sharded(folder / "ours", *trained) == others
+
+
 def test_extra_that_json_does_not_keep_is_named(folder, trained):
     """DeepSpeed's client state may have anything, also beside what its files have themselves."""
     save_sharded(folder / "ours", *trained)

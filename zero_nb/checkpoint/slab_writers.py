@@ -109,7 +109,8 @@ def kept_extra(
 ) -> tuple[Any, list[str]]:  # and the keys of what is not in it
     """Give what a folder, safetensors and DeepSpeed keep as `extra`: the source's own, else a dict of what
     a script has saved beside model and optimizer, as far as JSON keeps it."""
-    own = checkpoint.about.get("extra")
+    is_file = checkpoint.format == "full"  # whose key of that name is one of the script's
+    own = None if is_file else checkpoint.about.get("extra")
     given = checkpoint.others if own is None else {"extra": own}
     kept = {name: copy for name, value in given.items() for copy in _json_copy(value)}
     lacking = [name for name in {**given, **checkpoint.others} if name not in kept]
