@@ -225,3 +225,84 @@ def test_a_tuple_of_tensors_is_refused_on_all_ranks(folder):
         assert kind == "TypeError"
         assert "state 'm' of parameter 0 is or has a tuple of tensors" in words, words
     assert not [*folder.iterdir()]
+
+
+class Words(torch.optim.Optimizer):
+    """Keeps words, and float32 tensors beside bfloat16 parameters, in lists and dicts, under keys of two types."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                third = torch.full_like(p, 1 / 3, dtype=torch.float32)
+                kept = {
+                    "kind": "two",
+                    7: 0,
+                    "m": [third, "a"],
+                    "d": {"q": third.clone(), "of": ("b",)},
+                }
+                self.state[p] = self.state[p] or kept
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+def words_after(change):
+    """Give the state that an optimizer and a plain one have after a change and another step."""
+    found = []
+    for make in (Words, lambda params: ZeroRedundancyOptimizer(params, Words)):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
+        optimizer = make(model.parameters())
+        for number in range(2):
+            model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 0:
+                change(model, optimizer)
+        kept = getattr(optimizer, "local", None)
+        optims = [optimizer] if kept is None else kept.by_class.values()
+        found.append([state for optim in optims for state in optim.state.values()])
+    return found
+
+
+def freeze(model, optimizer):
+    model[0].weight.requires_grad_(False)
+
+
+def load(model, optimizer):
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.load_state_dict(full_state_dict(optimizer, None))
+
+
+@pytest.mark.parametrize("change", [freeze, load])
+def test_words_stay_what_they_are_and_so_do_dtypes_where_nothing_is_loaded(change):
+    for plain, ours in run(2, words_after, change):
+        for state in ours:
+            wanted = plain[0]
+            assert (state["kind"], state[7], state["m"][1]) == ("two", 0, "a")
+            assert state["d"]["of"] == ("b",)
+            for value, given in (
+                (state["m"][0], wanted["m"][0]),
+                (state["d"]["q"], wanted["d"]["q"]),
+            ):
+                rounded = given.bfloat16() if change is load else given  # as torch.optim loads
+                assert value.dtype == rounded.dtype and value.flatten()[0] == rounded.flatten()[0]
+
+
+def folder_of_words(folder):
+    model = nn.Linear(4, 4)
+    zero = ZeroRedundancyOptimizer(model.parameters(), Words)
+    model(torch.ones(2, 4)).sum().backward()
+    zero.step()
+    save_sharded(folder / "words", model, zero)
+    load_sharded(folder / "words", model, zero)
+    return [
+        (state["kind"], state[7])
+        for optim in zero.local.by_class.values()
+        for state in optim.state.values()
+    ]
+
+
+def test_a_folder_has_words_and_keys_of_several_types(folder):
+    assert run(2, folder_of_words, folder) == [[("two", 0)]] * 2

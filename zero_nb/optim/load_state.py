@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ def cut_for_pieces(
 # %% ../../nbs/optim/14_load_state.ipynb #27c1ea99
 def _signature(values: dict[str, Any]) -> list[Any]:  # equal for spans that may be stepped together
     found = []
-    for key, value in sorted(values.items()):
+    for key, value in sorted(values.items(), key=lambda item: repr(item[0])):
         if isinstance(value, Tensor):
             value = str(value.dtype) if value.dim() else value.item()
         found.append((key, value))
@@ -188,20 +189,27 @@ def _load_local(
     views = [view for group in optim.param_groups for view in group["params"]]
     own = dict[Any, Any]()
     for i, view in enumerate(views):
-        found = states.get(id(view), optim.state.get(view))
-        if found:
+        if found := states.get(id(view), optim.state.get(view)):
             own[i] = found
     inside, beside = split_common(common)
     groups = optim.state_dict()["param_groups"]
     optim.load_state_dict({**beside, "state": own | inside, "param_groups": groups})
-    if not as_is:
-        return
     for i, values in own.items():
         state = optim.state[views[i]]
-        tensors = {k: v for k, v in values.items() if isinstance(v, Tensor)}
-        loaded = {k: state[k] for k in tensors if isinstance(state.get(k), Tensor)}
-        rounded = [k for k, v in loaded.items() if v.dtype != tensors[k].dtype]
-        state.update({k: tensors[k].to(loaded[k].device) for k in rounded})
+        state.update({k: _put_back(v, state[k], as_is) for k, v in values.items() if k in state})
+
+
+def _put_back(given: Any, loaded: Any, as_is: bool) -> Any:
+    """Give a loaded value with its texts, which torch's load takes apart; `as_is`: and its dtypes."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Tensor) and isinstance(loaded, Tensor):
+        return given.to(loaded.device) if as_is and given.dtype != loaded.dtype else loaded
+    if type(given) is not type(loaded) or type(given) not in (dict, list, tuple):
+        return loaded
+    if isinstance(given, dict):
+        return {k: _put_back(given.get(k, v), v, as_is) for k, v in loaded.items()}
+    return type(given)(map(_put_back, given, loaded, repeat(as_is)))
 
 
 def give_state(

@@ -81,7 +81,7 @@ def _check_shardable(forms: Forms) -> None:
         if kind is not None:
             raise TypeError(
                 f"state {form.key!r} of parameter {index} is or has {kind}, and only tensors, single"
-                " values, and lists and dicts of them can be sharded; keep it in a list, or use"
+                " values, and lists and dicts of them can be sharded; use"
                 " state_dict_type='consolidated' or 'full'"
             )
 

@@ -186,7 +186,7 @@ def copy_state_dict(
 def describe_keys(state_dict: dict[str, Any]) -> list[str]:
     """Name the keys of each parameter's state, for ranks to compare."""
     state = {i: values for i, values in state_dict["state"].items() if isinstance(i, int)}
-    return [f"{i} {sorted(values)}" for i, values in sorted(state.items())]
+    return [f"{i} {sorted(values, key=repr)}" for i, values in sorted(state.items())]
 
 
 def describe_missing(optimizer: Any, name: str) -> str:
