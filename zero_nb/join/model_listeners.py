@@ -195,6 +195,11 @@ class BackwardListener:
         self.record.begin(arrived)
         queue_end(lambda: queue_end(self.end))  # after what DDP does at the end of a backward
 
+    def before_param(self, grad: Tensor) -> None:
+        """Look at the gradients before the first one is added to them."""
+        if self.model.guard.listens and not self.is_running:
+            self.begin()
+
     def end(self) -> None:
         """Remember the gradients that a backward has left."""
         self.is_running = False

@@ -117,7 +117,7 @@ class DdpParticipant(Participant):
         if not self.handles:
             params = self.backward.record.params
             # autograd.grad calls the first kind alone: it adds nothing, and DDP sends nothing
-            self.handles = [p.register_hook(self.before_param) for p in params]
+            self.handles = [p.register_hook(self.backward.before_param) for p in params]
             self.handles += [p.register_post_accumulate_grad_hook(self.on_param) for p in params]
 
     def sends_buffers(self) -> bool:
@@ -150,11 +150,6 @@ class DdpParticipant(Participant):
         self.backward.begin()
         if not self.session.several_models:
             self.announce()
-
-    def before_param(self, grad: Tensor) -> None:
-        """Look at the gradients before the first one is added to them."""
-        if self.guard.listens and not self.backward.is_running:
-            self.backward.begin()
 
     def on_param(self, param: Tensor) -> None:
         """Announce the reduction when a gradient has arrived at a parameter."""
