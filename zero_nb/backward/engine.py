@@ -200,7 +200,8 @@ class StepEngine:
         self.grad_norm: Tensor | None = None  # before it was clipped, of the last step
         self.transformed: Any = None  # event on the stream, after the last averages were clipped
         self.options_used: list[dict[str, Any]] | None = None  # by a step that was not checked yet
-        self.count = StepCount(optimizer.local.change, self.params)
+        is_fake = optimizer.group.backend(device) == "fake"  # of simulated ranks nothing comes
+        self.count = StepCount(optimizer.local.change, () if is_fake else self.params)
         self.versions = SteppedVersions()  # of parameters of a step that was not checked yet
 
     @property

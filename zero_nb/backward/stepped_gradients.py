@@ -317,7 +317,7 @@ _MANY = (
 def _is_finite(param: Tensor) -> bool:
     """Tell whether all elements are finite, without a copy of them."""
     # torch has no norm of 8-bit numbers, and none of no numbers
-    if param.dtype.itemsize == 1 or not param.numel():
+    if param.is_meta or param.dtype.itemsize == 1 or not param.numel():
         return True
     return bool(torch.linalg.vector_norm(param.detach(), torch.inf).isfinite())
 
