@@ -130,3 +130,37 @@ def test_extra_that_json_does_not_keep_is_named(folder, trained):
 )  # fmt: skip
 def test_what_lies_beside_a_state_dict_is_found_at_any_depth(content, key, others):
     assert find_others(content, key, find_weights(content)) == others
+
+
+def test_keys_that_read_the_same_when_joined_are_all_kept(folder, trained):
+    model, optimizer = trained
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    more = {"train.optimizer": 5, "train.epoch": 4, "": {"": 6}, ".": 7}
+    more |= {"['3']": "brackets", 3: "int", "3": "text"}
+    torch.save({"train": {**state, "epoch": 3}, **more}, folder / "theirs.pt")
+    assert convert_checkpoint(folder / "theirs.pt", folder / "ours") == []
+    kept = load_sharded(folder / "ours", *trained)
+    same = {"train.epoch": 3, "['train.epoch']": 4, "train.optimizer": 5}
+    same |= {"['3']": "brackets", "3": "int", "[\"['3']\"]": "text"}
+    assert kept == same | {"": {"": 6}, ".": 7}
+
+
+def test_a_key_beside_the_way_to_a_state_dict_is_another_one(folder, trained):
+    model, optimizer = trained
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({"train": 5, "train.a": {"": state}, "epoch": 3}, folder / "theirs.pt")
+    assert convert_checkpoint(folder / "theirs.pt", folder / "ours") == []
+    assert load_sharded(folder / "ours", *trained) == {"train": 5, "epoch": 3}
+
+
+def test_of_two_state_dicts_whose_keys_read_the_same_none_is_taken(folder, trained):
+    model, optimizer = trained
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    twice = {"train": state, "train.optimizer": optimizer.state_dict(), "ema": {"o": state}}
+    torch.save(twice, folder / "theirs.pt")
+    words = "theirs.pt holds two state dicts under keys that both read 'train.optimizer'; rename"
+    for key in (None, "train.optimizer"):
+        with pytest.raises(ValueError, match=words):
+            convert_checkpoint(folder / "theirs.pt", folder / "ours", key=key)
+    assert not (folder / "ours").exists()
+    convert_checkpoint(folder / "theirs.pt", folder / "ours.pt", key="ema.o.optimizer")

@@ -109,21 +109,38 @@ def _is_state(content: dict[str, Any]) -> bool:
     return isinstance(content.get("state"), dict) and isinstance(content.get("param_groups"), list)
 
 
-def _find_states(content: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+_KeyPath = tuple[Any, ...]  # that leads to a value
+
+
+def _dotted(keys: _KeyPath) -> str:
+    return ".".join(map(str, keys))
+
+
+def _find_states(content: Any, above: _KeyPath = ()) -> Iterator[tuple[_KeyPath, dict[str, Any]]]:
     """Find the state dicts of optimizers in what was saved, with the keys that lead there."""
     if not isinstance(content, dict):
         return
     content = nested_state(content)
     if _is_state(content):
-        yield where, content
+        yield above, content
         return
     for key, member in content.items():
-        yield from _find_states(member, f"{where}.{key}" if where else str(key))
+        yield from _find_states(member, (*above, key))
+
+
+def _states_by_name(path: Path, content: Any, key: str | None) -> dict[str, dict[str, Any]]:
+    found = dict[str, dict[str, Any]]()
+    for name, state in ((_dotted(keys), state) for keys, state in _find_states(content)):
+        if found.setdefault(name, state) is not state and key in (None, name):
+            raise ValueError(
+                f"{path} holds two state dicts under keys that both read {name!r}; rename one of them"
+            )
+    return found
 
 
 def choose_state(path: Path, content: Any, key: str | None) -> dict[str, Any]:
     """Give the state dict in what was saved, by index. Raises `ValueError` if there is none, or a choice."""
-    found = dict(_find_states(content))
+    found = _states_by_name(path, content, key)
     named = ", ".join(map(repr, found))
     if key is not None and key not in found:
         raise ValueError(
@@ -161,7 +178,7 @@ def choose_state(path: Path, content: Any, key: str | None) -> dict[str, Any]:
     ]
     return {**full, "state": state, "param_groups": groups}
 
-
+# %% ../../nbs/checkpoint/08_contents.ipynb #c0a7e4d2
 _MODELS = ("model", "module", "model_state_dict", "state_dict", "net")
 
 
@@ -189,24 +206,31 @@ def find_others(
     content: dict[Any, Any],  # has the state dict of an optimizer in it
     key: str | None,  # of the state dict, where there are several
     weights: dict[str, Any],  # of `find_weights`
-) -> dict[str, Any]:  # by the keys that lead there, joined by dots
+) -> dict[str, Any]:  # by the keys that lead there, joined by dots, or else in brackets
     """Find what a script has saved beside the state of an optimizer and the weights."""
-    chosen = next(iter(dict(_find_states(content)))) if key is None else key
-    return dict(_others(content, chosen, weights, "")) if chosen else {}
+    chosen = next(keys for keys, _ in _find_states(content) if key in (None, _dotted(keys)))
+    found = dict[str, Any]()
+    for keys, value in _others(content, chosen, weights) if chosen else ():
+        name = _dotted(keys)
+        exact = "".join(f"[{each!r}]" for each in keys)
+        while name in found:
+            name = exact if name != exact else f"[{name!r}]"
+        found[name] = value
+    return found
 
 
 def _others(
-    content: dict[Any, Any], chosen: str, weights: dict[str, Any], above: str
-) -> Iterator[tuple[str, Any]]:
+    content: dict[Any, Any], chosen: _KeyPath, weights: dict[str, Any], above: _KeyPath = ()
+) -> Iterator[tuple[_KeyPath, Any]]:
     for key, value in content.items():
-        name = f"{above}{key}"
-        if name == chosen or value is weights:
+        keys = (*above, key)
+        if keys == chosen or value is weights:
             continue
         inside = isinstance(value, dict) and find_weights(value) is weights
-        if inside or chosen.startswith(f"{name}."):
-            yield from _others(value, chosen, weights, f"{name}.")
+        if inside or keys == chosen[: len(keys)]:
+            yield from _others(value, chosen, weights, keys)
         else:
-            yield name, value
+            yield keys, value
 
 
 def describe_file(path: Path, key: str | None) -> Checkpoint:
