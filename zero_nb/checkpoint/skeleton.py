@@ -31,6 +31,7 @@ from torch import Tensor
 from .checksums import Readable, crc32, joined_crc
 from .files import Record, read_records, storages_in, with_checksums
 from ..optim.flat import flatten
+from ..optim.state_entry import check_dense_values
 from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
@@ -97,6 +98,7 @@ class SkeletonFile:
         content: Any,  # what the file holds
         later: Mapping[Any, Tensor],  # tensors in it whose elements come later, with own memory
     ):
+        check_dense_values(content)
         with with_checksums(), torch.serialization.skip_data(), open(path, "wb") as file:
             torch.save(content, file)  # given a path, torch does not say what the disk said
         records = read_records(path)

@@ -24,8 +24,9 @@ from .pieces import HoldsPieces, Piece, per_element
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['MASTER', 'CommonState', 'is_row', 'value_at', 'own_value', 'StateEntry', 'read_entry', 'own_common', 'class_prefix',
-           'read_common', 'split_common', 'uneven_error', 'count_state', 'check_complete']
+__all__ = ['MASTER', 'CommonState', 'is_row', 'value_at', 'own_value', 'StateEntry', 'layout_of', 'check_dense_values',
+           'read_entry', 'own_common', 'class_prefix', 'read_common', 'split_common', 'uneven_error', 'count_state',
+           'check_complete']
 
 # %% ../../nbs/optim/11_state_entry.ipynb #1034d0e6
 MASTER = "master_param"  # key of the copy that is stepped, in the state of a parameter that has one
@@ -101,13 +102,45 @@ def _is_uncut(
 ) -> bool:  # of a piece with `numel` elements: not one number for each, nor one for all
     if isinstance(value, Tensor):
         return value.dim() > 0 and not per_element(key, value, numel)
-    return _has_tensors(value)
+    return any(True for _ in _named_tensors(value))
 
 
-def _has_tensors(value: Any) -> bool:
-    if not isinstance(value, (dict, list, tuple)):
-        return isinstance(value, Tensor)
-    return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
+def _named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Give the tensors of a value, which may lie in lists and dicts, with their places."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _named_tensors(member, f"{name}[{key!r}]")
+
+
+def layout_of(value: Tensor) -> str:  # nothing for a dense one
+    """Name how a tensor keeps its elements."""
+    if value.is_quantized or value.is_nested:
+        return "quantized" if value.is_quantized else "nested"
+    return "" if value.layout == torch.strided else str(value.layout).removeprefix("torch.")
+
+
+def check_dense_values(content: object) -> None:
+    """Refuse what is written to a file with tensors that are not dense; `ValueError`."""
+    for name, tensor in _named_tensors(content):
+        if layout := layout_of(tensor):
+            raise ValueError(
+                f"{name} is a {layout} tensor, and this file takes dense ones alone; use"
+                " full_state_dict(to=0) and torch.save, or let the class keep a dense one"
+            )
+
+
+def _check_loadable(what: str, value: Any, meta: bool) -> None:
+    """Refuse tensors that `torch.optim` cannot load; `meta`: those without elements are as they should be."""
+    for _, tensor in _named_tensors(value):
+        layout = layout_of(tensor)
+        if layout in ("quantized", "nested") or (tensor.is_meta and not meta):
+            kind = f"{layout} tensor" if layout else "tensor on the meta device"
+            raise ValueError(
+                f"{what} has a {kind}, which torch.optim cannot load again; let the class keep a dense"
+                " one with its elements (dequantize, to_padded_tensor)"
+            )
 
 
 def read_entry(local: LocalOptimizers, piece: Piece) -> StateEntry:
@@ -120,6 +153,7 @@ def read_entry(local: LocalOptimizers, piece: Piece) -> StateEntry:
     for key, value in values.items():
         what = f"state {key!r} of parameter {piece.spans[0].param}"
         check_plain(what, value)
+        _check_loadable(what, value, piece.view.is_meta)
         if not piece.whole and _is_uncut(key, value, piece.numel):
             form = f"a {type(value).__name__} of tensors"
             if isinstance(value, Tensor):

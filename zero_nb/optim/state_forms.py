@@ -30,6 +30,7 @@ from zero_nb.optim.state_entry import (
     check_complete,
     count_state,
     is_row,
+    layout_of,
     read_common,
     uneven_error,
 )
@@ -86,9 +87,10 @@ def form_of(key: Any, value: Any, whole: bool) -> ValueForm:
         members = tuple(form_of(name, member, whole) for name, member in items)
         container = ContainerForm(type(value).__name__, members)
         return ValueForm(key, None, None, None, container, True)
-    plain = type(value) is Tensor and value.layout == torch.strided and not value.is_quantized
-    if not plain:
-        return ValueForm(key, None, None, None, type(value).__name__, True)
+    layout = layout_of(value) if type(value) is Tensor else ""
+    if layout or type(value) is not Tensor:
+        kind = f"{layout} tensor" if layout else type(value).__name__
+        return ValueForm(key, None, None, None, kind, True)
     if is_row(value) and not whole:
         return ValueForm(key, value.dtype, None, None, None)
     stride = value.stride() if is_without_gaps(value) else value.contiguous().stride()
