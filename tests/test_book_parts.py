@@ -243,6 +243,18 @@ def test_a_look_stands_in_the_section_of_the_figure(before, after, whether):
     assert figures_without_a_look([words[0], shown, words[1]]) == ([] if whether else [1])
 
 
+def test_no_figure_is_hidden_from_the_site():
+    """nbdev drops a cell with `#| hide` from the site, its output too; `#| echo: false` hides the code."""
+    hidden = []
+    for path in NBS_PATHS:
+        cells = json.loads((NBS / path).read_text(encoding="utf-8"))["cells"]
+        for i, cell in enumerate(cells):
+            is_hidden = re.search(r"^#\|\s*hide\b", "".join(cell["source"]), re.M)
+            if is_hidden and re.search("image/(svg|png)", json.dumps(cell.get("outputs", []))):
+                hidden.append(f"{path}, cell {i}")
+    assert hidden == []
+
+
 SVG = "{http://www.w3.org/2000/svg}"
 NUMERIC = re.compile(r"[\u2212+-]?[\d.,]+(?:e[+-]?\d+)?|[\d.,]+ ?[kKMG%]?")
 
@@ -362,6 +374,8 @@ def test_an_answer_is_a_folded_cell_below_that_asserts(cells, whether):
 def test_a_map_is_drawn_near_the_title():
     four = "#| export\nclass A: ...\nclass B: ...\nclass C: ...\nclass D: ..."
     assert classes(made("# Title", four, "class E: ...")) == 4
-    assert has_a_map(made("# Title", four, "#| hide\ndraw_boxes(boxes, arrows)"))
+    assert has_a_map(made("# Title", four, "#| echo: false\ndraw_boxes(boxes, arrows)"))
     assert has_a_map(made("# Title", "Look:\n\n```text\nA -> B\n```", four))
-    assert not has_a_map(made("# Title", *["Words."] * 10, "#| hide\ndraw_boxes(boxes, arrows)"))
+    assert not has_a_map(
+        made("# Title", *["Words."] * 10, "#| echo: false\ndraw_boxes(boxes, arrows)")
+    )
