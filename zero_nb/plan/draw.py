@@ -339,14 +339,19 @@ def _pitch(values: Iterable[float], pixels: float) -> float:
 
 
 def _place_boxes(
-    boxes: Mapping[str, tuple[float, float, str]], width: float
+    boxes: Mapping[str, tuple[float, float, str]],
+    width: float,  # of each, pixels
+    gap: float,  # between columns, pixels
+    room: float,  # between boxes of a column, pixels
 ) -> dict[str, tuple[float, float]]:  # by name: the upper left corner, pixels
     """Spread boxes so that none touches another."""
     columns = {x for x, _, _ in boxes.values()}
-    across = _pitch(columns, width + 56)
+    across = _pitch(columns, width + gap)
     beside = [[y for x, y, _ in boxes.values() if x == column] for column in columns]
     down = max(
-        _pitch(values, _BOX_HEIGHT + 12) for values in beside if len(values) > 1 or len(columns) > 1
+        _pitch(values, _BOX_HEIGHT + room)
+        for values in beside
+        if len(values) > 1 or len(columns) > 1
     )
     left = min(columns)
     top = max(y for _, y, _ in boxes.values())
@@ -364,6 +369,8 @@ def _arrow(x: float, y: float, u: float, v: float, word: str) -> str:
     other = f"{u - 7 * dx - 3 * dy:.4g},{v - 7 * dy + 3 * dx:.4g}"
     line = f'<path d="M{x:.4g},{y:.4g}L{u:.4g},{v:.4g}" stroke="currentColor" opacity="0.6"/>'
     head = f'<path d="M{u:.4g},{v:.4g}L{one}L{other}z" opacity="0.6"/>'
+    if word and abs(dx) < 0.01:  # beside a vertical line, above any other
+        return line + head + _text(x + 5, (y + v) / 2 + 3, word, font_size=10)
     return line + head + _text((x + u) / 2, (y + v) / 2 - 4, word, "middle", font_size=10)
 
 
@@ -376,7 +383,11 @@ def draw_boxes(
     wanted = (max(6.8 * len(name), 5.2 * len(note)) for name, (_, _, note) in boxes.items())
     width = 14 + max(wanted)
     height = _BOX_HEIGHT
-    places = _place_boxes(boxes, width)
+    arrows = list(arrows)
+    words = [(boxes[start][0] == boxes[end][0], word) for start, end, word in arrows]
+    gap = max([56, *(8 + 5.4 * len(word) for vertical, word in words if not vertical)])
+    room = 20 if any(vertical and word for vertical, word in words) else 12
+    places = _place_boxes(boxes, width, gap, room)
     body = []
     for start, end, word in arrows:
         x, y = places[start]
@@ -395,7 +406,12 @@ def draw_boxes(
         body.append(_rect(x, y, width, height, blue, fill_opacity=0.15, stroke=blue, rx=3))
         body.append(_text(middle, y + (14 if note else 21), name, "middle", font_weight="bold"))
         body.append(_text(middle, y + 27, note, "middle", font_size=9.5))
-    right_edge = max(x for x, _ in places.values()) + width + 4
+    beside = [
+        places[start][0] + width / 2 + 5 + 5.4 * len(word)
+        for (start, _, word), (vertical, _) in zip(arrows, words, strict=True)
+        if vertical and word
+    ]
+    right_edge = max([*beside, *(x + width for x, _ in places.values())]) + 4
     lower_edge = max(y for _, y in places.values()) + height + 4
     label = f"objects: {', '.join(boxes)}"
     return Svg(round(right_edge), round(lower_edge), "".join(body), label)
