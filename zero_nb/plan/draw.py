@@ -407,7 +407,7 @@ def draw_boxes(
         body.append(_text(middle, y + (14 if note else 21), name, "middle", font_weight="bold"))
         body.append(_text(middle, y + 27, note, "middle", font_size=9.5))
     beside = [
-        places[start][0] + width / 2 + 5 + 5.4 * len(word)
+        places[start][0] + width / 2 + 5 + 6 * len(word)
         for (start, _, word), (vertical, _) in zip(arrows, words, strict=True)
         if vertical and word
     ]
