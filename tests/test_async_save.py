@@ -94,8 +94,8 @@ def load(folder, recipe, mode):
 CASES = {
     **{mode: ("AdamW", mode) for mode in MODES},
     **{f"{name}, overlap": (name, "zero1-overlap") for name in RECIPES},
-    "master copies, hidden": ("master copies", "zero2-hidden-interleaved"),
-    "Muon and AdamW, hidden": ("Muon and AdamW", "zero2-hidden"),
+    "master copies, hidden": ("master copies", "zero2-interleaved, hidden"),
+    "Muon and AdamW, hidden": ("Muon and AdamW", "zero2, hidden"),
 }
 
 

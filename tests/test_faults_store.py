@@ -205,7 +205,14 @@ AGREEMENTS = {  # of each mode's way to begin: calls that all ranks make, and ho
     "zero1": {"make": 1, "load": 1, "attach": 0, "first": 1, "second": 0, "third": 0},
     # DDP makes its buckets anew in the second iteration
     "zero1-overlap": {"make": 1, "load": 1, "attach": 1, "first": 2, "second": 1, "third": 0},
-    "zero1-interleaved": {"make": 1, "load": 1, "attach": 1, "first": 2, "second": 1, "third": 0},
+    "zero1-overlap, interleaved": {
+        "make": 1,
+        "load": 1,
+        "attach": 1,
+        "first": 2,
+        "second": 1,
+        "third": 0,
+    },
     "zero2": {"make": 1, "load": 1, "attach": 1, "first": 2, "second": 0, "third": 0},
     "zero2-interleaved": {"make": 1, "load": 1, "attach": 1, "first": 2, "second": 0, "third": 0},
 }

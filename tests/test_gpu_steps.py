@@ -500,7 +500,7 @@ def test_a_state_of_ranks_without_a_gpu_goes_on_on_one(folder):
     run(1, saved_on_the_cpu, folder)
     cases = {
         (mode, how): {"mode": mode, "path": folder, "how": how}
-        for mode in ("zero1", "zero1-overlap", "zero2", "zero2-hidden")
+        for mode in ("zero1", "zero1-overlap", "zero2", "zero2, hidden")
         for how in ("cpu", "device", "full")
     }
     found = gpu.each_on_gpu(loaded_on_the_gpu, cases)

@@ -242,7 +242,7 @@ def test_torchs_join_with_steps_inside_backward(order):
 
 
 def test_torchs_join_with_settings_of_the_model():
-    counts, modes = (6, 1, 3), ("zero1-overlap", "zero1-interleaved")
+    counts, modes = (6, 1, 3), ("zero1-overlap", "zero1-overlap, interleaved")
     wanted = reference(counts, "world_size")[0]
     cases = {(mode, *ddp): (mode, ddp) for mode in modes for ddp in SETTINGS}
     found = run_each(3, lambda mode, ddp: in_torchs(mode, counts, ddp=ddp), cases)

@@ -356,7 +356,12 @@ def all_modes(turn: int) -> dict[str, Mode]:
 # one of each way in which a bucket lives
 FEW = {
     name: MODES[name]
-    for name in ("zero1", "zero1-overlap", "zero1-interleaved", "zero2-hidden-interleaved")
+    for name in (
+        "zero1",
+        "zero1-overlap",
+        "zero1-overlap, interleaved",
+        "zero2-interleaved, hidden",
+    )
 }
 
 

@@ -130,7 +130,7 @@ def test_a_class_may_set_data_to_new_tensors(mode):
     assert {case: ranks for case, ranks in found.items() if ranks != [(True, True)] * 2} == {}
 
 
-@pytest.mark.parametrize("mode", ["zero1", "zero1-interleaved", "zero2"])
+@pytest.mark.parametrize("mode", ["zero1", "zero1-overlap, interleaved", "zero2"])
 def test_a_class_may_set_data_to_new_tensors_in_two_levels(mode):
     assert run(4, beside_ddp, Sets, mode, "by default", True) == [(True, True)] * 4
 
@@ -248,7 +248,9 @@ def written_late(mode):
     return caught_error(lambda: (plainly(attached.call, 3), attached.optimizer.step()))
 
 
-@pytest.mark.parametrize("mode", ["zero1-overlap", "zero1-interleaved", "zero2-interleaved"])
+@pytest.mark.parametrize(
+    "mode", ["zero1-overlap", "zero1-overlap, interleaved", "zero2-interleaved"]
+)
 def test_a_tensor_that_a_hook_writes_during_the_step_is_refused(mode):
     for kind, message in run(2, written_late, mode):
         assert kind == "RuntimeError" and "lr changed while the step was taken" in message
@@ -281,7 +283,7 @@ def with_less_data(mode):
     return flatten(module).sum().item(), attached.optimizer.param_groups[0]["pair"].tolist()
 
 
-@pytest.mark.parametrize("mode", ["zero1", "zero1-interleaved", "zero2"])
+@pytest.mark.parametrize("mode", ["zero1", "zero1-overlap, interleaved", "zero2"])
 def test_a_rank_without_data_takes_over_options_that_are_tensors(mode):
     first, second = run(2, with_less_data, mode)
     assert first == second and first[1] == pytest.approx([0.4, 4.0])

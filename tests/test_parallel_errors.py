@@ -192,7 +192,7 @@ def trapped(where, setup, at, nodes=False):
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("mode", ["zero2", "zero2-hidden-interleaved"])
+@pytest.mark.parametrize("mode", ["zero2", "zero2-interleaved, hidden"])
 def test_a_rank_that_raises_is_named_by_the_others(mode, where, at):
     for size, nodes in ((3, False), (4, True)):
         messages = run(size, trapped, where, PARALLEL[mode], at, nodes, timeout=30)

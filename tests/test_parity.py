@@ -356,7 +356,7 @@ def test_other_models():
         "half precision": ("zero1-overlap", ADAMW, half, lambda s, r: batch(s, r).bfloat16()),
         "half SGD": ("zero1-overlap", OPTIMIZERS["SGD"], half, lambda s, r: batch(s, r).bfloat16()),
         "channels last": (
-            "zero1-interleaved",
+            "zero1-overlap, interleaved",
             ADAMW,
             convolution,
             lambda s, r: images(s, r).double(),

@@ -336,7 +336,9 @@ def with_overlap(mode):
                 call = model
             else:
                 call = DDP(model, process_group=pg)
-                attached = overlap(call, optimizer, interleaved=mode == "zero1-interleaved")
+                attached = overlap(
+                    call, optimizer, interleaved=mode == "zero1-overlap, interleaved"
+                )
         elif there is dist.GroupMember.NON_GROUP_MEMBER:
             continue
         optimizer.zero_grad()
@@ -348,7 +350,7 @@ def with_overlap(mode):
     return found
 
 
-@pytest.mark.parametrize("mode", ["zero1-overlap", "zero1-interleaved", "zero2"])
+@pytest.mark.parametrize("mode", ["zero1-overlap", "zero1-overlap, interleaved", "zero2"])
 def test_modes_that_step_in_backward_go_on_after_it(mode):
     [alone] = run(1, plain_steps)
     for got in run(3, with_overlap, mode):

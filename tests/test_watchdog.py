@@ -203,7 +203,7 @@ def test_a_flipped_bit_is_found_in_time_on_all_ranks(size):
 def test_other_optimizers_and_ways_to_attach(way):
     chosen = [
         *itertools.product(MODES, [("parameter", "muon")]),
-        *itertools.product(("zero1", "zero2-hidden"), [("state", "masters")]),
+        *itertools.product(("zero1", "zero2, hidden"), [("state", "masters")]),
         *itertools.product(VARIANTS, [("parameter", "adamw")]),
     ]
     cases = {
@@ -216,7 +216,7 @@ def test_other_optimizers_and_ways_to_attach(way):
 
 def test_with_two_levels_ranks_of_other_nodes_are_compared():
     """Rank 3 is on the second node of two, and holds the same part of the state as rank 1."""
-    modes = ("zero1", "zero1-interleaved", "zero2-hidden")
+    modes = ("zero1", "zero1-overlap, interleaved", "zero2, hidden")
     cases = {
         (mode, what): (mode, what, 2, 4, LAST, 3, "adamw", 2)
         for mode, what in itertools.product(modes, ("parameter", "state"))
@@ -300,7 +300,7 @@ def flipped_before_a_move(mode, how):
 def test_state_is_looked_at_before_another_plan_moves_it():
     cases = {(mode, "freeze"): (mode, "freeze") for mode in MODES}
     cases["zero1", "add"] = ("zero1", "add")
-    cases |= {(m, "detach"): (m, "detach") for m in ("zero1-overlap", "zero1-interleaved")}
+    cases |= {(m, "detach"): (m, "detach") for m in ("zero1-overlap", "zero1-overlap, interleaved")}
     for case, found in run_each(3, flipped_before_a_move, cases).items():
         assert found[0] is not None and all(one == found[0] for one in found), (case, found)
         raised, kind, name, ranks, steps = found[0]
@@ -608,7 +608,7 @@ def test_join_is_followed():
     cases = {(mode, False): (mode, False) for mode in MODES}
     cases |= {(mode, True): (mode, False, True) for mode in ("zero1-overlap", "zero2")}
     run_each(3, joined, cases, timeout=200)
-    for mode in ("zero1", "zero1-interleaved", "zero2-hidden"):
+    for mode in ("zero1", "zero1-overlap, interleaved", "zero2, hidden"):
         found = run(3, joined, mode, True)
         assert all("middle.weight on rank 1" in error for error in found), (mode, found)
 

@@ -89,7 +89,7 @@ def called_back(mode):
 
 
 def test_a_callback_is_called_in_the_place_of_an_error_and_training_goes_on():
-    modes = ("zero1", "zero1-interleaved", "zero2-hidden")
+    modes = ("zero1", "zero1-overlap, interleaved", "zero2, hidden")
     for case, found in run_each(3, called_back, {mode: (mode,) for mode in modes}).items():
         expected = [[("parameter", "middle.weight", (1,), w)] for w in ((3, 4), (7, 8))]
         assert found == [expected] * 3, (case, found)

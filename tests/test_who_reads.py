@@ -18,14 +18,14 @@ from zero_nb.plan.schedule import METHODS
 NAMES = {
     "step": ("step", "step", "zero1"),
     "overlap": ("overlap", "overlap", "zero1-overlap"),
-    "interleaved": ("interleaved", "overlap interleaved", "zero1-interleaved"),
+    "interleaved": ("interleaved", "overlap interleaved", "zero1-overlap, interleaved"),
     "data_parallel": ("parallel", "after", "zero2"),
     "data_parallel interleaved": ("parallel interleaved", "interleaved", "zero2-interleaved"),
-    "data_parallel hidden": ("parallel hidden", "after-hidden", "zero2-hidden"),
+    "data_parallel hidden": ("parallel hidden", "after-hidden", "zero2, hidden"),
     "data_parallel hidden interleaved": (
         "parallel hidden interleaved",
         "interleaved-hidden",
-        "zero2-hidden-interleaved",
+        "zero2-interleaved, hidden",
     ),
 }
 OVERLAP = ["overlap", "interleaved"]

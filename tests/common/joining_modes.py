@@ -55,7 +55,7 @@ EVERY = {
 }
 KEEPS_MEANS = {"zero1-overlap, a hook of the user's"}  # gradients that their hook has averaged stay
 # one of each way in which a bucket lives
-FEW = ["zero1-overlap", "zero1-interleaved", "zero2", "zero2-hidden-interleaved"]
+FEW = ["zero1-overlap", "zero1-overlap, interleaved", "zero2", "zero2-interleaved, hidden"]
 
 
 def in_modes(size, f, *args, modes=FEW, **kwargs):

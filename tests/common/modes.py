@@ -84,11 +84,11 @@ HIDDEN = {"hidden": True}
 MODES = {
     "zero1": Mode(),
     "zero1-overlap": Mode(attaches=overlap),
-    "zero1-interleaved": Mode(attaches=overlap, options=INTERLEAVED),
+    "zero1-overlap, interleaved": Mode(attaches=overlap, options=INTERLEAVED),
     "zero2": Mode(False, data_parallel),
     "zero2-interleaved": Mode(False, data_parallel, INTERLEAVED),
-    "zero2-hidden": Mode(False, data_parallel, HIDDEN),
-    "zero2-hidden-interleaved": Mode(False, data_parallel, {**HIDDEN, **INTERLEAVED}),
+    "zero2, hidden": Mode(False, data_parallel, HIDDEN),
+    "zero2-interleaved, hidden": Mode(False, data_parallel, {**HIDDEN, **INTERLEAVED}),
 }
 # the same drivers, reached or set in another way
 VARIANTS = {
@@ -96,9 +96,11 @@ VARIANTS = {
         attaches=overlap, options={"hook": average_gradients}
     ),
     "zero1-overlap, as a hook": Mode(attaches=hook_with_zero_step, registers=True),
-    "zero1-interleaved, as a hook": Mode(attaches=hook_with_zero_step_interleaved, registers=True),
-    "zero1-interleaved, lag 0": Mode(attaches=overlap, options={**INTERLEAVED, "lag": 0}),
-    "zero2-hidden-interleaved, lag 3": Mode(
+    "zero1-overlap, interleaved, as a hook": Mode(
+        attaches=hook_with_zero_step_interleaved, registers=True
+    ),
+    "zero1-overlap, interleaved, lag 0": Mode(attaches=overlap, options={**INTERLEAVED, "lag": 0}),
+    "zero2-interleaved, hidden, lag 3": Mode(
         False, data_parallel, {**HIDDEN, **INTERLEAVED, "lag": 3}
     ),
 }

@@ -333,7 +333,7 @@ class DdpPlanner:
         return make_step_plan(
             self.engine.optimizer,
             shard,
-            method="zero1-interleaved" if interleaved else "zero1-overlap",
+            method="zero1-overlap, interleaved" if interleaved else "zero1-overlap",
             lag=self.options.lag,
             transform=self.engine.transform,
             reuses_gradients=not self.options.keeps_means,

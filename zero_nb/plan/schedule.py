@@ -144,7 +144,7 @@ METHODS = {
     "zero1-overlap": Method(
         "RS", False, "never", True, "reduce-scatter during backward, step after it"
     ),
-    "zero1-interleaved": Method(
+    "zero1-overlap, interleaved": Method(
         "RS", True, "never", True, "reduce-scatter during backward, step a few buckets behind"
     ),
     "zero2": Method(
@@ -155,7 +155,11 @@ METHODS = {
         "as zero1-overlap; a full gradient is freed when it is reduced",
     ),
     "zero2-interleaved": Method(
-        "RS", True, "stepped", True, "as zero1-interleaved; a full gradient is freed with the step"
+        "RS",
+        True,
+        "stepped",
+        True,
+        "as zero1-overlap, interleaved; a full gradient is freed with the step",
     ),
 }
 
@@ -189,7 +193,9 @@ def find_method(
         return METHODS[name]
     near = get_close_matches(str(name), METHODS, 1)
     hint = f", did you mean {near[0]!r}" if near else ""
-    raise ValueError(f"unknown method {name!r}{hint}; choose one of {', '.join(METHODS)}")
+    raise ValueError(
+        f"unknown method {name!r}{hint}; choose one of {', '.join(map(repr, METHODS))}"
+    )
 
 
 def order(

@@ -31,7 +31,9 @@ __all__ = ['ParityMode', 'PARITY_MODES', 'seed_all', 'Recipe', 'trained_params',
            'Unsharded', 'set_all', 'Sharded']
 
 # %% ../../nbs/verify/03_trainings.ipynb #9a71001d
-ParityMode = Literal["zero1", "zero1-overlap", "zero1-interleaved", "zero2", "zero2-interleaved"]
+ParityMode = Literal[
+    "zero1", "zero1-overlap", "zero1-overlap, interleaved", "zero2", "zero2-interleaved"
+]
 PARITY_MODES: tuple[ParityMode, ...] = get_args(ParityMode)
 _UNLIKE = {"max_grad_norm", "scaler", "hook", "reduce_dtype"}  # options that change the gradient
 _OPTIMIZER = (
