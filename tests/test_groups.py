@@ -15,7 +15,9 @@ from common import caught_error
 from common.one_collective import start
 from common.versions import KEEPS_ORDER
 from common.waiting import stop
+from torch.distributed.device_mesh import init_device_mesh
 
+from zero_nb.comm.agreement import agree, agreeing
 from zero_nb.comm.ending import abort, destroy, fail
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
@@ -420,6 +422,40 @@ def test_rows_of_no_number_of_ranks_are_an_error_on_every_rank(nodes):
         assert (
             kind == "TypeError" and f"must be ranks per node or a DeviceMesh, got {nodes!r}" in said
         )
+
+
+def leaves_two_levels(way, meshed):
+    """Let rank 3 leave while the others wait in an agreement; what they hear, and after how many seconds."""
+    nodes = init_device_mesh("cpu", (2, 2)) if meshed else 2
+    levels = two_level(nodes)
+    agree(levels.together, "the start")  # all ranks hear of each other from here
+    began = time.monotonic()
+
+    def work():
+        with agreeing(levels, "the setup"):
+            if levels.shard.global_rank != 3:
+                return
+            if way == "raises":
+                raise ArithmeticError("no number")
+            if way == "interrupted":
+                raise KeyboardInterrupt("no number")  # as Ctrl-C does
+            fail(levels, ArithmeticError("no number"))
+
+    try:
+        error = caught_error(work)
+    except KeyboardInterrupt:
+        error = None
+    seconds = time.monotonic() - began
+    return error, seconds, caught_error(lambda: agree(levels.shard, "the next"))
+
+
+@pytest.mark.parametrize("meshed", [False, True])
+@pytest.mark.parametrize("way", ["raises", "fails", "interrupted"])
+def test_all_nodes_hear_at_once_what_a_rank_says_that_leaves_two_levels(way, meshed):
+    found = run(4, leaves_two_levels, way, meshed, timeout=60)
+    for error, seconds, _ in found[:3]:
+        assert error is not None and "no number" in error[1] and seconds < 5, (error, seconds)
+    assert (found[2][2] is None) == (way == "raises")  # in the row of the rank that has left
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from .module_buffers import BufferMode, check_module, describe_sent
 from .parallel_backward import BucketReducer, ParallelBackward, UsageReducer
 from .watch import TransientHook
 from ..comm.agreement import agreeing
+from ..comm.calls import mark_agreed
 from ..comm.groups import Group
 from ..optim.driver import StepOptions
 from ..optim.iteration import GradientReducer, Iteration, StepPlan, make_step_plan
@@ -129,7 +130,10 @@ class BucketPlanner:
         """Run the next iterations on the buckets of a shard."""
         options = self.options
         interleaved = self.interleaved
-        mark_means(shard.buckets, self.engine.optimizer.replica_group, options.reduce_dtype)
+        optimizer = self.engine.optimizer
+        mark_means(shard.buckets, optimizer.replica_group, options.reduce_dtype)
+        for group in optimizer.groups:  # who uses them
+            mark_agreed(group, "all_reduce", torch.float32, len(shard.params))
         self.reducer = self._make_reducer(shard, interleaved)
         self.plan = make_step_plan(
             self.engine.optimizer,

@@ -30,6 +30,7 @@ from zero_nb.backward.engine import (
     start_mean,
 )
 from ..comm.work import Work
+from ..comm.calls import mark_agreed
 from ..comm.groups import Group
 from ..optim.iteration import Iteration, Reduction, StepPlan, make_step_plan
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -325,6 +326,7 @@ class DdpPlanner:
         shard = optimizer.replan(optimizer.shards, "for the buckets that DDP filled", make)
         if self.options.wire_dtype != "custom":
             mark_means(shard.buckets, optimizer.replica_group, self.options.wire_dtype)
+        mark_agreed(traits.ranks, "all_reduce", torch.float32, len(shard.params))  # who uses them
         self.layout = find_layout(shard.plan, filled, shard.params)
         self.plan = self._make_plan(shard, self.interleaved)
         return shard

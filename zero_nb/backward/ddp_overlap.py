@@ -44,6 +44,7 @@ from .watch import BackwardWatch, fail_peers_on_error, on_backward_end
 from ..comm.agreement import agreeing
 from ..comm.ending import fail
 from ..comm.groups import Group
+from ..comm.ranks import all_groups
 from ..optim.driver import on_stream
 from ..optim.iteration import StepPlan
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -93,7 +94,7 @@ class DdpOverlap(InBackward):
                 ddp.register_comm_hook(None, self.switch.make_hook())  # the switch has the state
         self.options = options
         self.traits = read_traits(ddp, optimizer.params())
-        self.groups = (*optimizer.groups, self.traits.ranks)  # who would wait if this rank failed
+        self.groups = (*all_groups(optimizer.groups), self.traits.ranks)  # who would wait for it
         self.engine = StepEngine(optimizer, options, self.traits.finds_unused, called_once)
         self.planner = DdpPlanner(self.engine, options, self.traits)
         self.means = KeptMeans()

@@ -206,6 +206,6 @@ def reshard(
         with optimizer.local.change.during("reshard()"):
             StateMover(change, new, senders, receivers).move(change.entries)
     except BaseException as error:
-        every = [*ranks, *optimizer.groups, *change.target.groups]
-        fail([*{id(g.process_group): g for g in every}.values()], error)
+        for groups in filter(None, (ranks, optimizer.groups, change.target.groups)):
+            fail(groups, error)
         raise

@@ -15,17 +15,11 @@ from contextlib import contextmanager, nullcontext
 from .arrivals import _AFTER, _DIGESTS, _Connections, _OldLife, _arrive
 from .arrivals import _check_ended, _decide, _difference_words, _digest, _doubt
 from .arrivals import _first_difference, _gone_words, _interrupt, _missing
-from .arrivals import _missing_words, _name_life, _plain, _take_back
+from .arrivals import _missing_words, _name_life, _pass_on, _plain, _take_back
 from .arrivals import _undecided_words, _waits_at
-from .ranks import Ranks, _no_group, _several
-from zero_nb.comm.store import (
-    _GROUP_COUNT,
-    _Notes,
-    _has_no_peers,
-    _is_agreed,
-    _note_agreed,
-    _untold,
-)
+from .ranks import Ranks, _agree_in, _no_group, _several, all_groups
+from .store import _GROUP_COUNT, _Notes, _has_no_peers, _is_agreed
+from .store import _note_agreed, _untold
 from .store import _pauses, _read, _report, _reported, _shortened, _timeout
 
 # %% auto #0
@@ -340,7 +334,7 @@ def agreeing(
     What is done may agree by itself. A rank that fails before it does then takes part in that
     agreement with its error, and an error of that agreement is not agreed on again. Ctrl-C, or another
     exception that is no `Exception`, leaves at once, and is a `RuntimeError` on the other ranks."""
-    first, *others = _several(groups)
+    first, *others = _agree_in(groups)
     error: Exception | None = None
     said: Sequence[str] = ()
     since = next(_GROUP_COUNT)  # an older error may be raised again, on this rank alone
@@ -351,9 +345,14 @@ def agreeing(
             said = lines()
     except BaseException as e:
         if not isinstance(e, Exception):
-            _interrupt(first, since, first._wire.turn if local else 0, what, e)
+            for group in _agree_in(groups) if local else all_groups(groups):
+                _interrupt(group, since, group._wire.turn if local else 0, what, e)
             raise
         if _is_agreed(e, first, since):
             raise
         error = e
-    agree(first, what, said, error)
+    try:
+        agree(first, what, said, error)
+    except BaseException as e:
+        _pass_on(e, [] if others else _several(groups), since, what, local)
+        raise

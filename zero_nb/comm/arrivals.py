@@ -253,6 +253,18 @@ def _interrupt(
         _note_agreed(error, group)
 
 
+def _pass_on(
+    error: BaseException, levels: Sequence[Ranks], since: int, what: str, local: bool
+) -> None:
+    """Let groups know of what ended an agreement of all their ranks; the arguments are as in `_interrupt`."""
+    for level in levels:
+        if isinstance(error, Exception):
+            if level.size > 1:
+                _note_agreed(error, level)
+        elif not local:
+            _interrupt(level, since, 0, what, error)
+
+
 _DOUBT = 1.0  # seconds in which words that a first agreement finds may be those of an earlier life
 
 

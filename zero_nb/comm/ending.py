@@ -15,7 +15,7 @@ import torch
 
 from .arrivals import _NOBODY_TAG, _interrupt, _leave_words
 from .group_store import _last_words, _note_aborted
-from .ranks import Ranks, _ranks_of, _several
+from .ranks import Ranks, _agree_in, _ranks_of, all_groups
 from zero_nb.comm.store import (
     _GROUP_COUNT,
     _Notes,
@@ -108,7 +108,7 @@ def fail(
     """Leave groups because of an error, so that no other rank waits for this one.
 
     Raises nothing here; the other ranks' collectives raise `RuntimeError`, and say what it was."""
-    levels = _several(groups)
+    levels = all_groups(groups)
     _leave_groups(levels, f"rank {levels[0].global_rank} failed with {_described(error)}")
 
 
@@ -139,7 +139,7 @@ def end_if_interrupted(
     try:
         yield
     except BaseException as error:
-        for group in _several(groups):
+        for group in all_groups(groups):
             if not isinstance(error, Exception):
                 _interrupt(group, since, 0, what, error)
         raise
@@ -147,7 +147,7 @@ def end_if_interrupted(
 
 def note_known(error: BaseException, groups: Sequence[Ranks]) -> BaseException:
     """Note that all ranks of groups know of an exception, so that `end_if_interrupted` ends none of them."""
-    for group in groups:
+    for group in all_groups(groups):
         if group.size > 1:
             _note_agreed(error, group)
     return error
@@ -183,6 +183,6 @@ def fails_everywhere(
 ) -> bool:  # False: `fail`, or the others wait for this rank
     """Tell a rank that fails whether all others fail at the same place; each rank that fails there calls this."""
     everywhere = True
-    for group in _several(groups):  # each counts this rank, also where another one says no
+    for group in _agree_in(groups):  # each counts this rank, also where another one says no
         everywhere = _all_fail(group, seconds if everywhere else 0.0) and everywhere
     return everywhere

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 import zlib
 
@@ -20,7 +20,7 @@ else:
     ProcessGroup = None
 
 # %% auto #0
-__all__ = ['GroupLike', 'Ranks', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank']
+__all__ = ['GroupLike', 'Some', 'Ranks', 'all_groups', 'get_process_group_ranks', 'get_global_rank', 'get_group_rank']
 
 # %% ../../nbs/comm/01_ranks.ipynb #c5500ccf
 def _ready() -> bool:
@@ -266,6 +266,22 @@ def _several(groups: Ranks | Sequence[Ranks]) -> Sequence[Ranks]:
         if not isinstance(group, Ranks):
             raise _no_group(groups)
     return several
+
+
+def _agree_in(groups: Ranks | Sequence[Ranks]) -> Sequence[Ranks]:
+    """Return the groups in which all ranks of `groups` agree, one after the other."""
+    together = getattr(groups, "together", None)  # of two levels: their ranks in one group
+    return (together,) if together else _several(groups)
+
+
+Some = TypeVar("Some", bound=Ranks)
+
+
+def all_groups(groups: Some | Sequence[Some]) -> Sequence[Some]:
+    """Return the groups in which a rank that leaves is missed: with two levels, also that of all their ranks."""
+    several: Sequence[Any] = _several(groups)
+    together = getattr(groups, "together", None)
+    return (*several, together) if together else several
 
 # %% ../../nbs/comm/01_ranks.ipynb #591774f0
 _NOT_A_MEMBER = "this process is not in it; ask on the ranks that the group was made of"

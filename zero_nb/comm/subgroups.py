@@ -28,9 +28,9 @@ else:
 __all__ = ['GroupsLike', 'split', 'clone', 'TwoLevel', 'two_level']
 
 # %% ../../nbs/comm/28_subgroups.ipynb #97313f85
-def _name_number(group: Ranks) -> int:
-    """Agree on the number that torch puts into the names of the next groups; all ranks of the group
-    call this, after a first agreement."""
+def _name_number(group: Ranks, names: int = 1) -> int:
+    """Agree on the number that torch puts into the names of the next groups, of which this process
+    will be in some; all ranks of the group call this, after a first agreement."""
     world = _state(torch.distributed.group.WORLD)
     number = max(len(torch.distributed.distributed_c10d._world.pg_names), world.named + 1)
     if not _has_no_peers(group):
@@ -42,7 +42,7 @@ def _name_number(group: Ranks) -> int:
         number = int(notes.peek(key))
         if notes.add(readers) == group.size:
             notes.remove(key, readers)
-    world.note_name(number)
+    world.note_name(number + names - 1)
     return number
 
 
@@ -114,6 +114,39 @@ def _refuse_turned(group: Group, parts: Sequence[Sequence[int]]) -> None:
         )
 
 
+def _refuse_parts(group: Group, parts: Sequence[Sequence[int]]) -> None:
+    """Refuse parts that share a rank, hold a stranger, or cannot be made by this torch."""
+    listed = [rank for part in parts for rank in part]
+    if strange := [r for r in listed if r not in range(group.size)]:
+        raise ValueError(
+            f"group ranks {strange} are not in {group}; it has ranks 0 to {group.size - 1}"
+        )
+    if len(set(listed)) != len(listed):
+        raise ValueError(f"a rank may be in one part only, got {[list(part) for part in parts]}")
+    if group.process_group is not None:
+        _refuse_eager(group, len(listed))
+        _refuse_turned(group, parts)
+
+
+def _make_groups(
+    group: Group, divisions: Sequence[Sequence[Sequence[int]]], timeout: timedelta | None = None
+) -> list[Group | None]:
+    """Make the groups that this rank has in each division, after all ranks have agreed on them."""
+    mine = [next((part for part in parts if group.group_rank in part), None) for parts in divisions]
+    if group.process_group is None:
+        return [None if part is None else Group() for part in mine]
+    number = _name_number(group, len(divisions))
+    made: list[Group | None] = []
+    for turn, part in enumerate(mine):
+        if part is None:
+            made.append(None)
+            continue
+        members = [group.ranks[r] for r in part]
+        made.append(new := Group(_new_group(group, members, timeout, number + turn)))
+        agree(new, "a new group")  # its ranks hear each other's last words from the beginning
+    return made
+
+
 def split(
     group: Group,  # its members call this together
     parts: Sequence[
@@ -128,28 +161,9 @@ def split(
     first collective; gloo before this returns. Raises on every rank: `ValueError` if a rank appears
     twice or is not in the group, or this torch would sort a part, `RuntimeError` if
     the default group has a `device_id`, and not all its ranks are in the new groups over NCCL."""
-    listed = [rank for part in parts for rank in part]
     with agreeing(group, "split", lambda: [str([list(part) for part in parts]), str(timeout)]):
-        strange = [r for r in listed if r not in range(group.size)]
-        if strange:
-            raise ValueError(
-                f"group ranks {strange} are not in {group}; it has ranks 0 to {group.size - 1}"
-            )
-        if len(set(listed)) != len(listed):
-            raise ValueError(
-                f"a rank may be in one part only, got {[list(part) for part in parts]}"
-            )
-        if group.process_group is not None:
-            _refuse_eager(group, len(listed))
-            _refuse_turned(group, parts)
-    mine = next((part for part in parts if group.group_rank in part), None)
-    if group.process_group is None:
-        return None if mine is None else Group()
-    number = _name_number(group)
-    if mine is None:
-        return None
-    made = Group(_new_group(group, [group.ranks[r] for r in mine], timeout, number))
-    agree(made, "a new group")  # so that its ranks hear each other's last words from the beginning
+        _refuse_parts(group, parts)
+    (made,) = _make_groups(group, [parts], timeout)
     return made
 
 
@@ -164,11 +178,27 @@ def clone(
     return made
 
 # %% ../../nbs/comm/28_subgroups.ipynb #391b7751
-class TwoLevel(NamedTuple):
-    """Groups of a rank in a job of several nodes."""
+class _Levels(NamedTuple):
+    shard: Group
+    replicate: Group
 
-    shard: Group  # the ranks of this node: they share what is sharded
-    replicate: Group  # one rank of each node: they hold the same shard
+
+class TwoLevel(_Levels):
+    """Groups of a rank in a job of several nodes; a tuple of `shard` and `replicate`."""
+
+    together: Group | None  # all ranks of both levels, if the levels were made from one group
+
+    def __new__(
+        cls,
+        shard: Group,  # the ranks of this node: they share what is sharded
+        replicate: Group,  # one rank of each node: they hold the same shard
+        # the ranks of all nodes, which then agree there, at once; None: in one level, then in the other
+        together: Group | None = None,
+    ) -> TwoLevel:
+        """Keep the group of all ranks beside the levels."""
+        levels = super().__new__(cls, shard, replicate)
+        levels.together = together
+        return levels
 
 
 # what says how ranks share what is sharded: in one group, or by nodes
@@ -191,17 +221,25 @@ def two_level(
                 "expected a DeviceMesh of two dimensions, (nodes, ranks per node), got"
                 f" {nodes.ndim}; take a slice of it"
             )
-        return TwoLevel(Group(nodes.get_group(1)), Group(nodes.get_group(0)))
+        levels = [Group(nodes.get_group(1)), Group(nodes.get_group(0))]
+        everyone = Group()
+        if nodes.size() != everyone.size:
+            return TwoLevel(levels[0], levels[1])
+        for level in levels:
+            agree(level, "a row or column of the mesh")
+        return TwoLevel(levels[0], levels[1], everyone)
     group = group or Group()
-    with agreeing(group, "two_level"):
+    with agreeing(group, "two_level", lambda: [f"{nodes} ranks per node"]):
         if type(nodes) is not int:
             raise TypeError(f"nodes must be ranks per node or a DeviceMesh, got {nodes!r:.80}")
         if nodes < 1 or group.size % nodes:
             raise ValueError(
                 f"ranks per node must divide the {group.size} ranks of the group, got {nodes}"
             )
-    rows = [range(first, first + nodes) for first in range(0, group.size, nodes)]
-    shard = split(group, rows)
-    replicate = split(group, list(zip(*rows, strict=True)))
+        rows = [range(first, first + nodes) for first in range(0, group.size, nodes)]
+        columns = list(zip(*rows, strict=True))
+        for parts in (rows, columns):
+            _refuse_parts(group, parts)
+    shard, replicate = _make_groups(group, [rows, columns])
     assert shard is not None and replicate is not None, "every rank is in a row and in a column"
-    return TwoLevel(shard, replicate)
+    return TwoLevel(shard, replicate, group)
