@@ -104,7 +104,7 @@ def test_what_a_backend_refuses_is_asked_for_once():
             g.reduce_scatter(flat)
             g.all_gather(flat)
             sums.append(flat.tolist())
-        return sums, list(g._state.lacks.values())
+        return sums, list(g._traffic.lacks.values())
 
     assert run(2, refused) == [([[1.0] * 6] * 3, [True, True])] * 2
 
@@ -112,7 +112,7 @@ def test_what_a_backend_refuses_is_asked_for_once():
 def test_a_failure_of_what_a_backend_has_is_an_error():
     def fails():
         g = with_backend(Tired)
-        return [caught_error(lambda: g.all_gather(torch.ones(4))), list(g._state.lacks.values())]
+        return [caught_error(lambda: g.all_gather(torch.ones(4))), list(g._traffic.lacks.values())]
 
     for (kind, message), lacks in run(2, fails):
         assert (

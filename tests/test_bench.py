@@ -196,7 +196,7 @@ def test_a_variant_by_messages_leaves_the_way_of_the_others_alone(monkeypatch):
                     variant = replace(VARIANTS[name], make=noted)
                     patch.setitem(VARIANTS, name, variant)
                     time_rank(name, benchmark_models(True)["linear"], torch.device("cpu"))
-                found.append(groups[0]._wire.transports[0] is not None)
+                found.append(groups[0]._traffic.transports[0] is not None)
             return found, os.environ.get("ZERO_NB_MEMORY")
 
         if available():

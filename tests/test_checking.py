@@ -97,12 +97,12 @@ def test_collectives_are_compared_once():
             g.all_to_all(torch.zeros(3), torch.ones(3), sizes, sizes)
             with coalescing_manager(g):
                 g.all_gather(torch.ones(4))
-            turns.append(g._wire.turn)
+            turns.append(g._agreements.turn)
 
         calls()
         calls()
         Group().all_reduce(torch.ones(3))
-        turns.append(g._wire.turn)
+        turns.append(g._agreements.turn)
         dist.set_debug_level(dist.DebugLevel.DETAIL)
         calls()
         return turns
@@ -117,7 +117,7 @@ def test_sizes_that_never_repeat_are_compared_a_while(monkeypatch):
         g = Group()
         for i in range(20):
             g.all_reduce(torch.ones(i))
-        return g._wire.turn
+        return g._agreements.turn
 
     monkeypatch.setattr(comparison, "_COMPARED", 7)
     assert run(2, ever_new) == [7] * 2

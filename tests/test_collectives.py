@@ -468,7 +468,7 @@ def test_scratch_memory_is_used_again_and_bounded(monkeypatch):
 
     def held():
         g = Group(dist.new_group())
-        lengths = lambda: sorted(map(len, g._wire.scratch[0].free))
+        lengths = lambda: sorted(map(len, g._traffic.scratch.free))
         flats = [torch.ones(n) for n in (1_000, 300_000, 2_000_000, 5_000, 3_000_000)]
         found = []
         for _ in range(2):
@@ -493,7 +493,7 @@ def test_little_scratch_memory_is_kept_when_nothing_is_received(monkeypatch):
 
     def held():
         g = Group(dist.new_group())
-        lengths = lambda: sorted(map(len, g._wire.scratch[0].free))
+        lengths = lambda: sorted(map(len, g._traffic.scratch.free))
         works = [g.reduce_scatter(torch.ones(n), async_op=True) for n in (200_000, 400_000, 10)]
         works[1].wait()
         works[0].wait()

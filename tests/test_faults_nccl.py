@@ -427,7 +427,7 @@ def test_to_fail_in_a_group_that_torch_has_destroyed_raises_nothing(backend):
         g = nccl_like(connect=True) if backend == "nccl" else Group(dist.new_group())
         agree(g, "the model")
         dist.destroy_process_group(g.process_group)
-        return caught(lambda: fail(g, ValueError("no more data"))), g._state.ended
+        return caught(lambda: fail(g, ValueError("no more data"))), g._ending.ended
 
     assert run(2, fail_late) == [(None, "aborted")] * 2
 

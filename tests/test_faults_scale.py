@@ -145,7 +145,7 @@ class Sizes(nn.Module):
 def agreements_of(groups) -> int:
     """Count what this rank has agreed on in its groups, and in the one that two levels were made from."""
     together = getattr(groups, "together", None)
-    return sum(group._wire.turn for group in ([*groups, together] if together else groups))
+    return sum(group._agreements.turn for group in ([*groups, together] if together else groups))
 
 
 def agreements(way: str, nodes: bool, count: int):
@@ -259,9 +259,9 @@ def test_H6_ranks_agree_a_few_times_until_they_train(way, counts, nodes, loads):
 
 def agreements_to_arrange():
     world = Group()
-    before = world._wire.turn
+    before = world._agreements.turn
     levels = two_level(2, world)
-    return [world._wire.turn - before, *(group._wire.turn for group in levels)]
+    return [world._agreements.turn - before, *(group._agreements.turn for group in levels)]
 
 
 def test_H6_two_levels_are_arranged_in_four_agreements():

@@ -24,7 +24,7 @@ from zero_nb.comm.agreement import _Agreement, _steps_of, agree
 from zero_nb.comm.arrivals import _leave_words, _missing
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
-from zero_nb.comm.ranks import Ranks, _State
+from zero_nb.comm.ranks import Ranks, _Agreements, _Ending
 from zero_nb.comm.store import _Notes
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
@@ -86,7 +86,8 @@ class Simulated(Ranks):
         self.size = len(ranks)
         self.group_rank = group_rank
         self.process_group = ProcessGroup()
-        self._state = self._wire = _State()
+        self._agreements = _Agreements()
+        self._ending = _Ending()
         self.store = Counting(store, prefix)
 
 
@@ -223,8 +224,8 @@ def agreements(mode):
     group, module, turns = Group(), nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), {}
 
     def note(what, before):
-        turns[what] = group._wire.turn - before
-        return group._wire.turn
+        turns[what] = group._agreements.turn - before
+        return group._agreements.turn
 
     def make(_):
         zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=0.1)
@@ -373,7 +374,8 @@ def test_late_ranks_are_named_after_few_requests(clock, size, late):
         )
     taken(ranks)
     assert (
-        list(islice(_missing(_Notes(ranks[0], ranks[0]._wire.life.name), 1, size), 9)) == late[:9]
+        list(islice(_missing(_Notes(ranks[0], ranks[0]._agreements.life.name), 1, size), 9))
+        == late[:9]
     )
     assert len(ranks[0].store.requests) <= 9 + 4  # levels
     outcomes = play(
@@ -543,7 +545,7 @@ def test_a_store_behind_a_cut_network_is_given_up(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     listener, cut = passed_on("127.0.0.1", server.port)
     client = dist.TCPStore("127.0.0.1", listener.getsockname()[1], is_master=False)
-    group = SimpleNamespace(global_rank=1, process_group=_State(), _wire=_State())
+    group = SimpleNamespace(global_rank=1, process_group=ProcessGroup(), _agreements=_Agreements())
     monkeypatch.setattr(store_module, "_store", lambda group: dist.PrefixStore("x", client))
     monkeypatch.setattr(store_module, "_timeout", lambda group: timedelta(seconds=0.5))
     monkeypatch.setattr(store_module, "_is_near", lambda host: False)

@@ -271,7 +271,7 @@ def ask_while_a_client_is_busy(seconds, port):
             texts.set("the data is there", "1")
         texts.wait(["the data is there"], timedelta(seconds=60))
         agree(group, "the next step")
-        return group._wire.silent
+        return group._agreements.silent
 
 
 def test_a_store_that_is_asked_late_is_not_taken_for_one_that_is_gone():
@@ -305,7 +305,7 @@ watcher._GLOO_SECONDS = 0.2 if rank == 1 and end == "killed" else 60.0
 group, made = Group(), t.stepped()
 save, write = t.saver("async", Path(folder), *made), module.write_part
 def write_when_aborted(*args):
-    while not group._state.ended: time.sleep(0.05)
+    while not group._ending.ended: time.sleep(0.05)
     time.sleep(3)  # rank 0 looks at its connections each second
     return write(*args)
 if rank == 1: module.write_part = write_when_aborted
@@ -429,7 +429,7 @@ if rank == 0:
 while not arrivals._is_closed(arrivals._gloo_of(group), 0):
     time.sleep(0.1)
 time.sleep(1)  # the system closes the connections of a process one after the other
-print("looks again" if group._state.watcher._look() else "ends", flush=True)
+print("looks again" if group._ending.watcher._look() else "ends", flush=True)
 """
 
 

@@ -94,7 +94,7 @@ def interrupt(folder, name, at, key):
     pair = dist.new_group(timeout=timedelta(seconds=LIMIT))
     model, zero = trained(pair)
     rank = dist.get_rank()
-    turn = zero.group._wire.turn
+    turn = zero.group._agreements.turn
     ended = "returned"
     begin = time.monotonic()
     try:
@@ -104,7 +104,7 @@ def interrupt(folder, name, at, key):
         ended = type(error).__name__
     finally:
         sys.settrace(None)
-    if ended == "KeyboardInterrupt" and zero.group._wire.turn == turn:
+    if ended == "KeyboardInterrupt" and zero.group._agreements.turn == turn:
         fail(zero.groups, KeyboardInterrupt())  # the call did not begin for rank 1
     waited = time.monotonic() - begin > 0.8 * LIMIT
     store.set(f"{key} of {rank}", f"{ended} {waited}")

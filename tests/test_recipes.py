@@ -158,7 +158,7 @@ def test_a_transport_that_refuses_leaves_the_group_to_those_registered_before():
         flat = torch.arange(4.0)
         group = Group()
         group.reduce_scatter(flat)
-        return asked, type(group._wire.transports[0]).__name__, flat.chunk(2)[group.group_rank]
+        return asked, type(group._traffic.transports[0]).__name__, flat.chunk(2)[group.group_rank]
 
     for rank, (asked, name, mine) in enumerate(run(2, moved)):
         assert asked == [rank] and name == "SharedMemory"
@@ -175,7 +175,7 @@ def test_a_transport_that_refuses_without_a_vote_leaves_the_next_one_its_own_pro
         flat = torch.arange(4.0)
         group = Group()
         group.reduce_scatter(flat)
-        return type(group._wire.transports[0]).__name__, flat.chunk(2)[group.group_rank].tolist()
+        return type(group._traffic.transports[0]).__name__, flat.chunk(2)[group.group_rank].tolist()
 
     assert run(2, moved) == [("SharedMemory", [0, 2]), ("SharedMemory", [4, 6])]
 

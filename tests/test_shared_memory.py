@@ -326,7 +326,7 @@ def work():
     g, xs = Group(), [torch.ones(10_000_000) for _ in range(4)]
     for x in [g.reduce_scatter(x, async_op=True) for x in xs]: x.wait()
     for x in [g.all_gather(x, async_op=True) for x in xs]: x.wait()
-    near = g._wire.transports[0]
+    near = g._traffic.transports[0]
     return all(x.eq(2).all().item() for x in xs), near and near.progress.outbox.pool.size <= 4 << 20
 print(run(2, work))
 """

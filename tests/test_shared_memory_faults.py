@@ -149,7 +149,7 @@ try:
     while True:
         turn += 1
         g = Group(made)
-        g._wire.transports.clear() # connect again
+        g._traffic.transports.clear() # connect again
         for i in range(3):
             x = torch.full((300_000,), float(turn + i + rank))
             g.reduce_scatter(x)
@@ -307,8 +307,7 @@ for turn in range(3):
         assert x[2 * g.group_rank] == 2
 pid = os.fork()
 if pid == 0:
-    g._wire.transports[0].close()
-    g._wire.transports.clear()
+    g._traffic.drop_transport()
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
 g.reduce_scatter(torch.ones(4))

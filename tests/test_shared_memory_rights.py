@@ -195,7 +195,8 @@ def connect_on(store, size, r):
     group = object.__new__(ranks.Ranks)
     group.group_rank, group.ranks, group.size = r, tuple(range(size)), size
     group.process_group = CountedStore(store)
-    group._state = group._wire = ranks._State()
+    group._agreements = ranks._Agreements()
+    group._ending = ranks._Ending()
     found = transport.find_transport(partial(meeting._Meeting, group))
     return found, group.process_group.requests, group.process_group.bytes
 

@@ -36,7 +36,7 @@ if rank == 0:
     while store.add("ranks that heard", 0) < 2: time.sleep(0.1)
     time.sleep(12 if end == "stays" else 0)
     leave()
-watching = group._state.watcher
+watching = group._ending.watcher
 while not watching.heard:
     time.sleep(0.1)
     looks = [watching._look()]
@@ -48,7 +48,7 @@ else:
     while not watching.link.has_ended(): time.sleep(0.1)
 begin = time.monotonic()
 looks.append(watching._look())
-print(looks, group._state.ended, time.monotonic() - begin < 8, flush=True)
+print(looks, group._ending.ended, time.monotonic() - begin < 8, flush=True)
 os._exit(0)
 """
 
@@ -117,8 +117,10 @@ def group_on(store, monkeypatch):
     monkeypatch.setattr(stores, "_store", lambda group: store)
     monkeypatch.setattr(group_store, "_has_no_peers", lambda group: False)
     life = SimpleNamespace(met=True, name="a")
-    wire = SimpleNamespace(life=life, turn=1, silent=False)
-    return SimpleNamespace(group_rank=1, size=2, global_rank=1, ranks=(0, 1), _wire=wire)
+    agreements = SimpleNamespace(life=life, turn=1, silent=False)
+    return SimpleNamespace(
+        group_rank=1, size=2, global_rank=1, ranks=(0, 1), _agreements=agreements
+    )
 
 
 def test_a_rank_waits_a_second_for_the_store_to_have_its_note_before_it_closes_connections(

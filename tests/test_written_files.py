@@ -226,9 +226,9 @@ def write_to_special(folder, make):
         make(folder / "special")
         os.symlink(folder / "special", folder / "link")
     dist.barrier()
-    before = zero.group._wire.turn
+    before = zero.group._agreements.turn
     saved = [caught(lambda: full_state_dict(zero, folder / name)) for name in ("special", "link")]
-    turns = zero.group._wire.turn - before
+    turns = zero.group._agreements.turn - before
     return saved, turns, caught(lambda: load_full_state_dict(zero, folder / "special"))
 
 

@@ -70,8 +70,8 @@ class Participant:
             ranks=range(size),
             store=self.counted,
             process_group=None,
-            _wire=SimpleNamespace(turn=0, life=SimpleNamespace(met=True, name="")),
-            _state=SimpleNamespace(ended=""),
+            _agreements=SimpleNamespace(turn=0, life=SimpleNamespace(met=True, name="")),
+            _ending=SimpleNamespace(ended=""),
         )
         self.log = EventLog(EventStore(self.group, "many"))
         self.asked = 0

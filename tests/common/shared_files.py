@@ -13,7 +13,7 @@ SHM = Path("/dev/shm")
 
 def through(group):
     """Give what a group uses in the place of messages, or None."""
-    return next(iter(group._wire.transports), None)
+    return next(iter(group._traffic.transports), None)
 
 
 def refuse_memory(*_):

@@ -34,7 +34,7 @@ class _Agreement:
 
     def __init__(self, group: Ranks, what: str, lines: Sequence[str], error: Exception | None):
         self.group = group
-        self.state = group._wire
+        self.state = group._agreements
         self.what = what
         self.lines = [what, *lines]
         self.error = error
@@ -303,7 +303,7 @@ def agree(
             raise error
         return
     since = next(_GROUP_COUNT)
-    turn = group._wire.turn
+    turn = group._agreements.turn
     try:
         for pause in _steps_of(_Agreement(group, what, lines, error)):
             time.sleep(pause)
@@ -346,7 +346,7 @@ def agreeing(
     except BaseException as e:
         if not isinstance(e, Exception):
             for group in _agree_in(groups) if local else all_groups(groups):
-                _interrupt(group, since, group._wire.turn if local else 0, what, e)
+                _interrupt(group, since, group._agreements.turn if local else 0, what, e)
             raise
         if _is_agreed(e, first, since):
             raise

@@ -150,7 +150,7 @@ _AFTER = "+"  # behind the name of a life: after it, and before the next one has
 
 def _name_life(group: Ranks) -> str:  # where ranks may have left words before
     """Give this life of the group a name; its first rank does, once."""
-    state = group._wire
+    state = group._agreements
     notes = _Notes(group)
     old = notes.peek("life")
     while state.life.name in ("", old):
@@ -163,7 +163,7 @@ def _leave_words(group: Ranks, words: str) -> None:
     """Tell the other ranks why this one leaves, whether the group has agreed on something or not. Waits for no rank."""
     if _has_no_peers(group):
         return
-    state = group._wire
+    state = group._agreements
     if group.group_rank == 0 and not state.life.name:
         _name_life(group)
     if state.life.name:
@@ -179,15 +179,15 @@ def _leave_words(group: Ranks, words: str) -> None:
             places.append(life + _AFTER)
         for place in places:
             _Notes(group, place).set("failed", words)
-            state.life.known.add(place)
+            state.life.note_place(place)
 
 
 def _take_back(group: Ranks) -> None:
     """Remove what this rank has said after lives of earlier groups."""
-    for place in [name for name in group._wire.life.past if name.endswith(_AFTER)]:
+    life = group._agreements.life
+    for place in [name for name in life.past if name.endswith(_AFTER)]:
         _Notes(group, place).remove("failed")
-        group._wire.life.known.discard(place)
-        group._wire.life.past.discard(place)
+        life.forget_place(place)
 
 # %% ../../nbs/comm/03_arrivals.ipynb #5b1c7e25
 def _waits_at(group: Ranks, what: str) -> str:
@@ -195,8 +195,8 @@ def _waits_at(group: Ranks, what: str) -> str:
 
 
 def _check_ended(group: Ranks, what: str) -> None:
-    if ended := group._state.ended:
-        why = group._state.reason or f"the group was {ended}"
+    if ended := group._ending.ended:
+        why = group._ending.reason or f"the group was {ended}"
         raise _untold(group, f"{why}, while {_waits_at(group, what)}; make a new group")
 
 
@@ -237,14 +237,14 @@ def _interrupt(
         context = context.__context__  # it may come while an error that all have passes
     if context or _has_no_peers(group):
         return
-    state = group._wire
+    state = group._agreements
     while state.turn <= turn:
         state.next_agreement()
     where = f"at {_shortened(_plain(what), 600)!r}"
     words = f"rank {group.global_rank} failed with {_shortened(_described(error), 600)} {where}"
     outcome = ""
     try:
-        if turn and state.life.met and not group._state.ended:
+        if turn and state.life.met and not group._ending.ended:
             with suppress(Exception):  # the store may be gone
                 outcome = _decide(_Notes(group, state.life.name), turn, f"left {words}")
     finally:

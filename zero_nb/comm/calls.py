@@ -174,4 +174,4 @@ def mark_agreed(
     root: int = -1,  # group rank that sends, of a broadcast
 ) -> None:
     """Note that a collective need not be compared when it comes."""
-    group._wire.known.add((kind, root, dtype, size))
+    group._agreements.note_known((kind, root, dtype, size))

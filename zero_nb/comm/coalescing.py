@@ -85,7 +85,7 @@ class Coalesced:
     def mark_agreed(self) -> None:
         """Note that all ranks have agreed on what the collectives so far follow from: they need not
         be compared."""
-        self.group._wire.known.add(tuple(map(_like, self.calls)))
+        self.group._agreements.note_known(tuple(map(_like, self.calls)))
 
     def add_exchange(
         self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
@@ -189,7 +189,7 @@ def _natively(group: Any, calls: Sequence[Call]) -> Iterator[None]:
         if call.tensor.numel()
         for native in _NATIVE[call.kind](group, call)
     ]
-    group._wire.connected.add(group.backend(device))
+    group._traffic.note_connected(group.backend(device))
     pg._start_coalescing(device)
     try:
         for native in natives:

@@ -200,7 +200,7 @@ def _divide(
 
 def _check_state(group: Ranks) -> None:
     """Refuse to start a collective in a group that cannot carry it."""
-    if group._state.ended or group._state.dropped:
+    if group._ending.ended or group._ending.dropped:
         _refuse_to_start(group)
 
 
@@ -245,8 +245,8 @@ def _steps(group: Ranks, call: Call) -> CollectiveSteps:
     """Give the steps of a call; a group that records sees what it is made of as parts of it."""
     steps = _STEPS[call.kind](group, call)
     backend = group.backends.get(call.tensor.device.type, "none")
-    if call.kind in _MERGED:
-        group._wire.connected.add(backend)
+    if call.kind in _MERGED and backend not in group._traffic.connected:
+        group._traffic.note_connected(backend)
     native = call.kind in ("all_reduce", "broadcast") and call.tensor.dtype in _KNOWN
     if native or backend != "gloo" or not hasattr(group.process_group, "follow"):
         return steps
@@ -299,7 +299,7 @@ def _like(call: Call) -> tuple[Any, ...]:
 
 
 def _is_known(group: Ranks, like: object) -> bool:
-    return like in group._wire.known and torch.distributed.get_debug_level().value < 2
+    return like in group._agreements.known and torch.distributed.get_debug_level().value < 2
 
 
 _ROOTED = ("broadcast", "gather", "scatter")

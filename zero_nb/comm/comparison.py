@@ -61,7 +61,7 @@ def _compare(
 ) -> None:
     """Make sure that all ranks are about to run the same collective, if none of its like has run
     before or the debug level is DETAIL."""
-    state = group._wire
+    state = group._agreements
     text = str(what)
     if (
         like in state.known or state.compared >= _COMPARED

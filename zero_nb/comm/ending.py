@@ -15,7 +15,7 @@ import torch
 
 from .arrivals import _NOBODY_TAG, _interrupt, _leave_words
 from .group_store import _last_words, _note_aborted
-from .ranks import Ranks, _agree_in, _ranks_of, all_groups
+from .ranks import Ranks, _agree_in, _ranks_of, _sending_group, all_groups
 from zero_nb.comm.store import (
     _GROUP_COUNT,
     _Notes,
@@ -59,12 +59,10 @@ def abort(
 
     The peers find the connections closed and raise as well; they take this rank for dead, unless it calls
     `fail` at once. Does nothing in a group of one, or the second time."""
-    state = group._state
-    if group.size == 1 or state.ended:
+    if group.size == 1 or group._ending.ended:
         return
-    state.end("aborted")
-    for near in filter(None, group._wire.transports):
-        near.close()
+    group._ending.end("aborted")
+    group._traffic.close_transport()
     _close_connections(group)
 
 
@@ -72,7 +70,7 @@ def _abort_noted(group: Ranks) -> None:
     """Abort a group, and note in its store before that this process lives on: it may still write a
     checkpoint in a thread, and the other ranks must not take it for dead. Waits for the store for a
     second, as `abort` does not."""
-    if not group._state.ended:
+    if not group._ending.ended:
         _note_aborted(group)
     abort(group)
 
@@ -83,14 +81,12 @@ def destroy(
     """End a group and free its connections; all its ranks call this. Ending the job's own group ends all groups.
 
     Does nothing in a group of one, the second time, or after torch's `destroy_process_group`."""
-    state = group._state
     pg = group.process_group
-    if pg is None or state.ended == "destroyed":
+    if pg is None or group._ending.ended == "destroyed":
         return
-    state.end("destroyed")
-    for near in filter(None, state.transports):
-        near.close()  # not for a group that records: the one it wraps lives on
-    state.transports.clear()
+    group._ending.end("destroyed")
+    if _sending_group(pg) is pg:  # a group that records wraps one that lives on
+        group._traffic.drop_transport()
     try:
         _ranks_of(pg)
     except ValueError:
@@ -121,10 +117,10 @@ def _leave_groups(levels: Sequence[Ranks], words: str) -> None:
     # at once: a collective that took too long has closed the connections already
     for group in levels:
         _note_aborted(group)
-    if any(not group._state.ended and "gloo" in group.backends.values() for group in levels):
+    if any(not group._ending.ended and "gloo" in group.backends.values() for group in levels):
         time.sleep(_SETTLE)
     for group in levels:
-        group._state.note_failure(said)  # what later calls on this rank say
+        group._ending.note_failure(said)  # what later calls on this rank say
         abort(group)
 
 # %% ../../nbs/comm/24_ending.ipynb #44e0e9f9
@@ -159,14 +155,14 @@ _TOGETHER = 3.0  # seconds in which all ranks fail if they fail at the same plac
 def _all_fail(group: Ranks, seconds: float) -> bool:
     if _has_no_peers(group):
         return True
-    wire = group._wire
+    agreements = group._agreements
     end = time.monotonic() + seconds
     pause = 0.01
-    if not wire.life.met:
+    if not agreements.life.met:
         return False
     with suppress(Exception):  # the store may be gone
-        notes = _Notes(group, wire.life.name)
-        key = f"failing/{wire.turn}"  # agreements are the same on all ranks
+        notes = _Notes(group, agreements.life.name)
+        key = f"failing/{agreements.turn}"  # agreements are the same on all ranks
         count = notes.add(key)
         wanted = -(-count // group.size) * group.size  # all ranks may have failed here before
         while count < wanted and time.monotonic() < end and not notes.there("failed"):

@@ -116,7 +116,7 @@ _LATE = frozenset({"nccl", "xccl"})  # backends that connect all ranks in the fi
 
 def _connected(group: Ranks, device: torch.device) -> bool:
     backend = group.backend(device)
-    if backend not in _LATE or backend in group._wire.connected:
+    if backend not in _LATE or backend in group._traffic.connected:
         return True
     return group.process_group.bound_device_id is not None  # connects when the group is made
 
@@ -126,7 +126,7 @@ def _among_all(group: Ranks, call: Call, steps: Iterator[None]) -> Iterator[None
     if not _connected(group, call.tensor.device):
         for _ in _started(_native_all_reduce(group, torch.zeros(1, device=call.tensor.device))):
             pass
-        group._wire.connected.add(group.backend(call.tensor.device))
+        group._traffic.note_connected(group.backend(call.tensor.device))
     return steps
 
 

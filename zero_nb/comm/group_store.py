@@ -34,12 +34,12 @@ class GroupStore:
         self._own: dict[str, str] = {}  # in the place of a store, for a group of one rank
         if self.alone:
             return
-        if not group._wire.life.met:
+        if not group._agreements.life.met:
             agree(
                 group, f"making the store {name}"
             )  # the keys begin with the name that the first agreement gives
-        self._notes = _Notes(group, group._wire.life.name)
-        self._prefix = f"board/{name}/{group._wire.turn}/"
+        self._notes = _Notes(group, group._agreements.life.name)
+        self._prefix = f"board/{name}/{group._agreements.turn}/"
 
     def put(self, key: str, note: str) -> None:
         """Leave a note, in the place of an older one."""
@@ -75,18 +75,18 @@ class GroupStore:
 # %% ../../nbs/comm/06_group_store.ipynb #e2b23fa0
 def _last_words(group: Ranks) -> str:  # "" if no rank has left because of an error
     with suppress(Exception):  # the store may be gone
-        if group._wire.life.met:
-            return _Notes(group, group._wire.life.name).peek("failed")
+        if group._agreements.life.met:
+            return _Notes(group, group._agreements.life.name).peek("failed")
     return ""
 
 
 def _note_aborted(group: Ranks) -> None:
     """Note that this rank's connections are about to close, and that its process lives on. Takes a second
     at most: another thread may be inside the store, or the store far away, and a collective is to be freed."""
-    if group.size == 1 or not group._wire.life.met:
+    if group.size == 1 or not group._agreements.life.met:
         return
     with suppress(Exception):  # the store may be gone, or torch has destroyed the group
-        notes = _Notes(group, group._wire.life.name, limited=False)
+        notes = _Notes(group, group._agreements.life.name, limited=False)
         # not `set`, which returns before the store has the note
         request = partial(notes.set_first, f"aborted/{group.group_rank}", "1")
         try:
@@ -102,18 +102,18 @@ def _has_aborted(
     notes: _Notes | None = None,  # the group's; needed once torch has destroyed the group
 ) -> bool:
     """Tell whether a rank has closed its connections itself."""
-    if not group._wire.life.met:
+    if not group._agreements.life.met:
         return False
-    return (notes or _Notes(group, group._wire.life.name)).there(f"aborted/{group_rank}")
+    return (notes or _Notes(group, group._agreements.life.name)).there(f"aborted/{group_rank}")
 
 
 def _elsewhere(group: Ranks, who: Sequence[int] = ()) -> str:  # some group ranks; none: any other
     """Tell of a rank that waits for this one to agree on something; of some, only if all of them wait."""
     with suppress(Exception):  # the store may be gone as well
-        if not group._wire.life.met:
+        if not group._agreements.life.met:
             return ""
-        notes = _Notes(group, group._wire.life.name)
-        turn = group._wire.turn
+        notes = _Notes(group, group._agreements.life.name)
+        turn = group._agreements.turn
         if not int(notes.peek(f"{turn}/waiting") or 0) >= max(1, len(who)):
             return ""
         ranks = who or [int(notes.peek(f"{turn}/who"))]

@@ -140,7 +140,7 @@ class Group(Ranks):
         return self.exchange([], [(tensor, group_rank)], async_op=async_op)
 
     def _interrupted(self, words: str) -> None:
-        if not self._state.ended:
+        if not self._ending.ended:
             with suppress(Exception):  # what has interrupted is to be raised
                 _leave_groups([self], words)
 

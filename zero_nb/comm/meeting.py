@@ -30,7 +30,7 @@ class _Meeting:
         self.ranks = group.ranks
         self.limit = _timeout(group).total_seconds()
         self._group = group
-        self._notes = _Notes(group, group._wire.life.name)
+        self._notes = _Notes(group, group._agreements.life.name)
         self._name = name
         self._turn = 0
 
@@ -57,7 +57,7 @@ class _Meeting:
             gone = connections.look(time.monotonic() - begin)  # before: a rank may come, and leave
             if found := notes.peek(verdict):
                 break
-            said = self._group._state.ended or _last_words(self._group)
+            said = self._group._ending.ended or _last_words(self._group)
             if gone and not said:
                 said = notes.set_first("failed", _gone_words(self._group, gone))
             if said:
@@ -80,14 +80,14 @@ class _Meeting:
 def _transport(group: Ranks, tensor: Tensor) -> Transport | None:
     """Give what moves the group's reduce-scatters and all-gathers in the place of messages, if
     there is such a thing; tried with the first tensor."""
-    found = group._wire.transports
+    traffic = group._traffic
     if tensor.device.type != "cpu":
         return None
-    if not found and _has_no_peers(group):
-        found.append(None)
-    if not found:
+    if not traffic.transports and _has_no_peers(group):
+        traffic.keep_transport(None)
+    if not traffic.transports:
         made, said = find_transport(partial(_Meeting, group))
-        found.append(made)
+        traffic.keep_transport(made)
         if group.group_rank == 0:
             logging.getLogger("zero_nb").info("%s %s", group, said)
-    return found[0]
+    return traffic.transports[0]

@@ -52,10 +52,9 @@ class _Scratch:
 
 
 def _group_scratch(group: Ranks) -> _Scratch:
-    found = group._wire.scratch
-    if not found:
-        found.append(_Scratch())
-    return found[0]
+    if group._traffic.scratch is None:
+        group._traffic.keep_scratch(_Scratch())
+    return group._traffic.scratch
 
 # %% ../../nbs/comm/11_messages.ipynb #6741c52f
 @dataclass(frozen=True)

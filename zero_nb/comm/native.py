@@ -243,16 +243,17 @@ def _lacks(group: Ranks, call: Call, native: Callable[[Ranks, Call], Sequence[_N
     """Tell if the backend has not got a collective, on any rank."""
     backend = group.backends.get(call.tensor.device.type, "none")
     n = group.size
-    lacks = group._state.lacks
+    traffic = group._traffic
     key = backend, call.kind
-    if backend not in _COMPLETE and key not in lacks:
+    if backend not in _COMPLETE and key not in traffic.lacks:
         trial = Call(call.kind, call.tensor.new_zeros(n), Parts(n, n, 1))
         try:
             for _ in _started(*native(group, trial)):
                 pass
         except RuntimeError:
-            lacks[key] = True  # also NotImplementedError
+            traffic.note_trial(key, refused=True)  # also NotImplementedError
         else:
-            lacks[key] = False
-        agree(group, f"trying the {call.kind} of {backend}", ["refused" if lacks[key] else "done"])
-    return lacks.get(key, False)
+            traffic.note_trial(key, refused=False)
+        outcome = "refused" if traffic.lacks[key] else "done"
+        agree(group, f"trying the {call.kind} of {backend}", [outcome])
+    return traffic.lacks.get(key, False)

@@ -60,12 +60,7 @@ def _is_outside(group: object) -> bool:
         return False
     return bool(group == torch.distributed.GroupMember.NON_GROUP_MEMBER)
 
-# %% ../../nbs/comm/01_ranks.ipynb #68f003ff
-# messages inside collectives are numbered, and marked by size and dtype; a program's own have tags below
-_TAGS = range(64, (1 << 20) - 1)
-_MARKS = 1 << 10
-
-
+# %% ../../nbs/comm/01_ranks.ipynb #5c1e7a02
 @dataclass(eq=False)
 class _Life:
     """What a process knows of one life of a group, and of others on the same store."""
@@ -91,43 +86,72 @@ class _Life:
         """Note that all ranks are in this life."""
         self.met = True
 
+    def note_place(self, place: str) -> None:
+        """Note where this process has left words for a life whose name it does not know."""
+        self.known.add(place)
+
+    def forget_place(self, place: str) -> None:
+        """Forget such a place, from which the words were removed."""
+        self.known.discard(place)
+        self.past.discard(place)
+
+# %% ../../nbs/comm/01_ranks.ipynb #5c1e7a04
+@dataclass(eq=False)
+class _Agreements:
+    """What the ranks of a group have agreed on so far; the same on all of them."""
+
+    turn: int = 0  # agreements so far
+    # collectives that are not compared before they are sent: their like was, or follows from what
+    # was agreed on
+    known: set[Any] = field(default_factory=set)
+    compared: int = 0  # collectives that were compared because none of their like was known
+    # of the job's own group: the highest number in the name of a group that was split off
+    named: int = 0
+    # whether the store, on another machine, has left a request without an answer
+    silent: bool = False
+    life: _Life = field(default_factory=_Life)  # of a group that may be made again on its store
+
+    def next_agreement(self) -> int:
+        """Count an agreement, and give how many there were before."""
+        self.turn += 1
+        return self.turn - 1
+
+    def note_known(self, like: object) -> None:
+        """Note that a collective follows from what the ranks agreed on: none of its like is compared."""
+        self.known.add(like)
+
+    def note_compared(self, like: object) -> None:
+        """Note that ranks have compared a collective."""
+        self.compared += like not in self.known
+        self.known.add(like)
+
+    def note_name(self, number: int) -> None:
+        """Note the highest number in the name of a group that was split off."""
+        self.named = number
+
+    def note_silent(self) -> None:
+        """Note that the store on another machine does not answer."""
+        self.silent = True
+
+# %% ../../nbs/comm/01_ranks.ipynb #68f003ff
+# messages inside collectives are numbered, and marked by size and dtype; a program's own have tags below
+_TAGS = range(64, (1 << 20) - 1)
+_MARKS = 1 << 10
+
 
 @dataclass(eq=False)
-class _State:
-    """What a process group remembers between collectives; the same on all its ranks."""
+class _Traffic:
+    """How tensors travel between the ranks of a group, as far as its collectives have found out."""
 
-    tag: int = 0  # messages so far
-    turn: int = 0  # agreements so far
-    known: set[Any] = field(
-        default_factory=set
-    )  # collectives that are not compared before they are sent: their like was, or follows from what was agreed on
-    compared: int = 0  # collectives that were compared because none of their like was known
-    transports: list[Any] = field(
-        default_factory=list
-    )  # one, or None if the group sends messages; empty before it is tried
-    hosts: list[Any] = field(
-        default_factory=list
-    )  # one: the host of each rank; empty before it was asked
-    scratch: list[Any] = field(
-        default_factory=list
-    )  # one: memory that messages are received into; empty before it is needed
-    lacks: dict[Any, bool] = field(
-        default_factory=dict
-    )  # collectives that were tried on a backend we do not know; True if it has none
-    connected: set[str] = field(
-        default_factory=set
-    )  # backends that have run a collective of all ranks
-    dropped: list[str] = field(default_factory=list)  # collectives that this rank did not wait for
-    named: int = 0  # in the state of the job's own group: the highest number in the name of a group that was split off
-    ended: str = ""  # "aborted" or "destroyed"
-    silent: bool = (
-        False  # whether the store, on another machine, has left a request without an answer
-    )
-    reason: str = ""  # what another rank said that failed, if the group was aborted because of that
-    watcher: Any = (
-        None  # the thread that listens to other ranks where the backend does not tell of errors
-    )
-    life: _Life = field(default_factory=_Life)  # of a group that may be made again on its store
+    tag: int = 0  # collectives made of messages so far
+    # one, or None if the group sends messages; empty before it is tried
+    transports: list[Any] = field(default_factory=list)
+    hosts: tuple[str, ...] = ()  # of each rank; empty before the ranks have told each other
+    scratch: Any = None  # memory that messages are received into; None before it is needed
+    # collectives that were tried on a backend we do not know; True if it has none
+    lacks: dict[Any, bool] = field(default_factory=dict)
+    # backends that have run a collective of all ranks
+    connected: set[str] = field(default_factory=set)
 
     def next_tag(self, like: str) -> int:
         """Reserve a tag for the messages of a collective of a kind."""
@@ -135,31 +159,63 @@ class _State:
         self.tag += 1
         return _TAGS[number] * _MARKS + zlib.crc32(like.encode()) % _MARKS
 
-    def next_agreement(self) -> int:
-        """Count an agreement, and give how many there were before."""
-        self.turn += 1
-        return self.turn - 1
+    def keep_transport(self, transport: Any) -> None:
+        """Keep the transport that all ranks have found, or None where they send messages."""
+        self.transports.append(transport)
 
-    def note_compared(self, like: object) -> None:
-        """Note that ranks have compared a collective."""
-        self.compared += like not in self.known
-        self.known.add(like)
+    def close_transport(self) -> None:
+        """Close the transport: threads of this process that wait in it raise."""
+        for transport in filter(None, self.transports):
+            transport.close()
 
-    def note_silent(self) -> None:
-        """Note that the store on another machine does not answer."""
-        self.silent = True
+    def drop_transport(self) -> None:
+        """Close the transport, and look for one again before the next collective."""
+        self.close_transport()
+        self.transports.clear()
 
-    def note_name(self, number: int) -> None:
-        """Note the highest number in the name of a group that was split off."""
-        self.named = number
+    def keep_hosts(self, hosts: tuple[str, ...]) -> None:
+        """Keep the host of each rank."""
+        self.hosts = hosts
 
-    def note_failure(self, reason: str) -> None:
-        """Note what a rank that failed has said."""
-        self.reason = reason
+    def keep_scratch(self, scratch: Any) -> None:
+        """Keep the memory that messages are received into, unless another thread was faster."""
+        if self.scratch is None:
+            self.scratch = scratch
+
+    def note_trial(self, collective: tuple[str, str], refused: bool) -> None:
+        """Note whether a backend has refused a kind of collective."""
+        self.lacks[collective] = refused
+
+    def note_connected(self, backend: str) -> None:
+        """Note that a backend has connected all ranks."""
+        self.connected.add(backend)
+
+# %% ../../nbs/comm/01_ranks.ipynb #5c1e7a09
+@dataclass(eq=False)
+class _Ending:
+    """Whether, how and why a group has ended on this rank, and what ends it."""
+
+    ended: str = ""  # "aborted" or "destroyed"
+    reason: str = ""  # what another rank said that failed, if the group was aborted because of that
+    dropped: list[str] = field(default_factory=list)  # collectives that this rank did not wait for
+    # the thread that listens to other ranks where the backend does not tell of errors
+    watcher: Any = None
 
     def watch(self, watcher: Any) -> None:
         """Keep the thread that listens to other ranks."""
         self.watcher = watcher
+
+    def note_dropped(self, collective: str) -> None:
+        """Note that this rank will not wait for a collective that has started."""
+        self.dropped.append(collective)
+
+    def forget_dropped(self) -> None:
+        """Forget the collectives that this rank did not wait for: an error names them."""
+        self.dropped.clear()
+
+    def note_failure(self, reason: str) -> None:
+        """Note what a rank that failed has said."""
+        self.reason = reason
 
     def end(self, how: str) -> None:
         """End the group, and its watcher."""
@@ -167,13 +223,22 @@ class _State:
         if self.watcher:
             self.watcher.over.set()
 
+# %% ../../nbs/comm/01_ranks.ipynb #5c1e7a0c
+@dataclass(frozen=True, eq=False)
+class _GroupState:
+    """What a process group remembers between two calls, by what each part knows."""
 
-_STATES: WeakKeyDictionary[Any, _State] = WeakKeyDictionary()  # by process group
+    agreements: _Agreements = field(default_factory=_Agreements)
+    traffic: _Traffic = field(default_factory=_Traffic)
+    ending: _Ending = field(default_factory=_Ending)
+
+
+_STATES: WeakKeyDictionary[Any, _GroupState] = WeakKeyDictionary()  # by process group
 _LIVES: dict[tuple[str, int], set[str]] = {}  # by name of a group and rank in it
-_NO_GROUP = _State()  # a process alone
+_NO_GROUP = _GroupState()  # a process alone
 
 
-def _state(process_group: Any) -> _State:
+def _state(process_group: Any) -> _GroupState:
     if process_group is None:
         return _NO_GROUP
     name = ""
@@ -181,7 +246,8 @@ def _state(process_group: Any) -> _State:
         with suppress(AttributeError, RuntimeError):  # a backend of the user's may have no name
             name = str(process_group.group_name)
         lives = _LIVES.setdefault((name, process_group.rank()), set())
-        _STATES.setdefault(process_group, _State(life=_Life(known=lives, past=set(lives))))
+        life = _Life(known=lives, past=set(lives))
+        _STATES.setdefault(process_group, _GroupState(_Agreements(life=life)))
     return _STATES[process_group]
 
 
@@ -226,8 +292,10 @@ class Ranks:
         self.group_rank = 0 if torchs is None else torch.distributed.get_rank(torchs)
         self.size = len(self.ranks)
         self.backends = _backends_of(torchs)  # by type of device: {"cpu": "gloo"}
-        self._state = _state(torchs)
-        self._wire = _state(_sending_group(torchs))
+        sending = _state(_sending_group(torchs))
+        self._agreements = sending.agreements
+        self._traffic = sending.traffic
+        self._ending = _state(torchs).ending
 
     @property
     def global_rank(self) -> int:

@@ -39,14 +39,13 @@ def _hosts(
     device: torch.device,  # that the group sends messages from
 ) -> tuple[str, ...]:
     """Give the host of each rank, by group rank. The first call is a collective of all ranks."""
-    found = group._wire.hosts
-    if not found:
+    if not group._traffic.hosts:
         dist: Any = torch.distributed
         name = torch.tensor([*_host().encode()], dtype=torch.uint8, device=device)
         names = [torch.empty_like(name) for _ in group.ranks]
         dist.all_gather(names, name, _sending_group(group.process_group))
-        found.append(tuple(bytes(name.tolist()).decode() for name in names))
-    return found[0]
+        group._traffic.keep_hosts(tuple(bytes(name.tolist()).decode() for name in names))
+    return group._traffic.hosts
 
 
 @cache
@@ -150,7 +149,7 @@ def _by_messages(group: Ranks, call: Call) -> CollectiveSteps:
     relayed = call.relay and _relays(_hosts(group, call.tensor.device))
     make = _MADE_OF_MESSAGES[call.kind, relayed]
     parts = call.split()
-    tag = group._wire.next_tag(f"{parts[0].dtype} {[len(part) for part in parts]}")
+    tag = group._traffic.next_tag(f"{parts[0].dtype} {[len(part) for part in parts]}")
     longest = call.parts.largest
     room = _AHEAD // ((group.size - 1) * parts[0].element_size())
     if call.kind == "all_gather" or longest <= room:

@@ -175,15 +175,15 @@ class _Notes:
 
     def _ask_far(self, request: Callable[[], Any]) -> Any:
         """Ask a store on another machine: torch waits for its answer without a limit."""
-        wire = self._group._wire
-        if wire.silent:
+        agreements = self._group._agreements
+        if agreements.silent:
             raise _NoAnswer("it has left a request without an answer before")
         try:
             return _within(_timeout(self._group).total_seconds(), request)
         except _NoThread:  # rather without a limit than not at all
             return request()
         except _NoAnswer:
-            wire.note_silent()
+            agreements.note_silent()
             raise
 
     def set(self, key: str, text: str) -> None:

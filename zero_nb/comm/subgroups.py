@@ -31,11 +31,11 @@ __all__ = ['GroupsLike', 'split', 'clone', 'TwoLevel', 'two_level']
 def _name_number(group: Ranks, names: int = 1) -> int:
     """Agree on the number that torch puts into the names of the next groups, of which this process
     will be in some; all ranks of the group call this, after a first agreement."""
-    world = _state(torch.distributed.group.WORLD)
+    world = _state(torch.distributed.group.WORLD).agreements
     number = max(len(torch.distributed.distributed_c10d._world.pg_names), world.named + 1)
     if not _has_no_peers(group):
-        notes = _Notes(group, group._wire.life.name)
-        key = f"named/{group._wire.turn}"
+        notes = _Notes(group, group._agreements.life.name)
+        key = f"named/{group._agreements.turn}"
         readers = f"{key}/readers"
         notes.raise_to(key, number)
         agree(group, "the names of new groups")

@@ -67,17 +67,17 @@ class _Watcher(threading.Thread):
         if process_group is None or not _ready():
             return False
         group = Ranks(process_group)
-        if group._state.ended:
+        if group._ending.ended:
             return False
         if self.heard:
-            group._state.note_failure(self.heard)
+            group._ending.note_failure(self.heard)
             (abort if self.link.has_ended() else _abort_noted)(group)
             return False
         if self.link.has_ended():
             return False
         # A request waits for this process's others, which may take longer than the group's limit.
         # That says nothing about the store.
-        self.heard = _Notes(group, group._wire.life.name, limited=False).peek("failed")
+        self.heard = _Notes(group, group._agreements.life.name, limited=False).peek("failed")
         return True  # if there is something, this rank has until the next look to hear it by itself
 
 
@@ -86,11 +86,11 @@ _WATCHERS: weakref.WeakSet[_Watcher] = weakref.WeakSet()
 
 def _start_watcher(group: Ranks) -> None:
     """Start the group's watcher, if it needs one and has none."""
-    seconds = 0.0 if group._state.watcher else _watch_seconds(group)
+    seconds = 0.0 if group._ending.watcher else _watch_seconds(group)
     if not seconds:
         return
     watcher = _Watcher(group, seconds)
-    group._state.watch(watcher)
+    group._ending.watch(watcher)
     _WATCHERS.add(watcher)
     with suppress(
         RuntimeError

@@ -33,8 +33,8 @@ def _failed(
     group: Ranks | None, what: object, error: RuntimeError
 ) -> RuntimeError:  # worth raising
     hint = (_last_words(group) or _elsewhere(group)) if group else ""
-    if group and group._state.reason:
-        return RuntimeError(f"{_plain(what)} failed: {group._state.reason}")
+    if group and group._ending.reason:
+        return RuntimeError(f"{_plain(what)} failed: {group._ending.reason}")
     return RuntimeError(
         f"{_plain(what)} failed: {error};"
         f" {hint or 'a peer may be gone, so look at the output of the other ranks first'}"
@@ -62,19 +62,19 @@ def _note_interrupted(group: Ranks | None, what: object, error: BaseException) -
 
 def _refuse_to_start(group: Ranks) -> None:
     """Raise why a collective cannot start in a group that has ended, or in which a work was dropped."""
-    state = group._state
-    if state.ended:
+    ending = group._ending
+    if ending.ended:
         raise RuntimeError(
             "this process group was"
-            f" {state.ended}{', because ' * bool(state.reason)}{state.reason}; make a new one"
+            f" {ending.ended}{', because ' * bool(ending.reason)}{ending.reason}; make a new one"
         )
-    if state.dropped:
+    if ending.dropped:
         words = (
-            f"{state.dropped[0]} was started and never waited for, so its result was never there: an exception,"
+            f"{ending.dropped[0]} was started and never waited for, so its result was never there: an exception,"
             " as from Ctrl-C, ended the call that started it, or its Work was not kept"
         )
         group._interrupted(f"rank {group.global_rank} failed: {words}")  # others may have waited
-        state.dropped.clear()
+        ending.forget_dropped()
         raise RuntimeError(
             f"{words}; go on from a checkpoint, or keep the Work of async_op=True and call wait()"
         )
@@ -82,8 +82,8 @@ def _refuse_to_start(group: Ranks) -> None:
 
 def _check_aborted(group: Ranks | None) -> None:
     """Refuse a result that a kernel left when its communicator was aborted: the backend raises nothing."""
-    if group and group._state.reason:
-        raise RuntimeError(group._state.reason)
+    if group and group._ending.reason:
+        raise RuntimeError(group._ending.reason)
 
 # %% ../../nbs/comm/08_work.ipynb #8cf5bdeb
 class Work:
@@ -132,7 +132,7 @@ class Work:
     def precedes(self, group: Ranks) -> bool:
         """Tell whether what is left must start before a collective of a group: it is of the same group, or
         of another one and this thread has started it."""
-        own = self._group is not None and self._group._wire is group._wire
+        own = self._group is not None and self._group._traffic is group._traffic
         return own or self._thread == get_ident()
 
     def pass_on(self, urgency: int) -> None:
@@ -158,7 +158,7 @@ class Work:
         self, ends: Callable[[], bool] = sys.is_finalizing
     ) -> None:  # the names of a module may be gone when the interpreter ends
         if not getattr(self, "done", True) and not ends() and self._group:
-            self._group._state.dropped.append(_plain(self._what))
+            self._group._ending.note_dropped(_plain(self._what))
 
 # %% ../../nbs/comm/08_work.ipynb #dd06eaa0
 class _Native(NamedTuple):
