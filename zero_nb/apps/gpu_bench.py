@@ -108,17 +108,18 @@ def host_turns(
 ) -> HostTurns:
     """Time what the host needs for an iteration of one rank of many, each way in turn."""
     kind, size = pretended
-    turns = HostTurns(model.name, model.words, dtype, size, kind)
+    host: dict[str, list[float]] = {way: [] for way in ways}
+    whole: dict[str, list[float]] = {way: [] for way in ways}
     with pretended_group(kind, size) as group:
         for i in range(rounds):
             first = i % len(ways)
             for way in (*ways[first:], *ways[:first]):
                 say(f"host, {kind} group of {size}, round {i + 1} of {rounds}: {way}")
                 let_go(device)
-                host, whole = _host_times(gpu_job(way, model, dtype, device, group), device)
-                turns.host.setdefault(way, []).extend(_rounded([host]))
-                turns.whole.setdefault(way, []).extend(_rounded([whole]))
-    return turns
+                times = _host_times(gpu_job(way, model, dtype, device, group), device)
+                host[way] += _rounded(times[:1])
+                whole[way] += _rounded(times[1:])
+    return HostTurns(model.name, model.words, dtype, size, kind, host, whole)
 
 # %% ../../nbs/apps/27_gpu_bench.ipynb #54f2d9c3
 _PLANNED: dict[str, tuple[str, bool]] = {  # by way: the planner's name, `gradient_as_bucket_view`
@@ -301,40 +302,37 @@ class GpuRun:
             speed = copy_bandwidth(self.device, size) if "bandwidth" in self.parts else None
             report = GpuReport(gpu_machine(self.device), self.quick, speed)
             keep(report)
-            for part in (self._times, self._host, self._memory):
-                for _ in part(report, say):
+            parts = {"times": self._times, "host": self._host, "memory": self._memory}
+            for part, measure in parts.items():
+                for found in measure(say):
+                    more: dict[str, Any] = {part: [*getattr(report, part), found]}
+                    report = replace(report, **more)
                     keep(report)
             return report
         finally:
             torch.set_float32_matmul_precision(before)
 
-    def _times(self, report: GpuReport, say: Callable[[str], None]) -> Iterator[None]:
+    def _times(self, say: Callable[[str], None]) -> Iterator[GpuTurns]:
         if "times" not in self.parts:
             return
         with alone(self.device):
             for name, dtype in itertools.product(self.models, self.dtypes):
                 model = gpu_model(name, _SEQUENCES[dtype], quick=self.quick)
-                turns = take_turns(model, dtype, _TIMED, self.rounds, self.device, say)
-                report.times.append(turns)
-                yield
+                yield take_turns(model, dtype, _TIMED, self.rounds, self.device, say)
 
-    def _host(self, report: GpuReport, say: Callable[[str], None]) -> Iterator[None]:
-        model = gpu_model(
-            "gpt2-small", 1, 64, self.quick
-        )  # kernels so short that the host never waits
+    def _host(self, say: Callable[[str], None]) -> Iterator[HostTurns]:
+        # kernels so short that the host never waits
+        model = gpu_model("gpt2-small", 1, 64, self.quick)
         several = [(GROUPS[0], n) for n in self.ranks] + [(GROUPS[1], self.ranks[0])]
         for pretended in several if "host" in self.parts else ():
             ways = ("ddp-gradview", "zero1-gradview") * (pretended[0] == GROUPS[0]) + _ANYWHERE
-            turns = host_turns(model, "bfloat16", pretended, ways, self.rounds, self.device, say)
-            report.host.append(turns)
-            yield
+            yield host_turns(model, "bfloat16", pretended, ways, self.rounds, self.device, say)
 
-    def _memory(self, report: GpuReport, say: Callable[[str], None]) -> Iterator[None]:
+    def _memory(self, say: Callable[[str], None]) -> Iterator[GpuPeak]:
         model = gpu_model(self.models[-1], 1, 64, self.quick)
         for n in (1, self.ranks[0]) if "memory" in self.parts else ():
             for dtype in self.dtypes:
-                report.memory.extend(gpu_peaks(model, dtype, n, self.device, say))
-                yield
+                yield from gpu_peaks(model, dtype, n, self.device, say)
 
     def draw(self, say: Callable[[str], None] = lambda line: None) -> dict[str, Svg]:
         """Draw what ran when in an iteration of each way; by file name."""

@@ -325,11 +325,10 @@ def _take(
     last = done == config.steps
     for name in sorted(sides, reverse=step % 2 == 0):
         loss, *seconds = sides[name].train(batch)
-        report.seconds[name].append((seconds[0], seconds[1]))
-        report.losses[name].update({done: _mean(loss, group, nbytes)})
+        report.add_step(name, done, _mean(loss, group, nbytes), (seconds[0], seconds[1]))
     if done % config.eval_every == 0 or last:
         for name, side in sides.items():
-            report.held_out[name].update({done: _evaluate(side, corpus.held_out, group)})
+            report.add_held_out(name, done, _evaluate(side, corpus.held_out, group))
     _log_step(sides["zero_nb"], report, done, log)
     if done % config.save_every == 0 or last:
         save_checkpoint(sides["zero_nb"], report, done, group)

@@ -38,9 +38,7 @@ __all__ = ['PLAIN', 'MEMORY_KINDS', 'param_groups', 'PlainOptimizers', 'MasterCo
 def param_groups(
     config: TrainConfig,  # names the optimizer
     model: nn.Module,  # its blocks are in `blocks`
-) -> tuple[
-    list[dict[str, Any]], Any, dict[str, Any]
-]:  # groups, and the class of those that name none, with its settings
+) -> tuple[list[dict[str, Any]], Any, dict[str, Any]]:  # groups, class of the others, its settings
     """Share the parameters out to the classes that are to step them."""
     *special, (kind, settings) = find_optimizers(config.optimizer, config.optimizer_args, config.lr)
     named = dict(model.named_parameters())
@@ -271,12 +269,8 @@ class Side:
                 total += loss.detach()
         return total
 
-    def train(
-        self, batch: Tensor
-    ) -> tuple[
-        Tensor, float, float
-    ]:  # -> loss [], seconds of the iteration, seconds of `step` in it
-        """Train on one batch."""
+    def train(self, batch: Tensor) -> tuple[Tensor, float, float]:  # loss [], and seconds
+        """Train on one batch; gives how long the iteration took, and `step` in it."""
         if not self.prepared:
             self._prepare(batch)
         start = synchronized_time(self.device)
@@ -362,14 +356,22 @@ class RankReport:
     parameters: int  # of the model, numbers
     losses: dict[str, dict[int, float]]  # side: step: nats per byte
     held_out: dict[str, dict[int, float]]  # side: steps taken: nats per byte
-    seconds: dict[
-        str, list[tuple[float, float]]
-    ]  # side: iteration and the optimizer's step in it, in this run
+    # side: iteration and the optimizer's step in it, in this run
+    seconds: dict[str, list[tuple[float, float]]]
     memory: dict[str, dict[str, int]] = field(default_factory=dict)  # side: what: bytes
     # largest difference of the sides' parameters, absolute and relative
     apart: tuple[float, float] = (0.0, 0.0)
     samples: list[str] = field(default_factory=list)  # what the model wrote
     mode: str = MODES[0]  # of the sharded side
+
+    def add_step(self, side: str, step: int, loss: float, seconds: tuple[float, float]) -> None:
+        """Take over the loss of a side's step, and how long its iteration and its optimizer took."""
+        self.losses[side][step] = loss
+        self.seconds[side].append(seconds)
+
+    def add_held_out(self, side: str, steps: int, loss: float) -> None:
+        """Take over the loss of a side on text it was not trained on, after so many steps."""
+        self.held_out[side][steps] = loss
 
 
 def _mean(value: Tensor, group: Group, per: float = 1.0) -> float:

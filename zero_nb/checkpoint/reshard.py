@@ -119,12 +119,12 @@ class StateMover:
         after = StatePlan(len(self.receivers.ranks[0]), [new], places)
         rank = self.callers.group_rank
         found = moves_between(rank, before, self.senders, after, self.receivers)
-        for index, p in enumerate(self.params):
-            if not p.numel():
-                empty = _moves_of_empty(Span(index, 0, 0), rank, self.senders, self.receivers)
-                found.sends.update(empty.sends)
-                found.receives.update(empty.receives)
-        return found, places
+        empty = (
+            _moves_of_empty(Span(index, 0, 0), rank, self.senders, self.receivers)
+            for index, p in enumerate(self.params)
+            if not p.numel()
+        )
+        return found.joined(empty), places
 
     def _of_frozen(self, moves: RankMoves) -> RankMoves:
         stepped = stepped_by(self.new)

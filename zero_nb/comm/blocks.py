@@ -134,7 +134,7 @@ class Outbox:
         self.count += 1
         for peer in self.released:
             self.segment.post(layout.published(rank, peer))
-        self.segment.unrung.update(self.released)
+        self.segment.note_news(self.released)
 
 # %% ../../nbs/comm/20_blocks.ipynb #909f77d5
 class Inbox:
@@ -163,4 +163,4 @@ class Inbox:
             self.waiting.discard(self.released)
             self.released += 1
             self.segment.post(self.segment.layout.released(self.source, self.segment.rank))
-            self.segment.unrung.add(self.source)
+            self.segment.note_news((self.source,))

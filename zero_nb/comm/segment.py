@@ -10,7 +10,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -167,6 +167,10 @@ class Segment:
     def take(self, place: int) -> bool:
         """Take one from a semaphore, if there is one."""
         return bool(self.quick.sem_trywait(self.address + place) == 0)
+
+    def note_news(self, peers: Iterable[int]) -> None:
+        """Note peers for which there is something new, whose bells ring with the next `ring`."""
+        self.unrung.update(peers)
 
     def ring(self) -> None:
         """Wake the peers for which there is something new."""

@@ -121,10 +121,10 @@ class AfterBackward:
                     lend_pieces(local.by_class.values(), shard)
                 pulled = local.pull_options(optimizer.param_groups)
                 stepping = True
-                stepped = with_gradients(local.groups()) if local.leaves else []
+                stepped = with_gradients(local.groups()) if local.tried.leaves else []
                 returned = local.step(optimizer.param_groups, **kwargs)
                 if stepped:
-                    leaves = [local.leaves.get(rule.optimizer_class, ()) for rule in local.rules]
+                    leaves = [local.tried.leaves.get(r.optimizer_class, ()) for r in local.rules]
                     clear_gradients(optimizer.param_groups, stepped, leaves)
                 local.push_options(optimizer.param_groups, pulled)
         except BaseException as error:

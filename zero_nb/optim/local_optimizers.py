@@ -27,7 +27,7 @@ from .rules import Rule, Settings, choose_fused, is_known
 from ..plan.balancing import by_group, mixed
 from ..plan.policies import Policy, even, runs
 from ..plan.specs import ParamTable
-from .trial import find_trouble
+from .trial import TriedClasses, find_trouble
 
 # %% auto #0
 __all__ = ['ParamGroups', 'snapshot_options', 'check_options', 'make_shard', 'LocalOptimizers', 'check_classes', 'take_groups']
@@ -195,11 +195,7 @@ class LocalOptimizers:
     # among the options, by id: the user's groups have the same, and a step may write into them
     tensors: dict[int, Tensor] = field(default_factory=dict)
     written: Counter[int] = field(default_factory=Counter)  # how often a step has, since `pulled`
-    tried_with_closure: set[type] = field(default_factory=set)
-    # classes for which a tensor stands in where this rank has no gradient of a group
-    stood_in_for: set[type] = field(default_factory=set)
-    # what steps leave of gradients, by class: of those that are not known, as far as they were tried
-    leaves: dict[type, frozenset[str]] = field(default_factory=dict)
+    tried: TriedClasses = field(default_factory=TriedClasses)
     change: CurrentChange = field(default_factory=CurrentChange)
 
     def add_groups(
@@ -224,6 +220,10 @@ class LocalOptimizers:
                 self.by_class[kind].add_param_group(group)
         self.sizes += [len(param_groups[i]["params"]) for i in shard.groups]
         name_pieces(self.groups(), self.rules, param_groups, shard)
+
+    def add_rule(self, rule: Rule) -> None:
+        """Take the rule of a new param group, before its pieces are there."""
+        self.rules.append(rule)
 
     def keep_groups(self, count: int) -> None:
         """Drop all param groups but the first `count`, with the optimizers that have no other."""
@@ -276,7 +276,7 @@ class LocalOptimizers:
         for group in self.groups():
             if group.get("fused"):
                 lay_out_gradients(group["params"])
-        if param_groups and self.stood_in_for:
+        if param_groups and self.tried.stood_in_for:
             unused = [p.grad is None for group in param_groups for p in group["params"]]
             return self.step_together(param_groups, unused, **kwargs)
         versions = [t._version for t in self.tensors.values()]
@@ -305,7 +305,7 @@ class LocalOptimizers:
     def _stand_ins(self, groups: Any, unused: Sequence[bool]) -> dict[type, list[Any]]:
         """Make what stands in for the groups of each class that needs it; None: no rank steps one."""
         flags = iter(unused)
-        found = {kind: list[Any]() for kind in self.by_class.keys() & self.stood_in_for}
+        found = {kind: list[Any]() for kind in self.by_class.keys() & self.tried.stood_in_for}
         for rule, group in zip(self.rules, groups, strict=True):
             used = [not next(flags) and p.requires_grad for p in group["params"]]
             if rule.optimizer_class in found:
@@ -348,7 +348,7 @@ def check_classes(
     Raises `ValueError`."""
     settings = local.settings
     unknown = [kind for kind in local.by_class if not is_known(kind, cuts=True)]
-    local.leaves.update(dict.fromkeys(unknown, frozenset()) | local.leaves)
+    local.tried.note_unknown(unknown)
     if settings.trusted or not unknown:
         return
     check_references(settings, rules, param_groups, shards)
@@ -360,8 +360,7 @@ def check_classes(
         if is_known(kind, cuts):
             continue
         found = find_trouble(kind, settings.options(kind), of_kind, cuts, settings.master_dtype)
-        local.stood_in_for.update(() if found.idles else (kind,))
-        local.leaves.update({kind: found.leaves})
+        local.tried.note_trial(kind, found)
         if found.trouble:
             raise ValueError(
                 f"optimizer_class {kind.__name__} {found.trouble}. Sharded, it would not train as it does"

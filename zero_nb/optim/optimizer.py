@@ -218,7 +218,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             super().add_param_group(group)
         finally:
             self.defaults = defaults
-        self.local.rules.append(rule)
+        self.local.add_rule(rule)
 
     def _take(self, indices: range) -> None:
         take_groups(self.local, self.param_groups, indices, self.shards, self.group)

@@ -321,7 +321,7 @@ def check_closure(local: LocalOptimizers, param_groups: list[dict[str, Any]]) ->
     Raises `ValueError`."""
     settings = local.settings
     for kind in untried_classes(local):
-        if kind in local.tried_with_closure:
+        if kind in local.tried.with_closure:
             continue
         pairs = zip(local.rules, param_groups, strict=True)
         of_kind = [group for rule, group in pairs if rule.optimizer_class is kind]
@@ -335,7 +335,7 @@ def check_closure(local: LocalOptimizers, param_groups: list[dict[str, Any]]) ->
                 " it does unsharded: use it unsharded, or call the closure yourself and step()"
                 " without it"
             )
-        local.tried_with_closure.add(kind)
+        local.tried.note_closure(kind)
 
 
 def call_closure(closure: Callable[[], Any], optimizer: Any) -> Any:  # its loss

@@ -135,6 +135,13 @@ class RankMoves(NamedTuple):
     sends: dict[Span, list[Move]]  # by the span of the old placement that they are cut from
     receives: dict[Span, list[Move]]  # by the span of the new placement that they make up
 
+    def joined(self, others: Iterable["RankMoves"]) -> "RankMoves":
+        """Give these moves and those of other parameters."""
+        every = [self, *others]
+        sends = {span: found for moves in every for span, found in moves.sends.items()}
+        receives = {span: found for moves in every for span, found in moves.receives.items()}
+        return RankMoves(sends, receives)
+
 
 def moves_of(
     group_rank: int,
