@@ -23,6 +23,7 @@ from common.house import (
     deep_classes,
     definitions,
     foreign_assignments,
+    foreign_changes,
     many_attributes,
     names_of_modules,
     parsed,
@@ -163,6 +164,30 @@ def test_an_assignment_to_another_object_is_found_in_any_form(text, what):
     assert found(foreign_assignments, room_one=OURS, room_two=text) == [f"room.two:{what}"] * bool(
         what
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("def f(o):\n    o.items.update(a=1)", "f o.items"),
+        ("def f(o):\n    return o.items.pop(1)", "f o.items"),
+        ("def f(o):\n    o.x.items[1].append(2)", "f o.x.items"),
+        ("def f(o):\n    found = o.items\n    found.clear()", "f o.items"),
+        ("def f(o):\n    found = o.items\n    found[1] = 2", "f o.items"),
+        ("def f(o):\n    found = o.items\n    del found[1][2]", "f o.items"),
+        ("def f(o):\n    if found := o.items[1]:\n        found.add(2)", "f o.items"),
+        ("class C:\n    def f(self):\n        self.o.items.clear()", "C.f self.o.items"),
+        ("class C:\n    def f(self):\n        self.items.clear()\n        self.items[1] = 2", ""),
+        ("def f(o):\n    found = [*o.items]\n    found.append(1)", ""),
+        (
+            "def f(o):\n    record = o.items.add(1)",
+            "",
+        ),  # `add` of a class of ours: it gives something
+        ("def f(o):\n    o.state.pop(1)\n    o.unknown.append(1)", ""),
+    ],
+)
+def test_a_change_of_what_another_object_holds_is_found_in_any_form(text, what):
+    assert found(foreign_changes, room_one=OURS, room_two=text) == [f"room.two:{what}"] * bool(what)
 
 
 def test_exceptions_for_setattr_are_needed():

@@ -149,7 +149,22 @@ CHANGES = {
     "add",
     "discard",
 }
-CHANGES |= {"update", "setdefault", "popitem", "popleft", "appendleft"}
+CHANGES |= {
+    "update",
+    "setdefault",
+    "popitem",
+    "popleft",
+    "appendleft",
+    "extendleft",
+    "rotate",
+    "subtract",
+}
+CHANGES |= {
+    "move_to_end",
+    "difference_update",
+    "intersection_update",
+    "symmetric_difference_update",
+}
 
 
 def begins_with(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None, ast.expr | None]]:
@@ -312,6 +327,60 @@ def foreign_assignments() -> Iterator[str]:
         for other in set_by_name(node):
             if other not in own and f"{module}:{name} {other}" not in SETS_OF_OTHERS:
                 yield f"{module}:{name} setattr({other}, ...)"
+
+
+def held_by_others(value: ast.AST | None, own: set[str], held: set[str]) -> str:
+    """Give the expression of a collection, or of an item of one, that another object holds; "" if it is none."""
+    while isinstance(value, ast.Subscript):
+        value = value.value
+    if isinstance(value, ast.Attribute) and owner(value) not in own and value.attr in held:
+        return ast.unparse(value)
+    return ""
+
+
+def names_for_held(node: ast.AST, own: set[str], held: set[str]) -> dict[str, str]:
+    """Give the local names of a function for collections that other objects hold."""
+    found = {}
+    for n in ast.walk(node):
+        if isinstance(n, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
+            for target in targets(n):
+                if isinstance(target, ast.Name) and held_by_others(n.value, own, held):
+                    found[target.id] = held_by_others(n.value, own, held)
+    return found
+
+
+def changed_collections(node: ast.AST) -> Iterator[ast.expr]:
+    """Give what a call of a changing method, an assignment of an item or `del` changes below a node.
+
+    The value of `add` or `append` is `None`: a call whose value is kept is a method of ours."""
+    kept = {id(n.value) for n in ast.walk(node) if isinstance(n, (ast.Assign, ast.Return))}
+    for n in ast.walk(node):
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute):
+            returns = n.func.attr.startswith(("pop", "setdefault"))
+            if n.func.attr in CHANGES and (returns or id(n) not in kept):
+                yield n.func.value
+        elif isinstance(n, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.For)):
+            yield from (t for t in targets(n) if isinstance(t, ast.Subscript))
+        elif isinstance(n, ast.Delete):
+            yield from (t for t in n.targets if isinstance(t, ast.Subscript))
+
+
+def foreign_changes() -> Iterator[str]:
+    """No code outside a class changes a list, dict or set that its objects hold: their methods do.
+
+    A name for such a collection is followed inside the function that gives it."""
+    held = set().union(*(collections_of(node) for _, _, node in definitions(ast.ClassDef)))
+    held -= TORCHS_ITEMS
+    for module, name, node in definitions(FUNCTIONS):
+        own = {"self", "cls"} | made_here(node)
+        names = names_for_held(node, own, held)
+        for changed in changed_collections(node):
+            what = held_by_others(changed, own, held)
+            while isinstance(changed, ast.Subscript):
+                changed = changed.value
+            what = what or names.get(ast.unparse(changed), "")
+            if what:
+                yield f"{module}:{name} {what}"
 
 
 def shared_names() -> Iterator[str]:
@@ -552,6 +621,7 @@ RULES = (
     many_attributes,
     several_booleans,
     foreign_assignments,
+    foreign_changes,
     shared_names,
     names_of_modules,
     units_of_another_size,
