@@ -283,8 +283,8 @@ def test_a_bucket_plan_is_built_exactly_if_every_element_has_one_place(
     else:
         with pytest.raises(
             ValueError,
-            match="has no slot|needs a parameter|holds one kind|must start at or after"
-            "|has exactly one place",
+            match=r"has no slot|needs a parameter|holds one kind|must start at or after"
+            r"|has exactly one place",
         ):
             BucketPlan(specs, 2, buckets)
 

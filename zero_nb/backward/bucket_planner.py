@@ -5,10 +5,10 @@
 # %% ../../nbs/backward/14_bucket_planner.ipynb #b99397ff
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ from ..optim.state_plan import find_called_once
 from ..plan.machines import bucket_mb
 
 # %% auto #0
-__all__ = ['DataParallelOptions', 'plan_first', 'BucketPlanner', 'check_and_plan']
+__all__ = ['DataParallelOptions', 'FirstPlan', 'plan_first', 'BucketPlanner', 'check_and_plan']
 
 # %% ../../nbs/backward/14_bucket_planner.ipynb #21983776
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +78,24 @@ class DataParallelOptions(StepOptions):
 _WHY = "in the order in which gradients come"
 
 
+class FirstPlan(NamedTuple):
+    """A plan that was made before the first backward, and is not carried out yet."""
+
+    order: ArrivalOrder  # in which gradients are thought to come
+    change: Replanning
+
+
 def plan_first(
-    module: nn.Module, optimizer: ZeroRedundancyOptimizer, options: DataParallelOptions
-) -> Replanning:
+    registered: Iterable[Tensor],  # as for `ArrivalOrder`
+    optimizer: ZeroRedundancyOptimizer,
+    options: DataParallelOptions,
+) -> FirstPlan:
     """Plan buckets before the first backward, inside a block of `agreeing`."""
-    order = ArrivalOrder(module, optimizer)
+    order = ArrivalOrder(registered, optimizer)
     arrange = partial(order.plan, options.cap_mb(optimizer), options.cut_mb)
-    return Replanning(
-        optimizer.sharded_state, optimizer.param_groups, optimizer.shards, _WHY, arrange
+    state = optimizer.sharded_state
+    return FirstPlan(
+        order, Replanning(state, optimizer.param_groups, optimizer.shards, _WHY, arrange)
     )
 
 
@@ -103,17 +113,18 @@ class BucketPlanner:
         module: nn.Module,
         engine: StepEngine,
         options: DataParallelOptions,
-        first: Replanning | None = None,  # all ranks have agreed on; None: they do now
+        first: FirstPlan | None = None,  # all ranks have agreed on; None: they do now
     ):
         self.engine = engine
         self.options = options
         self.cap_mb = options.cap_mb(engine.optimizer)
         self.pool = BufferPool()
-        self.order = ArrivalOrder(module, engine.optimizer)
         if first is None:
+            self.order = ArrivalOrder(module.parameters(), engine.optimizer)
             self.plan_buckets()
         else:
-            self._adopt(first.carry_out())
+            self.order = first.order
+            self._adopt(first.change.carry_out())
 
     @property
     def interleaved(self) -> bool:
@@ -249,9 +260,12 @@ def _counted_together(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _check_together(
-    module: nn.Module, optimizer: ZeroRedundancyOptimizer, options: DataParallelOptions
+    module: nn.Module,
+    named: Mapping[str, Tensor],  # all its parameters
+    optimizer: ZeroRedundancyOptimizer,
+    options: DataParallelOptions,
 ) -> None:
-    in_module = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    in_module = {id(p): name for name, p in named.items() if p.requires_grad}
     in_optimizer = {id(p): p for p in optimizer.params() if p.requires_grad}
     for key, name in in_module.items():
         if key not in in_optimizer:
@@ -260,13 +274,13 @@ def _check_together(
                 " freeze it, or give it to the optimizer"
             )
     if options.hidden:
-        params = [p for p in module.parameters() if p.requires_grad]
+        params = [p for p in named.values() if p.requires_grad]
         if reader := Search(module, params).unseen_reader():
             raise ValueError(
                 f"hidden=True needs every reader of a parameter to go through its module, and"
                 f" {reader}; leave hidden=True out"
             )
-        if alike := _counted_together([*module.parameters()]):
+        if alike := _counted_together([*named.values()]):
             raise ValueError(
                 f"hidden=True needs a version counter for each parameter, to see what is written to"
                 f" one, and {len(alike)} of them have one together, as views of one tensor do;"
@@ -282,7 +296,7 @@ def _check_together(
 
 def check_and_plan(
     module: Any, optimizer: Any, options: DataParallelOptions
-) -> tuple[list[str], Replanning]:  # classes that are called once for all buckets, and the plan
+) -> tuple[list[str], FirstPlan]:  # classes that are called once for all buckets, and the plan
     """Refuse what does not go together, and plan: the ranks compare all of it in one agreement."""
     groups: Sequence[Group] = (Group(),)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
@@ -291,16 +305,17 @@ def check_and_plan(
         optimizer.sharded_state.follow_layouts()
 
     def describe() -> list[str]:
-        lines = [*describe_engine(options, called_once), *describe_sent(module)]
-        return lines + first.describe()
+        lines = [*describe_engine(options, called_once), *describe_sent(module, named)]
+        return lines + first.change.describe()
 
     with agreeing(groups, "data_parallel", describe):
         _check_module(module, optimizer)
         check_module(module)
         options.check()
         check_complex(options.reduce_dtype, optimizer)
-        _check_together(module, optimizer, options)
+        named = dict(module.named_parameters())  # once: a walk over many modules takes long
+        _check_together(module, named, optimizer, options)
         check_dense(module, optimizer)
         called_once = find_called_once(optimizer.local, optimizer.param_groups)
-        first = plan_first(module, optimizer, options)
+        first = plan_first(named.values(), optimizer, options)
     return called_once, first

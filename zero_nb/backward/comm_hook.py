@@ -96,9 +96,11 @@ def _reduced_names(
     is to be ignored."""
     found = {}
     for place, module in ddp.module.named_modules():
-        for name, p in module.named_parameters(recurse=False):
-            if p.requires_grad and f"{place}.{name}" not in ddp.parameters_to_ignore:
-                found[id(p)] = f"{place}.{name}".lstrip(".")
+        prefix = f"{place}." if place else ""
+        for name, p in module._parameters.items():
+            trains = p is not None and p.requires_grad
+            if trains and f"{place}.{name}" not in ddp.parameters_to_ignore:
+                found[id(p)] = prefix + name
     return found
 
 
@@ -114,12 +116,12 @@ def _check_params(
                 " model trains, in several param groups if need be, each with an optimizer_class"
                 " of its own if need be"
             )
-    in_model = {id(p): name for name, p in ddp.module.named_parameters()}
     for group in optimizer.param_groups:
         names = group.get("param_names")
         for i, p in enumerate(group["params"]):
             if not p.requires_grad or id(p) in reduced:
                 continue
+            in_model = {id(p): name for name, p in ddp.module.named_parameters()}
             if id(p) in in_model:
                 raise ValueError(
                     f"{in_model[id(p)]} is in the optimizer, and DDP ignores it or delays its"

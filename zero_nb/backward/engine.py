@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +30,7 @@ from ..optim.param_specs import param_name, group_specs
 from ..optim.rules import is_known
 from ..optim.state_plan import check_moves, find_called_once, leaves_no_parts
 from ..plan.schedule import Schedule
-from ..plan.balancing import by_group, mixed
+from ..plan.balancing import mixed_by_group
 from ..plan.policies import Policy, even, runs
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def cut_in_place(optimizer: ZeroRedundancyOptimizer) -> Policy:
     """Tell which rank owns what of a bucket that is reduced as it lies: each an even part, unless
     an optimizer wants whole parameters."""
     policies = [even if r.policy is runs else r.policy for r in optimizer.local.rules]
-    return partial(mixed, choose=by_group(*policies))
+    return mixed_by_group(policies)
 
 # %% ../../nbs/backward/03_engine.ipynb #756a8232
 def check_attachable(optimizer: ZeroRedundancyOptimizer) -> None:

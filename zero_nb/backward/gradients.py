@@ -73,11 +73,16 @@ class GradientListeners:
 class ArrivalOrder:
     """The order in which gradients arrive, the same on all ranks; a guess until one backward has shown it."""
 
-    def __init__(self, module: nn.Module, optimizer: ZeroRedundancyOptimizer):
+    def __init__(
+        self,
+        registered: Iterable[Tensor],  # the parameters of a module, in its order
+        optimizer: ZeroRedundancyOptimizer,
+    ):
         self.optimizer = optimizer
         self.params = optimizer.params()
-        place = {id(p): k for k, p in enumerate(module.parameters())}
-        guess = sorted(range(len(self.params)), key=lambda j: -place.get(id(self.params[j]), -1))
+        place = {id(p): -k for k, p in enumerate(registered)}
+        places = [place.get(id(p), 1) for p in self.params]
+        guess = sorted(range(len(places)), key=places.__getitem__)
         self.order: Sequence[int] = guess  # parameter indices
         self.trained: Sequence[
             bool

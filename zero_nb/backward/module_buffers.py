@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -28,13 +28,14 @@ def _to_send(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Give dense memory for each tensor: its own, or a copy where it has gaps, is conjugated or negated when
     it is read, or shares memory with another. Ranks may lay tensors out in different ways."""
     dense = list(tensors)
+    starts = [t.data_ptr() for t in tensors]
     end = 0  # address of the first byte behind those that are sent from where they are
-    for i in sorted(range(len(dense)), key=lambda i: tensors[i].data_ptr()):
+    for i in sorted(range(len(dense)), key=starts.__getitem__):
         t = tensors[i]
-        if t.data_ptr() < end or not t.is_contiguous() or t.is_conj() or t.is_neg():
+        if starts[i] < end or not t.is_contiguous() or t.is_conj() or t.is_neg():
             dense[i] = torch.empty_like(t, memory_format=torch.contiguous_format).copy_(t)
         else:
-            end = t.data_ptr() + t.nbytes
+            end = starts[i] + t.nbytes
     return dense
 
 
@@ -45,18 +46,55 @@ def _write_back(tensors: Sequence[Tensor], dense: Sequence[Tensor]) -> None:
             t.copy_(sent)
 
 
+_COPIED = 25 << 20  # bytes of copies that are sent at a time, at most
+_UNCOPIED = 1 << 20  # bytes of a tensor that is not copied
+
+
+def _in_flats(tensors: Iterable[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """Sort tensors into what travels together: small ones of one dtype and device as one flat
+    tensor, which is a copy, and large ones alone."""
+    flats: dict[Any, list[Tensor]] = {}
+    held = 0  # bytes of copies
+    for t in tensors:
+        copied = t.nbytes if t.nbytes < _UNCOPIED else 0
+        if held + copied > _COPIED:
+            yield [*flats.values()]
+            flats = {}
+            held = 0
+        flats.setdefault((t.dtype, t.device) if copied else id(t), []).append(t)
+        held += copied
+    yield [*flats.values()]
+
+
+def _send_in_flats(
+    group: Group,
+    dense: Sequence[Tensor],
+    group_rank: int,
+    agreed: bool,  # all ranks have compared what is sent
+) -> None:
+    """Give all ranks the tensors of one."""
+    for together in _in_flats(dense):
+        packed = [[t.view(-1) for t in alike] for alike in together]
+        flats = [torch.cat(views) if len(views) > 1 else views[0] for views in packed]
+        with coalescing_manager(group) as block:
+            for flat in flats:
+                group.broadcast(flat, group_rank)
+            if agreed:
+                block.mark_agreed()
+        for views, flat in zip(packed, flats, strict=True):
+            if len(views) > 1 and group.group_rank != group_rank:
+                torch._foreach_copy_(views, flat.split([len(view) for view in views]))
+
+# %% ../../nbs/backward/13_module_buffers.ipynb #1a34d94f
 def _run_on_each(
     group: Group,
     dense: Sequence[Tensor],
     collective: Callable[[Tensor], Any],  # writes into a tensor
-    agreed: bool = False,  # all ranks have compared what is sent
 ) -> None:
     """Run a collective on each tensor, all in one go."""
-    with coalescing_manager(group) as block:
+    with coalescing_manager(group):
         for t in dense:
             collective(t)
-        if agreed:
-            block.mark_agreed()
 
 
 def check_module(module: nn.Module) -> None:
@@ -81,9 +119,12 @@ def check_module(module: nn.Module) -> None:
             )
 
 
-def describe_sent(module: nn.Module) -> list[str]:
+def describe_sent(
+    module: nn.Module,
+    named: Mapping[str, Tensor],  # its parameters
+) -> list[str]:
     """Describe what must be the same on all ranks before parameters and buffers are sent."""
-    sent = {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
+    sent = {"parameter": named.items(), "buffer": module.named_buffers()}
     return [
         f"a {kind} of {t.numel()} {str(t.dtype).removeprefix('torch.')}  # {name}"
         for kind, tensors in sent.items()
@@ -106,8 +147,7 @@ def broadcast_from(
         with torch.no_grad():
             dense = _to_send(tensors)
             for group in reversed(optimizer.groups):
-                send = partial(group.broadcast, group_rank=group_rank)
-                _run_on_each(group, dense, send, agreed)
+                _send_in_flats(group, dense, group_rank, agreed)
             _write_back(tensors, dense)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import compress
 from typing import Any, Literal
 
 import torch
@@ -314,12 +315,22 @@ _MANY = (
 )
 
 
-def _is_finite(param: Tensor) -> bool:
-    """Tell whether all elements are finite, without a copy of them."""
-    # torch has no norm of 8-bit numbers, and none of no numbers
-    if param.is_meta or param.dtype.itemsize == 1 or not param.numel():
-        return True
-    return bool(torch.linalg.vector_norm(param.detach(), torch.inf).isfinite())
+@torch.no_grad()
+def _finite_among(params: Iterable[Tensor]) -> list[Tensor]:
+    """List those whose elements are all finite, without copies of them, and with one look at a
+    device for all that lie there."""
+    found = []
+    alike: dict[Any, list[Tensor]] = {}
+    for p in params:
+        # torch has no norm of 8-bit numbers, and none of no numbers
+        if p.is_meta or p.dtype.itemsize == 1 or not p.numel():
+            found.append(p)
+        else:
+            alike.setdefault((p.device, p.dtype), []).append(p)
+    for of_kind in alike.values():
+        norms = torch._foreach_norm(of_kind, torch.inf)
+        found += compress(of_kind, torch.stack(norms).isfinite().tolist())
+    return found
 
 
 class StepCount:
@@ -327,7 +338,7 @@ class StepCount:
 
     def __init__(self, change: CurrentChange, params: Iterable[Tensor] = ()) -> None:
         self.change = change
-        self.finite = [p for p in params if p.requires_grad and _is_finite(p)]  # at the start
+        self.finite = _finite_among(p for p in params if p.requires_grad)  # at the start
         self.loads = 0  # of a state, before the last of those steps
         self.taken = 0  # since the last call
         self.was_called = False  # for a step of backward
@@ -367,4 +378,4 @@ class StepCount:
         if self.taken & (self.taken - 1):
             return False
         wait()
-        return not all(map(_is_finite, self.finite))
+        return len(_finite_among(self.finite)) < len(self.finite)

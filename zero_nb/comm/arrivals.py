@@ -115,7 +115,8 @@ def _plain(what: object) -> str:
 
 
 def _digest(lines: Sequence[str]) -> str:
-    text = "\n".join(line.split(_NOTE)[0] for line in lines)
+    said = [line.split(_NOTE)[0] if _NOTE in line else line for line in lines]
+    text = "\n".join(said)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()  # names may not be UTF-8
 
 

@@ -342,16 +342,18 @@ def check_references(
     """Refuse options of a class that refer to parameters in whose place other tensors are stepped.
 
     Raises `ValueError`."""
-    params = [p for group in param_groups for p in group["params"]]
-    replaced = {*range(len(params))}
-    if shards is not None:
-        replaced = {*chain.from_iterable(map(_replaced, shards))}
     options = dict[tuple[type, str, int], Any]()
     for rule, group in zip(rules, param_groups, strict=True):
         kind = rule.optimizer_class
         if not settings.trusted and not is_known(kind, cuts=False):
             own = {**settings.options(kind), **group, "params": None, "param_names": None}
             options.update({(kind, name, id(value)): value for name, value in own.items()})
+    if not options:
+        return
+    params = [p for group in param_groups for p in group["params"]]
+    replaced = {*range(len(params))}
+    if shards is not None:
+        replaced = {*chain.from_iterable(map(_replaced, shards))}
     for (kind, name, _), value in options.items():
         for index in sorted(find_references({name: value}, params).keys() & replaced):
             form = f"{tuple(params[index].shape)}, {params[index].dtype}"

@@ -24,8 +24,8 @@ from .param_specs import make_stand_in, group_specs, standing_in
 from .pieces import Piece, lay_out_gradients
 from .shard import CurrentChange, Shard, release_step_memory
 from .rules import Rule, Settings, choose_fused, is_known
-from ..plan.balancing import by_group, mixed
-from ..plan.policies import Policy, even, runs
+from ..plan.balancing import mixed_by_group
+from ..plan.policies import even, runs
 from ..plan.specs import ParamTable
 from .trial import TriedClasses, find_trouble
 
@@ -102,14 +102,11 @@ def _plan_groups(
     settings: Settings,
 ) -> BucketPlan:
     policies = [even if rule.policy is runs else rule.policy for rule in rules]
-    policy: Policy = partial(mixed, choose=by_group(*policies))
-    if all(other is policies[0] for other in policies):
-        policy = policies[0]
     params = group_specs(groups, first, grads=True)
     return pack(
         params,
         world_size,
-        policy=policy,
+        policy=mixed_by_group(policies),
         bucket_cap_mb=settings.bucket_cap_mb,
         cut=False,
         order=range(len(params)),

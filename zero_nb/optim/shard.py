@@ -21,6 +21,7 @@ from .pieces import MissedSteps, Piece
 from ..plan.bucket import Slot
 from ..plan.bucket_plan import BucketPlan
 from ..plan.shards import Span
+from ..plan.specs import ParamTable
 
 # %% auto #0
 __all__ = ['storage_snapshot', 'Shard', 'release_step_memory', 'CurrentChange']
@@ -148,11 +149,13 @@ class Shard:
 
 # %% ../../nbs/optim/04_shard.ipynb #2bde25d1
 def _pieces(shard: Shard, bucket: FlatBucket) -> Iterator[Piece]:
+    groups = ParamTable.of(shard.plan.params).each(lambda form: form.group)
+
     def key(
         owned: tuple[Slot, Tensor],
     ) -> Any:  # neighbours with equal keys are stepped as one tensor
         param = owned[0].param
-        return shard.plan.params[param].group if shard.merges[param] else owned[0]
+        return groups[param] if shard.merges[param] else owned[0]
 
     for _, neighbours in groupby(zip(bucket.owned, bucket.mine, strict=True), key):
         yield _piece(shard, bucket, *zip(*neighbours, strict=True))

@@ -5,7 +5,8 @@
 # %% ../../nbs/optim/16_state.ipynb #a3dce1dc
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .arguments import check_group, check_references, plan_lines
 from .load_state import cut_for_pieces, deal_to_pieces, freeze_state, give_state
 from .load_state import snapshot, split_state_dict
 from .local_optimizers import LocalOptimizers, make_shard
+from .pieces import Piece
 from .shard import Shard, release_step_memory
 from zero_nb.optim.state_entry import (
     CommonState,
@@ -29,6 +31,7 @@ from zero_nb.optim.state_entry import (
     split_common,
 )
 from zero_nb.optim.state_exchange import (
+    Outgoing,
     casts_of,
     changing,
     end_groups,
@@ -48,12 +51,12 @@ from zero_nb.optim.state_plan import (
 )
 from ..plan.bucket import Place
 from ..plan.bucket_plan import BucketPlan
-from ..plan.moves import moves_of
+from ..plan.moves import RankMoves, moves_of
 from ..plan.policies import runs
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['mark_plans_agreed', 'replace_shards', 'ShardedState', 'Replanning', 'StateLoad']
+__all__ = ['mark_plans_agreed', 'replace_shards', 'ShardedState', 'kept_entries', 'keep_state', 'Replanning', 'StateLoad']
 
 # %% ../../nbs/optim/16_state.ipynb #014dfd2e
 def mark_plans_agreed(group: Group, shards: Iterable[Shard]) -> None:
@@ -197,7 +200,9 @@ class ShardedState:
         with end_if_interrupted(self.groups, f"planning anew {why}"):
             return made.carry_out()
 
-    def look_for_all_parts(self, why: str, entries: Sequence[StateEntry]) -> None:
+    def look_for_all_parts(
+        self, why: str, entries: Sequence[StateEntry]
+    ) -> bool:  # whether there is state of any element; the same on all ranks
         """Refuse a state of which there are parts only, after an agreement in which all ranks have
         compared `may_be_uneven` and their parameters.
 
@@ -208,19 +213,44 @@ class ShardedState:
         device = byte_device(group, params[0].device)
         mark_agreed(group, "all_reduce", torch.int64, 3 * len(params))
         counts = count_state(group, params, entries, self.shards, device)
+        found = self.local.settings.master_dtype is not None or bool(counts.any())
         if group.backend(device) == "fake":  # of simulated ranks nothing comes
-            return
+            return found
         if self.may_be_uneven:
             with agreeing(self.groups, f"looking for all parts of the state {why}"):
                 check_complete(counts, params, entries, self.shards)
-            return
+            return found
         try:
             check_complete(counts, params, entries, self.shards)
         except Exception as error:
             end_groups(self.groups, error)
             raise
+        return found
 
 # %% ../../nbs/optim/16_state.ipynb #5b1e92c7
+def kept_entries(entries: Iterable[StateEntry], new: Shard) -> list[StateEntry]:
+    """List what stays where no rank has state of any element: the entries of parameters without
+    elements, and those of parameters that no rank steps, which say that there is no state."""
+    stepped = stepped_by(new)
+    return [
+        entry
+        for entry in entries
+        if entry.values or not stepped.issuperset(map(itemgetter(0), entry.spans))
+    ]
+
+
+def keep_state(
+    outgoing: Outgoing,  # of parameters without elements alone
+    here: Sequence[Piece],  # what this rank steps
+) -> Iterator[tuple[Piece, list[dict[str, Any]]]]:  # as `exchange_state`, of what has state
+    """Give the state of parameters without elements, which all ranks hold, to their new pieces."""
+    rows = [cut() for leaving in outgoing.values() for _, cut in leaving]
+    found = {entry.spans[0].param: entry.values for entry in rows if entry.values}
+    for piece in here if found else ():
+        if not piece.numel and piece.spans[0].param in found:
+            yield piece, [found[piece.spans[0].param]]
+
+
 class Replanning:
     """One change of plan. Each rank makes it inside a block of `agreeing`, in which all compare what
     `describe` gives, and carries it out behind the block; until then the state is as it was."""
@@ -259,21 +289,25 @@ class Replanning:
         local = state.local
         group = state.groups[0]
         new = self.new
-        state.look_for_all_parts(self.why, self.entries)
+        found = state.look_for_all_parts(self.why, self.entries)
         with changing(local, state.groups, "change of plan"):
             device = byte_device(group, params_of(state.shards)[0].device)
             before = StatePlan(group.size, tuple(self.olds), state.frozen.places)
             after = StatePlan(group.size, [new], {})
-            moves = moves_of(group.group_rank, before, after)
+            moves = moves_of(group.group_rank, before, after) if found else RankMoves({}, {})
             casts = casts_of(self.olds, new)
             replace_shards(local, self.param_groups, state.shards, self.olds, new)
-            outgoing, frozen = prepare_sends(
-                self.entries, new, moves.sends, group.group_rank, casts
-            )
+            entries = self.entries if found else kept_entries(self.entries, new)
+            outgoing, frozen = prepare_sends(entries, new, moves.sends, group.group_rank, casts)
             state.keep_frozen(FrozenState(frozen, before.places_without(stepped_by(new))))
+            entries.clear()
             self.entries.clear()
-            moved = exchange_state(group, outgoing, new, new.pieces, moves.receives, device)
-            give_state(local, new, [*deal_to_pieces(local, new, moved)], loaded=False)
+            if found:
+                moved = exchange_state(group, outgoing, new, new.pieces, moves.receives, device)
+            else:
+                moved = keep_state(outgoing, new.pieces)
+            if dealt := [*deal_to_pieces(local, new, moved)]:
+                give_state(local, new, dealt, loaded=False)
         return new
 
 # %% ../../nbs/optim/16_state.ipynb #94ef0f1e

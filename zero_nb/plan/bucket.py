@@ -6,10 +6,12 @@
 __all__ = ['Slot', 'WholeSlots', 'slot_columns', 'EvenCuts', 'equal_bounds', 'Bucket', 'Place']
 
 # %% ../../nbs/plan/07_bucket.ipynb #bae62c7d
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import eq, sub
+from functools import partial
+from itertools import compress
+from operator import eq, lt, sub
 from typing import Any, NamedTuple
 
 from .shards import Span
@@ -37,6 +39,8 @@ class Slot(NamedTuple):
 
 def _slots_within(slots: Sequence[Slot], start: int, stop: int) -> tuple[Slot, ...]:
     """Cut slots down to `[start, stop)` of the bucket."""
+    if isinstance(slots, WholeSlots):
+        return slots.within(start, stop)
     at = 0
     if len(slots) > 1:
         at = max(0, bisect_right(slots, start, key=lambda s: s.offset) - 1)
@@ -53,6 +57,9 @@ def _slots_within(slots: Sequence[Slot], start: int, stop: int) -> tuple[Slot, .
     return tuple(found)
 
 # %% ../../nbs/plan/07_bucket.ipynb #fd3d7adf
+_slot = partial(tuple.__new__, Slot)  # of a tuple; `Slot(...)` calls a Python function
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class WholeSlots(LazyTuple[Slot]):
     """Slots of whole parameters, end to end."""
@@ -66,6 +73,20 @@ class WholeSlots(LazyTuple[Slot]):
     def item(self, i: int) -> Slot:
         """Make one."""
         return Slot(self.params[i], 0, self.offsets[i + 1] - self.offsets[i], self.offsets[i])
+
+    def within(self, start: int, stop: int) -> tuple[Slot, ...]:
+        """Cut the slots down to `[start, stop)` of the bucket."""
+        ends = self.offsets
+        if start >= min(stop, ends[-1]):
+            return ()
+        first = bisect_right(ends, start) - 1
+        last = bisect_left(ends, stop, 0, len(self))
+        bases = ends[first:last]
+        lows = [start, *bases[1:]]
+        highs = [*bases[1:], min(stop, ends[last])]
+        columns = self.params[first:last], map(sub, lows, bases), map(sub, highs, bases), lows
+        rows = compress(zip(*columns, strict=True), map(lt, lows, highs))
+        return tuple(map(_slot, rows))
 
 
 def slot_columns(
