@@ -199,7 +199,7 @@ class RecordingGroup(_PassingGroup):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-# %% ../../nbs/comm/33_recording.ipynb #54abe068
+# %% ../../nbs/comm/33_recording.ipynb #eac73f3e
 def _register(
     pg: RecordingGroup, ranks: Sequence[int], backend: str, config: str, store: Any
 ) -> None:
@@ -229,7 +229,7 @@ def _available() -> Any:
 # by wrapped group, so that counting agrees across ranks
 _NAMES: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
-# %% ../../nbs/comm/33_recording.ipynb #eac73f3e
+
 def record(
     process_group: ProcessGroup
     | None = None,  # a torch process group this process belongs to; None: the default one
