@@ -334,14 +334,14 @@ def entry(module: Module, name: str) -> str:
 
 @cache
 def aliases() -> dict[str, tuple[Module, ast.stmt]]:
-    """Find the names that the package gives to types, such as `GroupLike`."""
+    """Find the names that the package gives to types, such as `GroupLike`, and variables of types."""
     found = {}
     for module in every_module().values():
         for node in ast.parse(module.text).body:
             target = getattr(node, "target", (getattr(node, "targets", None) or [None])[0])
             name = getattr(target, "id", "").lstrip("_")
             is_type = name[:1].isupper() and not name.isupper()
-            if is_type and node.value and "TypeVar(" not in ast.unparse(node.value):
+            if is_type and node.value:
                 found[target.id] = (module, node)
     return found
 
@@ -368,7 +368,7 @@ def signatures(text: str) -> list[str]:
 
 def type_entry(name: str, users: list[str]) -> str:
     """Describe a type that stands in signatures, and link those."""
-    stands = ", ".join(f"[`{user}`](#{user.lower()})" for user in users)
+    stands = ", ".join(f"[`{user}`](#{user.lower()})" for user in users if user != name)
     about = f"In signatures of {stands}."
     if name in aliases():
         module, node = aliases()[name]

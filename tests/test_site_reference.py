@@ -20,6 +20,7 @@ from reference import (
     TYPES,
     aliases,
     cells,
+    every_module,
     example,
     marked,
     modules,
@@ -110,6 +111,25 @@ def test_each_type_in_a_signature_has_an_entry():
     used = {word for name in names for text in signatures(section(name)) for word in names_in(text)}
     assert {"Policy", "Estimate", "BufferMode", "GroupsLike"} <= used
     assert (used & {*package(), *aliases()}) - set(names) == set()
+
+
+def test_no_type_in_a_signature_is_private():
+    """A reader looks each type up: on this page, in Python's documentation, or in torch's."""
+    names = [name for name in re.findall(r"^### (\w+)$", PAGE, re.M) if name not in TORCHS]
+    used = {name: set().union(*map(names_in, signatures(section(name)))) for name in names}
+    assert {
+        n: types for n, words in used.items() if (types := re.findall(r"\b_\w+", " ".join(words)))
+    } == {}
+    ours = {word for name in names for word in used[name] if of_this_package(word)}
+    assert {"ReturnedT", "WrittenT", "Policy"} <= ours <= set(names)
+
+
+def of_this_package(word: str) -> bool:
+    """Whether a module of the package gives a value this name: a class, an alias or a variable of types."""
+    modules = [importlib.import_module(f"zero_nb.{name}") for name in every_module()]
+    found = [vars(module)[word] for module in modules if word in vars(module)]
+    ours = [getattr(one, "__module__", "").startswith("zero_nb") for one in found]
+    return word in aliases() or any(ours)
 
 
 def test_what_only_the_package_uses_is_not_listed():

@@ -38,9 +38,6 @@ from ..optim.state_runs import gather_values
 __all__ = ['full_state_dict', 'read_full', 'load_full_state_dict', 'full_optim_state_dict', 'shard_full_optim_state_dict']
 
 # %% ../../nbs/checkpoint/04_full.ipynb #f011000c
-_Source = str | os.PathLike[str]
-
-
 def _check_arguments(optimizer: ZeroRedundancyOptimizer, to: Any, key_by: str) -> None:
     if not isinstance(to, (str, os.PathLike)):
         check_destination(optimizer.group, to)
@@ -70,7 +67,8 @@ def _own_copy(value: Any, device: str | None = None) -> Any:  # None: where each
 
 def full_state_dict(
     optimizer: ZeroRedundancyOptimizer,
-    to: int | _Source | None = 0,  # group rank that receives; None: all of them; or a file to write
+    # group rank that receives; None: all of them; or a file to write
+    to: int | str | os.PathLike[str] | None = 0,
     key_by: str = "index",  # of the state and the groups' "params": "index", or "name"
 ) -> dict[str, Any] | None:  # None on other ranks, and where it went into a file
     """Put the whole state together in `torch.optim`'s format, at any time between steps; all ranks call this.
@@ -165,7 +163,7 @@ def _load_unread(opened: Any, file: HeldFile, records: Mapping[str, Record]) -> 
 
 
 def read_full(
-    path: _Source,
+    path: str | os.PathLike[str],
     part: tuple[int, int] = (0, 1),  # of the file, which one of how many parts is checked
     # is told the checksum of what the file should hold, in words
     told: Callable[[str], object] = lambda words: None,
@@ -205,7 +203,8 @@ def _shows_user(optimizer: ZeroRedundancyOptimizer) -> bool:
 
 def load_full_state_dict(
     optimizer: ZeroRedundancyOptimizer,
-    source: _Source | Mapping[str, Any],  # a file that all ranks can read, or a full state dict
+    # a file that all ranks can read, or a full state dict
+    source: str | os.PathLike[str] | Mapping[str, Any],
 ) -> None:
     """Load a full state dict at any number of ranks; all ranks call this with the same one.
 

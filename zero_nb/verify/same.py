@@ -32,7 +32,7 @@ else:
     DeviceMesh = None
 
 # %% auto #0
-__all__ = ['Leaf', 'leaves', 'gather_to_all', 'assert_same']
+__all__ = ['GroupOrMesh', 'Leaf', 'leaves', 'gather_to_all', 'assert_same']
 
 # %% ../../nbs/verify/01_same.ipynb #9a710009
 @dataclass(frozen=True)
@@ -282,12 +282,12 @@ def _compare_in_group(group: Group, value: Any, what: str) -> None:
     )
 
 
-_Holders: TypeAlias = GroupLike | DeviceMesh  # of copies
+GroupOrMesh: TypeAlias = GroupLike | DeviceMesh  # of copies
 
 
 def assert_same(
     # a process group, a `Group`, a `DeviceMesh`, or None: all ranks of the job
-    group: _Holders,
+    group: GroupOrMesh,
     # numbers, texts, dense tensors, and dicts, lists, tuples, sets, dataclasses of them
     value: Any,
     what: str,  # names the value in the error; the same on all ranks
