@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from zero_nb.apps.counting import Counts, Makings, count_rank, counts, make_rank
 from zero_nb.apps.measuring import Options, _time_variants, measure, profiles
 from zero_nb.apps.ratios import Spread, paired
 from zero_nb.apps.reports import BenchmarkReport, merged, strays
-from zero_nb.apps.tables import HEADS, cells, rows, write_report
+from zero_nb.apps.tables import HEADS, SAVE_HEADS, cells, rows, summary, write_report
 from zero_nb.apps.targets import Target, verdicts
 from zero_nb.apps.turns import Launch, Turn, _link_bytes, _rounded, time_rank, trace_rank
 from zero_nb.apps.variants import _LARGE, VARIANTS, Variant
@@ -355,6 +356,25 @@ def test_targets():
     lighter = replace(REPORT, launches=(replace(LAUNCH, model="linear", resident=memory),))
     found = {words: rest for words, _, *rest in verdicts(lighter)}
     assert found["resident, zero2: linear, 4 ranks"] == ["0.5", "yes"]
+
+
+def test_each_head_of_a_ratio_says_of_what():
+    """Two columns with one head, such as "/ better ddp", can only be told apart by their places."""
+    short = [head.strip() for head in summary(REPORT).splitlines()[0].split("|")[2:-1]]
+    for heads in (HEADS, SAVE_HEADS, short):
+        assert len(set(heads)) == len(heads) and all(head == head.strip() for head in heads)
+        ratios = [head for head in heads if "/" in head]
+        assert len(ratios) >= 3 and all(re.fullmatch(r"\w.* / \w.*", head) for head in ratios)
+    assert all("/" in head for head in short)
+
+
+@pytest.mark.parametrize("folder", ["", "checkpoints", "two_machines"])
+def test_stored_tables_are_made_of_the_stored_report(folder, tmp_path):
+    stored = Path(__file__).parents[1] / "nbs/benchmark" / folder
+    report = BenchmarkReport.from_json((stored / "report.json").read_text(encoding="utf-8"))
+    write_report(report, tmp_path)
+    for name in ("table.csv", "table.md"):
+        assert (stored / name).read_bytes() == (tmp_path / name).read_bytes(), name
 
 
 def test_rows_and_files(tmp_path):

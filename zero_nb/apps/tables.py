@@ -85,16 +85,16 @@ HEADS = (
     "variant",
     f"iteration / {BEST}",
     f"step / {BEST}",
-    "step / torch",
-    "first / later",
+    "step / torch's class",
+    "first iteration / later ones",
     "resident MiB",
-    f"/ {BEST}",
+    f"resident / {BEST}",
     "peak MiB",
-    f"/ {BEST} ",
+    f"peak / {BEST}",
     "state MiB",
-    "/ fair",
+    "state / fair share",
     "wire MiB",
-    "/ ddp",
+    "wire / ddp",
     "collectives",
     "in step",
 )
@@ -151,18 +151,14 @@ def summary(report: BenchmarkReport, world_size: int = 4) -> str:  # Markdown
     }
     shown = [name for name in benchmark_models() if any(model == name for model, _ in found)]
     names = [name for name in VARIANTS if any(name == variant for _, variant in found)]
-    keys = {
-        "time": f"iteration / {BEST}",
-        "memory": f"resident / {BEST}",
-        "bytes": "wire / ddp",
-    }
+    keys = (f"iteration / {BEST}", f"resident / {BEST}", "wire / ddp")
 
     def line(name: str) -> list[str]:
         own = [found.get((model, name), {}) for model in shown]
-        ratios = [_number(row.get(key)) for row in own for key in keys.values()]
+        ratios = [_number(row.get(key)) for row in own for key in keys]
         return [f"{VARIANTS[name].words} (`{name}`)", *ratios]
 
-    heads = ["", *(f"{model}: {what}" for model in shown for what in keys)]
+    heads = ["", *(f"{model}: {key}" for model in shown for key in keys)]
     return markdown(heads, map(line, names))
 
 
@@ -183,7 +179,7 @@ def link_summary(report: BenchmarkReport) -> str:  # Markdown
     heads = [""]
     for launch in launches:
         where = f"{launch.model}, {launch.world_size} ranks"
-        heads += [f"{where}: time", "bytes over the link / parameters"]
+        heads += [f"{where}: iteration / {BEST}", "bytes over the link / parameters"]
     timed = {name for launch in launches for name in launch.iteration}
     return markdown(heads, [line(name) for name in VARIANTS if name in timed - {*_NOT_SUMMED}])
 
@@ -192,11 +188,11 @@ SAVE_HEADS = (
     "model",
     "ranks",
     "way",
-    "iterations",
-    "times faster than torch's class",
-    "over FSDP2's",
+    "time / an iteration",
+    "time of torch's class / time",
+    "time / FSDP2",
     "first rank MiB",
-    "/ state",
+    "first rank / state",
     "other ranks MiB",
 )
 _BESIDE = {  # of torch's class, and of FSDP2
