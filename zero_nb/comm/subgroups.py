@@ -186,7 +186,9 @@ class _Levels(NamedTuple):
 class TwoLevel(_Levels):
     """Groups of a rank in a job of several nodes; a tuple of `shard` and `replicate`."""
 
-    together: Group | None  # all ranks of both levels, if the levels were made from one group
+    together: Group | None = (
+        None  # all ranks of both levels, if the levels were made from one group
+    )
 
     def __new__(
         cls,
