@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from zero_nb.comm.launch import run
 from zero_nb.comm.subgroups import two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+from zero_nb.plan.policies import even
 from zero_nb.plan.shards import ShardPlan, Span
 
 
@@ -450,3 +451,24 @@ def test_the_users_choice_of_kernel_is_in_the_state_dict():
         assert zero.state_dict()["param_groups"][0]["fused"] is how.get(
             "fused"
         ) and zero.optim.param_groups[0]["fused"] is how.get("fused", True)
+
+
+def test_even_is_one_rule_by_its_name_and_as_a_policy():
+    """`shard="even"` and `shard=zero_nb.even` step the same tensors: small parameters of a bucket as one."""
+
+    def stepped(shard):
+        params = [nn.Parameter(torch.ones(n)) for n in (7, 3, 40, 5)]
+        zero = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.1, shard=shard)
+        return owned(zero), [len(group["params"]) for group in zero.local.groups()]
+
+    def steps_alike():
+        wanted = stepped("auto")
+        return wanted[1] == [1] and stepped("even") == stepped(even) == wanted
+
+    def refused(shard):
+        params = [nn.Parameter(torch.ones(80, 4))]
+        return caught_error(lambda: ZeroRedundancyOptimizer(params, torch.optim.Muon, shard=shard))
+
+    assert run(2, steps_alike) == [True] * 2
+    words = "Muon steps whole matrices, and shard='even' would cut them; leave shard='auto'"
+    assert run(2, lambda: [refused("even"), refused(even)]) == [[("ValueError", words)] * 2] * 2

@@ -31,7 +31,7 @@ from ..optim.rules import is_known
 from ..optim.state_plan import check_moves, find_called_once, leaves_no_parts
 from ..plan.schedule import Schedule
 from ..plan.balancing import mixed_by_group
-from ..plan.policies import Policy, even, runs
+from ..plan.policies import Policy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -97,8 +97,7 @@ def mark_means(
 def cut_in_place(optimizer: ZeroRedundancyOptimizer) -> Policy:
     """Tell which rank owns what of a bucket that is reduced as it lies: each an even part, unless
     an optimizer wants whole parameters."""
-    policies = [even if r.policy is runs else r.policy for r in optimizer.local.rules]
-    return mixed_by_group(policies)
+    return mixed_by_group([rule.policy for rule in optimizer.local.rules])
 
 # %% ../../nbs/backward/03_engine.ipynb #756a8232
 def check_attachable(optimizer: ZeroRedundancyOptimizer) -> None:

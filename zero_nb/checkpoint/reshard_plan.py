@@ -34,7 +34,7 @@ from zero_nb.optim.state_entry import (
 from ..optim.state_plan import check_moves, read_entries
 from ..plan.bucket_plan import BucketPlan
 from ..plan.moves import Rows
-from ..plan.policies import Policy, runs
+from ..plan.policies import Policy, even
 from ..plan.shards import ShardPlan
 from ..plan.specs import ParamSpec
 
@@ -222,7 +222,7 @@ def _describe_new(shard: Any, rules: Sequence[Rule]) -> list[str]:
     """Say of a plan, and of how its state is cut, what must be the same on all ranks."""
     lines = ["alone" if shard.unsharded else shard.plan.mark]
     for i, rule in enumerate(rules):
-        way = "together" if rule.policy is runs else "one by one"
+        way = "together" if rule.policy is even else "one by one"
         lines.append(f"group {i} steps its parameters {way}, as its shard= says")
     return lines
 

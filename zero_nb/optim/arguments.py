@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .rules import Rule, Settings, find_rule, is_known
 from .shard import Shard
-from ..plan.policies import runs
+from ..plan.policies import even
 from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
@@ -231,7 +231,7 @@ def which_cut(
     }
     ends = [*accumulate(len(group["params"]) for group in param_groups)]
     by_policy = {bisect_right(ends, index) for index in cut}  # a policy of the user's may cut, too
-    return [rule.policy is runs or i in by_policy for i, rule in enumerate(rules)]
+    return [rule.policy is even or i in by_policy for i, rule in enumerate(rules)]
 
 # %% ../../nbs/optim/06_arguments.ipynb #5a1c0d38
 def piece_names(group: dict[str, Any], shard: Shard) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from .pieces import Piece, lay_out_gradients
 from .shard import CurrentChange, Shard, release_step_memory
 from .rules import Rule, Settings, choose_fused, is_known
 from ..plan.balancing import mixed_by_group
-from ..plan.policies import even, runs
+from ..plan.policies import even
 from ..plan.specs import ParamTable
 from .trial import TriedClasses, find_trouble
 
@@ -101,7 +101,7 @@ def _plan_groups(
     world_size: int,
     settings: Settings,
 ) -> BucketPlan:
-    policies = [even if rule.policy is runs else rule.policy for rule in rules]
+    policies = [rule.policy for rule in rules]
     params = group_specs(groups, first, grads=True)
     return pack(
         params,
@@ -132,7 +132,7 @@ def make_shard(
     for i in groups:
         # a piece has one name, for classes that read names
         named = "param_names" in param_groups[i] and not is_known(rules[i].optimizer_class, False)
-        merges += [rules[i].policy is runs and not named] * len(param_groups[i]["params"])
+        merges += [rules[i].policy is even and not named] * len(param_groups[i]["params"])
     steps_user_tensors = plan is None if steps_user_tensors is None else steps_user_tensors
     return Shard(
         plan or own,

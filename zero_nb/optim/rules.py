@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..plan.balancing import balanced, newton_schulz
-from ..plan.policies import Policy, greedy, runs
+from ..plan.policies import Policy, even, greedy
 
 # %% auto #0
 __all__ = ['ELEMENTWISE', 'PARAMETERWISE', 'FUSED', 'is_torchs', 'Rule', 'is_known', 'find_rule', 'choose_fused', 'Settings']
@@ -41,7 +41,7 @@ FUSED = frozenset(
     {"Adagrad", "Adam", "AdamW"}
 )  # not SGD, whose fused kernel fails once a parameter gets its first gradient after others
 
-_SHARDS: dict[str, Policy] = {"even": runs, "whole": balanced, "greedy": greedy}
+_SHARDS: dict[str, Policy] = {"even": even, "whole": balanced, "greedy": greedy}
 
 _COUPLED = (
     "LBFGS",
@@ -99,16 +99,15 @@ def find_rule(
         raise ValueError(
             f"shard must be 'auto', {', '.join(map(repr, _SHARDS))} or a policy, got {shard!r}"
         )
-    if shard == "even" and is_torchs(optimizer_class, frozenset({"Muon"})):
+    policy = shard if callable(shard) else _SHARDS.get(shard)
+    if policy is even and is_torchs(optimizer_class, frozenset({"Muon"})):
         raise ValueError(
             "Muon steps whole matrices, and shard='even' would cut them; leave shard='auto'"
         )
-    if callable(shard):
-        return Rule(optimizer_class, shard)
-    if shard != "auto":
-        return Rule(optimizer_class, _SHARDS[shard])
+    if policy is not None:
+        return Rule(optimizer_class, policy)
     if is_torchs(optimizer_class, ELEMENTWISE):
-        return Rule(optimizer_class, runs)
+        return Rule(optimizer_class, even)
     if "muon" in optimizer_class.__name__.lower():
         return Rule(optimizer_class, partial(balanced, cost=newton_schulz))
     return Rule(optimizer_class, balanced)

@@ -52,7 +52,7 @@ from zero_nb.optim.state_plan import (
 from ..plan.bucket import Place
 from ..plan.bucket_plan import BucketPlan
 from ..plan.moves import RankMoves, moves_of
-from ..plan.policies import runs
+from ..plan.policies import even
 from ..plan.shards import Span
 
 # %% auto #0
@@ -170,7 +170,7 @@ class ShardedState:
     def check_merges(self, param_groups: list[dict[str, Any]]) -> None:
         """Refuse a class that keeps state beside what moves, where parameters are stepped as one
         tensor: it is split, with its state, when one of them gets no gradient."""
-        if merging := [rule for rule in self.local.rules if rule.policy is runs]:
+        if merging := [rule for rule in self.local.rules if rule.policy is even]:
             check_moves(self.local, param_groups, "shard='even'", merging)
 
     def plan(self) -> StatePlan:
