@@ -208,6 +208,8 @@ Boxes = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]  # offsets and 
 class _RankPlanner(_DefaultSavePlanner):
     """Plans what one rank writes, and reads it when it is written."""
 
+    state_dict: dict[str, Any]  # what is written, by the name that it has in the folder
+
     def __init__(
         self,
         boxes_of_rank: Callable[[Mapping[str, SavedTensor]], Boxes],
@@ -218,6 +220,22 @@ class _RankPlanner(_DefaultSavePlanner):
         self.boxes_of_rank = boxes_of_rank
         self.buffer = buffer
         self.advance = advance
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        """Take what is to be written, by name. Torch takes a list apart where it finds a tensor in it,
+        so until then one without memory stands for each that is in files."""
+        saved = dict[int, SavedTensor]()  # by what stands for it
+
+        def stand_in(name: str, value: SavedTensor | Tensor) -> Tensor:
+            if isinstance(value, Tensor):
+                return value
+            made = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            saved[id(made)] = value
+            return made
+
+        content = replace_tensors(state_dict, stand_in)
+        super().set_up_planner(content, *args, **kwargs)
+        self.state_dict = {fqn: saved.get(id(v), v) for fqn, v in self.state_dict.items()}
 
     def create_local_plan(self) -> Any:
         """Plan this rank's boxes, and what is not in files."""
@@ -297,14 +315,13 @@ def _write_ranks(content: Any, folder: Path, ranks: int, advance: Advance) -> Fi
     return describe_files(folder, [each.storage_data for found in written for each in found])
 
 
-def _listed_in_memory(content: Any) -> Any:
-    """Read the tensors in lists and tuples, which DCP packs as they are unless there is a dict among their
-    members; such are options, as the betas of Adam."""
+def _tuples_in_memory(content: Any) -> Any:
+    """Read the tensors in tuples, which DCP packs as they are; such are options, as the betas of Adam."""
     if isinstance(content, dict):
-        return {key: _listed_in_memory(member) for key, member in content.items()}
-    if isinstance(content, list) and any(isinstance(member, dict) for member in content):
-        return [_listed_in_memory(member) for member in content]
-    return in_memory(content) if isinstance(content, (list, tuple)) else content
+        return {key: _tuples_in_memory(member) for key, member in content.items()}
+    if isinstance(content, list):
+        return [_tuples_in_memory(member) for member in content]
+    return in_memory(content) if isinstance(content, tuple) else content
 
 
 def write_sharded(checkpoint: Checkpoint, target: Path, ranks: int, advance: Advance) -> None:
@@ -313,7 +330,7 @@ def write_sharded(checkpoint: Checkpoint, target: Path, ranks: int, advance: Adv
     named = by_name(checkpoint.optimizer, names_in(checkpoint))
     with new_folder(target) as folder:
         check_room(target, checkpoint.nbytes)
-        content = _listed_in_memory({"model": checkpoint.model, "optimizer": named})
+        content = _tuples_in_memory({"model": checkpoint.model, "optimizer": named})
         files = _write_ranks(content, folder, ranks, advance)
         keys = keys_to_keep({"optimizer": named})
         more = {"world_size": ranks, **progress_of(checkpoint)}
