@@ -300,3 +300,34 @@ def step_two_groups(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_class_that_cannot_step_nothing_trains_where_each_rank_owns_another_group(mode):
     assert max(run(2, step_two_groups, mode)) < 1e-6
+
+
+class Licensed(Optimizer):
+    """Gradient descent that can be made as long as its license lasts."""
+
+    lasts = True
+
+    def __init__(self, params, lr=0.1):
+        if not self.lasts:
+            raise PermissionError("the license is over")
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+def attached_after_the_license():
+    Licensed.lasts = True
+    model = nn.Linear(4, 4)
+    zero = ZeroRedundancyOptimizer(model.parameters(), Licensed)
+    Licensed.lasts = False
+    return caught(lambda: data_parallel(model, zero))
+
+
+def test_a_class_that_cannot_be_tried_where_parameters_move_is_refused():
+    for said in run(2, attached_after_the_license):
+        assert said and "optimizer_class Licensed cannot be tried" in said, said
+        assert "PermissionError: the license is over" in said

@@ -209,20 +209,26 @@ def try_plans(
     """Find out by trial whether parameters may move with their state, and be stepped by bucket, in
     a class that may be sharded."""
     for tried in ([group.widened() for group in groups], groups):
-        with leaving_alone(device), contextlib.suppress(Exception):
-            trial = find_stand_ins(make_trial(optimizer_class, defaults, tried, device))
-            optim, params = trial.make(trial.values)
-            for step in trial.gradients:
-                trial.step(optim, params, step)
-            together = [[p.detach() for p in ps] for ps in params]
-            numbers = kept_numbers(optim)
-            trouble = _lost_in_moves(trial, together)
-            with contextlib.suppress(Exception):
-                found, now = by_bucket(trial)
-                same = now == numbers and not difference(trial, together, found)
-                return PlanFinding(trouble, same)
-            return PlanFinding(trouble)
-    return PlanFinding()
+        with leaving_alone(device):
+            try:
+                return _examine_plans(make_trial(optimizer_class, defaults, tried, device))
+            except Exception as error:
+                failed = f"{type(error).__name__}: {error!s:.300}"
+    return PlanFinding(f"cannot be tried on small tensors of the kinds that it is given: {failed}")
+
+
+def _examine_plans(given: Trial) -> PlanFinding:
+    trial = find_stand_ins(given)
+    optim, params = trial.make(trial.values)
+    for step in trial.gradients:
+        trial.step(optim, params, step)
+    together = [[p.detach() for p in ps] for ps in params]
+    numbers = kept_numbers(optim)
+    trouble = _lost_in_moves(trial, together)
+    with contextlib.suppress(Exception):
+        found, now = by_bucket(trial)
+        return PlanFinding(trouble, now == numbers and not difference(trial, together, found))
+    return PlanFinding(trouble)
 
 
 def _lost_in_moves(trial: Trial, together: list[list[Tensor]]) -> str:
