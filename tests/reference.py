@@ -32,7 +32,7 @@ INTERNAL = {  # methods and attributes without an underscore that the package's 
         "ZeroRedundancyOptimizer": """settings groups driver attach detach show_steps wait_for_driver
             giving_state_dicts groups_to_save replan move_to history note_step is_first_step
             checked_first_step""",
-        "Join": "silent_participants several_models device make_participants",
+        "Join": "silent_participants device make_participants",
         "Written": "fields from_fields",
         "BucketPlan": "homes mark",
         "InBackward": "step_plan step remove_markers settings load_settings leave optimizer",

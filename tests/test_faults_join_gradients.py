@@ -351,7 +351,9 @@ def gradients_alone(kind, models):
     return [p.grad for model in joined for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("kind", "models"), [(nn.Linear, 2), (Boxed, 1), (Boxed, 2)])
+@pytest.mark.parametrize(
+    ("kind", "models"), [(nn.Linear, 1), (nn.Linear, 2), (Boxed, 1), (Boxed, 2)]
+)
 def test_gradients_that_are_not_kept_are_not_announced(kind, models):
     assert run(2, gradients_alone, kind, models, timeout=30) == [[None] * models] * 2
 

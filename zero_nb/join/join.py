@@ -221,11 +221,6 @@ class Join:
         return silent_after(self.entries)
 
     @property
-    def several_models(self) -> bool:
-        """Whether there are several models, whose backwards may be one."""
-        return sum(entry.kind is DdpParticipant for entry in self.entries) > 1
-
-    @property
     def device(self) -> torch.device:
         """Where a few numbers travel, if no backend serves the CPU."""
         joinables = [entry.joinable for entry in self.entries]

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from ..backward.watch import TransientHook, found_tensors, queue_end
 from .attendance import ActiveRanks, gradient_weight, weigh
@@ -19,7 +20,8 @@ from .gradient_record import _CHANGED_GRADIENTS, GradientRecord
 from .participants import ConfigGuard, FollowedDriver, Session
 
 # %% auto #0
-__all__ = ['Forward', 'samples_in', 'ModelParticipant', 'ForwardListener', 'driver_settings', 'BackwardListener']
+__all__ = ['Forward', 'samples_in', 'ModelParticipant', 'AccumulationHook', 'ForwardListener', 'driver_settings',
+           'BackwardListener']
 
 # %% ../../nbs/join/11_model_listeners.ipynb #f1000016
 def samples_in(args: Any, kwargs: Any, count: Callable[..., int] | None) -> int:
@@ -57,11 +59,28 @@ class ModelParticipant(Protocol):
     def send_buffers(self, ranks: Sequence[int]) -> None:
         """Send buffers of ranks with data."""
 
-    def after_forward(self, traced: bool) -> None:
-        """Get ready for a backward; `traced`: it will be heard through the output."""
+    def after_forward(self) -> None:
+        """Get ready for a backward."""
 
-    def on_backward(self) -> None:
-        """Note that a gradient has come to the output."""
+    def before_accumulation(self) -> None:
+        """Note that a backward is about to add a gradient to a parameter's."""
+
+# %% ../../nbs/join/11_model_listeners.ipynb #e20a0002
+class AccumulationHook:
+    """A hook that is called before a backward adds to the gradient of a parameter."""
+
+    def __init__(
+        self,
+        param: Tensor,  # a leaf that needs a gradient
+        # takes what is about to be added, alone in a tuple; gives what to add in its place, or None
+        call: Callable[[Sequence[Tensor | None]], tuple[Tensor] | None],
+    ):
+        self.node = get_gradient_edge(param).node  # kept: without it the hook is gone
+        self.handle = self.node.register_prehook(call)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self.handle.remove()
 
 # %% ../../nbs/join/11_model_listeners.ipynb #84d26674
 Forward = tuple[ActiveRanks, int]  # who has data, and the samples of this rank
@@ -77,7 +96,7 @@ class ForwardListener:
         self.last: list[Forward] = []  # the last forward, if gradients are weighted
         self.reached: list[Forward] = []  # those whose outputs the backward in progress has reached
         self.weights: dict[int, float] = {}  # by the number of these
-        self.weighed: dict[int, Any] = {}  # hooks on parameters, by their id
+        self.weighed: dict[int, AccumulationHook] = {}  # by the id of a parameter
         hear = partial(module.register_forward_pre_hook, prepend=True, with_kwargs=True)
         self.handles = [
             hear(TransientHook(self.before)),
@@ -86,8 +105,10 @@ class ForwardListener:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in [*self.handles, *self.weighed.values()]:
+        for handle in self.handles:
             handle.remove()
+        for hook in self.weighed.values():
+            hook.remove()
 
     @torch._disable_dynamo
     def before(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -127,25 +148,24 @@ class ForwardListener:
         self.weights = {}
         for param in module.parameters():
             if param.requires_grad and id(param) not in self.weighed:
-                self.weighed[id(param)] = param.register_hook(self.on_param)
+                self.weighed[id(param)] = AccumulationHook(param, self.weigh)
 
     @torch._disable_dynamo
     def after(self, module: Any, args: Any, output: Any) -> None:
-        """Wait for the backward that comes through the output."""
+        """Get ready for a backward, and find out which forwards it comes through."""
         if not (self.model.guard.listens and torch.is_grad_enabled()):
             return
-        outputs = [tensor for tensor in found_tensors(output) if tensor.requires_grad]
         self.model.backward.after_forward(self.rebuilds)
-        self.model.after_forward(bool(outputs))
-        for tensor in outputs:
-            tensor.register_hook(partial(self.on_gradient, tuple(self.last)))
+        self.model.after_forward()
+        for tensor in found_tensors(output) if self.last else ():
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self.on_gradient, tuple(self.last)))
 
     @torch._disable_dynamo
     def on_gradient(self, forwards: Sequence[Forward], grad: Tensor) -> None:
-        """Note that a backward begins, and of which forward."""
+        """Note of which forward the backward in progress is."""
         if not self.model.guard.listens:
             return
-        self.model.on_backward()
         if not self.reached:
             queue_end(self.forget_reached)
         self.reached += [forward for forward in forwards if forward not in self.reached]
@@ -156,16 +176,17 @@ class ForwardListener:
         self.weights = {}
 
     @torch._disable_dynamo
-    def on_param(self, grad: Tensor) -> Tensor | None:
-        """Weight all that a backward brings to a parameter, also past the output."""
-        if not self.model.guard.listens:
+    def weigh(self, grads: Sequence[Tensor | None]) -> tuple[Tensor] | None:
+        """Weight all that a backward adds to a parameter's gradient, also past the output."""
+        grad = grads[0]
+        if grad is None or not self.model.guard.listens:
             return None
         number = len(self.reached)
         if number not in self.weights:
             forwards = self.reached or self.last
             self.weights[number] = gradient_weight(forwards, self.session.options.divide_by)
         weight = self.weights[number]
-        return None if weight == 1 else weigh(grad, weight)
+        return None if weight == 1 else (weigh(grad, weight),)
 
 # %% ../../nbs/join/11_model_listeners.ipynb #fa0f895c
 def driver_settings(driver: FollowedDriver | None) -> dict[str, Any]:
@@ -180,7 +201,9 @@ class BackwardListener:
         self.model = model
         self.session = model.session
         self.record = self.session.gradients.add(record)
-        self.is_running = False  # a backward
+        self.is_running = False  # a backward, which has added a gradient or is about to
+        trained = [param for param in record.params if param.requires_grad]
+        self.hooks = [AccumulationHook(param, self.before_accumulation) for param in trained]
         self.announced_settings = driver_settings(model.driver)
 
     def after_forward(self, rebuilt: bool) -> None:
@@ -189,16 +212,25 @@ class BackwardListener:
         if rebuilt:
             self.record.save()
 
-    def begin(self, arrived: bool = False) -> None:
-        """Note that a backward begins; `arrived`: with a gradient that is in its place already."""
+    def begin(self) -> None:
+        """Note that a backward begins to add gradients."""
         self.is_running = True
-        self.record.begin(arrived)
+        self.record.begin()
         queue_end(lambda: queue_end(self.end))  # after what DDP does at the end of a backward
 
-    def before_param(self, grad: Tensor) -> None:
-        """Look at the gradients before the first one is added to them."""
-        if self.model.guard.listens and not self.is_running:
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self.hooks:
+            hook.remove()
+
+    @torch._disable_dynamo
+    def before_accumulation(self, grads: Sequence[Tensor | None]) -> None:
+        """Look at the gradients before a backward adds its first one."""
+        if not self.model.guard.listens:
+            return
+        if not self.is_running:
             self.begin()
+        self.model.before_accumulation()
 
     def end(self) -> None:
         """Remember the gradients that a backward has left."""
@@ -207,7 +239,7 @@ class BackwardListener:
 
     def announce(self) -> None:
         """Announce the reduction of a backward, and the step if it is part of that."""
-        if not self.is_running:  # it comes through no output, or it is a step without a backward
+        if not self.is_running:  # a step without a backward
             self.record.begin(arrived=True)
         settings = driver_settings(self.model.driver)
         news = settings if settings != self.announced_settings else {}

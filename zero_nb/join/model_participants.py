@@ -48,7 +48,6 @@ class DdpParticipant(Participant):
     forward: ForwardListener
     backward: BackwardListener
     expects_reduction = False  # in the next backward, as DDP does
-    handles: Sequence[Any] = ()  # of hooks on parameters
     sync_option = ""  # DDP's name for whether it sends buffers, which differs between versions
     sync_before = False  # its value before the block
 
@@ -91,14 +90,11 @@ class DdpParticipant(Participant):
         self.sync_before = getattr(ddp, self.sync_option)
         self.has_buffers = bool(self.sync_before and ddp.modules_buffers)
         setattr(ddp, self.sync_option, False)
-        if self.session.several_models:
-            self.listen_to_params()
 
     def detach(self) -> None:
         """Remove all hooks, and let DDP send its buffers again."""
         self.forward.close()
-        for handle in self.handles:
-            handle.remove()
+        self.backward.close()
         super().detach()
         setattr(self.joinable, self.sync_option, self.sync_before)
 
@@ -110,15 +106,6 @@ class DdpParticipant(Participant):
         """Leave the model as it was before the block."""
         super().restore()
         self.joinable.require_forward_param_sync = True  # on all ranks, whatever was last on each
-
-    def listen_to_params(self) -> None:
-        """Note when gradients arrive at parameters: the output does not tell of the backward, or
-        not in which order several models come."""
-        if not self.handles:
-            params = self.backward.record.params
-            # autograd.grad calls the first kind alone: it adds nothing, and DDP sends nothing
-            self.handles = [p.register_hook(self.backward.before_param) for p in params]
-            self.handles += [p.register_post_accumulate_grad_hook(self.on_param) for p in params]
 
     def sends_buffers(self) -> bool:
         """Tell whether the forward that begins sends buffers."""
@@ -137,38 +124,42 @@ class DdpParticipant(Participant):
         with torch.no_grad(), keeps_versions(tuple(ddp.modules_buffers)):
             ddp._sync_module_buffers(ranks[-1])
 
-    def after_forward(self, traced: bool) -> None:
+    def after_forward(self) -> None:
         """Expect a reduction if DDP does."""
         self.expects_reduction |= self.joinable.require_backward_grad_sync
-        if not traced:
-            self.listen_to_params()
 
-    def on_backward(self) -> None:
-        """Announce the reduction when a gradient reaches the output."""
-        if self.backward.is_running:
-            return
-        self.backward.begin()
-        if not self.session.several_models:
-            self.announce()
-
-    def on_param(self, param: Tensor) -> None:
-        """Announce the reduction when a gradient has arrived at a parameter."""
-        if self.guard.listens:
-            self.announce()
-
-    def announce(self) -> None:
+    def before_accumulation(self) -> None:
         """Announce the reduction of a backward, if there is one that was not announced."""
         if self.expects_reduction:
             self.backward.announce()
         self.expects_reduction = False
+
+    def waits_for_backward(self) -> bool:
+        """Tell whether DDP reduces in the next backward because of a forward before it."""
+        return self.expects_reduction
+
+    def forget_forward(self) -> None:
+        """Have DDP expect no reduction in the next backward; before it has its last buckets, which
+        it would make anew."""
+        self.joinable.reducer._reset_state()
+        self.expects_reduction = False
+
+    def share_forward(self) -> None:
+        """Have DDP expect a reduction on all ranks or on none: after a forward without a backward
+        it reduces in the next one, under `no_sync` too."""
+        if not self.joinable._has_rebuilt_buckets:
+            self.forget_forward()
+        elif not self.expects_reduction:
+            self.joinable.reducer.prepare_for_backward([])
 
     def replay(self, event: JoinEvent) -> None:
         """Send what a rank with data sends, but nothing of this rank's own."""
         ddp = self.joinable
         if event.what == "backward":
             self.backward.follow(event)
+            if self.expects_reduction and not ddp._has_rebuilt_buckets:
+                self.forget_forward()  # DDP makes no new buckets while it expects a reduction
             reduce_nothing(ddp, self.session.group)
-            self.expects_reduction = False
             return
         if event.options["ranks"]:
             self.send_buffers(event.options["ranks"])
@@ -188,6 +179,8 @@ class DdpParticipant(Participant):
     def finish(self, is_last_joiner: bool, state: Any, gradients: Any) -> None:
         """Take over gradients and settings, and the parameters by DDP's own hook."""
         self.backward.finish(is_last_joiner, state, gradients)
+        if 0 < self.session.waiting[self.index] < self.session.group.size:
+            self.share_forward()
         super().finish(is_last_joiner, state, gradients)
 
 # %% ../../nbs/join/12_model_participants.ipynb #71ce946c
@@ -233,6 +226,7 @@ class DataParallelParticipant(Participant):
     def detach(self) -> None:
         """Remove all hooks."""
         self.forward.close()
+        self.backward.close()
         super().detach()
 
     def resume(self) -> None:
@@ -261,13 +255,11 @@ class DataParallelParticipant(Participant):
         if not self.guard.is_silent:
             self.backward.announce()
 
-    def after_forward(self, traced: bool) -> None:
+    def after_forward(self) -> None:
         """Do nothing: the handle knows itself when a backward begins."""
 
-    def on_backward(self) -> None:
-        """Note that a gradient has reached the output."""
-        if not self.backward.is_running:
-            self.backward.begin()
+    def before_accumulation(self) -> None:
+        """Do nothing: the handle calls `before_reduction`."""
 
     def replay(self, event: JoinEvent) -> None:
         """Take part in what a rank with data does."""

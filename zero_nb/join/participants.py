@@ -51,8 +51,8 @@ class Session(Protocol):
     group: Group
     gradients: GradientCheck
     iteration: int  # iterations that have begun
-    several_models: bool  # whose backwards may be one
     last_joiner: int  # group rank whose state all ranks take over
+    waiting: list[int]  # by participant: ranks whose last forward has had no backward
 
     @property
     def asks_every_iteration(self) -> bool:
@@ -160,6 +160,10 @@ class Participant:
     def gradients_left(self) -> Any:
         """Give what other ranks take over that is known when this rank's loop is over."""
         return None
+
+    def waits_for_backward(self) -> bool:
+        """Tell whether the last forward of this rank has had no backward yet."""
+        return False
 
     def final_state(self) -> Any:
         """Give what other ranks take over from the last joiner."""

@@ -22,7 +22,7 @@ from .participants import Participant
 from .step_participants import OptimizerParticipant, driver_of
 
 # %% auto #0
-__all__ = ['MODEL_KINDS', 'ShadowLoop', 'StopLoop', 'check_drivers', 'JoinSession']
+__all__ = ['MODEL_KINDS', 'ShadowLoop', 'StopLoop', 'check_drivers', 'with_waits', 'split_waits', 'JoinSession']
 
 # %% ../../nbs/join/14_session.ipynb #249dbd36
 _SKEW = 1000  # iterations
@@ -117,6 +117,21 @@ def check_drivers(participants: Sequence[Participant], before_step: Any) -> None
             " collectives of several may be mixed; use a block for each, or detach the overlap"
         )
 
+# %% ../../nbs/join/14_session.ipynb #e20a0012
+def with_waits(number: int, participants: Sequence[Participant]) -> int:
+    """Add to a number, as its last bits, whether each participant of this rank waits for a backward."""
+    waits = sum(each.waits_for_backward() << i for i, each in enumerate(participants))
+    return number << len(participants) | waits
+
+
+def split_waits(
+    numbers: Sequence[int],  # of `with_waits`, of each rank
+    participants: int,
+) -> tuple[list[int], list[int]]:  # numbers of the ranks, and waiting ranks by participant
+    """Take apart what `with_waits` has put together."""
+    waiting = [sum(number >> i & 1 for number in numbers) for i in range(participants)]
+    return [number >> participants for number in numbers], waiting
+
 # %% ../../nbs/join/14_session.ipynb #c8b62db6
 class JoinSession:
     """One run of a block: what it counts, hears and announces."""
@@ -126,7 +141,6 @@ class JoinSession:
         self.group = join.group
         self.counter = join.counter
         self.silent_participants = join.silent_participants
-        self.several_models = join.several_models
         with agreeing(self.group, "entering Join", self.description):
             self.participants = join.make_participants(self)
             check_drivers(self.participants, self.options.before_step)
@@ -140,6 +154,7 @@ class JoinSession:
         self.fault: Exception | None = None  # raised on all ranks because one has no data
         self.attendance: Attendance | None = None  # once the block has ended
         self.last_joiner = 0  # group rank whose state all ranks take over
+        self.waiting: list[int] = []  # by participant: ranks whose last forward had no backward
         self.is_running = True
         for participant in self.participants:
             participant.attach()
@@ -220,8 +235,10 @@ class JoinSession:
         self.log.depart()
         ShadowLoop(self).run()
         self.headcount.finish()
-        rows = self.gather(*reached, self.batches.used, iterations, dropped)
-        self.attendance = Attendance(tuple(row[3] for row in rows), tuple(row[4] for row in rows))
+        ending = with_waits(dropped, self.participants)
+        rows = self.gather(*reached, self.batches.used, iterations, ending)
+        unused, self.waiting = split_waits([row[4] for row in rows], len(self.participants))
+        self.attendance = Attendance(tuple(row[3] for row in rows), tuple(unused))
         with agreeing(self.group, "leaving Join"):
             self.last_joiner = max(range(len(rows)), key=lambda rank: (rows[rank][:2], rank))
             self.batches.check([row[2] for row in rows])
