@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from common.counting import calls
-from common.param_lists import damaged, param_lists
+from common.param_lists import by_row, damaged, param_lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,7 @@ from zero_nb.plan.bucket import Bucket, Slot
 from zero_nb.plan.bucket_plan import BucketPlan
 from zero_nb.plan.filling import MIB, fill_like_ddp
 from zero_nb.plan.packing import adopt, pack
-from zero_nb.plan.policies import even, greedy, runs
+from zero_nb.plan.policies import even, greedy
 from zero_nb.plan.shards import ShardPlan, Span, _canonical
 from zero_nb.plan.specs import ParamSpec, ParamTable
 
@@ -26,7 +26,7 @@ worlds = st.one_of(st.integers(1, 9), st.sampled_from([64, 1000]))
 leaves = [
     even,
     partial(even, align=4),
-    runs,
+    by_row,
     greedy,
     balanced,
     partial(balanced, cost=newton_schulz),
@@ -202,7 +202,7 @@ def test_adopted_buckets_are_kept(specs, world_size, policy, data):
     want = [[i for i in bucket if specs[i].numel] for bucket in theirs]
     found = [
         [*dict.fromkeys(s.param for s in b.slots)] for b in plan.buckets
-    ]  # runs may cut one in two
+    ]  # `by_row` may cut one in two
     assert [sorted(b) for b in found] == [sorted(b) for b in want if b]
     if policy is even:
         assert found == [b for b in want if b]
@@ -289,9 +289,7 @@ def test_a_bucket_plan_is_built_exactly_if_every_element_has_one_place(
             BucketPlan(specs, 2, buckets)
 
 
-@pytest.mark.parametrize(
-    "policy", [even, runs, greedy, balanced, partial(mixed, choose=by_group(runs))]
-)
+@pytest.mark.parametrize("policy", [even, greedy, balanced, partial(mixed, choose=by_group(even))])
 def test_the_work_of_packing_is_a_few_calls_for_each_parameter_whatever_the_ranks(policy):
     specs = [ParamSpec(f"p{i}", (8,)) for i in range(4000)]
     found = [
@@ -432,46 +430,6 @@ def test_bad_input_has_one_clear_error(call, message):
     with pytest.raises(ValueError) as caught:
         call()
     assert message in str(caught.value)
-
-
-@quick
-@given(
-    param_lists(),
-    worlds,
-    st.sampled_from([None, balanced]),
-    st.sampled_from([64 / MIB, 1000 / MIB, 25.0]),
-)
-def test_what_lies_in_a_row_is_cut_where_its_owners_change(
-    specs, world_size, matrices, bucket_cap_mb
-):
-    specs = small(specs)
-
-    def plan(cut):  # a function that `pack` does not know is asked for its owners
-        policy = (
-            cut
-            if matrices is None
-            else partial(mixed, choose=lambda spec: matrices if len(spec.shape) > 1 else cut)
-        )
-        return pack(
-            specs,
-            world_size,
-            policy=policy,
-            bucket_cap_mb=bucket_cap_mb,
-            cut=False,
-            order=range(len(specs)),
-        )
-
-    ours, asked = (
-        plan(runs),
-        plan(lambda specs, world_size, *, loads=None: runs(specs, world_size, loads=loads)),
-    )
-    assert ours.loads == asked.loads and ours.shard_plan == asked.shard_plan
-    assert [(b.bounds, b.dtype, b.device) for b in ours.buckets] == [
-        (b.bounds, b.dtype, b.device) for b in asked.buckets
-    ]
-    for mine, theirs in zip(ours.buckets, asked.buckets, strict=True):
-        for group_rank in {0, world_size // 2, world_size - 1}:
-            assert mine.slots_of(group_rank) == theirs.slots_of(group_rank)
 
 
 @quick

@@ -28,7 +28,7 @@ from zero_nb.plan.balancing import (
 )
 from zero_nb.plan.grids import Grid, GridPlan
 from zero_nb.plan.moves import Move, moves, moves_of
-from zero_nb.plan.policies import even, greedy, runs
+from zero_nb.plan.policies import even, greedy
 from zero_nb.plan.shards import ShardPlan, Span, spread
 from zero_nb.plan.specs import ParamSpec
 
@@ -38,7 +38,6 @@ quick = settings(max_examples=60, deadline=None)
 worlds = st.one_of(st.integers(1, 9), st.sampled_from([64, 1000, 4096]))
 policies = st.sampled_from(
     [
-        runs,
         greedy,
         even,
         balanced,
@@ -89,34 +88,6 @@ def test_plans_are_read_back_from_json(specs, world_size, policy):
         assert again == plan and hash(again) == hash(plan) and again.digest == plan.digest
         assert again.by_param == plan.by_param
     json.loads(plan.to_json())
-
-
-@quick
-@given(param_lists(), worlds)
-def test_runs_are_even_but_for_the_alignment_of_their_cuts(specs, world_size):
-    plan, level = runs(specs, world_size), even(specs, world_size)
-    assert all(abs(a - b) <= 16 for a, b in zip(plan.loads, level.loads, strict=True))
-    assert all(span.start % 16 == 0 for shard in plan.shards for span in shard)
-
-
-@quick
-@given(param_lists(), worlds, st.sampled_from([None, 3, 40]), st.integers(0, 2**32))
-def test_runs_cut_where_even_does_but_at_the_nearest_sixteenth_element(
-    specs, world_size, most, seed
-):
-    held = most and random.Random(seed).choices(range(most), k=world_size)
-    plan, level = runs(specs, world_size, loads=held), even(specs, world_size, loads=held)
-    for i, spec in enumerate(specs):
-        ranks, starts = (
-            [r for r, _ in level.owners(i)],
-            [min((s.start + 8) // 16 * 16, spec.numel) for _, s in level.owners(i)],
-        )
-        want = [
-            (r, Span(i, a, b))
-            for r, a, b in zip(ranks, starts, [*starts, spec.numel][1:], strict=True)
-            if a < b
-        ]
-        assert list(plan.owners(i)) == want
 
 
 @quick
@@ -467,7 +438,7 @@ def test_a_hundred_thousand_parameters_on_many_ranks(policy):
     assert plan.imbalance < 1.01 and sum(plan.loads) == sum(p.numel for p in specs)
 
 
-@pytest.mark.parametrize(("policy", "most"), [(even, 4), (runs, 4), (greedy, 9), (balanced, 9)])
+@pytest.mark.parametrize(("policy", "most"), [(even, 4), (greedy, 9), (balanced, 9)])
 def test_the_work_of_a_plan_is_a_few_calls_for_each_parameter_whatever_the_ranks(policy, most):
     specs = [ParamSpec(f"p{i}", (8,)) for i in range(4000)]
     assert all(calls(lambda n=n: policy(specs, n)) < most * len(specs) for n in (1, 8, 250))
@@ -514,7 +485,7 @@ tiny = ParamSpec("weight", (4, 2)), ParamSpec("bias", (2,))
         (lambda: ParamSpec("w", (4,), "bfloat61"), "did you mean bfloat16"),
         (lambda: even([*tiny, tiny[0]], 2), "parameters 0 and 2 are both called 'weight'"),
         (lambda: find_policy("evn"), "did you mean 'even'"),
-        (lambda: find_policy("zzz"), "choose one of greedy, even, runs, balanced, mixed"),
+        (lambda: find_policy("zzz"), "choose one of greedy, even, balanced, mixed"),
         (lambda: ShardPlan(tiny, ((Span(0, 0, 8),),)), "element 0 is owned by no rank"),
         (
             lambda: ShardPlan(tiny, ((Span(0, 0, 8), Span(1, 0, 2)), (Span(1, 1, 2),))),
@@ -632,7 +603,6 @@ def test_small_things():
     assert find_policy(even) is even and set(POLICIES) == {
         "greedy",
         "even",
-        "runs",
         "balanced",
         "mixed",
     }

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+from common.param_lists import by_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,12 +17,12 @@ from zero_nb.optim.state_plan import StatePlan, stepped_by
 from zero_nb.plan.balancing import balanced
 from zero_nb.plan.moves import moves, moves_of
 from zero_nb.plan.packing import pack
-from zero_nb.plan.policies import even, runs
+from zero_nb.plan.policies import even
 from zero_nb.plan.shards import Span
 from zero_nb.plan.specs import ParamSpec
 
 SIZES = st.lists(st.integers(0, 70), min_size=1, max_size=6)
-POLICIES = st.sampled_from([even, balanced, runs])
+POLICIES = st.sampled_from([even, balanced, by_row])
 
 
 def shard_of(sizes, frozen, ranks, policy, bucket_cap_mb, group_rank=0):

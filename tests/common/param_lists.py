@@ -1,7 +1,11 @@
 """Lists of parameters for property-based tests."""
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
+from zero_nb.plan.policies import even
+from zero_nb.plan.shards import ShardPlan
 from zero_nb.plan.specs import ParamSpec
 
 sizes = st.one_of(st.integers(0, 40), st.integers(0, 40), st.sampled_from([1000, 12_345, 10**7]))
@@ -38,3 +42,10 @@ def damaged(rng, spans):
     at, by = rng.randrange(len(spans[k])), rng.randint(-2, 2)
     other = type(spans[k])(*(n + by * (field == at) for field, n in enumerate(spans[k])))
     return [*spans[:k], *rng.choice([[], [spans[k]] * 2, [other], [spans[k]]]), *spans[k + 1 :]]
+
+
+def by_row(
+    specs: Sequence[ParamSpec], world_size: int, *, loads: Sequence[float] | None = None
+) -> ShardPlan:
+    """Cut the row of all parameters evenly: a policy that `pack` does not know, so it asks for the owners."""
+    return even(specs, world_size, loads=loads)

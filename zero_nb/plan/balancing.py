@@ -27,7 +27,6 @@ from zero_nb.plan.policies import (
     greedy,
     loads_before,
     movable,
-    runs,
     whole_parameters,
 )
 from .shards import ShardPlan, Span
@@ -157,7 +156,7 @@ def mixed(
     chosen: dict[Any, tuple[Policy, list[int]]] = {}
     for i in movable(specs):
         chosen.setdefault(identity(policy := choose(specs[i])), (policy, []))[1].append(i)
-    for policy, mine in sorted(chosen.values(), key=lambda item: leaf(item[0]) in (even, runs)):
+    for policy, mine in sorted(chosen.values(), key=lambda item: leaf(item[0]) is even):
         plan = checked(
             policy,
             [specs[i] for i in mine],
@@ -216,7 +215,6 @@ def checked(
 POLICIES: dict[str, Policy] = {
     "greedy": greedy,
     "even": even,
-    "runs": runs,
     "balanced": balanced,
     "mixed": mixed,
 }

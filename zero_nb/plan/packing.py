@@ -7,18 +7,16 @@ __all__ = ['pack', 'adopt']
 
 # %% ../../nbs/plan/10_packing.ipynb #66f34ad9
 import math
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from .balancing import balances, checked, identity, leaf, setting
 from .bucket import Bucket, EvenCuts, Slot, WholeSlots, equal_bounds
 from .bucket_plan import BucketPlan
 from .filling import Kind, arrival_order, bytes_of_mib, fill_buckets, kinds_of
-from .policies import Policy, even, row_cuts, runs
+from .policies import Policy, even
 from .shards import Owners, check_world_size
 from .specs import ITEMSIZE, ParamSpec, ParamTable, unique
 
@@ -95,54 +93,12 @@ def _owned_bucket(
             at += stop - start
     return Bucket(kind.dtype, kind.device, kind.group, tuple(slots), tuple(bounds))
 
-# %% ../../nbs/plan/10_packing.ipynb #15567f29
-@dataclass(frozen=True)
-class _CutRow:
-    """A row of parameters, and where ranks part."""
-
-    begins: list[
-        int
-    ]  # where each parameter begins; of one outside of the row, where the next one does
-    cuts: list[int]  # group_rank r owns elements [cuts[r], cuts[r+1]) of the row
-
-
-def _cut_row(
-    params: ParamTable, members: Sequence[int], world_size: int, loads: Sequence[float]
-) -> _CutRow:
-    sizes = params.numels if len(members) == len(params) else [0] * len(params)
-    if sizes is not params.numels:
-        for i in members:
-            sizes[i] = params.numels[i]
-    begins = [*accumulate(sizes, initial=0)]
-    return _CutRow(begins, row_cuts(begins, world_size, loads))
-
-
-def _row_bucket(
-    params: ParamTable, run: Sequence[int], kind: Kind, row: _CutRow
-) -> Bucket:  # `run` rises
-    """Lay parameters out as in the row, and cut the bucket where the row is cut."""
-    slots = _end_to_end(params, run)
-    starts = [row.begins[i] for i in run]
-
-    def place(cut: int) -> int:  # in the bucket
-        at = bisect_right(starts, cut) - 1
-        return min(slots.offsets[at] + cut - starts[at], slots.offsets[at + 1])
-
-    total = slots.offsets[-1]
-    low = bisect_left(row.cuts, starts[0])
-    high = bisect_left(row.cuts, starts[-1] + slots[-1].stop)
-    bounds = (*[0] * low, *map(place, row.cuts[low:high]), *[total] * (len(row.cuts) - high))
-    return Bucket(kind.dtype, kind.device, kind.group, slots, bounds)
-
 # %% ../../nbs/plan/10_packing.ipynb #66947efe
 def _owners(
     params: ParamTable,
     world_size: int,
     kinds: Sequence[Kind],  # of each parameter
-    in_row: bool,  # whether what `runs` decides may be laid out as it lies in the row
-) -> tuple[
-    dict[int, int | Owners], _CutRow | None
-]:  # of the parameters that are not cut evenly; the row that `runs` cuts, in the place of their owners
+) -> dict[int, int | Owners]:  # of the parameters that are not cut evenly
     """Ask each policy once; one that balances the same cost as an earlier one is told what each rank got."""
     asked: dict[Any, tuple[Policy, list[int]]] = {}
     for kind in dict.fromkeys(kinds):
@@ -159,22 +115,14 @@ def _owners(
             asked.setdefault(identity(kind.policy), (kind.policy, []))[1].extend(mine)
     owners: dict[int, int | Owners] = {}
     loads: dict[Any, list[float]] = {}
-    row: _CutRow | None = None
     for policy, mine in asked.values():
         so_far = loads.setdefault(cost := balances(policy), [0] * world_size)
         mine.sort()
-        if in_row and policy is runs:
-            row = _cut_row(params, mine, world_size, so_far)
-            loads[cost] = [
-                load + stop - start
-                for load, (start, stop) in zip(so_far, pairwise(row.cuts), strict=True)
-            ]
-            continue
         plan = checked(policy, [params[i] for i in mine], world_size, so_far)
         if len(asked) > 1:
             loads[cost] = [a + b for a, b in zip(so_far, plan.weigh(cost), strict=True)]
         owners.update(zip(mine, plan.by_param, strict=True))
-    return owners, row
+    return owners
 
 # %% ../../nbs/plan/10_packing.ipynb #8fc3f7bc
 def _lay(
@@ -190,12 +138,7 @@ def _lay(
     """Turn runs of parameters into buckets; an evenly cut parameter of more than `limit` bytes gets several."""
     if type(align) is not int or align < 1:
         raise ValueError(f"align must be an integer >= 1 (elements), got {align!r}")
-    in_row = (
-        align == 1
-        and not equal
-        and all(list(run) == sorted(run) for run in filled if kinds[run[0]].policy is runs)
-    )
-    owners, row = _owners(params, world_size, kinds, in_row)
+    owners = _owners(params, world_size, kinds)
     aligns = {
         kind: math.lcm(align, setting(kind.policy, "align", 1))
         for kind in set(kinds)
@@ -204,9 +147,7 @@ def _lay(
     buckets: list[Bucket] = []
     for run in filled:
         kind = kinds[run[0]]
-        if row and kind.policy is runs:
-            buckets.append(_row_bucket(params, run, kind, row))
-        elif kind in aligns:
+        if kind in aligns:
             buckets += _even_buckets(
                 params, run, kind, world_size, aligns[kind], limit / ITEMSIZE[kind.dtype], pad
             )
