@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from zero_nb import ZeroRedundancyOptimizer, assert_parity, memory_report, run
+from zero_nb.checkpoint.async_save import AsyncCheckpointer
 from zero_nb.checkpoint.convert import convert_checkpoint
 from zero_nb.checkpoint.full import full_state_dict
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
@@ -163,7 +164,7 @@ def state_of(optimizer):
 def save_lists(folder, kind, sharded=True):
     model, optimizer = trained(kind, 3, sharded)
     save_sharded(folder / "sharded", model, optimizer)
-    if sharded:
+    if sharded and kind is not Pairs:
         with optimizer.giving_state_dicts("sharded"):
             dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder / "dcp")
     return state_of(optimizer)
@@ -213,17 +214,75 @@ def test_a_folder_of_lists_of_an_unsharded_optimizer_is_loaded_and_converted(fol
 
 
 class Pairs(Averages):
-    """Keeps its averages in a tuple."""
+    """Keeps its averages in a tuple, and tuples in dicts and lists."""
+
+    def count_from_zero(self, p):
+        count = p.new_zeros(())
+        inner = [(count, (1, None)), {"b": (p.new_ones(3), [p.new_ones(2), ()])}]
+        return {"count": count, "none": (), "plain": (1, 2.0, None), "deep": (inner, True)}
 
     def step_one(self, group, p):
         super().step_one(group, p)
         self.state[p]["m"] = tuple(self.state[p]["m"])
 
 
-def test_a_tuple_of_tensors_is_refused_on_all_ranks(folder):
-    for kind, words in run(2, caught_error, lambda: save_lists(folder, Pairs)):
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 3), (3, 1)], ids=str)
+def test_folders_bring_tuples_back_as_tuples(folder, sizes):
+    [saved, *_] = run(sizes[0], save_lists, folder, Pairs)
+    assert type(saved[0]["m"]) is type(saved[0]["more"]["deep"]) is tuple
+    for steps in (0, 1):
+        for found in run(sizes[1], load_lists, folder, Pairs, steps=steps):
+            same(found, saved)
+    [found] = run(1, load_lists, folder, Pairs, sharded=False)
+    same(found, saved)
+
+
+def test_tuples_are_tuples_after_conversions(folder):
+    [saved] = run(1, save_lists, folder, Pairs, False)
+    convert_checkpoint(folder / "sharded", folder / "one.safetensors")
+    convert_checkpoint(folder / "one.safetensors", folder / "again", ranks=2)
+    convert_checkpoint(folder / "again", folder / "one.pt")
+    same(torch.load(folder / "one.pt")["state"], saved)
+    for found in run(2, load_lists, folder, Pairs, "again"):
+        same(found, saved)
+
+
+def save_tuples_later(folder):
+    model, optimizer = trained(Pairs, 3)
+    with AsyncCheckpointer(model, optimizer) as checkpoints:
+        checkpoints.save(folder / "sharded")
+    return state_of(optimizer)
+
+
+def test_a_save_while_training_goes_on_keeps_tuples(folder):
+    [saved, _] = run(2, save_tuples_later, folder)
+    for found in run(2, load_lists, folder, Pairs):
+        same(found, saved)
+
+
+def test_dcp_alone_gets_no_tuples_of_tensors(folder):
+    """It would give lists back."""
+
+    def save():
+        model, optimizer = trained(Pairs, 1)
+        with optimizer.giving_state_dicts("sharded"):
+            dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder / "dcp")
+
+    for kind, words in run(2, caught_error, save):
         assert kind == "TypeError"
         assert "state 'm' of parameter 0 is or has a tuple of tensors" in words, words
+
+
+class Sets(Averages):
+    """Keeps a set in a tuple."""
+
+    def count_from_zero(self, p):
+        return {"count": p.new_zeros(()), "seen": (p.new_zeros(2), {1, 2})}
+
+
+def test_a_set_is_refused_on_all_ranks(folder):
+    for kind, words in run(2, caught_error, lambda: save_lists(folder, Sets)):
+        assert kind == "TypeError" and "state 'more' of parameter 0 is or has a set" in words, words
     assert not [*folder.iterdir()]
 
 

@@ -172,11 +172,11 @@ def check_saved(full: Mapping[str, Any]) -> None:
             check_plain(f"state {key!r} of {param!r}", value)
 
 
-def _giving_parts(optimizer: torch.optim.Optimizer, taken: bool = False) -> Any:
+def _giving_parts(optimizer: torch.optim.Optimizer, loaded: bool = False) -> Any:
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return nullcontext()
-    kind = "sharded" if taken or optimizer.history.has_state else "full"  # no state: it is whole
-    return optimizer.giving_state_dicts(kind, taken)
+    kind = "sharded" if loaded or optimizer.history.has_state else "full"  # no state: it is whole
+    return optimizer.giving_state_dicts(kind, True)
 
 
 def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def lay_out(
     """Put values where their keys lead; what has the keys 0, 1, 2 and so on becomes a list, and a state
     dict has its state, of which a table does not say that it is empty."""
     root = dict[Any, Any]()
-    empty = [(path, dict[Any, Any]()) for path, keys in kept if not keys]
+    empty = [(path, dict[Any, Any]()) for path, keys in kept if keys == []]
     for path, value in (*values, *empty):
         tree = root
         for key in path[:-1]:
@@ -295,7 +295,7 @@ def room_for_model(
             " it was when it was saved"
         )
     nested = [e for e in entries if len(e.path) > 1 or isinstance(state[e.path[0]], (dict, list))]
-    empty = [(path, keys) for path, keys in kept if not keys]  # the others are restored at the end
+    empty = Keys((path, keys) for path, keys in kept if keys == [])  # others: restored at the end
     return {**state, **lay_out([(entry.path, entry.empty()) for entry in nested], empty)}
 
 
@@ -371,7 +371,7 @@ class SavedOptimizer:
     def load(self, values: Mapping[str, Any]) -> None:  # by fqn, as they were read
         """Load the state into the optimizer; all ranks call this."""
         self.values |= values
-        with _giving_parts(self.optimizer, taken=True):
+        with _giving_parts(self.optimizer, loaded=True):
             self.optimizer.load_state_dict(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from .names import by_name
 from .saved_tensors import SLAB, SavedTensor, replace_tensors
 from .sharded import check_extra
 from .skeleton import SkeletonFile, TensorForm, check_room, unbacked
+from ..comm.objects import ListedTuple
 from ..optim.flat import flatten
 from ..optim.sharded_state_dict import keys_to_keep
 from ..optim.tensor_shard import boxes
@@ -315,6 +316,20 @@ def _write_ranks(content: Any, folder: Path, ranks: int, advance: Advance) -> Fi
     return describe_files(folder, [each.storage_data for found in written for each in found])
 
 
+def _listed_tuples(content: Any) -> Any:
+    """Give tuples of tensors as lists, of which the manifest says that they were tuples."""
+    if isinstance(content, dict):
+        return {key: _listed_tuples(member) for key, member in content.items()}
+    if not isinstance(content, (list, tuple)):
+        return content
+    members = [_listed_tuples(member) for member in content]
+    if isinstance(content, list):
+        return members
+    names = list[str]()
+    replace_tensors(content, lambda name, value: names.append(name))
+    return ListedTuple(members) if names else content
+
+
 def _tuples_in_memory(content: Any) -> Any:
     """Read the tensors in tuples, which DCP packs as they are; such are options, as the betas of Adam."""
     if isinstance(content, dict):
@@ -328,6 +343,7 @@ def write_sharded(checkpoint: Checkpoint, target: Path, ranks: int, advance: Adv
     """Write a folder of `torch.distributed.checkpoint` as that many ranks would."""
     check_available()
     named = by_name(checkpoint.optimizer, names_in(checkpoint))
+    named["state"] = _listed_tuples(named["state"])
     with new_folder(target) as folder:
         check_room(target, checkpoint.nbytes)
         content = _tuples_in_memory({"model": checkpoint.model, "optimizer": named})

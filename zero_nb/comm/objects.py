@@ -32,7 +32,7 @@ from zero_nb.comm.payloads import (
 from .ranks import GroupLike, get_group_rank, _is_outside
 
 # %% auto #0
-__all__ = ['dump', 'MemoryFile', 'load', 'plain_numbers', 'check_plain', 'explain_unread', 'broadcast_object_list',
+__all__ = ['dump', 'MemoryFile', 'load', 'ListedTuple', 'plain_numbers', 'check_plain', 'explain_unread', 'broadcast_object_list',
            'gather_object', 'scatter_object_list']
 
 # %% ../../nbs/comm/30_objects.ipynb #ee72684d
@@ -91,13 +91,17 @@ def load(data: memoryview, map_location: Any, weights_only: bool) -> Any:
 _PYTHONS = (type(None), bool, int, float, complex, str, bytes)
 
 
+class ListedTuple(list[Any]):
+    """A tuple, as a list: `torch.distributed.checkpoint` takes lists apart, and no tuples."""
+
+
 def plain_numbers(value: Any) -> Any:  # the same object, if there is no number of NumPy in it
     """Replace NumPy's numbers and texts in dicts, lists and tuples by Python's."""
     generic: Any = getattr(sys.modules.get("numpy"), "generic", ())
     if isinstance(value, generic):
         found = value.item()
         return found if type(found) in _PYTHONS else value
-    if type(value) not in (dict, OrderedDict, list, tuple):
+    if type(value) not in (dict, OrderedDict, list, tuple, ListedTuple):
         return value
     members = [*(value.items() if isinstance(value, dict) else value)]
     changed = [plain_numbers(member) for member in members]
@@ -111,7 +115,7 @@ def check_plain(
     """Refuse what `torch.load` does not read with `weights_only=True`; `TypeError`."""
     if type(value) in _PYTHONS or isinstance(value, Tensor):
         return
-    if type(value) in (dict, list, tuple):
+    if type(value) in (dict, list, tuple, ListedTuple):
         for member in value.items() if isinstance(value, dict) else value:
             check_plain(what, member)
         return

@@ -276,7 +276,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
     def giving_state_dicts(
         self,
         state_dict_type: str,
-        taken: bool = False,  # what is given is loaded here, and no other code has it
+        taken: bool = False,  # what is given is saved or loaded here, and no other code has it
     ) -> Iterator[None]:
         """Let `state_dict` give another type inside the block."""
         before = self._giving
@@ -309,7 +309,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             self._consolidate(None, torch_interface.ALL_CALL)
         found = self._consolidated.state_dict
         if kind == "sharded":
-            found = shard_state(self.sharded_state, fresh)
+            found = shard_state(self.sharded_state, fresh, self._giving.taken)
         elif kind == "full" and fresh and asked:
             found = gather_state(self.sharded_state, None, "state_dict", fresh=True)
         elif fresh and not asked:

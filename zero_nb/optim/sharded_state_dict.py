@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm.groups import Group
+from ..comm.objects import ListedTuple
 from ..comm.payloads import byte_device
 from ..comm.relays import _hosts
 from .flat import flatten
@@ -70,34 +71,40 @@ def _shard_members(
     made = [_shard_value(group, param, f, own, (*path, f.key)) for f in container.members]
     if container.type_name == "dict":
         return dict(zip(keys, made, strict=True))
-    return made if container.type_name == "list" else tuple(made)
+    if container.type_name == "list":
+        return made
+    has_tensors = any(leaf.dtype is not None for f in container.members for leaf in f.leaves())
+    return ListedTuple(made) if has_tensors else tuple(made)
 
 
-def _check_shardable(forms: Forms) -> None:
-    """Refuse what `torch.distributed.checkpoint` does not take apart; `TypeError`."""
+def _check_shardable(forms: Forms, tuples: bool) -> None:
+    """Refuse what `torch.distributed.checkpoint` does not take apart, tuples where nothing else knows
+    of them; `TypeError`."""
     found = [(index, form) for index, every in forms.items() for form in every]
     for index, form in found:
-        kind = _unsharded_kind(form)
+        kind = _unsharded_kind(form, tuples)
         if kind is not None:
             raise TypeError(
                 f"state {form.key!r} of parameter {index} is or has {kind}, and only tensors, single"
-                " values, and lists and dicts of them can be sharded; use"
-                " state_dict_type='consolidated' or 'full'"
+                " values, and lists and dicts of them can be sharded, by save_sharded also tuples; use"
+                " that, or state_dict_type='consolidated' or 'full'"
             )
 
 
-def _unsharded_kind(form: ValueForm) -> str | None:  # None: it can be sharded
+def _unsharded_kind(form: ValueForm, tuples: bool) -> str | None:  # None: it can be sharded
     if not isinstance(form.plain, ContainerForm):
         return f"a {form.plain}" if form.is_object else None
-    if form.plain.type_name == "tuple" and any(f.dtype is not None for f in form.leaves()):
+    has_tensors = any(leaf.dtype is not None for leaf in form.leaves())
+    if form.plain.type_name == "tuple" and has_tensors and not tuples:
         return "a tuple of tensors"
-    kinds = map(_unsharded_kind, form.plain.members)
+    kinds = (_unsharded_kind(member, tuples) for member in form.plain.members)
     return next((kind for kind in kinds if kind is not None), None)
 
 
 def shard_state(
     state: ShardedState,
     fresh: bool = False,  # nothing was stepped or loaded: give the state that is to come
+    tuples: bool = False,  # give tuples of tensors as `ListedTuple`s: the caller notes where they were
 ) -> dict[str, Any]:  # a state dict without its groups; values are the optimizer's own memory
     """Give this rank's part of the state; all ranks call this.
 
@@ -105,7 +112,7 @@ def shard_state(
     parts of a state only."""
     group = state.groups[0]
     own, forms = describe_saved(state, "state_dict() of type 'sharded'", lambda: None, fresh)
-    _check_shardable(forms)
+    _check_shardable(forms, tuples)
     by_param = dict[Any, dict[Any, Any]]()
     for index, every in forms.items():
         entries = own.by_param.get(index, [])
@@ -274,13 +281,15 @@ def in_part(state: Mapping[str, Any], shards: Iterable[Shard]) -> dict[str, Any]
     return found
 
 # %% ../../nbs/optim/18_sharded_state_dict.ipynb #5b3826e1
-Keys = list[tuple[Sequence[Any], list[Any]]]  # of dicts, by the keys that led there
+# of dicts, by the keys that led there; None where a tuple was
+Keys = list[tuple[Sequence[Any], list[Any] | None]]
 
 
 def keys_to_keep(tree: Any, path: tuple[Any, ...] = ()) -> Keys:
     """Give the keys of dicts that a table of `torch.distributed.checkpoint` does not keep: it makes texts
-    of all keys, and knows nothing of what is empty. Raises `TypeError` for keys that JSON does not keep."""
-    found = Keys()
+    of all keys, lists of tuples, and knows nothing of what is empty. Raises `TypeError` for keys that JSON
+    does not keep."""
+    found = Keys([(path, None)] if isinstance(tree, ListedTuple) else [])
     if isinstance(tree, Mapping):
         if len(path) > 1 and (not tree or any(type(key) is not str for key in tree)):
             for key in tree:
@@ -297,9 +306,10 @@ def keys_to_keep(tree: Any, path: tuple[Any, ...] = ()) -> Keys:
 
 
 def restore_keys(tree: Any, kept: Keys) -> None:
-    """Give dicts their keys again, in place, as far as they are there."""
+    """Give dicts their keys again, and make tuples again, in place, as far as they are there."""
     for path, keys in sorted(kept, key=lambda item: -len(item[0])):  # inner ones first
         *above, last = path
         with suppress(KeyError, IndexError):
             parent = reduce(getitem, above, tree)
-            parent[last] = {key: parent[last][str(key)] for key in keys}
+            now = parent[last]
+            parent[last] = tuple(now) if keys is None else {key: now[str(key)] for key in keys}

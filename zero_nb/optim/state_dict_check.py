@@ -297,12 +297,11 @@ def describe_state(state_dict: dict[str, Any]) -> list[str]:
     """Say what of a state dict must be the same on all ranks; of large tensors that is their form, not their values."""
 
     def plain(value: Any) -> str:
+        if isinstance(value, tuple):
+            return f"({', '.join(map(plain, value))})"
         if not isinstance(value, Tensor):
-            return (
-                str(value)
-                if isinstance(value, (int, float, tuple, type(None)))
-                else type(value).__name__
-            )
+            known = isinstance(value, (int, float, type(None)))
+            return str(value) if known else type(value).__name__
         return (
             f"{value.dtype} {value.item()}"
             if value.numel() == 1 and value.device.type == "cpu" and type(value) is Tensor

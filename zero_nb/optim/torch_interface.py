@@ -125,7 +125,7 @@ class Giving(NamedTuple):
     """How `state_dict` gives the state."""
 
     state_dict_type: str = STATE_DICT_TYPES[0]
-    taken: bool = False  # it is loaded back, and no other code has it
+    taken: bool = False  # it is saved, or loaded back, and no other code has it
 
 
 def known_type(state_dict_type: str) -> str:
