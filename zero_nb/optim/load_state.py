@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from zero_nb.optim.state_entry import (
     class_prefix,
     is_row,
     own_common,
+    put_back,
     split_common,
 )
 from .state_plan import FrozenState
@@ -196,20 +196,7 @@ def _load_local(
     optim.load_state_dict({**beside, "state": own | inside, "param_groups": groups})
     for i, values in own.items():
         state = optim.state[views[i]]
-        state.update({k: _put_back(v, state[k], as_is) for k, v in values.items() if k in state})
-
-
-def _put_back(given: Any, loaded: Any, as_is: bool) -> Any:
-    """Give a loaded value with its texts, which torch's load takes apart; `as_is`: and its dtypes."""
-    if isinstance(given, str):
-        return given
-    if isinstance(given, Tensor) and isinstance(loaded, Tensor):
-        return given.to(loaded.device) if as_is and given.dtype != loaded.dtype else loaded
-    if type(given) is not type(loaded) or type(given) not in (dict, list, tuple):
-        return loaded
-    if isinstance(given, dict):
-        return {k: _put_back(given.get(k, v), v, as_is) for k, v in loaded.items()}
-    return type(given)(map(_put_back, given, loaded, repeat(as_is)))
+        state.update({k: put_back(v, state[k], as_is) for k, v in values.items() if k in state})
 
 
 def give_state(

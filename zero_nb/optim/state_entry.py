@@ -10,7 +10,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
-from itertools import chain
+from itertools import chain, repeat
 from operator import getitem
 from typing import Any
 
@@ -25,8 +25,8 @@ from ..plan.shards import Span
 
 # %% auto #0
 __all__ = ['MASTER', 'CommonState', 'is_row', 'value_at', 'own_value', 'StateEntry', 'layout_of', 'check_dense_values',
-           'read_entry', 'own_common', 'class_prefix', 'read_common', 'split_common', 'uneven_error', 'count_state',
-           'check_complete']
+           'read_entry', 'put_back', 'own_common', 'class_prefix', 'read_common', 'split_common', 'uneven_error',
+           'count_state', 'check_complete']
 
 # %% ../../nbs/optim/11_state_entry.ipynb #1034d0e6
 MASTER = "master_param"  # key of the copy that is stepped, in the state of a parameter that has one
@@ -163,6 +163,19 @@ def read_entry(local: LocalOptimizers, piece: Piece) -> StateEntry:
                 " element-wise and cannot be sharded with shard='even'; use shard='whole'"
             )
     return StateEntry(piece.spans, piece.whole, values)
+
+# %% ../../nbs/optim/11_state_entry.ipynb #d6871041
+def put_back(given: Any, loaded: Any, as_is: bool) -> Any:
+    """Give a loaded value with its texts, which torch's load takes apart; `as_is`: and its dtypes."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Tensor) and isinstance(loaded, Tensor):
+        return given.to(loaded.device) if as_is and given.dtype != loaded.dtype else loaded
+    if type(given) is not type(loaded) or type(given) not in (dict, list, tuple):
+        return loaded
+    if isinstance(given, dict):
+        return {k: put_back(given.get(k, v), v, as_is) for k, v in loaded.items()}
+    return type(given)(map(put_back, given, loaded, repeat(as_is)))
 
 # %% ../../nbs/optim/11_state_entry.ipynb #467c1c7a
 CommonState = dict[
