@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm.groups import Group, connect
 from ..optim.state_plan import StatePlan
-from ..plan.bucket import EvenCuts, Place, Slot
+from ..plan.bucket import ChunkBounds, Place, Slot
 from ..plan.bucket_plan import BucketPlan
 from ..plan.moves import Rows
 
@@ -93,13 +93,13 @@ class RemoteShard:
 
 
 def _cuts_as_text(bounds: Sequence[int]) -> list[Any]:
-    if isinstance(bounds, EvenCuts):
+    if isinstance(bounds, ChunkBounds):
         return ["even", bounds.each, bounds.numel, bounds.world_size]
     return list(bounds)
 
 
 def _cuts_from(text: list[Any]) -> Sequence[int]:
-    return EvenCuts(*text[1:]) if text[0] == "even" else text
+    return ChunkBounds(*text[1:]) if text[0] == "even" else text
 
 
 def placement_text(plan: StatePlan) -> str:  # equal for equal plans

@@ -28,7 +28,7 @@ from zero_nb.optim.state_entry import (
 )
 from .state_plan import FrozenState
 from .tensor_shard import TensorShard
-from ..plan.bucket import EvenCuts, Place, Slot
+from ..plan.bucket import ChunkBounds, Place, Slot
 from ..plan.shards import Span
 
 # %% auto #0
@@ -252,7 +252,7 @@ def frozen_place(shard: Shard, index: int) -> list[Place]:  # none if all ranks 
     numel = one.slot.numel
     size = shard.group.size
     if shard.merges[one.slot.param]:
-        one = Place(one.slot, EvenCuts(-(-numel // size), numel, size))
+        one = Place(one.slot, ChunkBounds(-(-numel // size), numel, size))
     return [one] if numel else []
 
 

@@ -20,7 +20,7 @@ from operator import add, itemgetter, le, sub
 
 from zero_nb.plan.bucket import (
     Bucket,
-    EvenCuts,
+    ChunkBounds,
     Place,
     Slot,
     WholeSlots,
@@ -252,7 +252,7 @@ def _bucket_text(params: Sequence[ParamSpec], bucket: Bucket) -> str:
         f"{cuts[1]} each"
         if isinstance(cuts, range)
         else f"{cuts.each} each of {cuts.numel}"
-        if isinstance(cuts, EvenCuts)
+        if isinstance(cuts, ChunkBounds)
         else ""
     )
     bounds = each or " ".join(map(str, cuts))
@@ -271,7 +271,7 @@ def _bucket_text(params: Sequence[ParamSpec], bucket: Bucket) -> str:
 def _plan_mark(plan: BucketPlan) -> str:
     found = hashlib.sha256(f"{plan.world_size} {sys.byteorder}".encode())
     for b in plan.buckets:
-        cuts = b.bounds if isinstance(b.bounds, (range, EvenCuts)) else f"{len(b.bounds)} bounds"
+        cuts = b.bounds if isinstance(b.bounds, (range, ChunkBounds)) else f"{len(b.bounds)} bounds"
         found.update(f"{b.dtype} {b.device} {b.group} {len(b.slots)} {cuts}".encode())
         for column in (b.bounds if isinstance(b.bounds, tuple) else (), *slot_columns(b.slots)):
             found.update(array("q", column))
@@ -302,7 +302,7 @@ def _bucket_from(params: Sequence[ParamSpec], world_size: int, line: str) -> Buc
         tuple(map(int, bounds.split())) if bounds else equal_bounds(int(each), world_size)
     )
     if numel:
-        cuts = EvenCuts(int(each), int(numel), world_size)
+        cuts = ChunkBounds(int(each), int(numel), world_size)
     return Bucket(
         dtype,
         device_from(device),

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from .balancing import balances, checked, identity, leaf, setting
-from .bucket import Bucket, EvenCuts, Slot, WholeSlots, equal_bounds
+from .bucket import Bucket, ChunkBounds, Slot, WholeSlots, equal_bounds
 from .bucket_plan import BucketPlan
 from .filling import Kind, arrival_order, bytes_of_mib, fill_buckets, kinds_of
 from .policies import Policy, even
@@ -44,7 +44,9 @@ def _even_buckets(
     for start in range(0, total, size):
         stop = min(total, start + size)
         part = _round(-(-(stop - start) // world_size), align)
-        cuts = equal_bounds(part, world_size) if pad else EvenCuts(part, stop - start, world_size)
+        cuts = (
+            equal_bounds(part, world_size) if pad else ChunkBounds(part, stop - start, world_size)
+        )
         slots: Sequence[Slot] = (
             _end_to_end(params, run) if len(run) > 1 else (Slot(run[0], start, stop, 0),)
         )
