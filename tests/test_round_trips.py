@@ -248,7 +248,8 @@ def converted(path, ranks):
     if not between.exists():
         convert_checkpoint(path, between)
     target = path.with_name(f"{path.name} for {ranks}")
-    convert_checkpoint(between, target, ranks=ranks)
+    if not target.exists():  # two cases may go on from it, in two modes
+        convert_checkpoint(between, target, ranks=ranks)
     return target
 
 
