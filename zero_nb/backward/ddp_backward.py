@@ -5,10 +5,11 @@
 # %% ../../nbs/backward/06_ddp_backward.ipynb #c80ffa53
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from .comm_hook import OverlapOptions
 from zero_nb.backward.ddp_buckets import (
     LEFT_OUT,
     DdpLayout,
+    expect_order,
     find_layout,
     plan_buckets,
     read_bucket_caps,
@@ -60,6 +62,7 @@ class DdpTraits:
     dynamic: bool  # whether those may change; then DDP sends flags for them after the last bucket
     settled_after: int  # iterations after which DDP no longer changes its buckets
     bucket_caps: tuple[int, ...]  # bytes at which DDP closes buckets, as of `read_bucket_caps`
+    has_rebuilt: Callable[[], bool]  # tells whether DDP has made its buckets anew
 
     @property
     def rebuilds(self) -> bool:
@@ -72,6 +75,7 @@ def read_traits(
     params: Sequence[Tensor],  # of the optimizer
 ) -> DdpTraits:
     """Read off a model what an overlap must know of it."""
+    model = ref(ddp)
     return DdpTraits(
         tuple(params),
         {id(p): i for i, p in enumerate(params)},
@@ -81,6 +85,7 @@ def read_traits(
         # DDP fills its buckets once, and once more in the order in which gradients came
         3 if ddp.static_graph else 2,
         read_bucket_caps(ddp),
+        lambda: getattr(model(), "_has_rebuilt_buckets", False),
     )
 
 
@@ -181,8 +186,9 @@ class DdpBackward:
         """Give the buckets of the plan that bucket `j` of DDP holds to the iteration."""
         assert self.iteration is not None, "the iteration has begun"
         buffer = self.arrivals[j].buffer
+        reuse = self.layout.expected and not self.options.keeps_means
         for i in self.layout.buckets_in[j]:
-            self.iteration.arrive(i, self.layout.take(i, buffer))
+            self.iteration.arrive(i, self.layout.take(i, buffer, reuse))
 
     def start(self, i: int, gradient: Tensor) -> Reduction:
         """Start to average a bucket of the plan."""
@@ -265,7 +271,8 @@ class DdpPlanner:
         if self.plan is None or self.iterations < self.traits.settled_after:
             return False
         shard = self.plan.shard
-        return shard.snapshot == storage_snapshot(shard.params)
+        mistaken = self.layout.expected and self.traits.has_rebuilt()  # in the order as before
+        return not mistaken and shard.snapshot == storage_snapshot(shard.params)
 
     def start(self, backward: DdpBackward) -> None:
         """Let the schedule run while buckets arrive, if it can."""
@@ -313,21 +320,25 @@ class DdpPlanner:
         return self.engine.finish(backward.iteration, late=True)
 
     def _shard_of(self, filled: tuple[tuple[int, ...], ...]) -> Shard:  # by bucket of DDP, indices
-        if self.plan is not None and self.layout.filled == filled:
-            shard = self.plan.shard
-            if shard.snapshot == storage_snapshot(shard.params):
-                return shard
         optimizer = self.engine.optimizer
         traits = self.traits
+        if self.plan is not None and self.layout.filled == filled:
+            shard = self.plan.shard
+            mistaken = self.layout.expected and traits.has_rebuilt()
+            if not mistaken and shard.snapshot == storage_snapshot(shard.params):
+                return shard
         buckets: Sequence[Sequence[int]] = filled
+        expected = False
         if traits.rebuilds:
-            buckets = list(split_like_ddp(filled, traits.params, traits.bucket_caps))
+            lie = list(split_like_ddp(filled, traits.params, traits.bucket_caps))
+            buckets = lie if self.plan or traits.has_rebuilt() else expect_order(lie)
+            expected = buckets != lie
         make = partial(plan_buckets, optimizer, buckets)
         shard = optimizer.replan(optimizer.shards, "for the buckets that DDP filled", make)
         if self.options.wire_dtype != "custom":
             mark_means(shard.buckets, optimizer.replica_group, self.options.wire_dtype)
         mark_agreed(traits.ranks, "all_reduce", torch.float32, len(shard.params))  # who uses them
-        self.layout = find_layout(shard.plan, filled, shard.params)
+        self.layout = find_layout(shard.plan, filled, shard.params, expected)
         self.plan = self._make_plan(shard, self.interleaved)
         return shard
 

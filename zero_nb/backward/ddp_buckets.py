@@ -22,7 +22,7 @@ from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import adopt
 
 # %% auto #0
-__all__ = ['LEFT_OUT', 'Copy', 'read_bucket_caps', 'split_like_ddp', 'plan_buckets', 'DdpLayout', 'find_layout']
+__all__ = ['LEFT_OUT', 'Copy', 'read_bucket_caps', 'split_like_ddp', 'expect_order', 'plan_buckets', 'DdpLayout', 'find_layout']
 
 # %% ../../nbs/backward/04_ddp_buckets.ipynb #c27e05e6
 LEFT_OUT = (
@@ -69,6 +69,12 @@ def split_like_ddp(
         yield list(indices[:end])
 
 
+def expect_order(filled: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """Expect in which order DDP will fill buckets anew: those that hold parameters as they were
+    registered, as in the first iteration, with the last one first, and others as before."""
+    return [run[::-1] if list(run) == sorted(run) else run for run in filled]
+
+
 def plan_buckets(optimizer: ZeroRedundancyOptimizer, filled: Sequence[Sequence[int]]) -> BucketPlan:
     """Plan the buckets that DDP has filled."""
     params = group_specs(optimizer.param_groups)
@@ -98,9 +104,13 @@ class DdpLayout:
     numels: tuple[int, ...]  # elements of each bucket of the plan, with padding
     views: tuple[slice | None, ...]  # of each bucket of the plan: where it lies without a copy
     buckets_in: tuple[tuple[int, ...], ...]  # of each bucket of DDP: the buckets of the plan in it
+    expected: bool = False  # the plan is for the order in which DDP is thought to fill them next
 
     def take(
-        self, i: int, buffer: Tensor
+        self,
+        i: int,
+        buffer: Tensor,
+        reuse: bool = False,  # what lies in another order may be brought into that of the bucket there
     ) -> Tensor:  # 1-D, laid out as the bucket; a view if it lies so already
         """Take bucket `i` of the plan out of the gradient in which it lies."""
         view = self.views[i]
@@ -109,7 +119,10 @@ class DdpLayout:
         flat = buffer.new_zeros(self.numels[i])
         for start, to, count in self.copies[i]:
             flat[to : to + count] = buffer[start : start + count]
-        return flat
+        starts = [start for start, *_ in self.copies[i]]
+        stop = max(start + count for start, _, count in self.copies[i])
+        lies_together = stop - min(starts) == len(flat)
+        return buffer[min(starts) : stop].copy_(flat) if reuse and lies_together else flat
 
 # %% ../../nbs/backward/04_ddp_buckets.ipynb #3d8fce71
 def _copies(slots: Sequence[Slot], offsets: dict[int, int]) -> Iterator[Copy]:
@@ -136,7 +149,10 @@ def _lies_at(bucket: Bucket, copies: Sequence[Copy]) -> slice | None:
 
 
 def find_layout(
-    plan: BucketPlan, filled: Sequence[Sequence[int]], params: Sequence[Tensor]
+    plan: BucketPlan,
+    filled: Sequence[Sequence[int]],  # of each bucket of DDP, in order: indices of its parameters
+    params: Sequence[Tensor],
+    expected: bool = False,  # as of `DdpLayout`
 ) -> DdpLayout:
     """Find the buckets of a plan in the buckets of parameters that it was made of."""
     bucket_of: dict[int, int] = {}
@@ -163,4 +179,5 @@ def find_layout(
         tuple(bucket.numel for bucket in plan.buckets),
         tuple(map(_lies_at, plan.buckets, copies)),
         tuple(map(tuple, buckets_in)),
+        expected,
     )

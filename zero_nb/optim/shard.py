@@ -133,6 +133,18 @@ class Shard:
             return self.strides != [p.stride() for p in self.params]
         return self.snapshot != storage_snapshot(self.params, self.steps_user_tensors)
 
+    def is_same(self, other: Shard) -> bool:
+        """Tell whether another shard of these parameters, whose buckets are not made yet, would step the same
+        pieces, from the same memory, as this one does now."""
+        if self.unsharded or other.unsharded:
+            return False
+        alike = ("groups", "merges", "master_dtype", "steps_user_tensors")
+        return (
+            self.plan.mark == other.plan.mark
+            and all(getattr(self, name) == getattr(other, name) for name in alike)
+            and not self.changed()
+        )
+
     def relaid(self) -> dict[int, tuple[int, ...]]:  # by index in the optimizer: strides before
         """List the parameters whose memory format the user has changed since their state was laid out."""
         pairs = enumerate(zip(self.strides, self.params, strict=True), self.first)

@@ -5,8 +5,7 @@
 # %% ../../nbs/optim/16_state.ipynb #a3dce1dc
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +17,8 @@ from ..comm.groups import Group
 from ..comm.payloads import byte_device
 from .arguments import check_group, check_references, plan_lines
 from .load_state import cut_for_pieces, deal_to_pieces, freeze_state, give_state
-from .load_state import snapshot, split_state_dict
+from .load_state import laid_out_as, snapshot, split_state_dict
 from .local_optimizers import LocalOptimizers, make_shard
-from .pieces import Piece
 from .shard import Shard, release_step_memory
 from zero_nb.optim.state_entry import (
     CommonState,
@@ -29,13 +27,14 @@ from zero_nb.optim.state_entry import (
     count_state,
     read_common,
     split_common,
+    take_unmoved,
 )
 from zero_nb.optim.state_exchange import (
-    Outgoing,
     casts_of,
     changing,
     end_groups,
     exchange_state,
+    follow_cast,
     prepare_sends,
     reorder_rows,
     reordered,
@@ -45,6 +44,7 @@ from zero_nb.optim.state_plan import (
     FrozenState,
     StatePlan,
     check_moves,
+    entries_of_frozen,
     params_of,
     read_entries,
     stepped_by,
@@ -56,7 +56,7 @@ from ..plan.policies import even
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['mark_plans_agreed', 'replace_shards', 'ShardedState', 'kept_entries', 'keep_state', 'Replanning', 'StateLoad']
+__all__ = ['mark_plans_agreed', 'replace_shards', 'ShardedState', 'Replanning', 'StateLoad']
 
 # %% ../../nbs/optim/16_state.ipynb #014dfd2e
 def mark_plans_agreed(group: Group, shards: Iterable[Shard]) -> None:
@@ -228,29 +228,6 @@ class ShardedState:
         return found
 
 # %% ../../nbs/optim/16_state.ipynb #5b1e92c7
-def kept_entries(entries: Iterable[StateEntry], new: Shard) -> list[StateEntry]:
-    """List what stays where no rank has state of any element: the entries of parameters without
-    elements, and those of parameters that no rank steps, which say that there is no state."""
-    stepped = stepped_by(new)
-    return [
-        entry
-        for entry in entries
-        if entry.values or not stepped.issuperset(map(itemgetter(0), entry.spans))
-    ]
-
-
-def keep_state(
-    outgoing: Outgoing,  # of parameters without elements alone
-    here: Sequence[Piece],  # what this rank steps
-) -> Iterator[tuple[Piece, list[dict[str, Any]]]]:  # as `exchange_state`, of what has state
-    """Give the state of parameters without elements, which all ranks hold, to their new pieces."""
-    rows = [cut() for leaving in outgoing.values() for _, cut in leaving]
-    found = {entry.spans[0].param: entry.values for entry in rows if entry.values}
-    for piece in here if found else ():
-        if not piece.numel and piece.spans[0].param in found:
-            yield piece, [found[piece.spans[0].param]]
-
-
 class Replanning:
     """One change of plan. Each rank makes it inside a block of `agreeing`, in which all compare what
     `describe` gives, and carries it out behind the block; until then the state is as it was."""
@@ -290,6 +267,8 @@ class Replanning:
         group = state.groups[0]
         new = self.new
         found = state.look_for_all_parts(self.why, self.entries)
+        if len(self.olds) == 1 and self.olds[0].is_same(new):
+            return self.olds[0]  # it moves nothing, so that other ranks wait for nothing of it
         with changing(local, state.groups, "change of plan"):
             device = byte_device(group, params_of(state.shards)[0].device)
             before = StatePlan(group.size, tuple(self.olds), state.frozen.places)
@@ -297,16 +276,24 @@ class Replanning:
             moves = moves_of(group.group_rank, before, after) if found else RankMoves({}, {})
             casts = casts_of(self.olds, new)
             replace_shards(local, self.param_groups, state.shards, self.olds, new)
-            entries = self.entries if found else kept_entries(self.entries, new)
+            stay = take_unmoved(self.entries, new.pieces)
+            entries = self.entries if found else entries_of_frozen(self.entries, new)
             outgoing, frozen = prepare_sends(entries, new, moves.sends, group.group_rank, casts)
             state.keep_frozen(FrozenState(frozen, before.places_without(stepped_by(new))))
             entries.clear()
             self.entries.clear()
+            dealt = []
+            for piece, entry in stay:
+                values = follow_cast(entry, casts.get(entry.spans[0].param)).values
+                if piece.whole:  # the user may have changed the memory format
+                    values = {k: laid_out_as(v, piece.params[0]) for k, v in values.items()}
+                dealt.append((piece, values))
             if found:
-                moved = exchange_state(group, outgoing, new, new.pieces, moves.receives, device)
-            else:
-                moved = keep_state(outgoing, new.pieces)
-            if dealt := [*deal_to_pieces(local, new, moved)]:
+                kept = {id(piece) for piece, _ in stay}
+                here = [piece for piece in new.pieces if id(piece) not in kept]
+                moved = exchange_state(group, outgoing, new, here, moves.receives, device)
+                dealt += deal_to_pieces(local, new, moved)
+            if dealt:
                 give_state(local, new, dealt, loaded=False)
         return new
 

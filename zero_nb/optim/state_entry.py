@@ -25,8 +25,8 @@ from ..plan.shards import Span
 
 # %% auto #0
 __all__ = ['MASTER', 'CommonState', 'is_row', 'value_at', 'own_value', 'StateEntry', 'layout_of', 'check_dense_values',
-           'read_entry', 'put_back', 'own_common', 'class_prefix', 'read_common', 'split_common', 'uneven_error',
-           'count_state', 'check_complete']
+           'read_entry', 'take_unmoved', 'put_back', 'own_common', 'class_prefix', 'read_common', 'split_common',
+           'uneven_error', 'count_state', 'check_complete']
 
 # %% ../../nbs/optim/11_state_entry.ipynb #1034d0e6
 MASTER = "master_param"  # key of the copy that is stepped, in the state of a parameter that has one
@@ -163,6 +163,19 @@ def read_entry(local: LocalOptimizers, piece: Piece) -> StateEntry:
                 " element-wise and cannot be sharded with shard='even'; use shard='whole'"
             )
     return StateEntry(piece.spans, piece.whole, values)
+
+
+def take_unmoved(
+    entries: list[StateEntry],  # of one rank; those that are found are taken out
+    pieces: Iterable[Piece],  # that the rank steps from now on
+) -> list[tuple[Piece, StateEntry]]:
+    """Find the state of what a rank steps as before, which need not be cut or sent."""
+    held = {(tuple(e.spans), e.whole): e for e in entries if e.values}
+    pairs = [(piece, held.get((tuple(piece.spans), piece.whole))) for piece in pieces]
+    found = [(piece, entry) for piece, entry in pairs if entry is not None]
+    taken = {id(entry) for _, entry in found}
+    entries[:] = [entry for entry in entries if id(entry) not in taken]
+    return found
 
 # %% ../../nbs/optim/11_state_entry.ipynb #d6871041
 def put_back(given: Any, loaded: Any, as_is: bool) -> Any:

@@ -32,8 +32,8 @@ from ..plan.shards import Span
 from ..plan.specs import ParamTable
 
 # %% auto #0
-__all__ = ['Outgoing', 'ROUND', 'Cast', 'casts_of', 'prepare_sends', 'end_groups', 'changing', 'assemble', 'exchange_state',
-           'exchange_frozen', 'reordered', 'reorder_rows', 'write_row']
+__all__ = ['Outgoing', 'ROUND', 'Cast', 'casts_of', 'follow_cast', 'prepare_sends', 'end_groups', 'changing', 'assemble',
+           'exchange_state', 'exchange_frozen', 'reordered', 'reorder_rows', 'write_row']
 
 # %% ../../nbs/optim/15_state_exchange.ipynb #6d2dbe52
 class Cast(NamedTuple):
@@ -68,7 +68,7 @@ def casts_of(
     return found
 
 
-def _follow_cast(entry: StateEntry, cast: Cast | None) -> StateEntry:
+def follow_cast(entry: StateEntry, cast: Cast | None) -> StateEntry:
     """Cast what has the dtype in which the parameter was stepped; numbers that are no row, and what
     the class keeps in another dtype, stay."""
     if cast is None:
@@ -89,7 +89,7 @@ Outgoing = dict[
 
 def _cut_entry(entry: StateEntry, new: Shard, part: Span, cast: Cast | None = None) -> StateEntry:
     """Cut out of the state of a span what a rank owns by a new plan."""
-    entry = _follow_cast(entry, cast)
+    entry = follow_cast(entry, cast)
     [span] = entry.spans
     place = span.param - new.first
     uncut = part[1:] == span[1:]
@@ -122,7 +122,7 @@ def prepare_sends(
     for entry in (part for each in entries for part in each.split()):
         [span] = entry.spans
         if span.param not in stepped:
-            frozen.append(_follow_cast(entry, casts.get(span.param)).own_copy())
+            frozen.append(follow_cast(entry, casts.get(span.param)).own_copy())
             continue
         in_no_bucket = new.unsharded or span.start == span.stop
         for move in sends.get(span, [Move(me, me, span)]):

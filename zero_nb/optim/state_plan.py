@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ from ..plan.shards import Span
 from ..plan.specs import ParamTable
 
 # %% auto #0
-__all__ = ['FrozenState', 'stepped_by', 'StatePlan', 'read_entries', 'params_of', 'kept_numbers', 'moved', 'by_bucket',
-           'PlanFinding', 'try_plans', 'find_plan_trouble', 'find_called_once', 'leaves_no_parts', 'check_moves',
-           'untried_classes', 'check_constructor']
+__all__ = ['FrozenState', 'stepped_by', 'StatePlan', 'read_entries', 'entries_of_frozen', 'params_of', 'kept_numbers', 'moved',
+           'by_bucket', 'PlanFinding', 'try_plans', 'find_plan_trouble', 'find_called_once', 'leaves_no_parts',
+           'check_moves', 'untried_classes', 'check_constructor']
 
 # %% ../../nbs/optim/12_state_plan.ipynb #c5cf6b8d
 @dataclass(frozen=True, eq=False)
@@ -121,6 +122,13 @@ def read_entries(
     """Give this rank's rows: of frozen parameters, and of the pieces of some shards."""
     pieces = [piece for shard in shards for piece in shard.pieces]
     return [*frozen.entries, *(read_entry(local, piece) for piece in pieces)]
+
+
+def entries_of_frozen(entries: Iterable[StateEntry], new: Shard) -> list[StateEntry]:
+    """List the entries of parameters that no rank steps by a new plan; they are kept even where
+    they say that there is no state."""
+    stepped = stepped_by(new)
+    return [e for e in entries if not stepped.issuperset(map(itemgetter(0), e.spans))]
 
 
 def params_of(shards: Iterable[Shard]) -> list[Tensor]:
