@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from zero_nb import ZeroRedundancyOptimizer, assert_parity, memory_report, run
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
 from zero_nb.checkpoint.convert import convert_checkpoint
-from zero_nb.checkpoint.full import full_state_dict
+from zero_nb.checkpoint.full import full_state_dict, load_full_state_dict
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
 from zero_nb.plan.states import state_rule
 from zero_nb.verify.rounding import STEP, find_difference
@@ -365,3 +365,87 @@ def folder_of_words(folder):
 
 def test_a_folder_has_words_and_keys_of_several_types(folder):
     assert run(2, folder_of_words, folder) == [[("two", 0)]] * 2
+
+
+BIG = 2**53 + 1  # which no float has
+
+
+class Seeds(Averages):
+    """Keeps integers and truth values, in tensors and not, beside floats."""
+
+    def step_one(self, group, p):
+        state = self.state[p]
+        if not state:
+            state["seed"] = torch.tensor(BIG)
+            state["seen"] = torch.zeros_like(p, dtype=torch.bool)
+            state["table"] = [torch.full_like(p, BIG, dtype=torch.int64), torch.tensor(True), BIG]
+            state["more"] = {"flag": False, "bits": (torch.ones(3, dtype=torch.uint8), 1)}
+            state["mean"] = torch.zeros_like(p)
+        state["seed"].add_(1)
+        state["seen"].logical_or_(p.grad > 0)
+        state["table"][0].bitwise_xor_(state["seed"])
+        state["mean"].add_(p.grad)
+        p.sub_(state["mean"] * (state["table"][0] % 3 + state["seen"]), alpha=group["lr"])
+
+
+def seeds(dtype, steps):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 12)).to(dtype)
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), Seeds)
+    step_seeds(model, optimizer, steps)
+    return model, optimizer
+
+
+def step_seeds(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, 12, dtype=next(model.parameters()).dtype)).square().mean().backward()
+        optimizer.step()
+
+
+def save_seeds(folder, dtype):
+    """Give what is saved, and what it becomes after two more steps."""
+    model, optimizer = seeds(dtype, 2)
+    save_sharded(folder / "sharded", model, optimizer)
+    full_state_dict(optimizer, folder / "full.pt")
+    torch.save(model.state_dict(), folder / "model.pt")
+    saved = state_of(optimizer)
+    step_seeds(model, optimizer, 2)
+    return saved, state_of(optimizer), model.state_dict()
+
+
+def load_seeds(folder, dtype, form):
+    model, optimizer = seeds(dtype, 1)
+    if form == "full.pt":
+        model.load_state_dict(torch.load(folder / "model.pt"))
+        load_full_state_dict(optimizer, folder / form)
+    else:
+        load_sharded(folder / form, model, optimizer)
+    loaded = state_of(optimizer)
+    step_seeds(model, optimizer, 2)
+    return loaded, state_of(optimizer), model.state_dict()
+
+
+@pytest.mark.parametrize("form", ["sharded", "full.pt"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_integers_and_truth_values_are_loaded_as_they_are(folder, dtype, form):
+    """Torch makes floats of them: `torch.optim` casts all tensors to the parameter's dtype."""
+    [saved, *_] = run(2, save_seeds, folder, dtype)
+    assert saved[0][0]["seed"].dtype == torch.int64 and saved[0][0]["seed"] == BIG + 2
+    for found in run(3, load_seeds, folder, dtype, form):
+        same(found, saved)
+
+
+def load_frozen(folder):
+    model, optimizer = seeds(torch.float32, 1)
+    model.requires_grad_(False)
+    load_sharded(folder / "sharded", model, optimizer)
+    model.requires_grad_(True)
+    step_seeds(model, optimizer, 2)
+    return state_of(optimizer)
+
+
+def test_those_of_frozen_parameters_too(folder):
+    [(_, later, _), _] = run(2, save_seeds, folder, torch.float32)
+    for found in run(2, load_frozen, folder):
+        same(found, later)

@@ -20,6 +20,7 @@ from zero_nb.optim.state_entry import (
     MASTER,
     CommonState,
     StateEntry,
+    cast_floats,
     class_prefix,
     is_row,
     own_common,
@@ -196,7 +197,8 @@ def _load_local(
     optim.load_state_dict({**beside, "state": own | inside, "param_groups": groups})
     for i, values in own.items():
         state = optim.state[views[i]]
-        state.update({k: put_back(v, state[k], as_is) for k, v in values.items() if k in state})
+        kept = {k: v for k, v in values.items() if k in state and (as_is or k != "step")}
+        state.update({k: put_back(v, state[k], as_is) for k, v in kept.items()})
 
 
 def give_state(
@@ -286,9 +288,7 @@ def _as_loaded(
     if not param.is_floating_point():
         return values
     dtype = shard.master_dtype or param.dtype
-    return {
-        k: v.to(dtype) if isinstance(v, Tensor) and k != "step" else v for k, v in values.items()
-    }
+    return {k: v if k == "step" else cast_floats(v, dtype) for k, v in values.items()}
 
 
 def _frozen_entry(

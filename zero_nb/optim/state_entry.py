@@ -25,8 +25,8 @@ from ..plan.shards import Span
 
 # %% auto #0
 __all__ = ['MASTER', 'CommonState', 'is_row', 'value_at', 'own_value', 'StateEntry', 'layout_of', 'check_dense_values',
-           'read_entry', 'take_unmoved', 'put_back', 'own_common', 'class_prefix', 'read_common', 'split_common',
-           'uneven_error', 'count_state', 'check_complete']
+           'read_entry', 'take_unmoved', 'cast_floats', 'put_back', 'own_common', 'class_prefix', 'read_common',
+           'split_common', 'uneven_error', 'count_state', 'check_complete']
 
 # %% ../../nbs/optim/11_state_entry.ipynb #1034d0e6
 MASTER = "master_param"  # key of the copy that is stepped, in the state of a parameter that has one
@@ -178,12 +178,29 @@ def take_unmoved(
     return found
 
 # %% ../../nbs/optim/11_state_entry.ipynb #d6871041
+def _is_real(value: Tensor) -> bool:  # no integers or truth values
+    return value.is_floating_point() or value.is_complex()
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the tensors of a value as a load of `torch.optim` does, but no integers or truth values."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if _is_real(value) else value
+    if type(value) is dict:
+        return {k: v if k == "step" else cast_floats(v, dtype) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(cast_floats(member, dtype) for member in value)
+    return value
+
+
 def put_back(given: Any, loaded: Any, as_is: bool) -> Any:
-    """Give a loaded value with its texts, which torch's load takes apart; `as_is`: and its dtypes."""
+    """Give a loaded value with its texts, which torch's load takes apart, and its integers and truth
+    values, of which that makes floats; `as_is`: and its dtypes."""
     if isinstance(given, str):
         return given
     if isinstance(given, Tensor) and isinstance(loaded, Tensor):
-        return given.to(loaded.device) if as_is and given.dtype != loaded.dtype else loaded
+        exact = given.dtype != loaded.dtype and (as_is or not _is_real(given))
+        return given.to(loaded.device) if exact else loaded
     if type(given) is not type(loaded) or type(given) not in (dict, list, tuple):
         return loaded
     if isinstance(given, dict):
