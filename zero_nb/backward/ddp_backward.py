@@ -24,13 +24,8 @@ from zero_nb.backward.ddp_buckets import (
     read_bucket_caps,
     split_like_ddp,
 )
-from zero_nb.backward.engine import (
-    Contribution,
-    StepEngine,
-    in_torchs_join,
-    mark_means,
-    start_mean,
-)
+from .engine import Contribution, StepEngine, in_torchs_join
+from .engine import mark_means, start_mean
 from ..comm.work import Work
 from ..comm.calls import mark_agreed
 from ..comm.groups import Group

@@ -182,8 +182,9 @@ def _is_real(value: Tensor) -> bool:  # no integers or truth values
     return value.is_floating_point() or value.is_complex()
 
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+def cast_floats(given: object, dtype: torch.dtype) -> object:
     """Cast the tensors of a value as a load of `torch.optim` does, but no integers or truth values."""
+    value: Any = given
     if isinstance(value, Tensor):
         return value.to(dtype) if _is_real(value) else value
     if type(value) is dict:
@@ -193,7 +194,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def put_back(given: Any, loaded: Any, as_is: bool) -> Any:
+def put_back(given: object, loaded: object, as_is: bool) -> object:
     """Give a loaded value with its texts, which torch's load takes apart, and its integers and truth
     values, of which that makes floats; `as_is`: and its dtypes."""
     if isinstance(given, str):
@@ -203,9 +204,11 @@ def put_back(given: Any, loaded: Any, as_is: bool) -> Any:
         return given.to(loaded.device) if exact else loaded
     if type(given) is not type(loaded) or type(given) not in (dict, list, tuple):
         return loaded
-    if isinstance(given, dict):
-        return {k: put_back(given.get(k, v), v, as_is) for k, v in loaded.items()}
-    return type(given)(map(put_back, given, loaded, repeat(as_is)))
+    own: Any = given
+    members: Any = loaded
+    if isinstance(own, dict):
+        return {k: put_back(own.get(k, v), v, as_is) for k, v in members.items()}
+    return type(own)(map(put_back, own, members, repeat(as_is)))
 
 # %% ../../nbs/optim/11_state_entry.ipynb #467c1c7a
 CommonState = dict[
