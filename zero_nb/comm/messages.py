@@ -5,7 +5,9 @@
 # %% ../../nbs/comm/11_messages.ipynb #787eca7f
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +29,17 @@ class _Scratch:
 
     def __init__(self) -> None:
         self.free: list[Tensor] = []  # uint8
-        self._lent = 0  # collectives that use some
+        self._lent: list[
+            weakref.ref[Tensor]
+        ] = []  # what ended by an exception is gone, and counts no more
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """Give memory that no other collective uses: what there is, if it is large enough."""
-        self._lent += 1
+        buffer = self._find(nbytes, device)
+        self._lent.append(weakref.ref(buffer))
+        return buffer
+
+    def _find(self, nbytes: int, device: torch.device) -> Tensor:
         free = self.free
         free.sort(key=len)
         for i, buffer in enumerate(free):
@@ -43,7 +51,7 @@ class _Scratch:
 
     def give_back(self, buffer: Tensor) -> None:
         """Let other collectives use it, if there are some."""
-        self._lent -= 1
+        self._lent = [ref for ref in self._lent if ref() is not None and ref() is not buffer]
         self.free.append(buffer)
         if not self._lent:
             self.free.sort(key=len)
@@ -80,6 +88,7 @@ class _Messages:
         self.leaving: list[tuple[int, Any]] = []  # group rank, and torch's handle
         self._scratch: Tensor | None = None
         self._used = 0  # bytes of it
+        self._waited: set[int] = set()  # ids of arrivals; torch's handle is waited for once
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Start to send to a group rank; an empty tensor is not sent."""
@@ -115,6 +124,7 @@ class _Messages:
         """Add what arrives to this rank's, from the first rank to the last."""
         before: Tensor | None = None  # what ranks before this one have sent
         for arrival in arrivals:
+            self._waited.add(id(arrival))
             arrival.wait(self.group)
             if before is not None and arrival.peer < self.group.group_rank:
                 before += arrival.place
@@ -128,12 +138,30 @@ class _Messages:
         if before is not None:
             part += before
 
+    @contextmanager
+    def settling(self, arriving: Sequence[_Arrival]) -> Iterator[None]:
+        """If this rank cannot add what arrives, let what was started end before it raises: torch
+        forgets a message whose handle is gone, and the peer would wait for it."""
+        try:
+            yield
+        except Exception:
+            for arrival in arriving:
+                with suppress(RuntimeError):
+                    if id(arrival) not in self._waited:
+                        arrival.wait(self.group)
+            with suppress(RuntimeError):
+                self._wait_for_sends()
+            raise
+
+    def _wait_for_sends(self) -> None:
+        for peer, work in self.leaving:
+            _settled(work, "nothing went to rank", self.group.ranks[peer])
+
     def finish(self) -> None:
         """Return when everything has left, and let go of the scratch memory."""
         if self._scratch is not None:
             _group_scratch(self.group).give_back(self._scratch)
-        for peer, work in self.leaving:
-            _settled(work, "nothing went to rank", self.group.ranks[peer])
+        self._wait_for_sends()
 
 
 def _settled(
@@ -156,7 +184,8 @@ def _reduce_straight(messages: _Messages) -> Iterator[None]:
     for peer in others:
         messages.send(parts[peer], peer)
     yield
-    messages.add_up(parts[mine], arriving)
+    with messages.settling(arriving):
+        messages.add_up(parts[mine], arriving)
     messages.finish()
 
 

@@ -99,12 +99,14 @@ def _reduce_by_relay(messages: _Messages) -> CollectiveSteps:
         for rank in (peer, *_relay(hosts, peer).answers_for):
             messages.send(parts[rank], peer)
     yield NEXT
-    for rank in summed:
-        messages.add_up(parts[rank], arriving[rank])
-        if rank != mine:
-            messages.send(parts[rank], rank)
+    with messages.settling([arrival for each in arriving.values() for arrival in each]):
+        for rank in summed:
+            messages.add_up(parts[rank], arriving[rank])
+            if rank != mine:
+                messages.send(parts[rank], rank)
     yield None
-    messages.add_up(parts[mine], sums)
+    with messages.settling(sums):
+        messages.add_up(parts[mine], sums)
     messages.finish()
 
 
