@@ -269,3 +269,23 @@ def test_train_and_eval_are_there_only_if_the_class_has_them_and_gather_only_wha
         assert (
             "Unnoted has eval() that changes parameters and notes it in no param group" in errors[2]
         )
+
+
+def switches_otherwise(how):
+    """Change an option on rank 1 alone, or param groups, and switch to the average."""
+    zero = ZeroRedundancyOptimizer(network().parameters(), ScheduleFree)
+    group = zero.param_groups[0]
+    if dist.get_rank():
+        group.update({"train_mode": False} if how == "differs" else {"params": group["params"][:1]})
+    said = caught(zero.eval)
+    total = torch.ones(1)
+    zero.group.all_reduce(total)
+    return said, total.item()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("differs", "train_mode"), ("fails", "param_groups hold 1 parameters")]
+)
+def test_options_that_are_wrong_on_one_rank_are_an_error_of_eval_on_all(how, words):
+    for said, total in run(2, switches_otherwise, how, timeout=30):
+        assert said and words in said and total == 2.0

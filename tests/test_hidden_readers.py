@@ -15,6 +15,8 @@ from torch.optim import SGD
 
 from zero_nb.backward.arriving import NanUntilArrived
 from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.comm.ending import abort
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
 from zero_nb.optim.iteration import Iteration
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
@@ -297,6 +299,30 @@ def written_before_a_fork():
 def test_a_fork_leaves_the_error_of_a_write_to_the_next_wait():
     for said, again in run(2, written_before_a_fork):
         assert "was written in place while it was on its way" in said and again is None
+
+
+def forks_with_some_that_failed():
+    """Train four models whose parameters are on their way, end the groups of two, and fork."""
+    made = []
+    for _ in range(4):
+        model = nn.Linear(8, 8)
+        zero = ZeroRedundancyOptimizer(model.parameters(), SGD, Group(dist.new_group()), lr=0.1)
+        handle = data_parallel(model, zero, hidden=True)
+        for _ in range(2):
+            model(torch.ones(2, 8)).square().mean().backward()
+            zero.step()
+        made.append((model, handle))
+    for _, handle in made[::3]:
+        abort(handle.optimizer.group)
+    if not (pid := os.fork()):
+        os._exit(sum(caught(lambda m=m: m.weight.sum()) is not None for m, _ in made))
+    unread = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return unread, [caught(handle.wait) is not None for _, handle in made]
+
+
+def test_parameters_arrive_before_a_fork_though_others_never_do():
+    for unread, failed in run(2, forks_with_some_that_failed):
+        assert unread <= sum(failed) and failed[1:3] == [False, False]
 
 
 class Rows(nn.Module):

@@ -32,9 +32,11 @@ __all__ = ['DataParallel', 'data_parallel']
 
 # %% ../../nbs/backward/16_data_parallel.ipynb #6664e5bd
 def _let_arrive(handle: DataParallel) -> None:
-    """Wait, and leave errors to the next `wait`: Python goes on after those of a fork."""
+    """Wait, and leave errors to the next `wait`: Python goes on after those of a fork, and other
+    handles' parameters are to arrive too."""
     if handle.arriving:
-        handle.arriving.wait(len(handle.arriving.works) - 1)
+        with suppress(Exception):
+            handle.arriving.wait(len(handle.arriving.works) - 1)
 
 
 @cache

@@ -219,14 +219,17 @@ def try_plans(
     for tried in ([group.widened() for group in groups], groups):
         with leaving_alone(device):
             try:
-                return _examine_plans(make_trial(optimizer_class, defaults, tried, device))
+                trial = find_stand_ins(make_trial(optimizer_class, defaults, tried, device))
+                return _examine_plans(trial)
             except Exception as error:
-                failed = f"{type(error).__name__}: {error!s:.300}"
-    return PlanFinding(f"cannot be tried on small tensors of the kinds that it is given: {failed}")
+                failed = error
+    return PlanFinding(
+        "cannot be tried on small tensors of the kinds and options that it has now, so nobody knows"
+        f" what moves with a parameter: {type(failed).__name__}: {failed!s:.300}"
+    )
 
 
-def _examine_plans(given: Trial) -> PlanFinding:
-    trial = find_stand_ins(given)
+def _examine_plans(trial: Trial) -> PlanFinding:
     optim, params = trial.make(trial.values)
     for step in trial.gradients:
         trial.step(optim, params, step)
@@ -235,7 +238,8 @@ def _examine_plans(given: Trial) -> PlanFinding:
     trouble = _lost_in_moves(trial, together)
     with contextlib.suppress(Exception):
         found, now = by_bucket(trial)
-        return PlanFinding(trouble, now == numbers and not difference(trial, together, found))
+        same = now == numbers and not difference(trial, together, found)
+        return PlanFinding(trouble, same)
     return PlanFinding(trouble)
 
 

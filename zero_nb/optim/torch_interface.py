@@ -19,9 +19,11 @@ from .driver import Driver, gather_parameters
 from .local_optimizers import LocalOptimizers, snapshot_options
 from .param_specs import SmallGroup, leaving_alone
 from .pieces import reclaim_pieces, record_versions
+from .state_dict_check import describe_state
 from .state_exchange import changing
 from .state_plan import kept_numbers, untried_classes
 from .trial import difference, make_trial, remembered
+from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..comm.subgroups import GroupsLike, TwoLevel, two_level
 from .saved_state import check_destination
@@ -430,10 +432,13 @@ def _call_on_pieces(optimizer: Any, name: str, args: Any, kwargs: dict[str, Any]
             f"{name}() changes frozen parameters that were stepped before, too, and no rank has"
             " them with their state any more; call it before they are frozen"
         )
-    local.pull_options(optimizer.param_groups)
+    options = {"param_groups": optimizer.param_groups}
+    # ranks gather where options change, so these must be the same on all
+    with agreeing(optimizer.groups, f"{name}()", lambda: describe_state(options)):
+        local.pull_options(optimizer.param_groups)
+    before = snapshot_options(optimizer.param_groups)
     shards = [shard for shard in optimizer.shards if not shard.unsharded]
     pieces = [piece for shard in shards for piece in shard.pieces]
-    before = snapshot_options(optimizer.param_groups)
     with changing(local, optimizer.groups, f"{name}()"):
         for piece in pieces:
             if not piece.direct:
