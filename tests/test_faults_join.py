@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, lr_scheduler
 
 from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.ending import fail
 from zero_nb.comm.group_store import waiting_elsewhere
 from zero_nb.comm.groups import Group
@@ -316,3 +318,29 @@ def test_a_rank_that_waits_for_an_event_is_told_the_last_words_of_any_rank(left,
     early, said = run(2, hears_why, left, announces)[1]
     assert early == ""
     assert said == "rank 0 failed with ArithmeticError: the loss is not a number; see row 17"
+
+
+def refuses_and_takes_its_time(kind, counts):
+    """Write gradients on rank 1 after the step was taken inside backward, and leave the block late."""
+    net = nn.Linear(4, 4)
+    zero = ZeroRedundancyOptimizer(net.parameters(), SGD, lr=0.1)
+    model = net if kind == "data_parallel" else DDP(net)
+    handle = data_parallel(net, zero) if kind == "data_parallel" else overlap(model, zero)
+    with Join([handle if kind == "data_parallel" else model, zero]):
+        for i in range(counts[dist.get_rank()]):
+            model(torch.ones(2, 4)).sum().backward()
+            if i == 1 and dist.get_rank() == 1:
+                net.weight.grad = torch.ones_like(net.weight)
+            try:
+                zero.step()
+            except RuntimeError:
+                time.sleep(3)  # as one that writes a report
+                raise
+
+
+@pytest.mark.parametrize("counts", [(1, 4), (4, 4)])
+@pytest.mark.parametrize("kind", ["overlap", "data_parallel"])
+def test_a_rank_that_refuses_a_step_reads_its_own_error_as_its_own(kind, counts):
+    first, second = run(2, caught_error, partial(refuses_and_takes_its_time, kind, counts))
+    assert second[1].startswith("gradients were changed or taken away"), second
+    assert "rank 1 " in first[1] and "gradients were changed or taken away" in first[1], first

@@ -154,7 +154,9 @@ def report_error(log: EventLog, error: BaseException, iteration: int, seconds: f
     wait for a sign of life of each."""
     rank = log.store.group.global_rank
     said = ""
-    if isinstance(error, RuntimeError):
+    # what this rank has told its groups comes back with the words of ranks that it has ended
+    told_first = (_last_words(log.store.group) or "").startswith(f"rank {rank} failed with ")
+    if isinstance(error, RuntimeError) and not told_first:
         said = log.failure()
         if not said and (said := describe_killed_ranks(log, seconds)):
             log.fail(said)
