@@ -29,6 +29,8 @@ from zero_nb.apps.measuring import (
 from .reports import BenchmarkReport, check_same, merged
 from .tables import save, show, write_report
 from .variants import VARIANTS
+from ..comm.agreement import agreeing
+from ..comm.groups import Group
 from ..plan.draw import Svg
 
 # %% auto #0
@@ -138,6 +140,11 @@ def _before(given: Any, options: Options) -> BenchmarkReport | None:  # what to 
     return old
 
 
+def _flags_of(options: Options) -> list[str]:
+    """Describe what must be the same on all machines."""
+    return [f"--{name}: {value}" for name, value in vars(options).items() if name != "network"]
+
+
 def _start_under_torchrun(options: Options) -> bool:
     """Join the job's process group; tell whether this is its first rank, which writes the results."""
     if options.device == "cuda":
@@ -170,7 +177,7 @@ def run_benchmark(
     given = parser.parse_args(argv)
     try:
         options = _checked_options(given)
-        old = _before(given, options)
+        old = None if "RANK" in os.environ else _before(given, options)
     except ValueError as error:
         parser.error(str(error))
 
@@ -182,6 +189,9 @@ def run_benchmark(
 
     launched = "RANK" in os.environ
     first = _start_under_torchrun(options) if launched else True
+    if launched:  # before anything is measured: an error on every rank
+        with agreeing(Group(), "the benchmark", lambda: _flags_of(options)):
+            old = _before(given, options) if first else None
     ranks = under_torchrun if launched else None
     report = measure(options, ranks, say, keep) if first else measure(options, ranks)
     pictures = profiles(options, ranks, say) if first else profiles(options, ranks)

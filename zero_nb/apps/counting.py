@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
 from .peak_memory import peak_bytes
 from .turns import Job, LR, WARM_UP, _rounded, _way, make_job
 from .variants import VARIANTS
 from .workloads import Model, benchmark_models
+from ..backward.data_parallel import data_parallel
+from ..backward.ddp_overlap import overlap
 from ..comm.recording import record
 from ..comm.simulation import simulate
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -118,28 +121,62 @@ class Makings:
     zero1: tuple[float, ...]  # zero_nb, one rank
     zero1_many: tuple[float, ...]  # zero_nb, one of many ranks
     torch_many: tuple[float, ...]  # torch's class, one of many ranks
+    # one of two ranks; older reports have none of these
+    torch: tuple[float, ...] = ()  # torch's class
+    ddp: tuple[float, ...] = ()  # DDP and AdamW
+    overlap: tuple[float, ...] = ()  # zero_nb and `overlap`, of a model that is in DDP already
+    data_parallel: tuple[float, ...] = ()  # zero_nb and `data_parallel`
+
+    @property
+    def names(self) -> list[str]:
+        """What was timed, AdamW first."""
+        return [
+            name for name, seconds in vars(self).items() if isinstance(seconds, tuple) and seconds
+        ]
+
+
+def _ways(two: Any, many: Any) -> dict[str, Callable[[Any], Any]]:  # of a module
+    """Give constructors: for groups of two and of many ranks."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer as Torchs
+
+    def zero(net: Any, group: Any = None) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(net.parameters(), AdamW, process_group=group, lr=LR)
+
+    def plain(net: Any) -> AdamW:
+        return AdamW(net.parameters(), lr=LR, fused=True)
+
+    def torchs(net: Any, group: Any) -> Any:
+        return Torchs(net.parameters(), AdamW, process_group=group, lr=LR, fused=True)
+
+    return {
+        "adamw": plain,
+        "zero1": zero,
+        "zero1_many": lambda net: zero(net, many),
+        "torch_many": lambda net: torchs(net, many),
+        "torch": lambda net: torchs(net, two),
+        "ddp": lambda net: plain(DDP(net, process_group=two)),
+        "overlap": lambda net: overlap(net, zero(net, two)),
+        "data_parallel": lambda net: data_parallel(net, zero(net, two)),
+    }
 
 
 def make_rank(parameters: int, world_size: int, rounds: int) -> Makings:  # on one rank
     """Time constructors, taking turns."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer as Torchs
-
-    params = [nn.Parameter(torch.zeros(8)) for _ in range(parameters)]
-    with simulate(1), simulate(world_size) as many:  # the first is the default group
-        ways: dict[str, Callable[[], Any]] = {
-            "adamw": lambda: AdamW(params, lr=LR, fused=True),
-            "zero1": lambda: ZeroRedundancyOptimizer(params, AdamW, lr=LR),
-            "zero1_many": lambda: ZeroRedundancyOptimizer(params, AdamW, process_group=many, lr=LR),
-            "torch_many": lambda: Torchs(params, AdamW, process_group=many, lr=LR, fused=True),
-        }
+    # the first is the default group
+    with simulate(1), simulate(2) as two, simulate(world_size) as many:
+        ways = _ways(two, many)
         times: dict[str, list[float]] = {name: [] for name in ways}
         for i in range(rounds + 1):  # the first is not counted
             for name, way in ways.items():
+                net: Any = nn.ParameterList(torch.zeros(8) for _ in range(parameters))
+                if name == "overlap":
+                    net = DDP(net, process_group=two, gradient_as_bucket_view=True)
                 gc.collect()
                 start = time.perf_counter()
-                way()
+                held = way(net)
                 if i:
                     times[name].append(time.perf_counter() - start)
+                del held
     return Makings(
         parameters, world_size, **{name: _rounded(seconds) for name, seconds in times.items()}
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+import zero_nb
 from .counting import Counts, count_rank, counts, make_rank
 from .reports import BenchmarkReport
 from .save_turns import Checkpoints, SaveTurn, save_rank
@@ -199,12 +201,12 @@ def measure(
                 saves.append(Checkpoints.of(model.name, turns))
             if found or launches or saves:
                 so_far = tuple(launches), tuple(found), None, left_out, tuple(saves)
-                keep(BenchmarkReport(here, options.quick, *so_far))
+                keep(BenchmarkReport(here, options.quick, *so_far).dated())
     size = (200, 64, 3) if options.quick else (10_000, 1_024, 7)
     alone = "constructors" in options.parts and "RANK" not in os.environ
     makings = ranks(1, make_rank, *size)[0] if alone else None
     parts = tuple(launches), tuple(found), makings, left_out, tuple(saves)
-    return BenchmarkReport(here, options.quick, *parts)
+    return BenchmarkReport(here, options.quick, *parts).dated()
 
 # %% ../../nbs/apps/22_measuring.ipynb #01b21964
 def profiles(
@@ -245,10 +247,23 @@ def _gpu_name() -> str:
     return run(1, torch.cuda.get_device_name, backend=_GPU_BACKENDS)[0]
 
 
+def _commit() -> str:
+    """Name the commit of the package's repository, and whether files differ from it."""
+    git = ["git", "-C", str(Path(zero_nb.__file__).parent)]
+    describe = ("describe", "--always", "--abbrev=8", "--dirty", "--exclude=*")
+    with suppress(OSError):  # the package may lie in another repository, which does not track it
+        asked = [["ls-files", "__init__.py"], describe]
+        runs = [subprocess.run([*git, *ask], capture_output=True, text=True) for ask in asked]
+        if all(done.returncode == 0 and done.stdout for done in runs):
+            return runs[1].stdout.strip()
+    return f"zero_nb {zero_nb.__version__}"
+
+
 def machine(options: Options) -> dict[str, str]:
-    """Describe when and on what a report was made."""
+    """Describe when, of what and on what a report was made."""
     found = {
         "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": _processor(),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -31,6 +31,24 @@ class BenchmarkReport:
     makings: Makings | None = None
     left_out: dict[str, str] = field(default_factory=dict)  # by variant: why
     checkpoints: tuple[Checkpoints, ...] = ()
+    # by part, as `parts` names them: the date and the commit of what was measured; older reports
+    # have none
+    measured: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> list[str]:
+        """Name what is in the report."""
+        found = [f"times: {x.model}, {x.world_size}" for x in self.launches]
+        found += [f"checkpoints: {x.model}, {x.world_size}" for x in self.checkpoints]
+        found += [f"counts: {c.model}, {c.world_size}, {c.variant}" for c in self.counts]
+        return found + ["constructors"] * (self.makings is not None)
+
+    def dated(self) -> BenchmarkReport:
+        """Give the report with the date and the commit of the machine for each part that has none."""
+        here = {"date": self.machine.get("date", ""), "commit": self.machine.get("commit", "")}
+        if not here["commit"]:  # an older report, whose date may be that of another part
+            here = {"date": f"by {here['date']}", "commit": "not recorded"}
+        return replace(self, measured=dict.fromkeys(self.parts, here) | self.measured)
 
     def ratio(
         self, what: str, model: str, world_size: int, ours: str, theirs: str = BEST
@@ -124,6 +142,7 @@ def _read_report(data: dict[str, Any]) -> BenchmarkReport:
             makings,
             data["left_out"],
             tuple(Checkpoints(**c | {"seconds": _tuples(c["seconds"])}) for c in saved),
+            data.get("measured", {}),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(
@@ -137,7 +156,7 @@ def check_same(old: BenchmarkReport, facts: dict[str, str], quick: bool) -> None
     differ = [
         key
         for key in sorted(old.machine.keys() | facts.keys())
-        if key != "date" and old.machine.get(key) != facts.get(key)
+        if key not in ("date", "commit") and old.machine.get(key) != facts.get(key)
     ]
     if old.quick != quick:
         differ.append("size of the models")
@@ -149,10 +168,13 @@ def check_same(old: BenchmarkReport, facts: dict[str, str], quick: bool) -> None
 
 
 def merged(old: BenchmarkReport, new: BenchmarkReport) -> BenchmarkReport:
-    """Put what was measured now in place of what was measured before.
+    """Put what was measured now in place of what was measured before; each part keeps its own date
+    and commit.
 
     Raises `ValueError` if they do not belong together."""
     check_same(old, new.machine, new.quick)
+    old = old.dated()
+    new = new.dated()
     timed = {(launch.model, launch.world_size) for launch in new.launches}
     counted = {(c.model, c.world_size, c.variant) for c in new.counts}
     saved = {(c.model, c.world_size) for c in new.checkpoints}
@@ -166,6 +188,7 @@ def merged(old: BenchmarkReport, new: BenchmarkReport) -> BenchmarkReport:
         new.makings or old.makings,
         old.left_out | new.left_out,
         (*(c for c in old.checkpoints if (c.model, c.world_size) not in saved), *new.checkpoints),
+        old.measured | new.measured,
     )
 
 # %% ../../nbs/apps/19_reports.ipynb #49fcbfa1

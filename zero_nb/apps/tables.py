@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .ratios import Spread
+from .ratios import Spread, paired
 from .reports import BenchmarkReport, strays
 from .save_turns import WAYS
 from .targets import verdicts
@@ -21,8 +21,9 @@ from .variants import VARIANTS
 from .workloads import benchmark_models
 
 # %% auto #0
-__all__ = ['HEADS', 'TIMES', 'BYTES', 'SAVE_HEADS', 'rows', 'cells', 'markdown', 'summary', 'link_summary', 'save_cells',
-           'draw_ratios', 'save', 'write_report', 'show']
+__all__ = ['HEADS', 'TIMES', 'BYTES', 'SAVE_HEADS', 'MAKING_HEADS', 'MEASURED_HEADS', 'rows', 'cells', 'markdown', 'summary',
+           'link_summary', 'save_cells', 'making_cells', 'measured_cells', 'draw_ratios', 'save', 'write_report',
+           'show']
 
 # %% ../../nbs/apps/21_tables.ipynb #de16eef8
 def rows(
@@ -230,6 +231,37 @@ def save_cells(report: BenchmarkReport) -> list[list[str]]:  # one for each of `
             )
     return lines
 
+# %% ../../nbs/apps/21_tables.ipynb #d837de58
+MAKING_HEADS = ("constructor", "over AdamW's")
+MEASURED_HEADS = ("date", "commit", "measured")
+_MADE = {
+    "adamw": "AdamW",
+    "zero1": "zero_nb, one rank",
+    "zero1_many": "zero_nb, one of many ranks",
+    "torch_many": "torch's class, one of many ranks",
+    "torch": "torch's class, one of two ranks",
+    "ddp": "DDP and AdamW, one of two ranks",
+    "overlap": "zero_nb and overlap, one of two ranks, of a model in DDP",
+    "data_parallel": "zero_nb and data_parallel, one of two ranks",
+}
+
+
+def making_cells(report: BenchmarkReport) -> list[list[str]]:  # one for each of `MAKING_HEADS`
+    """Set out what making an optimizer and attaching it took."""
+    found = report.makings
+    if found is None:
+        return []
+    return [[_MADE[name], str(paired(getattr(found, name), found.adamw))] for name in found.names]
+
+
+def measured_cells(report: BenchmarkReport) -> list[list[str]]:  # one for each of `MEASURED_HEADS`
+    """Set out when each part was measured, and of which commit."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for part, at in report.dated().measured.items():
+        model = ", ".join(part.split(", ")[:2])  # counts are of a variant, too
+        found.setdefault((at["date"], at["commit"]), {})[model] = None
+    return [[*at, "; ".join(parts)] for at, parts in found.items()]
+
 # %% ../../nbs/apps/21_tables.ipynb #d837de59
 _TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 5, 10, 20, 50)
 _FINE = (0.7, 1.5)  # ticks for which a wide axis has no room
@@ -329,6 +361,9 @@ def write_report(report: BenchmarkReport, folder: str | Path) -> list[str]:  # n
     parts = [markdown(("", ""), report.machine.items()), markdown(HEADS, map(cells, values))]
     if report.checkpoints:
         parts.append(markdown(SAVE_HEADS, save_cells(report)))
+    if report.makings:
+        parts.append(markdown(MAKING_HEADS, making_cells(report)))
+    parts.append(markdown(MEASURED_HEADS, measured_cells(report)))
     if not report.quick:
         parts.append(markdown(("target", "limit", "measured", "met"), verdicts(report)))
     parts += [f"{line}\n" for line in _remarks(report)]

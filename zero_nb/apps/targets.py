@@ -17,7 +17,7 @@ from .turns import BEST
 from .workloads import benchmark_models
 
 # %% auto #0
-__all__ = ['AFTER_DDP', 'TARGETS', 'Target', 'verdicts']
+__all__ = ['AFTER_DDP', 'TARGETS', 'LINK_TARGETS', 'Target', 'verdicts']
 
 # %% ../../nbs/apps/20_targets.ipynb #02efd583
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _wire_ratio(name: str, report: BenchmarkReport) -> float | None:
 def _making(ours: str, theirs: str) -> Callable[[BenchmarkReport], float | None]:
     return lambda report: (
         paired(getattr(report.makings, ours), getattr(report.makings, theirs)).median
-        if report.makings
+        if report.makings and ours in report.makings.names
         else None
     )
 
@@ -208,6 +208,14 @@ _STEP_TARGETS = (
         for model in ("linear", "gpt", "small")
     ),
     Target("constructor, zero1 / AdamW: 10,000 parameters", 3.0, _making("zero1", "adamw")),
+    *(
+        Target(
+            f"making and attaching, {name} / AdamW: 10,000 parameters",
+            3.0,
+            _making(name, "adamw"),
+        )
+        for name in ("overlap", "data_parallel")
+    ),
     Target(
         "constructor, zero1 / torch: 10,000 parameters, 1,024 ranks",
         0.1,
@@ -317,10 +325,48 @@ TARGETS = (
     *_PEAK_TARGETS,
 )
 
+# %% ../../nbs/apps/20_targets.ipynb #7d8ba657
+_MODES = ("zero1-overlap", "zero2", "zero2-interleaved")
+
+
+def _link_time(ours: str, theirs: str) -> Callable[[BenchmarkReport], float | None]:
+    return lambda report: _worst(
+        found.median
+        for launch in report.launches
+        if (found := report.ratio("iteration", launch.model, launch.world_size, ours, theirs))
+    )
+
+
+# of a report between machines, where each byte crosses a link
+LINK_TARGETS = (
+    *(
+        Target(
+            f"iteration between machines, {name}: worst of all models and ranks",
+            1.0,
+            _link_time(name, BEST),
+        )
+        for name in _MODES
+    ),
+    Target(
+        "iteration between machines, zero1 / torch: worst of all models and ranks",
+        1.05,
+        _link_time("zero1", "torch"),
+    ),
+    *(
+        Target(
+            f"first iteration / later ones between machines, {name}: worst of all models and ranks",
+            1.5,
+            _first_ratio(name),
+        )
+        for name in ("zero1-gradview", *_MODES)
+    ),
+)
+
 
 def verdicts(
     report: BenchmarkReport,
 ) -> list[tuple[str, str, str, str]]:  # target, limit, measured, met
     """Hold a report against the targets."""
+    chosen = LINK_TARGETS if "machines" in report.machine else TARGETS
     value = lambda target: "" if (found := target.measured(report)) is None else f"{found:.3g}"
-    return [(t.words, f"{t.limit:g}", value(t), t.met(report)) for t in TARGETS]
+    return [(t.words, f"{t.limit:g}", value(t), t.met(report)) for t in chosen]
