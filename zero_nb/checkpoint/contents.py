@@ -20,6 +20,7 @@ from zero_nb.checkpoint.folder import (
     _read_content,
     check_listed,
     read_table,
+    _unlike_table,
 )
 from .names import by_index, lay_out
 from .saved_tensors import Part, SavedTensor, load_saved, replace_tensors
@@ -264,6 +265,8 @@ def _read_boxes(
                     f" {info.offset} to {end}; use the checkpoint before it"
                 )
             found = load_saved(file, path, (info.offset, info.length))
+            if other := _unlike_table(table, index, found):
+                raise ValueError(f"{folder} is damaged: {index.fqn} in {name} {other}")
             if not hasattr(table.state_dict_metadata[index.fqn], "size"):
                 yield index.fqn, found
                 continue

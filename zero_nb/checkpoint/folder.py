@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from enum import Enum, EnumMeta
 from functools import partial
 from importlib import import_module
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -119,7 +119,7 @@ def _read_content(path: Path) -> tuple[dict[str, Any], Files]:
 def _name_cut(folder: str | os.PathLike[str], name: str, nbytes: int) -> str:  # words, or none
     """Name the first box that a data file ends before, or in."""
     with suppress(Exception):  # the table of contents may be damaged as well
-        for index, place in _boxes_in(folder):
+        for index, place in _boxes_in(read_table(folder)):
             if place.relative_path == name and place.offset + place.length > nbytes:
                 return f", so {index.fqn} is not whole"
     return ""
@@ -149,6 +149,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
             )
     if TABLE not in files or describe_table(Path(folder)) != files[TABLE]:
         raise ValueError(f"{folder} {_DAMAGED.format(TABLE)}")
+    if others := {path.name for path in Path(folder).glob("*.distcp")} - files.keys():
+        raise ValueError(f"{folder} has {min(others)}, not in its {MANIFEST}; move it away")
     return found
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a20009
@@ -287,38 +289,47 @@ def check_listed(folder: str | os.PathLike[str]) -> dict[str, Any]:  # the manif
     return found
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a2000b
-def _trouble(path: Path, stopped: Event, place: Any) -> str:
+def _unlike_table(table: Any, index: Any, tensor: Any) -> str:  # words; nothing if it is like that
+    """Say what of a box is not as the table of contents says: its dtype, its shape, or that it is a tensor."""
+    form = table.state_dict_metadata[index.fqn]
+    if not hasattr(form, "chunks"):
+        return ""
+    dtype = getattr(tensor, "dtype", "no tensor")
+    shape = tuple(getattr(tensor, "shape", ()))
+    sizes = [tuple(c.sizes) for c in form.chunks if index.offset in (None, c.offsets)]
+    if dtype == form.properties.dtype and shape in sizes:
+        return ""
+    return f"is {dtype} {shape}, no box of a {form.properties.dtype} {tuple(form.size)} by {TABLE}"
+
+
+def _trouble(path: Path, stopped: Event, table: Any, named: tuple[Any, Any]) -> str:
     """Say what is wrong with a box, whose name goes into the braces; nothing if all bytes are as they were."""
+    index, place = named
     with open(path, "rb", buffering=0) as file:
         box: Any = io.BufferedReader(_part(file, place), _HEADERS)
         try:
             found = records_in(box, "")
-            whole = all(
-                crc_of(box, each.offset, each.nbytes, stopped) == each.crc
-                for each in found.values()
-            )
+            whole = all(crc_of(box, r.offset, r.nbytes, stopped) == r.crc for r in found.values())
             try:
-                read_box(box, found)
+                tensor = read_box(box, found)
             except TypeError:  # it has no tensor
                 box.seek(0)
-                torch.load(box, map_location="cpu", weights_only=True)
+                tensor = torch.load(box, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             return f"cannot be read: {{}}: {explain_unread(error)}" if whole else _DAMAGED
         except Exception:  # bytes that make no sense raise anything
             return _DAMAGED
-        return "" if whole else _DAMAGED
+        view = tensor.view if isinstance(tensor, StoredTensor) else tensor
+        other = _unlike_table(table, index, view) if whole else "is not as it was written"
+        return other and f"is damaged: {{}} {other}; use the checkpoint before it"
 
 
 def _share(boxes: Sequence[tuple[Any, Any]], part: tuple[int, int]) -> list[tuple[Any, Any]]:
     """Take one of some parts of boxes, of about as many bytes each."""
-    total = sum(info.length for _, info in boxes)
-    before = 0
-    found = list[tuple[Any, Any]]()
-    for box in boxes:
-        if before * part[1] // max(total, 1) == part[0]:
-            found.append(box)
-        before += box[1].length
-    return found
+    starts = [0, *accumulate(info.length for _, info in boxes)]
+    total = max(starts[-1], 1)
+    found = zip(boxes, starts, strict=False)  # of as many boxes there is one start more
+    return [box for box, start in found if start * part[1] // total == part[0]]
 
 
 @contextmanager
@@ -334,20 +345,19 @@ def _threads(stopped: Event) -> Iterator[ThreadPoolExecutor]:  # a checksum lets
         pool.shutdown(cancel_futures=True)
 
 
-def _boxes_in(folder: str | os.PathLike[str]) -> list[tuple[Any, Any]]:  # index, and place
-    """Read which boxes a folder has, in the order in which they lie in the files."""
-    boxes = [*(read_table(folder).storage_data or {}).items()]
+def _boxes_in(table: Any) -> list[tuple[Any, Any]]:  # index, and place
+    """Give the boxes of a table of contents, in the order in which they lie in the files."""
+    boxes = [*(table.storage_data or {}).items()]
     return sorted(boxes, key=lambda box: (box[1].relative_path, box[1].offset))
 
 
-def _check_boxes(folder: str | os.PathLike[str], boxes: Sequence[tuple[Any, Any]]) -> None:
-    for name, mine in groupby(boxes, lambda box: box[1].relative_path):
-        indices, places = zip(*mine, strict=True)
-        path = Path(folder, name)
+def _check_boxes(folder: str | os.PathLike[str], table: Any, boxes: Sequence[Any]) -> None:
+    for name, group in groupby(boxes, lambda box: box[1].relative_path):
+        mine = [*group]
         stopped = Event()
         with _threads(stopped) as pool:
-            troubles = [*pool.map(partial(_trouble, path, stopped), places)]
-        for index, words in zip(indices, troubles, strict=True):
+            troubles = [*pool.map(partial(_trouble, Path(folder, name), stopped, table), mine)]
+        for (index, _), words in zip(mine, troubles, strict=True):
             if words:
                 raise ValueError(f"{folder} {words.replace('{}', f'{index.fqn} in {name}')}")
 
@@ -359,7 +369,8 @@ def check_files(
     """Compare the files of a folder with the checksums in them.
 
     Raises `ValueError` that names what is damaged."""
-    _check_boxes(folder, _share(_boxes_in(folder), part))
+    table = read_table(folder)
+    _check_boxes(folder, table, _share(_boxes_in(table), part))
 
 
 def check_folder(
@@ -370,11 +381,12 @@ def check_folder(
 
     Raises `ValueError` that names what is damaged."""
     found = read_manifest(folder)
-    boxes = _boxes_in(folder)
+    table = read_table(folder)
+    boxes = _boxes_in(table)
     mine = _share(boxes, part)
     names = {place.relative_path for _, place in mine}
     _check_directories(folder, found, [at for _, at in boxes if at.relative_path in names])
-    _check_boxes(folder, mine)
+    _check_boxes(folder, table, mine)
     return found
 
 # %% ../../nbs/checkpoint/05_folder.ipynb #54a20215

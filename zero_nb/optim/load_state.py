@@ -20,11 +20,11 @@ from zero_nb.optim.state_entry import (
     MASTER,
     CommonState,
     StateEntry,
-    cast_floats,
+    _cast_floats,
     class_prefix,
     is_row,
     own_common,
-    put_back,
+    _put_back,
     split_common,
 )
 from .state_plan import FrozenState
@@ -198,7 +198,7 @@ def _load_local(
     for i, values in own.items():
         state = optim.state[views[i]]
         kept = {k: v for k, v in values.items() if k in state and (as_is or k != "step")}
-        state.update({k: put_back(v, state[k], as_is) for k, v in kept.items()})
+        state.update({k: _put_back(v, state[k], as_is) for k, v in kept.items()})
 
 
 def give_state(
@@ -288,7 +288,7 @@ def _as_loaded(
     if not param.is_floating_point():
         return values
     dtype = shard.master_dtype or param.dtype
-    return {k: v if k == "step" else cast_floats(v, dtype) for k, v in values.items()}
+    return {k: v if k == "step" else _cast_floats(v, dtype) for k, v in values.items()}
 
 
 def _frozen_entry(

@@ -25,8 +25,8 @@ from ..plan.shards import Span
 
 # %% auto #0
 __all__ = ['MASTER', 'CommonState', 'is_row', 'value_at', 'own_value', 'StateEntry', 'layout_of', 'check_dense_values',
-           'read_entry', 'take_unmoved', 'cast_floats', 'put_back', 'own_common', 'class_prefix', 'read_common',
-           'split_common', 'uneven_error', 'count_state', 'check_complete']
+           'read_entry', 'take_unmoved', 'own_common', 'class_prefix', 'read_common', 'split_common', 'uneven_error',
+           'count_state', 'check_complete']
 
 # %% ../../nbs/optim/11_state_entry.ipynb #1034d0e6
 MASTER = "master_param"  # key of the copy that is stepped, in the state of a parameter that has one
@@ -182,19 +182,18 @@ def _is_real(value: Tensor) -> bool:  # no integers or truth values
     return value.is_floating_point() or value.is_complex()
 
 
-def cast_floats(given: object, dtype: torch.dtype) -> object:
+def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast the tensors of a value as a load of `torch.optim` does, but no integers or truth values."""
-    value: Any = given
     if isinstance(value, Tensor):
         return value.to(dtype) if _is_real(value) else value
     if type(value) is dict:
-        return {k: v if k == "step" else cast_floats(v, dtype) for k, v in value.items()}
+        return {k: v if k == "step" else _cast_floats(v, dtype) for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(cast_floats(member, dtype) for member in value)
+        return type(value)(_cast_floats(member, dtype) for member in value)
     return value
 
 
-def put_back(given: object, loaded: object, as_is: bool) -> object:
+def _put_back(given: Any, loaded: Any, as_is: bool) -> Any:
     """Give a loaded value with its texts, which torch's load takes apart, and its integers and truth
     values, of which that makes floats; `as_is`: and its dtypes."""
     if isinstance(given, str):
@@ -204,11 +203,9 @@ def put_back(given: object, loaded: object, as_is: bool) -> object:
         return given.to(loaded.device) if exact else loaded
     if type(given) is not type(loaded) or type(given) not in (dict, list, tuple):
         return loaded
-    own: Any = given
-    members: Any = loaded
-    if isinstance(own, dict):
-        return {k: put_back(own.get(k, v), v, as_is) for k, v in members.items()}
-    return type(own)(map(put_back, own, members, repeat(as_is)))
+    if isinstance(given, dict):
+        return {k: _put_back(given.get(k, v), v, as_is) for k, v in loaded.items()}
+    return type(given)(map(_put_back, given, loaded, repeat(as_is)))
 
 # %% ../../nbs/optim/11_state_entry.ipynb #467c1c7a
 CommonState = dict[
