@@ -432,17 +432,15 @@ def _call_on_pieces(optimizer: Any, name: str, args: Any, kwargs: dict[str, Any]
             f"{name}() changes frozen parameters that were stepped before, too, and no rank has"
             " them with their state any more; call it before they are frozen"
         )
-    options = {"param_groups": optimizer.param_groups}
-    # ranks gather where options change, so these must be the same on all
-    with agreeing(optimizer.groups, f"{name}()", lambda: describe_state(options)):
+    said = {"param_groups": optimizer.param_groups}  # ranks gather where these change
+    with agreeing(optimizer.groups, f"{name}()", lambda: describe_state(said)):
         local.pull_options(optimizer.param_groups)
     before = snapshot_options(optimizer.param_groups)
     shards = [shard for shard in optimizer.shards if not shard.unsharded]
     pieces = [piece for shard in shards for piece in shard.pieces]
     with changing(local, optimizer.groups, f"{name}()"):
-        for piece in pieces:
-            if not piece.direct:
-                piece.lend(None)
+        for piece in (piece for piece in pieces if not piece.direct):
+            piece.lend(None)
         for optim in optims:
             getattr(optim, name, lambda *_, **__: None)(*args, **kwargs)
         reclaim_pieces(pieces, optims)
