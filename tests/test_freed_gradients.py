@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
@@ -203,3 +204,17 @@ def without_data():
 
 def test_a_rank_without_data_frees_them_as_well():
     assert run(2, without_data) == [True, True]
+
+
+def applies():
+    """Apply a function to a gradient that a step inside backward has freed."""
+    model = nn.Linear(4, 4)
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    data_parallel(model, zero)
+    model(torch.ones(2, 4)).sum().backward()
+    return caught(lambda: model.weight.grad.apply_(lambda value: value))
+
+
+def test_a_function_is_not_applied_to_a_gradient_that_is_gone():
+    for said in run(2, applies):
+        assert said and "this gradient is gone" in said

@@ -127,6 +127,10 @@ class SteppedGradient(Tensor):
         """Raise `RuntimeError`."""
         raise RuntimeError(_GONE.format("tolist"))
 
+    def apply_(self, call: Callable[[Any], Any]) -> Any:
+        """Raise `RuntimeError`; torch's reads memory, and there is none."""
+        raise RuntimeError(_GONE.format("apply_"))
+
     def share_memory_(self) -> SteppedGradient:
         """Do nothing."""
         return self
