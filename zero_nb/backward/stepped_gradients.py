@@ -127,7 +127,7 @@ class SteppedGradient(Tensor):
         """Raise `RuntimeError`."""
         raise RuntimeError(_GONE.format("tolist"))
 
-    def apply_(self, call: Callable[[Any], Any]) -> Any:
+    def apply_(self, call: Callable[[float], float]) -> SteppedGradient:
         """Raise `RuntimeError`; torch's reads memory, and there is none."""
         raise RuntimeError(_GONE.format("apply_"))
 
