@@ -154,12 +154,12 @@ def report_error(log: EventLog, error: BaseException, iteration: int, seconds: f
     wait for a sign of life of each."""
     rank = log.store.group.global_rank
     said = ""
-    # what this rank has told its groups comes back with the words of ranks that it has ended
-    told_first = (_last_words(log.store.group) or "").startswith(f"rank {rank} failed with ")
-    if isinstance(error, RuntimeError) and not told_first:
+    if isinstance(error, RuntimeError):
         said = log.failure()
         if not said and (said := describe_killed_ranks(log, seconds)):
             log.fail(said)
+        if f"rank {rank} failed with " in said:  # by a rank that this one's words have ended
+            said = ""
     if said and said not in str(error):
         raise RuntimeError(f"{said}; rank {rank} cannot go on without it") from error
     log.fail(
