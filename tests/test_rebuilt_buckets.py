@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
 from zero_nb.apps.workloads import benchmark_models
+from zero_nb.backward import ddp_buckets
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
@@ -107,6 +108,19 @@ def test_buckets_are_views_once_ddp_has_filled_them_anew(name, before):
 @pytest.mark.parametrize("before", [0, 1, 3])
 def test_a_bucket_that_ddp_fills_as_before_is_a_view(before):
     assert run(2, layouts, "backwards", before, 25) == [(True, [])] * 2
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
+@pytest.mark.parametrize("sizes", [(3, 20, 2), (20, 1, 1), (1, 1, 20), (5, 5, 5)])
+def test_runs_are_brought_into_another_order_where_they_lie(sizes, order, monkeypatch):
+    monkeypatch.setattr(ddp_buckets, "_MOVED_AT_ONCE", 4)
+    flat = torch.arange(float(sum(sizes)))
+    runs = [run.clone() for run in flat.split(sizes)]
+    offsets = [sum(sizes[:i]) for i in range(3)]
+    places = {j: sum(sizes[k] for k in order[:at]) for at, j in enumerate(order)}
+    found = ddp_buckets._reorder(flat, [(offsets[j], places[j], sizes[j]) for j in range(3)])
+    assert found.data_ptr() == flat.data_ptr()
+    assert found.tolist() == torch.cat([runs[j] for j in order]).tolist()
 
 
 def beside_ddp(name, steps=4):

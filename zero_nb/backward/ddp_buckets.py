@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -90,6 +91,21 @@ def plan_buckets(optimizer: ZeroRedundancyOptimizer, filled: Sequence[Sequence[i
 
 # %% ../../nbs/backward/04_ddp_buckets.ipynb #e6c762e4
 Copy = tuple[int, int, int]  # from where in one flat tensor, to where in another, how many elements
+_MOVED_AT_ONCE = 1 << 20  # elements
+
+
+def _reorder(flat: Tensor, copies: Sequence[Copy]) -> Tensor:
+    """Bring runs that fill a tensor into another order there. All but the largest one are copied
+    aside, and that one moves a chunk at a time."""
+    source, to, count = max(copies, key=itemgetter(2))
+    aside = [(t, flat[s : s + n].clone()) for s, t, n in copies if s != source]
+    chunks = range(0, count, _MOVED_AT_ONCE)
+    for at in chunks if to < source else reversed(chunks):  # over nothing that is still to move
+        n = min(_MOVED_AT_ONCE, count - at)
+        flat[to + at : to + at + n] = flat[source + at : source + at + n].clone()
+    for t, kept in aside:
+        flat[t : t + len(kept)] = kept
+    return flat
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,13 +132,14 @@ class DdpLayout:
         view = self.views[i]
         if view is not None:
             return buffer[view]
+        first = min(start for start, *_ in self.copies[i])
+        stop = max(start + count for start, _, count in self.copies[i])
+        if reuse and stop - first == self.numels[i]:
+            return _reorder(buffer[first:stop], [(s - first, to, n) for s, to, n in self.copies[i]])
         flat = buffer.new_zeros(self.numels[i])
         for start, to, count in self.copies[i]:
             flat[to : to + count] = buffer[start : start + count]
-        starts = [start for start, *_ in self.copies[i]]
-        stop = max(start + count for start, _, count in self.copies[i])
-        lies_together = stop - min(starts) == len(flat)
-        return buffer[min(starts) : stop].copy_(flat) if reuse and lies_together else flat
+        return flat
 
 # %% ../../nbs/backward/04_ddp_buckets.ipynb #3d8fce71
 def _copies(slots: Sequence[Slot], offsets: dict[int, int]) -> Iterator[Copy]:
