@@ -23,11 +23,11 @@ from .arguments import check_references, name_pieces, piece_names, regrouped, wh
 from .param_specs import make_stand_in, group_specs, standing_in
 from .pieces import Piece, lay_out_gradients
 from .shard import CurrentChange, Shard, release_step_memory
-from .rules import Rule, Settings, choose_fused, is_known
+from .rules import Rule, Settings, TriedClasses, choose_fused, is_known
 from ..plan.balancing import mixed_by_group
 from ..plan.policies import even
 from ..plan.specs import ParamTable
-from .trial import TriedClasses, find_trouble
+from .trial import find_trouble
 
 # %% auto #0
 __all__ = ['ParamGroups', 'snapshot_options', 'check_options', 'make_shard', 'LocalOptimizers', 'check_classes', 'take_groups']
@@ -357,7 +357,7 @@ def check_classes(
         if is_known(kind, cuts):
             continue
         found = find_trouble(kind, settings.options(kind), of_kind, cuts, settings.master_dtype)
-        local.tried.note_trial(kind, found)
+        local.tried.note_trial(kind, found.idles, found.leaves)
         if found.trouble:
             raise ValueError(
                 f"optimizer_class {kind.__name__} {found.trouble}. Sharded, it would not train as it does"

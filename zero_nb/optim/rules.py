@@ -5,7 +5,8 @@
 # %% ../../nbs/optim/05_rules.ipynb #d0c8a47d
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -16,7 +17,8 @@ from ..plan.balancing import balanced, newton_schulz
 from ..plan.policies import Policy, even, greedy
 
 # %% auto #0
-__all__ = ['ELEMENTWISE', 'PARAMETERWISE', 'FUSED', 'is_torchs', 'Rule', 'is_known', 'find_rule', 'choose_fused', 'Settings']
+__all__ = ['ELEMENTWISE', 'PARAMETERWISE', 'FUSED', 'is_torchs', 'Rule', 'is_known', 'find_rule', 'choose_fused', 'Settings',
+           'TriedClasses']
 
 # %% ../../nbs/optim/05_rules.ipynb #49337450
 ELEMENTWISE = frozenset(
@@ -162,3 +164,30 @@ class Settings:
     def options(self, optimizer_class: type) -> dict[str, Any]:
         """Give the options of all groups of a class."""
         return self.defaults if optimizer_class is self.optimizer_class else {}
+
+# %% ../../nbs/optim/05_rules.ipynb #7d20c402
+@dataclass(eq=False)
+class TriedClasses:
+    """What trials have shown of the classes of this rank's optimizers."""
+
+    # classes that a closure makes step as one call of it before the step does
+    with_closure: set[type] = field(default_factory=set)
+    # classes for which a tensor stands in where this rank has no gradient of a group
+    stood_in_for: set[type] = field(default_factory=set)
+    # what steps leave of gradients, by class: of those that are not known, as far as they were tried
+    leaves: dict[type, frozenset[str]] = field(default_factory=dict)
+
+    def note_unknown(self, kinds: Iterable[type]) -> None:
+        """Note classes that are not known, and perhaps not tried."""
+        for kind in kinds:
+            self.leaves.setdefault(kind, frozenset())
+
+    def note_trial(self, kind: type, idles: bool, leaves: frozenset[str]) -> None:
+        """Note what a trial has found of a class, as its `Finding` says."""
+        if not idles:
+            self.stood_in_for.add(kind)
+        self.leaves[kind] = leaves
+
+    def note_closure(self, kind: type) -> None:
+        """Note that a class may be stepped after a closure was called once."""
+        self.with_closure.add(kind)

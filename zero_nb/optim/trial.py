@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
@@ -31,7 +31,7 @@ from zero_nb.optim.param_specs import (
 
 # %% auto #0
 __all__ = ['TRIAL_STEPS', 'Trial', 'make_trial', 'difference', 'shown_numbers', 'find_stand_ins', 'Finding', 'try_class',
-           'remembered', 'find_trouble', 'TriedClasses']
+           'remembered', 'find_trouble']
 
 # %% ../../nbs/optim/08_trial.ipynb #bea3d7cb
 TRIAL_STEPS = 12
@@ -339,30 +339,3 @@ def find_trouble(
     question = f"cuts={cuts}"
     found = remembered(optimizer_class, defaults, param_groups, master_dtype, question, answer)
     return found or Finding()
-
-# %% ../../nbs/optim/08_trial.ipynb #7d20c402
-@dataclass(eq=False)
-class TriedClasses:
-    """What trials have shown of the classes of this rank's optimizers."""
-
-    # classes that a closure makes step as one call of it before the step does
-    with_closure: set[type] = field(default_factory=set)
-    # classes for which a tensor stands in where this rank has no gradient of a group
-    stood_in_for: set[type] = field(default_factory=set)
-    # what steps leave of gradients, by class: of those that are not known, as far as they were tried
-    leaves: dict[type, frozenset[str]] = field(default_factory=dict)
-
-    def note_unknown(self, kinds: Iterable[type]) -> None:
-        """Note classes that are not known, and perhaps not tried."""
-        for kind in kinds:
-            self.leaves.setdefault(kind, frozenset())
-
-    def note_trial(self, kind: type, found: Finding) -> None:
-        """Note what a trial has found of a class."""
-        if not found.idles:
-            self.stood_in_for.add(kind)
-        self.leaves[kind] = found.leaves
-
-    def note_closure(self, kind: type) -> None:
-        """Note that a class may be stepped after a closure was called once."""
-        self.with_closure.add(kind)
