@@ -334,3 +334,59 @@ def attached_late():
 def test_a_class_that_cannot_be_tried_is_not_taken_for_one_whose_state_moves():
     for said in run(2, attached_late, timeout=60):
         assert said and "Limited cannot be tried" in said and "licence is for 15 steps" in said
+
+
+class Beside(Optimizer):
+    """Gradient descent whose rate is made of what all gradients are; subclasses say how."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(p.grad, alpha=group["lr"] * self.rate(grads))
+
+
+class CountsNone(Beside):
+    def rate(self, grads):
+        return 1 / (1 + sum(grad is None for grad in grads))
+
+
+class FirstGates(Beside):
+    def rate(self, grads):
+        return float(bool(grads) and grads[0] is not None)
+
+
+class SkipsZeros(Beside):
+    def rate(self, grads):
+        return float(all(grad.any() for grad in grads if grad is not None))
+
+
+class ClipsHigh(Beside):
+    def rate(self, grads):
+        norms = [grad.norm() for grad in grads if grad is not None]
+        return min(1.0, 1e4 / float(torch.stack(norms).norm()))
+
+
+class SkipsNan(Beside):
+    def rate(self, grads):
+        return float(all(grad.isfinite().all() for grad in grads if grad is not None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (CountsNone, "have no gradient"),
+        (FirstGates, "have no gradient"),
+        (SkipsZeros, "have gradients of zeros"),
+        (ClipsHigh, "have large gradients"),
+        (SkipsNan, "have gradients that are not finite"),
+    ],
+)
+def test_a_class_that_looks_at_odd_gradients_of_other_parameters_is_refused(kind, said):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=f"{kind.__name__} steps a parameter differently .*{said}"):
+        ZeroRedundancyOptimizer(model.parameters(), kind)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
@@ -30,11 +30,18 @@ from zero_nb.optim.param_specs import (
 )
 
 # %% auto #0
-__all__ = ['TRIAL_STEPS', 'Trial', 'make_trial', 'difference', 'shown_numbers', 'find_stand_ins', 'Finding', 'try_class',
+__all__ = ['TRIAL_STEPS', 'ODD', 'Trial', 'make_trial', 'difference', 'shown_numbers', 'find_stand_ins', 'Finding', 'try_class',
            'remembered', 'find_trouble']
 
 # %% ../../nbs/optim/08_trial.ipynb #bea3d7cb
 TRIAL_STEPS = 12
+# by step of a trial: what the gradients of other parameters are in it, and how they are made
+ODD: dict[int, tuple[str, Callable[[Tensor], Tensor | None]]] = {
+    3: ("have no gradient", lambda grad: None),
+    5: ("have gradients of zeros", torch.zeros_like),
+    7: ("have large gradients", lambda grad: grad * 1e6),
+    10: ("have gradients that are not finite", lambda grad: grad * float("nan")),
+}
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:  # side by side, by dtype
@@ -105,7 +112,17 @@ class Trial:
     def apart(self) -> list[list[Tensor]]:
         """Step each tensor with an optimizer of its own, as if each belonged to another rank."""
         sizes = [len(of_group) for of_group in self.values]
-        return [[self._alone(g, i) for i in range(size)] for g, size in enumerate(sizes)]
+        return [[self.alone(g, i) for i in range(size)] for g, size in enumerate(sizes)]
+
+    def beside(self, odd: Iterable[int]) -> Tensor:
+        """Step one tensor beside others whose gradients are odd in some steps."""
+        optim, params = self.make(self.values)
+        for t, step in enumerate(self.gradients):
+            change = ODD[t][1] if t in odd else torch.clone
+            given = [[change(grad) for grad in grads] for grads in step]
+            given[0][-1] = step[0][-1]
+            self.step(optim, params, given)
+        return params[0][-1].detach()
 
     def cut(self) -> list[list[Tensor]]:
         """Lay the tensors of each group side by side and cut them in parts of 60 elements; step each
@@ -123,7 +140,8 @@ class Trial:
             return _by_dtype(tensors)
         return {i: t.reshape(-1) for i, t in enumerate(tensors)}
 
-    def _alone(self, g: int, i: int) -> Tensor:  # tensor i of group g
+    def alone(self, g: int, i: int) -> Tensor:
+        """Step tensor i of group g with an optimizer of its own."""
         gradients = [step[g][i] for step in self.gradients]
         return self._trained(g, self.values[g][i], gradients)
 
@@ -264,7 +282,22 @@ def _compare_ways(trial: Trial, together: list[list[Tensor]], cuts: bool) -> str
                 f"steps a parameter differently {what}: after {TRIAL_STEPS} steps of small tensors"
                 f" the difference is {found:.2g} of what they changed"
             )
-    return ""
+    return _look_beside(trial)
+
+
+def _look_beside(trial: Trial) -> str:
+    """Say which odd gradients of others change the step of a tensor that is not odd."""
+    last = replace(trial, values=[trial.values[0][-1:]])
+    alone = trial.alone(0, len(trial.values[0]) - 1)
+
+    def differs(odd: Iterable[int]) -> bool:
+        try:
+            return difference(last, [[alone]], [[trial.beside(odd)]]) > 0
+        except Exception:  # unsharded, it takes no such gradients
+            return False
+
+    named = [what for step, (what, _) in ODD.items() if differs([step])]
+    return f"steps a parameter differently where others {named[0]}" if named else ""
 
 
 def try_class(
