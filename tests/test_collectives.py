@@ -518,7 +518,7 @@ def test_sums_that_fail_on_their_rank_lose_no_message_and_keep_no_memory(monkeyp
         ours = torch.ones(400_000)
         g.reduce_scatter(ours, relay=relay)
         mine = ours.chunk(4)[g.group_rank]
-        return mine.unique().tolist(), sum(map(len, g._wire.scratch[0].free)) <= 1 << 20
+        return mine.unique().tolist(), sum(map(len, g._traffic.scratch.free)) <= 1 << 20
 
     assert run(4, fails, timeout=60) == [([4.0], True)] * 4
 
