@@ -54,8 +54,8 @@ class Program:
         self.samples = [self.chance.randint(1, 4) for _ in range(size)]
         self.blocks = [self.lengths([0, 1, 2, 4]), self.lengths([1, 3])]
         self.iterations = [self.iteration() for _ in range(4)]
-        for calls, _ in self.iterations[0]:  # else what the last block's last forward expects
-            calls.insert(0, "forward")
+        # before each block, on all ranks: what DDP expects after them, it does not tell
+        self.warm_up = [self.chance.choice(["", "forward", "evaluate"]) for _ in range(2)]
 
     def lengths(self, choices):
         """Choose how many batches each rank has, not all the same."""
@@ -69,7 +69,7 @@ class Program:
 
     def calls(self, quiet):
         # after a forward that expects a reduction, DDP reduces in the next backward, under no_sync too
-        before = [*QUIET] if quiet or self.kind == "overlap" else [*QUIET, "local"]
+        before = [*QUIET] if quiet else [*QUIET, "local"]
         calls = [self.chance.choice(before) for _ in range(self.chance.randint(0, 3))]
         return calls if quiet else [*calls, self.chance.choice(["backward", "penalty", "meta"])]
 
@@ -133,6 +133,9 @@ class Trained(Program):
         joinables += [optimizer for _, _, optimizer in wrapped]
         error = 0.0
         for number, lengths in enumerate(self.blocks):
+            for model, joinable, _ in wrapped:
+                x = self.batch(number, 9, rank)
+                self.train(model, joinable, None, x, [self.warm_up[number]], True)
             with Join(joinables, divide_by=self.by):
                 for k in range(lengths[rank]):
                     x = self.batch(number, k, rank)
@@ -146,6 +149,8 @@ class Trained(Program):
             if call == "evaluate":
                 with torch.no_grad():
                     model(x)
+            elif not call:
+                continue
             elif call == "forward":
                 model(x)
             elif call == "grad":
@@ -200,6 +205,42 @@ def test_a_forward_at_the_end_of_a_block_is_expected_by_all_ranks_or_by_none(unu
     # DDP reduces in the backward that follows a forward, under no_sync too
     assert (first[0], second[0]) in [(2.0, 3.0), (2.5, 2.5)]
     assert (first[1], second[1]) == (2.0, 3.0)
+
+
+def forward_before(drives, trained):
+    """Warm up, or train and warm up, then accumulate in a block in which the last rank has no batch."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(3, 2).double())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    if drives:
+        overlap(model, optimizer)
+    x = torch.full((2, 3), 1.0 + rank, dtype=torch.float64)
+    for _ in range(trained):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = flatten(model).clone()
+    model(x)
+    with Join([model, optimizer]):
+        for _ in range(0 if rank == dist.get_world_size() - 1 else 2):
+            with model.no_sync():
+                model(x).sum().backward()
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return flatten(model) - before
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("trained", [0, 2])
+@pytest.mark.parametrize("drives", [False, True])
+def test_a_forward_before_a_block_is_followed_by_a_rank_without_data(drives, trained, size):
+    # the gradient of a sum by a weight is its input, twice in a batch; two backwards a step, two steps
+    inputs = sum(range(1, size)) / size
+    wanted = -0.1 * 2 * 2 * 2 * torch.tensor([inputs] * 6 + [(size - 1) / size] * 2)
+    for moved in run(size, forward_before, drives, trained, timeout=30):
+        torch.testing.assert_close(moved, wanted.double(), rtol=1e-6, atol=1e-12)
 
 
 def play(seeds, size):

@@ -237,14 +237,14 @@ class BackwardListener:
         self.is_running = False
         self.record.save(norms=self.session.gradients.compares_norms())
 
-    def announce(self) -> None:
+    def announce(self, **more: bool) -> None:  # to add to what is announced
         """Announce the reduction of a backward, and the step if it is part of that."""
         if not self.is_running:  # a step without a backward
             self.record.begin(arrived=True)
         settings = driver_settings(self.model.driver)
         news = settings if settings != self.announced_settings else {}
         gradients = self.record.describe(self.record.backwards)
-        self.session.append(self.model.index, "backward", **news, gradients=gradients)
+        self.session.append(self.model.index, "backward", **news, **more, gradients=gradients)
         self.announced_settings = settings
 
     def follow(self, event: JoinEvent) -> None:

@@ -60,7 +60,7 @@ class ShadowLoop:
             self.follow_block(event)
         else:
             self.participants[event.participant].replay(event)
-        if event.what != "forward":
+        if event.what not in ("forward", "order"):
             for silent in self.session.silent_participants.get(event.participant, ()):
                 self.participants[silent].replay(event)
 
