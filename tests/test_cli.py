@@ -105,6 +105,17 @@ def test_trains_and_resumes(starter, tmp_path):
         ),
         (["train", "--nproc", "0"], "zero-nb train: error: --nproc must be at least 1, got 0"),
         (
+            ["train", "--nproc", "2", "--global-batch", "3"],
+            (
+                "zero-nb train: error: --global-batch must be a multiple of the number of ranks,"
+                " got 3 for 2 ranks; 4 would do"
+            ),
+        ),
+        (
+            ["train", "--data", "/nowhere"],
+            "zero-nb train: error: --data must hold some dozens of Python files, got 0 bytes",
+        ),
+        (
             ["train", "--port", "70000"],
             "zero-nb train: error: --port must be from 0 to 65535, got 70000",
         ),

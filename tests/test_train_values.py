@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from zero_nb.apps.config import TrainConfig, extra, learning_rate
 from zero_nb.apps.loop import check_devices
 from zero_nb.apps.text import read_corpus, windows
+from zero_nb.apps.train import run_rank
 
 
 @pytest.mark.parametrize(
@@ -137,3 +138,14 @@ def test_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="--device cuda needs a GPU"):
         check_devices("cuda", 1)
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_one_line_of_rank_0(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            run_rank(["--global-batch=3"])
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and said.count("\n") == lines
+        assert lines == 0 or "--global-batch must be a multiple of the number of ranks" in said

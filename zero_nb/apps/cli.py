@@ -194,6 +194,9 @@ def _run_train(parser: Parser, given: dict[str, Any]) -> int:
         if nproc < 1:
             raise ValueError(f"--nproc must be at least 1, got {nproc}")
         train.check_devices(config.device, nproc)
+        train.check_share(config.global_batch, nproc, config.accumulate)
+        if config.data:
+            train.read_corpus(config.data)
         check_port(port)
     except (ValueError, ImportError) as error:
         parser.error(str(error))

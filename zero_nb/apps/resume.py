@@ -38,7 +38,7 @@ from .text import PLAIN_BYTES, BytePairs, Corpus, learn_pairs, read_corpus, wind
 from .checkpoints import read_checkpoint, saved_checkpoints
 
 # %% auto #0
-__all__ = ['FREE', 'store_of_this_start', 'configured', 'resumable', 'writing_alone', 'prepared']
+__all__ = ['FREE', 'store_of_this_start', 'configured', 'resumable', 'writing_alone', 'check_share', 'prepared']
 
 # %% ../../nbs/apps/06_resume.ipynb #a21c0029
 FREE = {
@@ -285,7 +285,12 @@ def writing_alone(
         yield
 
 # %% ../../nbs/apps/06_resume.ipynb #e0e271a9
-def _check_share(global_batch: int, ranks: int, accumulate: int) -> None:
+def check_share(
+    global_batch: int,  # windows of a step; 0: not given
+    ranks: int,  # that divide them
+    accumulate: int,  # backward passes per step
+) -> None:
+    """Raise `ValueError` if ranks cannot have equal shares of a step."""
     parts = ranks * accumulate
     if global_batch % parts and accumulate > 1:
         raise ValueError(
@@ -343,7 +348,7 @@ def _agreed(
     try:
         corpus = read_corpus(config.data)
         windows(corpus.held_out, 1, config.block)
-        _check_share(config.global_batch, group.size, config.accumulate)
+        check_share(config.global_batch, group.size, config.accumulate)
         state = read_checkpoint(config.out, config.optimizer, damaged) if config.resume else None
     except ValueError as caught:
         error = caught

@@ -30,7 +30,7 @@ from .text import read_corpus
 from .modes import ModeRow, compare_modes, draw_modes, mode_table
 from .checkpoints import read_checkpoint as read_checkpoint  # for scripts
 from .checkpoints import saved_checkpoints
-from .resume import configured
+from .resume import check_share, configured
 from .loop import check_devices, joined, train_rank
 from .results import draw_losses, json_text, measured, memory_table
 
@@ -153,6 +153,8 @@ def run_rank(argv: Sequence[str] | None = None) -> None:
     add_train_arguments(parser)
     try:
         config = configured(vars(parser.parse_args(argv)))
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        check_share(config.global_batch, ranks, config.accumulate)
         check_devices(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     except ValueError as error:
         parser.error(str(error))
