@@ -247,15 +247,21 @@ def test_plan_finds_a_function_of_the_current_folder(tmp_path):
         (["plan", "gpt2", "--master-dtype", "fp32"], "unknown master_dtype 'fp32'"),
         (["plan", "gpt2", "--master-dtype", "bfloat16"], "bfloat16 does not take float32"),
         (["plan", "gpt2", "--world-size", "0"], "got 0"),
-        (["plan", "gpt2", "--memory", "much"], "much"),
+        (["plan", "gpt2", "--memory", "much"], "--memory must be above 0 and written as 24GB"),
+        (["plan", "gpt2", "--memory", "24"], "--memory must be above 0 and written as 24GB"),
+        (["plan", "gpt2", "--memory", "9GB", "--activations", "1"], "--activations must be above"),
         (["plan"], "name one model"),
-        (["plan", "gpt2", "--svg", "/nowhere/x.svg"], "--svg must be a file that can be written"),
+        (
+            ["plan", "gpt2", "--svg", "/nowhere/x.svg"],
+            "--svg must be a file in a folder that exists",
+        ),
     ],
 )
-def test_a_mistake_in_a_plan_is_one_line(capsys, words, says):
-    status, err, _ = refused(capsys, *words)
+def test_a_mistake_in_a_plan_is_one_line_before_any_table(capsys, words, says):
+    status, err, out = refused(capsys, *words)
     assert (
         status == 2
+        and out == ""
         and says in err
         and err.count("\n") == 1
         and err.startswith("zero-nb plan: error: ")

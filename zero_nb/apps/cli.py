@@ -18,6 +18,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ..comm.reaper import signal_name
@@ -162,6 +163,8 @@ def _importing_from_here() -> Iterator[None]:
 def _run_plan(parser: Parser, options: Any) -> int:
     """Print what a model needs, and draw it if asked."""
     plan = importlib.import_module("zero_nb.plan.plan_command")
+    if options.svg and not Path(options.svg).absolute().parent.is_dir():
+        parser.error(f"--svg must be a file in a folder that exists, got {options.svg}")
     try:
         with _importing_from_here():
             found = plan.print_plan(options)

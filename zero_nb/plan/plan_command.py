@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .comparison import Comparison
-from .estimated import Estimate, PLANNED
+from .estimated import PLANNED
 from .estimates import estimate_setup
 from .fitting import _fewest_ranks, fits, parse_memory
 from .machines import MACHINES
 from .models import MODELS, find_model, read_shapes
 from .setups import Setup
-from .specs import ParamSpec
 from .states import OPTIMIZERS
 
 # %% auto #0
@@ -96,6 +94,25 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, **how)
 
 # %% ../../nbs/plan/21_plan_command.ipynb #e0c927b5
+_LEGEND = (
+    "bytes of the fullest rank at the worst moment of a step, without activations"
+    "\nwire: bytes that a rank receives in a step; max/mean: largest shard / mean shard"
+    "\nat least: no step spends less time on sending and on the optimizer"
+)
+
+
+def _read_size(flag: str, text: str) -> int:
+    """Read a size in bytes; a number alone is refused, as it is meant in GB."""
+    try:
+        if not text.strip()[-1:].isdigit():
+            return parse_memory(text)
+    except ValueError:
+        pass  # with the name of the function's argument, not of the flag
+    raise ValueError(
+        f"{flag} must be above 0 and written as 24GB (10**9 bytes) or 24GiB (2**30), got {text!r}"
+    )
+
+
 def print_plan(
     args: argparse.Namespace,  # the options of `add_plan_arguments`
 ) -> Comparison:  # what was printed, for a picture
@@ -104,6 +121,8 @@ def print_plan(
     Raises `ValueError` with the message that a user should read."""
     if (args.model is None) == (args.shapes is None):
         raise ValueError(f"name one model, or --shapes FILE; models are {', '.join(MODELS)}")
+    memory = _read_size("--memory", args.memory) if args.memory else 0
+    activations = _read_size("--activations", args.activations)
     if args.shapes is None:
         name, specs = find_model(args.model, args.dtype)
     else:
@@ -122,21 +141,13 @@ def print_plan(
     found = Comparison(tuple(replace(e, model=name) for e in several))
     print(
         f"{name}: {sum(p.numel for p in specs):,} parameters, {args.optimizer}, {args.world_size}"
-        f" ranks on {args.machine}\n\n{found}"
+        f" ranks on {args.machine}\n\n{found}\n{_LEGEND}"
     )
-    if args.memory:
-        lines = [_verdict(e, specs, args, setup) for e in found.estimates]
-        print("\n" + "\n".join(lines))
+    if memory:
+        print()
+    for e in found.estimates if memory else ():
+        answer = "fits" if fits(e, memory, activations) else "does not fit"
+        least = _fewest_ranks(specs, memory, e.method, setup, activations, most=16_384)
+        ranks = f"fewest ranks that do: {least}" if least else "no number of ranks does"
+        print(f"{e.method:<{max(map(len, PLANNED))}} {answer} in {args.memory}; {ranks}")
     return found
-
-
-def _verdict(
-    e: Estimate, specs: Sequence[ParamSpec], args: argparse.Namespace, setup: Setup
-) -> str:
-    """Say whether a rank has the memory, and how many ranks it takes."""
-    answer = "fits" if fits(e, args.memory, args.activations) else "does not fit"
-    memory = parse_memory(args.memory)
-    least = _fewest_ranks(specs, memory, e.method, setup, args.activations, most=16_384)
-    ranks = f"fewest ranks that do: {least}" if least else "no number of ranks does"
-    width = max(map(len, PLANNED))
-    return f"{e.method:<{width}} {answer} in {args.memory}; {ranks}"
