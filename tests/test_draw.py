@@ -191,6 +191,11 @@ def test_profiles_are_drawn():
         len(bars) == 2 and "5000 x gemm<&>" in bars[1].find(NS + "title").text
     )  # what lies closer than half a pixel is one
     assert float(bars[0].get("width")) == pytest.approx(float(bars[1].get("width")) / 5, rel=0.01)
+    names = [
+        t for t in svg.iter(NS + "text") if t.get("text-anchor") == "end" and float(t.get("y")) < 70
+    ]
+    assert [t.text for t in names] == ["stream 7", "stream 20"]
+    assert all(float(t.get("x")) >= 6.2 * len(t.text) for t in names)  # as wide as a letter is
 
 
 def test_bars_are_as_long_as_bytes():

@@ -77,14 +77,14 @@ def _timeline_bar(bar: Any, y: float, scale: float, count: int) -> list[str]:
 
 
 def _ticks(
-    end: float, scale: float, foot: float
-) -> list[str]:  # end in seconds, scale in pixels a second
+    end: float, scale: float, foot: float, left: float = _LEFT
+) -> list[str]:  # end in seconds, scale in pixels a second, left where time is 0
     unit, per = ("s", 1) if end >= 1 else ("ms", 1000) if end >= 1e-3 else ("us", 1e6)
     out = [_text(0, foot, "time")]
     for k in range(5):
         t = k * end / 4
         anchor = "end" if t == end else "middle"
-        out.append(_text(_LEFT + t * scale, foot, f"{t * per:.3g} {unit}", anchor))
+        out.append(_text(left + t * scale, foot, f"{t * per:.3g} {unit}", anchor))
     return out
 
 
@@ -176,20 +176,21 @@ def draw_stretches(
     closer than half a pixel is drawn as one."""
     end = max((s.stop for s in stretches), default=1) or 1
     lines = list(dict.fromkeys(s.line for s in stretches))
-    scale = (width - _LEFT - 10) / end
+    left = max(_LEFT, 8 + 6.5 * max(map(len, lines), default=0))  # the longest name of a line
+    scale = (width - left - 10) / end
     kinds = ["compute", *PURPOSES]
     body = _legend((kind, colour(i, len(kinds))) for i, kind in enumerate(kinds))
-    body += [_text(_LEFT - 6, 36 + 22 * i, line, "end") for i, line in enumerate(lines)]
+    body += [_text(left - 6, 36 + 22 * i, line, "end") for i, line in enumerate(lines)]
     for run in _joined(stretches, 0.5 / scale):
         start = run[0].start
         stop = max(s.stop for s in run)
         names = Counter(s.name for s in run).most_common(3)
         said = ", ".join(f"{n} x {name:.60}" for name, n in names)
-        x = _LEFT + start * scale
+        x = left + start * scale
         y = 22 + 22 * lines.index(run[0].line)
         fill = colour(kinds.index(run[0].kind), len(kinds))
         tip = f"{start:.4g} to {stop:.4g} s: {said}"
         body.append(_rect(x, y, (stop - start) * scale, 20, fill, tip))
     foot = 36 + 22 * len(lines)
-    body += _ticks(end, scale, foot)
+    body += _ticks(end, scale, foot, left)
     return Svg(width, foot + 6, "".join(body), f"a profile of {len(stretches)} events")
