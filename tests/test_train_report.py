@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,9 @@ from zero_nb.apps import train
 from zero_nb.apps.config import MODES, TrainConfig
 from zero_nb.apps.gpt import GPT
 from zero_nb.apps.loop import train_rank
-from zero_nb.apps.modes import compare_modes, mode_table
+from zero_nb.apps.modes import ModeRow, compare_modes, mode_cells, mode_table
 from zero_nb.apps.results import measured, memory_table
-from zero_nb.apps.sides import PLAIN, Side
+from zero_nb.apps.sides import MEMORY_KINDS, PLAIN, Side
 from zero_nb.apps.text import read_corpus
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
@@ -77,8 +77,20 @@ def test_a_mode_that_is_not_finite_is_told_from_the_others(monkeypatch):
     found = {row.mode: (row.loss_difference, row.parameter_difference) for row in rows}
     assert [mode for mode, gaps in found.items() if all(map(math.isnan, gaps))] == ["zero1"]
     assert all(gap < 1e-3 for mode, gaps in found.items() if mode != "zero1" for gap in gaps)
-    (line,) = (line for line in mode_table(rows).splitlines() if line.startswith("zero1 "))
-    assert line.split()[-2:] == ["nan", "nan"]
+    memory, costs = (line for line in mode_table(rows).splitlines() if line.startswith("zero1 "))
+    assert costs.split()[-2:] == ["nan", "nan"] and "nan" not in memory
+
+
+@pytest.mark.parametrize("planned", [2**30, None])
+def test_the_table_of_modes_fits_a_terminal_and_names_each_column_once(planned):
+    kinds = dict.fromkeys(MEMORY_KINDS.values(), 2**30)
+    row = ModeRow("", kinds, dict.fromkeys(kinds, planned), (0.1, 10.25, 20.5), 2**30, 1e-3, 2e-3)
+    rows = [replace(row, mode=mode) for mode in (PLAIN, *MODES)]
+    lines = mode_table(rows).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert ("(?: no plan)" in lines[0]) == (planned is None)
+    heads = mode_cells(rows)[0]
+    assert len(heads) == len({*heads}) and all("  " not in head for head in heads)
 
 
 def test_a_report_says_how_it_was_made(tmp_path):

@@ -150,7 +150,15 @@ def mode_cells(
         if any(r.held[kind] or r.planned[kind] for r in rows)
     ]
     lines = [
-        ["mode", *kinds, "iteration / DDP", "sent MiB", "/ DDP", "loss differs by", "parameters"]
+        [
+            "mode",
+            *kinds,
+            "iteration / DDP",
+            "sent MiB",
+            "/ DDP",
+            "loss difference",
+            "parameter difference",
+        ]
     ]
     for row in rows:
         low, median, high = row.ratio
@@ -162,15 +170,28 @@ def mode_cells(
     return lines
 
 
+def _aligned(lines: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+
+
 def mode_table(
     rows: Sequence[ModeRow],  # plain DDP first
 ) -> str:
-    """Set all modes out as text."""
+    """Set all modes out as two tables of text."""
     lines = mode_cells(rows)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    head = "all modes; memory: MiB on the rank that holds most, between steps / planned at the worst moment"
-    return "\n".join([head, *texts, ""])
+    costs = lines[0].index("iteration / DDP")
+    known = all(size is not None for row in rows for size in row.planned.values())
+    texts = [
+        "all modes: MiB on the rank that holds most, between steps / planned at the worst moment"
+        + ("" if known else " (?: no plan)"),
+        *_aligned([line[:costs] for line in lines]),
+        "",
+        "time: median of ratios (eight tenths of them); differences: the largest, from plain DDP",
+        *_aligned([[line[0], *line[costs:]] for line in lines]),
+        "",
+    ]
+    return "\n".join(texts)
 
 # %% ../../nbs/apps/09_modes.ipynb #a21c0154
 HUES = ("#1f4e79", "#f4b183", "#70ad47", "#7f7f7f", "#b7b7b7")

@@ -54,7 +54,9 @@ def _compared(reports: Sequence[RankReport]) -> dict[str, Any]:
     if first.seconds["zero_nb"]:
         times["step time, zero_nb / plain DDP"] = _paired(reports, 0)
         if first.mode == "zero1":  # the others step inside backward
-            times["optimizer step alone, zero_nb / plain DDP"] = _paired(reports, 1)
+            times["optimizer step with its gather, zero_nb / plain DDP's step"] = _paired(
+                reports, 1
+            )
     return {
         "state, zero_nb / plain DDP": most / max(1, first.memory["plain DDP"][state]),
         **times,
