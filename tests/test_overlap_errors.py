@@ -321,3 +321,27 @@ def test_a_layer_with_sparse_gradients_is_refused_on_every_rank():
     for (kind, text), gap in run(2, attached):
         assert kind == "ValueError" and text.startswith("0 has sparse gradients") and gap == 0
         assert "use sparse=False in this layer" in text
+
+
+def wrong_things():
+    model = nn.Linear(4, 4)
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    plain = SGD(model.parameters(), lr=0.1)
+    calls = (
+        lambda: overlap(model, optimizer=zero),
+        lambda: overlap(DDP(model), optimizer=plain),
+        lambda: ZeroRedundancyOptimizer(model.parameters(), plain),
+    )
+    return [caught_error(call) for call in calls]
+
+
+def test_what_is_of_the_wrong_kind_is_called_as_the_user_calls_it():
+    words = (
+        "ddp must be a DistributedDataParallel, got Linear; wrap the module in DDP, or call data_par",
+        "optimizer must be zero_nb's ZeroRedundancyOptimizer, got SGD",
+        "optimizer_class must be a class such as torch.optim.AdamW, got an object of SGD; pass its op",
+    )
+    for found in run(2, wrong_things):
+        assert [kind for kind, _ in found] == ["TypeError"] * 3
+        for (_, message), start in zip(found, words, strict=True):
+            assert message.startswith(start) and "\n" not in message

@@ -78,10 +78,13 @@ def _check_kinds(options: OverlapOptions, ddp: Any, optimizer: Any) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
+        raise TypeError(
+            f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}; wrap the module in"
+            " DDP, or call data_parallel(module, optimizer), which does without"
+        )
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         raise TypeError(
-            f"zero must be zero_nb's ZeroRedundancyOptimizer, got {type(optimizer).__name__}"
+            f"optimizer must be zero_nb's ZeroRedundancyOptimizer, got {type(optimizer).__name__}"
         )
     if options.hook is not None and not callable(options.hook):
         raise TypeError(f"hook must be a comm hook as DDP takes it, got {options.hook!r}")

@@ -255,7 +255,7 @@ def advise_views(
 
 def overlap(
     ddp: DistributedDataParallel,  # without a comm hook
-    zero: ZeroRedundancyOptimizer,  # of all its parameters
+    optimizer: ZeroRedundancyOptimizer,  # of all its parameters
     *,
     hook: Callable[..., Any] | None = None,  # comm hook for the gradients; None: their mean
     state: Any = None,  # of that hook
@@ -269,7 +269,7 @@ def overlap(
 ) -> DdpOverlap:  # `detach` it, or use it in a `with` block
     """Step inside `backward`, on gradients that are reduce-scattered while they arrive. All ranks call this.
 
-    When `backward` returns, the parameters are those after the step on every rank; `zero.step()`
+    When `backward` returns, the parameters are those after the step on every rank; `optimizer.step()`
     need not be called, and only checks. Each backward outside `no_sync` is a step. What reads or
     changes `.grad` between `backward` and `step`, such as `clip_grad_norm_`, comes too late, and
     raises: pass `max_grad_norm` to clip, and `scaler` if the loss is scaled. Write parameters after
@@ -293,6 +293,6 @@ def overlap(
         reduce_dtype=reduce_dtype,
         scaler=scaler,
     )
-    handle = DdpOverlap(ddp, zero, options)
-    advise_views(ddp, zero, stacklevel=3)
+    handle = DdpOverlap(ddp, optimizer, options)
+    advise_views(ddp, optimizer, stacklevel=3)
     return handle

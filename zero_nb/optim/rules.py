@@ -88,8 +88,12 @@ def find_rule(
     if not (
         isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     ):
+        made = isinstance(
+            optimizer_class, torch.optim.Optimizer
+        )  # prints its groups, on many lines
+        found = f"an object of {type(optimizer_class).__name__}" if made else repr(optimizer_class)
         raise TypeError(
-            f"optimizer_class must be a class such as torch.optim.AdamW, got {optimizer_class!r};"
+            f"optimizer_class must be a class such as torch.optim.AdamW, got {found};"
             " pass its options as keywords"
         )
     if any(base.__name__.startswith(_COUPLED) for base in optimizer_class.__mro__):
