@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -123,6 +124,28 @@ CHAPTERS |= {name: cells_of(name) for name in ALL_COMPARISON}
 def test_each_chapter_has(has):
     missing = [name for name, cells in CHAPTERS.items() if not has(cells)]
     assert missing == []
+
+
+def test_no_heading_stands_directly_above_code():
+    """A reader is told why a cell is there before the cell."""
+    bare = []
+    for path in NBS_PATHS:
+        cells = cells_of(str(path))
+        for cell, below in pairwise(cells):
+            last = (cell["text"].strip().splitlines() or [""])[-1]
+            if cell["kind"] == "markdown" and below["kind"] == "code" and last.startswith("##"):
+                bare.append(f"{path}: {last}")
+    assert not bare, bare
+
+
+def test_exercises_are_answered_in_words():
+    silent = []
+    for path in NBS_PATHS:
+        for cell in cells_of(str(path)):
+            _, found, answers = cell["text"].partition("The answers are in the folded cells below")
+            if found and len(answers.split()) < 2 * EXERCISES:
+                silent.append(str(path))
+    assert not silent, silent
 
 
 def test_each_chapter_compares():
