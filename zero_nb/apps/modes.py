@@ -170,7 +170,7 @@ def mode_cells(
     return lines
 
 
-def _aligned(lines: list[list[str]]) -> list[str]:
+def _table_lines(lines: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
@@ -182,13 +182,14 @@ def mode_table(
     lines = mode_cells(rows)
     costs = lines[0].index("iteration / DDP")
     known = all(size is not None for row in rows for size in row.planned.values())
+    unknown = "" if known else " (?: no plan)"
+    head = "all modes: MiB on the rank that holds most, between steps / planned at the worst moment"
     texts = [
-        "all modes: MiB on the rank that holds most, between steps / planned at the worst moment"
-        + ("" if known else " (?: no plan)"),
-        *_aligned([line[:costs] for line in lines]),
+        f"{head}{unknown}",
+        *_table_lines([line[:costs] for line in lines]),
         "",
         "time: median of ratios (eight tenths of them); differences: the largest, from plain DDP",
-        *_aligned([[line[0], *line[costs:]] for line in lines]),
+        *_table_lines([[line[0], *line[costs:]] for line in lines]),
         "",
     ]
     return "\n".join(texts)
