@@ -59,12 +59,14 @@ EITHER = (
     "join_blocks",
     "join_histories",
     "join_modes",
-    "modes",
     "parallel",
     "parity",
     "random_programs",
-    "round_trips",
 )
+
+# of those, what goes through random histories, dozens for each number of ranks: each in one way at a time,
+# also where everything runs
+ALTERNATING = ("histories", "join_histories")
 
 if hasattr(os, "SCHED_BATCH"):
     # All that a test forks or starts inherits it. Linux then lets a thread run on when another one wakes:
@@ -129,16 +131,17 @@ def way(request, monkeypatch):
     take_way(monkeypatch, request.param)
 
 
-def is_either(path, fixtures):
+def is_either(path, fixtures, files=EITHER):
     """Tell whether the tests of a file run in one way to move, or in the other one."""
     chosen = "way" in fixtures or "ZERO_NB_MEMORY" in os.environ
-    return not chosen and path.stem.removeprefix("test_") in EITHER
+    return not chosen and path.stem.removeprefix("test_") in files
 
 
 def pytest_generate_tests(metafunc):
     """Run what may move in either way in both, if everything is to run."""
     path = metafunc.definition.path
-    if "ZERO_NB_ALL" in os.environ and is_either(path, metafunc.fixturenames):
+    both = {*EITHER} - {*ALTERNATING}
+    if "ZERO_NB_ALL" in os.environ and is_either(path, metafunc.fixturenames, both):
         metafunc.parametrize("way_of_the_day", ["memory", "messages"], indirect=True)
 
 

@@ -2,6 +2,8 @@
 
 `ZERO_NB_ALL` runs each of 23 classes in each format from each world size to each: 2,208 round trips from
 552 checkpoints. Their modes take turns; each class, and each format, goes from every mode to every mode.
+So do the two ways to move a collective: a class has both, each in half of the checkpoints, and the other one
+when as many days have passed as there are modes.
 Otherwise a day's sample has half of the classes, and every pair of values of two axes at least once; it is
 another one tomorrow, and `ZERO_NB_SEED` gives the sample of an earlier day again. A failure gives the text
 of its case, which `ZERO_NB_CASE` runs alone."""
@@ -15,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import largest_gap, run_each
+from common import largest_gap, run_each, take_way
 from common.modes import MODES
 from common.sampling import SEED, covering, pairs
 from common.saving import RECIPES, Recipe, begin, half, inputs, limit_of, parameters, train
@@ -134,10 +136,11 @@ KINDS = RECIPES | OTHERS
 
 
 SIZES = (1, 2, 3, 4)
+WAYS = ("memory", "messages")  # for `take_way`
 
 
 def axes(recipes):
-    return ([*recipes], [*FORMATS], [*MODES], [*MODES], [*SIZES], [*SIZES])
+    return ([*recipes], [*FORMATS], [*MODES], [*MODES], [*SIZES], [*SIZES], [*WAYS])
 
 
 def text(case):
@@ -146,23 +149,24 @@ def text(case):
 
 def case_of(words):
     """Give the case of a text."""
-    *names, ranks, others = words.split("/")
-    return (*names, int(ranks), int(others))
+    *names, ranks, others, way = words.split("/")
+    return (*names, int(ranks), int(others), way)
 
 
 def whole(name, seed=SEED):
     """Give all formats and world sizes of a class. A checkpoint is saved once for four cases; the modes that
-    follow one mode take turns."""
+    follow one mode take turns, and so do the ways to move."""
     number = [*KINDS].index(name)
     modes = [*MODES]
     loads = Counter()
     cases = []
     for i, (form, ranks) in enumerate(itertools.product(FORMATS, SIZES)):
         mode = modes[(i + number + seed) % len(modes)]
+        way = WAYS[(i + i // len(SIZES) + number + seed // len(modes)) % len(WAYS)]
         for others in SIZES:
             other = modes[(loads[mode] + number + seed) % len(modes)]
             loads[mode] += 1
-            cases.append((name, form, mode, other, ranks, others))
+            cases.append((name, form, mode, other, ranks, others, way))
     return cases
 
 
@@ -184,7 +188,7 @@ SAMPLES = samples()
 def limit(case):
     """Give how far apart the parameters, or their master copies, may be: a step on another number of ranks
     adds in another order."""
-    name, _, _, _, ranks, others = case
+    name, _, _, _, ranks, others, _ = case
     if KINDS[name].model is half:  # all ranks have the same gradients, and a sum of 2 or 4 is exact
         return 0.0 if ranks == others or 3 not in (ranks, others) else limit_of(KINDS[name])
     return 1e-10 if name == "NAdam" else 1e-12  # it keeps a product in float32
@@ -228,18 +232,20 @@ def round_copy(values):
 
 
 def in_launches(call, cases):
-    """Run cases by the number of ranks that they need, each number in one launch."""
+    """Run cases by the number of ranks and the way to move that they need, those of both in one launch."""
     found = {}
-    for size in (1, 2, 3, 4):
-        mine = {name: args for name, (ranks, *args) in cases.items() if ranks == size}
-        found |= run_each(size, call, mine, timeout=300) if mine else {}
+    for size, way in itertools.product(SIZES, WAYS):
+        mine = {name: args for name, (needs, *args) in cases.items() if needs == (size, way)}
+        with pytest.MonkeyPatch.context() as patch:
+            take_way(patch, way)
+            found |= run_each(size, call, mine, timeout=300) if mine else {}
     return found
 
 
 def saving(case):
     """Give what the cases of one checkpoint have in common."""
-    name, form, mode, _, ranks, _ = case
-    return name, form, mode, ranks
+    name, form, mode, _, ranks, _, way = case
+    return name, form, mode, ranks, way
 
 
 def converted(path, ranks):
@@ -259,15 +265,15 @@ def gaps(folder, cases):
     firsts = {saving(case): case for case in reversed(cases)}  # by whose names errors go
     places = {key: folder / str(i) for i, key in enumerate(firsts)}
     calls = {}
-    for (name, form, mode, ranks), case in firsts.items():
-        calls[text(case)] = (ranks, places[saving(case)], KINDS[name], form, mode)
+    for (name, form, mode, *needs), case in firsts.items():
+        calls[text(case)] = (tuple(needs), places[saving(case)], KINDS[name], form, mode)
     saved = in_launches(save, calls)
     calls = {}
     for case in cases:
-        name, form, _, mode, _, ranks = case
+        name, form, _, mode, _, *needs = case
         path = places[saving(case)]
-        path = converted(path, ranks) if form == "safetensors" else path
-        calls[text(case)] = (ranks, path, KINDS[name], form, mode)
+        path = converted(path, needs[0]) if form == "safetensors" else path
+        calls[text(case)] = (tuple(needs), path, KINDS[name], form, mode)
     loaded = in_launches(load, calls)
     found = {}
     for case in cases:
@@ -296,7 +302,7 @@ def test_lost_master_copies_are_further_apart_than_right_ones_may_be(folder, ran
     """From a file of 2 ranks: copies that come back, that are made of the parameters, that were rounded."""
     path = folder / "one"
     [wanted, _] = run(2, save, path, KINDS["master copies"], "full", "zero1")
-    most = limit(("master copies", "full", "zero1", "zero1", 2, ranks))
+    most = limit(("master copies", "full", "zero1", "zero1", 2, ranks, "memory"))
     for change, right in ((dict, True), (drop_copy, False), (round_copy, False)):
         for got in run(ranks, load_otherwise, path, change):
             worst = max(largest_gap(a, b) for a, b in zip(wanted, got, strict=True))
@@ -318,15 +324,20 @@ def test_a_sample_has_all_pairs(recipes):
 @pytest.mark.parametrize("seed", [0, 3, 739_947])
 def test_the_whole_has_all_classes_formats_and_sizes_and_all_pairs_of_modes(seed):
     cases = [case for name in KINDS for case in whole(name, seed)]
-    names, forms, modes, _, sizes, _ = axes(KINDS)
+    names, forms, modes, _, sizes, _, _ = axes(KINDS)
     assert (
         len(names) == 23 and len(cases) == 23 * 6 * 16 and len({*map(saving, cases)}) == 23 * 6 * 4
     )
     assert all(case_of(text(case)) == case for case in cases)
-    places = {(name, form, ranks, others) for name, form, _, _, ranks, others in cases}
+    places = {(name, form, ranks, others) for name, form, _, _, ranks, others, _ in cases}
     assert places == {*itertools.product(names, forms, sizes, sizes)}
     for i, axis in enumerate((names, forms)):
         assert {(case[i], *case[2:4]) for case in cases} == {*itertools.product(axis, modes, modes)}
+    assert {(case[0], case[1], case[-1]) for case in cases} == {
+        *itertools.product(names, forms, WAYS)
+    }
+    later = [case for name in KINDS for case in whole(name, seed + len(modes))]
+    assert all(case[-1] != other[-1] for case, other in zip(cases, later, strict=True))
     counts = [len(axis) for axis in axes(KINDS)]
     seen = set().union(*map(pairs, cases))
     assert len(seen) == sum(a * b for a, b in itertools.combinations(counts, 2))

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from common import sampling
 from common.sampling import COLLECTED
+from conftest import ALTERNATING, EITHER
 from notebooks import LIMITS as NOTEBOOK_LIMITS
 
 
@@ -111,6 +113,13 @@ def test_costs_that_are_written_take_the_place_of_older_ones(monkeypatch, tmp_pa
     monkeypatch.setattr(sampling, "COSTS", {"a": 5, "b": 5, "c": 5})
     sampling.write_costs({"a": 7.4, "b": 0.9, "d": 1.2})
     assert json.loads((tmp_path / "costs.json").read_text()) == {"a": 7, "c": 5, "d": 1}
+
+
+def test_no_file_that_chooses_ways_itself_runs_in_both():
+    """It would run each of its cases twice where everything runs, in the same way."""
+    sources = {name: Path(__file__).with_name(f"test_{name}.py").read_text() for name in EITHER}
+    assert len(sources) > 10 and {*ALTERNATING} < sources.keys()
+    assert [name for name, source in sources.items() if "take_way(" in source] == []
 
 
 @pytest.mark.parametrize("seed", ["0", "-3", "900000000000"])
