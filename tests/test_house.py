@@ -8,13 +8,11 @@ from unittest.mock import patch
 
 import pytest
 from common.house import (
-    BOOLEANS,
     BOUND_IN_LOOPS,
     FUNCTIONS,
     PROPERTIES_WITHOUT_TYPE,
     ROOT,
     RULES,
-    SETS_OF_OTHERS,
     TREES,
     bound_at_the_top,
     changing,
@@ -28,7 +26,6 @@ from common.house import (
     names_of_modules,
     parsed,
     properties_without_type,
-    set_by_name,
     several_booleans,
     wrong_units,
 )
@@ -190,16 +187,6 @@ def test_a_change_of_what_another_object_holds_is_found_in_any_form(text, what):
     assert found(foreign_changes, room_one=OURS, room_two=text) == [f"room.two:{what}"] * bool(what)
 
 
-def test_exceptions_for_setattr_are_needed():
-    kept = {
-        f"{module}:{name} {other}"
-        for module, name, node in definitions(FUNCTIONS)
-        for other in set_by_name(node)
-        if other not in ("self", "cls")
-    }
-    assert kept == set(SETS_OF_OTHERS)
-
-
 CHANGING = """
 class Box:
     known: set[int]
@@ -253,12 +240,6 @@ def test_booleans_that_change_are_found_by_their_values():
     node = ast.parse(TWO_BOOLEANS).body[0]
     assert changing_booleans(node) == {"a", "b", "c", "d"}
     assert found(several_booleans, room_one=TWO_BOOLEANS) == ["room.one:Box"]
-
-
-def test_exceptions_for_booleans_are_needed():
-    with patch.dict(BOOLEANS, clear=True):
-        needed = set(several_booleans())
-    assert needed == set(BOOLEANS)
 
 
 @pytest.mark.parametrize(

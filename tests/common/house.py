@@ -216,15 +216,6 @@ def many_attributes() -> Iterator[str]:
             yield f"{module}:{name}"
 
 
-# Classes with more than one boolean that changes: each changes alone, and all their combinations occur.
-BOOLEANS = {
-    "backward.data_parallel:DataParallel": "what the last forward was, and what backward did since step()",
-    "backward.ddp_overlap:DdpOverlap": "what the last forward was, and the block that it is in",
-    "backward.parallel_reducer:ParallelReducer": "the user's block, and what .grad holds since one",
-    "join.model_participants:DdpParticipant": "two are what DDP was before the block, noted once",
-}
-
-
 def is_boolean(value: ast.expr | None) -> bool:
     """Whether an expression is true or false by its form."""
     if isinstance(value, ast.Call):
@@ -252,17 +243,10 @@ def changing_booleans(node: ast.ClassDef) -> set[str]:
 def several_booleans() -> Iterator[str]:
     """At most one boolean of an object changes: states that exclude each other have names."""
     for module, name, node in definitions(ast.ClassDef):
-        if len(changing_booleans(node)) > 1 and f"{module}:{name}" not in BOOLEANS:
+        if len(changing_booleans(node)) > 1:
             yield f"{module}:{name}"
 
 
-# Who sets attributes of others by `setattr`, and why: where the name is not known beforehand, no rule can tell.
-SETS_OF_OTHERS = {
-    "comm.native:_options options": "torch's, that are made here; older torch lacks one",
-    "comm.store:_reported error": "an exception that is made here, of a type of Python's",
-    "join.model_participants:DdpParticipant.attach ddp": "DDP's option, whose name differs",
-    "join.model_participants:DdpParticipant.detach self.joinable": "the same, as it was before",
-}
 TORCHS_ITEMS = {
     "state",
     "param_groups",
@@ -325,7 +309,7 @@ def foreign_assignments() -> Iterator[str]:
             if owner(a) not in own and a.attr in ours - TORCHS_ITEMS:
                 yield f"{module}:{name} {ast.unparse(a)}[...]"
         for other in set_by_name(node):
-            if other not in own and f"{module}:{name} {other}" not in SETS_OF_OTHERS:
+            if other not in own:
                 yield f"{module}:{name} setattr({other}, ...)"
 
 

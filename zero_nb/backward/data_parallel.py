@@ -59,7 +59,6 @@ class DataParallel(InBackward, _Joinable):
     observers: tuple[StepObserver, ...] = ()  # blocks of join/15_join, the innermost one last
     arriving: ArrivingParameters | None = None  # with `hidden`: after the last step
     stepped = False  # since the last call of `step`
-    averages = True  # the last forward was not in `no_sync`
 
     def __init__(self, module: nn.Module, optimizer: Any, options: DataParallelOptions):
         called_once, first = check_and_plan(module, optimizer, options)
@@ -88,10 +87,10 @@ class DataParallel(InBackward, _Joinable):
         """Get ready for a backward, and send buffers; refuse a forward that cannot be trained with."""
         if torch.compiler.is_compiling():
             _uncompiled(self.wait)
-        averages = torch.is_grad_enabled() and self.reducer.require_sync
+        averages = torch.is_grad_enabled() and not self.reducer.no_sync_blocks
         joined = in_torchs_join(self) or in_torchs_join(self.optimizer)
         if torch.is_grad_enabled():
-            self.averages = averages
+            self.reducer.note_forward()
             self.engine.make_way()  # the next backward adds to what is there
         if averages:
             self.watch.check_last_backward(self.reducer.backward is not None)

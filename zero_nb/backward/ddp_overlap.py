@@ -51,7 +51,7 @@ from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.state_plan import find_called_once
 
 # %% auto #0
-__all__ = ['check_leftovers', 'DdpOverlap', 'find_overlap', 'advise_views', 'overlap']
+__all__ = ['LastForward', 'check_leftovers', 'DdpOverlap', 'find_overlap', 'advise_views', 'overlap']
 
 # %% ../../nbs/backward/07_ddp_overlap.ipynb #91e16056
 _NOT_AVERAGED = (
@@ -76,13 +76,16 @@ def check_leftovers(
             raise RuntimeError(GRADIENTS_CHANGED if stepped else _NOT_AVERAGED)
 
 # %% ../../nbs/backward/07_ddp_overlap.ipynb #db95b6d7
+# in torch's Join, DDP reads what is in `.grad` on ranks without data
+LastForward = Literal["averages", "no_sync", "in torch's Join"]
+
+
 class DdpOverlap(InBackward):
     """A model and an optimizer whose step runs inside backward; made by `overlap`."""
 
     backward: DdpBackward | None = None  # in progress
     contribution: Contribution = "own"
-    is_in_torchs_join = False  # where DDP reads what is in `.grad` on ranks without data
-    averages = True  # the last forward was not in `no_sync`
+    last_forward: LastForward = "averages"
 
     def __init__(self, ddp: Any, optimizer: Any, options: OverlapOptions, registers: bool = True):
         groups = optimizer.groups if isinstance(optimizer, ZeroRedundancyOptimizer) else Group()
@@ -109,7 +112,8 @@ class DdpOverlap(InBackward):
 
     def on_bucket(self, bucket: Any, state: Any) -> Any:  # a future, for DDP
         """Take a bucket that all of this rank's gradients are in."""
-        if not (self.averages or self.backward) and in_own_backward(self.contribution):
+        accumulates = self.last_forward == "no_sync" and self.backward is None
+        if accumulates and in_own_backward(self.contribution):
             return completed_future(bucket.buffer())
         try:
             with torch.no_grad():
@@ -151,8 +155,7 @@ class DdpOverlap(InBackward):
         future = hook(state, bucket) if hook else completed_future(bucket.buffer())
         backward.note(bucket, params, future)
         if backward.iteration is not None:
-            stream = self.engine.stream
-            with on_stream(stream) if stream else nullcontext():
+            with on_stream(self.engine.stream) if self.engine.stream else nullcontext():
                 backward.pass_on(bucket.index())
         return future
 
@@ -177,7 +180,7 @@ class DdpOverlap(InBackward):
             return
         for p in params:
             p.grad = None
-        if backward.in_autograd and not self.is_in_torchs_join:
+        if backward.in_autograd and self.last_forward != "in torch's Join":
             self.engine.mark_gradients(backward.unused, stepped)
 
     @contextmanager
@@ -196,12 +199,13 @@ class DdpOverlap(InBackward):
 
     def before_forward(self, module: nn.Module) -> None:
         """Refuse a forward that this rank, or ranks without data, cannot train with."""
+        joined = in_torchs_join(module) or in_torchs_join(self.engine.optimizer)
         if torch.is_grad_enabled():
-            self.averages = bool(module.require_backward_grad_sync)
+            averages: LastForward = "in torch's Join" if joined else "averages"
+            self.last_forward = averages if module.require_backward_grad_sync else "no_sync"
             self.engine.make_way()  # the next backward adds to what is there
             self.watch.check_last_backward(self.backward is not None)
-        self.is_in_torchs_join = in_torchs_join(module) or in_torchs_join(self.engine.optimizer)
-        if self.is_in_torchs_join:
+        if joined:
             with fail_peers_on_error(self.groups):
                 trouble = find_join_trouble(module, self.traits, self.optimizer)
                 check_torchs_join(module, self.optimizer, self.options, trouble)

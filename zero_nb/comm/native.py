@@ -58,11 +58,12 @@ _KNOWN = frozenset(
 
 
 @cache
-def _options(kind: str, **values: Any) -> Any:
+def _options(kind: str, root: int | None = None) -> Any:
     options = getattr(torch.distributed, kind)()
-    for name, value in {"asyncOp": True, **values}.items():  # older torch has no asyncOp: all are
-        if hasattr(options, name):
-            setattr(options, name, value)
+    if hasattr(options, "asyncOp"):  # older torch has none: all calls are asynchronous
+        options.asyncOp = True
+    if root is not None:
+        options.rootRank = root
     return options
 
 
@@ -109,7 +110,7 @@ def _native_broadcast(group: Ranks, tensor: Tensor, root: int) -> _Native:
         partial(
             group.process_group.broadcast,
             [_to_move(tensor)],
-            _options("BroadcastOptions", rootRank=root),
+            _options("BroadcastOptions", root),
         )
     )
 
@@ -121,7 +122,7 @@ def _native_reduce(
         partial(
             group.process_group.reduce,
             [_to_add(tensor)],
-            _options("ReduceOptions", rootRank=root),
+            _options("ReduceOptions", root),
         )
     )
 

@@ -321,7 +321,7 @@ def _report(
     group: Ranks, what: str, error: Exception
 ) -> tuple[str, str]:  # type and words of an error, for the other ranks
     kind = type(error).__name__
-    if hasattr(error, _REPORTED):
+    if hasattr(error, "_zero_nb_reported"):
         return kind, str(
             error.args[0]
         )  # `str` of a KeyError adds quotes, once for each level that it passes
@@ -330,15 +330,12 @@ def _report(
         f"rank {group.global_rank} failed at {what}: {error if known else _described(error)}"
     )
 
-
-_REPORTED = "_zero_nb_reported"  # attribute of an error that names the rank it comes from
-
 # %% ../../nbs/comm/02_store.ipynb #ed2c2164
 def _reported(kind: object, words: object) -> Exception:
     """Make the error that another rank has reported. What it sent is text: its type is looked up in
     a table, and nothing else is."""
-    error = _TYPES.get(str(kind), RuntimeError)(str(words))
-    setattr(error, _REPORTED, True)
+    error: Any = _TYPES.get(str(kind), RuntimeError)(str(words))
+    error._zero_nb_reported = True  # it names the rank it comes from
     return error
 
 

@@ -5,18 +5,17 @@
 # %% ../../nbs/join/12_model_participants.ipynb #95ed68ea
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..backward.data_parallel import DataParallel
 from ..backward.ddp_overlap import DdpOverlap, find_overlap
 from ..backward.module_buffers import broadcast_from
 from ..backward.stepped_gradients import unstepped_grad
-from ..backward.watch import queue_end
 from .empty_reduction import reduce_nothing
 from .event_log import JoinEvent
 from .gradient_record import GradientRecord
@@ -24,7 +23,7 @@ from .model_listeners import BackwardListener, ForwardListener, driver_settings
 from .participants import Participant
 
 # %% auto #0
-__all__ = ['check_followed', 'NextBackward', 'DdpParticipant', 'DataParallelParticipant']
+__all__ = ['check_followed', 'WithheldBuffers', 'DdpParticipant', 'DataParallelParticipant']
 
 # %% ../../nbs/join/12_model_participants.ipynb #a565c2d1
 def check_followed(
@@ -43,53 +42,26 @@ def check_followed(
             " policy='stop', where all ranks end together"
         )
 
-# %% ../../nbs/join/12_model_participants.ipynb #b00caf01
-class NextBackward:
-    """Whether DDP reduces in the next backward that adds gradients; on a rank without data, as DDP there
-    would. DDP does not tell before it reduces, so what a forward before the block has left is unknown."""
+# %% ../../nbs/join/12_model_participants.ipynb #5e1fb0a7
+class WithheldBuffers:
+    """Keeps DDP from sending its buffers, which a block sends in its place."""
 
-    def __init__(self, ddp: Any):
+    def __init__(self, ddp: DistributedDataParallel):
         self.ddp = ddp
-        self.reduces: Literal["yes", "no", "unknown"] = "unknown"
+        self.is_renamed = hasattr(ddp, "forward_sync_buffers")  # the option, in newer torch
+        self.sent = ddp.forward_sync_buffers if self.is_renamed else ddp.broadcast_buffers
+        self.any = bool(self.sent and ddp.modules_buffers)
+        self._send(False)
 
-    def note_forward(self) -> None:
-        """Note a forward; after one outside `no_sync` DDP reduces, under `no_sync` too."""
-        if self.ddp.require_backward_grad_sync:
-            self.reduces = "yes"
+    def _send(self, sent: bool) -> None:
+        if self.is_renamed:
+            self.ddp.forward_sync_buffers = sent
+        else:
+            self.ddp.broadcast_buffers = sent
 
-    def note_forward_before(self) -> None:
-        """Note what other ranks' first backward has shown of the forward before the block."""
-        if self.reduces == "unknown":
-            self.reduces = "yes"
-
-    def note_backward(self) -> None:
-        """Note a backward, after which DDP expects no reduction until the next forward."""
-        self.reduces = "no"
-
-    def at_end_if_it_reduces(self, call: Callable[[], None]) -> None:
-        """Call something at the end of the backward in progress, before DDP waits for its reduction,
-        if there is one."""
-        reducer = self.ddp.reducer
-        before = (
-            reducer.get_backward_stats()
-        )  # when each gradient came in the last one that reduced
-
-        def look() -> None:
-            if reducer.get_backward_stats() != before:
-                call()
-
-        queue_end(look)
-
-    def forget(self) -> None:
-        """Have DDP expect no reduction; before it has its last buckets, which it would make anew."""
-        self.ddp.reducer._reset_state()
-        self.reduces = "no"
-
-    def expect(self) -> None:
-        """Have DDP expect a reduction."""
-        if self.reduces != "yes":
-            self.ddp.reducer.prepare_for_backward([])
-        self.reduces = "yes"
+    def close(self) -> None:
+        """Let DDP send its buffers again, if it did before."""
+        self._send(self.sent)
 
 # %% ../../nbs/join/12_model_participants.ipynb #a00faf85
 class DdpParticipant(Participant):
@@ -97,9 +69,8 @@ class DdpParticipant(Participant):
 
     forward: ForwardListener
     backward: BackwardListener
-    next_backward: NextBackward
-    sync_option = ""  # DDP's name for whether it sends buffers, which differs between versions
-    sync_before = False  # its value before the block
+    buffers: WithheldBuffers
+    expects_reduction = False  # in the next backward, as DDP does
 
     @property
     def driver(self) -> DdpOverlap | None:
@@ -132,24 +103,17 @@ class DdpParticipant(Participant):
         """Listen to forward and backward, and send buffers in DDP's place."""
         ddp = self.joinable
         self.guard.attach(None, throws=False)
-        outer = self.guard.outer  # the block around this one, which goes on after it
-        known = outer.next_backward if isinstance(outer, DdpParticipant) else None
-        self.next_backward = known or NextBackward(ddp)
         self.forward = ForwardListener(self, ddp)
         params = [p for p in ddp.parameters() if p.requires_grad]
         self.backward = BackwardListener(self, GradientRecord(params))
-        names = ("forward_sync_buffers", "broadcast_buffers")
-        self.sync_option = next(name for name in names if hasattr(ddp, name))
-        self.sync_before = getattr(ddp, self.sync_option)
-        self.has_buffers = bool(self.sync_before and ddp.modules_buffers)
-        setattr(ddp, self.sync_option, False)
+        self.buffers = WithheldBuffers(ddp)
 
     def detach(self) -> None:
         """Remove all hooks, and let DDP send its buffers again."""
         self.forward.close()
         self.backward.close()
         super().detach()
-        setattr(self.joinable, self.sync_option, self.sync_before)
+        self.buffers.close()
 
     def resume(self) -> None:
         """Go on after a block inside this one."""
@@ -159,6 +123,11 @@ class DdpParticipant(Participant):
         """Leave the model as it was before the block."""
         super().restore()
         self.joinable.require_forward_param_sync = True  # on all ranks, whatever was last on each
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether DDP would send buffers before forward."""
+        return self.buffers.any
 
     def sends_buffers(self) -> bool:
         """Tell whether the forward that begins sends buffers."""
@@ -179,57 +148,41 @@ class DdpParticipant(Participant):
 
     def after_forward(self) -> None:
         """Expect a reduction if DDP does."""
-        self.next_backward.note_forward()
+        self.expects_reduction |= self.joinable.require_backward_grad_sync
 
     def before_accumulation(self) -> None:
         """Announce the reduction of a backward, if there is one that was not announced."""
-        next_backward = self.next_backward
-        if next_backward.reduces == "yes":
-            self.announce()
-        elif next_backward.reduces == "unknown":
-            next_backward.at_end_if_it_reduces(partial(self.announce, forward_before=True))
-        next_backward.note_backward()
-
-    def announce(self, **more: bool) -> None:
-        """Announce what DDP does in a backward that reduces, for it or for a driver."""
-        if not self.guard.listens:
-            return
-        if self.driver is None or self.driver.averages:
-            self.backward.announce(**more)
-        elif not self.joinable._has_rebuilt_buckets:
-            self.session.append(self.index, "order")  # nothing is sent, but DDP learns one
+        if self.expects_reduction:
+            self.backward.announce()
+        self.expects_reduction = False
 
     def waits_for_backward(self) -> bool:
         """Tell whether DDP reduces in the next backward because of a forward before it."""
-        return self.next_backward.reduces == "yes"
+        return self.expects_reduction
+
+    def forget_forward(self) -> None:
+        """Have DDP expect no reduction in the next backward; before it has its last buckets, which
+        it would make anew."""
+        self.joinable.reducer._reset_state()
+        self.expects_reduction = False
 
     def share_forward(self) -> None:
         """Have DDP expect a reduction on all ranks or on none: after a forward without a backward
         it reduces in the next one, under `no_sync` too."""
-        if self.joinable._has_rebuilt_buckets:
-            self.next_backward.expect()
-        else:
-            self.next_backward.forget()
+        if not self.joinable._has_rebuilt_buckets:
+            self.forget_forward()
+        elif not self.expects_reduction:
+            self.joinable.reducer.prepare_for_backward([])
 
     def replay(self, event: JoinEvent) -> None:
         """Send what a rank with data sends, but nothing of this rank's own."""
         ddp = self.joinable
-        if event.what == "forward":
-            self.replay_forward(event)
+        if event.what == "backward":
+            self.backward.follow(event)
+            if self.expects_reduction and not ddp._has_rebuilt_buckets:
+                self.forget_forward()  # DDP makes no new buckets while it expects a reduction
+            reduce_nothing(ddp, self.session.group)
             return
-        if event.options.get("forward_before"):
-            self.next_backward.note_forward_before()
-        if self.next_backward.reduces != "no" and not ddp._has_rebuilt_buckets:
-            self.next_backward.forget()  # DDP makes no new buckets while it expects a reduction
-        if event.what == "order":
-            ddp.reducer._push_all_rebuilt_params()
-            return
-        self.backward.follow(event)
-        reduce_nothing(ddp, self.session.group)
-
-    def replay_forward(self, event: JoinEvent) -> None:
-        """Send buffers of ranks with data, and bring buckets into another order with them."""
-        ddp = self.joinable
         if event.options["ranks"]:
             self.send_buffers(event.options["ranks"])
         if self.driver is not None:
@@ -289,7 +242,6 @@ class DataParallelParticipant(Participant):
         self.forward = ForwardListener(self, self.module)
         record = GradientRecord(self.joinable.engine.params, self.find_grad)
         self.backward = BackwardListener(self, record)
-        self.has_buffers = self.joinable.buffers.needed
         self.joinable.add_observer(self)
 
     def detach(self) -> None:
@@ -306,6 +258,11 @@ class DataParallelParticipant(Participant):
         """Leave the handle as it was before the block."""
         super().restore()
         self.joinable.remove_observer(self)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the handle would send buffers before forward."""
+        return self.joinable.buffers.needed
 
     def sends_buffers(self) -> bool:
         """Tell whether the forward that begins sends buffers."""

@@ -104,7 +104,6 @@ class Participant:
     """A joinable in a block: how it is heard, and what a rank without data does in its place."""
 
     announces = True  # what it is about to do
-    has_buffers = False  # that are sent before forward
 
     def __init__(self, session: Session, index: int, joinable: Any, hook: Any):
         self.session = session
@@ -117,6 +116,11 @@ class Participant:
     def driver(self) -> FollowedDriver | None:
         """Takes steps inside its backward; None: nothing does."""
         return None
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there are buffers that are sent before forward."""
+        return False
 
     def check(self) -> None:
         """Raise for what a rank without data cannot follow."""
