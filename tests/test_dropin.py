@@ -3,7 +3,6 @@
 import copy
 import functools
 import inspect
-import io
 import pickle
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from common import caught_error, largest_gap
 from common.dropin import agree, flat, network, train
+from common.saving import saved_and_loaded
 from common.training import stepped_once
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
@@ -246,7 +246,7 @@ def test_overlap_with_ddp_may_be_asked_for_and_changes_nothing_until_a_hook_is_t
 
 @pytest.mark.parametrize(
     "copied",
-    [lambda zero: pickle.loads(pickle.dumps(zero)), copy.deepcopy, lambda zero: torch_saved(zero)],
+    [lambda zero: pickle.loads(pickle.dumps(zero)), copy.deepcopy, saved_and_loaded],
 )
 def test_a_copy_holds_what_torchs_holds_and_says_what_it_lacks(copied):
     def shells():
@@ -284,13 +284,6 @@ def test_a_copy_holds_what_torchs_holds_and_says_what_it_lacks(copied):
             and kind == "AttributeError"
             and "make a new one and load a state dict" in message
         )
-
-
-def torch_saved(zero):
-    buffer = io.BytesIO()
-    torch.save(zero, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 # ---- Join ----

@@ -31,7 +31,11 @@ FORWARDS = (
 )
 
 
-WRAPPED = {"step": None, "overlap": {}, "overlap interleaved": {"interleaved": True}}
+WRAPPED = {
+    "zero1": None,
+    "zero1-overlap": {},
+    "zero1-overlap, interleaved": {"interleaved": True},
+}
 
 
 def attached(kind, model):

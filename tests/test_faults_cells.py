@@ -8,9 +8,10 @@ import threading
 import pytest
 import torch
 from common import caught_error, flatten, largest_gap
+from common.modes import average_gradients
+from common.optimizers import drop_last_parameter
 from common.overlapping import HIDDEN, MODES, Blocks, attach, plainly
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
@@ -264,10 +265,6 @@ def test_what_backward_reads_past_a_gradient_is_right_or_an_error(mode):
             assert found < 1e-12
 
 
-def kept(state, bucket):
-    return default_hooks.allreduce_hook(None, bucket)
-
-
 def averages_changed(mode):
     """Change in one step of three what a hook of the user's has left; then add up in `no_sync` alone."""
 
@@ -280,7 +277,7 @@ def averages_changed(mode):
     found = {}
     for change in (one_away, another, lambda module, zero: zero.zero_grad()):
         module = Blocks()
-        call, zero, _ = made(mode, module, attached={"hook": kept})
+        call, zero, _ = made(mode, module, attached={"hook": average_gradients})
         said = []
         for step in range(3):
             plainly(call, step)
@@ -372,10 +369,6 @@ WRITES = {  # options, and what is said where backward has stepped
 }
 
 
-def of_fewer_parameters(zero):
-    zero.param_groups[0]["params"] = zero.param_groups[0]["params"][:-1]
-
-
 def of_more_parameters(zero):
     params = zero.param_groups[0]["params"]
     zero.param_groups[0]["params"] = [*params, nn.Parameter(torch.ones(3, dtype=torch.float64))]
@@ -406,7 +399,7 @@ def with_options(mode):
             optimizer.zero_grad()
     gap = largest_gap(flatten(plain), flatten(module))
     edited = []
-    for edit in (of_fewer_parameters, of_more_parameters):
+    for edit in (drop_last_parameter, of_more_parameters):
         call, zero, _ = pairs[1]
         plainly(call, len(edited))
         before = zero.param_groups[0]["params"]
@@ -423,7 +416,7 @@ def edited_and_never_stepped(mode):
     module = Blocks()
     call, zero, handle = made(mode, module)
     plainly(call, 0)
-    of_fewer_parameters(zero)
+    drop_last_parameter(zero)
     said = caught_error(lambda: plainly(call, 1))
     handle.wait()
     return said

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
-MODES = ["after", "overlap", "interleaved", "data_parallel"]
+MODES = ["zero1", "zero1-overlap", "zero1-overlap, interleaved", "zero2"]
 
 
 class Sharpness(SGD):
@@ -228,9 +228,9 @@ def schedule_free(mode, **options):
 
 
 WAYS = [(mode, {}) for mode in MODES] + [
-    ("after", {"parameters_as_bucket_view": True}),
-    ("after", {"shard": "even"}),
-    ("after", {"master_dtype": torch.float64}),
+    ("zero1", {"parameters_as_bucket_view": True}),
+    ("zero1", {"shard": "even"}),
+    ("zero1", {"master_dtype": torch.float64}),
 ]
 
 

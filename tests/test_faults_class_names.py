@@ -20,12 +20,12 @@ def network():
 
 
 def attach(mode, module, zero):
-    if mode == "data_parallel":
+    if mode == "zero2":
         data_parallel(module, zero)
         return module
     model = DDP(module)
-    if mode != "after":
-        overlap(model, zero, interleaved=mode == "interleaved")
+    if mode != "zero1":
+        overlap(model, zero, interleaved=mode == "zero1-overlap, interleaved")
     return model
 
 
@@ -104,13 +104,13 @@ REFERENCES = {  # by class: an option that refers to parameters
     ByCall: lambda module: {"chosen": partial(shrinks, biases(module))},
 }
 WAYS = [
-    ("after", {}),
-    ("after", {"parameters_as_bucket_view": True}),
-    ("overlap", {}),
-    ("interleaved", {}),
-    ("data_parallel", {}),
-    ("after", {"master_dtype": torch.float64}),
-    ("after", {"shard": "even"}),
+    ("zero1", {}),
+    ("zero1", {"parameters_as_bucket_view": True}),
+    ("zero1-overlap", {}),
+    ("zero1-overlap, interleaved", {}),
+    ("zero2", {}),
+    ("zero1", {"master_dtype": torch.float64}),
+    ("zero1", {"shard": "even"}),
 ]
 
 
@@ -198,7 +198,7 @@ class ByName(Decays):
 def by_name():
     none = dict
     named = nn.Module.named_parameters
-    ways = [*WAYS, ("data_parallel", {"bucket_cap_mb": 0.0005}), ("after", {"shard": "greedy"})]
+    ways = [*WAYS, ("zero2", {"bucket_cap_mb": 0.0005}), ("zero1", {"shard": "greedy"})]
     return [apart(ByName, mode, lambda _: none(), named, **options) for mode, options in ways]
 
 

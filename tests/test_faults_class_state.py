@@ -149,7 +149,7 @@ class IfUsed(Optimizer):
                 p.sub_(p.grad, alpha=group["lr"] / group["steps"] ** 0.5)
 
 
-MODES = ["after", "overlap", "data_parallel"]
+MODES = ["zero1", "zero1-overlap", "zero2"]
 
 
 def network(sizes=(16, 16, 16, 4)):
@@ -158,11 +158,11 @@ def network(sizes=(16, 16, 16, 4)):
 
 
 def attach(mode, module, zero, interleaved):
-    if mode == "data_parallel":
+    if mode == "zero2":
         data_parallel(module, zero, interleaved=interleaved, bucket_cap_mb=0.0005)
         return module
     model = DDP(module, bucket_cap_mb=0.0005)
-    if mode == "overlap":
+    if mode == "zero1-overlap":
         overlap(model, zero, interleaved=interleaved)
     return model
 
@@ -198,7 +198,7 @@ def count_everywhere():
     cases = [
         (kind, mode, inside) for kind in COUNTING for mode in MODES for inside in (False, True)
     ]
-    return {str(case): apart(*case) for case in cases if case[1:] != ("after", True)}
+    return {str(case): apart(*case) for case in cases if case[1:] != ("zero1", True)}
 
 
 def test_a_class_that_counts_its_calls_anywhere_is_called_once_a_step():
@@ -223,7 +223,7 @@ def test_a_class_that_counts_nothing_is_stepped_by_bucket_and_one_that_was_not_t
             step_by_bucket(InState),
             step_by_bucket(OfAllAtOnce),
             trusted,
-            apart(InState, "overlap"),
+            apart(InState, "zero1-overlap"),
         )
 
     for well, at_once, trusted, worst in run(2, both):
@@ -232,9 +232,9 @@ def test_a_class_that_counts_nothing_is_stepped_by_bucket_and_one_that_was_not_t
 
 def keep_elsewhere(kind):
     """Give what differs after backward, and what refuses to move or split its parameters."""
-    exact = apart(kind, "after")
+    exact = apart(kind, "zero1")
     refused = [caught(lambda mode=mode: apart(kind, mode)) for mode in MODES[1:]]
-    refused.append(caught(lambda: apart(kind, "after", shard="even")))
+    refused.append(caught(lambda: apart(kind, "zero1", shard="even")))
     module = network()
     zero = ZeroRedundancyOptimizer(module.parameters(), kind)
     train(module, zero, steps=2)

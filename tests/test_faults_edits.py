@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error, flatten, largest_gap
+from common.modes import average_gradients
 from common.overlapping import HIDDEN, MODES, Blocks, attach, data, plainly
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
@@ -137,10 +137,6 @@ class Unused(nn.Module):
         return self.used(x)
 
 
-def kept(state, bucket):
-    return default_hooks.allreduce_hook(None, bucket)
-
-
 def finding_unused(mode):
     """Give a module, what is called, and its optimizer."""
     module = Unused()
@@ -150,7 +146,7 @@ def finding_unused(mode):
         data_parallel(module, zero, find_unused_parameters=True, **how)
         return module, module, zero
     ddp = DDP(module, process_group=zero.process_group, find_unused_parameters=True)
-    hook = kept if "hook" in mode else None
+    hook = average_gradients if "hook" in mode else None
     overlap(ddp, zero, hook=hook, interleaved="interleaved" in mode)
     return module, ddp, zero
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import caught_error, flatten, run_each
+from common.modes import average_gradients
 from common.overlapping import (
     HALVES,
     HIDDEN,
@@ -23,7 +24,6 @@ from common.overlapping import (
     trained,
 )
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD
 
@@ -326,14 +326,10 @@ def test_H4_a_scaler_that_is_not_given_is_told_and_one_that_is_given_works(mode)
         )
 
 
-def kept_and_clipped(state, bucket):
-    return default_hooks.allreduce_hook(None, bucket)
-
-
 @pytest.mark.parametrize("mode", MODES[:2])
 def test_H4_averages_that_a_hook_of_the_users_left_may_be_read_but_not_changed(mode):
     def both():
-        _, zero, model, _ = trained(mode, hook=kept_and_clipped)
+        _, zero, model, _ = trained(mode, hook=average_gradients)
         found = []
         for clip in (None, 1e-3):
             backward_of(model)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from common import caught, run_each
 from common.faulty_steps import batch, network, refused
 from common.modes import MODES
+from common.optimizers import drop_last_parameter
 from common.readers import READERS, consolidated, left
 from common.sampling import SEED, covering
 from torch import nn
@@ -322,16 +323,12 @@ def set_options(*optimizers):
         group.update(lr=0.3, betas=(0.5, 0.6), weight_decay=0.2)
 
 
-def edit_a_group(zero):
-    zero.param_groups[0]["params"] = zero.param_groups[0]["params"][:-1]
-
-
 def append_a_parameter(zero):
     zero.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
 
 
 EDITS = {
-    "a group edited": edit_a_group,
+    "a group edited": drop_last_parameter,
     "a parameter appended": append_a_parameter,
     "a group away": lambda zero: zero.param_groups.clear(),
 }  # which the next step refuses

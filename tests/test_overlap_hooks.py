@@ -1,7 +1,6 @@
 """The step inside DDP's backward beside the comm hooks and the optimizers of users."""
 
 import copy
-import io
 import itertools
 import warnings
 from functools import partial
@@ -18,6 +17,7 @@ from common.ddp_training import (
     twice,
     unsharded,
 )
+from common.saving import saved_and_loaded
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -240,16 +240,9 @@ def test_half_precision_travels_where_the_users_hook_asks_for_it():
 # ---- copies of a model ----
 
 
-def by_pickle(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 COPIES = {
     "deepcopy": copy.deepcopy,
-    "pickle": by_pickle,
+    "pickle": saved_and_loaded,
     "average": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
 }
 

@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from common import caught
-from common.saving import same
+from common.saving import damage, same
 from torch import nn
 from torch.optim import AdamW
 
@@ -50,12 +50,6 @@ def content(model, zero):
     return [model.state_dict(), full_state_dict(zero, None)]
 
 
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 16
-    path.write_bytes(data)
-
-
 def replace(path, old, new):
     data = path.read_bytes()
     assert old in data and len(old) == len(new)
@@ -73,7 +67,7 @@ def exchange(folder):
 DAMAGE = {
     "truncated": (lambda d, _: (d / SHARD).write_bytes((d / SHARD).read_bytes()[:9999]), SHARD),
     "empty": (lambda d, _: (d / SHARD).write_bytes(b""), SHARD),
-    "one bit flipped": (lambda d, _: flip(d / SHARD), SHARD),
+    "one bit flipped": (lambda d, _: damage(d / SHARD), SHARD),
     "another dtype": (lambda d, _: replace(d / SHARD, b"FloatStorage", b"HalfStorages"), SHARD),
     "the table's dtype": (lambda d, _: replace(d / TABLE, b"float32", b"float64"), TABLE),
     "a missing shard": (lambda d, _: (d / SHARD).unlink(), SHARD),
@@ -122,7 +116,7 @@ def test_a_damaged_folder_is_refused_on_every_rank_by_the_name_of_the_file(folde
 FILE = {
     "truncated": lambda path, _: path.write_bytes(path.read_bytes()[:999]),
     "empty": lambda path, _: path.write_bytes(b""),
-    "one bit flipped": lambda path, _: flip(path),
+    "one bit flipped": lambda path, _: damage(path),
     "another dtype": lambda path, _: replace(path, b"FloatStorage", b"HalfStorages"),
     "a file of the model": lambda path, _: torch.save(stepped()[0].state_dict(), path),
     "no checkpoint": lambda path, _: path.write_text("the learning rate was too high"),

@@ -63,3 +63,8 @@ class LateState(torch.optim.Optimizer):
             group["late"] = torch.ones(1) if group["steps"] > 1 else None
             if group["steps"] > 2:
                 group["later"] = 1
+
+
+def drop_last_parameter(optimizer):
+    """Take the last parameter out of the first group."""
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][:-1]

@@ -6,10 +6,10 @@ from torch import nn
 
 SMALL = {"bucket_cap_mb": 0.0005}  # buckets of 500 bytes: several in a model of this page
 MODES = {
-    "after": {"interleaved": False},
-    "after-hidden": {"interleaved": False, "hidden": True},
-    "interleaved": {"interleaved": True},
-    "interleaved-hidden": {"interleaved": True, "hidden": True},
+    "zero2": {"interleaved": False},
+    "zero2, hidden": {"interleaved": False, "hidden": True},
+    "zero2-interleaved": {"interleaved": True},
+    "zero2-interleaved, hidden": {"interleaved": True, "hidden": True},
 }
 
 

@@ -1,5 +1,6 @@
 """What checkpoints are tested on: classes and options, and the steps before and after a save."""
 
+import io
 import os
 import signal
 import time
@@ -30,6 +31,14 @@ class Evil:
 
     def __reduce__(self):
         return os.mkdir, (str(self.folder),)
+
+
+def saved_and_loaded(value):
+    """Give what `torch.save` and `torch.load` make of an object."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def two_layers():
