@@ -5,8 +5,9 @@
 # %% ../../nbs/join/12_model_participants.ipynb #95ed68ea
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from ..backward.data_parallel import DataParallel
 from ..backward.ddp_overlap import DdpOverlap, find_overlap
 from ..backward.module_buffers import broadcast_from
 from ..backward.stepped_gradients import unstepped_grad
+from ..backward.watch import queue_end
 from .empty_reduction import reduce_nothing
 from .event_log import JoinEvent
 from .gradient_record import GradientRecord
@@ -23,7 +25,7 @@ from .model_listeners import BackwardListener, ForwardListener, driver_settings
 from .participants import Participant
 
 # %% auto #0
-__all__ = ['check_followed', 'WithheldBuffers', 'DdpParticipant', 'DataParallelParticipant']
+__all__ = ['check_followed', 'WithheldBuffers', 'NextBackward', 'DdpParticipant', 'DataParallelParticipant']
 
 # %% ../../nbs/join/12_model_participants.ipynb #a565c2d1
 def check_followed(
@@ -63,6 +65,53 @@ class WithheldBuffers:
         """Let DDP send its buffers again, if it did before."""
         self._send(self.sent)
 
+# %% ../../nbs/join/12_model_participants.ipynb #b00caf01
+class NextBackward:
+    """Whether DDP reduces in the next backward that adds gradients; on a rank without data, as DDP there
+    would. DDP does not tell before it reduces, so what a forward before the block has left is unknown."""
+
+    def __init__(self, ddp: Any):
+        self.ddp = ddp
+        self.reduces: Literal["yes", "no", "unknown"] = "unknown"
+
+    def note_forward(self) -> None:
+        """Note a forward; after one outside `no_sync` DDP reduces, under `no_sync` too."""
+        if self.ddp.require_backward_grad_sync:
+            self.reduces = "yes"
+
+    def note_forward_before(self) -> None:
+        """Note what other ranks' first backward has shown of the forward before the block."""
+        if self.reduces == "unknown":
+            self.reduces = "yes"
+
+    def note_backward(self) -> None:
+        """Note a backward, after which DDP expects no reduction until the next forward."""
+        self.reduces = "no"
+
+    def at_end_if_it_reduces(self, call: Callable[[], None]) -> None:
+        """Call something at the end of the backward in progress, before DDP waits for its reduction,
+        if there is one."""
+        reducer = self.ddp.reducer
+        # when each gradient came in the last one that reduced
+        before = reducer.get_backward_stats()
+
+        def look() -> None:
+            if reducer.get_backward_stats() != before:
+                call()
+
+        queue_end(look)
+
+    def forget(self) -> None:
+        """Have DDP expect no reduction; before it has its last buckets, which it would make anew."""
+        self.ddp.reducer._reset_state()
+        self.reduces = "no"
+
+    def expect(self) -> None:
+        """Have DDP expect a reduction."""
+        if self.reduces != "yes":
+            self.ddp.reducer.prepare_for_backward([])
+        self.reduces = "yes"
+
 # %% ../../nbs/join/12_model_participants.ipynb #a00faf85
 class DdpParticipant(Participant):
     """A `DistributedDataParallel` model."""
@@ -70,7 +119,7 @@ class DdpParticipant(Participant):
     forward: ForwardListener
     backward: BackwardListener
     buffers: WithheldBuffers
-    expects_reduction = False  # in the next backward, as DDP does
+    next_backward: NextBackward
 
     @property
     def driver(self) -> DdpOverlap | None:
@@ -103,6 +152,9 @@ class DdpParticipant(Participant):
         """Listen to forward and backward, and send buffers in DDP's place."""
         ddp = self.joinable
         self.guard.attach(None, throws=False)
+        outer = self.guard.outer  # the block around this one, which goes on after it
+        known = outer.next_backward if isinstance(outer, DdpParticipant) else None
+        self.next_backward = known or NextBackward(ddp)
         self.forward = ForwardListener(self, ddp)
         params = [p for p in ddp.parameters() if p.requires_grad]
         self.backward = BackwardListener(self, GradientRecord(params))
@@ -148,41 +200,57 @@ class DdpParticipant(Participant):
 
     def after_forward(self) -> None:
         """Expect a reduction if DDP does."""
-        self.expects_reduction |= self.joinable.require_backward_grad_sync
+        self.next_backward.note_forward()
 
     def before_accumulation(self) -> None:
         """Announce the reduction of a backward, if there is one that was not announced."""
-        if self.expects_reduction:
-            self.backward.announce()
-        self.expects_reduction = False
+        next_backward = self.next_backward
+        if next_backward.reduces == "yes":
+            self.announce()
+        elif next_backward.reduces == "unknown":
+            next_backward.at_end_if_it_reduces(partial(self.announce, forward_before=True))
+        next_backward.note_backward()
+
+    def announce(self, **more: bool) -> None:
+        """Announce what DDP does in a backward that reduces, for it or for a driver."""
+        if not self.guard.listens:
+            return
+        if self.driver is None or self.driver.last_forward != "no_sync":
+            self.backward.announce(**more)
+        elif not self.joinable._has_rebuilt_buckets:
+            self.session.append(self.index, "order")  # nothing is sent, but DDP learns one
 
     def waits_for_backward(self) -> bool:
         """Tell whether DDP reduces in the next backward because of a forward before it."""
-        return self.expects_reduction
-
-    def forget_forward(self) -> None:
-        """Have DDP expect no reduction in the next backward; before it has its last buckets, which
-        it would make anew."""
-        self.joinable.reducer._reset_state()
-        self.expects_reduction = False
+        return self.next_backward.reduces == "yes"
 
     def share_forward(self) -> None:
         """Have DDP expect a reduction on all ranks or on none: after a forward without a backward
         it reduces in the next one, under `no_sync` too."""
-        if not self.joinable._has_rebuilt_buckets:
-            self.forget_forward()
-        elif not self.expects_reduction:
-            self.joinable.reducer.prepare_for_backward([])
+        if self.joinable._has_rebuilt_buckets:
+            self.next_backward.expect()
+        else:
+            self.next_backward.forget()
 
     def replay(self, event: JoinEvent) -> None:
         """Send what a rank with data sends, but nothing of this rank's own."""
         ddp = self.joinable
-        if event.what == "backward":
-            self.backward.follow(event)
-            if self.expects_reduction and not ddp._has_rebuilt_buckets:
-                self.forget_forward()  # DDP makes no new buckets while it expects a reduction
-            reduce_nothing(ddp, self.session.group)
+        if event.what == "forward":
+            self.replay_forward(event)
             return
+        if event.options.get("forward_before"):
+            self.next_backward.note_forward_before()
+        if self.next_backward.reduces != "no" and not ddp._has_rebuilt_buckets:
+            self.next_backward.forget()  # DDP makes no new buckets while it expects a reduction
+        if event.what == "order":
+            ddp.reducer._push_all_rebuilt_params()
+            return
+        self.backward.follow(event)
+        reduce_nothing(ddp, self.session.group)
+
+    def replay_forward(self, event: JoinEvent) -> None:
+        """Send buffers of ranks with data, and bring buckets into another order with them."""
+        ddp = self.joinable
         if event.options["ranks"]:
             self.send_buffers(event.options["ranks"])
         if self.driver is not None:
