@@ -15,16 +15,10 @@ from torch import Tensor, nn
 
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
-from ..comm.objects import check_plain, plain_numbers
+from ..comm.objects import Keys, check_plain, keys_to_keep, plain_numbers, restore_keys
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.saved_state import regroup, saved_param_names
-from zero_nb.optim.sharded_state_dict import (
-    Keys,
-    SavedForm,
-    keys_to_keep,
-    restore_keys,
-    room_for_state,
-)
+from ..optim.sharded_state_dict import SavedForm, room_for_state
 from ..optim.state_dict_check import check_saved_groups, comparable_names, read_state
 
 # %% auto #0

@@ -30,13 +30,13 @@ from ..comm.agreement import agree, agreeing
 from ..comm.ending import end_if_interrupted, fail, note_known
 from ..comm.groups import Group
 from ..comm.objects import broadcast_object_list, gather_object, plain_numbers
-from ..comm.objects import scatter_object_list
+from ..comm.objects import Keys, restore_keys, scatter_object_list
 from ..comm.ranks import GroupLike
 from ..optim.driver import gather_parameters
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.saved_state import check_kinds
 from ..optim.shard import Shard
-from ..optim.sharded_state_dict import Keys, in_part, restore_keys, shards_to_divide
+from ..optim.sharded_state_dict import in_part, shards_to_divide
 from ..optim.state_exchange import end_groups
 from ..optim.tensor_shard import TensorShard
 

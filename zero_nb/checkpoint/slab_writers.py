@@ -36,9 +36,8 @@ from .names import by_name
 from .saved_tensors import SLAB, SavedTensor, replace_tensors
 from .sharded import check_extra
 from .skeleton import SkeletonFile, TensorForm, check_room, unbacked
-from ..comm.objects import ListedTuple
+from ..comm.objects import ListedTuple, keys_to_keep
 from ..optim.flat import flatten
-from ..optim.sharded_state_dict import keys_to_keep
 from ..optim.tensor_shard import boxes
 from ..plan.policies import even
 from ..plan.specs import ParamSpec

@@ -10,9 +10,11 @@ import re
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import reduce
 from io import SEEK_CUR, SEEK_END, BytesIO, RawIOBase
-from operator import is_
+from operator import getitem, is_
 from typing import Any
 
 import torch
@@ -32,8 +34,8 @@ from zero_nb.comm.payloads import (
 from .ranks import GroupLike, get_group_rank, _is_outside
 
 # %% auto #0
-__all__ = ['dump', 'MemoryFile', 'load', 'ListedTuple', 'plain_numbers', 'check_plain', 'explain_unread', 'broadcast_object_list',
-           'gather_object', 'scatter_object_list']
+__all__ = ['Keys', 'dump', 'MemoryFile', 'load', 'ListedTuple', 'plain_numbers', 'check_plain', 'explain_unread', 'keys_to_keep',
+           'restore_keys', 'broadcast_object_list', 'gather_object', 'scatter_object_list']
 
 # %% ../../nbs/comm/30_objects.ipynb #ee72684d
 def dump(value: Any, weights_only: bool) -> memoryview:
@@ -143,6 +145,40 @@ def explain_unread(error: Exception) -> str:  # a line
         )
     kind = "" if type(error) is ValueError else f" ({type(error).__name__})"
     return f"{words}{kind}".replace("\n", " ")
+
+# %% ../../nbs/comm/30_objects.ipynb #5b3826e1
+# of dicts, by the keys that led there; None where a tuple was
+Keys = list[tuple[Sequence[Any], list[Any] | None]]
+
+
+def keys_to_keep(tree: Any, path: tuple[Any, ...] = ()) -> Keys:
+    """Give the keys of dicts that a table of `torch.distributed.checkpoint` does not keep: it makes texts
+    of all keys, lists of tuples, and knows nothing of what is empty. Raises `TypeError` for keys that JSON
+    does not keep."""
+    found = Keys([(path, None)] if isinstance(tree, ListedTuple) else [])
+    if isinstance(tree, Mapping):
+        if len(path) > 1 and (not tree or any(type(key) is not str for key in tree)):
+            for key in tree:
+                if type(key) not in (type(None), bool, int, float, str):
+                    raise TypeError(
+                        f"keys in {'.'.join(map(str, path))} must be plain, got {key!r:.80}"
+                    )
+            found.append((path, [*tree]))
+        for key, member in tree.items():
+            found += keys_to_keep(member, (*path, str(key)))
+    for i, member in enumerate(tree if isinstance(tree, list) else ()):
+        found += keys_to_keep(member, (*path, i))
+    return found
+
+
+def restore_keys(tree: Any, kept: Keys) -> None:
+    """Give dicts their keys again, and make tuples again, in place, as far as they are there."""
+    for path, keys in sorted(kept, key=lambda item: -len(item[0])):  # inner ones first
+        *above, last = path
+        with suppress(KeyError, IndexError):
+            parent = reduce(getitem, above, tree)
+            now = parent[last]
+            parent[last] = tuple(now) if keys is None else {key: now[str(key)] for key in keys}
 
 # %% ../../nbs/comm/30_objects.ipynb #8c629bf7
 def _skips(name: str, group: GroupLike) -> bool:

@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import reduce
 from itertools import groupby
-from operator import getitem, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +29,7 @@ from .tensor_shard import TensorShard
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['SavedForms', 'Runs', 'Keys', 'shard_state', 'SavedForm', 'room_for_state', 'shard_parameters', 'shards_to_divide',
-           'in_part', 'keys_to_keep', 'restore_keys']
+__all__ = ['SavedForms', 'Runs', 'shard_state', 'SavedForm', 'room_for_state', 'shard_parameters', 'shards_to_divide', 'in_part']
 
 # %% ../../nbs/optim/18_sharded_state_dict.ipynb #5a7e0010
 def _shard_value(
@@ -279,37 +276,3 @@ def in_part(state: Mapping[str, Any], shards: Iterable[Shard]) -> dict[str, Any]
         if type(value) is Tensor and value.numel():
             found[key] = owned.get((value.data_ptr(), value.dtype, value.shape), value)
     return found
-
-# %% ../../nbs/optim/18_sharded_state_dict.ipynb #5b3826e1
-# of dicts, by the keys that led there; None where a tuple was
-Keys = list[tuple[Sequence[Any], list[Any] | None]]
-
-
-def keys_to_keep(tree: Any, path: tuple[Any, ...] = ()) -> Keys:
-    """Give the keys of dicts that a table of `torch.distributed.checkpoint` does not keep: it makes texts
-    of all keys, lists of tuples, and knows nothing of what is empty. Raises `TypeError` for keys that JSON
-    does not keep."""
-    found = Keys([(path, None)] if isinstance(tree, ListedTuple) else [])
-    if isinstance(tree, Mapping):
-        if len(path) > 1 and (not tree or any(type(key) is not str for key in tree)):
-            for key in tree:
-                if type(key) not in (type(None), bool, int, float, str):
-                    raise TypeError(
-                        f"keys in {'.'.join(map(str, path))} must be plain, got {key!r:.80}"
-                    )
-            found.append((path, [*tree]))
-        for key, member in tree.items():
-            found += keys_to_keep(member, (*path, str(key)))
-    for i, member in enumerate(tree if isinstance(tree, list) else ()):
-        found += keys_to_keep(member, (*path, i))
-    return found
-
-
-def restore_keys(tree: Any, kept: Keys) -> None:
-    """Give dicts their keys again, and make tuples again, in place, as far as they are there."""
-    for path, keys in sorted(kept, key=lambda item: -len(item[0])):  # inner ones first
-        *above, last = path
-        with suppress(KeyError, IndexError):
-            parent = reduce(getitem, above, tree)
-            now = parent[last]
-            parent[last] = tuple(now) if keys is None else {key: now[str(key)] for key in keys}
