@@ -26,9 +26,9 @@ from ..comm.subgroups import GroupsLike
 from ..comm.objects import plain_numbers
 from .arguments import check_group, check_settings, plan_lines, read_group, read_params
 from .rules import Settings
-from .state_dict_check import describe_state, read_state
+from .state_dict_check import describe_state
 from .saved_state import gather_state
-from .sharded_state_dict import shard_state
+from .sharded_state_dict import read_with_tuples, shard_state
 from .state_forms import keys_of_param
 from .state_plan import check_constructor
 from .state import ShardedState, StateLoad, mark_plans_agreed
@@ -309,7 +309,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
             self._consolidate(None, torch_interface.ALL_CALL)
         found = self._consolidated.state_dict
         if kind == "sharded":
-            found = shard_state(self.sharded_state, fresh, self._giving.taken)
+            found = shard_state(self.sharded_state, fresh)
         elif kind == "full" and fresh and asked:
             found = gather_state(self.sharded_state, None, "state_dict", fresh=True)
         elif fresh and not asked:
@@ -337,7 +337,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
                 given = torch_interface.call_hooks(
                     self, self._optimizer_load_state_dict_pre_hooks, given
                 )
-                read = read_state(given, self.param_groups, self.local.rules)
+                read = read_with_tuples(given, self.param_groups, self.local)
                 load = StateLoad(self.sharded_state, read, self._giving.taken)
                 with torch_interface.without_state_dict_hooks(self):
                     super().load_state_dict({**read, "state": {}})

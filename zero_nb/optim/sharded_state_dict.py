@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from contextlib import suppress
+from itertools import groupby, repeat, starmap, zip_longest
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -18,18 +19,27 @@ from ..comm.objects import ListedTuple
 from ..comm.payloads import byte_device
 from ..comm.relays import _hosts
 from .flat import flatten
+from .local_optimizers import LocalOptimizers
 from .load_state import frozen_place, frozen_span
 from .pieces import SCALARS
 from .shard import Shard
 from .state import ShardedState
 from .state_entry import MASTER, StateEntry, split_common, value_at
-from .state_forms import ContainerForm, Forms, ValueForm, describe_saved
+from .state_dict_check import read_state
+from zero_nb.optim.state_forms import (
+    ContainerForm,
+    Forms,
+    ValueForm,
+    describe_saved,
+    values_to_come,
+)
 from .state_plan import params_of
 from .tensor_shard import TensorShard
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['SavedForms', 'Runs', 'shard_state', 'SavedForm', 'room_for_state', 'shard_parameters', 'shards_to_divide', 'in_part']
+__all__ = ['SavedForms', 'Runs', 'shard_state', 'SavedForm', 'room_for_state', 'shard_parameters', 'shards_to_divide', 'in_part',
+           'read_with_tuples']
 
 # %% ../../nbs/optim/18_sharded_state_dict.ipynb #5a7e0010
 def _shard_value(
@@ -74,42 +84,40 @@ def _shard_members(
     return ListedTuple(made) if has_tensors else tuple(made)
 
 
-def _check_shardable(forms: Forms, tuples: bool) -> None:
-    """Refuse what `torch.distributed.checkpoint` does not take apart, tuples where nothing else knows
-    of them; `TypeError`."""
+def _check_shardable(forms: Forms) -> None:
+    """Refuse what `torch.distributed.checkpoint` does not take apart; `TypeError`."""
     found = [(index, form) for index, every in forms.items() for form in every]
     for index, form in found:
-        kind = _unsharded_kind(form, tuples)
+        kind = _unsharded_kind(form)
         if kind is not None:
             raise TypeError(
                 f"state {form.key!r} of parameter {index} is or has {kind}, and only tensors, single"
-                " values, and lists and dicts of them can be sharded, by save_sharded also tuples; use"
-                " that, or state_dict_type='consolidated' or 'full'"
+                " values, and lists, tuples and dicts of them can be sharded; use"
+                " state_dict_type='consolidated' or 'full'"
             )
 
 
-def _unsharded_kind(form: ValueForm, tuples: bool) -> str | None:  # None: it can be sharded
+def _unsharded_kind(form: ValueForm) -> str | None:  # None: it can be sharded
     if not isinstance(form.plain, ContainerForm):
         return f"a {form.plain}" if form.is_object else None
-    has_tensors = any(leaf.dtype is not None for leaf in form.leaves())
-    if form.plain.type_name == "tuple" and has_tensors and not tuples:
-        return "a tuple of tensors"
-    kinds = (_unsharded_kind(member, tuples) for member in form.plain.members)
+    kinds = (_unsharded_kind(member) for member in form.plain.members)
     return next((kind for kind in kinds if kind is not None), None)
 
 
 def shard_state(
     state: ShardedState,
     fresh: bool = False,  # nothing was stepped or loaded: give the state that is to come
-    tuples: bool = False,  # give tuples of tensors as `ListedTuple`s: the caller notes where they were
-) -> dict[str, Any]:  # a state dict without its groups; values are the optimizer's own memory
+) -> dict[
+    str, Any
+]:  # a state dict without its groups; values are the optimizer's own memory, tuples of
+    # which are `ListedTuple`s
     """Give this rank's part of the state; all ranks call this.
 
     Raises on all ranks: `TypeError` for values that cannot be sharded, `RuntimeError` if there are
     parts of a state only."""
     group = state.groups[0]
     own, forms = describe_saved(state, "state_dict() of type 'sharded'", lambda: None, fresh)
-    _check_shardable(forms, tuples)
+    _check_shardable(forms)
     by_param = dict[Any, dict[Any, Any]]()
     for index, every in forms.items():
         entries = own.by_param.get(index, [])
@@ -276,3 +284,74 @@ def in_part(state: Mapping[str, Any], shards: Iterable[Shard]) -> dict[str, Any]
         if type(value) is Tensor and value.numel():
             found[key] = owned.get((value.data_ptr(), value.dtype, value.shape), value)
     return found
+
+# %% ../../nbs/optim/18_sharded_state_dict.ipynb #5b3826c2
+def _has_shard(value: Any, listed: bool = False) -> bool:
+    """Tell whether a list that is a value, or lies in one, has a shard below it."""
+    if isinstance(value, (dict, list)):
+        members = value.values() if isinstance(value, dict) else value
+        return any(_has_shard(each, listed or isinstance(value, list)) for each in members)
+    return listed and isinstance(value, TensorShard)
+
+
+def _with_tuples(value: Any, like: Any) -> Any:
+    """Make tuples of lists that were tuples, or are tuples in the value of a stand-in."""
+    if isinstance(value, dict):
+        known = like if isinstance(like, dict) else {}
+        return {key: _with_tuples(member, known.get(key)) for key, member in value.items()}
+    if not isinstance(value, list):
+        return value
+    others = like[: len(value)] if isinstance(like, (list, tuple)) else ()
+    made = [_with_tuples(member, other) for member, other in zip_longest(value, others)]
+    return tuple(made) if isinstance(value, ListedTuple) or isinstance(like, tuple) else made
+
+
+def _with_keys(tree: Any) -> Any:
+    """Give keys that are no texts what DCP has put under their texts, beside them."""
+    if isinstance(tree, list):
+        return type(tree)(map(_with_keys, tree))
+    if not isinstance(tree, dict):
+        return tree
+    found = {key: _with_keys(member) for key, member in tree.items()}
+    for key in [key for key in found if type(key) is not str and str(key) in found]:
+        found[key] = _updated(found[key], found.pop(str(key)))
+    return found
+
+
+def _updated(old: Any, new: Any) -> Any:
+    """Replace values by what was read; tensors were read in place, and have no new value."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = {str(key): key for key in old}
+        return old | {keys.get(k, k): _updated(old.get(keys.get(k)), v) for k, v in new.items()}
+    if isinstance(old, list) and isinstance(new, list):
+        return type(old)(starmap(_updated, zip_longest(old, new)))
+    return old if new is None and isinstance(old, (Tensor, list, dict)) else new
+
+
+def read_with_tuples(
+    state_dict: Any,  # of an unsharded optimizer, or of this one; left as it is
+    ours: list[dict[str, Any]],  # the optimizer's param groups
+    local: LocalOptimizers,
+) -> dict[str, Any]:  # as `read_state` gives it
+    """Check a state dict, and give it the tuples and keys that DCP has changed, if it has shards.
+
+    A `ListedTuple` says that it was a tuple. With `cpu_offload` torch's `get_optimizer_state_dict` makes
+    a plain list of it; then a step of a small stand-in tells. Raises as `read_state`."""
+    if isinstance(state_dict, dict) and _has_shard(state_dict.get("state"), listed=True):
+        state_dict = _with_keys(state_dict)
+    read = read_state(state_dict, ours, local.rules)
+    state = dict(read["state"])
+    stood = dict[Any, dict[Any, Any]]()  # values of stand-ins, which look alike for many parameters
+    index = 0
+    for number, group in enumerate(ours):
+        names = group.get("param_names") or repeat(None)
+        for param, name in zip(group["params"], names, strict=False):
+            values = state.get(index, {})
+            if any(map(_has_shard, values.values())):
+                form = (number, param.dtype, tuple(size > 1 for size in param.shape))
+                with suppress(Exception):  # of a class that does not step so small a parameter
+                    if form not in stood:
+                        stood[form] = values_to_come(local, number, param, name)
+                state[index] = _with_tuples(values, stood.get(form))
+            index += 1
+    return {**read, "state": state}

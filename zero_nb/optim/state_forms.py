@@ -37,8 +37,8 @@ from zero_nb.optim.state_entry import (
 from .state_plan import params_of, read_entries
 
 # %% auto #0
-__all__ = ['Forms', 'ValueForm', 'ContainerForm', 'is_without_gaps', 'form_of', 'OwnState', 'state_to_come', 'keys_to_come',
-           'keys_of_param', 'describe_saved']
+__all__ = ['Forms', 'ValueForm', 'ContainerForm', 'is_without_gaps', 'form_of', 'OwnState', 'state_to_come', 'values_to_come',
+           'keys_to_come', 'keys_of_param', 'describe_saved']
 
 # %% ../../nbs/optim/17_state_forms.ipynb #5a7e0007
 class ValueForm(NamedTuple):
@@ -225,19 +225,25 @@ def state_to_come(local: LocalOptimizers, shards: Iterable[Shard]) -> list[State
     return entries
 
 # %% ../../nbs/optim/17_state_forms.ipynb #5a7e0020
-def keys_to_come(
+def values_to_come(
     local: LocalOptimizers,
     group: int,  # which param group the parameter is in
     param: Tensor,
     name: str | None = None,  # its own, if param groups have names
-) -> list[Any]:
-    """Tell which values the first step makes for a parameter, on any rank: a stand-in of at most two
-    elements in each dimension is stepped."""
+) -> dict[Any, Any]:  # of a parameter of at most two elements in each dimension
+    """Make the values that the first step makes for a parameter, on any rank: a small stand-in is stepped."""
     kind = local.rules[group].optimizer_class
     shape = [2 if size > 1 else 1 for size in param.shape]
     made = torch.zeros(shape, dtype=param.dtype, device=param.device)
     made.grad = torch.zeros_like(made)
-    keys = [*_stepped_alone(local, kind, local.groups()[group], made, name)]
+    return _stepped_alone(local, kind, local.groups()[group], made, name)
+
+
+def keys_to_come(
+    local: LocalOptimizers, group: int, param: Tensor, name: str | None = None
+) -> list[Any]:
+    """Tell which values the first step makes for a parameter, on any rank, as `values_to_come`."""
+    keys = [*values_to_come(local, group, param, name)]
     wide = local.settings.master_dtype
     return [*keys, MASTER] if wide not in (None, param.dtype) else keys
 
