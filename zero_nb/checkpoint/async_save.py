@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from .files import with_checksums
 from .sharded import PlannedSave, finish_save, open_save, plan_save, write_part
-from .skeleton import naming_target, refuse_twice, tight
+from .skeleton import naming_target, tight
 from ..comm.agreement import agreeing
-from ..comm.ending import end_if_interrupted
+from ..comm.ending import end_if_interrupted, refuse_twice
 from ..comm.group_store import GroupStore, explain_gone, gone_ranks, pauses_for_others
 from ..comm.groups import Group
 from ..comm.ranks import GroupLike

@@ -19,10 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
-from traceback import walk_stack
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,7 +33,7 @@ from ..optim.state_runs import MESSAGE, Run
 
 # %% auto #0
 __all__ = ['TensorForm', 'unbacked', 'SkeletonFile', 'check_room', 'naming_target', 'naming_source', 'FileTarget', 'tight',
-           'StoredNumbers', 'StoredTensor', 'BoxUnpickler', 'read_box', 'refuse_twice']
+           'StoredNumbers', 'StoredTensor', 'BoxUnpickler', 'read_box']
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110007
 class TensorForm(NamedTuple):
@@ -360,18 +357,3 @@ def read_box(
     if not isinstance(found, (StoredTensor, Tensor)):
         raise TypeError(f"a box of a tensor has a {type(found).__name__}")
     return found
-
-# %% ../../nbs/checkpoint/02_skeleton.ipynb #5a0202d2
-def refuse_twice(
-    call: FrameType,  # of a method; a lock or a flag could stay set after Ctrl-C
-    what: str,
-) -> None:
-    """Refuse a call while another one of this object is on a thread's stack; `RuntimeError`."""
-    stacks = map(walk_stack, sys._current_frames().values())
-    for frame, _ in chain.from_iterable(stacks):
-        alike = frame is not call and frame.f_code is call.f_code
-        if alike and frame.f_locals["self"] is call.f_locals["self"]:
-            raise RuntimeError(
-                f"{what} was called while it was running, as from a signal handler or another thread;"
-                " set a flag there, and call it between two steps, on all ranks"
-            )

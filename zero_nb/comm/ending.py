@@ -5,10 +5,14 @@
 # %% ../../nbs/comm/24_ending.ipynb #53cce7a7
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import chain
+from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +30,7 @@ from zero_nb.comm.store import (
 )
 
 # %% auto #0
-__all__ = ['abort', 'destroy', 'fail', 'end_if_interrupted', 'note_known', 'fails_everywhere']
+__all__ = ['abort', 'destroy', 'fail', 'end_if_interrupted', 'note_known', 'refuse_twice', 'fails_everywhere']
 
 # %% ../../nbs/comm/24_ending.ipynb #b5488098
 if torch.distributed.is_available():
@@ -147,6 +151,21 @@ def note_known(error: BaseException, groups: Sequence[Ranks]) -> BaseException:
         if group.size > 1:
             _note_agreed(error, group)
     return error
+
+# %% ../../nbs/comm/24_ending.ipynb #5a0202d2
+def refuse_twice(
+    call: FrameType,  # of a method; a lock or a flag could stay set after Ctrl-C
+    what: str,
+) -> None:
+    """Refuse a call while another one of this object is on a thread's stack; `RuntimeError`."""
+    stacks = map(walk_stack, sys._current_frames().values())
+    for frame, _ in chain.from_iterable(stacks):
+        alike = frame is not call and frame.f_code is call.f_code
+        if alike and frame.f_locals["self"] is call.f_locals["self"]:
+            raise RuntimeError(
+                f"{what} was called while it was running, as from a signal handler or another thread;"
+                " set a flag there, and call it between two steps, on all ranks"
+            )
 
 # %% ../../nbs/comm/24_ending.ipynb #6a998c28
 _TOGETHER = 3.0  # seconds in which all ranks fail if they fail at the same place
