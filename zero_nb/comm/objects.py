@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from io import SEEK_CUR, SEEK_END, BytesIO, RawIOBase
-from operator import getitem, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ def explain_unread(error: Exception) -> str:  # a line
 Keys = list[tuple[Sequence[Any], list[Any] | None]]
 
 
-def keys_to_keep(tree: Any, path: tuple[Any, ...] = ()) -> Keys:
+def keys_to_keep(tree: object, path: tuple[Any, ...] = ()) -> Keys:
     """Give the keys of dicts that a table of `torch.distributed.checkpoint` does not keep: it makes texts
     of all keys, lists of tuples, and knows nothing of what is empty. Raises `TypeError` for keys that JSON
     does not keep."""
@@ -171,12 +171,12 @@ def keys_to_keep(tree: Any, path: tuple[Any, ...] = ()) -> Keys:
     return found
 
 
-def restore_keys(tree: Any, kept: Keys) -> None:
+def restore_keys(tree: dict[Any, Any], kept: Keys) -> None:
     """Give dicts their keys again, and make tuples again, in place, as far as they are there."""
     for path, keys in sorted(kept, key=lambda item: -len(item[0])):  # inner ones first
         *above, last = path
         with suppress(KeyError, IndexError):
-            parent = reduce(getitem, above, tree)
+            parent: Any = reduce(lambda inner, key: inner[key], above, tree)
             now = parent[last]
             parent[last] = tuple(now) if keys is None else {key: now[str(key)] for key in keys}
 

@@ -329,7 +329,7 @@ def _updated(old: Any, new: Any) -> Any:
 
 
 def read_with_tuples(
-    state_dict: Any,  # of an unsharded optimizer, or of this one; left as it is
+    state_dict: object,  # of an unsharded optimizer, or of this one; left as it is
     ours: list[dict[str, Any]],  # the optimizer's param groups
     local: LocalOptimizers,
 ) -> dict[str, Any]:  # as `read_state` gives it
