@@ -3,6 +3,7 @@
 import errno
 import os
 
+import pytest
 import torch.distributed as dist
 from common import caught
 from common.saving import same
@@ -60,6 +61,26 @@ def test_of_two_ranks_that_fail_each_names_its_own_error(folder):
     ranks = run(2, fails_once, folder, os, "fsync", errors)
     for (said, left, after), error in zip(ranks, errors.values(), strict=True):
         assert str(error) in said and left == ["first"] and after == ["first", "second"], said
+
+
+REMEDIES = {
+    errno.EIO: "see whether that disk works",
+    errno.ENOSPC: "make room there",
+    errno.EACCES: "write where this user may write",
+}
+
+
+@pytest.mark.parametrize("code", REMEDIES, ids=errno.errorcode.get)
+@pytest.mark.parametrize("place, rank", [("fsync", 0), ("fsync", 1), ("rename", 0)])
+def test_an_error_of_the_disk_names_the_folder_and_a_remedy_on_every_rank(
+    folder, place, rank, code
+):
+    what = os.strerror(code)
+    for parent, names in ((folder / "1", ()), (folder / "2", (".second.0.tmp",))):
+        parent.mkdir()
+        for said, *_ in run(2, fails_once, parent, os, place, {rank: OSError(code, what, *names)}):
+            words = (what, f"'{parent / 'second'}'", REMEDIES[code])
+            assert all(each in said for each in words) and ".tmp" not in said, said
 
 
 def test_a_rank_without_memory_for_copies_is_an_error_on_every_rank(folder):

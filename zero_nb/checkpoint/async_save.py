@@ -75,7 +75,7 @@ class StagingMemory:
 _NOT_WRITTEN = "failed"  # the note of a rank that did not write its part
 
 
-def _read_notes(notes: GroupStore, group: Group) -> list[str]:  # by group rank
+def _read_notes(notes: GroupStore, group: Group, folder: Path) -> list[str]:  # by group rank
     """Wait until all ranks have left a note. Raises `RuntimeError` that names ranks without one."""
     found = dict[int, str]()
     # `gone` is found before notes are read: a rank may write its part, and leave
@@ -88,10 +88,10 @@ def _read_notes(notes: GroupStore, group: Group) -> list[str]:  # by group rank
             return [found[rank] for rank in range(group.size)]
         lost = [rank for rank in gone if rank not in found]
         if lost and (said := explain_gone(notes, lost)):
-            raise RuntimeError(f"{said}, without a part of the checkpoint that is written")
+            raise RuntimeError(f"{said}, without its part of {folder}; save again")
         time.sleep(pause)
     late = [group.ranks[rank] for rank in range(group.size) if rank not in found]
-    raise RuntimeError(f"ranks {late} did not write their parts of a checkpoint in time")
+    raise RuntimeError(f"ranks {late} did not write their parts of {folder} in time; save again")
 
 
 _Finish = Callable[[Sequence[str]], None]  # of the notes of all ranks
@@ -191,10 +191,10 @@ class Saving:
         self._outcome.end(own_error, error)
 
     def _complete(self, finish: _Finish) -> None:
-        parts = _read_notes(self._notes, self._group)
+        parts = _read_notes(self._notes, self._group, self.folder)
         failed = [rank for rank, part in enumerate(parts) if part == _NOT_WRITTEN]
         if failed:
-            raise RuntimeError(f"group ranks {failed} did not write their parts")
+            raise RuntimeError(f"group ranks {failed} did not write their parts of {self.folder}")
         finish(parts)
 
     def join(self) -> None:

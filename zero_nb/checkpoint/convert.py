@@ -216,7 +216,7 @@ def convert_checkpoint(
     if check:
         verify_checkpoint(source, key)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with naming_target(target):
+    with naming_target(target, reads=True):
         if format == "full":
             write_full_file(found, target, key_by, advance)
         elif format == "safetensors":

@@ -159,18 +159,29 @@ def check_room(
         )
 
 
-_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no read raises these
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WRITE_ERRORS = (*_FULL, errno.EROFS)  # no read raises these
+_REMEDIES = {
+    **dict.fromkeys(_FULL, "make room there, or write to another disk"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "write where this user may write"),
+}
 
 
 @contextmanager
-def naming_target(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Let an error of writing name the target, where it names nothing or a temporary file."""
+def naming_target(
+    path: str | os.PathLike[str],
+    reads: bool = False,  # the block reads other files, too, whose errors are left alone
+) -> Iterator[None]:
+    """Let an error of writing name the target, where it names nothing or a temporary file, and a remedy."""
     try:
         yield
     except OSError as error:
-        if error.errno in _WRITE_ERRORS or (error.errno == errno.ENOMEM and not error.filename):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
+        nameless = error.errno == errno.ENOMEM and not error.filename
+        writes = not reads or nameless or error.errno in _WRITE_ERRORS
+        if error.errno is None or error.filename == str(path) or not writes:  # it is in our words
+            raise
+        remedy = _REMEDIES.get(error.errno, "see whether that disk works, or write to another one")
+        raise OSError(error.errno, f"{error.strerror}; {remedy}", str(path)) from error
 
 
 @contextmanager
