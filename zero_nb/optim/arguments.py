@@ -6,27 +6,22 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from copy import deepcopy
-from functools import partial
-from itertools import accumulate, chain, islice
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain
 from operator import is_
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .rules import Rule, Settings, find_rule, is_known
+from .rules import Rule, Settings, find_references, find_rule, is_known
 from .shard import Shard
 from ..plan.policies import even
 from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
 __all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines', 'regrouped', 'check_param_groups',
-           'which_cut', 'piece_names', 'name_pieces', 'find_references', 'fresh_options', 'hide_parameters',
-           'check_references']
+           'which_cut', 'piece_names', 'name_pieces', 'check_references']
 
 # %% ../../nbs/optim/06_arguments.ipynb #f8e7d0d3
 def read_params(params: Any, what: str = "params") -> list[Any]:
@@ -253,66 +248,6 @@ def name_pieces(
     for i in shard.groups:
         if not is_known(rules[i].optimizer_class, cuts=False):
             local_groups[i].update(piece_names(param_groups[i], shard))
-
-# %% ../../nbs/optim/06_arguments.ipynb #5a1c0d34
-def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Give what an option holds, down to some depth."""
-    inner: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        inner = (*value.keys(), *value.values())
-    elif isinstance(value, (Sequence, AbstractSet)) and not isinstance(value, (str, bytes, range)):
-        inner = value
-    elif isinstance(value, torch.nn.Module):
-        inner = value.parameters()
-    elif isinstance(value, partial):
-        inner = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, FunctionType):
-        bound = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        inner = (*bound, *(value.__defaults__ or ()))
-    else:
-        yield value
-    for one in inner if depth else ():
-        yield from _inside(one, depth - 1)
-
-
-def find_references(
-    options: Mapping[str, Any],
-    params: Sequence[Tensor],
-    most: int = 100_000,  # values of an option that are looked at
-) -> dict[int, str]:  # by index of a parameter: the name of the first option that refers to it
-    """Tell which options refer to parameters, as these themselves or by their ids."""
-    places = {id(p): i for i, p in enumerate(params)}
-    found = dict[int, str]()
-    for name, option in options.items():
-        for value in islice(_inside(option), most):
-            place = places.get(value if type(value) is int else id(value))
-            if place is not None:
-                found.setdefault(place, name)
-    return found
-
-
-class _Referred(torch.nn.Parameter):
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self
-
-
-def fresh_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Copy options into which an optimizer may write."""
-    return {k: deepcopy(v) if isinstance(v, (Tensor, list, dict)) else v for k, v in given.items()}
-
-
-def hide_parameters(options: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
-    """Put tensors without memory in the place of parameters that options refer to: a trial copies
-    options, and ids of copies that are gone may be those of other tensors later."""
-    found = find_references(options, params)
-    hidden: dict[int, Any] = {}
-    for p in map(params.__getitem__, found):
-        hidden[id(p)] = _Referred(torch.empty_like(p, device="meta"), p.requires_grad)
-    copied = (Tensor, list, dict)
-    return {
-        k: deepcopy(v, {**hidden}) if hidden and isinstance(v, copied) else v
-        for k, v in options.items()
-    }
 
 # %% ../../nbs/optim/06_arguments.ipynb #5a1c0d36
 def _replaced(shard: Shard) -> set[int]:  # indices in the optimizer

@@ -5,20 +5,25 @@
 # %% ../../nbs/optim/05_rules.ipynb #d0c8a47d
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from operator import attrgetter
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..plan.balancing import balanced, newton_schulz
 from ..plan.policies import Policy, even, greedy
 
 # %% auto #0
 __all__ = ['ELEMENTWISE', 'PARAMETERWISE', 'FUSED', 'is_torchs', 'Rule', 'is_known', 'find_rule', 'choose_fused', 'Settings',
-           'TriedClasses']
+           'TriedClasses', 'find_references', 'fresh_options', 'hide_parameters']
 
 # %% ../../nbs/optim/05_rules.ipynb #49337450
 ELEMENTWISE = frozenset(
@@ -195,3 +200,63 @@ class TriedClasses:
     def note_closure(self, kind: type) -> None:
         """Note that a class may be stepped after a closure was called once."""
         self.with_closure.add(kind)
+
+# %% ../../nbs/optim/05_rules.ipynb #5a1c0d34
+def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
+    """Give what an option holds, down to some depth."""
+    inner: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inner = (*value.keys(), *value.values())
+    elif isinstance(value, (Sequence, AbstractSet)) and not isinstance(value, (str, bytes, range)):
+        inner = value
+    elif isinstance(value, torch.nn.Module):
+        inner = value.parameters()
+    elif isinstance(value, partial):
+        inner = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, FunctionType):
+        bound = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        inner = (*bound, *(value.__defaults__ or ()))
+    else:
+        yield value
+    for one in inner if depth else ():
+        yield from _inside(one, depth - 1)
+
+
+def find_references(
+    options: Mapping[str, Any],
+    params: Sequence[Tensor],
+    most: int = 100_000,  # values of an option that are looked at
+) -> dict[int, str]:  # by index of a parameter: the name of the first option that refers to it
+    """Tell which options refer to parameters, as these themselves or by their ids."""
+    places = {id(p): i for i, p in enumerate(params)}
+    found = dict[int, str]()
+    for name, option in options.items():
+        for value in islice(_inside(option), most):
+            place = places.get(value if type(value) is int else id(value))
+            if place is not None:
+                found.setdefault(place, name)
+    return found
+
+
+class _Referred(torch.nn.Parameter):
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+def fresh_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Copy options into which an optimizer may write."""
+    return {k: deepcopy(v) if isinstance(v, (Tensor, list, dict)) else v for k, v in given.items()}
+
+
+def hide_parameters(options: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
+    """Put tensors without memory in the place of parameters that options refer to: a trial copies
+    options, and ids of copies that are gone may be those of other tensors later."""
+    found = find_references(options, params)
+    hidden: dict[int, Any] = {}
+    for p in map(params.__getitem__, found):
+        hidden[id(p)] = _Referred(torch.empty_like(p, device="meta"), p.requires_grad)
+    copied = (Tensor, list, dict)
+    return {
+        k: deepcopy(v, {**hidden}) if hidden and isinstance(v, copied) else v
+        for k, v in options.items()
+    }

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import fresh_options
 from .local_optimizers import LocalOptimizers
 from .param_specs import SmallGroup, leaving_alone, small_parameter
-from .rules import Rule, is_known
+from .rules import Rule, fresh_options, is_known
 from .shard import Shard
 from .state_entry import StateEntry, read_entry
 from zero_nb.optim.trial import (

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm.traced import first_collective
-from .arguments import fresh_options, hide_parameters
 from zero_nb.optim.param_specs import (
     SmallGroup,
     leaving_alone,
@@ -28,6 +27,7 @@ from zero_nb.optim.param_specs import (
     standing_in,
     what_is_left,
 )
+from .rules import fresh_options, hide_parameters
 
 # %% auto #0
 __all__ = ['TRIAL_STEPS', 'ODD', 'Trial', 'make_trial', 'difference', 'shown_numbers', 'find_stand_ins', 'Finding', 'try_class',
