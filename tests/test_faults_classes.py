@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero_nb.backward.data_parallel import data_parallel
 from zero_nb.comm.launch import run
-from zero_nb.optim import trial
+from zero_nb.optim import arguments
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.plan.policies import even
 
@@ -555,8 +555,8 @@ def quiet():
         heard,
         counts,
         len(zero.param_groups),
-        max(map(len, trial._FOUND.values())),
-        len(trial._FOUND),
+        max(map(len, arguments._FOUND.values())),
+        len(arguments._FOUND),
     )
 
 

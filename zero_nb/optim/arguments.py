@@ -6,22 +6,33 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from .rules import Rule, Settings, find_references, find_rule, is_known
+from .param_specs import SmallGroup, small_groups
+from zero_nb.optim.rules import (
+    Rule,
+    Settings,
+    find_references,
+    find_rule,
+    hide_parameters,
+    is_known,
+)
 from .shard import Shard
 from ..plan.policies import even
 from ..plan.specs import ParamSpec, ParamTable
 
 # %% auto #0
 __all__ = ['read_params', 'read_group', 'check_group', 'check_settings', 'plan_lines', 'regrouped', 'check_param_groups',
-           'which_cut', 'piece_names', 'name_pieces', 'check_references']
+           'which_cut', 'piece_names', 'name_pieces', 'check_references', 'remembered']
 
 # %% ../../nbs/optim/06_arguments.ipynb #f8e7d0d3
 def read_params(params: Any, what: str = "params") -> list[Any]:
@@ -300,3 +311,34 @@ def check_references(
                 " them; or step after backward, with shard='whole' and without master_dtype; or"
                 " pass trust_optimizer_class=True if the class does not look for the parameter"
             )
+
+# %% ../../nbs/optim/06_arguments.ipynb #58678ad7
+# by class and by what was tried
+_FOUND: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
+_MOST = 16  # findings kept for a class
+
+
+def remembered(
+    optimizer_class: Any,
+    defaults: dict[str, Any],
+    param_groups: Sequence[dict[str, Any]],
+    master_dtype: torch.dtype | None,
+    question: str,  # what is tried
+    # tries it, with the options for all groups
+    answer: Callable[[dict[str, Any], list[SmallGroup], torch.device], Any],
+) -> Any:  # None: there is nothing to try
+    """Try a class on small groups, unless that was done before."""
+    groups = small_groups(param_groups, master_dtype)
+    if not groups:
+        return None
+    first = next(p for group in param_groups for p in group["params"] if p.numel())
+    device = torch.device("cpu") if first.is_meta or isinstance(first, FakeTensor) else first.device
+    known = _FOUND.setdefault(optimizer_class, {})
+    key = f"{question} {defaults} {groups} {device}"
+    if key not in known:
+        if len(known) >= _MOST:
+            known.pop(next(iter(known)))
+        params = [p for group in param_groups for p in group["params"]]
+        hidden = [replace(g, options=hide_parameters(g.options, params)) for g in groups]
+        known[key] = answer(hide_parameters(defaults, params), hidden, device)
+    return known[key]

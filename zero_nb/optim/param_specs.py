@@ -10,7 +10,7 @@ import io
 import random
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -28,7 +28,7 @@ from ..plan.specs import ParamSpec, ParamTable
 # %% auto #0
 __all__ = ['param_name', 'group_specs', 'small_shapes', 'SmallKind', 'SmallGroup', 'small_groups', 'small_parameter',
            'name_small_parameters', 'make_stand_in', 'standing_in', 'with_gradients', 'what_is_left', 'clear_gradients',
-           'random_states', 'leaving_alone']
+           'source_states', 'random_states', 'leaving_alone']
 
 # %% ../../nbs/optim/02_param_specs.ipynb #8c39e138
 def _names(group: dict[str, Any], index: int) -> list[str]:
@@ -279,6 +279,38 @@ def clear_gradients(
                 p.grad.zero_()
 
 # %% ../../nbs/optim/02_param_specs.ipynb #ab2f1adc
+def _state_of(source: Any) -> Any:
+    """Read the state of a generator of Python's, numpy's or torch's."""
+    if isinstance(source, random.Random):
+        return source.getstate()
+    if hasattr(source, "get_state"):
+        return source.get_state()
+    return getattr(source, "bit_generator", source).state
+
+
+def _set_state(source: Any, state: Any) -> None:
+    if isinstance(source, random.Random):
+        source.setstate(state)
+    elif hasattr(source, "set_state"):
+        source.set_state(state)
+    else:
+        getattr(source, "bit_generator", source).__setstate__(state)
+
+
+def _comparable(state: Any) -> Any:
+    """Write a state in values that can be compared."""
+    if isinstance(state, dict):
+        return {k: _comparable(v) for k, v in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [*map(_comparable, state)]
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+def source_states(sources: Iterable[Any]) -> list[Any]:
+    """Give the states of generators among the options, to be compared."""
+    return [_comparable(_state_of(source)) for source in sources]
+
+
 def random_states(device: torch.device) -> tuple[Any, ...]:
     """Give the states of the process's generators."""
     found: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
@@ -286,8 +318,7 @@ def random_states(device: torch.device) -> tuple[Any, ...]:
         found.append(torch.get_device_module(device).get_rng_state(device).tolist())
     numpy = sys.modules.get("numpy")
     if numpy:
-        parts = numpy.random.get_state()
-        found += [part.tolist() if hasattr(part, "tolist") else part for part in parts]
+        found.append(_comparable(numpy.random.get_state()))
     return tuple(found)
 
 
@@ -311,9 +342,13 @@ def _without_global_hooks() -> Iterator[None]:
 
 
 @contextmanager
-def leaving_alone(device: torch.device) -> Iterator[None]:
+def leaving_alone(
+    device: torch.device,
+    sources: Sequence[Any] = (),  # generators among the user's options
+) -> Iterator[None]:
     """Put random states back after the block, call no hooks of the user's in it, and let no code see
     what is printed or warned of in it."""
+    states = [*map(_state_of, sources)]
     numpy = sys.modules.get("numpy")
     devices = [] if device.type == "cpu" else [device]
     in_python = random.getstate()
@@ -330,6 +365,8 @@ def leaving_alone(device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
+            for source, state in zip(sources, states, strict=True):
+                _set_state(source, state)
             random.setstate(in_python)
             if numpy:
                 numpy.random.set_state(in_numpy)

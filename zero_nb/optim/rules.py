@@ -5,6 +5,9 @@
 # %% ../../nbs/optim/05_rules.ipynb #d0c8a47d
 from __future__ import annotations
 
+import contextlib
+import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from copy import deepcopy
@@ -12,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from ..plan.policies import Policy, even, greedy
 
 # %% auto #0
 __all__ = ['ELEMENTWISE', 'PARAMETERWISE', 'FUSED', 'is_torchs', 'Rule', 'is_known', 'find_rule', 'choose_fused', 'Settings',
-           'TriedClasses', 'find_references', 'fresh_options', 'hide_parameters']
+           'TriedClasses', 'find_references', 'random_sources', 'fresh_options', 'hide_parameters']
 
 # %% ../../nbs/optim/05_rules.ipynb #49337450
 ELEMENTWISE = frozenset(
@@ -202,8 +205,9 @@ class TriedClasses:
         self.with_closure.add(kind)
 
 # %% ../../nbs/optim/05_rules.ipynb #5a1c0d34
-def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Give what an option holds, down to some depth."""
+def _inside(value: Any, depth: int = 4, attributes: bool = False) -> Iterator[Any]:
+    """Give what an option holds, down to some depth; with `attributes`, also those of objects, and
+    the global variables that functions name."""
     inner: Iterable[Any] = ()
     if isinstance(value, Mapping):
         inner = (*value.keys(), *value.values())
@@ -216,10 +220,14 @@ def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
     elif isinstance(value, FunctionType):
         bound = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         inner = (*bound, *(value.__defaults__ or ()))
+        if attributes:
+            inner = (*inner, *map(value.__globals__.get, value.__code__.co_names))
     else:
         yield value
+        if attributes and not isinstance(value, (type, Tensor, ModuleType)):
+            inner = [*getattr(value, "__dict__", {}).values(), getattr(value, "__self__", None)]
     for one in inner if depth else ():
-        yield from _inside(one, depth - 1)
+        yield from _inside(one, depth - 1, attributes)
 
 
 def find_references(
@@ -243,9 +251,46 @@ class _Referred(torch.nn.Parameter):
         return self
 
 
+def _is_source(value: Any) -> bool:
+    """Tell whether a value is a generator of random numbers whose state can be put back."""
+    if isinstance(value, (random.Random, torch.Generator)):
+        return not isinstance(value, random.SystemRandom)
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    kinds = numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator
+    return isinstance(value, kinds)
+
+
+def random_sources(
+    *options: Mapping[str, Any],
+    most: int = 10_000,  # values of an option that are looked at
+) -> list[Any]:
+    """List the generators of random numbers that options hold, each once."""
+    found = dict[int, Any]()
+    for option in (value for of_group in options for value in of_group.values()):
+        for value in islice(_inside(option, attributes=True), most):
+            if _is_source(value):
+                found[id(value)] = value
+    return [*found.values()]
+
+
+def _copied_option(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, (Tensor, list, dict)):
+        return deepcopy(value, memo)
+    held = islice(_inside(value, attributes=True), 1000)
+    if isinstance(value, (int, float, str)) or any(isinstance(v, Tensor) for v in held):
+        return value
+    with contextlib.suppress(Exception):  # a file, a lock, a process group
+        return deepcopy(value, memo)
+    return value
+
+
 def fresh_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Copy options into which an optimizer may write."""
-    return {k: deepcopy(v) if isinstance(v, (Tensor, list, dict)) else v for k, v in given.items()}
+    """Copy options into which an optimizer may write, or which change when it uses them; not what
+    holds tensors as attributes, as modules do, nor generators, whose states are put back."""
+    memo = {id(source): source for source in random_sources(given)}
+    return {k: _copied_option(v, memo) for k, v in given.items()}
 
 
 def hide_parameters(options: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:

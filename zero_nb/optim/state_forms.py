@@ -21,6 +21,7 @@ from .flat import flatten, flatten_like
 from .local_optimizers import LocalOptimizers
 from .param_specs import leaving_alone
 from .pieces import Piece, refreshed
+from .rules import fresh_options, random_sources
 from .shard import Shard
 from .state import ShardedState
 from zero_nb.optim.state_entry import (
@@ -193,8 +194,11 @@ def _stepped_alone(
 ) -> dict[Any, Any]:
     """Step a stand-in with the options of a param group, and nothing else; give its state."""
     own = {"params": [made]} if name is None else {"params": [made], "param_names": [name]}
-    with leaving_alone(made.device):  # a class may draw random numbers, which are the user's
-        other = kind([{**group, **own}], **local.settings.options(kind))
+    rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    given = local.settings.options(kind)
+    # a class may draw random numbers, which are the user's
+    with leaving_alone(made.device, random_sources(rest, given)):
+        other = kind([{**fresh_options(rest), **own}], **fresh_options(given))
         other.step()
     return dict(other.state[made])
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import remembered
 from .local_optimizers import LocalOptimizers
-from .param_specs import SmallGroup, leaving_alone, small_parameter
+from .param_specs import SmallGroup, small_parameter
 from .rules import Rule, fresh_options, is_known
 from .shard import Shard
 from .state_entry import StateEntry, read_entry
@@ -27,8 +28,8 @@ from zero_nb.optim.trial import (
     difference,
     find_stand_ins,
     make_trial,
-    remembered,
     shown_numbers,
+    trying,
 )
 from ..plan.bucket import Place, Slot
 from ..plan.shards import Span
@@ -216,7 +217,7 @@ def try_plans(
     """Find out by trial whether parameters may move with their state, and be stepped by bucket, in
     a class that may be sharded."""
     for tried in ([group.widened() for group in groups], groups):
-        with leaving_alone(device):
+        with trying(device, defaults, tried):
             try:
                 trial = find_stand_ins(make_trial(optimizer_class, defaults, tried, device))
                 return _examine_plans(trial)
@@ -334,7 +335,7 @@ def _try_constructor(
 ) -> str:  # what is wrong; empty: nothing is
     """Compare what a class makes of tensors or pairs with what it makes of param groups."""
     for tried in ([group.widened() for group in groups], groups):
-        with leaving_alone(device), contextlib.suppress(Exception):
+        with trying(device, defaults, tried), contextlib.suppress(Exception):
             trial = make_trial(optimizer_class, defaults, tried, device)
             optim, [params] = trial.make(trial.values)
             own = [*map(small_parameter, trial.values[0])]

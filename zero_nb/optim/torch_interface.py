@@ -17,12 +17,13 @@ from torch import Tensor
 
 from .driver import Driver, gather_parameters
 from .local_optimizers import LocalOptimizers, snapshot_options
-from .param_specs import SmallGroup, leaving_alone
+from .arguments import remembered
+from .param_specs import SmallGroup
 from .pieces import reclaim_pieces, record_versions
 from .state_dict_check import describe_state
 from .state_exchange import changing
 from .state_plan import kept_numbers, untried_classes
-from .trial import difference, make_trial, remembered
+from .trial import difference, make_trial, trying
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..comm.subgroups import GroupsLike, TwoLevel, two_level
@@ -285,7 +286,7 @@ def _try_closure(
 ) -> str:  # what is wrong; empty: nothing is
     """Compare steps with a closure, which gives the same gradients again, and without one."""
     for tried in ([group.widened() for group in groups], groups):
-        with leaving_alone(device), suppress(Exception):
+        with trying(device, defaults, tried), suppress(Exception):
             trial = make_trial(optimizer_class, defaults, tried, device)
             plain, params = trial.make(trial.values)
             other, others = trial.make(trial.values)
@@ -364,7 +365,7 @@ def _try_methods(
 ) -> str:  # what is wrong; empty: nothing is
     """Call on small tensors what a class overrides, and see what it does beside what torch's does."""
     tried = [group.widened() for group in groups]
-    with leaving_alone(device), suppress(Exception):
+    with trying(device, defaults, tried), suppress(Exception):
         trial = make_trial(optimizer_class, defaults, tried, device)
         optim, by_group = trial.make(trial.values)
         params = [p for ps in by_group for p in ps]
@@ -385,14 +386,13 @@ def _try_methods(
                     return (
                         f"has a state_dict() that gives another {key!r} than torch's, which is read"
                     )
-        for name in ("eval", "train"):
-            if _overrides(optimizer_class, name):
-                before = _all_held(optim, params)
-                options = snapshot_options(optim.param_groups)
-                getattr(optim, name)()
-                same = options == snapshot_options(optim.param_groups)
-                if same and _all_held(optim, params) != before:
-                    return f"has {name}() that changes parameters and notes it in no param group"
+        for name in filter(partial(_overrides, optimizer_class), ("eval", "train")):
+            before = _all_held(optim, params)
+            options = snapshot_options(optim.param_groups)
+            getattr(optim, name)()
+            same = options == snapshot_options(optim.param_groups)
+            if same and _all_held(optim, params) != before:
+                return f"has {name}() that changes parameters and notes it in no param group"
     return ""
 
 

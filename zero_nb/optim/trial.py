@@ -7,31 +7,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm.traced import first_collective
+from .arguments import remembered
 from zero_nb.optim.param_specs import (
     SmallGroup,
     leaving_alone,
     name_small_parameters,
     random_states,
-    small_groups,
     small_parameter,
+    source_states,
     standing_in,
     what_is_left,
 )
-from .rules import fresh_options, hide_parameters
+from .rules import fresh_options, random_sources
 
 # %% auto #0
-__all__ = ['TRIAL_STEPS', 'ODD', 'Trial', 'make_trial', 'difference', 'shown_numbers', 'find_stand_ins', 'Finding', 'try_class',
-           'remembered', 'find_trouble']
+__all__ = ['TRIAL_STEPS', 'ODD', 'Trial', 'make_trial', 'difference', 'shown_numbers', 'find_stand_ins', 'Finding', 'trying',
+           'try_class', 'find_trouble']
 
 # %% ../../nbs/optim/08_trial.ipynb #bea3d7cb
 TRIAL_STEPS = 12
@@ -252,10 +252,14 @@ def _examine(trial: Trial, cuts: bool, device: torch.device) -> Finding:
             f"communicates ({operation}), as if all ranks stepped the same parameters, and each"
             " rank would step other ones"
         )
+    sources = random_sources(trial.defaults, *[group.options for group in trial.groups])
     before = random_states(device)
+    held = source_states(sources)
     together = trial.together()
     if before != random_states(device):
         return Finding("draws random numbers, and each rank draws other ones")
+    if held != source_states(sources):
+        return Finding("draws random numbers from an option, and each rank draws other ones")
     if not all(t.isfinite().all() for ts in together for t in ts):
         raise ArithmeticError("they are stepped to values that are not finite")
     torch.default_generator.manual_seed(torch.initial_seed() ^ 1)
@@ -300,6 +304,15 @@ def _look_beside(trial: Trial) -> str:
     return f"steps a parameter differently where others {named[0]}" if named else ""
 
 
+def trying(
+    device: torch.device,
+    defaults: dict[str, Any],  # options for all groups
+    groups: Sequence[SmallGroup],
+) -> AbstractContextManager[None]:
+    """Leave random states, those of the options too, hooks and what is printed alone in a block."""
+    return leaving_alone(device, random_sources(defaults, *[group.options for group in groups]))
+
+
 def try_class(
     optimizer_class: Any,
     defaults: dict[str, Any],  # options for all groups
@@ -310,7 +323,7 @@ def try_class(
     """Find out by trial whether a class of optimizers may be sharded."""
     found = []
     for tried in ([group.widened() for group in groups], groups):
-        with leaving_alone(device):
+        with trying(device, defaults, tried):
             try:
                 trial = make_trial(optimizer_class, defaults, tried, device)
                 found.append(_examine(trial, cuts, device))
@@ -326,37 +339,6 @@ def try_class(
     )
 
 # %% ../../nbs/optim/08_trial.ipynb #58678ad6
-# by class and by what was tried
-_FOUND: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
-_MOST = 16  # findings kept for a class
-
-
-def remembered(
-    optimizer_class: Any,
-    defaults: dict[str, Any],
-    param_groups: Sequence[dict[str, Any]],
-    master_dtype: torch.dtype | None,
-    question: str,  # what is tried
-    # tries it, with the options for all groups
-    answer: Callable[[dict[str, Any], list[SmallGroup], torch.device], Any],
-) -> Any:  # None: there is nothing to try
-    """Try a class on small groups, unless that was done before."""
-    groups = small_groups(param_groups, master_dtype)
-    if not groups:
-        return None
-    first = next(p for group in param_groups for p in group["params"] if p.numel())
-    device = torch.device("cpu") if first.is_meta or isinstance(first, FakeTensor) else first.device
-    known = _FOUND.setdefault(optimizer_class, {})
-    key = f"{question} {defaults} {groups} {device}"
-    if key not in known:
-        if len(known) >= _MOST:
-            known.pop(next(iter(known)))
-        params = [p for group in param_groups for p in group["params"]]
-        hidden = [replace(g, options=hide_parameters(g.options, params)) for g in groups]
-        known[key] = answer(hide_parameters(defaults, params), hidden, device)
-    return known[key]
-
-
 def find_trouble(
     optimizer_class: Any,
     defaults: dict[str, Any],  # options for all groups

@@ -1,0 +1,235 @@
+"""Optimizer classes that nobody knows, by what their options hold: a trial leaves it as it is."""
+
+import random
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from common import caught
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.comm.launch import run
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+
+
+class Noisy(Optimizer):
+    """Gradient descent that asks its option for a number: for each parameter, or once in a step."""
+
+    def __init__(self, params, lr=0.1, source=None, once=False):
+        super().__init__(params, {"lr": lr})
+        self.source = source
+        self.once = once
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        scale = 1.0
+        for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            if i == 0 or not self.once:
+                scale = drawn(self.source)
+            if p.grad is not None:
+                p.sub_(p.grad * scale, alpha=0.1)
+
+
+class InGroups(Noisy):
+    """Keeps the option in its groups."""
+
+    def __init__(self, params, lr=0.1, source=None):
+        Optimizer.__init__(self, params, {"lr": lr, "source": source})
+        self.once = False
+
+    @property
+    def source(self):
+        return self.param_groups[0]["source"]
+
+
+def drawn(source):
+    """Ask whatever an option may be for a number."""
+    if isinstance(source, dict):
+        return drawn(source["inner"][0])
+    if isinstance(source, torch.Generator):
+        return torch.rand((), generator=source).item()
+    if callable(source):
+        return source()
+    return next(source) if hasattr(source, "__next__") else source.random()
+
+
+class Rates:
+    """Numbers that depend on how often they were asked for."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return 1.0 / self.calls
+
+
+class Drawing:
+    """Keeps a generator as an attribute."""
+
+    def __init__(self):
+        self.generator = random.Random(3)
+
+    def __call__(self):
+        return self.generator.random()
+
+
+def of_python():
+    made = random.Random(3)
+    return made, made.getstate
+
+
+def of_numpy():
+    made = np.random.default_rng(3)
+    return made, lambda: str(made.bit_generator.state)
+
+
+def of_old_numpy():
+    made = np.random.RandomState(3)
+    return made, lambda: [np.asarray(part).tolist() for part in made.get_state()]
+
+
+def of_torch():
+    made = torch.Generator().manual_seed(3)
+    return made, lambda: made.get_state().tolist()
+
+
+def in_a_container():
+    made, state = of_torch()
+    return {"inner": [made]}, state
+
+
+def in_a_function():
+    made, state = of_python()
+    return lambda: made.random(), state
+
+
+def in_an_object():
+    made = Drawing()
+    return made, made.generator.getstate
+
+
+SHARED = random.Random(3)
+
+
+def in_a_global():
+    SHARED.seed(3)
+    return lambda: SHARED.random(), SHARED.getstate
+
+
+def in_a_method():
+    made, state = of_python()
+    return made.random, state
+
+
+GENERATORS = [
+    of_python,
+    of_numpy,
+    of_old_numpy,
+    of_torch,
+    in_a_container,
+    in_a_function,
+    in_a_global,
+    in_a_method,
+    in_an_object,
+]
+
+
+def params():
+    return nn.Linear(3, 3).parameters()
+
+
+def tried(kind, made, **options):
+    """Make a sharded optimizer; give its error, and whether the option is as before."""
+    source, state = made()
+    before = state()
+    said = caught(
+        lambda: ZeroRedundancyOptimizer(params(), kind, source=source, **options) and None
+    )
+    return said, state() == before
+
+
+@pytest.mark.parametrize("made", GENERATORS)
+@pytest.mark.parametrize("kind", [Noisy, InGroups])
+def test_a_trial_leaves_a_generator_among_the_options_as_it_is_and_refuses_its_use(made, kind):
+    said, same = tried(kind, made)
+    assert same and "draws random numbers from an option" in said
+
+
+@pytest.mark.parametrize("made", GENERATORS)
+def test_one_number_a_step_for_all_parameters_is_refused_too(made):
+    said, same = tried(Noisy, made, once=True)
+    assert same and "draws random numbers from an option" in said
+
+
+class Unused(Noisy):
+    """Has the option and draws nothing."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("made", GENERATORS)
+def test_a_generator_that_no_step_uses_is_no_trouble(made):
+    assert tried(Unused, made) == (None, True)
+
+
+def asked(made):
+    """Give what an option is in the optimizer, and what it was asked for before the first step."""
+    source = made()
+    zero = ZeroRedundancyOptimizer(params(), Noisy, source=source, once=True)
+    same = zero.optim.source is source
+    return same, drawn(source), drawn(made())
+
+
+@pytest.mark.parametrize("made", [Rates, lambda: count(1)])
+def test_an_option_that_counts_its_uses_has_counted_none_of_a_trial(made):
+    same, given, fresh = asked(made)
+    assert same and given == fresh
+
+
+def attached():
+    source = Rates()
+    model = nn.Linear(3, 3)
+    zero = ZeroRedundancyOptimizer(model.parameters(), Noisy, source=source, once=True)
+    before = source.calls
+    data_parallel(model, zero)
+    return before, source.calls
+
+
+def test_an_attached_engine_tries_without_using_the_option_either():
+    assert run(2, attached) == [(0, 0)] * 2
+
+
+def state_read_early():
+    """Read the state of parameters before the first step, of a class that draws from its option."""
+    source, rates = random.Random(3), Rates()
+    zero = ZeroRedundancyOptimizer(
+        params(), Both, source=source, rates=rates, trust_optimizer_class=True
+    )
+    before = source.getstate()
+    kept = [len(zero.state[p]) for p in zero.param_groups[0]["params"]]
+    return kept, source.getstate() == before, rates.calls
+
+
+class Both(Noisy):
+    """Draws from one option, asks another, and keeps what it got."""
+
+    def __init__(self, params, lr=0.1, source=None, rates=None):
+        super().__init__(params, lr, source)
+        self.rates = rates
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["kept"] = torch.tensor(self.source.random() * self.rates())
+
+
+def test_the_state_to_come_is_told_without_using_options():
+    assert state_read_early() == ([1, 1], True, 0)
