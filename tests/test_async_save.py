@@ -37,7 +37,7 @@ from zero_nb.checkpoint import async_save
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
 from zero_nb.checkpoint.contents import newest_checkpoint
 from zero_nb.checkpoint.folder import check_folder
-from zero_nb.checkpoint.reshard import reshard
+from zero_nb.checkpoint.resharding import reshard
 from zero_nb.checkpoint.sharded import load_sharded
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record

@@ -28,10 +28,10 @@ from zero_nb.plan.draw import Svg, colour, draw_buckets, draw_shards, short
 from zero_nb.plan.estimated import PLANNED
 from zero_nb.plan.estimates import estimate
 from zero_nb.plan.models import MODELS, find_model
-from zero_nb.plan.moves import moves
 from zero_nb.plan.packing import pack
 from zero_nb.plan.policies import even, greedy
 from zero_nb.plan.schedule import METHODS, Bar, Event, make_schedule, play
+from zero_nb.plan.span_moves import moves
 from zero_nb.plan.specs import ParamSpec
 from zero_nb.plan.states import OPTIMIZERS
 from zero_nb.plan.timelines import Stretch, draw_stretches, draw_timeline, read_trace

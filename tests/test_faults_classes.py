@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.comm.launch import run
 from zero_nb.optim import arguments
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, lr_scheduler
 
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.ending import fail
 from zero_nb.comm.group_store import waiting_elsewhere

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from zero_nb.backward import parallel_backward
 from zero_nb.backward.arriving import Search
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zero_nb
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.backward.ddp_buckets import plan_buckets
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm import payloads
@@ -26,7 +26,7 @@ from zero_nb.comm.recording import record
 from zero_nb.comm.simulation import simulate
 from zero_nb.comm.subgroups import two_level
 from zero_nb.optim import state_runs
-from zero_nb.plan.moves import moves
+from zero_nb.plan.span_moves import moves
 
 MANY = 16_384  # ranks
 

@@ -11,7 +11,7 @@ from common.parallel import MODES, SMALL, base, batch
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
 
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import AdamW, Muon
 
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.checkpoint.full import full_state_dict, load_full_state_dict
 from zero_nb.comm.launch import run
 from zero_nb.comm.objects import broadcast_object_list

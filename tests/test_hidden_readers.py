@@ -14,7 +14,7 @@ from torch.nn.utils import vector_to_parameters
 from torch.optim import SGD
 
 from zero_nb.backward.arriving import NanUntilArrived
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.comm.ending import abort
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run

@@ -322,5 +322,5 @@ def test_a_function_with_the_name_of_any_module_is_found():
     text = "def one(): ...\nclass two: ...\ndef three(): ..."
     names = found(names_of_modules, room_one=text, hall_two="")
     assert names == ["room.one:one", "room.one:two"]
-    assert found(names_of_modules, room_moves="def moves(): ...", hall_two="") == []
+    assert found(names_of_modules, room_moves="def moves(): ...") == ["room.moves:moves"]
     assert found(names_of_modules, room_moves="", hall_two="def moves(): ...") == ["hall.two:moves"]

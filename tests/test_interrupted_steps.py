@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_nb import full_state_dict, load_sharded, reshard, save_sharded
 from zero_nb.backward.arriving import NanUntilArrived
-from zero_nb.checkpoint import reshard as reshard_module
+from zero_nb.checkpoint import resharding as reshard_module
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
 from zero_nb.comm import ending
 from zero_nb.comm.launch import run

@@ -18,7 +18,7 @@ from torch.optim import AdamW
 from zero_nb.apps.peak_memory import peak_bytes
 from zero_nb.apps.turns import trace_rank
 from zero_nb.apps.workloads import benchmark_models
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.backward.ddp_buckets import split_like_ddp
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.launch import run

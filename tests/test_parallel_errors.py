@@ -19,7 +19,7 @@ from torch.optim import AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
 from zero_nb.backward.bucket_planner import DataParallelOptions
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.comm.launch import run
 from zero_nb.comm.subgroups import two_level
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer

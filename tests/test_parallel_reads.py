@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD
 
 from zero_nb.apps.peak_memory import peak_bytes
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.comm.launch import run
 from zero_nb.comm.recording import record
 

@@ -13,11 +13,11 @@ from zero_nb.plan.bucket_plan import BucketPlan
 from zero_nb.plan.comparison import compare
 from zero_nb.plan.estimates import estimate
 from zero_nb.plan.filling import fill_like_ddp
-from zero_nb.plan.moves import moves
 from zero_nb.plan.packing import adopt, pack
 from zero_nb.plan.policies import even, greedy
 from zero_nb.plan.schedule import Schedule
 from zero_nb.plan.shards import ShardPlan
+from zero_nb.plan.span_moves import moves
 from zero_nb.plan.specs import ParamSpec
 
 two = (ParamSpec("weight", (7,)), ParamSpec("bias", (2,)))

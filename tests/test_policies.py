@@ -27,9 +27,9 @@ from zero_nb.plan.balancing import (
     newton_schulz,
 )
 from zero_nb.plan.grids import Grid, GridPlan
-from zero_nb.plan.moves import Move, moves, moves_of
 from zero_nb.plan.policies import even, greedy
 from zero_nb.plan.shards import ShardPlan, Span, spread
+from zero_nb.plan.span_moves import Move, moves, moves_of
 from zero_nb.plan.specs import ParamSpec
 
 quick = settings(max_examples=60, deadline=None)

@@ -21,7 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zero_nb
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.agreement import agree
 from zero_nb.comm.groups import Group

@@ -17,9 +17,9 @@ from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.groups import Group
 from zero_nb.comm.recording import record
 from zero_nb.comm.subgroups import split, two_level
-from zero_nb.plan.moves import moves
 from zero_nb.plan.policies import even
 from zero_nb.plan.shards import ShardPlan, Span
+from zero_nb.plan.span_moves import moves
 
 SOME = [(0, 1, 2), (2, 3), (3, 1, 0), (1,), (0, 2), (0, 1, 2, 3), (3, 2, 1, 0)]
 
@@ -650,7 +650,7 @@ def momentum_steps():
 
 def killed_in_the_middle(model, optimizer):
     """One rank fails while state moves; the others hear of it."""
-    import zero_nb.checkpoint.reshard as chapter
+    import zero_nb.checkpoint.resharding as chapter
 
     if dist.get_rank() == 1:
         keep = chapter.exchange_state

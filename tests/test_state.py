@@ -15,10 +15,10 @@ from zero_nb.optim.state_entry import StateEntry
 from zero_nb.optim.state_message import pack_entries, unpack_entries
 from zero_nb.optim.state_plan import StatePlan, stepped_by
 from zero_nb.plan.balancing import balanced
-from zero_nb.plan.moves import moves, moves_of
 from zero_nb.plan.packing import pack
 from zero_nb.plan.policies import even
 from zero_nb.plan.shards import Span
+from zero_nb.plan.span_moves import moves, moves_of
 from zero_nb.plan.specs import ParamSpec
 
 SIZES = st.lists(st.integers(0, 70), min_size=1, max_size=6)

@@ -53,7 +53,7 @@ def cells_of_the_notebooks() -> Iterator[tuple[str, str]]:
     modes, rows = table_under("07_ddp_overlap", "## Who reads and writes what")
     yield from itertools.product(modes, rows)
     title = "## What may be read and written until the next backward"
-    columns, rows = table_under("16_data_parallel", title)
+    columns, rows = table_under("16_data_parallelism", title)
     options = sorted(name.removesuffix("=True") for name in columns if name.endswith("=True"))
     for chosen in itertools.product((False, True), repeat=len(options)):
         words = ["data_parallel", *itertools.compress(options, chosen)]

@@ -14,7 +14,7 @@ _MODULES = {
     "plan.policies": ("even", "greedy"),
     "plan.balancing": ("balanced", "mixed"),
     "plan.grids": ("Grid", "GridPlan"),
-    "plan.moves": ("moves",),
+    "plan.span_moves": ("moves",),
     "plan.bucket_plan": ("BucketPlan",),
     "plan.packing": ("pack",),
     "plan.schedule": ("make_schedule",),
@@ -34,7 +34,7 @@ _MODULES = {
     "optim.optimizer": ("ZeroRedundancyOptimizer",),
     "backward.ddp_overlap": ("overlap",),
     "backward.torch_hooks": ("hook_with_zero_step", "hook_with_zero_step_interleaved"),
-    "backward.data_parallel": ("data_parallel",),
+    "backward.data_parallelism": ("data_parallel",),
     "checkpoint.full": (
         "full_optim_state_dict",
         "full_state_dict",
@@ -44,7 +44,7 @@ _MODULES = {
     "checkpoint.contents": ("newest_checkpoint",),
     "checkpoint.sharded": ("load_sharded", "save_sharded"),
     "checkpoint.convert": ("convert_checkpoint", "verify_checkpoint"),
-    "checkpoint.reshard": ("reshard",),
+    "checkpoint.resharding": ("reshard",),
     "checkpoint.async_save": ("AsyncCheckpointer",),
     "verify.memory": ("memory_report",),
     "verify.same": ("assert_same",),
@@ -80,7 +80,7 @@ if TYPE_CHECKING:  # `as`: a type checker takes such a name for one that users m
         convert_checkpoint as convert_checkpoint,
         verify_checkpoint as verify_checkpoint,
     )
-    from .checkpoint.reshard import (
+    from .checkpoint.resharding import (
         reshard as reshard,
     )
     from .plan.bucket_plan import (
@@ -147,7 +147,7 @@ if TYPE_CHECKING:  # `as`: a type checker takes such a name for one that users m
         hook_with_zero_step as hook_with_zero_step,
         hook_with_zero_step_interleaved as hook_with_zero_step_interleaved,
     )
-    from .backward.data_parallel import (
+    from .backward.data_parallelism import (
         data_parallel as data_parallel,
     )
     from .comm.ranks import (
@@ -188,7 +188,7 @@ if TYPE_CHECKING:  # `as`: a type checker takes such a name for one that users m
         Grid as Grid,
         GridPlan as GridPlan,
     )
-    from .plan.moves import (
+    from .plan.span_moves import (
         moves as moves,
     )
     from .plan.policies import (

@@ -383,17 +383,13 @@ def shared_names() -> Iterator[str]:
             yield f"{name}: {', '.join(sorted(modules))}"
 
 
-# Public functions in modules of their names, which users call by `from zero_nb import ...`.
-OF_THEIR_MODULE = {(name, name) for name in ("data_parallel", "moves", "reshard")}
-
-
 def names_of_modules() -> Iterator[str]:
     """No function or class has the name of a module, which an import would hide or find in its place."""
     modules = {module.split(".")[-1] for module in TREES}
     for module, tree in TREES.items():
         for node in tree.body:
             named_so = isinstance(node, (*FUNCTIONS, ast.ClassDef)) and node.name in modules
-            if named_so and (module.split(".")[-1], node.name) not in OF_THEIR_MODULE:
+            if named_so:
                 yield f"{module}:{node.name}"
 
 
@@ -556,8 +552,8 @@ def bound_at_the_top() -> Iterator[str]:
 
 # Properties made of a lambda, which a type checker takes for `Any`, and why they stay.
 PROPERTIES_WITHOUT_TYPE = {
-    "backward.data_parallel:DataParallel join_device": "the class has its 150 lines",
-    "backward.data_parallel:DataParallel join_process_group": "the same",
+    "backward.data_parallelism:DataParallel join_device": "the class has its 150 lines",
+    "backward.data_parallelism:DataParallel join_process_group": "the same",
     "optim.optimizer:ZeroRedundancyOptimizer history": "the chapter has its 400 lines of code",
     "optim.pieces:Piece numel": "the same",
 }

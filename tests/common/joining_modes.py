@@ -5,7 +5,7 @@ from torch.optim import AdamW
 
 from common import largest_gap, run_each
 from common.modes import MODES, VARIANTS, Mode
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 ORDERS = {

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.backward.torch_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from common import caught
-from zero_nb.backward.data_parallel import DataParallel
+from zero_nb.backward.data_parallelism import DataParallel
 
 
 def consolidated(zero, *_):

@@ -21,7 +21,7 @@ from .peak_memory import peak_bytes
 from .turns import Job, LR, WARM_UP, _rounded, _way, make_job
 from .variants import VARIANTS
 from .workloads import Model, benchmark_models
-from ..backward.data_parallel import data_parallel
+from ..backward.data_parallelism import data_parallel
 from ..backward.ddp_overlap import overlap
 from ..comm.recording import record
 from ..comm.simulation import simulate

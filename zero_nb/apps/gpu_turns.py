@@ -22,7 +22,7 @@ from .sides import synchronized_time
 from .turns import LR, Job, _rounded
 from .variants import VARIANTS, Runner, _runner
 from .workloads import Model, TiedGPT
-from ..backward.data_parallel import data_parallel
+from ..backward.data_parallelism import data_parallel
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
 # %% auto #0

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..backward.data_parallel import data_parallel
+from ..backward.data_parallelism import data_parallel
 from ..backward.ddp_overlap import overlap
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.rules import choose_fused

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from ..backward.data_parallel import data_parallel
+from ..backward.data_parallelism import data_parallel
 from ..backward.ddp_overlap import overlap
 from ..comm.groups import Group
 from ..comm.shared_file import available

@@ -33,7 +33,7 @@ from zero_nb.optim.state_entry import (
 )
 from ..optim.state_plan import check_moves, read_entries
 from ..plan.bucket_plan import BucketPlan
-from ..plan.moves import Rows
+from ..plan.span_moves import Rows
 from ..plan.policies import Policy, even
 from ..plan.shards import ShardPlan
 from ..plan.specs import ParamSpec

@@ -18,7 +18,7 @@ from ..comm.groups import Group, connect
 from ..optim.state_plan import StatePlan
 from ..plan.bucket import ChunkBounds, Place, Slot
 from ..plan.bucket_plan import BucketPlan
-from ..plan.moves import Rows
+from ..plan.span_moves import Rows
 
 # %% auto #0
 __all__ = ['Seat', 'seat_in', 'rows_of', 'RemoteShard', 'placement_text', 'placement_from', 'parameter_sources',

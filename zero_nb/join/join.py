@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backward.data_parallel import DataParallel
+from ..backward.data_parallelism import DataParallel
 from ..comm.groups import Group
 from .attendance import Attendance
 from .declared_batches import with_bar

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..backward.data_parallel import DataParallel
+from ..backward.data_parallelism import DataParallel
 from ..backward.ddp_overlap import DdpOverlap, find_overlap
 from ..backward.module_buffers import broadcast_from
 from ..backward.stepped_gradients import unstepped_grad

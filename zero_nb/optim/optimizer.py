@@ -366,7 +366,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         return self.sharded_state.replan(self.param_groups, olds, why, plan)
 
     def move_to(self, groups: Sequence[Group], history: History) -> None:
-        """Be shared by the ranks of other groups, to which the state has moved (checkpoint/16_reshard)."""
+        """Be shared by the ranks of other groups, to which the state has moved (checkpoint/16_resharding)."""
         self.sharded_state.change_groups(groups)
         self._share_among(groups)
         self._consolidated = self._consolidated._replace(everywhere=False)  # a rank may be new

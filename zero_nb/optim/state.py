@@ -51,7 +51,7 @@ from zero_nb.optim.state_plan import (
 )
 from ..plan.bucket import Place
 from ..plan.bucket_plan import BucketPlan
-from ..plan.moves import RankMoves, moves_of
+from ..plan.span_moves import RankMoves, moves_of
 from ..plan.policies import even
 from ..plan.shards import Span
 

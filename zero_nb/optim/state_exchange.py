@@ -27,7 +27,7 @@ from .state_entry import MASTER, StateEntry, is_row, own_value
 from .state_message import pack_entries, unpack_entries
 from .state_plan import StatePlan, stepped_by
 from ..plan.bucket import Place
-from ..plan.moves import Move, RankMoves, moves_of
+from ..plan.span_moves import Move, RankMoves, moves_of
 from ..plan.shards import Span
 from ..plan.specs import ParamTable
 

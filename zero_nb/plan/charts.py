@@ -17,7 +17,7 @@ from .estimates import estimate
 from .estimated import PLANNED, Estimate, amount
 from .fitting import fits, parse_memory
 from .models import MODELS, find_model
-from .moves import Move
+from .span_moves import Move
 from .states import OPTIMIZERS
 
 # %% ../../nbs/plan/25_charts.ipynb #5fafd4ba

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..backward.data_parallel import DataParallel
+from ..backward.data_parallelism import DataParallel
 from ..backward.ddp_overlap import DdpOverlap
 from ..checkpoint.async_save import AsyncCheckpointer
 from ..comm.agreement import agreeing

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..backward.data_parallel import data_parallel
+from ..backward.data_parallelism import data_parallel
 from ..backward.ddp_overlap import overlap
 from ..comm.groups import Group
 from ..comm.payloads import byte_device
