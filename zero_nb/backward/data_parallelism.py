@@ -59,6 +59,7 @@ class DataParallel(InBackward, _Joinable):
     observers: tuple[StepObserver, ...] = ()  # blocks of join/15_join, the innermost one last
     arriving: ArrivingParameters | None = None  # with `hidden`: after the last step
     stepped = False  # since the last call of `step`
+    no_sync_blocks = 0  # that the last forward was in
 
     def __init__(self, module: nn.Module, optimizer: Any, options: DataParallelOptions):
         called_once, first = check_and_plan(module, optimizer, options)
@@ -90,7 +91,7 @@ class DataParallel(InBackward, _Joinable):
         averages = torch.is_grad_enabled() and not self.reducer.no_sync_blocks
         joined = in_torchs_join(self) or in_torchs_join(self.optimizer)
         if torch.is_grad_enabled():
-            self.reducer.note_forward()
+            self.no_sync_blocks = self.reducer.no_sync_blocks
             self.engine.make_way()  # the next backward adds to what is there
         if averages:
             self.watch.check_last_backward(self.reducer.backward is not None)

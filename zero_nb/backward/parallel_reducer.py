@@ -54,7 +54,6 @@ class ParallelReducer:
         self.listeners = GradientListeners(self.engine.params, on_gradient)
         self.backward: ParallelBackward | None = None  # in progress
         self.no_sync_blocks = 0  # that the user's code is in
-        self.blocks_of_forward = 0  # that the last forward was in
         self.may_have_leftovers = any(p.grad is not None for p in self.engine.params)
 
     def listen_while_unknown(self) -> None:
@@ -62,13 +61,9 @@ class ParallelReducer:
         if unknown := self.planner.order.unknown():
             self.listeners.listen_to(unknown)
 
-    def note_forward(self) -> None:
-        """Note whether the forward that begins is in `no_sync`: its gradients are averaged if not."""
-        self.blocks_of_forward = self.no_sync_blocks
-
     def watch(self) -> None:
         """Note that backward begins, with the gradient of the module's output."""
-        if self.no_sync_blocks or self.blocks_of_forward or self.backward is not None:
+        if self.no_sync_blocks or self.handle.no_sync_blocks or self.backward is not None:
             return
         if on_backward_end(self._end_of_backward, self.groups):
             self.listeners.come_last()
@@ -80,7 +75,7 @@ class ParallelReducer:
     def on_gradient(reducer: ref[ParallelReducer], index: int, param: Tensor) -> None:
         """Note a gradient, and send the buckets that it fills."""
         self = reducer()
-        if self is None or self.no_sync_blocks or self.blocks_of_forward:
+        if self is None or self.no_sync_blocks or self.handle.no_sync_blocks:
             return
         creates_graph = torch.is_grad_enabled()
         stream = self.engine.stream
