@@ -233,3 +233,20 @@ class Both(Noisy):
 
 def test_the_state_to_come_is_told_without_using_options():
     assert state_read_early() == ([1, 1], True, 0)
+
+
+class Counted(Unused):
+    """Counts the tensors that all its optimizers have stepped."""
+
+    stepped = 0
+
+    def step(self, closure=None):
+        given = [p for group in self.param_groups for p in group["params"]]
+        Counted.stepped += sum(p.grad is not None for p in given)
+        super().step()
+
+
+def test_a_trial_steps_no_tensor_more_often_than_its_questions_need():
+    """Counted: 2 kinds of parameters, in float64 and in float32, and the constructor's question."""
+    ZeroRedundancyOptimizer(params(), Counted)
+    assert Counted.stepped <= 400

@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .param_specs import leaving_alone
 from ..plan.balancing import balanced, newton_schulz
 from ..plan.policies import Policy, even, greedy
 
 # %% auto #0
 __all__ = ['ELEMENTWISE', 'PARAMETERWISE', 'FUSED', 'is_torchs', 'Rule', 'is_known', 'find_rule', 'choose_fused', 'Settings',
-           'TriedClasses', 'find_references', 'random_sources', 'fresh_options', 'hide_parameters']
+           'TriedClasses', 'find_references', 'random_sources', 'trying', 'fresh_options', 'hide_parameters']
 
 # %% ../../nbs/optim/05_rules.ipynb #49337450
 ELEMENTWISE = frozenset(
@@ -275,11 +277,27 @@ def random_sources(
     return [*found.values()]
 
 
+def trying(
+    device: torch.device,
+    defaults: dict[str, Any],  # options for all groups
+    groups: Sequence[Any],  # small ones
+) -> AbstractContextManager[None]:
+    """Leave random states, those of the options too, hooks and what is printed alone in a block."""
+    return leaving_alone(device, random_sources(defaults, *[group.options for group in groups]))
+
+
+_PLAIN_OPTIONS = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+
+
+def _is_constant(value: Any) -> bool:  # fast: each optimizer of a trial asks this of each option
+    parts = value if type(value) is tuple else (value,)
+    return all(type(part) in _PLAIN_OPTIONS for part in parts)
+
+
 def _copied_option(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, (Tensor, list, dict)):
         return deepcopy(value, memo)
-    held = islice(_inside(value, attributes=True), 1000)
-    if isinstance(value, (int, float, str)) or any(isinstance(v, Tensor) for v in held):
+    if any(isinstance(v, Tensor) for v in islice(_inside(value, attributes=True), 1000)):
         return value
     with contextlib.suppress(Exception):  # a file, a lock, a process group
         return deepcopy(value, memo)
@@ -289,8 +307,9 @@ def _copied_option(value: Any, memo: dict[int, Any]) -> Any:
 def fresh_options(given: dict[str, Any]) -> dict[str, Any]:
     """Copy options into which an optimizer may write, or which change when it uses them; not what
     holds tensors as attributes, as modules do, nor generators, whose states are put back."""
-    memo = {id(source): source for source in random_sources(given)}
-    return {k: _copied_option(v, memo) for k, v in given.items()}
+    changing = {k: v for k, v in given.items() if not _is_constant(v)}
+    memo = {id(source): source for source in random_sources(changing)}
+    return {**given, **{k: _copied_option(v, memo) for k, v in changing.items()}}
 
 
 def hide_parameters(options: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:

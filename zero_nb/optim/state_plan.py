@@ -19,7 +19,7 @@ from torch import Tensor
 from .arguments import remembered
 from .local_optimizers import LocalOptimizers
 from .param_specs import SmallGroup, small_parameter
-from .rules import Rule, fresh_options, is_known
+from .rules import Rule, fresh_options, is_known, trying
 from .shard import Shard
 from .state_entry import StateEntry, read_entry
 from zero_nb.optim.trial import (
@@ -29,7 +29,6 @@ from zero_nb.optim.trial import (
     find_stand_ins,
     make_trial,
     shown_numbers,
-    trying,
 )
 from ..plan.bucket import Place, Slot
 from ..plan.shards import Span
@@ -343,7 +342,7 @@ def _try_constructor(
             other = optimizer_class(given, **fresh_options(defaults))
             if _written_groups(optim, params) != _written_groups(other, own):
                 return "makes other param groups"
-            for step in trial.gradients:
+            for step in trial.gradients[:4]:
                 trial.step(optim, [params], step)
                 trial.step(other, [own], step)
             found = [[[p.detach() for p in ps]] for ps in (params, own)]

@@ -19,11 +19,12 @@ from .driver import Driver, gather_parameters
 from .local_optimizers import LocalOptimizers, snapshot_options
 from .arguments import remembered
 from .param_specs import SmallGroup
+from .rules import trying
 from .pieces import reclaim_pieces, record_versions
 from .state_dict_check import describe_state
 from .state_exchange import changing
 from .state_plan import kept_numbers, untried_classes
-from .trial import difference, make_trial, trying
+from .trial import difference, make_trial
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..comm.subgroups import GroupsLike, TwoLevel, two_level
@@ -388,10 +389,9 @@ def _try_methods(
                     )
         for name in filter(partial(_overrides, optimizer_class), ("eval", "train")):
             before = _all_held(optim, params)
-            options = snapshot_options(optim.param_groups)
+            noted = snapshot_options(optim.param_groups)
             getattr(optim, name)()
-            same = options == snapshot_options(optim.param_groups)
-            if same and _all_held(optim, params) != before:
+            if noted == snapshot_options(optim.param_groups) and _all_held(optim, params) != before:
                 return f"has {name}() that changes parameters and notes it in no param group"
     return ""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
@@ -19,7 +18,6 @@ from ..comm.traced import first_collective
 from .arguments import remembered
 from zero_nb.optim.param_specs import (
     SmallGroup,
-    leaving_alone,
     name_small_parameters,
     random_states,
     small_parameter,
@@ -27,11 +25,11 @@ from zero_nb.optim.param_specs import (
     standing_in,
     what_is_left,
 )
-from .rules import fresh_options, random_sources
+from .rules import fresh_options, random_sources, trying
 
 # %% auto #0
-__all__ = ['TRIAL_STEPS', 'ODD', 'Trial', 'make_trial', 'difference', 'shown_numbers', 'find_stand_ins', 'Finding', 'trying',
-           'try_class', 'find_trouble']
+__all__ = ['TRIAL_STEPS', 'ODD', 'Trial', 'make_trial', 'difference', 'shown_numbers', 'find_stand_ins', 'Finding', 'try_class',
+           'find_trouble']
 
 # %% ../../nbs/optim/08_trial.ipynb #bea3d7cb
 TRIAL_STEPS = 12
@@ -61,6 +59,7 @@ class Trial:
     values: list[list[Tensor]]  # of each group
     gradients: list[list[list[Tensor]]]  # of each step, of each group
     stand_ins: Sequence[Tensor | None]  # for groups without a gradient; None: there are none
+    of_kind: int = 3  # tensors of each kind; the last two of them are alike
     # copies of options: ids of copies that are gone may be those of other tensors later
     copies: list[Any] = field(default_factory=list)
 
@@ -105,9 +104,15 @@ class Trial:
             self.step(optim, params, given)
         return [[p.detach() for p in ps] for ps in params]
 
+    def watched(self) -> tuple[list[list[Tensor]], frozenset[str]]:
+        """Step all tensors with one optimizer; give what became of them, and what is left of gradients."""
+        optim, params = self.make(self.values)
+        left = frozenset([self.step(optim, params, gradients) for gradients in self.gradients])
+        return [[p.detach() for p in ps] for ps in params], left
+
     def together(self) -> list[list[Tensor]]:
         """Step all tensors with one optimizer, as without ranks."""
-        return self.train(self.values, self.gradients)
+        return self.watched()[0]
 
     def apart(self) -> list[list[Tensor]]:
         """Step each tensor with an optimizer of its own, as if each belonged to another rank."""
@@ -115,14 +120,24 @@ class Trial:
         return [[self.alone(g, i) for i in range(size)] for g, size in enumerate(sizes)]
 
     def beside(self, odd: Iterable[int]) -> Tensor:
-        """Step one tensor beside others whose gradients are odd in some steps."""
-        optim, params = self.make(self.values)
-        for t, step in enumerate(self.gradients):
+        """Step one tensor beside others whose gradients are odd in some steps: one of each kind, and
+        one of its own shape."""
+        few = self.chosen(lambda i, size: i % self.of_kind == 0 or i >= size - 2)
+        optim, params = few.make(few.values)
+        for t, step in enumerate(few.gradients):
             change = ODD[t][1] if t in odd else torch.clone
-            given = [[change(grad) for grad in grads] for grads in step]
+            given = [[*map(change, grads)] for grads in step]
             given[0][-1] = step[0][-1]
-            self.step(optim, params, given)
+            few.step(optim, params, given)
         return params[0][-1].detach()
+
+    def chosen(self, keeps: Callable[[int, int], bool]) -> Trial:
+        """Keep some tensors, by their index in a group and its size."""
+
+        def some(tensors: list[list[Tensor]]) -> list[list[Tensor]]:
+            return [[t for i, t in enumerate(ts) if keeps(i, len(ts))] for ts in tensors]
+
+        return replace(self, values=some(self.values), gradients=[*map(some, self.gradients)])
 
     def cut(self) -> list[list[Tensor]]:
         """Lay the tensors of each group side by side and cut them in parts of 60 elements; step each
@@ -203,9 +218,9 @@ def shown_numbers(optim: torch.optim.Optimizer) -> str:
 
 def _idle(trial: Trial, alone: bool) -> tuple[list[list[Tensor]], str]:
     """Step the first tensor of each group without a gradient in some steps, in which others have one."""
-    most = 1 if alone else None
+    most = 1 if alone else 2
     optim, params = trial.make([values[:most] for values in trial.values])
-    for t, step in enumerate(trial.gradients):
+    for t, step in enumerate(trial.gradients[:7]):
         given = [[None if 3 <= t < 6 else grads[0], *grads[1:most]] for grads in step]
         trial.step(optim, params, given)
     return [[ps[0].detach()] for ps in params], shown_numbers(optim)
@@ -241,21 +256,17 @@ class Finding:
     leaves: frozenset[str] = frozenset({"kept"})
 
 
-def _find_left(trial: Trial) -> frozenset[str]:
-    optim, params = trial.make(trial.values)
-    return frozenset({trial.step(optim, params, gradients) for gradients in trial.gradients})
-
-
 def _examine(trial: Trial, cuts: bool, device: torch.device) -> Finding:
-    if operation := first_collective(trial.together):
+    sources = random_sources(trial.defaults, *[group.options for group in trial.groups])
+    before = random_states(device)
+    held = source_states(sources)
+    runs = list[tuple[list[list[Tensor]], frozenset[str]]]()
+    if operation := first_collective(lambda: runs.append(trial.watched())):
         return Finding(
             f"communicates ({operation}), as if all ranks stepped the same parameters, and each"
             " rank would step other ones"
         )
-    sources = random_sources(trial.defaults, *[group.options for group in trial.groups])
-    before = random_states(device)
-    held = source_states(sources)
-    together = trial.together()
+    [(together, left)] = runs or [trial.watched()]  # a class may fail where operations are watched
     if before != random_states(device):
         return Finding("draws random numbers, and each rank draws other ones")
     if held != source_states(sources):
@@ -264,16 +275,18 @@ def _examine(trial: Trial, cuts: bool, device: torch.device) -> Finding:
         raise ArithmeticError("they are stepped to values that are not finite")
     torch.default_generator.manual_seed(torch.initial_seed() ^ 1)
     tried = find_stand_ins(trial)
-    return Finding(_compare_ways(tried, together, cuts), tried is trial, _find_left(trial))
+    return Finding(_compare_ways(tried, together, cuts), tried is trial, left)
 
 
 def _compare_ways(trial: Trial, together: list[list[Tensor]], cuts: bool) -> str:
     ways = [("together with others and alone", trial.apart)]
     if cuts:
         ways.append(("whole and cut (shard='even'; try shard='whole')", trial.cut))
+    stepped = list[Any]()
     for what, step in ways:
         try:
-            found = difference(trial, together, step())
+            stepped.append(step())
+            found = difference(trial, together, stepped[-1])
         except Exception as error:
             return f"steps a parameter differently {what}: {type(error).__name__}: {error!s:.300}"
         if found and difference(trial, together, trial.together()):
@@ -286,31 +299,24 @@ def _compare_ways(trial: Trial, together: list[list[Tensor]], cuts: bool) -> str
                 f"steps a parameter differently {what}: after {TRIAL_STEPS} steps of small tensors"
                 f" the difference is {found:.2g} of what they changed"
             )
-    return _look_beside(trial)
+    return _look_beside(trial, stepped[0][0][-1])
 
 
-def _look_beside(trial: Trial) -> str:
-    """Say which odd gradients of others change the step of a tensor that is not odd."""
+def _look_beside(trial: Trial, alone: Tensor) -> str:
+    """Say which odd gradients of others change the step of a tensor that is not odd: all in one run,
+    and each in one only where that run differs or fails."""
     last = replace(trial, values=[trial.values[0][-1:]])
-    alone = trial.alone(0, len(trial.values[0]) - 1)
 
-    def differs(odd: Iterable[int]) -> bool:
+    def differs(odd: Iterable[int]) -> bool | None:  # None: unsharded, it takes no such gradients
         try:
             return difference(last, [[alone]], [[trial.beside(odd)]]) > 0
-        except Exception:  # unsharded, it takes no such gradients
-            return False
+        except Exception:
+            return None
 
+    if differs(ODD) is False:
+        return ""
     named = [what for step, (what, _) in ODD.items() if differs([step])]
     return f"steps a parameter differently where others {named[0]}" if named else ""
-
-
-def trying(
-    device: torch.device,
-    defaults: dict[str, Any],  # options for all groups
-    groups: Sequence[SmallGroup],
-) -> AbstractContextManager[None]:
-    """Leave random states, those of the options too, hooks and what is printed alone in a block."""
-    return leaving_alone(device, random_sources(defaults, *[group.options for group in groups]))
 
 
 def try_class(
@@ -321,16 +327,22 @@ def try_class(
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Finding:
     """Find out by trial whether a class of optimizers may be sharded."""
-    found = []
-    for tried in ([group.widened() for group in groups], groups):
+    found = list[Finding]()
+    wide = [group.widened() for group in groups]
+    same = [g.kinds for g in wide] == [g.kinds for g in groups]
+    for tried in (wide,) if same else (wide, groups):
         with trying(device, defaults, tried):
             try:
                 trial = make_trial(optimizer_class, defaults, tried, device)
+                if found:  # leave the small tensor of each kind out: the two others are alike
+                    trial = replace(trial.chosen(lambda i, size: i % 3 > 0), of_kind=2)
                 found.append(_examine(trial, cuts, device))
             except Exception as error:  # one that training would raise as well
                 failed = error
+        if found and found[-1].trouble:
+            break
     if found:
-        trouble = next(filter(None, (one.trouble for one in found)), "")
+        trouble = found[-1].trouble
         leaves = frozenset[str]().union(*(one.leaves for one in found))
         return Finding(trouble, all(one.idles for one in found), leaves)
     return Finding(
