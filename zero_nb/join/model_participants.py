@@ -61,6 +61,13 @@ class WithheldBuffers:
         else:
             self.ddp.broadcast_buffers = sent
 
+    def send(self, rank: int) -> None:
+        """Send the buffers of a rank in DDP's place."""
+        self.ddp._assign_modules_buffers()
+        keeps_versions = torch.autograd._unsafe_preserve_version_counter
+        with torch.no_grad(), keeps_versions(tuple(self.ddp.modules_buffers)):
+            self.ddp._sync_module_buffers(rank)
+
     def close(self) -> None:
         """Let DDP send its buffers again, if it did before."""
         self._send(self.sent)
@@ -70,7 +77,7 @@ class NextBackward:
     """Whether DDP reduces in the next backward that adds gradients; on a rank without data, as DDP there
     would. DDP does not tell before it reduces, so what a forward before the block has left is unknown."""
 
-    def __init__(self, ddp: Any):
+    def __init__(self, ddp: DistributedDataParallel):
         self.ddp = ddp
         self.reduces: Literal["yes", "no", "unknown"] = "unknown"
 
@@ -106,11 +113,13 @@ class NextBackward:
         self.ddp.reducer._reset_state()
         self.reduces = "no"
 
-    def expect(self) -> None:
-        """Have DDP expect a reduction."""
-        if self.reduces != "yes":
+    def share(self) -> None:
+        """Have DDP expect a reduction on all ranks or on none, which all call this."""
+        if not self.ddp._has_rebuilt_buckets:
+            self.forget()
+        elif self.reduces != "yes":
             self.ddp.reducer.prepare_for_backward([])
-        self.reduces = "yes"
+            self.reduces = "yes"
 
 # %% ../../nbs/join/12_model_participants.ipynb #a00faf85
 class DdpParticipant(Participant):
@@ -192,11 +201,7 @@ class DdpParticipant(Participant):
 
     def send_buffers(self, ranks: Sequence[int]) -> None:
         """Send the buffers of the last rank with data."""
-        ddp = self.joinable
-        ddp._assign_modules_buffers()
-        keeps_versions = torch.autograd._unsafe_preserve_version_counter
-        with torch.no_grad(), keeps_versions(tuple(ddp.modules_buffers)):
-            ddp._sync_module_buffers(ranks[-1])
+        self.buffers.send(ranks[-1])
 
     def after_forward(self) -> None:
         """Expect a reduction if DDP does."""
@@ -223,14 +228,6 @@ class DdpParticipant(Participant):
     def waits_for_backward(self) -> bool:
         """Tell whether DDP reduces in the next backward because of a forward before it."""
         return self.next_backward.reduces == "yes"
-
-    def share_forward(self) -> None:
-        """Have DDP expect a reduction on all ranks or on none: after a forward without a backward
-        it reduces in the next one, under `no_sync` too."""
-        if self.joinable._has_rebuilt_buckets:
-            self.next_backward.expect()
-        else:
-            self.next_backward.forget()
 
     def replay(self, event: JoinEvent) -> None:
         """Send what a rank with data sends, but nothing of this rank's own."""
@@ -270,7 +267,7 @@ class DdpParticipant(Participant):
         """Take over gradients and settings, and the parameters by DDP's own hook."""
         self.backward.finish(is_last_joiner, state, gradients)
         if 0 < self.session.waiting[self.index] < self.session.group.size:
-            self.share_forward()
+            self.next_backward.share()
         super().finish(is_last_joiner, state, gradients)
 
 # %% ../../nbs/join/12_model_participants.ipynb #71ce946c

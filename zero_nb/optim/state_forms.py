@@ -237,8 +237,7 @@ def values_to_come(
 ) -> dict[Any, Any]:  # of a parameter of at most two elements in each dimension
     """Make the values that the first step makes for a parameter, on any rank: a small stand-in is stepped."""
     kind = local.rules[group].optimizer_class
-    shape = [2 if size > 1 else 1 for size in param.shape]
-    made = torch.zeros(shape, dtype=param.dtype, device=param.device)
+    made = param.new_zeros([2 if size > 1 else 1 for size in param.shape])
     made.grad = torch.zeros_like(made)
     return _stepped_alone(local, kind, local.groups()[group], made, name)
 
@@ -247,9 +246,8 @@ def keys_to_come(
     local: LocalOptimizers, group: int, param: Tensor, name: str | None = None
 ) -> list[Any]:
     """Tell which values the first step makes for a parameter, on any rank, as `values_to_come`."""
-    keys = [*values_to_come(local, group, param, name)]
-    wide = local.settings.master_dtype
-    return [*keys, MASTER] if wide not in (None, param.dtype) else keys
+    masters = [MASTER] if local.settings.master_dtype not in (None, param.dtype) else []
+    return [*values_to_come(local, group, param, name), *masters]
 
 
 def keys_of_param(
