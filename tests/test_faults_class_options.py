@@ -10,7 +10,7 @@ from common import caught
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_nb.backward.data_parallel import data_parallel
+from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
