@@ -14,17 +14,16 @@ from zero_nb.plan.schedule import METHODS
 
 # ---- the tables ----
 
-# a mode's names in files of tests: in common/overlapping, in test_faults_between, in common/modes
+# a mode's names in tests: in common/overlapping, and the package's own elsewhere
 NAMES = {
-    "step": ("step", "step", "zero1"),
-    "overlap": ("overlap", "overlap", "zero1-overlap"),
-    "interleaved": ("interleaved", "overlap interleaved", "zero1-overlap, interleaved"),
-    "data_parallel": ("parallel", "after", "zero2"),
-    "data_parallel interleaved": ("parallel interleaved", "interleaved", "zero2-interleaved"),
-    "data_parallel hidden": ("parallel hidden", "after-hidden", "zero2, hidden"),
+    "step": ("step", "zero1"),
+    "overlap": ("overlap", "zero1-overlap"),
+    "interleaved": ("interleaved", "zero1-overlap, interleaved"),
+    "data_parallel": ("parallel", "zero2"),
+    "data_parallel interleaved": ("parallel interleaved", "zero2-interleaved"),
+    "data_parallel hidden": ("parallel hidden", "zero2, hidden"),
     "data_parallel hidden interleaved": (
         "parallel hidden interleaved",
-        "interleaved-hidden",
         "zero2-interleaved, hidden",
     ),
 }
@@ -64,16 +63,16 @@ CELLS: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
 
 
 def cell(row: str, modes: list[str], *tests: str) -> None:
-    """Note tests of a row in some modes; `{mode}`, `{setup}` and `{method}`: the mode's name there."""
+    """Note tests of a row in some modes; `{mode}` and `{method}`: the mode's name there."""
     for name in modes:
-        mode, setup, method = NAMES[name]
-        CELLS[name, row] += [test.format(mode=mode, setup=setup, method=method) for test in tests]
+        mode, method = NAMES[name]
+        CELLS[name, row] += [test.format(mode=mode, method=method) for test in tests]
 
 
 def trains(row: str, modes: list[str], feature: str) -> None:
     """Note the launches of tests/test_modes.py that train a feature in some modes."""
     for name in modes:
-        mode = NAMES[name][2]
+        mode = NAMES[name][1]
         for launch in launches():
             fits = mode in launch.modes and FEATURES[feature].fits(launch.modes[mode])
             if launch.feature == feature and fits:
@@ -163,9 +162,9 @@ cell("optimizer state", ["step"], BETWEEN)
 
 row = "buffers"
 for number in range(2):
-    cell(row, ["step", *DRIVEN], f"{FORWARDS}[{{setup}}-{number}]")
+    cell(row, ["step", *DRIVEN], f"{FORWARDS}[{{method}}-{number}]")
 cell(row, ["step", *DRIVEN], RANDOM)
-cell(row, PARALLEL, "faults_between::the_first_rank_may_evaluate_alone_as_with_DDP[{setup}]")
+cell(row, PARALLEL, "faults_between::the_first_rank_may_evaluate_alone_as_with_DDP[{method}]")
 
 cell("random numbers", ["step", *OVERLAP], RANDOM, HOOKS)
 cell("random numbers", ["step"], BETWEEN)
@@ -229,7 +228,7 @@ row = "a forked process"
 cell(
     row,
     PARALLEL,
-    "faults_waiting::M3_workers_of_a_loader_read_the_parameters_after_the_step[{setup}]",
+    "faults_waiting::M3_workers_of_a_loader_read_the_parameters_after_the_step[{method}]",
 )
 cell(row, PARALLEL[2:3], "faults_waiting::M3_a_process_waits_for_its_parameters_before_it_forks")
 
@@ -278,8 +277,7 @@ def trouble_of(test_id: str, mode: str) -> str:
         return f"its cases are {sorted(names_of_cases(test))}"
     modes = modes_of_cases(test)
     named = [name for name in modes if re.search(rf"(^|-){name}(-|$)", case)]
-    mine = {NAMES[mode]["after" in modes], NAMES[mode][2]}
-    if named and max(named, key=len) not in mine:
+    if named and max(named, key=len) not in NAMES[mode]:
         return f"it is about {max(named, key=len)}"
     return ""
 
@@ -289,7 +287,7 @@ def test_every_cell_of_both_tables_has_tests():
 
 
 def test_the_tables_have_every_mode_of_the_planner():
-    methods = {names[2] for names in NAMES.values()}
+    methods = {names[1] for names in NAMES.values()}
     assert methods | {"ddp"} >= METHODS.keys()
     assert {mode for mode, _ in cells_of_the_notebooks()} == NAMES.keys()
 
@@ -311,6 +309,6 @@ def test_what_does_not_exist_is_found():
     assert "its cases are" in trouble_of(f"{late}[zero1]", "step")
     assert "its cases are" in trouble_of(late, "overlap")
     assert "it is about overlap" in trouble_of(f"{late}[overlap]", "interleaved")
-    assert "it is about interleaved-hidden" in trouble_of(
-        f"{FORWARDS}[interleaved-hidden-0]", "data_parallel interleaved"
+    assert "it is about zero2-interleaved, hidden" in trouble_of(
+        f"{FORWARDS}[zero2-interleaved, hidden-0]", "data_parallel interleaved"
     )

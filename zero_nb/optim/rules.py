@@ -98,9 +98,8 @@ def find_rule(
     if not (
         isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     ):
-        made = isinstance(
-            optimizer_class, torch.optim.Optimizer
-        )  # prints its groups, on many lines
+        # an optimizer prints its groups, on many lines
+        made = isinstance(optimizer_class, torch.optim.Optimizer)
         found = f"an object of {type(optimizer_class).__name__}" if made else repr(optimizer_class)
         raise TypeError(
             f"optimizer_class must be a class such as torch.optim.AdamW, got {found};"
