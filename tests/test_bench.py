@@ -574,6 +574,8 @@ def test_measure_leaves_out_peers_that_do_not_work_and_no_others(monkeypatch):
         list(launch.step) for launch in found.launches
     ] == [list(REFERENCES)]
     assert len(said) == 4 and found.makings is None
+    saves = replace(options, parts=("checkpoints",), models=())
+    assert measure(saves).left_out == {}  # it compares no variants, so it leaves none out
     monkeypatch.setitem(VARIANTS, "broken", Variant("broken", "", broken))
     with pytest.raises(OSError, match=r"libpeer\.so"):
         measure(options)

@@ -177,10 +177,11 @@ def measure(
     """Run the benchmark."""
     ranks = ranks or forked(options.device)
     here = machine(options)
-    left_out = {name: VARIANTS[name].missing for name in options.variants if VARIANTS[name].missing}
+    compared = options.variants if {"times", "counts"} & {*options.parts} else ()
+    left_out = {name: VARIANTS[name].missing for name in compared if VARIANTS[name].missing}
     if options.device == "cuda":
         none = "only CPUs have shared memory, which it does without"
-        left_out |= {name: none for name in options.variants if VARIANTS[name].messages}
+        left_out |= {name: none for name in compared if VARIANTS[name].messages}
     found: list[Counts] = []
     launches: list[Launch] = []
     saves: list[Checkpoints] = []
