@@ -45,12 +45,7 @@ def command(*words):
     return (
         [str(script), *words]
         if script.exists()
-        else [
-            sys.executable,
-            "-c",
-            "from zero_nb.apps.cli import main; raise SystemExit(main())",
-            *words,
-        ]
+        else [sys.executable, "-m", "zero_nb.apps.cli", *words]
     )
 
 
@@ -266,6 +261,12 @@ def test_a_mistake_in_a_plan_is_one_line_before_any_table(capsys, words, says):
         and err.count("\n") == 1
         and err.startswith("zero-nb plan: error: ")
     )
+
+
+def test_the_module_runs_as_the_command_does():
+    line = [sys.executable, "-m", "zero_nb.apps.cli", "plan", "gpt2-xxl"]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and ended.stderr.startswith("zero-nb plan: error: ")
 
 
 def test_the_command_itself_needs_no_torch():

@@ -33,6 +33,7 @@ from zero_nb.apps.train import run_rank
         ({"optimizer": "sparseadam"}, "SparseAdam, which steps sparse gradients"),
         ({"optimizer": "muon"}, "Muon only supports 2D parameters"),
         ({"optimizer": "muon+adamw+sgd"}, "must be one class, or two joined by"),
+        ({"optimizer": "muon+"}, "two joined by '[+]', got 'muon[+]'"),
         ({"optimizer": "common.optimizers.NeedsRate"}, "missing 1 required .* 'lr'"),
         ({"optimizer_args": "1"}, "--optimizer-args must be keyword arguments with literal"),
         ({"optimizer_args": "lr=print(1)"}, "--optimizer-args must be keyword arguments"),

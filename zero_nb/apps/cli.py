@@ -266,3 +266,7 @@ def main(
         if name == "train"
         else _run_plan(known[name], options)
     )
+
+
+if __name__ == "__main__" and "__file__" in globals():
+    sys.exit(main())  # a program that runs, not this notebook

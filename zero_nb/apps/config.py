@@ -106,13 +106,14 @@ def find_optimizers(
     """Find the classes that are to step, and their settings.
 
     Raises `ValueError` for names that are none, and arguments that cannot be read."""
+    parts = name.split("+")
+    if len(parts) > 2 or not all(parts):
+        raise ValueError(f"--optimizer must be one class, or two joined by '+', got {name!r}")
     found = []
-    for part in name.split("+"):
+    for part in parts:
         kind, settings = RECIPES.get(part, (None, {}))
         settings = settings | ({"lr": lr} if lr else {})
         found.append((kind or _find_class(part), settings))
-    if len(found) > 2:
-        raise ValueError(f"--optimizer must be one class, or two joined by '+', got {name}")
     found[0][1].update(_read_arguments(arguments))
     return found
 

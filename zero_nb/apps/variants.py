@@ -112,10 +112,10 @@ def _zero1(module: nn.Module, group: Any, lr: float, view: bool = False, **optio
     return _runner(ddp, zero, zero.optim)
 
 
-def _torch(module: nn.Module, group: Any, lr: float, view: bool = False) -> Runner:
+def _torch(module: nn.Module, group: Any, lr: float, view: bool = False, **options: Any) -> Runner:
     from torch.distributed.optim import ZeroRedundancyOptimizer as Torchs
 
-    ddp = DistributedDataParallel(module, process_group=group)
+    ddp = DistributedDataParallel(module, process_group=group, **options)
     zero = Torchs(
         module.parameters(),
         AdamW,
@@ -140,6 +140,9 @@ variant("zero1-gradview", "zero_nb, gradients in DDP's buckets")(_gradview)
 variant("zero1-gradview-messages", "the same by messages", messages=True)(_gradview)
 variant("torch", "torch's class")(_torch)
 variant("torch-view", "torch's class, bucket view")(partial(_torch, view=True))
+variant("torch-gradview", "torch's class, and gradients in DDP's buckets")(
+    partial(_torch, view=True, gradient_as_bucket_view=True)
+)
 REFERENCES = ("ddp", "ddp-gradview")
 
 # %% ../../nbs/apps/14_variants.ipynb #9f4cae0e
