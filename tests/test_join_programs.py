@@ -18,7 +18,7 @@ from zero_nb.join.join import Join
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 QUIET = ("forward", "evaluate", "grad")  # calls that add to no gradient
-KINDS = ("ddp", "ddp", "ddp unused", "overlap", "data_parallel")
+KINDS = ("ddp", "ddp", "ddp unused", "overlap", "overlap unused", "data_parallel")
 
 
 def loss_of(model, x, call):
@@ -43,7 +43,7 @@ class Program:
         self.seed = seed
         torch.manual_seed(seed)
         self.kind = self.chance.choice(KINDS)
-        self.drives = self.kind in ("overlap", "data_parallel")
+        self.drives = not self.kind.startswith("ddp")
         count = 1 if self.drives else self.chance.choice([1, 1, 2, 3])
         self.nets = [
             nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -119,9 +119,9 @@ class Trained(Program):
             optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
         if self.kind == "data_parallel":
             return net, data_parallel(net, optimizer, bucket_cap_mb=self.cap), optimizer
-        unused = self.kind == "ddp unused"
+        unused = self.kind.endswith("unused")
         model = DDP(net, bucket_cap_mb=self.cap, find_unused_parameters=unused)
-        if self.kind == "overlap":
+        if self.drives:
             overlap(model, optimizer)
         return model, model, optimizer
 

@@ -5,7 +5,7 @@
 # %% ../../nbs/join/10_empty_reduction.ipynb #7dc2ce7a
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from ..backward.ddp_overlap import find_overlap
+from ..backward.watch import queue_end
 from ..comm.groups import Group
+from .participants import NextReduction
 from ..optim.flat import flatten
 
 # %% auto #0
-__all__ = ['split_bucket', 'reduce_nothing']
+__all__ = ['split_bucket', 'send_used_params', 'note_reduction', 'reduce_nothing', 'NextBackward']
 
 # %% ../../nbs/join/10_empty_reduction.ipynb #6ee0ac27
 def split_bucket(value: Any, params: Sequence[Tensor]) -> list[Tensor]:
@@ -54,8 +56,9 @@ def _write_grad(param: Tensor, grad: Tensor) -> None:
         param.grad.copy_(grad)
 
 
-def _params_used_somewhere(ddp: torch.nn.parallel.DistributedDataParallel) -> set[int]:
-    """Give the ids of the parameters that a backward has reached on some rank."""
+def send_used_params(ddp: torch.nn.parallel.DistributedDataParallel) -> set[int]:
+    """Give the ids of the parameters that a backward has reached on some rank; where DDP asks in each
+    backward, take part in that."""
     params = ddp._build_params_for_reducer()[0]
     if not ddp.find_unused_parameters or ddp.static_graph:
         return set(map(id, params))
@@ -64,6 +67,14 @@ def _params_used_somewhere(ddp: torch.nn.parallel.DistributedDataParallel) -> se
     # the other ranks' is the reducer's own, which is not compared
     ddp.process_group.allreduce([used]).wait()
     return {id(p) for p, n in zip(params, used.tolist(), strict=True) if n}
+
+
+def note_reduction(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Have DDP's reducer forget and learn what it does at the end of a backward."""
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        ddp.reducer._reset_state()  # forget which parameters were used under `no_sync`
+    else:
+        ddp.reducer._push_all_rebuilt_params()
 
 # %% ../../nbs/join/10_empty_reduction.ipynb #62da2754
 def _fill_buckets(buckets: Sequence[Any], group_size: int) -> bool:  # whether there was any
@@ -101,7 +112,7 @@ def reduce_nothing(
     has_gradients = _fill_buckets(buckets, 1 if hooked else group.size)
     with nullcontext() if overlap is None else overlap.following(has_gradients):
         works = [ddp.reducer._run_comm_hook(bucket) for bucket in buckets]
-        used = _params_used_somewhere(ddp)
+        used = send_used_params(ddp)
     reduced = [work.wait() for work in works]
     if overlap is None or overlap.options.keeps_means:  # else there are no averages
         for bucket, value in zip(buckets, reduced, strict=True):
@@ -109,7 +120,77 @@ def reduce_nothing(
             for param, grad in zip(params, split_bucket(value, params), strict=False):
                 if id(param) in used:
                     _write_grad(param, grad)  # what no rank has used stays as it is, as in DDP
-    if ddp.find_unused_parameters and not ddp.static_graph:
-        ddp.reducer._reset_state()  # forget which parameters were used under `no_sync`
-    else:
-        ddp.reducer._push_all_rebuilt_params()
+    note_reduction(ddp)
+
+# %% ../../nbs/join/10_empty_reduction.ipynb #b00caf01
+_LOOKS = 64  # gradients
+
+
+class NextBackward:
+    """Whether DDP reduces in the next backward that adds gradients; on a rank without data, as DDP there
+    would. DDP does not tell before it reduces, so what a forward before the block has left is unknown."""
+
+    def __init__(self, ddp: torch.nn.parallel.DistributedDataParallel):
+        self.ddp = ddp
+        self.reduces: NextReduction = "unknown"
+        self.gradients = 0  # that came since a backward began whose reduction was unknown
+
+    def note_forward(self) -> None:
+        """Note a forward; after one outside `no_sync` DDP reduces, under `no_sync` too."""
+        if self.ddp.require_backward_grad_sync:
+            self.reduces = "yes"
+
+    def note_forward_before(self) -> None:
+        """Note what other ranks' first backward has shown of the forward before the block."""
+        if self.reduces == "unknown":
+            self.reduces = "yes"
+
+    def note_backward(self) -> None:
+        """Note a backward, after which DDP expects no reduction until the next forward."""
+        self.reduces = "no"
+
+    def when_it_reduces(
+        self,
+        call: Callable[[], None],
+        looks: list[
+            Callable[[], None]
+        ],  # to be called at the next gradients, and before the next event
+    ) -> None:
+        """Call something as soon as DDP is seen to reduce in the backward in progress: in one of `looks`,
+        to which this adds one, or at its end, before DDP waits for its reduction."""
+        reducer = self.ddp.reducer
+        # when each gradient came in the last one that reduced
+        before = reducer.get_backward_stats()
+
+        def look() -> None:
+            if look in looks and reducer.get_backward_stats() != before:
+                looks.remove(look)
+                call()
+
+        def end() -> None:
+            look()
+            if look in looks:  # it did not reduce
+                looks.remove(look)
+
+        looks.append(look)
+        self.gradients = 0
+        queue_end(end)
+
+    def is_early(self) -> bool:
+        """Count a gradient; tell whether it is one of the first, of which one shows whether DDP reduces.
+        To look takes time for each parameter."""
+        self.gradients += 1
+        return self.gradients <= _LOOKS
+
+    def forget(self) -> None:
+        """Have DDP expect no reduction; before it has its last buckets, which it would make anew."""
+        self.ddp.reducer._reset_state()
+        self.reduces = "no"
+
+    def share(self) -> None:
+        """Have DDP expect a reduction on all ranks or on none, which all call this."""
+        if not self.ddp._has_rebuilt_buckets:
+            self.forget()
+        elif self.reduces != "yes":
+            self.ddp.reducer.prepare_for_backward([])
+            self.reduces = "yes"

@@ -5,9 +5,9 @@
 # %% ../../nbs/join/12_model_participants.ipynb #95ed68ea
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,19 @@ from ..backward.data_parallelism import DataParallel
 from ..backward.ddp_overlap import DdpOverlap, find_overlap
 from ..backward.module_buffers import broadcast_from
 from ..backward.stepped_gradients import unstepped_grad
-from ..backward.watch import queue_end
-from .empty_reduction import reduce_nothing
+from zero_nb.join.empty_reduction import (
+    NextBackward,
+    note_reduction,
+    reduce_nothing,
+    send_used_params,
+)
 from .event_log import JoinEvent
 from .gradient_record import GradientRecord
 from .model_listeners import BackwardListener, ForwardListener, driver_settings
-from .participants import Participant
+from .participants import NextReduction, Participant
 
 # %% auto #0
-__all__ = ['check_followed', 'WithheldBuffers', 'NextBackward', 'DdpParticipant', 'DataParallelParticipant']
+__all__ = ['check_followed', 'WithheldBuffers', 'DdpParticipant', 'DataParallelParticipant']
 
 # %% ../../nbs/join/12_model_participants.ipynb #a565c2d1
 def check_followed(
@@ -48,11 +52,16 @@ def check_followed(
 class WithheldBuffers:
     """Keeps DDP from sending its buffers, which a block sends in its place."""
 
-    def __init__(self, ddp: DistributedDataParallel):
+    def __init__(self, ddp: DistributedDataParallel, outer: WithheldBuffers | None = None):
         self.ddp = ddp
         self.is_renamed = hasattr(ddp, "forward_sync_buffers")  # the option, in newer torch
-        self.sent = ddp.forward_sync_buffers if self.is_renamed else ddp.broadcast_buffers
+        option = ddp.forward_sync_buffers if self.is_renamed else ddp.broadcast_buffers
+        self.sent: bool = outer.sent if outer else option  # before any block
         self.any = bool(self.sent and ddp.modules_buffers)
+        self.withhold()
+
+    def withhold(self) -> None:
+        """Keep DDP from sending, again after a block inside this one."""
         self._send(False)
 
     def _send(self, sent: bool) -> None:
@@ -71,55 +80,6 @@ class WithheldBuffers:
     def close(self) -> None:
         """Let DDP send its buffers again, if it did before."""
         self._send(self.sent)
-
-# %% ../../nbs/join/12_model_participants.ipynb #b00caf01
-class NextBackward:
-    """Whether DDP reduces in the next backward that adds gradients; on a rank without data, as DDP there
-    would. DDP does not tell before it reduces, so what a forward before the block has left is unknown."""
-
-    def __init__(self, ddp: DistributedDataParallel):
-        self.ddp = ddp
-        self.reduces: Literal["yes", "no", "unknown"] = "unknown"
-
-    def note_forward(self) -> None:
-        """Note a forward; after one outside `no_sync` DDP reduces, under `no_sync` too."""
-        if self.ddp.require_backward_grad_sync:
-            self.reduces = "yes"
-
-    def note_forward_before(self) -> None:
-        """Note what other ranks' first backward has shown of the forward before the block."""
-        if self.reduces == "unknown":
-            self.reduces = "yes"
-
-    def note_backward(self) -> None:
-        """Note a backward, after which DDP expects no reduction until the next forward."""
-        self.reduces = "no"
-
-    def at_end_if_it_reduces(self, call: Callable[[], None]) -> None:
-        """Call something at the end of the backward in progress, before DDP waits for its reduction,
-        if there is one."""
-        reducer = self.ddp.reducer
-        # when each gradient came in the last one that reduced
-        before = reducer.get_backward_stats()
-
-        def look() -> None:
-            if reducer.get_backward_stats() != before:
-                call()
-
-        queue_end(look)
-
-    def forget(self) -> None:
-        """Have DDP expect no reduction; before it has its last buckets, which it would make anew."""
-        self.ddp.reducer._reset_state()
-        self.reduces = "no"
-
-    def share(self) -> None:
-        """Have DDP expect a reduction on all ranks or on none, which all call this."""
-        if not self.ddp._has_rebuilt_buckets:
-            self.forget()
-        elif self.reduces != "yes":
-            self.ddp.reducer.prepare_for_backward([])
-            self.reduces = "yes"
 
 # %% ../../nbs/join/12_model_participants.ipynb #a00faf85
 class DdpParticipant(Participant):
@@ -167,7 +127,7 @@ class DdpParticipant(Participant):
         self.forward = ForwardListener(self, ddp)
         params = [p for p in ddp.parameters() if p.requires_grad]
         self.backward = BackwardListener(self, GradientRecord(params))
-        self.buffers = WithheldBuffers(ddp)
+        self.buffers = WithheldBuffers(ddp, getattr(outer, "buffers", None))
 
     def detach(self) -> None:
         """Remove all hooks, and let DDP send its buffers again."""
@@ -178,6 +138,7 @@ class DdpParticipant(Participant):
 
     def resume(self) -> None:
         """Go on after a block inside this one."""
+        self.buffers.withhold()
         self.backward.record.skip()
 
     def restore(self) -> None:
@@ -210,10 +171,13 @@ class DdpParticipant(Participant):
     def before_accumulation(self) -> None:
         """Announce the reduction of a backward, if there is one that was not announced."""
         next_backward = self.next_backward
+        looks = self.session.looks
+        if looks and next_backward.is_early():
+            self.session.look()
         if next_backward.reduces == "yes":
             self.announce()
         elif next_backward.reduces == "unknown":
-            next_backward.at_end_if_it_reduces(partial(self.announce, forward_before=True))
+            next_backward.when_it_reduces(partial(self.announce, forward_before=True), looks)
         next_backward.note_backward()
 
     def announce(self, **more: bool) -> None:
@@ -223,11 +187,11 @@ class DdpParticipant(Participant):
         if self.driver is None or self.driver.last_forward != "no_sync":
             self.backward.announce(**more)
         elif not self.joinable._has_rebuilt_buckets:
-            self.session.append(self.index, "order")  # nothing is sent, but DDP learns one
+            self.session.append(self.index, "order")  # no gradient is sent, but DDP learns one
 
-    def waits_for_backward(self) -> bool:
+    def reduces_next(self) -> NextReduction:
         """Tell whether DDP reduces in the next backward because of a forward before it."""
-        return self.next_backward.reduces == "yes"
+        return self.next_backward.reduces
 
     def replay(self, event: JoinEvent) -> None:
         """Send what a rank with data sends, but nothing of this rank's own."""
@@ -240,7 +204,10 @@ class DdpParticipant(Participant):
         if self.next_backward.reduces != "no" and not ddp._has_rebuilt_buckets:
             self.next_backward.forget()  # DDP makes no new buckets while it expects a reduction
         if event.what == "order":
-            ddp.reducer._push_all_rebuilt_params()
+            if self.driver is not None:
+                self.driver.remove_markers()  # they are no gradients of an accumulation
+            send_used_params(ddp)
+            note_reduction(ddp)
             return
         self.backward.follow(event)
         reduce_nothing(ddp, self.session.group)
@@ -266,7 +233,7 @@ class DdpParticipant(Participant):
     def finish(self, is_last_joiner: bool, state: Any, gradients: Any) -> None:
         """Take over gradients and settings, and the parameters by DDP's own hook."""
         self.backward.finish(is_last_joiner, state, gradients)
-        if 0 < self.session.waiting[self.index] < self.session.group.size:
+        if self.session.waits_differ[self.index]:
             self.next_backward.share()
         super().finish(is_last_joiner, state, gradients)
 

@@ -17,8 +17,8 @@ from ..optim.driver import Driver
 from ..optim.torch_interface import _Join
 
 # %% auto #0
-__all__ = ['Joinable', 'JoinHook', 'JoinOptions', 'FollowedDriver', 'Session', 'ListeningConfig', 'Participant', 'ConfigGuard',
-           'innermost_participant']
+__all__ = ['NextReduction', 'Joinable', 'JoinHook', 'JoinOptions', 'FollowedDriver', 'Session', 'ListeningConfig', 'Participant',
+           'ConfigGuard', 'innermost_participant']
 
 # %% ../../nbs/join/07_participants.ipynb #f100000b
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class JoinOptions:
     divide_by: Literal["world_size", "active", "samples"]  # what gradients are divided by
     samples: Callable[..., int] | None  # counts what forward is called with
     before_step: Callable[[Any], Any] | None  # called with an optimizer before each of its steps
+
+
+NextReduction = Literal["no", "yes", "unknown"]  # in the next backward
 
 
 class FollowedDriver(Driver, Protocol):
@@ -52,7 +55,8 @@ class Session(Protocol):
     gradients: GradientCheck
     iteration: int  # iterations that have begun
     last_joiner: int  # group rank whose state all ranks take over
-    waiting: list[int]  # by participant: ranks whose last forward has had no backward
+    waits_differ: list[bool]  # by participant: whether it waits for a backward on some ranks only
+    looks: list[Callable[[], None]]  # each announces a reduction if it has begun meanwhile
 
     @property
     def asks_every_iteration(self) -> bool:
@@ -60,6 +64,9 @@ class Session(Protocol):
 
     def append(self, participant: int, what: str, **options: Any) -> None:
         """Announce something to ranks without data."""
+
+    def look(self) -> None:
+        """Announce reductions that have begun meanwhile."""
 
     def is_counter(self, participant: int) -> bool:
         """Tell whether the iterations of the block are the calls of this participant."""
@@ -165,9 +172,9 @@ class Participant:
         """Give what other ranks take over that is known when this rank's loop is over."""
         return None
 
-    def waits_for_backward(self) -> bool:
-        """Tell whether the last forward of this rank has had no backward yet."""
-        return False
+    def reduces_next(self) -> NextReduction:
+        """Tell whether the next backward reduces because the last forward of this rank has had none yet."""
+        return "no"
 
     def final_state(self) -> Any:
         """Give what other ranks take over from the last joiner."""

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 from ..comm.agreement import agreeing
 from ..comm.objects import broadcast_object_list
@@ -18,7 +18,7 @@ from .event_log import EventLog, JoinEvent
 from .failure_detection import EventLogThread, report_error
 from .gradient_record import GradientCheck
 from .model_participants import DataParallelParticipant, DdpParticipant
-from .participants import Participant
+from .participants import NextReduction, Participant
 from .step_participants import OptimizerParticipant, driver_of
 
 # %% auto #0
@@ -118,19 +118,24 @@ def check_drivers(participants: Sequence[Participant], before_step: Any) -> None
         )
 
 # %% ../../nbs/join/14_session.ipynb #e20a0012
+_WAITS = get_args(NextReduction)
+
+
 def with_waits(number: int, participants: Sequence[Participant]) -> int:
     """Add to a number, as its last bits, whether each participant of this rank waits for a backward."""
-    waits = sum(each.waits_for_backward() << i for i, each in enumerate(participants))
-    return number << len(participants) | waits
+    for each in participants:
+        number = number << 2 | _WAITS.index(each.reduces_next())
+    return number
 
 
 def split_waits(
     numbers: Sequence[int],  # of `with_waits`, of each rank
     participants: int,
-) -> tuple[list[int], list[int]]:  # numbers of the ranks, and waiting ranks by participant
+) -> tuple[list[int], list[bool]]:  # numbers of the ranks; whether they differ, by participant
     """Take apart what `with_waits` has put together."""
-    waiting = [sum(number >> i & 1 for number in numbers) for i in range(participants)]
-    return [number >> participants for number in numbers], waiting
+    places = [2 * i for i in reversed(range(participants))]  # of the bits
+    differ = [len({number >> place & 3 for number in numbers}) > 1 for place in places]
+    return [number >> 2 * participants for number in numbers], differ
 
 # %% ../../nbs/join/14_session.ipynb #c8b62db6
 class JoinSession:
@@ -154,7 +159,10 @@ class JoinSession:
         self.fault: Exception | None = None  # raised on all ranks because one has no data
         self.attendance: Attendance | None = None  # once the block has ended
         self.last_joiner = 0  # group rank whose state all ranks take over
-        self.waiting: list[int] = []  # by participant: ranks whose last forward had no backward
+        self.waits_differ: list[bool] = []  # by participant: some ranks wait for a backward
+        self.looks: list[
+            Callable[[], None]
+        ] = []  # each announces a reduction if it has begun meanwhile
         self.is_running = True
         for participant in self.participants:
             participant.attach()
@@ -179,7 +187,13 @@ class JoinSession:
 
     def append(self, participant: int, what: str, **options: Any) -> None:
         """Announce something to ranks without data."""
+        self.look()  # what has begun before comes first
         self.log.append(participant, what, self.iteration, options)
+
+    def look(self) -> None:
+        """Announce reductions that have begun meanwhile."""
+        for look in [*self.looks]:
+            look()
 
     def is_counter(self, participant: int) -> bool:
         """Tell whether the iterations of the block are the calls of this participant."""
@@ -237,7 +251,7 @@ class JoinSession:
         self.headcount.finish()
         ending = with_waits(dropped, self.participants)
         rows = self.gather(*reached, self.batches.used, iterations, ending)
-        unused, self.waiting = split_waits([row[4] for row in rows], len(self.participants))
+        unused, self.waits_differ = split_waits([row[4] for row in rows], len(self.participants))
         self.attendance = Attendance(tuple(row[3] for row in rows), tuple(unused))
         with agreeing(self.group, "leaving Join"):
             self.last_joiner = max(range(len(rows)), key=lambda rank: (rows[rank][:2], rank))
