@@ -83,6 +83,25 @@ def test_an_error_of_the_disk_names_the_folder_and_a_remedy_on_every_rank(
             assert all(each in said for each in words) and ".tmp" not in said, said
 
 
+def saved_twice(parent, spelled):
+    """Save twice in a folder that is named from within another; what the second save and that of a
+    folder in a file say."""
+    os.chdir(parent)
+    model, zero = stepped()
+    save_sharded(spelled, model, zero)
+    again = caught(lambda: save_sharded(spelled, model, zero))
+    dist.barrier()
+    (parent / "file").touch()
+    return again, caught(lambda: save_sharded("file/inside", model, zero))
+
+
+@pytest.mark.parametrize("spelled", ["here", "./here", "here/"])
+def test_an_error_that_is_none_of_the_disk_blames_no_disk(folder, spelled):
+    for again, inside in run(2, saved_twice, folder, spelled):
+        assert "each checkpoint needs a folder of its own" in again and "disk" not in again, again
+        assert f"{folder / 'file'}'" in inside and "disk" not in inside, inside
+
+
 def test_a_rank_without_memory_for_copies_is_an_error_on_every_rank(folder):
     error = {1: MemoryError("no memory for copies")}
     check_fails_once(folder, StagingMemory, "copy", error, "no memory for copies")

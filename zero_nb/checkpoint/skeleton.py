@@ -164,6 +164,7 @@ _WRITE_ERRORS = (*_FULL, errno.EROFS)  # no read raises these
 _REMEDIES = {
     **dict.fromkeys(_FULL, "make room there, or write to another disk"),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "write where this user may write"),
+    errno.EIO: "see whether that disk works, or write to another one",
 }
 
 
@@ -178,10 +179,13 @@ def naming_target(
     except OSError as error:
         nameless = error.errno == errno.ENOMEM and not error.filename
         writes = not reads or nameless or error.errno in _WRITE_ERRORS
-        if error.errno is None or error.filename == str(path) or not writes:  # it is in our words
-            raise
-        remedy = _REMEDIES.get(error.errno, "see whether that disk works, or write to another one")
-        raise OSError(error.errno, f"{error.strerror}; {remedy}", str(path)) from error
+        if error.errno is None or error.strerror != os.strerror(error.errno) or not writes:
+            raise  # it is in our words, or has nothing to do with the target
+        remedy = _REMEDIES.get(error.errno)
+        if error.filename and not remedy:
+            raise  # it names what is in the way
+        words = f"{error.strerror}; {remedy}" if remedy else error.strerror
+        raise OSError(error.errno, words, str(path)) from error
 
 
 @contextmanager
