@@ -250,3 +250,47 @@ def test_a_trial_steps_no_tensor_more_often_than_its_questions_need():
     """Counted: 2 kinds of parameters, in float64 and in float32, and the constructor's question."""
     ZeroRedundancyOptimizer(params(), Counted)
     assert Counted.stepped <= 400
+
+
+def coarse(graph, inputs):
+    """Compile as a backend does that computes in fewer bits."""
+    return lambda *args: tuple(t.bfloat16().float() for t in graph(*args))
+
+
+@torch.compile(backend=coarse, dynamic=True)
+def scaled(grad):
+    return grad * 0.3
+
+
+class Compiled(Optimizer):
+    """Gradient descent whose arithmetic is compiled, which it is not where operations are watched."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(scaled(p.grad), alpha=group["lr"])
+
+
+class CompiledTogether(Compiled):
+    """The same, for parameters that are not independent."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        nn.utils.clip_grad_norm_(params, 1.0)
+        super().step()
+
+
+def made_of(kind):
+    return caught(lambda: ZeroRedundancyOptimizer(nn.Linear(8, 6).parameters(), kind))
+
+
+def test_a_class_whose_arithmetic_is_compiled_is_compared_with_itself_compiled():
+    assert run(2, made_of, Compiled) == [None, None]
+    for said in run(2, made_of, CompiledTogether):
+        assert "steps a parameter differently together with others and alone" in said

@@ -28,7 +28,8 @@ from ..plan.policies import Policy, even, greedy
 
 # %% auto #0
 __all__ = ['ELEMENTWISE', 'PARAMETERWISE', 'FUSED', 'is_torchs', 'Rule', 'is_known', 'find_rule', 'choose_fused', 'Settings',
-           'TriedClasses', 'find_references', 'random_sources', 'trying', 'fresh_options', 'hide_parameters']
+           'TriedClasses', 'find_references', 'random_sources', 'trying', 'fresh_options', 'hide_parameters',
+           'shown_numbers']
 
 # %% ../../nbs/optim/05_rules.ipynb #49337450
 ELEMENTWISE = frozenset(
@@ -323,3 +324,9 @@ def hide_parameters(options: dict[str, Any], params: Sequence[Tensor]) -> dict[s
         k: deepcopy(v, {**hidden}) if hidden and isinstance(v, copied) else v
         for k, v in options.items()
     }
+
+
+def shown_numbers(optim: torch.optim.Optimizer) -> str:
+    """Write down what an optimizer keeps that belongs to no parameter, but for its attributes."""
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optim.param_groups]
+    return str([groups, {k: v for k, v in optim.state.items() if not isinstance(k, Tensor)}])

@@ -22,13 +22,13 @@ from .param_specs import SmallGroup, small_parameter
 from .rules import Rule, fresh_options, is_known, trying
 from .shard import Shard
 from .state_entry import StateEntry, read_entry
+from .rules import shown_numbers
 from zero_nb.optim.trial import (
     TRIAL_STEPS,
     Trial,
     difference,
     find_stand_ins,
     make_trial,
-    shown_numbers,
 )
 from ..plan.bucket import Place, Slot
 from ..plan.shards import Span

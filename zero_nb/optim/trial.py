@@ -25,11 +25,10 @@ from zero_nb.optim.param_specs import (
     standing_in,
     what_is_left,
 )
-from .rules import fresh_options, random_sources, trying
+from .rules import fresh_options, random_sources, shown_numbers, trying
 
 # %% auto #0
-__all__ = ['TRIAL_STEPS', 'ODD', 'Trial', 'make_trial', 'difference', 'shown_numbers', 'find_stand_ins', 'Finding', 'try_class',
-           'find_trouble']
+__all__ = ['TRIAL_STEPS', 'ODD', 'Trial', 'make_trial', 'difference', 'find_stand_ins', 'Finding', 'try_class', 'find_trouble']
 
 # %% ../../nbs/optim/08_trial.ipynb #bea3d7cb
 TRIAL_STEPS = 12
@@ -210,12 +209,6 @@ def difference(
     return worst
 
 # %% ../../nbs/optim/08_trial.ipynb #7d3a95e2
-def shown_numbers(optim: torch.optim.Optimizer) -> str:
-    """Write down what an optimizer keeps that belongs to no parameter, but for its attributes."""
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optim.param_groups]
-    return str([groups, {k: v for k, v in optim.state.items() if not isinstance(k, Tensor)}])
-
-
 def _idle(trial: Trial, alone: bool) -> tuple[list[list[Tensor]], str]:
     """Step the first tensor of each group without a gradient in some steps, in which others have one."""
     most = 1 if alone else 2
@@ -289,11 +282,16 @@ def _compare_ways(trial: Trial, together: list[list[Tensor]], cuts: bool) -> str
             found = difference(trial, together, stepped[-1])
         except Exception as error:
             return f"steps a parameter differently {what}: {type(error).__name__}: {error!s:.300}"
-        if found and difference(trial, together, trial.together()):
-            return (
-                "steps the same small tensors differently a second time, as if it read a seed, a"
-                " clock or what another optimizer left, and each rank would step them differently"
+        if found and difference(trial, together, again := trial.together()):
+            if difference(trial, again, trial.together()):
+                return (
+                    "steps the same small tensors differently a second time, as if it read a seed, a"
+                    " clock or what another optimizer left, and each rank would step them differently"
+                )
+            together = (
+                again  # the first was watched, where nothing is compiled, and rounded otherwise
             )
+            found = difference(trial, together, stepped[-1])
         if found:
             return (
                 f"steps a parameter differently {what}: after {TRIAL_STEPS} steps of small tensors"
