@@ -153,7 +153,7 @@ def run_rank(argv: Sequence[str] | None = None) -> None:
     add_train_arguments(parser)
     try:
         config = configured(vars(parser.parse_args(argv)))
-        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1  # as it joins them
         check_share(config.global_batch, ranks, config.accumulate)
         check_devices(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     except ValueError as error:
