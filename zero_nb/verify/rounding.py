@@ -33,7 +33,7 @@ UNREDUCED = (
 )
 STEP = (
     "no order of summation can explain it, for both have stepped with the same gradient; the class"
-    " computes something else on the part of a parameter than on the whole"
+    " computes something else for what one rank owns than for all parameters together"
 )
 BUFFERS = "no order of summation can explain it, for parameters were the same"
 
