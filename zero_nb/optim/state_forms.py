@@ -146,7 +146,7 @@ class OwnState:
 
     def read(self, index: int, key: Any, start: int, stop: int) -> Tensor:  # 1-D
         """Give elements of a value that lie here, in memory order: a view where there is one."""
-        entry = next(e for e in self.by_param[index] if start < e.spans[0].stop or not start)
+        entry = next(e for e in self.by_param[index] if e.whole or start < e.spans[0].stop)
         first = 0 if entry.whole else entry.spans[0].start
         value = entry.values[key]
         row = flatten(value.detach() if is_without_gaps(value) else value.detach().contiguous())
