@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import caught
+from common.modes import MODES
 from common.saving import check, kill_again_and_again, two_layers
 from common.sharded_saving import content, stepped
 from torch import nn
@@ -103,6 +104,72 @@ def test_a_file_that_is_cut_off_while_it_is_loaded_is_an_error_on_every_rank(fol
         assert f"was cut off at {left} bytes" in said and "load again before going on" in said, said
         assert "the last load did not come to its end" in refused, refused
         assert same
+
+
+def refuse_to_load(*given):
+    raise LookupError("no such table")
+
+
+def fail_to_load(folder, model, zero):
+    """Load what was saved, and fail when the parameters are loaded and the state is not."""
+    hook = model.register_load_state_dict_pre_hook(refuse_to_load)
+    said = caught(lambda: load_sharded(folder / "one", model, zero))
+    hook.remove()
+    return said
+
+
+def step_again_and_again(folder):
+    """Step and save after a load that failed on all ranks, and after one that did not."""
+    model, zero = stepped()
+    save_sharded(folder / "one", model, zero)
+    zero.step()
+    said = fail_to_load(folder, model, zero)
+    zero.state_dict_type = "full"
+    calls = [zero.step, zero.step, zero.state_dict]
+    calls.append(lambda: save_sharded(folder / "two", model, zero))
+    refused = [caught(call) for call in calls]
+    load_sharded(folder / "one", model, zero)
+    return said, refused, [caught(call) for call in calls]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_step_and_no_save_follows_a_load_that_failed(folder, size):
+    """The first step was refused, and the next one trained parameters and state of two steps."""
+    for said, refused, later in run(size, step_again_and_again, folder, timeout=60):
+        assert said.startswith("LookupError"), said
+        assert all("the last load did not come to its end" in (r or "") for r in refused), refused
+        assert later == [None] * 4
+
+
+def skip_a_step(folder, mode):
+    """Fail to load, and train on inside backward, first with an infinite loss, which a scaler skips."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    make = lambda model: ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-2)
+    module = two_layers()
+    attached = MODES[mode].attach(module, make, scaler=scaler)
+
+    def iterate(factor=1.0):
+        data = torch.ones(2, 12, dtype=torch.float64)
+        scaler.scale(attached.call(data).sum() * factor).backward()
+        scaler.step(attached.optimizer)
+        scaler.update()
+
+    iterate()
+    save_sharded(folder / "one", module, attached.optimizer)
+    iterate()
+    said = fail_to_load(folder, module, attached.optimizer)
+    skipped = caught(lambda: iterate(float("inf")))
+    refused = caught(lambda: save_sharded(folder / "two", module, attached.optimizer))
+    return said, skipped, refused, caught(iterate)
+
+
+@pytest.mark.parametrize("mode", ["zero1-overlap", "zero2"])
+def test_a_step_that_is_skipped_does_not_make_a_load_whole_that_failed(folder, mode):
+    """The skipped step took the note of the load away, and the next one was taken and saved."""
+    for said, skipped, *refused in run(2, skip_a_step, folder, mode, timeout=60):
+        assert said.startswith("LookupError") and skipped is None, (said, skipped)
+        assert all("the last load did not come to its end" in (r or "") for r in refused), refused
+    assert [path.name for path in folder.iterdir()] == ["one"]
 
 
 def write_failing(parent, name, error, after):

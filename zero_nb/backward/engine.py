@@ -272,7 +272,7 @@ class StepEngine:
             self.count.note()
         groups = self.optimizer.param_groups
         self.options_used = snapshot_options(groups, None, self.known_options)
-        self.optimizer.local.change.finish()
+        self.optimizer.local.change.finish_step()
 
     def forget_steps(self) -> None:
         """Begin to count anew: `step` need not be called for those that were taken."""

@@ -139,7 +139,7 @@ class AfterBackward:
             raise
         for shard in shards:
             record_versions(shard.pieces)
-        local.change.finish()
+        local.change.finish_step()
         return returned
 
     def _fitting_shards(self) -> list[Shard]:
@@ -191,7 +191,7 @@ class AfterBackward:
             # else the others would wait for this rank; and what nodes hold of one part may differ
             end_groups(optimizer.groups, error)
         if raised and not stepping:
-            optimizer.local.change.finish()
+            optimizer.local.change.finish_step()
 
 # %% ../../nbs/optim/22_driver.ipynb #6b6e6b77
 def norm_of(

@@ -248,13 +248,14 @@ class CurrentChange:
             self.check_finished()
         self.what = "step"
 
-    def finish(self) -> None:
-        """Note that parameters and state belong together."""
-        self.what = ""
+    def finish_step(self) -> None:
+        """Note that a step has ended; another change that did not come to its end stays noted."""
+        if self.what == "step":
+            self.what = ""
 
     def finish_load(self) -> None:
-        """Note that the state is one that was loaded."""
-        self.finish()
+        """Note that a state was loaded, with which the parameters belong together."""
+        self.what = ""
         self.loads += 1
 
     @contextmanager
