@@ -145,8 +145,8 @@ class TrainingProgress(NamedTuple):
 
 def history_from(progress: TrainingProgress) -> History:
     """Read how far training has come."""
-    groups, has_state = progress.history
-    return History(int(groups), bool(has_state))
+    groups, *flags = progress.history
+    return History(int(groups), *map(bool, flags))
 
 
 def _own_progress(
@@ -244,7 +244,8 @@ class Resharding:
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.device = byte_device(callers, self.params[0].device)
         self.target = find_target(optimizer, request)
-        self.holds_state = bool(optimizer.shards) and optimizer.history.has_state
+        # a class may keep no state: then parameters and options are what others lack
+        self.holds_state = bool(optimizer.shards) and optimizer.history.trained
         self.progress: TrainingProgress | None = (
             None  # of the ranks that hold state, if there are any
         )
@@ -272,7 +273,7 @@ class Resharding:
             raise ValueError(
                 "groups that hold state must have the same plan and the same steps, and these differ;"
                 " reshard one of them, and let the ranks of the others join with optimizers that were"
-                " not stepped"
+                " neither stepped nor given a state dict"
             )
 
     def _gather_rows(self, own: list[int]) -> list[list[int]]:  # of all ranks that call

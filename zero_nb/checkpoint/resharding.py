@@ -181,9 +181,9 @@ def reshard(
     """Move the state to other ranks or by another plan, in memory; the optimizer goes on as it is,
     with its schedulers and hooks. All ranks that hold state, or will, call this between steps.
 
-    A rank that joins has an optimizer over the same parameters that was not stepped, or left
-    before; it is given parameters, options and state. A model's buffers stay as they are, and so
-    does `DistributedDataParallel`: make it anew for the new group.
+    A rank that joins has an optimizer over the same parameters that was neither stepped nor given
+    a state dict, or left before; it is given parameters, options and state. A model's buffers stay
+    as they are, and so does `DistributedDataParallel`: make it anew for the new group.
 
     Raises on all ranks, and changes nothing: `RuntimeError` while `overlap` or `data_parallel` is
     attached, or if parts of the state are missing; `ValueError` if ranks are missing, or their

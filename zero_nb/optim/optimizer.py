@@ -343,7 +343,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
                     super().load_state_dict({**read, "state": {}})
                 self._consolidated = torch_interface.Consolidated()
                 load.finish()
-                self._history = self._history._replace(has_state=bool(read["state"]))
+                self._history = self._history._replace(has_state=bool(read["state"]), trained=True)
         except BaseException:  # on any rank; Ctrl-C, too
             if load is not None:
                 load.undo()
@@ -385,7 +385,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         self._consolidated = torch_interface.Consolidated()
         self._opt_called = True
         if not self._history.has_state:
-            self._history = self._history._replace(has_state=True)
+            self._history = self._history._replace(has_state=True, trained=True)
 
     @property
     def is_first_step(self) -> bool:

@@ -40,9 +40,7 @@ __all__ = ['STATE_DICT_TYPES', 'ALL_CALL', 'without_state_dict_hooks', 'call_hoo
 @contextmanager
 def without_state_dict_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Keep the state dict hooks of an optimizer from being called inside the block."""
-    names = [
-        name for name in vars(optimizer) if name.startswith("_optimizer_") and "state_dict" in name
-    ]
+    names = [n for n in vars(optimizer) if n.startswith("_optimizer_") and "state_dict" in n]
     held = {name: vars(optimizer)[name] for name in names}
     vars(optimizer).update({name: {} for name in names})
     try:
@@ -110,7 +108,8 @@ class History(NamedTuple):
     """What was done with an optimizer."""
 
     stepped_groups: int = 0  # param groups that all ranks have stepped
-    has_state: bool = False  # whether something was stepped or loaded
+    has_state: bool = False  # whether it was stepped, or state was loaded
+    trained: bool = False  # whether it was stepped, or a state dict was loaded, an empty one too
 
 
 class Consolidated(NamedTuple):
