@@ -1,5 +1,6 @@
 """What may change between steps: parameters that freeze, thaw, move or have no gradient, and their state with them."""
 
+import copy
 import gc
 import itertools
 from functools import partial
@@ -13,7 +14,7 @@ from common.counting import calls
 from common.training import difference
 from torch import nn
 
-from zero_nb import full_state_dict
+from zero_nb import full_state_dict, save_sharded
 from zero_nb.apps.peak_memory import peak_bytes
 from zero_nb.backward.ddp_buckets import plan_buckets
 from zero_nb.comm.launch import run
@@ -193,6 +194,94 @@ def test_state_follows_its_parameters_into_another_memory_format(size):
     for (_, master), ranks in run_each(size, read_and_loaded_between, cases).items():
         for state, params in ranks:
             assert state < 1e-6 and params < (1e-2 if master else 1e-6), (state, params)
+
+
+READS = {
+    "consolidated": lambda zero, model, folder: zero.consolidate_state_dict(),
+    "full": lambda zero, model, folder: full_state_dict(zero),
+    "sharded": lambda zero, model, folder: save_sharded(folder, model, zero),
+    "replanned": lambda zero, model, folder: None,  # of two param groups one after the other
+}
+
+
+def gradients(ours, theirs):
+    """Give parameters and their copies equal gradients, laid out as autograd does."""
+    for p, q in zip(ours, theirs, strict=True):
+        grad = torch.randn(p.shape)
+        p.grad = torch.empty_like(p).copy_(grad)
+        q.grad = torch.empty_like(q).copy_(grad)
+
+
+def converted_and_read(read, kind, folder):
+    """Convert a model to another memory format between two steps, read its state, and step on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
+    twin = copy.deepcopy(model)
+    zero = ZeroRedundancyOptimizer(model[0].parameters(), kind, lr=0.01)
+    zero.add_param_group({"params": model[1].parameters()})
+    plain = kind(twin.parameters(), lr=0.01)
+    for step in range(4):
+        gradients(model.parameters(), twin.parameters())
+        zero.step()
+        plain.step()
+        form = (torch.channels_last, torch.contiguous_format)[step % 2]
+        for module in (model, twin):
+            module.to(memory_format=form)
+        READS[read](zero, model, folder / f"{dist.get_world_size()} {step}")
+    zero.consolidate_state_dict(None)
+    whole = zero.state_dict()["state"]
+    state = [whole[i]["step"] for i in whole]
+    return difference(model.parameters(), twin.parameters()), state
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("read", READS)
+def test_state_of_whole_parameters_follows_them_before_the_next_step(folder, read, kind, size):
+    """A fused kernel reads a parameter and its state in the order of memory, and they lay in two orders."""
+    for gap, steps in run(size, converted_and_read, read, kind, folder):
+        assert gap < 1e-6 and steps == [4] * 4
+
+
+class KeepsMoments(torch.optim.Optimizer):
+    """Keeps its moments in a list, too, and steps by those of the list."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+        self.moments = []
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"]]
+        if not self.moments:
+            self.moments = [torch.zeros_like(p) for p in params]
+            for p, moment in zip(params, self.moments, strict=True):
+                self.state[p]["moment"] = moment
+        for p, moment in zip(params, self.moments, strict=True):
+            p.sub_(moment.mul_(0.9).add_(p.grad), alpha=0.01)
+
+
+def kept_elsewhere():
+    """Convert a model whose optimizer holds its state in two places."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 8, 3)
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), KeepsMoments, shard="whole", trust_optimizer_class=True
+    )
+    for _ in range(3):
+        gradients(model.parameters(), model.parameters())
+        zero.step()
+        model.to(memory_format=torch.channels_last)
+        zero.consolidate_state_dict()
+    optim = zero.local.by_class[KeepsMoments]
+    return [
+        optim.state[p]["moment"] is m
+        for p, m in zip(model.parameters(), optim.moments, strict=True)
+    ]
+
+
+def test_a_class_that_holds_its_state_elsewhere_too_goes_on_in_another_memory_format():
+    assert run(1, kept_elsewhere) == [[True, True]]
 
 
 def test_a_step_that_fails_changes_nothing_and_can_be_repeated():

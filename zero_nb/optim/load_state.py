@@ -33,8 +33,8 @@ from ..plan.bucket import ChunkBounds, Place, Slot
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['cut_values', 'laid_out_as', 'cut_for_pieces', 'deal_to_pieces', 'split_state_dict', 'give_state', 'snapshot',
-           'frozen_place', 'place_on_one_rank', 'frozen_span', 'freeze_state']
+__all__ = ['cut_values', 'laid_out_as', 'lay_out_whole', 'cut_for_pieces', 'deal_to_pieces', 'split_state_dict', 'give_state',
+           'snapshot', 'frozen_place', 'place_on_one_rank', 'frozen_span', 'freeze_state']
 
 # %% ../../nbs/optim/14_load_state.ipynb #8abd191e
 def cut_values(
@@ -83,6 +83,16 @@ def laid_out_as(value: Any, param: Tensor) -> Any:
         return value
     made = torch.empty_like(param, dtype=value.dtype, device=value.device, requires_grad=False)
     return made.copy_(value.detach())
+
+
+def lay_out_whole(local: LocalOptimizers, shard: Shard) -> None:
+    """Lay the state of whole parameters out as they lie now, in the tensors that a class may hold
+    elsewhere, too."""
+    for piece in shard.pieces:
+        for value in local.state_of(piece).values():
+            laid_out = laid_out_as(value, piece.params[0])
+            if laid_out is not value:
+                value.data = laid_out
 
 
 def _elements(value: Tensor, span: Span, param: Tensor) -> Tensor:  # 1-D view

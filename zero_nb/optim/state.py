@@ -17,7 +17,7 @@ from ..comm.groups import Group
 from ..comm.payloads import byte_device
 from .arguments import check_group, check_references, plan_lines
 from .load_state import cut_for_pieces, deal_to_pieces, freeze_state, give_state
-from .load_state import laid_out_as, snapshot, split_state_dict
+from .load_state import laid_out_as, lay_out_whole, snapshot, split_state_dict
 from .local_optimizers import LocalOptimizers, make_shard
 from .shard import Shard, release_step_memory
 from zero_nb.optim.state_entry import (
@@ -135,6 +135,8 @@ class ShardedState:
                 continue
             with end_if_interrupted(self.groups, "laying out the state"):
                 self._reorder(shard, strides)
+                if shard.unsharded:  # others are planned anew by the next step
+                    lay_out_whole(self.local, shard)
             shard.note_strides()
 
     def _reorder(self, shard: Shard, strides: Mapping[int, Sequence[int]]) -> None:
