@@ -3,6 +3,7 @@
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -146,6 +147,37 @@ def in_a_thread(kind):
 def test_a_thread_waits_while_another_goes_on(way, kind):
     wanted = [[3] * 6, [1] * 6][: 2 if kind == "block" else 1]
     assert run(2, in_a_thread, kind, timeout=60) == [[*wanted, [21.0] * 3]] * 2
+
+
+def late_runs(tensor):
+    """Start a block of two runs and another collective, before which rank 1 waits for the block or copies a tensor."""
+    group = Group()
+    mine = 1.0 + group.group_rank
+    found = []
+    for _ in range(2):  # at first all calls are compared
+        gathered = torch.full((4,), 10 * mine)
+        other = torch.full((8,), 20 * mine)[:: 2 if tensor == "copied" else 1][:4]
+        with coalescing_manager(group, async_ops=True) as block:
+            group.reduce_scatter(torch.ones(4))
+            group.all_gather(gathered)
+        if group.group_rank and tensor == "as it is":
+            block.wait()
+        group.all_gather(other)
+        block.wait()
+        found += [gathered.tolist(), other.tolist()]
+    return found
+
+
+def one_copies():
+    return late_runs("copied" if Group().group_rank else "as it is")
+
+
+@pytest.mark.parametrize(
+    "work", [partial(late_runs, "as it is"), one_copies], ids=["alike", "gaps"]
+)
+def test_a_later_run_of_a_block_is_not_taken_for_the_next_collective(way, work):
+    wanted = [[10.0, 10.0, 20.0, 20.0], [20.0, 20.0, 40.0, 40.0]]
+    assert run(2, work, timeout=60) == [wanted * 2] * 2
 
 
 def in_turns(relay, turned):

@@ -273,10 +273,10 @@ def _start(group: Any, call: Call, async_op: bool) -> Work:
     block = _block(group)
     if block is not None:
         return block.add(call)
+    if _UNFINISHED:  # before the steps take a number, for it is the order of starts on every rank
+        _start_the_rest(group, NEXT)
     like = _like(call)
     if group.size > 1 and not _is_known(group, like):
-        if _UNFINISHED:
-            _start_the_rest(group, NEXT)
         _compare(group, like, call)
     if call.source is None and (group.size == 1 or not call.tensor.numel()):
         return _FINISHED  # nothing to move, on any rank
