@@ -1,12 +1,16 @@
-"""Changes that keep sums of words: signs, exchanges and shifts of rows, columns and blocks, in every dtype."""
+"""Changes that keep sums of words: signs, exchanges and shifts of rows, columns and blocks, in every dtype; and
+tensors that do not lie in memory as one run."""
 
 import pytest
 import torch
+from common import run_each
+from common.modes import MODES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_nb import ZeroRedundancyOptimizer, run, watch_divergence
-from zero_nb.verify.checksums import digests
+from zero_nb.verify.checksums import DigestPlan, digests
+from zero_nb.verify.divergence import DivergenceError
 
 LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = (
@@ -109,3 +113,81 @@ def negated(dtype, column):
 def test_a_watch_sees_the_sign_of_a_column(dtype, column):
     for said in run(2, negated, dtype, column):
         assert said is not None and "parameter weight on ranks 0, 1" in said
+
+
+COMPLEX = torch.complex64
+NOT_IN_ONE_RUN = {
+    "every second": lambda: torch.zeros(8)[::2],
+    "one of two": lambda: torch.zeros(2)[::2],
+    "column": lambda: torch.zeros(4, 2)[:, 0],
+    "columns": lambda: torch.zeros(4, 4)[:, :2],
+    "bytes": lambda: torch.zeros(8, dtype=torch.uint8)[::2],
+    "many columns": lambda: torch.zeros(300, 400)[:, 1:300],
+    "many bytes": lambda: torch.zeros(400_000, dtype=torch.uint8)[::2],
+    "expanded": lambda: torch.zeros(1).expand(4),
+    "expanded rows": lambda: torch.zeros(1, 4).expand(300, 4),
+    "conjugated": lambda: torch.zeros(6, dtype=COMPLEX).conj(),
+    "negated": lambda: torch.zeros(6, dtype=COMPLEX).conj().imag,
+}
+
+
+@pytest.mark.parametrize("name", NOT_IN_ONE_RUN)
+def test_a_plan_reads_what_a_tensor_holds_now(name):
+    tensor = NOT_IN_ONE_RUN[name]()
+    plan = DigestPlan([torch.ones(5), tensor, torch.zeros(0)])
+    before = plan.digests()
+    tensor[0] = 5
+    after = plan.digests()
+    assert (before != after).tolist() == [False, True, False]
+    copied = tensor.contiguous().resolve_conj().resolve_neg().clone()
+    assert after[1] == digests([copied])[0]
+
+
+class Running(nn.Module):
+    """Updates a buffer with gaps in each forward, and has another one that training writes."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(12, 4)
+        self.register_buffer("stats", NOT_IN_ONE_RUN[kind]())
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.stats.add_(1)
+        return self.layer(x)
+
+
+def running(mode, kind, does):
+    """Train and, before some steps, write one buffer or flip bits of the other one on rank 1."""
+    model = Running(kind)
+
+    def make(module):
+        return ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.1)
+
+    training = MODES[mode].attach(model, make)
+    watch_divergence(training.call, training.optimizer, every=1)
+    for step in range(1, 6):
+        training.optimizer.zero_grad()
+        training.call(torch.ones(2, 12)).sum().backward()
+        if does == "writes":
+            model.seen.add_(1)
+        if does == "flips" and step == 3 and torch.distributed.get_rank() == 1:
+            model.stats.data[1] = -1
+        try:
+            training.optimizer.step()
+            training.optimizer.wait_for_driver()
+        except DivergenceError as error:
+            return step, error.found[0].name, error.found[0].ranks
+    return None
+
+
+def test_a_watch_reads_buffers_with_gaps_as_they_are_now():
+    kinds = ("column", "columns")
+    modes = ("zero1", "zero2")
+    ways = [(mode, kind, does) for mode in modes for kind in kinds for does in ("writes", "flips")]
+    for way, found in run_each(2, running, {way: way for way in ways}).items():
+        step = 4 if way[0] == "zero2" else 3  # whose step 3 is taken inside backward
+        expected = (step, f"stats, before step {step}", (1,)) if way[2] == "flips" else None
+        assert found == [expected] * 2, (way, found)

@@ -5,7 +5,7 @@
 # %% ../../nbs/verify/06_checksums.ipynb #3c82c324
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,16 +49,24 @@ def _row_sums(
     return spread.sum(1)
 
 
-def _memory_of(tensor: Tensor) -> Tensor:  # uint8, 1-D: the memory, or a copy if it has gaps
+def _memory_of(tensor: Tensor) -> Tensor | None:  # uint8, 1-D; None: its bits do not lie in one run
     tensor = tensor.detach()
-    if tensor.dim() == 1 and tensor.is_contiguous() and not tensor.is_complex():
+    if tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):  # other bits lie there
+        return None
+    if tensor.stride() == (1,):
         return tensor.view(torch.uint8)
-    tensor = tensor.resolve_conj().resolve_neg()
     try:
-        flat = flatten(tensor)
+        return flatten(tensor).view(torch.uint8)
+    except ValueError:  # it has gaps, or an element twice
+        return None
+
+
+def _copy_of(tensor: Tensor) -> Tensor:  # uint8, 1-D: its bits as they are now, in one run
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    try:
+        return flatten(tensor).view(torch.uint8)
     except ValueError:
-        flat = tensor.reshape(-1)
-    return flat.view(torch.uint8)
+        return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 # %% ../../nbs/verify/06_checksums.ipynb #9a73000b
 class SmallTensors:
@@ -114,30 +122,44 @@ class LargeTensors:
         found.index_add_(0, self.owners.to(found.device), mixed.to(found.device))
 
 # %% ../../nbs/verify/06_checksums.ipynb #9a73000c
+def _by_size(runs: Iterable[tuple[Tensor, int]]) -> list[SmallTensors | LargeTensors]:
+    """Choose how runs of memory are read; each comes with the number of its tensor."""
+    small: dict[torch.device, list[tuple[Tensor, int]]] = {}
+    large: dict[torch.device, list[tuple[Tensor, int]]] = {}
+    for data, i in runs:
+        whole = len(data) - len(data) % (8 * _ROW) if len(data) >= _LARGE_FROM else 0
+        if whole:
+            large.setdefault(data.device, []).append((data[:whole], i))
+        if whole < len(data):
+            small.setdefault(data.device, []).append((data[whole:], i))
+    found: list[SmallTensors | LargeTensors] = []
+    found += [SmallTensors(*zip(*of_one, strict=True)) for of_one in small.values()]
+    found += [LargeTensors(*zip(*of_one, strict=True)) for of_one in large.values()]
+    return found
+
+
 class DigestPlan:
     """How the checksums of some tensors are computed; they stay where they are."""
 
     def __init__(self, tensors: Sequence[Tensor]):  # of any dtypes and layouts
-        small: dict[torch.device, list[tuple[Tensor, int]]] = {}
-        large: dict[torch.device, list[tuple[Tensor, int]]] = {}
         self.count = len(tensors)
         self.device = tensors[0].device if tensors else torch.device("cpu")
+        self.copied: list[tuple[Tensor, int]] = []  # what no view of memory can show
+        runs = []
         for i, tensor in enumerate(tensors):
-            data = _memory_of(tensor)
-            whole = len(data) - len(data) % (8 * _ROW) if len(data) >= _LARGE_FROM else 0
-            if whole:
-                large.setdefault(data.device, []).append((data[:whole], i))
-            if whole < len(data):
-                small.setdefault(data.device, []).append((data[whole:], i))
-        self.groups: list[SmallTensors | LargeTensors] = []
-        self.groups += [SmallTensors(*zip(*of_one, strict=True)) for of_one in small.values()]
-        self.groups += [LargeTensors(*zip(*of_one, strict=True)) for of_one in large.values()]
+            memory = _memory_of(tensor)
+            if memory is None:
+                self.copied.append((tensor.detach(), i))
+            else:
+                runs.append((memory, i))
+        self.groups = _by_size(runs)
 
     @torch.no_grad()
     def digests(self) -> Tensor:  # int64, one for each tensor, on the device of the first
         """Compute the checksums of what they hold now."""
         found = torch.zeros(self.count, dtype=torch.int64, device=self.device)
-        for group in self.groups:
+        copies = [(_copy_of(tensor), i) for tensor, i in self.copied]  # now: an older one is stale
+        for group in (*self.groups, *_by_size(copies)):
             group.add_to(found)
         return found
 
