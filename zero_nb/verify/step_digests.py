@@ -322,8 +322,9 @@ def report_sections(look: StepDigests) -> list[ReportSection]:
         tensors = plain_tensors((names[i], p) for i, p in frozen)
         look.frozen.compare(tensors, f"up to step {look.steps}")
         found = look.frozen.keep(tensors).to(params.device)
-        if frozen:
-            params[torch.tensor([i for i, _ in frozen], device=params.device)] = found
+        places = {names[i]: i for i, _ in frozen}
+        if tensors:  # of some classes and layouts no memory can be read
+            params[torch.tensor([places[n] for n in tensors], device=params.device)] = found
     if look.watches("state"):
         look.frozen_state.compare(names, f"up to step {look.steps}")
     sections = [ReportSection("parameter", names, params)]
