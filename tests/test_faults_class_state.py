@@ -390,3 +390,61 @@ def test_a_class_that_looks_at_odd_gradients_of_other_parameters_is_refused(kind
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ValueError, match=f"{kind.__name__} steps a parameter differently .*{said}"):
         ZeroRedundancyOptimizer(model.parameters(), kind)
+
+
+class Row(Optimizer):
+    """Momentum in a row of any name, which may be that of a number in a class of torch."""
+
+    def __init__(self, params, lr=0.1, name="mu"):
+        super().__init__(params, {"lr": lr, "name": name})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                row = self.state[p].setdefault(group["name"], torch.zeros_like(p))
+                row.mul_(0.9).add_(p.grad)
+                p.sub_(row, alpha=group["lr"])
+
+
+def with_row(name, kind, make, missing):
+    """Step, save and load in a new optimizer, step with a parameter that has no gradient, and save."""
+    params = [nn.Parameter(torch.ones(*shape)) for shape in ((5,), (7,), (1, 1))]
+    optimizer = make(params, name)
+    sharded = isinstance(optimizer, ZeroRedundancyOptimizer)
+    for step in range(4):
+        for i, p in enumerate(params):
+            p.grad = None if step and i == missing else torch.full_like(p, i + 1.0 + step)
+        optimizer.step()
+        if sharded and kind == "consolidated":
+            optimizer.consolidate_state_dict(to=None)
+        if step % 2 == 0:
+            saved = optimizer.state_dict()
+            optimizer = make(params, name)
+            optimizer.load_state_dict(saved)
+    if sharded:
+        with optimizer.giving_state_dicts("full"):
+            optimizer.step()  # all ranks ask for the state of the same step
+            state = optimizer.state_dict()["state"]
+    else:
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+    return [p.detach() for p in params], {i: values[name] for i, values in state.items()}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_of_any_name_are_saved_loaded_and_split(size):
+    kinds = ("consolidated", "full", "sharded")
+    cases = [(n, k, i) for n in ("mu", "step") for k in kinds for i in (None, 1, 2)]
+
+    def sharded(params, name, kind):
+        options = {"shard": "even", "parameters_as_bucket_view": True, "state_dict_type": kind}
+        return ZeroRedundancyOptimizer(params, Row, name=name, **options)
+
+    def every():
+        return [with_row(n, k, lambda p, x, k=k: sharded(p, x, k), i) for n, k, i in cases]
+
+    plain = [with_row(n, "", lambda p, x: Row(p, name=x), i) for n, _, i in cases]
+    for found in run(size, every, timeout=200):
+        for case, ours, theirs in zip(cases, found, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=str(case))

@@ -51,7 +51,7 @@ def cut_values(
     Raises `ValueError` if a value has another shape than the parameter."""
     out = {}
     for key, value in values.items():
-        rows = isinstance(value, Tensor) and key not in SCALARS
+        rows = isinstance(value, Tensor) and not _is_count(key, value, param)
         if rows and elementwise and value.dim() and value.shape != param.shape:
             raise ValueError(
                 f"state {key!r} of parameter {span.param} has shape {tuple(value.shape)}, the parameter"
@@ -63,6 +63,12 @@ def cut_values(
             continue
         out[key] = laid_out_as(_own_whole(value, not one), param)
     return out
+
+
+def _is_count(key: str, value: Tensor, param: Tensor) -> bool:  # as torch's classes keep them
+    return key in SCALARS and (
+        not value.dim() or (value.numel() == 1 and value.shape != param.shape)
+    )
 
 
 def _own_whole(value: Any, copied: bool) -> Any:

@@ -222,7 +222,8 @@ SCALARS = frozenset(
 
 def per_element(key: str, value: Any, numel: int) -> bool:
     """Tell whether a value of the state has one number for each of `numel` elements."""
-    return isinstance(value, Tensor) and key not in SCALARS and value.shape == (numel,)
+    fits = isinstance(value, Tensor) and value.shape == (numel,)
+    return fits and (numel > 1 or key not in SCALARS)
 
 
 def _split(

@@ -187,7 +187,7 @@ def _add_room(runs: Runs, needed: _Needed, key: Any, saved: SavedForms) -> None:
         """Tell the dtype of a value that is cut with its parameter; `None` for others."""
         span, param = place
         form = saved.get(span.param, {}).get(key)
-        cut = form is not None and not needed.whole and key not in SCALARS
+        cut = form is not None and not needed.whole and (form.shape or key not in SCALARS)
         return form.dtype if form and cut and form.shape == param.shape else None
 
     numel = sum(span.numel for span in needed.spans)

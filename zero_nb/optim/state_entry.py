@@ -20,7 +20,7 @@ from torch import Tensor
 from ..comm.groups import Group
 from ..comm.objects import check_plain, plain_numbers
 from .local_optimizers import LocalOptimizers
-from .pieces import HoldsPieces, Piece, per_element
+from .pieces import HoldsPieces, Piece
 from ..plan.shards import Span
 
 # %% auto #0
@@ -74,7 +74,7 @@ class StateEntry:
     def steps(self) -> int:
         """How often it was stepped, if it says so; else 0."""
         count = self.values.get("step")
-        if isinstance(count, Tensor) and count.numel() != 1:
+        if isinstance(count, Tensor) and (count.numel() != 1 or (is_row(count) and not self.whole)):
             return 0
         return int(count) if isinstance(count, (int, float, Tensor)) else 0
 
@@ -98,10 +98,10 @@ class StateEntry:
 
 # %% ../../nbs/optim/11_state_entry.ipynb #d021087c
 def _is_uncut(
-    key: str, value: Any, numel: int
+    value: Any, numel: int
 ) -> bool:  # of a piece with `numel` elements: not one number for each, nor one for all
     if isinstance(value, Tensor):
-        return value.dim() > 0 and not per_element(key, value, numel)
+        return is_row(value) and value.shape != (numel,)
     return any(True for _ in _named_tensors(value))
 
 
@@ -154,7 +154,7 @@ def read_entry(local: LocalOptimizers, piece: Piece) -> StateEntry:
         what = f"state {key!r} of parameter {piece.spans[0].param}"
         check_plain(what, value)
         _check_loadable(what, value, piece.view.is_meta)
-        if not piece.whole and _is_uncut(key, value, piece.numel):
+        if not piece.whole and _is_uncut(value, piece.numel):
             form = f"a {type(value).__name__} of tensors"
             if isinstance(value, Tensor):
                 form = f"shape {tuple(value.shape)}"
