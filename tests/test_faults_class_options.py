@@ -1,11 +1,13 @@
 """Optimizer classes that nobody knows, by what their options hold: a trial leaves it as it is."""
 
 import random
+from functools import partial
 from itertools import count
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from common import caught
 from torch import nn
 from torch.optim import Optimizer
@@ -294,3 +296,108 @@ def test_a_class_whose_arithmetic_is_compiled_is_compared_with_itself_compiled()
     assert run(2, made_of, Compiled) == [None, None]
     for said in run(2, made_of, CompiledTogether):
         assert "steps a parameter differently together with others and alone" in said
+
+
+class Scheduled(Optimizer):
+    """Gradient descent with a factor that an option gives, or a tensor."""
+
+    def __init__(self, params, lr=0.1, option=None):
+        super().__init__(params, {"lr": lr, "option": option})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(p.grad, alpha=0.1)
+
+
+def elsewhere(params):
+    """Options that are the same on all ranks, and printed otherwise: by address, or by device."""
+    kept = [object() for _ in range(1 + 1000 * dist.get_rank())]  # addresses differ from here on
+    device = torch.device("meta", dist.get_rank())
+    other = [torch.zeros(1), *kept]
+    return {
+        "function": lambda t: 1.0,
+        "partial": partial(max, 1.0),
+        "generator": (float(i) for i in range(3)),
+        "object": Rates(),
+        "random": random.Random(0),
+        "ids": {id(params[1])},
+        "ids in a list": [id(params[1])],
+        "rates by id": {id(params[1]): 0.5},
+        "ids of others": {id(other[0]), id(other[-1])},
+        "names": {"bias", "norm", "head"},
+        "nested": {"of": [(lambda: 1, {"a": {id(params[0])}})]},
+        "tensor on a device": torch.empty((), device=device).as_subclass(OnDevice),
+    }
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on a device of which each rank has another, as far as its words say."""
+
+    def __repr__(self, **_):
+        return f"tensor(0.001, device='cuda:{dist.get_rank()}')"
+
+
+def made_elsewhere():
+    found = {}
+    for name in elsewhere([None, None]):
+        params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))]
+        options = {"option": elsewhere(params)[name], "trust_optimizer_class": True}
+
+        def do(params=params, options=options):
+            zero = ZeroRedundancyOptimizer(params, Scheduled, **options)
+            zero.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+            params[0].requires_grad_(False)  # plans anew
+            params[1].grad = torch.ones(3)
+            zero.step()
+
+        found[name] = caught(do)
+    return found
+
+
+def test_options_that_are_printed_by_address_or_device_are_the_same_on_all_ranks():
+    for found in run(2, made_elsewhere):
+        assert found == dict.fromkeys(found)
+
+
+def first(t):
+    return t
+
+
+def made_otherwise():
+    params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))]
+    rank = dist.get_rank()
+    options = {
+        "text": ("a", "b"),
+        "list": ([1, 2], [1, 3]),
+        "dict": ({"a": {"b": 1}}, {"a": {"b": 2}}),
+        "tensor": (torch.tensor(0.1), torch.tensor(0.10001)),
+        "shape": (torch.ones(2), torch.ones(3)),
+        "dtype": (torch.float16, torch.bfloat16),
+        "names": ({"a", "b"}, {"a", "c"}),
+        "ids": ({id(params[0])}, {id(params[1])}),
+        "class": (Noisy, Rates),
+        "kind": ([1], (1,)),
+        "function": (lambda t: t, first),
+    }
+    return {
+        name: caught(
+            lambda pair=pair: (
+                ZeroRedundancyOptimizer(
+                    params, Scheduled, option=pair[rank], trust_optimizer_class=True
+                )
+                and None
+            )
+        )
+        for name, pair in options.items()
+    }
+
+
+def test_options_that_differ_are_refused_in_their_words():
+    for found in run(2, made_otherwise):
+        for name, said in found.items():
+            assert said and "ValueError: ranks disagree on making" in said, (name, said)
+            words = said.replace("\\", "")
+            assert "group 0: Scheduled {'lr': 0.1, 'option': " in words, words
+        assert "'option': 'a'" in found["text"] and "'option': [1, 3]" in found["list"]

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from enum import Enum
+from functools import partial
 from itertools import accumulate, chain
+from numbers import Number
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -169,6 +172,31 @@ def check_settings(
     ]
 
 # %% ../../nbs/optim/06_arguments.ipynb #861c8ca7
+_VALUES = (Number, str, bytes, type(None), type, Enum, range, torch.dtype)
+
+
+# `places`: of parameters, by their ids; `depth`: of the containers that are described
+def _option_text(value: Any, places: Mapping[int, int], depth: int = 5) -> str:
+    """Describe an option in words that are the same on all ranks: without addresses and numbers of devices."""
+    inner = partial(_option_text, places=places, depth=depth - 1)
+    if isinstance(value, Tensor):
+        single = value.numel() == 1 and value.device.type == "cpu" and type(value) is Tensor
+        return f"{value.dtype} {value.item() if single else tuple(value.shape)}"
+    if type(value) is int and value in places:
+        return f"id of parameter {places[value]}"
+    if isinstance(value, _VALUES):
+        return repr(value)
+    if not depth or not isinstance(value, (Mapping, list, tuple, Set)):
+        return str(getattr(value, "__qualname__", type(value).__name__))  # of a function its name
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{inner(k)}: {inner(v)}' for k, v in value.items())}}}"
+    if isinstance(value, Set):  # other numbers in it may be ids of what is no parameter
+        known = [v for v in value if type(v) is not int or v in places]
+        return f"{type(value).__name__} of {len(value)}: {', '.join(sorted(map(inner, known)))}"
+    text = ", ".join(map(inner, value))
+    return f"({text})" if isinstance(value, tuple) else f"[{text}]"
+
+
 def plan_lines(
     rules: list[Rule], param_groups: list[dict[str, Any]], shards: Sequence[Shard]
 ) -> list[str]:
@@ -178,9 +206,10 @@ def plan_lines(
         return f"{p.shape} {p.dtype} on {p.device}{'' if p.trainable else ', frozen'}"
 
     lines = []
+    places = {id(p): i for i, p in enumerate(p for g in param_groups for p in g["params"])}
     for i, (rule, g) in enumerate(zip(rules, param_groups, strict=True)):
         options = {k: v for k, v in g.items() if k not in ("params", "param_names")}
-        lines.append(f"group {i}: {rule.optimizer_class.__name__} {options}")
+        lines.append(f"group {i}: {rule.optimizer_class.__name__} {_option_text(options, places)}")
     rosters = [ParamTable.of(shard.plan.params) for shard in shards]
     for roster in rosters:
         lines += map("{} {}".format, roster.names, roster.each(form))
