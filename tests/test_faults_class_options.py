@@ -13,7 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_nb.backward.data_parallelism import data_parallel
+from zero_nb.checkpoint.resharding import reshard
+from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
+from zero_nb.comm.subgroups import split
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -401,3 +404,35 @@ def test_options_that_differ_are_refused_in_their_words():
             words = said.replace("\\", "")
             assert "group 0: Scheduled {'lr': 0.1, 'option': " in words, words
         assert "'option': 'a'" in found["text"] and "'option': [1, 3]" in found["list"]
+
+
+def joins_with_a_rate_on_a_device():
+    """Rank 1 joins, and is told of a rate that lies on a device which rank 0 alone has."""
+    rank = dist.get_rank()
+    rate = torch.tensor(0.25)
+
+    def tag(storage):
+        return f"standin:{rank}" if storage.data_ptr() == rate.data_ptr() else None
+
+    def restore(storage, location):
+        if not location.startswith("standin:"):
+            return None
+        if location != f"standin:{rank}":
+            raise RuntimeError(f"rank {rank} has no {location}")
+        return storage
+
+    torch.serialization.register_package(1, tag, restore)
+    alone = Group(split(Group(), [[0], [1]]).process_group)
+    p = nn.Parameter(torch.ones(4))
+    zero = ZeroRedundancyOptimizer([p], Scheduled, alone, lr=rate if rank == 0 else 0.1)
+    p.grad = torch.ones(4)
+    if rank == 0:
+        zero.step()
+    reshard(zero, dist.group.WORLD)
+    zero.step()
+    return zero.param_groups[0]["lr"]
+
+
+def test_a_rank_that_joins_has_tensors_among_the_options_on_its_own_device():
+    found = run(2, joins_with_a_rate_on_a_device)
+    assert found == [torch.tensor(0.25)] * 2

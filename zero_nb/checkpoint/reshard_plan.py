@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.serialization import default_restore_location
 
 from .names import check_saved
 from .seats import Seat, placement_text, rows_of, seat_in
@@ -227,6 +229,11 @@ def _describe_new(shard: Any, rules: Sequence[Rule]) -> list[str]:
     return lines
 
 
+def _own_storage(device: torch.device, storage: Any, location: str) -> Any:
+    """Put what lies on the GPU of another rank on that of this rank."""
+    return storage if location == "cpu" else default_restore_location(storage, str(device))
+
+
 class Resharding:
     """One change of ranks or of plan, as this rank sees it."""
 
@@ -309,7 +316,13 @@ class Resharding:
         if senders.ranks and len(senders.places) < self.callers.size:
             told: list[Any] = [None if self.progress is None else list(self.progress)]
             source = senders.ranks[0][0]
-            broadcast_object_list(told, group=self.callers, group_src=source, weights_only=True)
+            broadcast_object_list(
+                told,
+                group=self.callers,
+                group_src=source,
+                map_location=partial(_own_storage, self.params[0].device),
+                weights_only=True,
+            )
             self.progress = TrainingProgress(*told[0])
 
         def describe() -> list[str]:
