@@ -68,6 +68,7 @@ USES = {
     "plain": {},
     "norm": {"max_grad_norm": 0.1, "look": by_norm},
     "scaler": {"scaled": True},
+    "scaler that skips": {"scaled": True, "skips": (2, 3)},
     "accumulation": {"micro": 3},
     "unused": {"make": Mixed, "micro": 2, "find_unused_parameters": True},
     "users": {"look": by_users},
@@ -92,6 +93,8 @@ USES = {
     },
 }
 
+SCALED = [use for use, how in USES.items() if "scaled" in how]
+
 
 def attach(kind, model, zero, find_unused_parameters, **setup):
     """Give the model to call, and what steps inside its backward, if anything does."""
@@ -102,11 +105,11 @@ def attach(kind, model, zero, find_unused_parameters, **setup):
     return net, overlap(net, zero, **setup) if kind == "overlap" else None
 
 
-def accumulate(net, no_sync, scaler, dtype, first, micro):
+def accumulate(net, no_sync, scaler, dtype, first, micro, factor=1.0):
     """Run forward and backward of one step, in parts of which only the last one is synchronised."""
     for m in range(micro):
         with no_sync() if m < micro - 1 else contextlib.nullcontext():
-            loss = net(batch(first + m).to(dtype)).square().mean()
+            loss = net(batch(first + m).to(dtype)).square().mean() * factor
             (scaler.scale(loss) if scaler else loss).backward()
 
 
@@ -127,6 +130,7 @@ def on_streams(
     micro=1,
     look=None,
     scaled=False,
+    skips=(),
     keeps=True,
     find_unused_parameters=False,
     **setup,
@@ -139,14 +143,17 @@ def on_streams(
     zero = ZeroRedundancyOptimizer(groups(model), AdamW, two_level(2) if nodes else None, **given)
     net, handle = attach(kind, model, zero, find_unused_parameters, scaler=scaler, **setup)
     no_sync = (handle if kind == "data_parallel" else net).no_sync
-    world = World()
+    world, held = World(), [*model.parameters()]
     if handle:
         handle.engine.stream = WatchedStream(world)
     if not keeps:
         handle.engine.stream.keep = lambda tensor, stream=None: None
     with world, world.networked():
         for i in range(5):
-            accumulate(net, no_sync, scaler, dtype, 10 * i, micro)
+            factor = torch.inf if i in skips else 1.0
+            accumulate(net, no_sync, scaler, dtype, 10 * i, micro, factor)
+            if i in skips:  # past the modules: nothing is on its way after a step that is skipped
+                flatten(held)
             if look and handle:
                 look(handle, model, zero, world)
             take_step(zero, scaler)
@@ -163,7 +170,7 @@ def streams_of(use):
     """Give the faults of one use in every mode that knows it."""
     how, found = USES[use], {}
     for name, setup in MODES.items():
-        if use in ("norm", "scaler") and setup["interleaved"]:
+        if use in ("norm", *SCALED) and setup["interleaved"]:
             continue
         found[name] = on_streams(**how, **setup)
         if use != "users" and "hidden" not in name:

@@ -181,6 +181,7 @@ for row, modes in (
         modes,
         f"{STREAMS}[norm]",
         f"{STREAMS}[scaler]",
+        f"{STREAMS}[scaler that skips]",
         "faults_overlap::M9_a_scale_is_read_once_a_step[{mode}]",
         "faults_gradients::H4_a_scaler_that_is_not_given_is_told_and_one_that_is_given_works[{mode}]",
         "faults_cells::norms_are_those_of_ddp_and_stay_what_they_were[{mode}]",

@@ -114,9 +114,9 @@ class DataParallel(InBackward, _Joinable):
         self.torch_join.backward_began()
 
     def after_step(self, iteration: Iteration) -> None:
-        """Take over the gathers that are in flight."""
-        if self.options.hidden:
-            gathers = iteration.gathers
+        """Take over the gathers that are in flight; a step that was skipped has none."""
+        gathers = iteration.gathers
+        if self.options.hidden and gathers.works:
             members = [run.bucket.members for run in gathers.runs]
             stream = self.engine.stream
             record = iteration.record_versions
