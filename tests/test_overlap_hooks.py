@@ -17,6 +17,7 @@ from common.ddp_training import (
     twice,
     unsharded,
 )
+from common.modes import average_gradients
 from common.saving import saved_and_loaded
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -276,3 +277,31 @@ def test_a_copy_of_an_overlapped_model_trains_as_a_copy_of_plain_ddp():
     cases = list(itertools.product((False, True), COPIES))
     for rank in run(2, lambda: [copied(*case) for case in cases]):
         assert rank == [0.0] * len(cases)
+
+
+def left_by_a_hook(views):
+    """Clip in steps inside backward; how far what the hook has left is from DDP's averages, after
+    each of them."""
+    plain, ours = (
+        DDP(network(), bucket_cap_mb=CAP, gradient_as_bucket_view=views) for _ in range(2)
+    )
+    zero = ZeroRedundancyOptimizer(ours.parameters(), SGD, lr=0.1)
+    handle = overlap(ours, zero, hook=average_gradients, max_grad_norm=1e-3)
+    gaps = []
+    for step in range(5):
+        plain.load_state_dict(ours.state_dict())
+        for model in (plain, ours):
+            model.zero_grad()
+            backward(model, step)
+        pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+        gaps += [(a.grad - b.grad).abs().max().item() for a, b in pairs]
+        assert float(handle.grad_norm) > 1e-3
+        zero.step()
+    assert apart(ours) == 0.0
+    return max(gaps)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_averages_that_a_hook_leaves_are_not_clipped(views):
+    for gap in run(2, left_by_a_hook, views):
+        assert gap < 1e-12

@@ -239,7 +239,9 @@ class DdpBackward:
         whole = result[0] if isinstance(result, list) else result
         if arrival.buffer.is_complex():
             whole = _as_complex(whole)
-        return self.layout.take(i, whole)[self.buckets[i].own_slice]
+        own = self.layout.take(i, whole)[self.buckets[i].own_slice]
+        # a copy: what is clipped must not be what stays in `.grad`, of which other ranks clip other parts
+        return own.clone() if self.options.transforms else own
 
 # %% ../../nbs/backward/06_ddp_backward.ipynb #274c0af6
 class DdpPlanner:
