@@ -156,8 +156,11 @@ class BucketPlanner:
         )
 
     def _make_reducer(self, shard: Shard, interleaved: bool) -> BucketReducer:
-        dtype = self.options.reduce_dtype
-        return BucketReducer(self.engine.optimizer, shard, self.pool, dtype, interleaved)
+        options = self.options
+        optimizer = self.engine.optimizer
+        dtype = options.reduce_dtype
+        step_dtype = shard.master_dtype if options.scales else None
+        return BucketReducer(optimizer, shard, self.pool, dtype, interleaved, step_dtype)
 
     def start(self, backward: ParallelBackward) -> None:
         """Let a backward fill buckets, if they fit the parameters."""

@@ -229,6 +229,7 @@ def data_parallel(
     `scaler` if the loss is scaled. Gradients do not add up over steps if nothing clears them.
     A step cannot be left out afterwards: where `step` was called before, the next backward raises.
     A `scaler` leaves out steps that are not finite; to leave out others, step after backward.
+    With it, this rank's part of float16 averages is kept, and unscaled, in `master_dtype` if there is one.
 
     With `hidden=True` a parameter that is read between `backward` and the next forward through a list
     made earlier or `optimizer.param_groups`, as by an average of weights (EMA), is NaN; only what was

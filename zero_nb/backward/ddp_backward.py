@@ -25,7 +25,7 @@ from zero_nb.backward.ddp_buckets import (
     split_like_ddp,
 )
 from .engine import Contribution, StepEngine, in_torchs_join
-from .engine import mark_means, start_mean
+from .engine import mark_means, mean_dtype, start_mean
 from ..comm.work import Work
 from ..comm.calls import mark_agreed
 from ..comm.groups import Group
@@ -160,6 +160,7 @@ class DdpBackward:
         self.layout = layout
         self.unused = list(unused)
         self.buckets = plan.shard.buckets
+        self.step_dtype = plan.shard.master_dtype if self.options.scales else None
         self.iteration = Iteration(plan, self, self.unused)
 
     def note(
@@ -193,7 +194,8 @@ class DdpBackward:
             mean: Reduction = partial(self._hook_result, i)
         else:
             replicas = self.optimizer.replica_group
-            mean = start_mean(self.buckets[i], gradient, replicas, wire_dtype)
+            wide = self.step_dtype
+            mean = start_mean(self.buckets[i], gradient, replicas, wire_dtype, None, wide)
         if self.used_flags != "with each bucket" or self.layout.buckets_in[j][0] != i:
             return mean
         arrival = self.arrivals[j]
@@ -241,7 +243,7 @@ class DdpBackward:
             whole = _as_complex(whole)
         own = self.layout.take(i, whole)[self.buckets[i].own_slice]
         # a copy: what is clipped must not be what stays in `.grad`, of which other ranks clip other parts
-        return own.clone() if self.options.transforms else own
+        return own.to(mean_dtype(own.dtype, None, self.step_dtype), copy=self.options.transforms)
 
 # %% ../../nbs/backward/06_ddp_backward.ipynb #274c0af6
 class DdpPlanner:

@@ -280,6 +280,7 @@ def overlap(
     `step`, which raises if they were written before it; what is written to `p.data` it does not see.
     A step cannot be left out afterwards: where `step` was called before, the next backward raises.
     A `scaler` leaves out steps that are not finite; to leave out others, step after backward.
+    With it, this rank's part of float16 averages is kept, and unscaled, in `master_dtype` if there is one.
     Gradients are freed, and do not add up over steps if nothing clears them. An all-reduce or a
     compressing `hook` becomes a reduce-scatter; the average of any other can still be read.
     A forward that raises on all ranks can be caught, and its batch skipped, as with DDP. One that

@@ -42,9 +42,13 @@ __all__ = ['Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'cut_in_pla
            'check_torchs_join']
 
 # %% ../../nbs/backward/03_engine.ipynb #bcb158cc
-def mean_dtype(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
-    """Tell in which dtype the mean of gradients is kept that are added in another one: the wider of both."""
-    return dtype if wire_dtype is None else torch.promote_types(dtype, wire_dtype)
+# `step_dtype`: in which gradients are stepped that carry a scale; None: they carry none
+def mean_dtype(
+    dtype: torch.dtype, wire_dtype: torch.dtype | None, step_dtype: torch.dtype | None = None
+) -> torch.dtype:
+    """Tell in which dtype the mean of gradients is kept: the wider of both; if that is float16, in that of the step."""
+    mean = dtype if wire_dtype is None else torch.promote_types(dtype, wire_dtype)
+    return step_dtype if step_dtype and mean == torch.float16 else mean
 
 
 def start_mean(
@@ -54,6 +58,8 @@ def start_mean(
     # in which gradients are sent and added; None: their own
     wire_dtype: torch.dtype | None = None,
     out: Tensor | None = None,  # where the mean goes, if it is not to stay in the gradient
+    # as for `mean_dtype`; `out` has one already
+    step_dtype: torch.dtype | None = None,
 ) -> Reduction:
     """Start to average a bucket over all ranks by reduce-scatter."""
     group = bucket.group
@@ -70,11 +76,12 @@ def start_mean(
         grad_shard = sent[bucket.own_slice]
         if replica_group:
             replica_group.all_reduce(grad_shard)
+        kept_dtype = mean_dtype(gradient.dtype, wire_dtype, step_dtype)
         mean = out
-        if mean is None and sent is gradient:
+        if mean is None and sent is gradient and sent.dtype == kept_dtype:
             mean = grad_shard
         elif mean is None:  # a new tensor, so that what was sent is freed
-            mean = torch.empty_like(grad_shard, dtype=mean_dtype(gradient.dtype, wire_dtype))
+            mean = torch.empty_like(grad_shard, dtype=kept_dtype)
         return mean.copy_(grad_shard) if divides_first else torch.div(grad_shard, size, out=mean)
 
     return finish

@@ -105,12 +105,14 @@ class BucketReducer:
         # each mean is used soon, and may stay in its gradient; else it waits for the end of backward,
         # in memory that is kept from one iteration to the next
         steps_in_backward: bool,
+        step_dtype: torch.dtype | None = None,  # as for `mean_dtype`
     ):
         self.shard = shard
         self.pool = pool
         self.reduce_dtype = reduce_dtype
         self.replica_group = optimizer.replica_group
         self.steps_in_backward = steps_in_backward
+        self.step_dtype = step_dtype
         self.means: dict[int, Tensor] = {}  # memory for this rank's part of each bucket's mean
         self.in_gradients: dict[int, Tensor] = {}  # gradients in which a mean lies
 
@@ -135,7 +137,8 @@ class BucketReducer:
     def add_mean(self, i: int, bucket: FlatBucket, gradient: Tensor) -> Tensor:
         """Allocate memory for a mean."""
         part = gradient[bucket.own_slice]
-        self.means[i] = torch.empty_like(part, dtype=mean_dtype(part.dtype, self.reduce_dtype))
+        dtype = mean_dtype(part.dtype, self.reduce_dtype, self.step_dtype)
+        self.means[i] = torch.empty_like(part, dtype=dtype)
         return self.means[i]
 
     def release(self, i: int) -> None:
