@@ -66,9 +66,8 @@ def cut_values(
 
 
 def _is_count(key: str, value: Tensor, param: Tensor) -> bool:  # as torch's classes keep them
-    return key in SCALARS and (
-        not value.dim() or (value.numel() == 1 and value.shape != param.shape)
-    )
+    counts = not value.dim() or (value.numel() == 1 and value.shape != param.shape)
+    return key in SCALARS and counts
 
 
 def _own_whole(value: Any, copied: bool) -> Any:
