@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import caught_error, run_each
+from common.devices import GPU, cuda
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -451,3 +452,70 @@ def test_a_full_state_dict_names_the_rank_that_did_not_come():
     for rank, said in enumerate(run(3, one_rank_stays_away, group_timeout=2)):
         if rank != 1:
             assert said[0] == "RuntimeError" and said[1].startswith("rank 1 did not arrive"), said
+
+
+class KeepsBest(optim.SGD):
+    """Keeps a value of no parameter, of any kind."""
+
+    def __init__(self, params, lr=0.1, best=None):
+        super().__init__(params, lr=lr)
+        self.best = best
+
+    def step(self, closure=None):
+        self.state["best"] = self.best()
+        return super().step(closure)
+
+
+def nan(dtype=torch.float32):
+    return torch.tensor([1.0, float("nan"), 0.0], dtype=dtype)
+
+
+BEST = {
+    "a number": lambda: float("nan"),
+    "complex": lambda: complex(1.0, float("nan")),
+    "a tensor": nan,
+    "half precision": lambda: nan(torch.bfloat16),
+    "in a list": lambda: [{"loss": float("nan")}, (nan(),)],
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "signed zeros": lambda: torch.tensor(-0.0 if dist.get_rank() else 0.0),
+}
+OTHER = {
+    "numbers": lambda: [float("nan"), 1.0, 2.0][dist.get_rank()],
+    "dtypes": lambda: torch.ones(2, dtype=[torch.float32, torch.float64][dist.get_rank() % 2]),
+    "shapes": lambda: torch.ones(1 + dist.get_rank()),
+    "values": lambda: nan() * (1 + dist.get_rank()),
+    "layouts": lambda: torch.eye(3) if dist.get_rank() else torch.eye(3).to_sparse(),
+    "sparse values": lambda: (torch.eye(3) * (1 + dist.get_rank())).to_sparse(),
+}
+
+
+def bring_best(best, device="cpu"):
+    p = nn.Parameter(torch.ones(4, device=device))
+    zero = ZeroRedundancyOptimizer([p], KeepsBest, best=best, trust_optimizer_class=True)
+    p.grad = torch.ones_like(p)
+    zero.step()
+    said = caught_error(lambda: zero.consolidate_state_dict(to=None))
+    return said, None if said else zero.state_dict()["state"]["best"]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_state_of_no_parameter_may_be_nan(size):
+    for name, found in run_each(size, bring_best, {k: (v,) for k, v in BEST.items()}).items():
+        assert [said for said, _ in found] == [None] * size, (name, found)
+    assert all(torch.isnan(one[1]) for _, one in run(size, bring_best, nan))
+
+
+def test_state_of_no_parameter_that_differs_is_refused_on_every_rank():
+    for name, found in run_each(3, bring_best, {k: (v,) for k, v in OTHER.items()}).items():
+        for said, _ in found:
+            assert said and said[0] == "RuntimeError", (name, found)
+            assert "state 'best', of no parameter, is not the same on all ranks" in said[1], name
+
+
+@cuda
+def test_state_of_no_parameter_may_be_on_a_gpu():
+    def every():
+        return bring_best(lambda: nan().cuda(), "cuda")
+
+    [(said, best)] = run(1, every, backend=GPU)
+    assert said is None and torch.isnan(best[1])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -37,11 +38,23 @@ __all__ = ['Objects', 'WholeState', 'describe_whole', 'check_kinds', 'check_dest
            'regroup']
 
 # %% ../../nbs/optim/20_saved_state.ipynb #5a7e001a
+def _same_tensor(one: Tensor, other: Tensor) -> bool:  # on any devices
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    here, there = (value.detach().cpu() for value in (one, other))
+    if here.layout != torch.strided or there.layout != torch.strided:
+        return here.layout == there.layout and _same_tensor(here.to_dense(), there.to_dense())
+    first, second = (value.reshape(-1).view(torch.uint8) for value in (here, there))
+    return first.equal(second) or here.equal(there)  # NaN is no equal of NaN, and 0 one of -0
+
+
 def _same_value(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return torch.equal(one, other)
+        return _same_tensor(one, other)
+    if isinstance(one, (float, complex)) and one != one:
+        return repr(one) == repr(other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -62,6 +75,12 @@ def _own_objects(own: OwnState, forms: Forms) -> Objects:
     return found
 
 
+def _differing(one: CommonState, other: CommonState) -> list[str]:
+    missing = object()
+    every = one.keys() | other.keys()
+    return [k[1] for k in every if not _same_value(one.get(k, missing), other.get(k, missing))]
+
+
 def _gather_objects(
     group: Group, own: OwnState, forms: Forms, to: int
 ) -> tuple[Objects, CommonState]:  # elsewhere those of this rank
@@ -71,19 +90,17 @@ def _gather_objects(
         if objects or own.common:
             payload = dump((objects, own.common), weights_only=True)
     device = byte_device(group, own.params[0].device)
-    other = list[str]()
-    for data in gather_bytes(group, memoryview(payload), to, device):
-        theirs, common = load(data, "cpu", weights_only=True) if len(data) else ({}, {})
-        objects |= theirs
-        missing = object()
-        other += [
-            key
-            for (place, key) in own.common.keys() | common.keys()
-            if not _same_value(
-                own.common.get((place, key), missing), common.get((place, key), missing)
-            )
-        ]
+    received = gather_bytes(group, memoryview(payload), to, device)
     with agreeing(group, "putting the state together"):
+        other = list[str]()
+        try:
+            for data in received:
+                theirs, common = load(data, "cpu", weights_only=True) if len(data) else ({}, {})
+                objects |= theirs
+                other += _differing(own.common, common)
+        except Exception:
+            deque(received, maxlen=0)  # from ranks that send all the same
+            raise
         if other:
             raise RuntimeError(
                 f"state {min(other)!r}, of no parameter, is not the same on all ranks"
