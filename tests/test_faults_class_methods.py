@@ -289,3 +289,86 @@ def switches_otherwise(how):
 def test_options_that_are_wrong_on_one_rank_are_an_error_of_eval_on_all(how, words):
     for said, total in run(2, switches_otherwise, how, timeout=30):
         assert said and words in said and total == 2.0
+
+
+MOVES = {
+    "cloned": lambda p: p.data.clone(),
+    "another layout": lambda p: p.data.t().contiguous().t() if p.dim() == 2 else p.data,
+}
+
+
+def ways_to(move):
+    """List what DDP takes part in only where parameters keep their strides: it gives other
+    gradients after it was made for the old ones."""
+    return [way for way in WAYS if move == "cloned" or "overlap" not in way[0]]
+
+
+def moved_between(mode, move, **options):
+    """Step, move the parameters, and switch to the average, back and on; give how far that is
+    from the same unsharded after each call, and how often a plan was made in calls that move nothing."""
+    ours, plain = network(), network()
+    zero = ZeroRedundancyOptimizer(ours.parameters(), ScheduleFree, **options)
+    bare = mode == "zero1" and move != "cloned"  # the ranks have the same gradients
+    model = ours if bare else attach(mode, ours, zero)
+    optimizer = ScheduleFree(plain.parameters())
+    apart, idle, plans, replan = [], [], [], zero.replan
+    zero.replan = lambda *args, **kwargs: plans.append(1) or replan(*args, **kwargs)
+
+    def both(call):
+        call(model, zero), call(plain, optimizer)
+        zero.wait_for_driver()
+        apart.append(float((flatten(ours) - flatten(plain)).abs().max()))
+
+    def step(module, one):
+        one.zero_grad()
+        module(torch.ones(4, 12) * len(apart)).square().mean().backward()
+        one.step()
+
+    for _ in range(3):
+        both(step), both(step)
+        before = [p.data for p in ours.parameters()]
+        for p in ours.parameters():
+            p.data = MOVES[move](p)
+        both(lambda _, one: one.eval())
+        count = len(plans)
+        both(lambda _, one: one.train())
+        idle.append(len(plans) - count)
+        both(lambda _, one: one.eval())
+        if mode != "zero1":  # back to where the engine had planned them
+            for p, data in zip(ours.parameters(), before, strict=True):
+                p.data = data.copy_(p)
+        both(lambda _, one: one.train())
+    both(step)
+    return apart, idle, flatten(ours)
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_train_and_eval_follow_parameters_that_have_moved(move):
+    ways = ways_to(move)
+
+    def every():
+        return [moved_between(mode, move, **options) for mode, options in ways]
+
+    for (mode, options), *ranks in zip(ways, *run(2, every, timeout=200), strict=True):
+        for apart, idle, _ in ranks:
+            assert max(apart) < 2e-6 and not any(idle), (mode, options, apart, idle)
+        assert torch.equal(ranks[0][2], ranks[1][2]), (mode, options)
+
+
+def frozen_before():
+    """Freeze a parameter and switch before the next step: the class changes it like the others."""
+    ours, plain = network(), network()
+    zero = ZeroRedundancyOptimizer(ours.parameters(), ScheduleFree)
+    optimizer = ScheduleFree(plain.parameters())
+    for module, one in ((ours, zero), (plain, optimizer)):
+        for _ in range(2):
+            one.zero_grad()
+            module(torch.ones(4, 12)).square().mean().backward()
+            one.step()
+        next(module.parameters()).requires_grad_(False)
+        one.eval()
+    return float((flatten(ours) - flatten(plain)).abs().max())
+
+
+def test_a_parameter_that_is_frozen_since_the_last_step_is_switched_too():
+    assert all(apart < 2e-6 for apart in run(2, frozen_before))

@@ -133,6 +133,15 @@ class Shard:
             return self.strides != [p.stride() for p in self.params]
         return self.snapshot != storage_snapshot(self.params, self.steps_user_tensors)
 
+    def moved(self) -> bool:
+        """Tell whether parameters that were trained lie elsewhere, or in another order of memory, than the
+        buckets take for granted; whether any is frozen now does not count."""
+        if self.unsharded:
+            return False
+        now = storage_snapshot(self.params, self.steps_user_tensors)
+        pairs = zip(self.params, self.snapshot, now, strict=True)
+        return any(old != new and old[0] not in (None, p.data_ptr()) for p, old, new in pairs)
+
     def is_same(self, other: Shard) -> bool:
         """Tell whether another shard of these parameters, whose buckets are not made yet, would step the same
         pieces, from the same memory, as this one does now."""
@@ -158,6 +167,7 @@ class Shard:
         """Give up pieces and buckets; the parameters keep what is in them."""
         for held in (self.pieces, self.buckets, self.gather_order):
             held.clear()
+        self.snapshot = []  # no parameters lie as buckets need that are gone
 
 # %% ../../nbs/optim/04_shard.ipynb #2bde25d1
 def _pieces(shard: Shard, bucket: FlatBucket) -> Iterator[Piece]:

@@ -421,11 +421,11 @@ def check_methods(local: LocalOptimizers, param_groups: list[dict[str, Any]]) ->
 # %% ../../nbs/optim/23_torch_interface.ipynb #6b7e0007
 @torch.no_grad()
 def _call_on_pieces(optimizer: Any, name: str, args: Any, kwargs: dict[str, Any]) -> None:
-    """Call a method of the local optimizers with all pieces in place, and gather the parameters if
-    param groups have changed, on all ranks or on none."""
+    """Call a method of the local optimizers with all pieces in place, and gather if groups have changed."""
     local = optimizer.local
-    optims = local.by_class.values()
     optimizer.wait_for_driver()
+    for shard in [shard for shard in optimizer.shards if shard.moved()]:
+        optimizer.replan([shard], "for parameters that were moved")
     if optimizer.sharded_state.frozen.places:
         raise RuntimeError(
             f"{name}() changes frozen parameters that were stepped before, too, and no rank has"
@@ -440,9 +440,9 @@ def _call_on_pieces(optimizer: Any, name: str, args: Any, kwargs: dict[str, Any]
     with changing(local, optimizer.groups, f"{name}()"):
         for piece in (piece for piece in pieces if not piece.direct):
             piece.lend(None)
-        for optim in optims:
+        for optim in local.by_class.values():
             getattr(optim, name, lambda *_, **__: None)(*args, **kwargs)
-        reclaim_pieces(pieces, optims)
+        reclaim_pieces(pieces, local.by_class.values())
         local.push_options(optimizer.param_groups)
         if snapshot_options(optimizer.param_groups) != before:
             gather_parameters(shards, optimizer.monitor)
