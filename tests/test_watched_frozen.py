@@ -1,14 +1,16 @@
-"""What a watch does with parameters that no step writes."""
+"""What a watch does with parameters that no step writes: frozen and empty ones, and all of an optimizer."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from common import run_each
 from common.modes import MODES
 from test_watchdog import flip
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
-from zero_nb import ZeroRedundancyOptimizer
+from zero_nb import ZeroRedundancyOptimizer, record, two_level
 from zero_nb.verify.divergence import DivergenceError
 from zero_nb.verify.watchdog import watch_divergence
 
@@ -82,3 +84,73 @@ def test_frozen_parameters_of_another_class_are_left_out_and_others_compared():
     }
     for (mode, freezes, how), found in run_each(3, packed_frozen, cases).items():
         assert found == [wrong[how]] * 3, (mode, freezes, how, found)
+
+
+# ---- an optimizer of which no parameter is stepped ----
+
+
+def two_optimizers(nodes, how):
+    """Train a head beside its backbone, which has an optimizer of its own and is frozen after step 2; rank 1
+    changes the backbone before step 6."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(12, 3), nn.Linear(3, 3))
+    model = DDP(module, find_unused_parameters=True)
+    backbone, head = [
+        ZeroRedundancyOptimizer(
+            part.named_parameters(), AdamW, two_level(nodes) if nodes else None, lr=0.1
+        )
+        for part in module
+    ]
+    watch_divergence(model, backbone, every=2)
+    try:
+        for step in range(1, 10):
+            module[0].requires_grad_(step <= 2 or step > 7)
+            if step == 6 and dist.get_rank() == 1:
+                change(module[0].bias, how)
+            for optimizer in (backbone, head):
+                optimizer.zero_grad()
+            model(torch.ones(2, 12)).sum().backward()
+            for optimizer in (backbone, head):
+                optimizer.step()
+    except DivergenceError as error:
+        return step, *named(error)
+    return None
+
+
+def test_an_optimizer_all_of_whose_parameters_are_frozen_is_watched():
+    wrong = {
+        "": None,
+        "flip": (6, ("0.bias, up to step 6", (1,), (5, 6)), ("0.bias", (1,), (5, 6))),
+        "write": (6, ("0.bias", (1,), (5, 6))),
+    }
+    for size, nodes in ((3, None), (4, 2)):
+        cases = {how: (nodes, how) for how in wrong}
+        for how, found in run_each(size, two_optimizers, cases).items():
+            assert found == [wrong[how]] * size, (size, how, found)
+
+
+def nothing_to_step(kind, every):
+    """Count collectives of steps that step nothing."""
+    model = nn.Linear(3, 3)
+    tensors = [p.requires_grad_(False) for p in model.parameters()]
+    if kind == "empty":
+        model.empty = nn.Parameter(torch.ones(0, 4))
+        tensors = [model.empty]
+    with record() as group:
+        zero = ZeroRedundancyOptimizer(tensors, AdamW, group, lr=0.1)
+        if every:
+            watch_divergence(model, zero, every=every)
+        with group.recording() as log:
+            for _ in range(6):
+                if kind == "empty":
+                    model.empty.grad = torch.zeros_like(model.empty)
+                zero.step()
+    return sum(log.count().values())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_only_a_step_that_reports_sends_where_nothing_is_stepped(size):
+    cases = {(kind, every): (kind, every) for kind in ("empty", "frozen") for every in (0, 1, 3)}
+    for (kind, every), found in run_each(size, nothing_to_step, cases).items():
+        reports = 6 // every if every else 0
+        assert found == [reports if size > 1 else 0] * size, (kind, every, found)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..backward.data_parallelism import DataParallel
 from ..backward.ddp_overlap import DdpOverlap, find_overlap
 from ..comm.calls import Parts, mark_agreed
+from ..comm.groups import Group
 from ..optim.flat import FlatBucket, Trailer
 from ..optim.iteration import BucketRun, Reduction
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -151,6 +152,14 @@ def sums_to_watch(
     return optimizer.join_device, [bucket.described for bucket in watched], limits
 
 # %% ../../nbs/verify/11_step_digests.ipynb #9a73002a
+def _to_all(group: Group, row: Tensor) -> Tensor:  # (ranks, numbers)
+    """Bring a row of each rank to all; how long it is follows from a plan that all ranks have."""
+    rows = row.repeat(group.size, 1)
+    mark_agreed(group, "all_gather", rows.dtype, Parts(group.size, rows.numel(), len(row)))
+    group.all_gather(rows.view(-1))
+    return rows
+
+
 class StepDigests:
     """Looks at each step of an optimizer, and makes a report of some; a `StepMonitor`."""
 
@@ -262,7 +271,7 @@ class StepDigests:
         if self.remaining or not self.end_step():
             return None
         assert self.report is not None, "the step reports"
-        return Trailer(self._rows(self.report).view(torch.uint8).flatten(), self.report.receive)
+        return Trailer(self._message(self.report), self.report.receive)
 
     def end_step(self) -> bool:  # whether there is a report
         """Remember what must not change until the next step."""
@@ -281,24 +290,19 @@ class StepDigests:
         return True
 
     def end_alone(self) -> None:
-        """End a step that gathers nothing, for there is one rank."""
+        """End a step that gathers no bucket: there is one rank, or nothing that is stepped."""
         if self.remaining is not None and not self.buckets and self.end_step():
             assert self.report is not None, "the step reports"
-            self.report.receive(self._rows(self.report).view(torch.uint8).view(1, -1))
+            self.report.receive(_to_all(self.optimizer.group, self._message(self.report)))
 
     def drop_report(self) -> None:
         """Forget a report that was looked at."""
         self.report = None
 
-    def _rows(self, report: DivergenceReport) -> Tensor:  # int64 (nodes, numbers)
-        rows = report.row[None]
+    def _message(self, report: DivergenceReport) -> Tensor:  # uint8, 1-D; one row for each node
         replicas = self.optimizer.replica_group
-        if replicas is not None:
-            rows = rows.repeat(replicas.size, 1)
-            sizes = Parts(replicas.size, rows.numel(), rows.shape[1])
-            mark_agreed(replicas, "all_gather", rows.dtype, sizes)
-            replicas.all_gather(rows.view(-1), sizes)
-        return rows
+        rows = report.row if replicas is None else _to_all(replicas, report.row)
+        return rows.flatten().view(torch.uint8)
 
 # %% ../../nbs/verify/11_step_digests.ipynb #9a73002b
 def report_faults(look: StepDigests) -> list[tuple[DivergenceKind, str]]:
@@ -323,8 +327,8 @@ def report_sections(look: StepDigests) -> list[ReportSection]:
         look.frozen.compare(tensors, f"up to step {look.steps}")
         found = look.frozen.keep(tensors).to(params.device)
         places = {names[i]: i for i, _ in frozen}
-        if tensors:  # of some classes and layouts no memory can be read
-            params[torch.tensor([places[n] for n in tensors], device=params.device)] = found
+        # not of all: of some classes and layouts no memory can be read
+        params[params.new_tensor([places[name] for name in tensors])] = found
     if look.watches("state"):
         look.frozen_state.compare(names, f"up to step {look.steps}")
     sections = [ReportSection("parameter", names, params)]

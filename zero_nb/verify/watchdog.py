@@ -137,7 +137,7 @@ def watch_divergence(
     `DivergenceError` comes on all ranks after the same step, from `optimizer.step()` or the next
     forward, at most `every` steps after bits have changed, and names kind, parameter and rank. A
     step reads parameters and gradients once more and this rank's state twice; no collective is
-    added, but for two levels of ranks.
+    added, but for two levels of ranks, and where no parameter is stepped.
     What a program writes into state, buffers or frozen parameters through `.data` or NumPy is taken
     for a flip; write it under `torch.no_grad()`. Not found: a flip in a rank's own gradient, in state
     between a load, or the `detach` of what steps inside backward, and the end of the next step, and,
