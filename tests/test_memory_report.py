@@ -17,7 +17,7 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon
 
 from zero_nb import ZeroRedundancyOptimizer, estimate, memory_report, run
 from zero_nb.checkpoint.async_save import AsyncCheckpointer
-from zero_nb.verify.memory import UNEXPLAINED
+from zero_nb.verify.memory import _LESS, UNEXPLAINED
 
 KINDS = {
     "AdamW": (AdamW, {"lr": 1e-3}),
@@ -387,3 +387,50 @@ def test_what_is_no_checkpointer_is_refused():
     model = network()
     error = caught_error(lambda: memory_report(model, AdamW(model.parameters()), "checkpoints"))
     assert error == ("TypeError", "checkpointer must be an AsyncCheckpointer, got 'checkpoints'")
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps a number for each row and each column of matrices, and steps empty ones."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                found = (p.grad.sum(-1), p.grad.sum(-2)) if p.dim() > 1 else (p.grad.clone(),)
+                self.state[p] = {f"sum over {i}": total for i, total in enumerate(found)}
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+EMPTY = ((0, 4), (4, 0), (0, 0), (2, 0, 3))
+
+
+def with_empty_matrices(kind, sharded):
+    model = nn.Linear(12, 3)
+    for i, shape in enumerate(EMPTY):
+        model.register_parameter(f"empty{i}", nn.Parameter(torch.zeros(shape)))
+    params = list(model.parameters())
+    optimizer = ZeroRedundancyOptimizer(params, kind) if sharded else kind(params)
+    before = memory_report(model, optimizer)
+    model(torch.ones(2, 12)).sum().backward()
+    if kind is Factored:  # torch's class divides by the number of elements
+        for p in (p for p in params if not p.numel()):
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    return before, memory_report(model, optimizer)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_matrices_without_elements_have_rows_or_columns(sharded):
+    for before, after in run(2, with_empty_matrices, Factored, sharded):
+        assert before.row(0, "state").planned == after.row(0, "state").planned
+        assert [after.row(rank, "state").reason for rank in range(2)] == ["", ""]
+        held = sum(after.row(rank, "state").held for rank in range(2))
+        everywhere = 4 * (4 + 4 + 0 + 2 * 3)
+        trained = 4 * (12 + 3 + 3)
+        assert held == 2 * everywhere + (trained if sharded else 2 * trained)
+    for _, after in run(2, with_empty_matrices, Adafactor, sharded):
+        reason = after.row(1, "state").reason
+        assert after.unexplained == () and reason == _LESS["state"]

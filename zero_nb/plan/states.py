@@ -9,6 +9,7 @@ __all__ = ['OPTIMIZERS', 'OptimizerLike', 'State', 'hidden_matrix', 'state_rule'
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from .models import unknown
@@ -28,7 +29,12 @@ class State:
         """Count the numbers kept for `numel` elements of a parameter."""
         if not self.factored:
             return self.per_element * numel
-        return numel // spec.shape[-1] + numel // spec.shape[-2] if len(spec.shape) >= 2 else numel
+        if len(spec.shape) < 2:
+            return numel
+        *stack, rows, columns = spec.shape
+        if not spec.numel:  # a matrix of no rows has columns
+            return prod(stack) * (rows + columns)
+        return numel // columns + numel // rows
 
 
 OPTIMIZERS = {
