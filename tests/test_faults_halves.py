@@ -371,9 +371,9 @@ def test_reduce_dtype_lets_go_of_what_was_sent(mode, monkeypatch):
     """What waits for its step is this rank's part alone, in memory of its own size."""
     held, real = [], lend_bucket
 
-    def opened(optims, shard, bucket, part, lacks):
+    def opened(optims, shard, bucket, part, *rest):
         held.append((part.dtype, part.numel() * 4, part.untyped_storage().nbytes()))
-        return real(optims, shard, bucket, part, lacks)
+        return real(optims, shard, bucket, part, *rest)
 
     monkeypatch.setattr(import_module("zero_nb.optim.iteration"), "lend_bucket", opened)
     with simulate(4) as group:

@@ -10,6 +10,7 @@ from common.modes import MODES
 from common.optimizers import SignSGD
 from common.overlapping import Blocks, plainly
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import AdamW
 
 from zero_nb import Join, ZeroRedundancyOptimizer
 from zero_nb.comm.launch import run
@@ -57,6 +58,14 @@ class Remembers(Plain):
         past = state.setdefault("past", [])
         past.append(p.data)
         p.data = 0.1 * past[0] + 0.9 * past[-1] - lr * p.grad
+
+
+class Keeps(Plain):
+    """Keeps the gradient itself for the next step, without a copy."""
+
+    def write(self, p, state, lr):
+        p.sub_(2 * p.grad - state.get("last", p.grad), alpha=lr)
+        state["last"] = p.grad
 
 
 class SetsInInit(Plain):
@@ -128,6 +137,37 @@ def test_a_class_may_set_data_to_new_tensors(mode):
         del cases["Remembers", "even"]  # a list of tensors belongs to a whole parameter
     found = run_each(2, beside_ddp, cases)
     assert {case: ranks for case, ranks in found.items() if ranks != [(True, True)] * 2} == {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_class_may_keep_gradients(mode):
+    found = run_each(2, beside_ddp, {way: (Keeps, mode, way) for way in WAYS})
+    assert {way: ranks for way, ranks in found.items() if ranks != [(True, True)] * 2} == {}
+
+
+def copies(mode):
+    """Tell which classes are given copies of gradients."""
+    found = {}
+    for kind, trusted in ((Keeps, False), (Sets, False), (Sets, True), (AdamW, True)):
+        attached = MODES[mode].attach(
+            Blocks(),
+            lambda model, kind=kind, trusted=trusted: ZeroRedundancyOptimizer(
+                model.parameters(), kind, trust_optimizer_class=trusted
+            ),
+        )
+        found[kind.__name__, trusted] = attached.optimizer.local.tried.may_keep_gradients
+    return found
+
+
+@pytest.mark.parametrize("mode", ["zero1-overlap", "zero2"])
+def test_only_a_class_that_may_keep_gradients_is_given_copies(mode):
+    wanted = {
+        ("Keeps", False): True,
+        ("Sets", False): False,
+        ("Sets", True): True,
+        ("AdamW", True): False,
+    }
+    assert run(2, copies, mode) == [wanted] * 2
 
 
 @pytest.mark.parametrize("mode", ["zero1", "zero1-overlap, interleaved", "zero2"])

@@ -22,7 +22,7 @@ from zero_nb.backward.engine import (
     describe_engine,
     mark_means,
 )
-from .gradient_buffers import BufferPool
+from .gradient_buffers import BufferPool, note_kept_gradients
 from zero_nb.backward.gradients import (
     ArrivalOrder,
     GradientCollector,
@@ -320,5 +320,6 @@ def check_and_plan(
         _check_together(module, named, optimizer, options)
         check_dense(module, optimizer)
         called_once = find_called_once(optimizer.local, optimizer.param_groups)
+        note_kept_gradients(optimizer.local, optimizer.param_groups)
         first = plan_first(named.values(), optimizer, options)
     return called_once, first

@@ -322,8 +322,10 @@ class Iteration:
         if self.monitor is not None:
             self._show_before_step(self.monitor, runs)
         local.change.start_step()  # the driver notes that it has ended
+        copies = local.tried.may_keep_gradients  # averages lie in memory that is used again
         for run in runs:
-            pieces += lend_bucket(optims, self.plan.shard, run.bucket, run.wait_reduced(), unused)
+            mean = run.wait_reduced()
+            pieces += lend_bucket(optims, self.plan.shard, run.bucket, mean, unused, copies)
         versions = [] if always else [t._version for t in local.tensors.values()]
         if always:
             local.step_together(self.plan.optimizer.param_groups, unused)

@@ -84,7 +84,8 @@ class Piece:
             else self.memory
         )
 
-    def lend(self, gradient: Tensor | None) -> None:
+    # `copies`: the view gets a gradient of its own, for a class may hold on to it
+    def lend(self, gradient: Tensor | None, copies: bool = False) -> None:
         """Give the view its memory and its gradient, for the length of a step."""
         self.memory = self.read()
         if not self.master:
@@ -93,7 +94,7 @@ class Piece:
             self.view.copy_(refreshed(self.view, self.memory))
             self.versions = now
         self.lent = self.view.data_ptr()
-        self.view.grad = None if gradient is None else gradient.to(self.view.dtype)
+        self.view.grad = None if gradient is None else gradient.to(self.view.dtype, copy=copies)
 
     def reclaim(self) -> None:
         """Take back what `lend` gave; the parameters keep their gradients."""
@@ -336,6 +337,7 @@ def lend_bucket(
     lacks: Sequence[
         bool
     ],  # for each parameter of the shard, whether it has no gradient on any rank
+    copies: bool = False,  # as for `Piece.lend`
 ) -> list[Piece]:  # those of the bucket
     """Give the views of one bucket their memory and their gradients."""
     opened = []
@@ -344,7 +346,7 @@ def lend_bucket(
     for piece in [piece for piece in shard.pieces if piece.bucket is bucket]:
         marks = [lacks[index - shard.first] for index, _, _ in piece.spans]
         for one in split_piece(optims, shard.pieces, piece, marks):
-            one.lend(None if lacks[one.spans[0][0] - shard.first] else _slice(one, part))
+            one.lend(None if lacks[one.spans[0][0] - shard.first] else _slice(one, part), copies)
             opened.append(one)
     return opened
 

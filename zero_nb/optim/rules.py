@@ -190,6 +190,13 @@ class TriedClasses:
     stood_in_for: set[type] = field(default_factory=set)
     # what steps leave of gradients, by class: of those that are not known, as far as they were tried
     leaves: dict[type, frozenset[str]] = field(default_factory=dict)
+    # classes that hold no gradient after its step, as far as a trial shows
+    let_go: set[type] = field(default_factory=set)
+
+    @property
+    def may_keep_gradients(self) -> bool:
+        """Whether a class may hold on to a gradient after its step: one that does, or was not tried."""
+        return any(not is_known(kind, cuts=False) for kind in self.leaves.keys() - self.let_go)
 
     def note_unknown(self, kinds: Iterable[type]) -> None:
         """Note classes that are not known, and perhaps not tried."""
@@ -201,6 +208,13 @@ class TriedClasses:
         if not idles:
             self.stood_in_for.add(kind)
         self.leaves[kind] = leaves
+
+    def note_kept(self, kind: type, keeps: bool) -> None:
+        """Note whether a class holds on to gradients."""
+        if keeps:
+            self.let_go.discard(kind)
+        else:
+            self.let_go.add(kind)
 
     def note_closure(self, kind: type) -> None:
         """Note that a class may be stepped after a closure was called once."""
