@@ -129,6 +129,8 @@ class DataParallel(InBackward, _Joinable):
         self.stepped = True
         if self.arriving is None:
             self.wait()
+        elif backward.shared:  # with tensors that the user's code may write now
+            self.engine.wait()
         with self.arriving.lock if self.arriving else nullcontext():  # threads may wait for them
             self.engine.mark_gradients(backward.unused, stepped)  # by what is in memory
             if self.arriving and not self.arriving.done:

@@ -27,8 +27,8 @@ from ..plan.schedule import MAX_IN_FLIGHT
 from ..plan.bucket import Bucket, Slot
 
 # %% auto #0
-__all__ = ['GradientLayout', 'BufferPool', 'BucketGradients', 'choose_layout', 'flatten_gradients', 'keeps_gradients',
-           'note_kept_gradients']
+__all__ = ['GradientLayout', 'BufferPool', 'BucketGradients', 'choose_layout', 'is_shared', 'flatten_gradients',
+           'keeps_gradients', 'note_kept_gradients']
 
 # %% ../../nbs/backward/09_gradient_buffers.ipynb #f92f55db
 class BufferPool:
@@ -91,10 +91,23 @@ def choose_layout(
             return "copy"
     return "rows"
 
+# %% ../../nbs/backward/09_gradient_buffers.ipynb #5e1a7b02
+def _count_owners(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_OWNERS_OF_ONE = _count_owners(torch.empty(1))  # the tensor, and the object that is asked
+
+
+def is_shared(grad: Tensor) -> bool:
+    """Tell whether another tensor has the memory of a gradient, as one that autograd still reads."""
+    return grad.layout is torch.strided and _count_owners(grad) > _OWNERS_OF_ONE
+
 # %% ../../nbs/backward/09_gradient_buffers.ipynb #de54cd7e
 def flatten_gradients(
     bucket: BucketGradients,
     pool: BufferPool,
+    overwritable: bool = False,  # a gradient that fills the bucket alone, where it lies
 ) -> Tensor:  # 1-D, `bucket.numel` elements
     """Lay the gradients of a bucket side by side, with zeros where a parameter has none."""
     grads = [p.grad for p in bucket.params]
@@ -111,7 +124,7 @@ def flatten_gradients(
         pieces.append(flat_grad[slot.start : slot.stop])
         offsets.append(slot.offset)
         filled += slot.stop - slot.start
-    if bucket.layout == "view" and pieces:
+    if overwritable and bucket.layout == "view" and pieces:
         return pieces[0]
     flat = pool.take(bucket.params[0], bucket.numel)
     if filled < bucket.numel:

@@ -19,6 +19,7 @@ from zero_nb.backward.gradient_buffers import (
     BufferPool,
     choose_layout,
     flatten_gradients,
+    is_shared,
 )
 from ..comm.agreement import agreeing
 from ..comm.calls import mark_agreed
@@ -250,6 +251,7 @@ class GradientCollector:
             list[bool]
         ] = []  # of each bucket that was taken: which slots had a gradient
         self.came = 0  # gradients at the head of those that the next bucket expects
+        self.in_place: Tensor | None = None  # of which a piece was sent from where it lies
 
     def full_bucket(self) -> BucketGradients | None:
         """Give the bucket that is taken next, if all gradients that it expects have come."""
@@ -278,7 +280,14 @@ class GradientCollector:
         params = self.map.params
         self.used.append([params[j].grad is not None for j in self.map.members[i]])
         self.came = 0
-        gradient = flatten_gradients(bucket, self.pool)
+        grad = bucket.params[0].grad if bucket.layout == "view" else None
+        overwritable = grad is not None and not self.shares(grad)
+        gradient = flatten_gradients(bucket, self.pool, overwritable)
+        self.in_place = grad if overwritable and not bucket.completed else None
         for p in bucket.completed:
             p.grad = None
         return gradient
+
+    def shares(self, grad: Tensor) -> bool:
+        """Tell whether a gradient shares memory with a tensor other than its own pieces."""
+        return grad is not self.in_place and is_shared(grad)

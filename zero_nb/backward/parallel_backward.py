@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .engine import Contribution, StepEngine, mean_dtype, start_mean
-from .gradient_buffers import BucketGradients, BufferPool
+from .gradient_buffers import BucketGradients, BufferPool, is_shared
 from .gradients import GradientCollector
 from ..comm.groups import Group
 from ..optim.driver import SideStream
@@ -63,12 +63,16 @@ class AccumulatedGradients:
         news = []
         for j, old in found.items():
             new = self.params[j].grad
-            if new is not None:
+            if new is None:
+                continue
+            if self.stream:
+                for grad in (old, new):
+                    self.stream.keep(grad)  # the sum may run on the side stream
+            if is_shared(old):  # as with the gradient of another parameter
+                found[j] = old + new
+            else:
                 sums.append(old)
                 news.append(new)
-        if self.stream:
-            for grad in (*sums, *news):
-                self.stream.keep(grad)  # the sum may run on the side stream
         if sums:
             torch._foreach_add_(sums, news)
         for j, old in found.items():
@@ -207,6 +211,9 @@ class ParallelBackward:
         self.iteration: Iteration | None = None  # there are buckets that fit the parameters
         self.collector: GradientCollector | None = None  # there are, too
         self.arrived: dict[int, None] = {}  # the parameters that are listened to, in order
+        # gradients in memory that other tensors have: autograd adds in place to what it holds alone,
+        # and the side stream may still have to read it
+        self.shared: list[Tensor] = []
 
     def start_unplanned(self) -> None:
         """Begin a backward whose buckets are planned when it is over."""
@@ -244,8 +251,11 @@ class ParallelBackward:
             self.refuse(came, "a gradient in this backward, but did not before")
         if self.stream:  # it may still read a gradient when that is dropped
             for p in bucket.params:
-                if p.grad is not None:
-                    self.stream.keep(p.grad)
+                if p.grad is None:
+                    continue
+                self.stream.keep(p.grad)
+                if collector.shares(p.grad):
+                    self.shared.append(p.grad)
         assert self.iteration is not None, "there are buckets"
         try:
             gradient = collector.take()
