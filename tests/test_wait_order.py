@@ -12,6 +12,7 @@ from zero_nb.comm import relays
 from zero_nb.comm.coalescing import coalescing_manager
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
+from zero_nb.comm.objects import broadcast_object_list
 
 KINDS = ("all_reduce", "broadcast", "reduce_scatter", "all_gather")
 
@@ -178,6 +179,77 @@ def one_copies():
 def test_a_later_run_of_a_block_is_not_taken_for_the_next_collective(way, work):
     wanted = [[10.0, 10.0, 20.0, 20.0], [20.0, 20.0, 40.0, 40.0]]
     assert run(2, work, timeout=60) == [wanted * 2] * 2
+
+
+def large_work(group):
+    """Start a work of which something is left to start, by messages and in a pool that is too small for it."""
+    relays._AHEAD = 1 << 18
+    x = torch.full((1 << 20,), 1.0 + group.group_rank)
+    return group.reduce_scatter(x, async_op=True), x[group.group_rank << 19 :][:4]
+
+
+def second_half(group):
+    x = torch.full((4,), 1 + group.group_rank).to(torch.complex64)
+    return group.all_reduce(x, async_op=True), x.real
+
+
+def summed(group, x):
+    group.all_reduce(x)
+
+
+def summed_later(group, x):
+    group.all_reduce(x, async_op=True).wait()
+
+
+def agreed(group, x):
+    broadcast_object_list([0], group=group)
+    x *= group.size
+
+
+def on_different_sides(start, act):
+    """Let rank 0 wait for a work before it does something with all ranks, and rank 1 afterwards."""
+    group = Group()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    x = torch.ones(2)
+    for turn in ("first", "second"):  # at first all calls are compared
+        if group.group_rank == 0 and turn == "second":
+            store.wait(["started"])
+        work, mine = start(group)
+        if group.group_rank and turn == "second":
+            store.set("started", "")
+        acts = [work.wait, partial(act, group, x)]
+        for each in acts[:: -1 if group.group_rank and turn == "second" else 1]:
+            each()
+    return mine.tolist(), x.tolist()
+
+
+@pytest.mark.parametrize("act", [summed, summed_later, agreed])
+@pytest.mark.parametrize("start", [large_work, second_half])
+def test_all_is_started_before_a_rank_waits_for_something_else(way, monkeypatch, start, act):
+    monkeypatch.setenv("ZERO_NB_MEMORY_MB", "1")
+    found = run(2, on_different_sides, start, act, timeout=60)
+    assert found == [([3.0] * 4, [4.0] * 2)] * 2
+
+
+def receives_before_a_peer_starts():
+    """Receive between start and wait what a peer sends before it starts."""
+    group = Group()
+    large_work(group)[0].wait()  # it is compared
+    x = torch.ones(2)
+    if group.group_rank:
+        group.send(x + 1, 0)
+        work, mine = large_work(group)
+    else:
+        work, mine = large_work(group)
+        group.recv(x, 1)
+    work.wait()
+    return mine.tolist(), x.tolist()
+
+
+def test_a_receive_does_not_wait_for_a_work_that_its_peer_starts_later(way, monkeypatch):
+    monkeypatch.setenv("ZERO_NB_MEMORY_MB", "1")
+    first, second = run(2, receives_before_a_peer_starts, timeout=60)
+    assert first == ([3.0] * 4, [2.0] * 2) and second == ([3.0] * 4, [1.0] * 2)
 
 
 def in_turns(relay, turned):

@@ -305,6 +305,7 @@ def agree(
     since = next(_GROUP_COUNT)
     turn = group._agreements.turn
     try:
+        group._before_agreement(error)
         for pause in _steps_of(_Agreement(group, what, lines, error)):
             time.sleep(pause)
     except BaseException as ended:  # agreed on, of a signal handler, or Ctrl-C

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .blocks import Inbox, Outbox
-from .segment import BLOCK, Entry, Segment, _BATCH, _MAX_UNREAD
+from .segment import BLOCK, Entry, Segment, _BATCH, _MAX_UNREAD, _SLOTS
 
 # %% auto #0
 __all__ = ['add_in_order', 'Collective', 'AllGather', 'ReduceScatter', 'Progress']
@@ -62,7 +62,11 @@ class Collective:
         self.blocks = -(-max(self.sizes) // self.length)
         self.topic = zlib.crc32(f"{self.kind} {parts[0].dtype} {self.sizes}".encode())
         self.published = 0  # blocks of this rank so far
-        self.expected = self.blocks * len(segment.peers)  # blocks of peers that have not arrived
+        self.room = (
+            max(self.sizes) * self.item * (BLOCK // share)
+        )  # bytes of a rank's blocks, at most
+        # blocks that have not arrived, by peer
+        self.expected = dict.fromkeys(segment.peers, self.blocks)
         # number and place of blocks that can be read, by the peers this rank reads from
         self.arrived: dict[int, deque[tuple[int, int]]] = {}
         self.unread: dict[int, int] = {}  # blocks that are still to be read, by peer
@@ -76,6 +80,11 @@ class Collective:
     def done(self) -> bool:
         """This rank has published and read all there is."""
         return self.published == self.blocks and not any(self.unread.values())
+
+    @property
+    def over(self) -> bool:
+        """It is done, and no block is still to come, for which a peer would wait."""
+        return self.done and not any(self.expected.values())
 
     def publish(self, outbox: Outbox) -> bool:  # False: there is no room yet
         """Publish this rank's next block."""
@@ -93,7 +102,7 @@ class Collective:
         offset: int,  # of the block in the segment
     ) -> list[tuple[int, int]]:  # peer and number of each block that this rank wants no more
         """Take note of a block of a peer, and read what can be read now."""
-        self.expected -= 1
+        self.expected[peer] -= 1
         if peer not in self.arrived:
             return [(peer, sequence)]
         self.arrived[peer].append((sequence, offset))
@@ -206,12 +215,14 @@ class Progress:
         self.inboxes = {peer: Inbox(segment, peer) for peer in segment.peers}
         self.under_way: dict[int, Collective] = {}  # by number
         self.unpublished: deque[Collective] = deque()  # in the order in which they were started
+        self.load = 0  # bytes that the collectives under way need in a pool, at most
         # peer, number and entry of blocks for collectives that this rank has not started
         self.early: dict[int, list[tuple[int, int, Entry]]] = {}
 
     def start(self, collective: Collective) -> None:
         """Take a collective up, and read what has arrived for it."""
         self.under_way[collective.number] = collective
+        self.load += self._needs(collective)
         self.unpublished.append(collective)
         for arrived in self.early.pop(collective.number, ()):
             self._deliver(*arrived)
@@ -231,7 +242,12 @@ class Progress:
         peers = collective.awaits()
         if collective.published < collective.blocks:
             peers += self.outbox.unread_by()
-        return peers
+        return peers or [peer for peer, count in collective.expected.items() if count]
+
+    def holds_up(self, collective: Collective) -> bool:
+        """Tell whether a peer may be unable to publish all its blocks until this rank advances again."""
+        crowded = collective.blocks > _MAX_UNREAD or 2 * self.load > self.segment.layout.pool
+        return crowded and not collective.over
 
     def gone(self, peers: Sequence[int]) -> list[int]:
         """List those of some peers that have died, or left, and from which no block is to come."""
@@ -280,5 +296,10 @@ class Progress:
 
     def _forget(self, collective: Collective) -> None:
         """Drop a collective that is over, unless a block of it is still to come."""
-        if collective.done and not collective.expected:
-            self.under_way.pop(collective.number, None)
+        if collective.over and collective.number in self.under_way:
+            del self.under_way[collective.number]
+            self.load -= self._needs(collective)
+
+    def _needs(self, collective: Collective) -> int:
+        """Give the bytes of a pool that it takes, or as many as its entries are of all entries."""
+        return max(collective.room, collective.blocks * (self.segment.layout.pool // _SLOTS))

@@ -60,7 +60,8 @@ class Coalesced:
         """Run what was written down."""
         alone = self.group.size == 1
         steps = _coalesced(self.group, self.calls, self.sends, self.receives)
-        self.work = _launch(self.group, str(self), async_ops, iter(()) if alone else steps)
+        steps = iter(()) if alone else steps
+        self.work = _launch(self.group, str(self), async_ops, steps, of_all=bool(self.calls))
 
     def add(self, call: Call) -> Any:
         """Write down a collective."""

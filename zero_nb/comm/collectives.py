@@ -321,7 +321,8 @@ def _start_exchange(
             _refuse_first(group, tensor)
     if block is not None:
         return block.add_exchange(sends, receives)
-    return _launch(group, _Exchange(sends, receives), async_op, _exchange(group, sends, receives))
+    what = _Exchange(sends, receives)
+    return _launch(group, what, async_op, _exchange(group, sends, receives), of_all=False)
 
 
 class _Exchange(NamedTuple):

@@ -18,7 +18,7 @@ from .ending import _leave_groups
 from .exchange import _connected
 from .ranks import Ranks
 from .watcher import _start_watcher
-from .work import Work
+from .work import LATER, Work, _UNFINISHED, _start_the_rest
 
 # %% auto #0
 __all__ = ['Group', 'connect']
@@ -143,6 +143,10 @@ class Group(Ranks):
         if not self._ending.ended:
             with suppress(Exception):  # what has interrupted is to be raised
                 _leave_groups([self], words)
+
+    def _before_agreement(self, error: Exception | None) -> None:
+        if _UNFINISHED and error is None:
+            _start_the_rest(self, LATER)
 
     def _agreed(self) -> None:
         _start_watcher(self)

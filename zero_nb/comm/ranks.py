@@ -306,6 +306,10 @@ class Ranks:
         """Backend that serves tensors of `device`, for example "gloo" or "nccl"; "none" in a group of one."""
         return self.backends.get(device.type, "none")
 
+    def _before_agreement(self, error: Exception | None) -> None:
+        """Take note that this rank is about to agree on something, or on its error; a `Group` then starts
+        what is left of collectives in flight, unless other ranks are to hear of an error at once."""
+
     def _agreed(self) -> None:
         """Take note that all ranks have agreed on something; a `Group` then begins to watch the others."""
 

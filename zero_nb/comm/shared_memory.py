@@ -12,7 +12,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from .block_collectives import AllGather, Collective, Progress, ReduceScatter
 from .segment import BLOCK, Segment, SegmentLayout, _POOL_MB
 from .shared_file import FOLDER, open_together, refusal, remove_stale
 from .transport import Meeting, Unavailable
+from .work import LATER, CollectiveSteps
 
 # %% auto #0
 __all__ = ['SharedMemory', 'connect_shared_memory']
@@ -50,11 +51,11 @@ class SharedMemory:
         self.sleeping = False  # a thread sleeps on the bell
         self.error = ""
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Iterator[None]:
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> CollectiveSteps:
         """Add each rank's part up, in the order of the ranks."""
         return self._steps(ReduceScatter(self.segment, next(self.numbers), parts))
 
-    def all_gather(self, parts: Sequence[Tensor]) -> Iterator[None]:
+    def all_gather(self, parts: Sequence[Tensor]) -> CollectiveSteps:
         """Bring this rank's part to all ranks."""
         return self._steps(AllGather(self.segment, next(self.numbers), parts))
 
@@ -71,20 +72,21 @@ class SharedMemory:
         if not ends():
             self.close()
 
-    def _steps(self, collective: Collective) -> Iterator[None]:
+    def _steps(self, collective: Collective) -> CollectiveSteps:
         with self.woken:
             self._check()
             self._advance(collective)
             if self.sleeping:  # there may be news for the thread that sleeps
                 self.segment.ring_own()
-        yield
+            holds_up = self.progress.holds_up(collective)
+        yield LATER if holds_up else None
         deadline = time.monotonic() + self.limit
         while True:
             with self.woken:
                 self._check()
                 if self._advance():
                     deadline = time.monotonic() + self.limit
-                if collective.done:
+                if collective.over if holds_up else collective.done:
                     return
                 if self.sleeping:
                     self.woken.wait(_NAP)

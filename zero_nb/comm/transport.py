@@ -20,17 +20,18 @@ class Transport(Protocol):
 
     # `parts`: 1-D and contiguous, on the CPU; one for each rank, perhaps of unequal sizes
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Iterator[None]:
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Iterator[int | None]:
         """Add each rank's part up. All ranks call it in the same order; calls may be under way together.
 
         Starts before its first `yield`; at the end this rank's part is the sum, and the others are
-        as they were."""
+        as they were. The first `yield` gives `zero_nb.comm.work.LATER` if peers may need more of this
+        rank before they can end, which then waits for the end before it sleeps anywhere else."""
         ...
 
-    def all_gather(self, parts: Sequence[Tensor]) -> Iterator[None]:
+    def all_gather(self, parts: Sequence[Tensor]) -> Iterator[int | None]:
         """Bring this rank's part to all ranks.
 
-        Starts before its first `yield`; at the end each rank has all parts."""
+        Starts before its first `yield`, as `reduce_scatter` does; at the end each rank has all parts."""
         ...
 
     def close(self) -> None:

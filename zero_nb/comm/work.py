@@ -137,9 +137,14 @@ class Work:
 
     def pass_on(self, urgency: int) -> None:
         """Start what is left of the work and as urgent. An error is raised by `wait`."""
+        if self.more < urgency:
+            return  # without the lock, which a thread that waits for the work holds
         with suppress(RuntimeError), self._lock:
-            while not self.done and self.more >= urgency:
+            while not self.done and self.more >= urgency and not self._is_running():
                 self._advance(to_end=False)
+
+    def _is_running(self) -> bool:  # its steps are, further up in this thread: they agree
+        return getattr(self._steps, "gi_running", False)
 
     def wait(self) -> None:
         """Return when the result is there.
@@ -194,19 +199,26 @@ def _one_by_one(first: CollectiveSteps, second: CollectiveSteps) -> CollectiveSt
     yield from second
 
 # %% ../../nbs/comm/08_work.ipynb #711c310d
-# works of all groups, if alive, that have something left to start; in the order of their starts
+# works of all groups, if alive, that have something left to start, and those that started after one
+# that has; in the order of their starts
 _UNFINISHED: list[weakref.ref[Work]] = []
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_UNFINISHED.clear)  # they are the parent's
 
 
-def _launch(group: Ranks, what: object, async_op: bool, steps: CollectiveSteps) -> Work:
+def _launch(
+    group: Ranks,
+    what: object,
+    async_op: bool,
+    steps: CollectiveSteps,
+    of_all: bool = True,  # whether all ranks of the group call it
+) -> Work:
     """Start a collective, and finish it unless it is asynchronous."""
     if _UNFINISHED:
-        _start_the_rest(group, NEXT)
+        _start_the_rest(group, LATER if of_all and not async_op else NEXT)
     if async_op:
         work = Work(steps, what, group)
-        if work.more:
+        if work.more or (of_all and _UNFINISHED):
             _UNFINISHED.append(weakref.ref(work))
         return work
     try:
@@ -230,11 +242,14 @@ def _start_the_rest(group: Ranks, urgency: int, before: Work | None = None) -> N
         for work in works[:stop]:
             if work.precedes(group):
                 work.pass_on(urgency)
+    behind = False  # one that has something left to start
     for ref in [*_UNFINISHED]:
         listed = ref()
-        if listed is None or listed.done or not listed.more:
-            with suppress(ValueError):  # another thread has removed it
-                _UNFINISHED.remove(ref)
+        if listed is not None and not listed.done and (behind or listed.more):
+            behind = True
+            continue
+        with suppress(ValueError):  # another thread has removed it
+            _UNFINISHED.remove(ref)
 
 
 _FINISHED = Work(iter(()))
