@@ -67,8 +67,8 @@ def two_classes(model):
 USES = {
     "plain": {},
     "norm": {"max_grad_norm": 0.1, "look": by_norm},
-    "scaler": {"scaled": True},
-    "scaler that skips": {"scaled": True, "skips": (2, 3)},
+    "scaler": {"skips": ()},
+    "scaler that skips": {"skips": (2, 3)},
     "accumulation": {"micro": 3},
     "unused": {"make": Mixed, "micro": 2, "find_unused_parameters": True},
     "users": {"look": by_users},
@@ -93,7 +93,7 @@ USES = {
     },
 }
 
-SCALED = [use for use, how in USES.items() if "scaled" in how]
+SCALED = [use for use, how in USES.items() if "skips" in how]
 
 
 def attach(kind, model, zero, find_unused_parameters, **setup):
@@ -105,11 +105,13 @@ def attach(kind, model, zero, find_unused_parameters, **setup):
     return net, overlap(net, zero, **setup) if kind == "overlap" else None
 
 
-def accumulate(net, no_sync, scaler, dtype, first, micro, factor=1.0):
+def accumulate(net, no_sync, scaler, dtype, first, micro, infinite):
     """Run forward and backward of one step, in parts of which only the last one is synchronised."""
     for m in range(micro):
         with no_sync() if m < micro - 1 else contextlib.nullcontext():
-            loss = net(batch(first + m).to(dtype)).square().mean() * factor
+            loss = net(batch(first + m).to(dtype)).square().mean() * (
+                torch.inf if infinite else 1.0
+            )
             (scaler.scale(loss) if scaler else loss).backward()
 
 
@@ -129,31 +131,28 @@ def on_streams(
     nodes=False,
     micro=1,
     look=None,
-    scaled=False,
-    skips=(),
+    skips=None,  # steps whose loss is infinite, with a scaler; None: without one
     keeps=True,
     find_unused_parameters=False,
     **setup,
 ):
     """Train with a stand-in for streams; give its faults."""
     torch.manual_seed(0)
-    model, scaler = make(), torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+    model = make()
+    scaler = None if skips is None else torch.amp.GradScaler("cpu", init_scale=8.0)
     dtype = next(model.parameters()).dtype
     given = {"lr": 0.05, "bucket_cap_mb": 0.0005, **(options or {})}
     zero = ZeroRedundancyOptimizer(groups(model), AdamW, two_level(2) if nodes else None, **given)
     net, handle = attach(kind, model, zero, find_unused_parameters, scaler=scaler, **setup)
     no_sync = (handle if kind == "data_parallel" else net).no_sync
-    world, held = World(), [*model.parameters()]
+    world = World()
     if handle:
         handle.engine.stream = WatchedStream(world)
     if not keeps:
         handle.engine.stream.keep = lambda tensor, stream=None: None
     with world, world.networked():
         for i in range(5):
-            factor = torch.inf if i in skips else 1.0
-            accumulate(net, no_sync, scaler, dtype, 10 * i, micro, factor)
-            if i in skips:  # past the modules: nothing is on its way after a step that is skipped
-                flatten(held)
+            accumulate(net, no_sync, scaler, dtype, 10 * i, micro, i in (skips or ()))
             if look and handle:
                 look(handle, model, zero, world)
             take_step(zero, scaler)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .arriving import ParameterGate, Search
+from .ddp_buckets import note_kept_gradients
 from zero_nb.backward.engine import (
     StepEngine,
     check_attachable,
@@ -22,7 +23,7 @@ from zero_nb.backward.engine import (
     describe_engine,
     mark_means,
 )
-from .gradient_buffers import BufferPool, note_kept_gradients
+from .gradient_buffers import BufferPool
 from zero_nb.backward.gradients import (
     ArrivalOrder,
     GradientCollector,
@@ -156,11 +157,9 @@ class BucketPlanner:
         )
 
     def _make_reducer(self, shard: Shard, interleaved: bool) -> BucketReducer:
-        options = self.options
-        optimizer = self.engine.optimizer
-        dtype = options.reduce_dtype
-        step_dtype = shard.master_dtype if options.scales else None
-        return BucketReducer(optimizer, shard, self.pool, dtype, interleaved, step_dtype)
+        dtype = self.options.reduce_dtype
+        wide = shard.master_dtype if self.options.scales else None
+        return BucketReducer(self.engine.optimizer, shard, self.pool, dtype, interleaved, wide)
 
     def start(self, backward: ParallelBackward) -> None:
         """Let a backward fill buckets, if they fit the parameters."""

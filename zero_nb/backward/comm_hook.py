@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from .ddp_buckets import note_kept_gradients
 from .engine import check_complex, check_dense, check_attachable
 from zero_nb.backward.stepped_gradients import (
     GRADIENTS_CHANGED,
@@ -154,7 +155,7 @@ def _check_ranks(
 
 
 def check_pair(options: OverlapOptions, ddp: Any, optimizer: Any) -> None:
-    """Refuse what does not go together.
+    """Refuse what does not go together, and try which classes keep gradients.
 
     Raises `TypeError`, `ValueError` or `RuntimeError`."""
     _check_kinds(options, ddp, optimizer)
@@ -167,6 +168,7 @@ def check_pair(options: OverlapOptions, ddp: Any, optimizer: Any) -> None:
             " and use master_dtype"
         )
     _check_ranks(ddp, optimizer)
+    note_kept_gradients(optimizer.local, optimizer.param_groups)
 
 # %% ../../nbs/backward/05_comm_hook.ipynb #c3d7f5ae
 class TakesBuckets(Protocol):

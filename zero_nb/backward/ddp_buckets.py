@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any
@@ -14,16 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from .engine import cut_in_place
+from ..optim.arguments import remembered
+from ..optim.local_optimizers import LocalOptimizers
 from ..optim.optimizer import ZeroRedundancyOptimizer
-from ..optim.param_specs import group_specs
+from ..optim.param_specs import SmallGroup, group_specs
+from ..optim.rules import trying
+from ..optim.state_plan import untried_classes
+from ..optim.trial import Trial, make_trial
 from ..plan.bucket import Bucket, Slot
 from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import adopt
 
 # %% auto #0
-__all__ = ['LEFT_OUT', 'Copy', 'read_bucket_caps', 'split_like_ddp', 'expect_order', 'plan_buckets', 'DdpLayout', 'find_layout']
+__all__ = ['LEFT_OUT', 'Copy', 'read_bucket_caps', 'split_like_ddp', 'expect_order', 'plan_buckets', 'DdpLayout', 'find_layout',
+           'keeps_gradients', 'note_kept_gradients']
 
 # %% ../../nbs/backward/04_ddp_buckets.ipynb #c27e05e6
 LEFT_OUT = (
@@ -198,3 +207,44 @@ def find_layout(
         tuple(map(tuple, buckets_in)),
         expected,
     )
+
+# %% ../../nbs/backward/04_ddp_buckets.ipynb #5d7c0a02
+def _step_small(trial: Trial, spoils: bool) -> list[Tensor]:
+    """Step small tensors, and give them and their state; `spoils`: fill gradients with NaN afterwards."""
+    optim, params = trial.make(trial.values)
+    every = [p for ps in params for p in ps]
+    for step in trial.gradients:
+        memory = [grad.clone() for grads in step for grad in grads]
+        for p, grad in zip(every, memory, strict=True):
+            p.grad = grad.detach()
+        optim.step()
+        for grad in memory if spoils else ():
+            grad.fill_(torch.nan)
+    return [t for t in [*every, *tree_leaves([*optim.state.values()])] if isinstance(t, Tensor)]
+
+
+def keeps_gradients(
+    optimizer_class: type,
+    defaults: dict[str, Any],  # options for all groups
+    groups: list[SmallGroup],
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> bool:  # True for what cannot be tried
+    """Find out by trial whether a class holds on to gradients after their step."""
+    with suppress(Exception), trying(device, defaults, groups):
+        trial = make_trial(optimizer_class, defaults, groups, device)
+        plain, spoiled = [_step_small(trial, spoils) for spoils in (False, True)]
+        return not all(torch.equal(one, other) for one, other in zip(plain, spoiled, strict=True))
+    return True
+
+
+def note_kept_gradients(local: LocalOptimizers, param_groups: list[dict[str, Any]]) -> None:
+    """Try which classes hold on to gradients, unless that was done before, and note it."""
+    settings = local.settings
+    for kind in untried_classes(local):
+        pairs = zip(local.rules, param_groups, strict=True)
+        groups = [group for rule, group in pairs if rule.optimizer_class is kind]
+        options = settings.options(kind)
+        answer = partial(keeps_gradients, kind)
+        wide = settings.master_dtype
+        keeps = remembered(kind, options, groups, wide, "keeps gradients", answer)
+        local.tried.note_kept(kind, bool(keeps))

@@ -39,7 +39,6 @@ from zero_nb.backward.engine import (
     describe_engine,
     in_torchs_join,
 )
-from .gradient_buffers import note_kept_gradients
 from .stepped_gradients import GRADIENTS_CHANGED, SteppedGradient
 from .watch import BackwardWatch, fail_peers_on_error, on_backward_end
 from ..comm.agreement import agreeing
@@ -93,7 +92,6 @@ class DdpOverlap(InBackward):
         with agreeing(groups, "overlap", lambda: describe_engine(options, called_once)):
             check_pair(options, ddp, optimizer)
             called_once = find_called_once(optimizer.local, optimizer.param_groups)
-            note_kept_gradients(optimizer.local, optimizer.param_groups)
             self.switch = find_switch(ddp) or CommHookSwitch(ddp.process_group)
             if registers and self.switch.hook is None:
                 ddp.register_comm_hook(None, self.switch.make_hook())  # the switch has the state
