@@ -303,6 +303,25 @@ def test_what_torchs_join_cannot_follow_is_refused(mode, case):
     ), errors
 
 
+def rated(mode):
+    """Rank 1 has no data in the last two of three blocks, each of which has a rate of its own."""
+    net = network()
+    model, zero, joinable, _ = prepared(mode, net, ddp={"find_unused_parameters": True})
+    for i in range(3):
+        with TorchJoin([joinable, zero]):
+            for x in batches((2, i == 0)[dist.get_rank()], dist.get_rank(), 4):
+                model(x).square().mean().backward()
+                zero.step()
+                zero.zero_grad()
+        zero.param_groups[0]["lr"] /= 2
+    return flatten(net)
+
+
+def test_a_scheduler_may_change_rates_between_blocks_of_torchs_join():
+    for one, other in in_modes(2, rated, modes=["zero1-overlap"]).values():
+        assert one.equal(other)
+
+
 def late(mode, by):
     """Let the rank that others follow take its time, while one with data has come to the first collective and waits."""
     rank, net = dist.get_rank(), network()

@@ -12,11 +12,12 @@ from common.modes import SMALL
 from common.parallel_training import batch, one_adamw, replicas, sharded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.backward.stepped_gradients import SteppedGradient
 from zero_nb.comm.launch import run
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 
 def compiling(before, backend):
@@ -233,6 +234,34 @@ def idle_both():
 
 def test_a_rank_without_any_gradient_takes_part_in_step():
     for worst in run(3, idle_both):
+        assert max(worst) < 1e-9
+
+
+def idle_for_long(early, to_none):
+    """Rank 0 has no backward in two iterations running, and each iteration has a rate of its own."""
+    one, other = network(), network()
+    wrapped, optim = DDP(one), SGD(one.parameters(), lr=0.1)
+    zero = ZeroRedundancyOptimizer(other.parameters(), SGD, lr=0.1)
+    data_parallel(other, zero, interleaved=early, find_unused_parameters=True, **SMALL)
+    for i in range(6):
+        works = dist.get_rank() or i in (1, 4)
+        (wrapped(batch(i)).square().mean() * bool(works)).backward()
+        loss = other(batch(i)).square().mean()
+        if works:
+            loss.backward()
+        for optimizer in (optim, zero):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+            optimizer.param_groups[0]["lr"] *= 0.9
+    return float((flatten(one.parameters()) - flatten(other.parameters())).abs().max())
+
+
+def idle_for_long_in_all_ways():
+    return [idle_for_long(early, to_none) for early in (False, True) for to_none in (True, False)]
+
+
+def test_a_rank_without_any_gradient_takes_part_in_steps_that_follow_each_other():
+    for worst in run(2, idle_for_long_in_all_ways, timeout=60):
         assert max(worst) < 1e-9
 
 

@@ -148,7 +148,7 @@ class DataParallel(InBackward, _Joinable):
             if self.options.find_unused_parameters or self.reducer.has_unheard_gradients():
                 self.reducer.begin()
                 self.reducer.finish()
-            self.engine.forget_steps()
+            self.engine.end_call()
         self.stepped = False
 
     def wait(self, param: Tensor | None = None) -> None:

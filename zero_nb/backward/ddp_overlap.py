@@ -220,6 +220,7 @@ class DdpOverlap(InBackward):
         stepped = self.watch.tell_of_refusal(self.engine.check_call, kwargs)
         if self.backward is not None and not self.backward.in_autograd:
             self._finish()  # in the place of an iteration, after what DDP sends last
+            self.engine.end_call()
         try:
             check_leftovers(self.traits.params, stepped, self.options.keeps_means and self.means)
         except RuntimeError as error:

@@ -286,6 +286,12 @@ class StepEngine:
         self.count.forget()
         self.versions.record(())
 
+    def end_call(self) -> None:
+        """Compare a step with no later call of `step`: it was taken in one."""
+        self.forget_steps()
+        self.options_used = None
+        self.markers.end_check()
+
     def check_call(self, kwargs: dict[str, Any]) -> bool:
         """Refuse a call of `step` that comes too late; tell whether there was a step since the last one."""
         if kwargs:

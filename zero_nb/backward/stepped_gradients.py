@@ -221,8 +221,9 @@ class SteppedGradients:
         self.keeps_zeros = keeps_zeros
         self.made: dict[int, SteppedGradient] = {}  # by id of the parameter
         self.placed: list[Tensor] = []  # parameters
-        # what the last call of `check` has found; "placed": there was none since
-        self.state: Literal["placed", "checked", "refused"] = "checked"
+        # what the last call of `check` has found; "placed": there was none since; "over": it has
+        # refused them, or need not look
+        self.state: Literal["placed", "checked", "over"] = "checked"
 
     def place(
         self,
@@ -250,19 +251,23 @@ class SteppedGradients:
     ) -> None:
         """Refuse gradients that came after the step, or were taken away, and a second step with the
         same ones; once for each step."""
-        if self.state == "refused":
+        if self.state == "over":
             return
         before = self.state
         unread = [g for g in [p.grad for p in self.placed] if isinstance(g, SteppedGradient)]
         unread = [grad for grad in unread if not grad.zeroed]
         others = [p.grad for p in params if p.requires_grad and p.grad is not None]
         came = [grad for grad in others if not isinstance(grad, SteppedGradient)]
-        self.state = "refused"
+        self.state = "over"
         if before == "placed" and (came or len(unread) < len(self.placed)):
             raise RuntimeError(GRADIENTS_CHANGED)
         if before == "checked" and unread:
             raise RuntimeError(STEPPED_AGAIN)
         self.state = "checked"
+
+    def end_check(self) -> None:
+        """Let the markers be taken away: the step was taken in a call of `step`."""
+        self.state = "over"
 
     def _make(self, param: Tensor, found_inf: bool | None) -> SteppedGradient:
         zeros = self.keeps_zeros
