@@ -221,11 +221,8 @@ class DdpOverlap(InBackward):
         if self.backward is not None and not self.backward.in_autograd:
             self._finish()  # in the place of an iteration, after what DDP sends last
             self.engine.end_call()
-        try:
-            check_leftovers(self.traits.params, stepped, self.options.keeps_means and self.means)
-        except RuntimeError as error:
-            self.watch.tell_of(error)
-            raise
+        means = self.options.keeps_means and self.means
+        self.watch.tell_of_refusal(check_leftovers, self.traits.params, stepped, means)
 
     def leave(self) -> None:
         """Let the model and the optimizer be, without a word to the other ranks."""
