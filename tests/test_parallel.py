@@ -322,9 +322,12 @@ def adding_up(early, how):
 HOWS = ["forward", "output", "by hand"]
 
 
-def untouched():
-    """Differentiate by an input, which leaves all gradients alone that have added up."""
+def untouched(by_params=False):
+    """Differentiate by an input, or by parameters with hooks, which leaves all gradients alone that
+    have added up."""
     model = network()
+    for p in model.parameters() if by_params else ():
+        p.register_post_accumulate_grad_hook(lambda p: None)
     handle, x = (
         data_parallel(model, zero := sharded(one_adamw(model)), **SMALL),
         batch(0).requires_grad_(),
@@ -336,14 +339,15 @@ def untouched():
     with handle.no_sync():
         model(batch(2)).square().mean().backward()
     summed = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    torch.autograd.grad(model(x).sum(), x)
+    torch.autograd.grad(model(x).sum(), [x, *model.parameters()] if by_params else x)
     found = [torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), summed, strict=True)]
     return found, torch.equal(before, flatten(model.parameters())), zero.driver.steps_in_backward
 
 
 def test_autograd_grad_leaves_gradients_alone():
-    for found, still, driven in run(2, untouched, timeout=60):
-        assert all(found) and len(found) == 7 and still and driven
+    for by_params in (False, True):
+        for found, still, driven in run(2, untouched, by_params, timeout=60):
+            assert all(found) and len(found) == 7 and still and driven
 
 
 def broken_off(listened):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class AccumulatedGradients:
         self.stream = stream
         self.stashed: dict[int, Tensor] = {}  # by parameter
         self.handles: dict[int, Any] = {}  # of those that get it back when a gradient comes
+        self.given_back: dict[int, tuple[ref[Tensor], int]] = {}  # and the version of each then
 
     def stash(self, has_hooks: Callable[[int], bool] = lambda index: False) -> None:
         """Take the gradients out of the parameters; where hooks read the sum, only until one comes."""
@@ -49,7 +51,19 @@ class AccumulatedGradients:
     @torch._disable_dynamo
     def _give_back(self, index: int, gradient: Tensor) -> None:
         if index in self.stashed:
-            self.params[index].grad = self._take(index)
+            self.params[index].grad = grad = self._take(index)
+            self.given_back[index] = ref(grad), grad._version
+
+    def has_new(self) -> bool:
+        """Whether a gradient has come. One that was given back alone has not: its hook also runs
+        in `torch.autograd.grad`, which accumulates nothing."""
+        for j, p in enumerate(self.params):
+            if p.grad is None or not p.requires_grad:
+                continue
+            known, version = self.given_back.get(j, (None, 0))
+            if known is None or known() is not p.grad or p.grad._version != version:
+                return True
+        return False
 
     def _take(self, index: int) -> Tensor:
         if index in self.handles:

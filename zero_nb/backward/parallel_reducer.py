@@ -103,9 +103,7 @@ class ParallelReducer:
     def _end_of_backward(self) -> None:
         backward = self.backward
         assert backward is not None, "it has begun"
-        params = self.engine.params
-        watched = backward.stage == "watched"
-        if watched and any(p.grad is not None for p in params if p.requires_grad):
+        if backward.stage == "watched" and backward.accumulated.has_new():
             self.begin()  # no parameter that got a gradient was listened to
         if backward.stage != "watched":
             self.finish()
