@@ -270,6 +270,10 @@ def _start(group: Any, call: Call, async_op: bool) -> Work:
         if group.size > 1:
             _traced(group, call)
         return Work(iter(()))
+    if call.tensor.requires_grad:
+        call = replace(
+            call, tensor=call.tensor.detach()
+        )  # moved apart from autograd, as messages are
     block = _block(group)
     if block is not None:
         return block.add(call)
@@ -314,6 +318,10 @@ def _start_exchange(
         if not tensor.is_contiguous():
             raise ValueError(
                 f"expected a contiguous tensor, got strides {tensor.stride()}; call contiguous() first"
+            )
+        if tensor.is_conj():
+            raise ValueError(
+                "expected a tensor that is not conjugated when it is read; send what its resolve_conj() gives"
             )
         if peer == group.group_rank:
             raise ValueError(f"group rank {peer} is this rank itself; copy the tensor instead")

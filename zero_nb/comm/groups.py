@@ -115,6 +115,7 @@ class Group(Ranks):
                 " given"
             )
         parts = _divide(self, output, output_sizes)
+        source = source.detach().resolve_conj().contiguous()  # what torch's messages can send
         sent = _divide(self, source, source_sizes)
         return _start(
             self, Call("all_to_all", output, parts, source=source, sent=sent, even=even), async_op
