@@ -160,7 +160,8 @@ class DdpBackward:
         self.layout = layout
         self.unused = list(unused)
         self.buckets = plan.shard.buckets
-        self.step_dtype = plan.shard.master_dtype if self.options.scales else None
+        masters = plan.shard.master_dtype
+        self.step_dtype = masters if masters and self.options.scales else None
         self.iteration = Iteration(plan, self, self.unused)
 
     def note(
@@ -193,9 +194,8 @@ class DdpBackward:
         if wire_dtype == "custom":
             mean: Reduction = partial(self._hook_result, i)
         else:
-            replicas = self.optimizer.replica_group
-            wide = self.step_dtype
-            mean = start_mean(self.buckets[i], gradient, replicas, wire_dtype, None, wide)
+            across = self.optimizer.replica_group
+            mean = start_mean(self.buckets[i], gradient, across, wire_dtype, None, self.step_dtype)
         if self.used_flags != "with each bucket" or self.layout.buckets_in[j][0] != i:
             return mean
         arrival = self.arrivals[j]

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from .engine import cut_in_place
 from ..optim.arguments import remembered
 from ..optim.local_optimizers import LocalOptimizers
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -27,14 +26,22 @@ from ..optim.rules import trying
 from ..optim.state_plan import untried_classes
 from ..optim.trial import Trial, make_trial
 from ..plan.bucket import Bucket, Slot
+from ..plan.balancing import mixed_by_group
 from ..plan.bucket_plan import BucketPlan
 from ..plan.packing import adopt
+from ..plan.policies import Policy
 
 # %% auto #0
-__all__ = ['LEFT_OUT', 'Copy', 'read_bucket_caps', 'split_like_ddp', 'expect_order', 'plan_buckets', 'DdpLayout', 'find_layout',
-           'keeps_gradients', 'note_kept_gradients']
+__all__ = ['LEFT_OUT', 'Copy', 'cut_in_place', 'read_bucket_caps', 'split_like_ddp', 'expect_order', 'plan_buckets', 'DdpLayout',
+           'find_layout', 'keeps_gradients', 'note_kept_gradients']
 
 # %% ../../nbs/backward/04_ddp_buckets.ipynb #c27e05e6
+def cut_in_place(optimizer: ZeroRedundancyOptimizer) -> Policy:
+    """Tell which rank owns what of a bucket that is reduced as it lies: each an even part, unless
+    an optimizer wants whole parameters."""
+    return mixed_by_group([rule.policy for rule in optimizer.local.rules])
+
+
 LEFT_OUT = (
     "pass find_unused_parameters=True to DDP where a forward leaves parameters out, and wrap the"
     " model again where layers were replaced or unfrozen"

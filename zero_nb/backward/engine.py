@@ -30,16 +30,13 @@ from ..optim.param_specs import param_name, group_specs
 from ..optim.rules import is_known
 from ..optim.state_plan import check_moves, find_called_once, leaves_no_parts
 from ..plan.schedule import Schedule
-from ..plan.balancing import mixed_by_group
-from ..plan.policies import Policy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 # %% auto #0
-__all__ = ['Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'cut_in_place', 'check_attachable', 'check_complex',
-           'check_dense', 'known_options', 'describe_engine', 'StepEngine', 'InBackward', 'in_torchs_join',
-           'check_torchs_join']
+__all__ = ['Contribution', 'mean_dtype', 'start_mean', 'mark_means', 'check_attachable', 'check_complex', 'check_dense',
+           'known_options', 'describe_engine', 'StepEngine', 'InBackward', 'in_torchs_join', 'check_torchs_join']
 
 # %% ../../nbs/backward/03_engine.ipynb #bcb158cc
 # `step_dtype`: in which gradients are stepped that carry a scale; None: they carry none
@@ -76,7 +73,9 @@ def start_mean(
         grad_shard = sent[bucket.own_slice]
         if replica_group:
             replica_group.all_reduce(grad_shard)
-        kept_dtype = mean_dtype(gradient.dtype, wire_dtype, step_dtype)
+        kept_dtype = gradient.dtype
+        if wire_dtype or step_dtype:
+            kept_dtype = mean_dtype(kept_dtype, wire_dtype, step_dtype)
         mean = out
         if mean is None and sent is gradient and sent.dtype == kept_dtype:
             mean = grad_shard
@@ -99,12 +98,6 @@ def mark_means(
         mark_agreed(bucket.group, "reduce_scatter", dtype, bucket.sizes)
         if replica_group:
             mark_agreed(replica_group, "all_reduce", dtype, owned.stop - owned.start)
-
-
-def cut_in_place(optimizer: ZeroRedundancyOptimizer) -> Policy:
-    """Tell which rank owns what of a bucket that is reduced as it lies: each an even part, unless
-    an optimizer wants whole parameters."""
-    return mixed_by_group([rule.policy for rule in optimizer.local.rules])
 
 # %% ../../nbs/backward/03_engine.ipynb #756a8232
 def check_attachable(optimizer: ZeroRedundancyOptimizer) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .engine import cut_in_place
+from .ddp_buckets import cut_in_place
 from zero_nb.backward.gradient_buffers import (
     BucketGradients,
     BufferPool,

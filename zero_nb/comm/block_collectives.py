@@ -216,6 +216,8 @@ class Progress:
         self.under_way: dict[int, Collective] = {}  # by number
         self.unpublished: deque[Collective] = deque()  # in the order in which they were started
         self.load = 0  # bytes that the collectives under way need in a pool, at most
+        # whether peers may be unable to publish all blocks of the last one until this rank advances again
+        self.crowded = False
         # peer, number and entry of blocks for collectives that this rank has not started
         self.early: dict[int, list[tuple[int, int, Entry]]] = {}
 
@@ -223,6 +225,7 @@ class Progress:
         """Take a collective up, and read what has arrived for it."""
         self.under_way[collective.number] = collective
         self.load += self._needs(collective)
+        self.crowded = collective.blocks > _MAX_UNREAD or 2 * self.load > self.segment.layout.pool
         self.unpublished.append(collective)
         for arrived in self.early.pop(collective.number, ()):
             self._deliver(*arrived)
@@ -243,11 +246,6 @@ class Progress:
         if collective.published < collective.blocks:
             peers += self.outbox.unread_by()
         return peers or [peer for peer, count in collective.expected.items() if count]
-
-    def holds_up(self, collective: Collective) -> bool:
-        """Tell whether a peer may be unable to publish all its blocks until this rank advances again."""
-        crowded = collective.blocks > _MAX_UNREAD or 2 * self.load > self.segment.layout.pool
-        return crowded and not collective.over
 
     def gone(self, peers: Sequence[int]) -> list[int]:
         """List those of some peers that have died, or left, and from which no block is to come."""

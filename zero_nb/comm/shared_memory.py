@@ -78,7 +78,7 @@ class SharedMemory:
             self._advance(collective)
             if self.sleeping:  # there may be news for the thread that sleeps
                 self.segment.ring_own()
-            holds_up = self.progress.holds_up(collective)
+            holds_up = self.progress.crowded and not collective.over
         yield LATER if holds_up else None
         deadline = time.monotonic() + self.limit
         while True:

@@ -19,7 +19,7 @@ from .participants import NextReduction
 from ..optim.flat import flatten
 
 # %% auto #0
-__all__ = ['split_bucket', 'send_used_params', 'note_reduction', 'reduce_nothing', 'NextBackward']
+__all__ = ['split_bucket', 'reduce_nothing', 'reduce_no_gradients', 'NextBackward']
 
 # %% ../../nbs/join/10_empty_reduction.ipynb #6ee0ac27
 def split_bucket(value: Any, params: Sequence[Tensor]) -> list[Tensor]:
@@ -56,7 +56,7 @@ def _write_grad(param: Tensor, grad: Tensor) -> None:
         param.grad.copy_(grad)
 
 
-def send_used_params(ddp: torch.nn.parallel.DistributedDataParallel) -> set[int]:
+def _send_used_params(ddp: torch.nn.parallel.DistributedDataParallel) -> set[int]:
     """Give the ids of the parameters that a backward has reached on some rank; where DDP asks in each
     backward, take part in that."""
     params = ddp._build_params_for_reducer()[0]
@@ -69,7 +69,7 @@ def send_used_params(ddp: torch.nn.parallel.DistributedDataParallel) -> set[int]
     return {id(p) for p, n in zip(params, used.tolist(), strict=True) if n}
 
 
-def note_reduction(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+def _note_reduction(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
     """Have DDP's reducer forget and learn what it does at the end of a backward."""
     if ddp.find_unused_parameters and not ddp.static_graph:
         ddp.reducer._reset_state()  # forget which parameters were used under `no_sync`
@@ -112,7 +112,7 @@ def reduce_nothing(
     has_gradients = _fill_buckets(buckets, 1 if hooked else group.size)
     with nullcontext() if overlap is None else overlap.following(has_gradients):
         works = [ddp.reducer._run_comm_hook(bucket) for bucket in buckets]
-        used = send_used_params(ddp)
+        used = _send_used_params(ddp)
     reduced = [work.wait() for work in works]
     if overlap is None or overlap.options.keeps_means:  # else there are no averages
         for bucket, value in zip(buckets, reduced, strict=True):
@@ -120,7 +120,16 @@ def reduce_nothing(
             for param, grad in zip(params, split_bucket(value, params), strict=False):
                 if id(param) in used:
                     _write_grad(param, grad)  # what no rank has used stays as it is, as in DDP
-    note_reduction(ddp)
+    _note_reduction(ddp)
+
+
+def reduce_no_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Take part in a backward in which an overlap keeps gradients under `no_sync`, and DDP only learns."""
+    overlap = find_overlap(ddp)
+    if overlap is not None:
+        overlap.remove_markers()  # they are no gradients of an accumulation
+    _send_used_params(ddp)
+    _note_reduction(ddp)
 
 # %% ../../nbs/join/10_empty_reduction.ipynb #b00caf01
 _LOOKS = 64  # gradients

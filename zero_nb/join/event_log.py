@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -65,9 +66,12 @@ class EventLog:
         self.announced_from: int | None = None  # None: this rank has not been asked to
         self.has_data = True
         self.damage = ""  # what this rank says of a note that it could not read
+        self.looks: list[Callable[[], None]] = []  # each appends an event that has begun meanwhile
 
     def append(self, participant: int, what: str, iteration: int, options: dict[str, Any]) -> None:
         """Note the next event, and announce it if this rank has been asked to."""
+        for look in [*self.looks]:  # what has begun before comes first
+            look()
         with self.lock:
             self.recent.append((self.number, participant, what, iteration, options))
             self.number += 1

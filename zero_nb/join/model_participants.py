@@ -17,12 +17,7 @@ from ..backward.data_parallelism import DataParallel
 from ..backward.ddp_overlap import DdpOverlap, find_overlap
 from ..backward.module_buffers import broadcast_from
 from ..backward.stepped_gradients import unstepped_grad
-from zero_nb.join.empty_reduction import (
-    NextBackward,
-    note_reduction,
-    reduce_nothing,
-    send_used_params,
-)
+from .empty_reduction import NextBackward, reduce_no_gradients, reduce_nothing
 from .event_log import JoinEvent
 from .gradient_record import GradientRecord
 from .model_listeners import BackwardListener, ForwardListener, driver_settings
@@ -121,13 +116,12 @@ class DdpParticipant(Participant):
         """Listen to forward and backward, and send buffers in DDP's place."""
         ddp = self.joinable
         self.guard.attach(None, throws=False)
-        outer = self.guard.outer  # the block around this one, which goes on after it
-        known = outer.next_backward if isinstance(outer, DdpParticipant) else None
-        self.next_backward = known or NextBackward(ddp)
+        outer: Any = self.guard.outer  # the block around this one, which goes on after it
+        self.next_backward = outer.next_backward if outer else NextBackward(ddp)
         self.forward = ForwardListener(self, ddp)
         params = [p for p in ddp.parameters() if p.requires_grad]
         self.backward = BackwardListener(self, GradientRecord(params))
-        self.buffers = WithheldBuffers(ddp, getattr(outer, "buffers", None))
+        self.buffers = WithheldBuffers(ddp, outer.buffers if outer else None)
 
     def detach(self) -> None:
         """Remove all hooks, and let DDP send its buffers again."""
@@ -171,9 +165,9 @@ class DdpParticipant(Participant):
     def before_accumulation(self) -> None:
         """Announce the reduction of a backward, if there is one that was not announced."""
         next_backward = self.next_backward
-        looks = self.session.looks
-        if looks and next_backward.is_early():
-            self.session.look()
+        looks = self.session.log.looks
+        for look in [*looks] if looks and next_backward.is_early() else ():
+            look()
         if next_backward.reduces == "yes":
             self.announce()
         elif next_backward.reduces == "unknown":
@@ -204,10 +198,7 @@ class DdpParticipant(Participant):
         if self.next_backward.reduces != "no" and not ddp._has_rebuilt_buckets:
             self.next_backward.forget()  # DDP makes no new buckets while it expects a reduction
         if event.what == "order":
-            if self.driver is not None:
-                self.driver.remove_markers()  # they are no gradients of an accumulation
-            send_used_params(ddp)
-            note_reduction(ddp)
+            reduce_no_gradients(ddp)
             return
         self.backward.follow(event)
         reduce_nothing(ddp, self.session.group)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from ..comm.groups import Group
 from .attendance import ActiveRanks
-from .event_log import JoinEvent
+from .event_log import EventLog, JoinEvent
 from .gradient_record import GradientCheck
 from ..optim.driver import Driver
 from ..optim.torch_interface import _Join
@@ -56,7 +56,7 @@ class Session(Protocol):
     iteration: int  # iterations that have begun
     last_joiner: int  # group rank whose state all ranks take over
     waits_differ: list[bool]  # by participant: whether it waits for a backward on some ranks only
-    looks: list[Callable[[], None]]  # each announces a reduction if it has begun meanwhile
+    log: EventLog
 
     @property
     def asks_every_iteration(self) -> bool:
@@ -64,9 +64,6 @@ class Session(Protocol):
 
     def append(self, participant: int, what: str, **options: Any) -> None:
         """Announce something to ranks without data."""
-
-    def look(self) -> None:
-        """Announce reductions that have begun meanwhile."""
 
     def is_counter(self, participant: int) -> bool:
         """Tell whether the iterations of the block are the calls of this participant."""

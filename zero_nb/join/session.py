@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from ..comm.agreement import agreeing
@@ -160,9 +160,6 @@ class JoinSession:
         self.attendance: Attendance | None = None  # once the block has ended
         self.last_joiner = 0  # group rank whose state all ranks take over
         self.waits_differ: list[bool] = []  # by participant: some ranks wait for a backward
-        self.looks: list[
-            Callable[[], None]
-        ] = []  # each announces a reduction if it has begun meanwhile
         self.is_running = True
         for participant in self.participants:
             participant.attach()
@@ -187,13 +184,7 @@ class JoinSession:
 
     def append(self, participant: int, what: str, **options: Any) -> None:
         """Announce something to ranks without data."""
-        self.look()  # what has begun before comes first
         self.log.append(participant, what, self.iteration, options)
-
-    def look(self) -> None:
-        """Announce reductions that have begun meanwhile."""
-        for look in [*self.looks]:
-            look()
 
     def is_counter(self, participant: int) -> bool:
         """Tell whether the iterations of the block are the calls of this participant."""

@@ -322,7 +322,8 @@ class Iteration:
         if self.monitor is not None:
             self._show_before_step(self.monitor, runs)
         local.change.start_step()  # the driver notes that it has ended
-        copies = local.tried.may_keep_gradients  # averages lie in memory that is used again
+        # averages lie in memory that is used again; of known classes nothing is noted
+        copies = bool(local.tried.leaves) and local.tried.may_keep_gradients
         for run in runs:
             mean = run.wait_reduced()
             pieces += lend_bucket(optims, self.plan.shard, run.bucket, mean, unused, copies)
