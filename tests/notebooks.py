@@ -293,6 +293,12 @@ def in_processes(
             yield path, *found
 
 
+def measures(path: Path) -> bool:
+    """Tell whether a notebook measures, and so runs with none beside it: what its text says of times
+    must not depend on what another one does on the same cores."""
+    return any(map(is_measured, json.loads(path.read_text(encoding="utf-8"))["cells"]))
+
+
 def name_of(path: Path) -> str:
     """Give the name under which the costs of a notebook are stored."""
     return path.relative_to(ROOT).as_posix()
@@ -325,7 +331,10 @@ def main() -> None:
     gc.freeze()  # each notebook's shell looks for garbage when it ends
     collapse_memory()  # the notebooks are forked from this process, and their ranks from them
 
-    results = sorted(in_processes(paths, given.workers, given.store))
+    alone = [path for path in paths if measures(path)]
+    beside = [path for path in paths if path not in alone]
+    results = [*in_processes(beside, given.workers, given.store)]
+    results = sorted([*results, *in_processes(alone, 1, given.store)])
     failed = [path for path, wrong, _ in results if wrong]
     for path, wrong, _ in results:
         if wrong:
