@@ -299,6 +299,15 @@ def measures(path: Path) -> bool:
     return any(map(is_measured, json.loads(path.read_text(encoding="utf-8"))["cells"]))
 
 
+def in_turns(
+    paths: Sequence[Path], workers: int, storing: bool
+) -> Iterator[tuple[Path, str, float]]:
+    """Execute the notebooks that measure last, one at a time."""
+    alone = [path for path in paths if measures(path)]
+    yield from in_processes([path for path in paths if path not in alone], workers, storing)
+    yield from in_processes(alone, 1, storing)
+
+
 def name_of(path: Path) -> str:
     """Give the name under which the costs of a notebook are stored."""
     return path.relative_to(ROOT).as_posix()
@@ -331,10 +340,7 @@ def main() -> None:
     gc.freeze()  # each notebook's shell looks for garbage when it ends
     collapse_memory()  # the notebooks are forked from this process, and their ranks from them
 
-    alone = [path for path in paths if measures(path)]
-    beside = [path for path in paths if path not in alone]
-    results = [*in_processes(beside, given.workers, given.store)]
-    results = sorted([*results, *in_processes(alone, 1, given.store)])
+    results = sorted(in_turns(paths, given.workers, given.store))
     failed = [path for path, wrong, _ in results if wrong]
     for path, wrong, _ in results:
         if wrong:

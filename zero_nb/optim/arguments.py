@@ -206,7 +206,8 @@ def plan_lines(
         return f"{p.shape} {p.dtype} on {p.device}{'' if p.trainable else ', frozen'}"
 
     lines = []
-    places = {id(p): i for i, p in enumerate(p for g in param_groups for p in g["params"])}
+    ids = map(id, chain.from_iterable(group["params"] for group in param_groups))
+    places = {key: i for i, key in enumerate(ids)}
     for i, (rule, g) in enumerate(zip(rules, param_groups, strict=True)):
         options = {k: v for k, v in g.items() if k not in ("params", "param_names")}
         lines.append(f"group {i}: {rule.optimizer_class.__name__} {_option_text(options, places)}")
