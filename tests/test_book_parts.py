@@ -289,6 +289,44 @@ def test_a_claim_stands_beside_what_it_is_about(cells, whether):
     assert (measured_without_a_claim(made(*cells)) == []) is whether
 
 
+TIMES = re.compile(r"^#\|\s*times:\s*true", re.M)
+
+
+def more_than_times(cells: list[Cell]) -> list[int]:
+    """Number the code cells that say `times: true` and do anything but assert: another machine may
+    leave out what follows an assertion that does not hold there."""
+    code = [c["text"] for c in cells if c["kind"] == "code"]
+    asserts_only = (ast.Assert, ast.Assign, ast.For)
+    return [
+        i
+        for i, text in enumerate(code)
+        if TIMES.search(text)
+        and not (
+            claims_itself(text) and all(isinstance(s, asserts_only) for s in parsed(text).body)
+        )
+    ]
+
+
+def test_a_cell_of_times_only_asserts():
+    every = [cells_of(path.as_posix()) for path in NBS_PATHS]
+    assert [*filter(None, map(more_than_times, every))] == []
+    assert sum(bool(TIMES.search(c["text"])) for cells in every for c in cells) > 20
+
+
+@pytest.mark.parametrize(
+    ("cell", "whether"),
+    [
+        ("assert x < y", True),
+        ("room = 2\nfor x in y:\n    assert x < room", True),
+        ("test_eq(x, y)", False),
+        ("assert x < y\nx.clear()", False),
+        ("x = 1", False),
+    ],
+)
+def test_what_a_cell_of_times_may_do(cell, whether):
+    assert (more_than_times(made(f"#| times: true\n{cell}")) == []) is whether
+
+
 TITLE = re.compile(r"^#{1,3} ", re.M)
 
 

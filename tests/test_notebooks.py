@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 from tempfile import gettempdir
 
+import nbformat
 import pytest
-from notebooks import differences, is_measured, lasting, same, shows_rounding
+from notebooks import differences, in_processes, is_measured, lasting, same, shows_rounding
 
 
 def text(words):
@@ -180,3 +181,42 @@ def test_who_writes_first_does_not_matter():
 )
 def test_a_cell_says_so_in_a_line_of_its_own(source, measured):
     assert is_measured({"source": source}) is measured
+
+
+def executed(folder, claim, storing=False):
+    """Execute a notebook that measures and then claims something; give what came, and what is stored."""
+    path = folder / "claims.ipynb"
+    cells = ["#| measured: true\ntook = 2, 1\ntook", claim, "1 + 1"]
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbformat.write(nb, path)
+    ((_, result),) = in_processes([path], 1, storing)
+    outputs = [cell["outputs"] for cell in json.loads(path.read_text())["cells"]]
+    return result, [len(output) for output in outputs]
+
+
+SLOWER = "assert took[0] < took[1]"
+HERE = f"#| times: true\n{SLOWER}"  # does not hold on this machine
+
+
+@pytest.mark.parametrize(
+    ("claim", "told", "wrong"),
+    [
+        (HERE, [f"claims: {SLOWER}"], "cell 2: 0 outputs are stored and 1 came"),  # and goes on
+        (SLOWER, [], "AssertionError"),
+        ("#| times: true\nassert took[2]", [], "IndexError"),
+        ("#| times: true\nassert took[0] > took[1]", [], "cell 2"),
+    ],
+)
+def test_times_that_compare_otherwise_are_told(tmp_path, claim, told, wrong):
+    result, _ = executed(tmp_path, claim)
+    assert result.slower == told
+    assert wrong in result.wrong
+    assert ("AssertionError" in result.wrong) is (wrong == "AssertionError")
+
+
+@pytest.mark.parametrize(("claim", "stored"), [(HERE, 0), (HERE.replace("<", ">"), 1)])
+def test_times_are_stored_only_as_the_text_says(tmp_path, claim, stored):
+    result, outputs = executed(tmp_path, claim, storing=True)
+    assert outputs == [stored, 0, stored]
+    assert ("AssertionError" in result.wrong) is (not stored)
+    assert result.slower == []

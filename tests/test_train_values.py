@@ -150,3 +150,13 @@ def test_a_batch_that_the_ranks_cannot_share_is_one_line_of_rank_0(monkeypatch, 
         said = capsys.readouterr().err
         assert end.value.code == 2 and said.count("\n") == lines
         assert lines == 0 or "--global-batch must be a multiple of the number of ranks" in said
+
+
+def test_a_size_without_a_rank_is_of_another_program(monkeypatch):
+    """Schedulers set WORLD_SIZE for what they start; a rank of ours has RANK too."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    trained = []
+    monkeypatch.setattr("zero_nb.apps.train._train_and_leave", trained.append)
+    run_rank(["--global-batch=3"])  # as one rank, for which any batch will do
+    assert [config.global_batch for config in trained] == [3]
