@@ -13,6 +13,7 @@ from zero_nb.plan.bucket_plan import BucketPlan
 from zero_nb.plan.comparison import compare
 from zero_nb.plan.estimates import estimate
 from zero_nb.plan.filling import fill_like_ddp
+from zero_nb.plan.fitting import fewest_ranks
 from zero_nb.plan.packing import adopt, pack
 from zero_nb.plan.policies import even, greedy
 from zero_nb.plan.schedule import Schedule
@@ -117,6 +118,12 @@ def test_what_are_no_specs_is_named(plan, given, named):
 
 def test_parameters_may_come_one_by_one():
     assert pack(iter(two), 2) == pack(two, 2)
+
+
+def test_a_model_may_be_read_once_by_what_makes_several_estimates():
+    specs = [ParamSpec(f"w{i}", (1000, 1000)) for i in range(4)]
+    assert compare(iter(specs)) == compare(specs)
+    assert fewest_ranks(iter(specs), memory="40MB") == fewest_ranks(specs, memory="40MB") == 5
 
 
 @pytest.mark.parametrize("methods", ["zero1", 3])

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .estimated import Estimate, PLANNED, estimates_html, estimates_text
 from .estimates import estimate_setup
 from .machines import Machine
-from .models import ModelLike
+from .models import ModelLike, find_model
 from .policies import Policy
 from .setups import setup_of
 from .states import OptimizerLike
@@ -69,4 +69,6 @@ def compare(
         raise TypeError(
             f"methods must be a list of methods, such as ['ddp', 'zero1'], got {methods!r}"
         )
-    return Comparison(tuple(estimate_setup(model, world_size, m, setup) for m in methods))
+    name, specs = find_model(model, dtype)  # once: a generator gives its parameters once
+    found = [estimate_setup(specs, world_size, method, setup) for method in methods]
+    return Comparison(tuple(replace(each, model=name) for each in found))

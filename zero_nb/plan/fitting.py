@@ -11,7 +11,7 @@ from dataclasses import replace
 from .estimated import Estimate
 from .estimates import estimate_setup
 from .machines import Machine
-from .models import ModelLike
+from .models import ModelLike, find_model
 from .policies import Policy
 from .setups import Setup, setup_of
 from .states import OptimizerLike
@@ -70,8 +70,10 @@ def _fewest_ranks(
     """Double the number of ranks until a rank has the memory, then search between the last two, and
     then below: a bucket that does not divide may need more scratch memory on more ranks."""
 
+    specs = find_model(model, setup.dtype)[1]  # once: a generator gives its parameters once
+
     def on(ranks: int) -> Estimate:
-        return estimate_setup(model, ranks * setup.replicas, method, setup)
+        return estimate_setup(specs, ranks * setup.replicas, method, setup)
 
     def enough(ranks: int) -> bool:
         return fits(on(ranks), memory, activations)
