@@ -174,9 +174,10 @@ def _run_job(job: _Job, timeout: float) -> list[Any]:
         for _, theirs in job.pipes:
             theirs.close()
         conns = [ours for ours, _ in job.pipes]
-        values = _values(
-            _gather_outcomes(conns, timeout), timeout, lambda rank: reaper.code(rank, 1)
+        outcomes = _gather_outcomes(
+            conns, timeout, ended=lambda rank, _: reaper.code(rank) is not None
         )
+        values = _values(outcomes, timeout, lambda rank: reaper.code(rank, 1))
         _send_to_all(conns, "end")
         for rank in range(len(conns)):
             reaper.code(rank, 5)

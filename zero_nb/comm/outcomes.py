@@ -113,20 +113,23 @@ def _gather_outcomes(
     conns: Sequence[Connection],  # one for each rank, in rank order
     timeout: float | None,  # seconds
     tick: Callable[[], None] = lambda: None,  # called often while waiting
+    # whether the process of a rank has ended, or does in so many seconds
+    ended: Callable[[int, float], bool] = lambda rank, seconds: False,
 ) -> list[Outcome]:  # one for each rank, in order of arrival
     """Wait until all ranks have answered, or time is up, or one has failed; ask the rest where they are."""
     waiting: dict[Any, int] = {conn: rank for rank, conn in enumerate(conns)}
     got: list[Outcome] = []
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
     while waiting and time.monotonic() < deadline:
-        for conn in wait([*waiting], 0.05):
+        ready = wait([*waiting], 0.05) or [conn for conn, rank in waiting.items() if ended(rank, 0)]
+        for conn in ready:
             got.append(_receive_outcome(conn, waiting.pop(conn)))
             if got[-1].did != "returned":
                 deadline = min(deadline, time.monotonic() + _GRACE[got[-1].echo])
         tick()
     _send_to_all(waiting, "where")
     for conn, rank in waiting.items():
-        if conn.poll(1):
+        if conn.poll(1) or ended(rank, 5 * any(o.did == "died" for o in got)):
             got.append(_receive_outcome(conn, rank))
         else:
             got.append(Outcome(rank, "was running", "  in native code\n"))
@@ -142,7 +145,7 @@ def _send_to_all(conns: Iterable[Connection], order: Any) -> None:
 
 def _receive_outcome(conn: Any, rank: int) -> Outcome:
     try:
-        return conn.recv()
+        return conn.recv() if conn.poll() else Outcome(rank, "died")
     except (EOFError, OSError):
         return Outcome(rank, "died")
 

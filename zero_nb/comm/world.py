@@ -242,7 +242,12 @@ class _Processes:
     def _answers(
         self, timeout: float | None, tick: Callable[[], None] = lambda: None
     ) -> list[Outcome]:
-        return _gather_outcomes([conn for conn, _ in self.ranks], timeout, tick)
+        def ended(
+            rank: int, seconds: float
+        ) -> bool:  # torchrun ends all its ranks when one has died
+            return self.agent.code(0, seconds) is not None
+
+        return _gather_outcomes([conn for conn, _ in self.ranks], timeout, tick, ended)
 
     def _agent_output(self) -> str:
         with open(self.files.paths[self.n], errors="replace") as log:
