@@ -1,8 +1,13 @@
 """Ranks that die with children, callers that are interrupted, and answers that cross questions."""
 
+import multiprocessing
+import threading
+import time
+
 import pytest
 
 from zero_nb.comm.launch import run
+from zero_nb.comm.outcomes import Outcome, _gather_outcomes
 from zero_nb.comm.world import World
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -25,3 +30,26 @@ def test_a_rank_that_dies_is_missed_though_its_child_lives(way):
             run(2, exec, DIES, {}, timeout=60)
         else:
             world.run(DIES, timeout=60)
+
+
+def test_an_outcome_that_crosses_the_question_leaves_no_answer_behind():
+    ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(2)), strict=True)
+    theirs[0].send(Outcome(0, "raised", "the same"))
+
+    def show():  # takes its time
+        if show in todo:
+            todo.remove(show)
+            theirs[1].send(Outcome(1, "raised", "the same"))
+            time.sleep(0.5)
+
+    def listen():
+        assert theirs[1].recv() == "where"
+        theirs[1].send(Outcome(1, "was running"))
+
+    todo = [show]
+    listener = threading.Thread(target=listen)
+    listener.start()
+    found = _gather_outcomes(ours, None, show)
+    listener.join()
+    assert [(o.rank, o.did) for o in found] == [(0, "raised"), (1, "raised")]
+    assert not ours[0].poll() and not ours[1].poll()

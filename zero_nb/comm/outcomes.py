@@ -133,6 +133,9 @@ def _gather_outcomes(
             got.append(_receive_outcome(conn, rank))
         else:
             got.append(Outcome(rank, "was running", "  in native code\n"))
+        # its outcome was on its way when it was asked, and its answer follows
+        if got[-1].did in ("returned", "raised") and conn.poll(1):
+            _receive_outcome(conn, rank)
     tick()
     return got
 
