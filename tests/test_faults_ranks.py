@@ -1,13 +1,17 @@
 """Ranks that die with children, callers that are interrupted, and answers that cross questions."""
 
 import multiprocessing
+import signal
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
+from common.launching import alive
+from common.waiting import stop
 
 from zero_nb.comm.launch import run
-from zero_nb.comm.outcomes import Outcome, _gather_outcomes
+from zero_nb.comm.outcomes import Outcome, _gather_outcomes, serialize
 from zero_nb.comm.world import World
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -53,3 +57,37 @@ def test_an_outcome_that_crosses_the_question_leaves_no_answer_behind():
     listener.join()
     assert [(o.rank, o.did) for o in found] == [(0, "raised"), (1, "raised")]
     assert not ours[0].poll() and not ours[1].poll()
+
+
+@contextmanager
+def interrupted(seconds):
+    """Interrupt this thread, as Ctrl-C does."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_cell_that_is_interrupted_on_its_way_to_the_ranks_ends_the_world():
+    world = World(2)
+    pids = [pid for _, pid in world.ranks]
+    large = serialize({"x": bytes(64 << 20)})
+    stop(pids[1])  # so that its connection fills up
+    with interrupted(1.0):
+        world.run("'first'", pushed=large)
+    assert not world.ranks and not any(map(alive, pids))
+    with pytest.raises(RuntimeError, match="has been stopped"):
+        world.run("'second'")
+
+
+def test_a_world_that_is_interrupted_while_it_stops_is_gone():
+    world = World(2)
+    world.run("import threading, time; threading.Thread(target=time.sleep, args=(600,)).start()")
+    pids = [pid for _, pid in world.ranks]
+    with interrupted(1.0):
+        world.stop()
+    assert not world.ranks and not any(map(alive, [*pids, world.agent.pid]))

@@ -289,9 +289,9 @@ class World(_Processes):
         if not self.ranks:
             raise RuntimeError("this world has been stopped; start another one")
         names = serialize({}) if pushed is None else pushed
-        _send_to_all([conn for conn, _ in self.ranks], (source, names, name))
         outcomes: list[Outcome] = []
         try:
+            _send_to_all([conn for conn, _ in self.ranks], (source, names, name))
             outcomes = self._answers(timeout, tick)
             return _values(outcomes, timeout, self._code)
         except BaseException:
@@ -303,7 +303,9 @@ class World(_Processes):
 
     def stop(self) -> None:
         """Let idle ranks leave in order."""
-        _send_to_all([conn for conn, _ in self.ranks], "end")
-        if self.ranks:
-            self.agent.code(0, 60)  # threads of a rank may have to finish, such as a save
-        self.kill()
+        try:
+            _send_to_all([conn for conn, _ in self.ranks], "end")
+            if self.ranks:
+                self.agent.code(0, 60)  # threads of a rank may have to finish, such as a save
+        finally:
+            self.kill()
