@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .same import most_frequent
+
 # %% auto #0
 __all__ = ['DivergenceKind', 'DIVERGENCE_KINDS', 'UNWRITTEN', 'Divergence', 'DivergenceError', 'ReportSection', 'odd_ones',
            'DivergenceReport']
@@ -86,7 +88,7 @@ def odd_ones(values: Sequence[int], known: bool) -> tuple[list[int], list[int]]:
     if len({values[i] for i in places}) < 2:
         return [], places
     present = [values[i] for i in places]
-    usual = max(present, key=present.count)
+    usual = most_frequent(present)
     if 2 * present.count(usual) <= len(present):
         return places, places
     return [i for i in places if values[i] != usual], [i for i in places if values[i] == usual]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,7 +32,7 @@ else:
     DeviceMesh = None
 
 # %% auto #0
-__all__ = ['GroupOrMesh', 'Leaf', 'leaves', 'gather_to_all', 'assert_same']
+__all__ = ['GroupOrMesh', 'Leaf', 'leaves', 'gather_to_all', 'most_frequent', 'assert_same']
 
 # %% ../../nbs/verify/01_same.ipynb #9a710009
 @dataclass(frozen=True)
@@ -257,6 +257,12 @@ def _groups_of(group: Any) -> list[Group]:
     return [Group(group.get_group(i)) for i in range(group.ndim)]
 
 
+def most_frequent(values: Sequence[Hashable]) -> Any:
+    """Give the value that most ranks have; of two that are as frequent, that of the lower rank."""
+    counts = Counter(values)
+    return max(counts, key=counts.__getitem__)
+
+
 def _compare_in_group(group: Group, value: Any, what: str) -> None:
     mine: list[Leaf] = []
     with agreeing(group, f"comparing {what}"):
@@ -270,11 +276,11 @@ def _compare_in_group(group: Group, value: Any, what: str) -> None:
     rows[group.group_rank] = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     group.all_gather(rows.view(-1))
     digests = [bytes(row) for row in rows.tolist()]
-    usual = max(digests, key=digests.count)  # of two that are as frequent, that of the lower rank
+    usual = most_frequent(digests)
     odd = [rank for rank, found in enumerate(digests) if found != usual]
     if not odd:
         return
-    others = [rank for rank in range(group.size) if rank not in odd]
+    others = [rank for rank, found in enumerate(digests) if found == usual]
     found = _difference_text(group, mine, others[0], odd[0])
     verb = "differs" if len(odd) == 1 else "differ"
     raise AssertionError(

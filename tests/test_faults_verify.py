@@ -1,0 +1,32 @@
+"""Comparisons at many ranks, and of parameters that are no plain matrices."""
+
+from zero_nb.verify.divergence import odd_ones
+from zero_nb.verify.same import most_frequent
+
+
+class Counted(int):
+    """Counts how often it is compared."""
+
+    times = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other):
+        Counted.times += 1
+        return int.__eq__(self, other)
+
+    def __ne__(self, other):
+        return not self == other
+
+
+RANKS = 16_384
+
+
+def test_values_of_many_ranks_are_compared_a_few_times_each():
+    values = [Counted(2**40 + (r == 77)) for r in range(RANKS)]
+    Counted.times = 0
+    odd, usual = odd_ones(values, known=False)
+    assert (odd, len(usual)) == ([77], RANKS - 1)
+    assert most_frequent(values) == 2**40
+    assert Counted.times < 10 * RANKS
+    assert most_frequent([Counted(3), Counted(2), Counted(2), Counted(3)]) == 3
+    assert odd_ones([5, 6], known=False) == ([0, 1], [0, 1])
