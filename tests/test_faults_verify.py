@@ -1,6 +1,10 @@
 """Comparisons at many ranks, and of parameters that are no plain matrices."""
 
+import pytest
+import torch
+
 from zero_nb.verify.divergence import odd_ones
+from zero_nb.verify.rounding import summation_bound
 from zero_nb.verify.same import most_frequent
 
 
@@ -30,3 +34,18 @@ def test_values_of_many_ranks_are_compared_a_few_times_each():
     assert Counted.times < 10 * RANKS
     assert most_frequent([Counted(3), Counted(2), Counted(2), Counted(3)]) == 3
     assert odd_ones([5, 6], known=False) == ([0, 1], [0, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [255, 256, 2047, RANKS])
+def test_the_bound_holds_on_many_ranks(dtype, size):
+    made = torch.Generator().manual_seed(size)
+    parts = torch.randn(size, 20, generator=made).to(dtype)
+    exact = parts.double().mean(0)
+    limit = summation_bound(parts.double().abs().mean(0), size, dtype)
+    assert limit.isfinite().all()
+    for order in (torch.arange(size), torch.randperm(size, generator=made)):
+        sums = torch.zeros(20, dtype=dtype)
+        for part in parts[order] / size:
+            sums += part
+        assert ((sums.double() - exact).abs() <= limit).all()

@@ -48,9 +48,9 @@ def summation_bound(
     Source: Higham 2002, Accuracy and Stability of Numerical Algorithms, section 4.2."""
     info = torch.finfo(dtype)
     k = world_size + 1
-    unit = info.eps / 2
+    relative = math.expm1(k * math.log1p(info.eps / 2))
     underflow = k * info.smallest_normal * info.eps
-    return 2 * (k * unit / (1 - k * unit) * contributions + underflow)
+    return 2 * (relative * contributions + underflow)
 
 # %% ../../nbs/verify/02_rounding.ipynb #b9fc8861
 @dataclass(frozen=True)
