@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
+from zero_nb.comm.launch import run
 from zero_nb.verify.divergence import odd_ones
-from zero_nb.verify.rounding import summation_bound
+from zero_nb.verify.parity import check_parity
+from zero_nb.verify.rounding import GRADIENTS, summation_bound
 from zero_nb.verify.same import most_frequent
 
 
@@ -49,3 +52,37 @@ def test_the_bound_holds_on_many_ranks(dtype, size):
         for part in parts[order] / size:
             sums += part
         assert ((sums.double() - exact).abs() <= limit).all()
+
+
+class Rotates(nn.Module):
+    """Has a complex parameter, whose gradient is large in the imaginary part."""
+
+    def __init__(self, wrong):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(40, dtype=torch.complex64))
+        if wrong:
+            self.w.register_hook(lambda grad: torch.complex(grad.real, 2 * grad.imag))
+
+    def forward(self, x):
+        y = self.w * x
+        return 3 * y.imag.sum() + y.real.square().sum()
+
+
+def inputs(step, rank, numel=40):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def other_second(make):
+    """Give models of which the second has a wrong gradient."""
+    wrong = iter((False, True))
+    return lambda: make(next(wrong))
+
+
+def test_imaginary_parts_of_gradients_are_compared():
+    def rotated(make):
+        return check_parity(make, (torch.optim.SGD, {"lr": 0.01}), inputs, 2)
+
+    assert all(report.same for report in run(3, rotated, lambda: Rotates(False)))
+    for report in run(3, rotated, other_second(Rotates)):
+        found = report.difference
+        assert found is not None and (found.what, found.cause) == ("gradient of w", GRADIENTS)

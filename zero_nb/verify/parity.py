@@ -31,6 +31,7 @@ from zero_nb.verify.rounding import (
     SteppedElements,
     explained_by_position,
     find_difference,
+    real_parts,
     summation_bound,
     unequal_bits,
 )
@@ -155,7 +156,7 @@ class _Comparison:
         worst: Difference | None = None
         for (name, p), mine in zip(self.unsharded.params.items(), contribution, strict=True):
             own = torch.zeros_like(p) if mine is None else mine
-            mean = own.to(torch.float64) / size
+            mean = real_parts(own) / size
             absolute = mean.abs()
             self.group.all_reduce(mean)
             self.group.all_reduce(absolute)
@@ -163,7 +164,7 @@ class _Comparison:
             pairs = ((unlike, p.grad), (GRADIENTS, used[name]))
             cause = SUMMATION
             for reason, gradient in pairs if used[name] is not None and p.grad is not None else ():
-                gap = (gradient.double() - mean).abs()  # type: ignore[union-attr]
+                gap = (real_parts(gradient) - mean).abs()  # type: ignore[union-attr]
                 if cause == SUMMATION and not bool(((gap <= limit) | mean.isnan()).all()):
                     cause = reason
             if (used[name] is None) != (p.grad is None):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = ['SUMMATION', 'POSITION', 'GRADIENTS', 'UNREPEATABLE', 'UNREDUCED', 'STEP', 'BUFFERS', 'MOST_STEPPED_AGAIN',
-           'summation_bound', 'Difference', 'unequal_bits', 'find_difference', 'SteppedElements',
+           'real_parts', 'summation_bound', 'Difference', 'unequal_bits', 'find_difference', 'SteppedElements',
            'explained_by_position']
 
 # %% ../../nbs/verify/02_rounding.ipynb #9a710024
@@ -36,6 +36,13 @@ STEP = (
     " computes something else for what one rank owns than for all parameters together"
 )
 BUFFERS = "no order of summation can explain it, for parameters were the same"
+
+
+def real_parts(tensor: Tensor) -> Tensor:  # float64
+    """Give the numbers that are added up one by one: of a complex number its two parts."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(torch.float64)
 
 
 def summation_bound(
