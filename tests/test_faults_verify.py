@@ -86,3 +86,25 @@ def test_imaginary_parts_of_gradients_are_compared():
     for report in run(3, rotated, other_second(Rotates)):
         found = report.difference
         assert found is not None and (found.what, found.cause) == ("gradient of w", GRADIENTS)
+
+
+class Scaled(nn.Module):
+    """Has a parameter of no dimension, as CLIP has."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(30, 30)
+        self.scale = nn.Parameter(torch.tensor(2.6592))
+        self.bias = nn.Parameter(torch.randn(7))
+
+    def forward(self, x):
+        return (self.linear(x) * self.scale.exp() + self.bias.sum()).square().mean()
+
+
+def rows(step, rank):
+    return inputs(step, rank, 480).view(16, 30)
+
+
+def test_a_parameter_of_no_dimension_may_be_rounded_otherwise():
+    for report in run(2, check_parity, Scaled, (torch.optim.AdamW, {"lr": 1e-3}), rows, 3):
+        assert report.same, report

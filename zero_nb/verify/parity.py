@@ -34,6 +34,7 @@ from zero_nb.verify.rounding import (
     real_parts,
     summation_bound,
     unequal_bits,
+    values_by_element,
 )
 from .same import assert_same, gather_to_all, leaves
 from .trainings import ParityMode, Recipe, Sharded, Unsharded, set_all
@@ -211,7 +212,7 @@ class _Comparison:
         p = self.unsharded.params[name]
         if gradient is None or ours.keys() != theirs.keys():
             return False
-        tensors = {k: v for k, v in ours.items() if isinstance(v, Tensor) and v.shape == p.shape}
+        tensors = values_by_element(ours, p)
         others = {k: v for k, v in ours.items() if k not in tensors}
         if _compare_parameter(0, name, others, {k: theirs[k] for k in others}):
             return False
@@ -220,12 +221,11 @@ class _Comparison:
         if len(chosen) > MOST_STEPPED_AGAIN:
             return False
 
-        def cut(value: Any) -> Any:
-            per_element = isinstance(value, Tensor) and value.shape == p.shape
-            return value.reshape(-1)[chosen.to(value.device)] if per_element else value
+        def cut(value: Tensor) -> Tensor:
+            return value.reshape(-1)[chosen.to(value.device)]
 
         old, state = before
-        cuts = {key: cut(value) for key, value in state.items()}
+        cuts = {key: cut(value) if key in tensors else value for key, value in state.items()}
         elements = SteppedElements(self.unsharded.maker_of(p), cut(old), cut(gradient), cuts)
         return explained_by_position(
             elements, *({key: cut(side[key]) for key in tensors} for side in (ours, theirs))

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..optim.pieces import SCALARS
+
 # %% auto #0
 __all__ = ['SUMMATION', 'POSITION', 'GRADIENTS', 'UNREPEATABLE', 'UNREDUCED', 'STEP', 'BUFFERS', 'MOST_STEPPED_AGAIN',
-           'real_parts', 'summation_bound', 'Difference', 'unequal_bits', 'find_difference', 'SteppedElements',
-           'explained_by_position']
+           'real_parts', 'summation_bound', 'Difference', 'unequal_bits', 'find_difference', 'values_by_element',
+           'SteppedElements', 'explained_by_position']
 
 # %% ../../nbs/verify/02_rounding.ipynb #9a710024
 SUMMATION = "the order of summation can explain it"
@@ -150,6 +152,13 @@ MOST_STEPPED_AGAIN = 4096  # elements
 _ROUNDING = (
     2.0**-14
 )  # the largest part of float32's rounding that may be float64's, which is about 2**-29 of it
+
+
+def values_by_element(values: Mapping[str, Any], p: Tensor) -> dict[str, Tensor]:
+    """Choose the state that has a value for each element of a parameter; the count of steps has the
+    shape of a parameter of no dimension, and is none."""
+    tensors = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.shape == p.shape}
+    return tensors if p.dim() else {k: v for k, v in tensors.items() if k not in SCALARS}
 
 
 @dataclass(frozen=True)
