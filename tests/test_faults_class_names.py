@@ -2,11 +2,12 @@
 
 from functools import partial
 
+import pytest
 import torch
 from common import caught
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from zero_nb.backward.data_parallelism import data_parallel
 from zero_nb.backward.ddp_overlap import overlap
@@ -271,3 +272,32 @@ def test_a_constructor_that_sorts_what_it_is_given_is_refused_unless_it_gets_gro
         assert groups is None
         assert "Sorts makes other param groups if it is made of tensors" in tensors
         assert "Sorts makes other param groups if it is made of (name, tensor) pairs" in pairs
+
+
+# ---- a class that may read names, beside one of torch's in one bucket ----
+
+
+class Own(AdamW):
+    """A class that is not torch's, and may read names."""
+
+
+def in_one_bucket(steps):
+    """Train two groups, of which one names the class; give the largest gap to optimizers of their own."""
+    torch.manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.ones(size)) for size in (3, 4, 5, 2)] for _ in range(2))
+    named = [(f"p{i}", p) for i, p in enumerate(ours)]
+    own = {"params": named[2:], "optimizer_class": Own, "shard": "even", "lr": 0.1}
+    zero = ZeroRedundancyOptimizer([{"params": named[:2]}, own], SGD, lr=0.1)
+    others = [SGD(theirs[:2], lr=0.1), Own(theirs[2:], lr=0.1)]
+    for step in range(steps):
+        for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+            p.grad, q.grad = torch.full_like(p, i + step), torch.full_like(q, i + step)
+        for optimizer in (zero, *others):
+            optimizer.step()
+    pairs = zip(ours, theirs, strict=True)
+    return max((p - q).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_class_that_may_read_names_is_stepped_in_a_bucket_with_torchs(ranks):
+    assert max(run(ranks, in_one_bucket, 3)) < 1e-6

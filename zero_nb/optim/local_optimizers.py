@@ -128,11 +128,11 @@ def make_shard(
     """Plan neighbouring param groups as one, and find this rank's pieces of them."""
     taken = [param_groups[i] for i in groups]
     own = partial(_plan_groups, taken, groups.start, rules, group.size, settings)
-    merges = list[bool]()
-    for i in groups:
-        # a piece has one name, for classes that read names
-        named = "param_names" in param_groups[i] and not is_known(rules[i].optimizer_class, False)
-        merges += [rules[i].policy is even and not named] * len(param_groups[i]["params"])
+    cut = [i for i in groups if rules[i].policy is even]  # in buckets that they share
+    tried = [param_groups[i] for i in cut if not is_known(rules[i].optimizer_class, False)]
+    # a piece has one name, for classes that read names; of a bucket all are merged, or none is
+    apart = any("param_names" in group for group in tried)
+    merges = [i in cut and not apart for i in groups for _ in param_groups[i]["params"]]
     steps_user_tensors = plan is None if steps_user_tensors is None else steps_user_tensors
     return Shard(
         plan or own,
