@@ -130,8 +130,9 @@ def make_shard(
     own = partial(_plan_groups, taken, groups.start, rules, group.size, settings)
     cut = [i for i in groups if rules[i].policy is even]  # in buckets that they share
     tried = [param_groups[i] for i in cut if not is_known(rules[i].optimizer_class, False)]
-    # a piece has one name, for classes that read names; of a bucket all are merged, or none is
-    apart = any("param_names" in group for group in tried)
+    # a piece has one name, for classes that read names, and where a parameter has no dimension, state
+    # of its element looks like a number for all; of a bucket all are merged, or none is
+    apart = any("param_names" in g or not all(p.dim() for p in g["params"]) for g in tried)
     merges = [i in cut and not apart for i in groups for _ in param_groups[i]["params"]]
     steps_user_tensors = plan is None if steps_user_tensors is None else steps_user_tensors
     return Shard(
