@@ -191,9 +191,11 @@ def reshard(
     same = isinstance(process_group, str) and callers is None
     ranks: Sequence[Group] = getattr(optimizer, "groups", (Group(),)) if same else (Group(callers),)
     request = ReshardRequest(process_group, shard, bucket_cap_mb)
-    if same and isinstance(getattr(optimizer, "driver", None), LeftGroup):
-        optimizer.wait_for_driver()  # raises: the ranks that it has left do not call
     if isinstance(optimizer, ZeroRedundancyOptimizer):
+        # a parameter on its way has no strides of its own; with "same" a rank that has left raises,
+        # for the ranks that it has left do not call
+        if same or not isinstance(optimizer.driver, LeftGroup):
+            optimizer.wait_for_driver()
         optimizer.sharded_state.follow_layouts()
     with agreeing(ranks, "reshard", lambda: describe_request(optimizer, request)):
         check_free(optimizer)
