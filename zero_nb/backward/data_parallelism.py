@@ -23,6 +23,7 @@ from .module_buffers import BufferMode, BufferSync, broadcast_from
 from .parallel_backward import ParallelBackward
 from .parallel_reducer import ParallelReducer, StepObserver, TorchJoinHook
 from .watch import BackwardWatch, fail_peers_on_error
+from ..comm.work import LATER, _UNFINISHED, _start_the_rest
 from ..optim.iteration import Iteration, StepPlan
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.torch_interface import _Joinable
@@ -131,6 +132,8 @@ class DataParallel(InBackward, _Joinable):
             self.wait()
         elif backward.shared:  # with tensors that the user's code may write now
             self.engine.wait()
+        if self.arriving and _UNFINISHED:  # the user may wait next for a rank that waits for them
+            _start_the_rest(self.optimizer.group, LATER)
         with self.arriving.lock if self.arriving else nullcontext():  # threads may wait for them
             self.engine.mark_gradients(backward.unused, stepped)  # by what is in memory
             if self.arriving and not self.arriving.done:
