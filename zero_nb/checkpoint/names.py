@@ -318,11 +318,8 @@ class SavedOptimizer:
         self.optimizer = optimizer
         self.names = names_in_groups(model, optimizer.param_groups)
         self._index = {name: i for i, name in enumerate(chain.from_iterable(self.names))}
-        others = {entry.path[0] for entry in entries_below(table, "model")} - {*self._index}
-        # of parameters that this optimizer does not have nothing is read
-        ours = lambda path: path[0] != "state" or len(path) < 2 or path[1] not in others
-        self._entries = [e for e in entries_below(table, "optimizer") if ours(e.path)]
-        self._kept = [(path, keys) for path, keys in kept if ours(path)]
+        self._entries = entries_below(table, "optimizer")
+        self._kept = kept
         self.groups: list[dict[str, Any]] = []  # once they are read
         self.overruled: list[str] = []  # which options of the optimizer they overrule
         self.values = dict[str, Any]()  # of the state, by fqn, once there is room

@@ -1,0 +1,58 @@
+"""Keys that are equal, or read alike: of parameters, of buffers, and of state of no parameter."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from zero_nb import (
+    ZeroRedundancyOptimizer,
+    load_sharded,
+    run,
+    save_sharded,
+)
+
+
+class Counted(SGD):
+    """Counts its steps in state of no parameter."""
+
+    def step(self, closure=None):
+        self.state["count"] = self.state.get("count", 0) + 1
+        return super().step(closure)
+
+
+def made(named, sharded):
+    """Make a model that has something of the name of the count, and an optimizer that has taken three steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    if named == "buffer":
+        model.register_buffer("count", torch.zeros(1))
+    if named == "parameter":
+        model.register_parameter("count", nn.Parameter(torch.zeros(3)))
+    options = {"lr": 0.1, "momentum": 0.9}
+    if sharded:
+        options |= {"optimizer_class": Counted, "trust_optimizer_class": True}
+    kind = ZeroRedundancyOptimizer if sharded else Counted
+    optimizer = kind(model.named_parameters(), **options)
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    return model, optimizer
+
+
+def count_of(optimizer):
+    return getattr(optimizer, "optim", optimizer).state["count"]
+
+
+def loaded_count(folder, sharded):
+    model, optimizer = made("buffer", sharded)
+    save_sharded(folder, model, optimizer)
+    getattr(optimizer, "optim", optimizer).state["count"] = 7
+    load_sharded(folder, model, optimizer)
+    return count_of(optimizer)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_state_of_no_parameter_may_have_the_name_of_a_buffer(folder, sharded):
+    assert run(2, loaded_count, folder / "c", sharded) == [3, 3]
