@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from common import caught_error
 from torch import nn
 from torch.optim import SGD
 
 from zero_nb import (
     ZeroRedundancyOptimizer,
+    full_state_dict,
     load_sharded,
     run,
     save_sharded,
@@ -56,3 +58,19 @@ def loaded_count(folder, sharded):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_state_of_no_parameter_may_have_the_name_of_a_buffer(folder, sharded):
     assert run(2, loaded_count, folder / "c", sharded) == [3, 3]
+
+
+def errors_of_one_name(folder, sharded):
+    model, optimizer = made("parameter", sharded)
+    found = [caught_error(lambda: save_sharded(folder, model, optimizer))]
+    if sharded:
+        found.append(caught_error(lambda: full_state_dict(optimizer, key_by="name")))
+    return found, folder.exists()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_state_of_no_parameter_cannot_have_the_name_of_a_parameter(folder, sharded):
+    for errors, exists in run(1, errors_of_one_name, folder / "c", sharded):
+        assert not exists
+        for kind, words in errors:
+            assert kind == "ValueError" and "state of no parameter" in words and "'count'" in words

@@ -51,7 +51,8 @@ def _check_arguments(optimizer: ZeroRedundancyOptimizer, to: Any, key_by: str) -
     if key_by not in KEYS:
         raise ValueError(f"key_by must be 'index' or 'name', got {key_by!r}")
     if key_by == "name":
-        names_of_params(optimizer.param_groups)
+        known = optimizer.sharded_state.without_steps()  # state of no parameter, on all ranks
+        by_name({**known, "param_groups": []}, names_of_params(optimizer.param_groups))
 
 
 def _own_copy(value: Any, device: str | None = None) -> Any:  # None: where each tensor is

@@ -47,7 +47,14 @@ def by_name(
     full: dict[str, Any],  # by index
     names: Sequence[str],  # of all parameters
 ) -> dict[str, Any]:
-    """Give a full state dict by the parameters' names."""
+    """Give a full state dict by the parameters' names.
+
+    Raises `ValueError` if one of them is also the key of state of no parameter."""
+    if both := {*names} & full["state"].keys():
+        raise ValueError(
+            f"state of no parameter has the key {min(both)!r}, which is the name of a parameter as"
+            " well, so by name one would take the other's place; rename one of them"
+        )
     state = {names[k] if isinstance(k, int) else k: v for k, v in full["state"].items()}
     groups = [{**g, "params": [names[i] for i in g["params"]]} for g in full["param_groups"]]
     return {**full, "state": state, "param_groups": groups}
