@@ -8,6 +8,7 @@ from torch.optim import SGD
 
 from zero_nb import (
     ZeroRedundancyOptimizer,
+    convert_checkpoint,
     full_state_dict,
     load_sharded,
     run,
@@ -74,3 +75,17 @@ def test_state_of_no_parameter_cannot_have_the_name_of_a_parameter(folder, shard
         assert not exists
         for kind, words in errors:
             assert kind == "ValueError" and "state of no parameter" in words and "'count'" in words
+
+
+def test_a_file_of_safetensors_keeps_tensors_apart_whose_keys_read_alike(tmp_path):
+    values = {
+        "of numbers": {1: torch.ones(2), "1": torch.zeros(2)},
+        "x.y": torch.full((2,), 5.0),
+        "x": {"y": torch.full((2,), 6.0)},
+    }
+    full = {"state": {0: values}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    torch.save(full, tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "b.safetensors")
+    convert_checkpoint(tmp_path / "b.safetensors", tmp_path / "c.pt")
+    found = torch.load(tmp_path / "c.pt")["state"][0]
+    assert str(found) == str(values)

@@ -48,6 +48,8 @@ def encode(
     """Make of a structure one that JSON keeps, and take its tensors out. Raises `ValueError` for other objects."""
     inside = lambda key, member: encode(member, tensors, f"{name}.{key}" if name else str(key))
     if isinstance(value, (Tensor, SavedTensor)):
+        while name in tensors:  # keys 1 and "1" read alike, and x.y within x
+            name += "'"
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, float):
