@@ -22,6 +22,8 @@ from zero_nb import (
     shard_full_optim_state_dict,
 )
 from zero_nb.checkpoint.convert import convert_checkpoint
+from zero_nb.optim.sharded_state_dict import in_part
+from zero_nb.optim.tensor_shard import TensorShard
 
 
 def values_of(model):
@@ -300,3 +302,19 @@ def test_a_process_without_a_process_group_loads_without_a_warning(folder, shard
     assert all(map(torch.equal, values_of(model), saved))
     own = full_state_dict(optimizer, None) if sharded else optimizer.state_dict()
     torch.testing.assert_close(own["state"], state, rtol=0, atol=0)
+
+
+# ---- what is read where ----
+
+
+def own_parts():
+    model = nn.Linear(4, 4, bias=False)
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    weight = model.weight.detach()
+    found = in_part({"as it lies": weight, "transposed": weight.t()}, zero.shards)
+    return [name for name, value in found.items() if isinstance(value, TensorShard)]
+
+
+def test_a_transposed_parameter_is_not_read_in_part():
+    """A hook of the model may give one; of a square matrix address, dtype and shape stay the same."""
+    assert run(2, own_parts) == [["as it lies"]] * 2

@@ -278,11 +278,12 @@ def shards_to_divide(
 
 def in_part(state: Mapping[str, Any], shards: Iterable[Shard]) -> dict[str, Any]:
     """Put what this rank owns in the place of values that are the memory of parameters."""
-    owned = {(p.data_ptr(), p.dtype, p.shape): own for p, own in shard_parameters(shards).items()}
+    form = lambda t: (t.data_ptr(), t.dtype, t.shape, t.stride())  # a hook may give it transposed
+    owned = {form(p): own for p, own in shard_parameters(shards).items()}
     found = dict(state)
     for key, value in state.items():
         if type(value) is Tensor and value.numel():
-            found[key] = owned.get((value.data_ptr(), value.dtype, value.shape), value)
+            found[key] = owned.get(form(value), value)
     return found
 
 # %% ../../nbs/optim/18_sharded_state_dict.ipynb #5b3826c2
