@@ -1,6 +1,7 @@
 """A folder gives back what was saved, all of it, to the model and the optimizer that it is of."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from common import caught_error
 from common.sharded_saving import make, step
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.optim import SGD, AdamW
 
 from zero_nb import (
@@ -22,6 +24,7 @@ from zero_nb import (
     shard_full_optim_state_dict,
 )
 from zero_nb.checkpoint.convert import convert_checkpoint
+from zero_nb.checkpoint.names import SavedEntry
 from zero_nb.optim.sharded_state_dict import in_part
 from zero_nb.optim.tensor_shard import TensorShard
 
@@ -318,3 +321,13 @@ def own_parts():
 def test_a_transposed_parameter_is_not_read_in_part():
     """A hook of the model may give one; of a square matrix address, dtype and shape stay the same."""
     assert run(2, own_parts) == [["as it lies"]] * 2
+
+
+@pytest.mark.parametrize(("shape", "device"), [((), "cpu"), ((2,), "meta")])
+def test_a_step_count_is_read_to_the_cpu_beside_a_parameter_of_no_dimension(shape, device):
+    """On a GPU torch's Adam refuses a step count that lies there; "meta" stands for the GPU."""
+    form = SimpleNamespace(size=torch.Size(shape), properties=TensorProperties(torch.float32))
+    room = SavedEntry("x", ("state", "scale", "step"), form).empty(
+        torch.empty(shape, device="meta")
+    )
+    assert (room.device.type, room.shape) == (device, shape)

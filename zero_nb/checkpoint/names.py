@@ -243,7 +243,8 @@ class SavedEntry(NamedTuple):
         if not hasattr(self.form, "size"):
             return None
         dtype = self.form.properties.dtype
-        if like is not None and like.shape == self.form.size:
+        # of no dimension: on the CPU, as torch's classes keep a step count; a load moves others
+        if like is not None and like.dim() and like.shape == self.form.size:
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return torch.empty(self.form.size, dtype=dtype, device="cpu")
 
