@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,12 +45,19 @@ class RunningDigests:
         return found
 
 # %% ../../nbs/verify/07_digest_trace.ipynb #9a730013
+_Place = tuple[Any, ...]  # address, dtype, shape and strides
+
+
+def _place_of(part: Tensor) -> _Place:
+    return part.data_ptr(), part.dtype, part.shape, part.stride()
+
+
 class KeptDigests:
     """Digests of tensors that are not written between two looks, or not without PyTorch's knowledge."""
 
     def __init__(self, differences: list[tuple[str, Tensor]] | None = None):
-        # by name: the tensor, its version and address
-        self.kept: dict[str, tuple[weakref.ref[Tensor], int, int]] = {}
+        # by name: the tensor, its version, and where its elements are
+        self.kept: dict[str, tuple[weakref.ref[Tensor], int, _Place]] = {}
         self.plan = DigestPlan([])  # of the same tensors
         self.values = torch.zeros(0, dtype=torch.int64)
         # name and step, and whether it differs; several may share a list
@@ -57,15 +65,15 @@ class KeptDigests:
 
     def keep(self, tensors: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:  # int64, their digests
         """Remember tensors as they are now: by name, the one that has a version, and its elements."""
-        before = [(name, ref(), address) for name, (ref, _, address) in self.kept.items()]
-        now = [(name, owner, part.data_ptr()) for name, (owner, part) in tensors.items()]
+        before = [(name, ref(), place) for name, (ref, _, place) in self.kept.items()]
+        now = [(name, owner, _place_of(part)) for name, (owner, part) in tensors.items()]
         same = len(before) == len(now) and all(
             a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in zip(before, now, strict=True)
         )
         if not same or self.plan.count != len(now):
             self.plan = DigestPlan([part for _, part in tensors.values()])
         self.kept = {
-            name: (weakref.ref(owner), owner._version, address) for name, owner, address in now
+            name: (weakref.ref(owner), owner._version, place) for name, owner, place in now
         }
         self.values = self.plan.digests()
         return self.values
@@ -74,11 +82,11 @@ class KeptDigests:
         """Look whether bits of tensors have changed that nothing has written."""
         places = []
         names = []
-        for i, (name, (ref, version, address)) in enumerate(self.kept.items()):
+        for i, (name, (ref, version, place)) in enumerate(self.kept.items()):
             owner, part = tensors.get(name, (None, None))
             if owner is None or part is None or ref() is not owner:
                 continue
-            if (owner._version, part.data_ptr()) == (version, address):
+            if (owner._version, _place_of(part)) == (version, place):
                 places.append(i)
                 names.append(name)
         if not names:
