@@ -3,7 +3,14 @@
 import pytest
 import torch
 
+from zero_nb.verify.checksums import digests
 from zero_nb.verify.digest_trace import KeptDigests
+
+
+def test_a_tensor_without_elements_has_a_digest_whatever_its_strides():
+    empty = torch.empty(0)
+    others = [empty[::2], torch.empty(0, 3).t(), torch.empty(3, 0).as_strided((3, 0), (5, 7))]
+    assert digests([*others, empty]).tolist() == [0] * 4
 
 
 @pytest.mark.parametrize(("shape_before", "shape_now"), [(8, 4), (4, 8)])

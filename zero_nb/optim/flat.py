@@ -29,8 +29,8 @@ def flatten(
 
     Raises `ValueError` if it has gaps or overlaps (a slice, an expanded tensor).
     """
-    if tensor.numel() == 1:  # which is contiguous with any stride, and `view` keeps that
-        return tensor.as_strided((1,), (1,))
+    if tensor.numel() < 2:  # which is contiguous with any stride, and `view` keeps that
+        return tensor.as_strided((tensor.numel(),), (1,))
     if tensor.is_contiguous():
         return tensor.view(-1)
     ordered = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
