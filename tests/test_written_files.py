@@ -19,6 +19,7 @@ from zero_nb.checkpoint.convert import convert_checkpoint, verify_checkpoint
 from zero_nb.checkpoint.files import check_file, new_folder, replacing
 from zero_nb.checkpoint.full import full_state_dict, load_full_state_dict
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
+from zero_nb.checkpoint.skeleton import SkeletonFile
 from zero_nb.comm.launch import run
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
@@ -261,3 +262,14 @@ def test_a_link_to_a_regular_file_stays_one(folder):
     with replacing(folder / "link") as beside:
         beside.write_text("new")
     assert (folder / "real").read_text() == "new" and (folder / "link").is_symlink()
+
+
+def test_of_a_view_on_a_gpu_all_of_the_memory_is_written(tmp_path, monkeypatch):
+    """On a GPU `Tensor.cpu` copies what a view has and no more, and so it does here."""
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    path = tmp_path / "a.pt"
+    skeleton = SkeletonFile(path, {"view": torch.arange(8.0)[2:4]}, {})
+    skeleton.finish()
+    skeleton.close()
+    check_file(path)
+    assert torch.load(path)["view"].tolist() == [2.0, 3.0]

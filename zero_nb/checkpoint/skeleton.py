@@ -131,7 +131,7 @@ class SkeletonFile:
         """Write the rest: tensors that are here, and the checksums."""
         for record, tensor in self._others:
             whole = torch.empty(0, dtype=torch.uint8, device="cpu")
-            whole.set_(tensor.detach().cpu().untyped_storage())
+            whole.set_(tensor.untyped_storage().cpu())  # all of it: a view's `cpu()` has less
             self._write(record, 0, whole)
         for record, parts in self._checksums.items():
             crc = joined_crc([(crc, size) for _, size, crc in sorted(parts)])
