@@ -93,3 +93,23 @@ def test_a_full_disk_and_one_that_is_read_only_are_errors_on_every_rank(disk):
             assert "Read-only file system" in words and str(disk / name) in words, words
     verify_checkpoint(disk / "1")
     assert sorted(path.name for path in disk.iterdir()) == ["1", "last.pt"]
+
+
+def saved_behind_a_link(folder):
+    _, zero = made()
+    full_state_dict(zero, to=folder / "small" / "last.pt")
+    return (folder / "small" / "last.pt").is_symlink(), (folder / "large" / "last.pt").is_file()
+
+
+def test_room_is_looked_for_where_a_link_leads(folder, monkeypatch):
+    """The disk that has the link is full, and that of the file is not."""
+    for name in ("small", "large"):
+        (folder / name).mkdir()
+    (folder / "small" / "last.pt").symlink_to(folder / "large" / "last.pt")
+    usage = shutil.disk_usage
+
+    def small_is_full(path):
+        return usage(path)._replace(free=0) if os.path.basename(path) == "small" else usage(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", small_is_full)
+    assert run(1, saved_behind_a_link, folder) == [(True, True)]

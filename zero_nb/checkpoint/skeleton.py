@@ -149,7 +149,7 @@ def check_room(
     nbytes: int,
 ) -> None:
     """Refuse to write more than there is room for, before anything is written; `OSError`."""
-    free = shutil.disk_usage(path.parent).free
+    free = shutil.disk_usage(os.path.dirname(os.path.realpath(path))).free  # a link stays one
     if free < nbytes:
         raise OSError(
             errno.ENOSPC,
