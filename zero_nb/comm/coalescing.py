@@ -18,7 +18,7 @@ from torch import Tensor
 from .calls import Call, Parts, _WHOLE
 from .collectives import _like, _COLLECTING, _MERGED, _check_state, _steps
 from .comparison import _compare, _site
-from .exchange import _exchange
+from .exchange import _exchange, _exchange_error, _shares_memory
 from .groups import Group
 from zero_nb.comm.native import (
     _KNOWN,
@@ -45,6 +45,8 @@ class Coalesced:
     calls: list[Call] = field(default_factory=list)
     sends: list[tuple[Tensor, int]] = field(default_factory=list)
     receives: list[tuple[Tensor, int]] = field(default_factory=list)
+    # what is sent or received, and the calls before it
+    moved: list[tuple[Tensor, int]] = field(default_factory=list)
     work: Work | None = None  # once launched
 
     def wait(self) -> None:
@@ -94,7 +96,22 @@ class Coalesced:
         """Write down sends and receives."""
         self.sends += sends
         self.receives += receives
+        self.moved += [(tensor, len(self.calls)) for tensor, _ in (*sends, *receives)]
         return self
+
+    def find_error(self) -> ValueError | None:
+        """Tell why the block cannot run: memory appears twice, where order is lost."""
+        found = map(_overlap_error, _runs_of_one_kind(self.calls))
+        if error := next(filter(None, found), None):
+            return error
+        for tensor, before in self.moved:
+            for call in self.calls[before:]:
+                if tensor.numel() and _shares_memory(tensor, call.tensor):
+                    return ValueError(
+                        f"a send or recv of a coalescing block runs after its collectives, and one"
+                        f" shares memory with a later {call}; use a second block for what comes later"
+                    )
+        return _exchange_error(self.sends, self.receives)
 
     def __str__(self) -> str:
         kinds = [f"{len(run)} x {run[0].kind}" for run in _runs_of_one_kind(self.calls)]
@@ -252,8 +269,7 @@ def coalescing_manager(
         yield block
     finally:
         _COLLECTING.reset(token)
-    found = map(_overlap_error, _runs_of_one_kind(block.calls))
-    error = next((error for error in found if error), None)
+    error = block.find_error()
     if block.calls and group.size > 1:
         _compare(
             group,

@@ -16,15 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .calls import Call, Parts, _dtype
 from .comparison import _compare
-from zero_nb.comm.exchange import (
-    _all_to_all,
-    _by_host,
-    _exchange,
-    _from_root,
-    _off_host,
-    _refuse_first,
-    _to_root,
-)
+from .exchange import _all_to_all, _by_host, _exchange, _exchange_error
+from .exchange import _from_root, _off_host, _refuse_first, _to_root
 from .meeting import _transport
 from zero_nb.comm.native import (
     _KNOWN,
@@ -329,6 +322,8 @@ def _start_exchange(
             _refuse_first(group, tensor)
     if block is not None:
         return block.add_exchange(sends, receives)
+    if error := _exchange_error(sends, receives):
+        raise error
     what = _Exchange(sends, receives)
     return _launch(group, what, async_op, _exchange(group, sends, receives), of_all=False)
 

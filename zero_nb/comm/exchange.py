@@ -5,6 +5,7 @@
 # %% ../../nbs/comm/13_exchange.ipynb #f08b1590
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .calls import Call
 from .native import _native_all_reduce, _to_move
@@ -70,6 +72,35 @@ def _by_host(
         tensor[span].copy_(copy.tensor[span])
 
 # %% ../../nbs/comm/13_exchange.ipynb #a639107b
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors without gaps have memory in common."""
+    starts = [one.data_ptr(), other.data_ptr()]
+    return starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + one.nbytes
+
+
+def _exchange_error(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+) -> ValueError | None:
+    """Tell why these cannot move at once: memory that arrives is sent, or arrives twice."""
+    pairs = [*zip(sends, itertools.repeat(False)), *zip(receives, itertools.repeat(True))]
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + t.nbytes, arrives)
+        for (t, _), arrives in pairs
+        if t.numel() and not isinstance(t, FakeTensor)
+    )
+    end = 0  # of what lies before
+    end_arriving = 0
+    for start, stop, arrives in spans:
+        if 0 < start < (end if arrives else end_arriving):
+            return ValueError(
+                "what is sent and received at once must lie in memory apart, and a received tensor"
+                " shares memory with another one; receive into a new tensor, and copy it afterwards"
+            )
+        end = max(end, stop)
+        end_arriving = max(end_arriving, stop) if arrives else end_arriving
+    return None
+
+
 _TOP = (1 << 31) - 1  # the highest tag there is
 
 
@@ -159,8 +190,9 @@ def _to_root(group: Ranks, call: Call) -> Iterator[None]:
 def _all_to_all(group: Ranks, call: Call) -> Iterator[None]:
     assert call.source is not None, "all_to_all has a source"
     mine = group.group_rank
+    source = call.source.clone() if _shares_memory(call.tensor, call.source) else call.source
     arriving = call.split()
-    leaving = call.source.split(list(call.sent))
+    leaving = source.split(list(call.sent))
     arriving[mine].copy_(leaving[mine])
     peers = [peer for peer in range(group.size) if peer != mine]
     sends = [(leaving[peer], peer) for peer in peers]
