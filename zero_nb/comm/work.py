@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 from threading import RLock, get_ident
 from typing import Any, NamedTuple
 
+import torch
 from torch.compiler import is_compiling
 
 from .arrivals import _plain
@@ -29,12 +30,14 @@ LATER = 1  # something that must start before a later collective is waited for
 NEXT = 2  # something that must start before the next collective does
 
 
-def _failed(
-    group: Ranks | None, what: object, error: RuntimeError
-) -> RuntimeError:  # worth raising
+def _failed(group: Ranks | None, what: object, error: Exception) -> RuntimeError:  # worth raising
     hint = (_last_words(group) or _elsewhere(group)) if group else ""
     if group and group._ending.reason:
         return RuntimeError(f"{_plain(what)} failed: {group._ending.reason}")
+    if group and group._ending.ended == "destroyed":
+        return RuntimeError(
+            f"{_plain(what)} failed: its group was destroyed on this rank before it was waited for"
+        )
     return RuntimeError(
         f"{_plain(what)} failed: {error};"
         f" {hint or 'a peer may be gone, so look at the output of the other ranks first'}"
@@ -50,11 +53,16 @@ def _interrupted(what: object, error: BaseException) -> RuntimeError:
     )
 
 
+def _lacks_memory(error: BaseException) -> bool:
+    """Tell whether this rank has no memory left, which the other ranks cannot know."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def _note_interrupted(group: Ranks | None, what: object, error: BaseException) -> None:
     """End the group: a later collective here would be another one's on the other ranks, or take its messages."""
-    if group and not isinstance(
-        error, (TypeError, ValueError, RuntimeError)
-    ):  # nothing was sent, or a peer is gone
+    known = isinstance(error, (TypeError, ValueError, RuntimeError))
+    # else nothing was sent, or a peer is gone
+    if group and (not known or _lacks_memory(error)):
         group._interrupted(
             f"rank {group.global_rank} failed with {_described(error)} in {_plain(what)}"
         )
@@ -100,7 +108,7 @@ class Work:
         self._steps = steps
         self._what = what
         self._group = group
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
         traced = is_compiling()  # then there is nothing to wait for
         # several threads may wait for it, and pass it on
         self._lock: Any = nullcontext() if traced else RLock()
@@ -119,10 +127,12 @@ class Work:
             _check_aborted(self._group)
         except BaseException as error:
             self.done = True
-            if not isinstance(error, RuntimeError):
+            ended = self._group and self._group._ending.ended and isinstance(error, Exception)
+            if not isinstance(error, RuntimeError) and not ended:
                 self._error = _interrupted(self._what, error)  # of the next wait
                 _note_interrupted(self._group, self._what, error)
                 raise
+            _note_interrupted(self._group, self._what, error)
             self._error = error if self._what is None else _failed(self._group, self._what, error)
             if self._error is error:
                 raise
@@ -139,7 +149,7 @@ class Work:
         """Start what is left of the work and as urgent. An error is raised by `wait`."""
         if self.more < urgency:
             return  # without the lock, which a thread that waits for the work holds
-        with suppress(RuntimeError), self._lock:
+        with suppress(Exception), self._lock:
             while not self.done and self.more >= urgency and not self._is_running():
                 self._advance(to_end=False)
 
@@ -225,10 +235,10 @@ def _launch(
         for _ in steps:
             pass
         _check_aborted(group)
-    except RuntimeError as error:
-        raise _failed(group, what, error) from error
     except BaseException as error:
         _note_interrupted(group, what, error)
+        if isinstance(error, RuntimeError):
+            raise _failed(group, what, error) from error
         raise
     return _FINISHED
 
