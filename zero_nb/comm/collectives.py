@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 
 from .calls import Call, Parts, _dtype
 from .comparison import _compare
@@ -32,7 +33,7 @@ from zero_nb.comm.native import (
 )
 from .ranks import Ranks
 from .relays import _by_messages
-from .traced import _traced
+from .traced import _plain_tensor, _traced
 from .work import NEXT, CollectiveSteps, Work, _FINISHED, _UNFINISHED
 from .work import _launch, _note_interrupted, _one_by_one, _refuse_to_start
 from .work import _start_the_rest, _started
@@ -258,6 +259,8 @@ def _by_copy(group: Ranks, call: Call) -> CollectiveSteps:
 
 # %% ../../nbs/comm/16_collectives.ipynb #3e6ef790
 def _start(group: Any, call: Call, async_op: bool) -> Work:
+    if type(call.tensor) not in (Tensor, Parameter):
+        call = replace(call, tensor=_plain_tensor(call.tensor))
     _check(group, call.tensor, call.root if call.kind in _ROOTED else None)
     if torch.compiler.is_compiling() or isinstance(call.tensor, FakeTensor):
         if group.size > 1:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from .calls import Call
 from .native import _named
@@ -20,6 +20,19 @@ from .ranks import Ranks
 __all__ = ['first_collective']
 
 # %% ../../nbs/comm/15_traced.ipynb #3763fa39
+def _plain_tensor(tensor: Tensor) -> Tensor:
+    """Wait for a tensor that torch's functional collectives have made, and refuse others that hold
+    their numbers in further tensors: their own memory is none."""
+    if hasattr(tensor, "trigger_wait"):
+        return tensor.trigger_wait()
+    if is_traceable_wrapper_subclass(tensor):
+        raise ValueError(
+            f"a collective moves plain tensors, got a {type(tensor).__name__}, which holds its numbers"
+            " in others; pass one of these, as its to_local() gives for a DTensor"
+        )
+    return tensor
+
+
 def _traced(group: Ranks, call: Call) -> None:
     """Run a call by torch's functional collectives, which compilers and fake tensors can follow."""
     from torch.distributed import _functional_collectives as functional
