@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class _Scratch:
     none is under way, only a little is kept."""
 
     def __init__(self) -> None:
+        self.lock = RLock()  # one thread may start a collective while another one ends one
         self.free: list[Tensor] = []  # uint8
         self._lent: list[
             weakref.ref[Tensor]
@@ -35,9 +37,10 @@ class _Scratch:
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """Give memory that no other collective uses: what there is, if it is large enough."""
-        buffer = self._find(nbytes, device)
-        self._lent.append(weakref.ref(buffer))
-        return buffer
+        with self.lock:
+            buffer = self._find(nbytes, device)
+            self._lent.append(weakref.ref(buffer))
+            return buffer
 
     def _find(self, nbytes: int, device: torch.device) -> Tensor:
         free = self.free
@@ -51,12 +54,13 @@ class _Scratch:
 
     def give_back(self, buffer: Tensor) -> None:
         """Let other collectives use it, if there are some."""
-        self._lent = [ref for ref in self._lent if ref() is not None and ref() is not buffer]
-        self.free.append(buffer)
-        if not self._lent:
-            self.free.sort(key=len)
-            while sum(map(len, self.free)) > _KEPT:
-                self.free.pop()
+        with self.lock:
+            self._lent = [ref for ref in self._lent if ref() is not None and ref() is not buffer]
+            self.free.append(buffer)
+            if not self._lent:
+                self.free.sort(key=len)
+                while sum(map(len, self.free)) > _KEPT:
+                    self.free.pop()
 
 
 def _group_scratch(group: Ranks) -> _Scratch:
