@@ -235,7 +235,7 @@ def broadcast_object_list(
         source = _root(g, src, group_src)
         if g.group_rank == source:
             payload = dump(list(object_list), weights_only)
-    device = device or byte_device(g)
+    device = torch.device(device) if device else byte_device(g)
     data = _broadcast_bytes(g, payload, source, device)
     with agreeing(g, "reading what was broadcast", local=True):
         if g.group_rank != source and not _pretends(g, device):
