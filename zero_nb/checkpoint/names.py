@@ -185,8 +185,9 @@ def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
     Raises `TypeError` for values that no reader of a file takes."""
     names = chain.from_iterable(names_in_groups(model, optimizer.param_groups))
+    itself = getattr(optimizer, "unwrapped", optimizer)  # Fabric's wrapper gives another state dict
     with _giving_parts(optimizer):
-        full = by_name(plain_numbers(optimizer.state_dict()), [*names])
+        full = by_name(plain_numbers(itself.state_dict()), [*names])
     check_saved(full)
     return full
 

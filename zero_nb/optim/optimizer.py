@@ -26,20 +26,20 @@ from ..comm.subgroups import GroupsLike
 from ..comm.objects import plain_numbers
 from .arguments import check_group, check_settings, plan_lines, read_group, read_params
 from .rules import Settings
-from .state_dict_check import describe_state
+from .state_dict_check import describe_keys, describe_state
 from .saved_state import gather_state
-from .sharded_state_dict import read_with_tuples, shard_state
+from .sharded_state_dict import laid_out_by_rows, read_with_tuples, shard_state
 from .state_forms import keys_of_param
 from .state_plan import check_constructor
 from .state import ShardedState, StateLoad, mark_plans_agreed
-from .torch_interface import History, _Join, _Joinable, find_groups
+from .torch_interface import History, Imitated, _Join, _Joinable, find_groups
 from ..plan.policies import Policy
 
 # %% auto #0
 __all__ = ['ZeroRedundancyOptimizer']
 
 # %% ../../nbs/optim/24_optimizer.ipynb #ff913d78
-class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable, Imitated):
     """Shard the state of a `torch.optim` class over the ranks of `DistributedDataParallel` (ZeRO stage 1).
 
     After every `step` all ranks hold the same parameters, those of the unsharded optimizer on the
@@ -317,7 +317,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         self.local.change.check_finished()  # where no agreement of the ranks has
         full = torch_interface.copy_state_dict(found, groups, self.group)
         if whole:
-            full["state"] = torch_interface.laid_out_by_rows(full["state"])
+            full["state"] = laid_out_by_rows(full["state"])
         return torch_interface.call_hooks(self, self._optimizer_state_dict_post_hooks, full)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -329,7 +329,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, _Joinable):
         before = (self.param_groups, self._consolidated, self._history)
 
         def describe() -> list[str]:
-            return [*describe_state(read), *torch_interface.describe_keys(read)]
+            return [*describe_state(read), *describe_keys(read)]
 
         try:
             with agreeing(self.groups, "load_state_dict", describe):

@@ -39,7 +39,7 @@ from ..plan.shards import Span
 
 # %% auto #0
 __all__ = ['SavedForms', 'Runs', 'shard_state', 'SavedForm', 'room_for_state', 'shard_parameters', 'shards_to_divide', 'in_part',
-           'read_with_tuples']
+           'read_with_tuples', 'laid_out_by_rows']
 
 # %% ../../nbs/optim/18_sharded_state_dict.ipynb #5a7e0010
 def _shard_value(
@@ -356,3 +356,15 @@ def read_with_tuples(
                 state[index] = _with_tuples(values, stood.get(form))
             index += 1
     return {**read, "state": state}
+
+# %% ../../nbs/optim/18_sharded_state_dict.ipynb #5a7e0021
+def laid_out_by_rows(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Lay the tensors of a state out as torch's `set_optimizer_state_dict` takes them for granted: it
+    sends the memory of rank 0's, whatever their strides, into memory of row-major ones."""
+    found = dict(state)
+    for param, values in state.items():
+        if isinstance(param, int):
+            found[param] = {
+                k: v.contiguous() if isinstance(v, Tensor) else v for k, v in values.items()
+            }
+    return found

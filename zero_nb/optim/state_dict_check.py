@@ -18,7 +18,8 @@ from .pieces import SCALARS
 from .rules import ELEMENTWISE, Rule, is_torchs
 
 # %% auto #0
-__all__ = ['ELEMENTS', 'OPTIONAL', 'COUNTS', 'read_state', 'comparable_names', 'check_saved_groups', 'describe_state']
+__all__ = ['ELEMENTS', 'OPTIONAL', 'COUNTS', 'read_state', 'comparable_names', 'check_saved_groups', 'describe_state',
+           'describe_keys']
 
 # %% ../../nbs/optim/07_state_dict_check.ipynb #eb32900b
 ELEMENTS = {
@@ -328,3 +329,9 @@ def describe_state(state_dict: dict[str, Any]) -> list[str]:
             for i, s in by_param
         ),
     ]
+
+
+def describe_keys(state_dict: dict[str, Any]) -> list[str]:
+    """Name the keys of each parameter's state, for ranks to compare."""
+    state = {i: values for i, values in state_dict["state"].items() if isinstance(i, int)}
+    return [f"{i} {sorted(values, key=repr)}" for i, values in sorted(state.items())]

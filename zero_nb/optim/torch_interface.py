@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -33,8 +34,8 @@ from .saved_state import check_destination
 # %% auto #0
 __all__ = ['STATE_DICT_TYPES', 'ALL_CALL', 'without_state_dict_hooks', 'call_hooks', 'StepWithoutData', 'find_groups', 'History',
            'Consolidated', 'Giving', 'known_type', 'find_receiver', 'check_not_overlapped', 'copy_state_dict',
-           'describe_keys', 'describe_missing', 'register_with_lightning', 'asked_by_dcp', 'laid_out_by_rows',
-           'StateByClass', 'check_closure', 'call_closure', 'check_methods', 'forwarded']
+           'describe_missing', 'register_with_lightning', 'Imitated', 'asked_by_dcp', 'StateByClass', 'check_closure',
+           'call_closure', 'check_methods', 'forwarded']
 
 # %% ../../nbs/optim/23_torch_interface.ipynb #2b8e32fb
 @contextmanager
@@ -186,12 +187,6 @@ def copy_state_dict(
     return {**full, "state": state, "param_groups": [dict(g) for g in param_groups]}
 
 
-def describe_keys(state_dict: dict[str, Any]) -> list[str]:
-    """Name the keys of each parameter's state, for ranks to compare."""
-    state = {i: values for i, values in state_dict["state"].items() if isinstance(i, int)}
-    return [f"{i} {sorted(values, key=repr)}" for i, values in sorted(state.items())]
-
-
 def describe_missing(optimizer: Any, name: str) -> str:
     """Say why an optimizer lacks an attribute: it may be a copy."""
     kind = type(optimizer).__name__
@@ -210,6 +205,23 @@ def register_with_lightning(kind: type) -> None:
 
         Torchs.register(kind)
 
+# %% ../../nbs/optim/23_torch_interface.ipynb #70b85bd4
+class Imitated:
+    """What wrappers imitate that have a reference to an optimizer and no attributes of it."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        wrappers = [k for k in cls.__mro__ if {"__getattr__", "optimizer"} <= {*vars(k)}]
+        kinds = [k for k in cls.__mro__[1:] if issubclass(k, Imitated)] if wrappers else []
+        names = {name for kind in kinds for name in vars(kind) if name[0] != "_"}
+        for name in names.difference(*map(vars, wrappers)):
+            setattr(cls, name, property(attrgetter(f"optimizer.{name}")))
+
+    @property
+    def unwrapped(self) -> Any:
+        """The optimizer itself, also of a wrapper."""
+        return self
+
 # %% ../../nbs/optim/23_torch_interface.ipynb #70b85bcf
 _DCP = "torch.distributed.checkpoint.state_dict"
 
@@ -226,18 +238,6 @@ def asked_by_dcp(
             break
         frame = frame.f_back
     return {}
-
-
-def laid_out_by_rows(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Lay the tensors of a state out as torch's `set_optimizer_state_dict` takes them for granted: it
-    sends the memory of rank 0's, whatever their strides, into memory of row-major ones."""
-    found = dict(state)
-    for param, values in state.items():
-        if isinstance(param, int):
-            found[param] = {
-                k: v.contiguous() if isinstance(v, Tensor) else v for k, v in values.items()
-            }
-    return found
 
 
 class _KeysOnly(Mapping[Any, Any]):

@@ -117,7 +117,7 @@ def _held_now(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
     found["gradients"] += count.add(DriverFacts.of(optimizer).means)
     shards = [shard for shard in optimizer.shards if not shard.unsharded]
     masters = [piece.view for shard in shards for piece in shard.pieces if piece.master]
-    visited = {id(model), id(optimizer)}
+    visited = {id(model), id(optimizer.unwrapped)}
     found["master"] = count.add(masters)
     found["messages"] = count.add(_tensors_below(optimizer.groups, visited))
     kept = [*shards, optimizer.driver]
