@@ -123,3 +123,18 @@ def test_what_a_killed_life_left_is_removed_by_one_that_saves_otherwise(
     assert [path[: len(begin)] for path, begin in zip(hidden, left, strict=True)] == left
     run(2, train_rank, configured({**chosen, "checkpoint": next_kind}))
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_folder_of_another_program_stays(tmp_path):
+    theirs = tmp_path / "checkpoint-500" / "model.safetensors"
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"of another program")
+    config = configured({**TWO_STEPS, "checkpoint": "sharded", "out": str(tmp_path)})
+    run(2, train_rank, config)
+    assert theirs.read_bytes() == b"of another program"
+    theirs.parent.rename(tmp_path / "checkpoint-4")
+    again = configured({"resume": True, "out": str(tmp_path), "steps": 4})
+    for said in run(2, lambda: caught(lambda: train_rank(again))):
+        assert "checkpoint-4" in said and "one is there" in said
+    assert (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+    assert [path.name for path in saved_checkpoints(str(tmp_path))] == ["checkpoint-3"]

@@ -26,7 +26,7 @@ from zero_nb.checkpoint.files import (
     replacing,
     with_checksums,
 )
-from ..checkpoint.folder import MANIFEST, read_manifest
+from ..checkpoint.folder import MANIFEST, TABLE, read_manifest
 from ..checkpoint.sharded import load_sharded, save_sharded
 from ..checkpoint.skeleton import naming_target
 from ..optim.optimizer import ZeroRedundancyOptimizer
@@ -95,6 +95,12 @@ def _remove_checkpoint(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def _is_half(folder: Path) -> bool:  # a folder of another program has other files
+    """Tell whether a process was killed that removed a checkpoint, and left this of it."""
+    names = [path.name for path in folder.iterdir()]
+    return all(name == TABLE or name.endswith(".distcp") for name in names)
+
+
 def _remove_others(newest: Path, step: int, config: TrainConfig) -> None:
     """Remove what is beyond `--keep`, or of a training in this folder that went further before this one."""
     kept = 1
@@ -105,8 +111,8 @@ def _remove_others(newest: Path, step: int, config: TrainConfig) -> None:
             kept += 1
         else:
             _remove_checkpoint(old)
-    for half in {*_numbered_folders(config.out)} - {*checkpoint_folders(config.out)}:
-        _remove_checkpoint(half)  # a process was killed that removed it
+    for half in filter(_is_half, _numbered_folders(config.out)):
+        _remove_checkpoint(half)
     _remove_abandoned_folders(newest.parent)
     for left in newest.parent.glob(".checkpoint*.tmp"):  # the file's name, a number, .tmp
         _remove_abandoned(left.with_name(left.name[1:].rsplit(".", 2)[0]))
@@ -191,7 +197,8 @@ def _save_folder(side: Side, report: RankReport, step: int, group: Group) -> Non
     """Let each rank write its part of the folder that is named after the step."""
     folder = Path(side.config.out, f"checkpoint-{step}")
     with agreeing(group, f"saving step {step}"):
-        if group.group_rank == 0 and folder.exists():
+        ours = (folder / MANIFEST).is_file() or (folder.is_dir() and _is_half(folder))
+        if group.group_rank == 0 and ours:
             _remove_checkpoint(folder)  # of a training before this one, or damaged
     said = {
         **_said_besides(side, step),
