@@ -13,7 +13,7 @@ from common.errors import caught
 from common.jobs import TINY
 
 from zero_nb.apps import train
-from zero_nb.apps.checkpoints import saved_checkpoints
+from zero_nb.apps.checkpoints import _saved_step, saved_checkpoints
 from zero_nb.apps.loop import train_rank
 from zero_nb.apps.resume import configured
 from zero_nb.checkpoint import sharded
@@ -138,3 +138,17 @@ def test_a_folder_of_another_program_stays(tmp_path):
         assert "checkpoint-4" in said and "one is there" in said
     assert (tmp_path / "checkpoint-4" / "model.safetensors").exists()
     assert [path.name for path in saved_checkpoints(str(tmp_path))] == ["checkpoint-3"]
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_new_training_keeps_no_checkpoint_of_one_before_it(kind, tmp_path):
+    chosen = {**TWO_STEPS, "save_every": 2, "keep": 3, "checkpoint": kind, "out": str(tmp_path)}
+    run(1, train_rank, configured({**chosen, "steps": 1}))
+    run(1, train_rank, configured({**chosen, "steps": 4, "seed": 1}))
+
+    def steps():
+        return [_saved_step(path) for path in saved_checkpoints(str(tmp_path))]
+
+    assert steps() == [4, 2]
+    run(1, train_rank, configured({"resume": True, "out": str(tmp_path), "steps": 6}))
+    assert steps() == [6, 4, 2]

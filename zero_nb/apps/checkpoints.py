@@ -102,15 +102,12 @@ def _is_half(folder: Path) -> bool:  # a folder of another program has other fil
 
 
 def _remove_others(newest: Path, step: int, config: TrainConfig) -> None:
-    """Remove what is beyond `--keep`, or of a training in this folder that went further before this one."""
-    kept = 1
-    for old in saved_checkpoints(config.out):
-        if old == newest:
-            continue
-        if kept < config.keep and _saved_step(old) < step:
-            kept += 1
-        else:
-            _remove_checkpoint(old)
+    """Remove what is beyond `--keep`, or of a training in this folder before this one."""
+    begins = not (config.resume or config.auto_resume) and step <= config.save_every
+    others = [path for path in saved_checkpoints(config.out) if path != newest]
+    own = [] if begins else [path for path in others if _saved_step(path) < step]
+    for old in [path for path in others if path not in own[: config.keep - 1]]:
+        _remove_checkpoint(old)
     for half in filter(_is_half, _numbered_folders(config.out)):
         _remove_checkpoint(half)
     _remove_abandoned_folders(newest.parent)
