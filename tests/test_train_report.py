@@ -13,9 +13,9 @@ from zero_nb.apps import train
 from zero_nb.apps.config import MODES, TrainConfig
 from zero_nb.apps.gpt import GPT
 from zero_nb.apps.loop import train_rank
-from zero_nb.apps.modes import ModeRow, compare_modes, mode_cells, mode_table
-from zero_nb.apps.results import measured, memory_table
-from zero_nb.apps.sides import MEMORY_KINDS, PLAIN, Side
+from zero_nb.apps.modes import ModeRow, _tenths, compare_modes, mode_cells, mode_table
+from zero_nb.apps.results import _paired, measured, memory_table
+from zero_nb.apps.sides import MEMORY_KINDS, PLAIN, RankReport, Side
 from zero_nb.apps.text import read_corpus
 from zero_nb.comm.groups import Group
 from zero_nb.comm.launch import run
@@ -135,3 +135,15 @@ def test_the_stored_run_is_one_with_the_default_options():
     sizes = default.layers, default.width, default.heads
     model = GPT(*sizes, vocabulary=default.vocabulary)
     assert report["parameters"] == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_tenths_of_few_ratios_lie_among_them(count):
+    ratios = [1.0 + 0.25 * i * i for i in range(count)]
+    low, median, high = _tenths(ratios)
+    assert min(ratios) <= low <= median <= high <= max(ratios)
+    seconds = {"zero_nb": [(ratio, ratio) for ratio in ratios], "plain DDP": [(1.0, 1.0)] * count}
+    report = RankReport(0, 1, "cpu", 1, 1, {}, {}, seconds)
+    found = _paired([report], 0)
+    assert min(ratios) <= found["lowest tenth below"] <= found["median"]
+    assert found["median"] <= found["highest tenth above"] <= max(ratios)

@@ -94,7 +94,9 @@ def _slowest_of(by_rank: Sequence[Mapping[str, Sequence[float]]], name: str) -> 
 
 def _tenths(ratios: Sequence[float]) -> tuple[float, float, float]:
     """Give the limits of the middle eight tenths, and the median between them."""
-    cuts = statistics.quantiles(ratios, n=10) if len(ratios) > 1 else [*ratios] * 9
+    cuts = [*ratios] * 9  # of one
+    if len(ratios) > 1:  # by torch's and numpy's rule, which gives no limits beyond the ratios
+        cuts = statistics.quantiles(ratios, n=10, method="inclusive")
     return cuts[0], statistics.median(ratios), cuts[-1]
 
 # %% ../../nbs/apps/09_modes.ipynb #a21c014b

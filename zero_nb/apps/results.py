@@ -33,7 +33,7 @@ def _paired(reports: Sequence[RankReport], which: int) -> dict[str, float]:
         for r in reports
         for a, b in zip(r.seconds["zero_nb"], r.seconds["plain DDP"], strict=True)
     ]
-    tenths = statistics.quantiles(pairs, n=10) if len(pairs) > 1 else pairs * 9
+    tenths = statistics.quantiles(pairs, n=10, method="inclusive") if len(pairs) > 1 else pairs * 9
     return {
         "median": statistics.median(pairs),
         "lowest tenth below": tenths[0],
