@@ -1,6 +1,7 @@
 """The benchmark on one GPU, tried on a CPU with a shrunk model; no test looks at a time."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -198,3 +199,33 @@ def test_timelines_are_drawn_of_each_way(tmp_path):
 
 def test_a_run_measures_all_parts_by_default():
     assert GpuRun(CPU).parts == GPU_PARTS and set(GpuRun(CPU).ranks) == {8, 64, 1024}
+
+
+def test_a_later_run_keeps_what_it_has_not_measured_again():
+    """`--add` with one model, dtype or world size leaves the others in the report."""
+    other = replace(TURNS, model="n"), replace(HOST, world_size=64), replace(PEAK, way="zero1")
+    old = GpuReport({}, True, 1e9, [TURNS, other[0]], [HOST, other[1]], [PEAK, other[2]])
+    again = replace(TURNS, loss={"a": 0.2}), replace(HOST, host={}), replace(PEAK, measured=62)
+    found = old.updated(GpuReport({}, True, None, *([each] for each in again)))
+    assert found.times == [other[0], again[0]]
+    assert found.host == [other[1], again[1]]
+    assert found.memory == [other[2], again[2]]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"machine": {**gpu_machine(CPU), "gpu": "another"}}, "the same GPU"),
+        ({"machine": {**gpu_machine(CPU), "torch": "1.0"}}, "torch"),
+        ({"times": [{"model": "m"}]}, "no report of"),
+        ({"launches": []}, "no report of"),
+    ],
+)
+def test_a_report_of_another_machine_or_program_is_not_added_to(change, words, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    content = json.loads(GpuReport(gpu_machine(CPU), True, 1e12).to_json())
+    path.write_text(text := json.dumps(content | change), encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        run_gpu_benchmark([*TRY, "--parts", "bandwidth", "--add", "--out", str(tmp_path)])
+    assert ended.value.code == 2 and words in " ".join(capsys.readouterr().err.split())
+    assert path.read_text(encoding="utf-8") == text

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +25,9 @@ from zero_nb.apps.gpu_turns import (
     GPU_DTYPES,
     GpuTurns,
     SHAPES,
+    alone,
     copy_bandwidth,
+    gpu_machine,
     gpu_model,
     gpu_job,
     let_go,
@@ -44,7 +46,7 @@ from ..verify.activations import activation_memory
 
 # %% auto #0
 __all__ = ['GROUPS', 'GPU_PARTS', 'pretended_group', 'HostTurns', 'host_turns', 'GpuPeak', 'gpu_peaks', 'gpu_timeline',
-           'GpuReport', 'alone', 'gpu_machine', 'GpuRun', 'run_gpu_benchmark']
+           'GpuReport', 'GpuRun', 'run_gpu_benchmark']
 
 # %% ../../nbs/apps/27_gpu_bench.ipynb #211979cb
 GROUPS = ("simulated", "torch's fake")
@@ -225,6 +227,11 @@ _DRAWN = ("ddp-gradview", "zero1-gradview", *_ANYWHERE)
 _SEQUENCES = {"bfloat16": 16, "float32": 8}  # sequences
 
 
+def _measured(found: Any) -> tuple[Any, ...]:
+    """Name what was measured."""
+    return tuple(getattr(found, k, "") for k in ("model", "dtype", "way", "world_size", "group"))
+
+
 @dataclass(frozen=True)
 class GpuReport:
     """What a run on one GPU found."""
@@ -250,30 +257,13 @@ class GpuReport:
         return cls(**found)
 
     def updated(self, later: GpuReport) -> GpuReport:
-        """Take over the parts that a later run has measured."""
-        kept = {f.name: getattr(self, f.name) for f in fields(self) if not getattr(later, f.name)}
-        return replace(later, **kept | {"quick": later.quick})
-
-
-@contextmanager
-def alone(device: torch.device) -> Iterator[None]:
-    """Let the default group be this process: over NCCL on a GPU."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with tempfile.TemporaryDirectory() as folder:
-        place = f"file://{folder}/store"
-        dist.init_process_group(backend, init_method=place, rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-
-
-def gpu_machine(device: torch.device) -> dict[str, str]:
-    """Describe when and on what a report was made."""
-    found = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
-    if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
-    return found | {"float32 products": torch.get_float32_matmul_precision()}
+        """Take over what a later run has measured, and keep all else."""
+        parts: dict[str, Any] = {"bandwidth": later.bandwidth or self.bandwidth}
+        for part in ("times", "host", "memory"):
+            new = getattr(later, part)
+            again = {*map(_measured, new)}
+            parts[part] = [*(x for x in getattr(self, part) if _measured(x) not in again), *new]
+        return replace(later, machine=later.machine or self.machine, **parts)
 
 # %% ../../nbs/apps/27_gpu_bench.ipynb #4342a4df
 @dataclass(frozen=True)
@@ -380,13 +370,22 @@ def _added_to(path: Path, run: GpuRun) -> GpuReport | None:  # None: there is no
     """Read the report to which a run adds."""
     if not path.exists():
         return None
-    found = GpuReport.from_json(path.read_text(encoding="utf-8"))
+    try:
+        found = GpuReport.from_json(path.read_text(encoding="utf-8"))
+    except (KeyError, TypeError, ValueError) as error:
+        words = f"{path} is no report of this program, for --add; choose another --out"
+        raise ValueError(words) from error
     if found.quick != run.quick:
         with_it, without = ("report", "run") if found.quick else ("run", "report")
         raise ValueError(
             f"--add needs both made with --quick or both without, and this {with_it} is a try with"
             f" it and the {without} is not; leave out --add, or choose another --out"
         )
+    here = gpu_machine(run.device)
+    differ = [k for k in ("gpu", "cuda", "torch") if found.machine.get(k) != here.get(k)]
+    if differ:
+        words = f"the same GPU, CUDA and torch, not another {differ[0]}; choose another --out"
+        raise ValueError(f"--add needs a report of {words}")
     return found
 
 
@@ -404,7 +403,7 @@ def run_gpu_benchmark(
     parser.add_argument("--ranks", nargs="+", type=int, metavar="N", default=default.ranks)
     parser.add_argument("--rounds", type=int, metavar="INT", default=default.rounds)
     parser.add_argument("--quick", action="store_true", help="a shrunk model, for a try")
-    parser.add_argument("--add", action="store_true", help="keep other parts of the report")
+    parser.add_argument("--add", action="store_true", help="keep what else the report has")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", metavar="FOLDER", default="runs/gpu")
     given = parser.parse_args(argv)

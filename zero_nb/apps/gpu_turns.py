@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +28,8 @@ from ..backward.data_parallelism import data_parallel
 from ..optim.optimizer import ZeroRedundancyOptimizer
 
 # %% auto #0
-__all__ = ['SHAPES', 'QUICK', 'GPU_DTYPES', 'GPU_WAYS', 'gpu_model', 'gpu_job', 'let_go', 'most_held', 'device_time', 'GpuTurns',
-           'take_turns', 'copy_bandwidth', 'step_bandwidth']
+__all__ = ['SHAPES', 'QUICK', 'GPU_DTYPES', 'GPU_WAYS', 'gpu_model', 'gpu_job', 'alone', 'gpu_machine', 'let_go', 'most_held',
+           'device_time', 'GpuTurns', 'take_turns', 'copy_bandwidth', 'step_bandwidth']
 
 # %% ../../nbs/apps/26_gpu_turns.ipynb #9d4f303f
 SHAPES = {"gpt2-small": (12, 768, 12), "gpt2-medium": (24, 1024, 16)}  # layers, width, heads
@@ -100,6 +102,27 @@ def gpu_job(
     x, y = model.batch(torch.Generator().manual_seed(1))
     runner = GPU_WAYS[way](module, group or dist.group.WORLD, LR)
     return Job(model, runner, (x.to(device), y.to(device)))
+
+# %% ../../nbs/apps/26_gpu_turns.ipynb #26b00002
+@contextmanager
+def alone(device: torch.device) -> Iterator[None]:
+    """Let the default group be this process: over NCCL on a GPU."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        place = f"file://{folder}/store"
+        dist.init_process_group(backend, init_method=place, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def gpu_machine(device: torch.device) -> dict[str, str]:
+    """Describe when and on what a report was made."""
+    found = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
+    if device.type == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+    return found | {"float32 products": torch.get_float32_matmul_precision()}
 
 # %% ../../nbs/apps/26_gpu_turns.ipynb #93ac67a6
 def let_go(device: torch.device) -> int:  # bytes that are still held
