@@ -259,9 +259,8 @@ class Side:
     def _accumulated(self, parts: Sequence[Tensor]) -> Tensor:  # -> their share of the loss, []
         """Add up gradients on this rank alone."""
         total = torch.zeros((), device=self.device)
-        joint: Any = (
-            self.call if self.handle is None or self.call is not self.model else self.handle
-        )
+        of_call = self.handle is None or self.call is not self.model
+        joint: Any = self.call if of_call else self.handle
         with joint.no_sync() if parts else nullcontext():
             for part in parts:
                 loss = self.loss(self.call, part) / self.config.accumulate
@@ -272,7 +271,7 @@ class Side:
     def train(self, batch: Tensor) -> tuple[Tensor, float, float]:  # loss [], and seconds
         """Train on one batch; gives how long the iteration took, and `step` in it."""
         if not self.prepared:
-            self._prepare(batch)
+            self._prepare(batch.chunk(self.config.accumulate)[0])
         start = synchronized_time(self.device)
         *before, last = batch.chunk(self.config.accumulate)
         loss = self._accumulated(before)
@@ -384,7 +383,9 @@ def _mean(value: Tensor, group: Group, per: float = 1.0) -> float:
 def _evaluate(side: Side, text: Tensor, group: Group) -> float:
     config = side.config
     sizes = (16, 4 * config.global_batch, config.block)
-    tokens = side.vocabulary
-    batch = rank_windows(text, *sizes, group, "held out", config.seed, vocabulary=tokens)
+    batch = rank_windows(text, *sizes, group, "held out", config.seed, vocabulary=side.vocabulary)
+    loss = torch.zeros((), device=side.device)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        return _mean(side.loss(side.model, batch), group, tokens.bytes_per_token(batch))
+        for part in batch.chunk(config.accumulate):
+            loss += side.loss(side.model, part) * (len(part) / len(batch))
+    return _mean(loss, group, side.vocabulary.bytes_per_token(batch))
