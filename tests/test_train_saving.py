@@ -1,9 +1,11 @@
 """What the main job's checkpoints leave on a disk that is full, and where a life was killed."""
 
+import io
 import json
 import os
 import resource
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,3 +154,15 @@ def test_a_new_training_keeps_no_checkpoint_of_one_before_it(kind, tmp_path):
     assert steps() == [4, 2]
     run(1, train_rank, configured({"resume": True, "out": str(tmp_path), "steps": 6}))
     assert steps() == [6, 4, 2]
+
+
+def test_results_are_written_where_the_output_has_no_lines_for_a_table(
+    trained, tmp_path, monkeypatch
+):
+    reports, config = trained
+    written = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", written)
+    train.leave(reports, replace(config, out=str(tmp_path)))
+    assert {"curve.png", "report.json", "samples.txt"} <= {p.name for p in tmp_path.iterdir()}
+    written.flush()
+    assert "optimizer state" in written.buffer.getvalue().decode()

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -117,13 +118,16 @@ def measured(
 # %% ../../nbs/apps/08_results.ipynb #cfd2c3f6
 def _memory_grid(reports: Sequence[RankReport]) -> Any:  # a `rich.table.Table`
     """Set the memory of every rank."""
+    from rich import box
     from rich.table import Table
 
     sides = list(reports[0].memory)
     kinds = ["parameters", "gradients", "optimizer state"]
     kinds += ["float32 masters"] if reports[0].memory["zero_nb"]["float32 masters"] else []
     heads = [f"{kind}\n{side}" for side in sides for kind in kinds]
-    grid = Table("rank", *heads, title="MiB on each rank", title_justify="left")
+    has_lines = (sys.stdout.encoding or "").lower().startswith("utf")
+    lines = box.HEAVY_HEAD if has_lines else box.ASCII
+    grid = Table("rank", *heads, title="MiB on each rank", title_justify="left", box=lines)
     for column in grid.columns:
         column.justify = "right"
     for report in reports:

@@ -104,15 +104,16 @@ def leave(
         file.write_text("\n\n----\n\n".join(samples) + "\n", encoding="utf-8")
     saved = [path.name for path in saved_checkpoints(str(out))[:1]]
     names = [*saved, "curve.png", "samples.txt", "report.json"]
-    print(memory_table(reports))
     if rows:
         numbers["modes"] = [asdict(row) for row in rows]
         with _result(out / "modes.png") as file:
             draw_modes(rows).savefig(file, format="png")
         names.insert(-2, "modes.png")
-        print(mode_table(rows))
     with _result(out / "report.json") as file:
         file.write_text(json_text(numbers) + "\n", encoding="utf-8")
+    print(memory_table(reports))
+    if rows:
+        print(mode_table(rows))
     print(f"in {out}: {', '.join(names)}")
 
 # %% ../../nbs/apps/10_train.ipynb #b0457086
