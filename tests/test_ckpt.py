@@ -233,3 +233,16 @@ def test_other_keys_are_kept_or_named(capsys, tmp_path):
     with pytest.raises(SystemExit):
         called(capsys, "reshard", "--help")
     assert "names what it leaves out" in " ".join(capsys.readouterr().out.split())
+
+
+def test_state_of_no_parameter_and_names_in_brackets(capsys, tmp_path):
+    state = {0: {"exp_avg": torch.ones(2)}, "shared": {"count": 3}}
+    group = {"params": [0], "param_names": ["weight"], "lr": 0.1}
+    folder = tmp_path / "run [lr=0.1] :100: [/a]"
+    folder.mkdir(parents=True)
+    torch.save({"state": state, "param_groups": [group]}, folder / "opt.pt")
+    found = json.loads(called(capsys, "inspect", folder / "opt.pt", "--json", "--tensors"))
+    assert [row["parameter"] for row in found["tensors"]] == ["weight", "shared"]
+    assert str(folder / "opt.pt") in called(capsys, "verify", folder / "opt.pt")
+    target = folder / "other.pt"
+    assert f"written: {target}" in called(capsys, "convert", folder / "opt.pt", target)

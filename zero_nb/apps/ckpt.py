@@ -95,10 +95,13 @@ def _state_by_key(found: Checkpoint) -> list[tuple[str, str, int, int]]:
     return [(key, form, len(sizes), sum(sizes)) for (key, form), sizes in sorted(kinds.items())]
 
 
+def _param_name(found: Checkpoint, param: Any) -> Any:  # of a parameter, or the key of other state
+    return found.names[param] if found.names and isinstance(param, int) else param
+
+
 def _every_tensor(found: Checkpoint) -> Iterator[tuple[str, str, str, str, str]]:
-    names = found.names
     for param, key, value in found.values():
-        name = names[param] if names and isinstance(param, int) else str(param)
+        name = str(_param_name(found, param))
         parts = str(len(value.parts)) if isinstance(value, SavedTensor) else "-"
         shape = str(tuple(value.shape)) if hasattr(value, "shape") else str(value)
         yield name, str(key), _kind_of(value), shape, parts
@@ -107,7 +110,7 @@ def _every_tensor(found: Checkpoint) -> Iterator[tuple[str, str, str, str, str]]
 def _tensors_as_values(found: Checkpoint) -> list[dict[str, Any]]:
     rows = []
     for param, key, value in found.values():
-        row = {"parameter": found.names[param] if found.names else param, "key": key}
+        row = {"parameter": _param_name(found, param), "key": key}
         row["dtype"] = _kind_of(value)
         row |= {"shape": [*value.shape]} if hasattr(value, "shape") else {"value": value}
         rows.append(row)
@@ -317,4 +320,6 @@ def run_ckpt(options: argparse.Namespace) -> None:
         raise ValueError(f"the target must be one file, .pt or .safetensors, got {options.target}")
     if options.ckpt == "reshard" and not is_folder:
         raise ValueError(f"the target must be a folder, got {options.target}")
-    _COMMANDS[options.ckpt][0](options, Console(force_jupyter=False))
+    # paths in brackets, or with the name of a picture between colons, are no markup
+    console = Console(force_jupyter=False, markup=False, emoji=False)
+    _COMMANDS[options.ckpt][0](options, console)
