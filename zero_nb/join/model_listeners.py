@@ -65,6 +65,9 @@ class ModelParticipant(Protocol):
     def before_accumulation(self) -> None:
         """Note that a backward is about to add a gradient to a parameter's."""
 
+    def is_reducing(self) -> bool:
+        """Tell whether a backward before this one has begun a reduction that waits for more gradients."""
+
 # %% ../../nbs/join/11_model_listeners.ipynb #e20a0002
 class AccumulationHook:
     """A hook that is called before a backward adds to the gradient of a parameter."""
@@ -215,7 +218,8 @@ class BackwardListener:
     def begin(self) -> None:
         """Note that a backward begins to add gradients."""
         self.is_running = True
-        self.record.begin()
+        if not self.model.is_reducing():  # else a part of the backward before
+            self.record.begin()
         queue_end(lambda: queue_end(self.end))  # after what DDP does at the end of a backward
 
     def close(self) -> None:

@@ -174,6 +174,14 @@ class DdpParticipant(Participant):
             next_backward.when_it_reduces(partial(self.announce, forward_before=True), looks)
         next_backward.note_backward()
 
+    def is_reducing(self) -> bool:
+        """Tell whether DDP waits for gradients of a reduction that an earlier backward has begun."""
+        try:
+            self.joinable.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return True
+        return False
+
     def announce(self, **more: bool) -> None:
         """Announce what DDP does in a backward that reduces, for it or for a driver."""
         if not self.guard.listens:
@@ -309,6 +317,10 @@ class DataParallelParticipant(Participant):
 
     def before_accumulation(self) -> None:
         """Do nothing: the handle calls `before_reduction`."""
+
+    def is_reducing(self) -> bool:
+        """Tell that no reduction is left over: the handle's ends with its backward."""
+        return False
 
     def replay(self, event: JoinEvent) -> None:
         """Take part in what a rank with data does."""
