@@ -128,12 +128,25 @@ class LocalOptimizerParticipant(Participant):
         self.call = None
         super().detach()
 
-    def before(self, *_: Any) -> None:
-        """Begin an iteration, and look at the gradients."""
-        if self.guard.listens and not _runs_in(self.call):
-            self.call = sys._getframe(1)
-            self.begin_iteration()
+    def before(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Begin an iteration, and look at the gradients: at those of a closure when it has made them."""
+        if not self.guard.listens or _runs_in(self.call):
+            return None
+        self.call = sys._getframe(1)
+        self.begin_iteration()
+        closure = args[1] if len(args) > 1 else options.get("closure")
+        if not callable(closure):
             self.changed = self.steps.prepare()
+            return None
+
+        def prepared() -> Any:
+            loss = closure()
+            self.changed = self.steps.prepare()
+            return loss
+
+        if len(args) > 1:
+            return (args[0], prepared, *args[2:]), options
+        return args, {**options, "closure": prepared}
 
     def after(self, *_: Any) -> None:
         """Announce the step."""
