@@ -4,6 +4,7 @@ data, or an error."""
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught_error
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD
@@ -57,6 +58,68 @@ def optimizer_of(kind, params):
     if kind == "plain":
         return SGD(params, lr=0.1, momentum=0.5)
     return ZeroRedundancyOptimizer(params, SGD, lr=0.1, momentum=0.5)
+
+
+def change(how, params):
+    """Change gradients that DDP has reduced."""
+    if how == "penalty":
+        sum(p.square().sum() for p in params if p.grad is not None).backward()
+    if how == "taken away":
+        params[1].grad = None
+    if how == "given":
+        params[2].grad = torch.ones_like(params[2])
+
+
+def changes(kind, how, told):
+    """Change gradients before each step; rank 0 has one batch. Parameters, or the error."""
+    model = DDP(Towers(1), find_unused_parameters=True)
+    params = list(model.parameters())
+    optimizer = optimizer_of(kind, params)
+
+    def train():
+        with Join(
+            [model, optimizer], before_step=(lambda _: change(how, params)) if told else None
+        ):
+            for k in range((1, 3)[dist.get_rank()]):
+                optimizer.zero_grad()
+                loss = sum(out.sum() for out in model(ones(1, 1)))
+                if how != "no backward" or k != 1:
+                    loss.backward()
+                if not told:
+                    change(how, params)
+                optimizer.step()
+
+    return caught_error(train), [p.item() for p in params]
+
+
+@pytest.mark.parametrize("kind", ["plain", "ours"])
+@pytest.mark.parametrize("how", ["penalty", "taken away", "given", "no backward"])
+def test_gradients_that_are_not_those_of_the_reduction_are_an_error(kind, how):
+    for error, _ in run(2, changes, kind, how, False, timeout=30):
+        assert error is not None and error[0] == "RuntimeError"
+        assert "gradients were changed between backward and step" in error[1]
+
+
+def trained_alone(how):
+    """Train one process on the mean of both ranks, of which one has the first batch alone."""
+    model = Towers(1)
+    params = list(model.parameters())
+    optimizer = optimizer_of("plain", params)
+    for k in range(3):
+        optimizer.zero_grad()
+        loss = sum(out.sum() for out in model(ones(1, 1)))
+        (loss if k == 0 else loss / 2).backward()
+        change(how, params)
+        optimizer.step()
+    return [p.item() for p in params]
+
+
+@pytest.mark.parametrize("kind", ["plain", "ours"])
+@pytest.mark.parametrize("how", ["penalty", "taken away", "given"])
+def test_before_step_changes_gradients_on_all_ranks(kind, how):
+    for error, params in run(2, changes, kind, how, True, timeout=30):
+        assert error is None
+        assert params == pytest.approx(trained_alone(how), rel=1e-12)
 
 
 def closes(named):

@@ -62,14 +62,17 @@ class GradientRecord:
         self.zeroed: set[int] = set()  # parameters whose gradient was zero then, and not None
         self.changed = False  # a gradient was written between backwards, by clipping for example
         self.versions: list[GradientVersion | None] = []
+        self.reduced = self.versions  # when the last reduction was over
         self.norms: list[str] = []
         self.save()
 
-    def save(self, norms: bool = False) -> None:
+    def save(self, norms: bool = False, reduced: bool = True) -> None:
         """Remember the gradients as they are, when a backward is over; `norms`: their norms as
-        well, which takes a pass over them."""
+        well, which takes a pass over them; `reduced`: they are the same on all ranks."""
         grads = [self.find_grad(i) for i in range(len(self.params))]
         self.versions = [_version_of(grad) for grad in grads]
+        if reduced:
+            self.reduced = self.versions
         self.norms = [_norm_text(grad) for grad in grads] if norms else []
 
     def save_again(self) -> None:
@@ -80,9 +83,12 @@ class GradientRecord:
         """Tell if a gradient has another norm than when it was remembered."""
         return bool(self.norms) and self.norms[i] != _norm_text(grad)
 
-    def is_written(self, i: int, grad: Tensor) -> bool:
-        """Tell if a gradient is not as it was remembered."""
-        return _writes_since(self.versions[i], grad) != 0 or self.has_new_norm(i, grad)
+    def is_written(self, i: int) -> bool:
+        """Tell if a gradient is not as its last reduction has left it."""
+        grad = self.find_grad(i)
+        if grad is None:
+            return self.reduced[i] is not None
+        return _writes_since(self.reduced[i], grad) != 0 or self.has_new_norm(i, grad)
 
     def begin(self, arrived: bool = False) -> None:
         """Begin a backward; `arrived`: its first gradients have been added to what was there."""
@@ -189,13 +195,12 @@ class GradientCheck:
         """Tell if gradients have changed since they were reduced."""
         if not self.follows:
             return False
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        grads = {id(p): p.grad for p in params if p.grad is not None}
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         changed = any(
-            record.is_written(i, grads[id(p)])
+            record.is_written(i)
             for record in self.records
             for i, p in enumerate(record.params)
-            if record.versions[i] is not None and id(p) in grads
+            if id(p) in stepped
         )
         # a fused class divides by a scale itself
         changed = changed or getattr(optimizer, "found_inf", None) is not None
