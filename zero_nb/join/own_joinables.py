@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..comm.objects import dump
+from ..comm.objects import dump, plain_numbers
 from .event_log import JoinEvent
 from .participants import Participant, innermost_participant
 
@@ -60,7 +60,7 @@ class SchedulerParticipant(Participant):
         """Refuse a state that would have to be unpickled as code."""
         name = f"joinable {self.index}, a {type(self.joinable).__name__},"
         try:
-            dump(self.joinable.state_dict(), weights_only=True)
+            dump(self.final_state(), weights_only=True)
         except TypeError as error:
             raise TypeError(
                 f"the state of {name} is sent to all ranks at the end of the block: {error}"
@@ -68,7 +68,7 @@ class SchedulerParticipant(Participant):
 
     def final_state(self) -> Any:
         """Give the state of the scheduler."""
-        return self.joinable.state_dict()
+        return plain_numbers(self.joinable.state_dict())
 
     def finish(self, is_last_joiner: bool, state: Any, gradients: Any) -> None:
         """Load the state of the last joiner."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..comm.ending import fails_everywhere
 from ..comm.groups import Group
 from ..comm.native import unserved
+from ..comm.objects import plain_numbers
 from .arguments import check_param_groups
 from .param_specs import clear_gradients, with_gradients
 from .iteration import BucketRun, ParameterGathers, Phase, StepMonitor, Steppable
@@ -303,7 +304,17 @@ class StepOptions:
             )
 
 # %% ../../nbs/optim/22_driver.ipynb #5eb21535
-_PLAIN = (bool, int, float, str, tuple, list, type(None), Tensor)
+_SCALARS = {bool, int, float, str, type(None)}
+
+
+def _plain_option(value: Any) -> Any:
+    """Replace tensors and numbers of NumPy, also in tuples and lists, by Python's."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if type(value) not in (tuple, list):
+        return plain_numbers(value)
+    is_plain = set(map(type, value)) <= _SCALARS
+    return value if is_plain else type(value)(map(_plain_option, value))
 
 
 def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:  # for JSON
@@ -311,19 +322,27 @@ def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:  # f
     found = []
     for group in optimizer.param_groups:
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        plain = {k: v for k, v in options.items() if isinstance(v, _PLAIN)}
-        found.append({k: v.tolist() if isinstance(v, Tensor) else v for k, v in plain.items()})
+        plain = {k: v if type(v) in _SCALARS else _plain_option(v) for k, v in options.items()}
+        kinds = (*_SCALARS, tuple, list)
+        found.append({k: v for k, v in plain.items() if isinstance(v, kinds)})
     return found
+
+
+def _taken_over(old: Any, new: Any) -> Any:
+    """Give an option's value on another rank in the place of this rank's, in its tensors."""
+    if isinstance(old, Tensor):
+        return old.copy_(torch.as_tensor(new, dtype=old.dtype))
+    if isinstance(old, tuple):
+        return tuple(map(_taken_over, old, new)) if len(old) == len(new) else tuple(new)
+    return new
 
 
 def write_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
     """Take over the options of another rank."""
     for group, given in zip(optimizer.param_groups, options, strict=True):
         for key, value in given.items():
-            if isinstance(group.get(key), Tensor):
-                group[key].copy_(torch.as_tensor(value, dtype=group[key].dtype))
-            else:
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            old = group.get(key)
+            group[key] = _taken_over(old, value) if isinstance(old, (Tensor, tuple)) else value
 
 # %% ../../nbs/optim/22_driver.ipynb #c256c058
 class SideStream:

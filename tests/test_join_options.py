@@ -1,0 +1,81 @@
+"""Join: options of kinds that JSON does not know reach ranks without data, and the end of a block."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, Adam, lr_scheduler
+
+from zero_nb.comm.launch import run
+from zero_nb.join.join import Join
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
+
+LENGTHS = (1, 4)
+
+
+def weight_of_one():
+    layer = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(layer.weight)
+    return layer
+
+
+def schedules(kind, number, listed):
+    """Train with rates that are numbers of NumPy, in two blocks; the weight, and the last rate."""
+    model = DDP(weight_of_one())
+    params = model.parameters()
+    optimizer = (
+        SGD(params, lr=0.1) if kind == "plain" else ZeroRedundancyOptimizer(params, SGD, lr=0.1)
+    )
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: number(0.5**step))
+    for _ in range(2):
+        with Join([model, optimizer, scheduler] if listed else [model, optimizer]):
+            for _ in range(LENGTHS[dist.get_rank()]):
+                model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+        if not listed:
+            break
+    return model.module.weight.item(), optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "ours"])
+@pytest.mark.parametrize("number", [np.float32, np.float64])
+@pytest.mark.parametrize("listed", [False, True])
+def test_rates_that_are_numbers_of_numpy(kind, number, listed):
+    steps = range(8 if listed else 4)
+    gradients = [1.0 if k % 4 == 0 else 0.5 for k in steps]  # the mean over both ranks
+    wanted = 1 - sum(0.1 * 0.5**k * gradient for k, gradient in zip(steps, gradients, strict=True))
+    for weight, rate in run(2, schedules, kind, number, listed, timeout=30):
+        assert weight == pytest.approx(wanted, rel=1e-6)
+        assert type(rate) is float and rate == pytest.approx(0.1 * 0.5 ** len(steps), rel=1e-6)
+
+
+def with_tensors():
+    """Train with betas and a rate that are tensors; betas in the end."""
+    model = DDP(weight_of_one())
+    betas = (torch.tensor(0.5), torch.tensor(0.75))
+    optimizer = Adam(model.parameters(), lr=torch.tensor(0.5), betas=betas, foreach=False)
+    for group in optimizer.param_groups:
+        group["betas"] = betas
+    with Join([model, optimizer]):
+        for k in range(LENGTHS[dist.get_rank()]):
+            model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+            optimizer.param_groups[0]["lr"].fill_(0.5 / (k + 1))
+            betas[0].fill_(0.25)
+            optimizer.step()
+            optimizer.zero_grad()
+    (group,) = optimizer.param_groups
+    return (
+        model.module.weight.item(),
+        group["lr"].item(),
+        [(type(b), b.item()) for b in group["betas"]],
+    )
+
+
+def test_options_that_are_tensors_stay_tensors():
+    ranks = run(2, with_tensors, timeout=30)
+    assert ranks[0] == ranks[1]
+    assert ranks[0][1:] == (0.125, [(torch.Tensor, 0.25), (torch.Tensor, 0.75)])
