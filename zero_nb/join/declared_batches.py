@@ -46,18 +46,20 @@ class DeclaredBatches:
         self.attendance: Attendance | None = None  # None: some rank does not know its own
         self.used = 0  # by this rank
         self.is_looped = False
+        self.is_over = False  # the loop, while the block goes on
+        self.longest = 0  # batches of the rank that loops longest, where all are known
         self.bar: Any = None  # shows iterations
 
     def iterate(self, batches: Iterable[Any], progress: Callable[..., Any] | None) -> Iterator[Any]:
         """Give this rank's batches, after all ranks have said how many they have."""
         limit = self.declare(batches)
         if progress is not None:
-            longest = max(self.attendance.batches) if self.attendance else None
-            self.bar = progress(total=limit or longest)
+            self.bar = progress(total=self.longest if self.attendance else None)
         for batch in islice(batches, limit):
             self.used += 1
             yield batch
             self.advance(1)
+        self.is_over = True
 
     def declare(self, batches: Any) -> int | None:  # how many batches may be taken
         """Exchange how many batches each rank has."""
@@ -80,7 +82,9 @@ class DeclaredBatches:
             session.fail_everywhere(
                 f"ranks have different numbers of batches: {', '.join(map(str, counts))}"
             )
-        return min(counts) if session.options.policy == "stop" else None
+        limit = min(counts) if session.options.policy == "stop" else None
+        self.longest = max(counts) if limit is None else limit
+        return limit
 
     def active_ranks(self, samples: int) -> ActiveRanks | None:
         """Give who has data in this iteration, if that is known without asking."""
@@ -89,6 +93,7 @@ class DeclaredBatches:
         options = self.session.options
         if known is None:
             return None
+        self.check_counted()
         at = self.used - 1
         active = known.active(at)
         if options.divide_by != "samples":
@@ -103,6 +108,24 @@ class DeclaredBatches:
                 f" was called with {samples}; pass whole batches to the model, or samples= to Join"
             )
         return ActiveRanks(group.size, lambda: (sum(counts), active))
+
+    def check_counted(self) -> None:
+        """Raise in a forward for which the other ranks do not count on this one."""
+        group = self.session.group
+        count = self.attendance.batches[group.group_rank] if self.attendance else 0
+        if self.used > count:
+            said = f"batch {self.used} came, and its length is {count}"
+        elif self.is_over and self.used < self.longest:
+            said = (
+                f"forward was called after its last batch, while others have up to {self.longest}"
+            )
+        else:
+            return
+        raise RuntimeError(
+            f"join.loader of rank {group.global_rank}: {said}, and the others do not count on this"
+            " rank; put what takes batches ahead of forward inside join.loader(), and hide a"
+            " length that is only estimated: join.loader(iter(batches))"
+        )
 
     def advance(self, iterations: int) -> None:
         """Show progress, if a bar is wanted."""

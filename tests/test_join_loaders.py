@@ -1,0 +1,70 @@
+"""Join: a loader whose batches do not come when the other ranks count on them is an error, and no wrong mean."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import caught_error
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from zero_nb.comm.launch import run
+from zero_nb.join.join import Join
+
+
+class Estimated(list):
+    """Has one batch more than it says."""
+
+    def __len__(self):
+        return super().__len__() - 1
+
+
+def ahead(batches):
+    """Take each batch before the one before it is used, as what copies them to a GPU does."""
+    taken = []
+    for batch in batches:
+        taken.append(batch)
+        if len(taken) > 1:
+            yield taken.pop(0)
+    yield from taken
+
+
+def loads(how, lengths):
+    """Train on batches of 1 and 2; gradients, and the error."""
+    rank = dist.get_rank()
+    model = DDP(nn.Linear(1, 1, bias=False))
+    found = []
+
+    def train(_):
+        model.zero_grad()
+        model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+        found.append(model.module.weight.grad.item())
+
+    def block():
+        with Join([model], divide_by="active") as join:
+            batches = [0] * lengths[rank]
+            if how == "estimated" and rank == 0:
+                batches = Estimated(batches)
+            loop = join.loader(iter(batches) if how == "hidden" else batches)
+            for batch in ahead(loop) if how in ("ahead", "hidden") else loop:
+                train(batch)
+            if how == "after":
+                train(0)
+
+    return caught_error(block), found
+
+
+@pytest.mark.parametrize("how", ["ahead", "after", "estimated"])
+def test_a_forward_that_others_do_not_count_on_is_an_error(how):
+    for error, found in run(2, loads, how, (2, 4), timeout=30):
+        assert error is not None and error[0] == "RuntimeError"
+        assert "join.loader of rank 0" in error[1]
+        assert found in ([1.5], [1.5, 1.5]), "a mean of both ranks, as long as both have data"
+
+
+@pytest.mark.parametrize(
+    ("how", "lengths"), [("ahead", (3, 3)), ("after", (2, 2)), ("hidden", (2, 4))]
+)
+def test_a_forward_that_others_count_on_is_none(how, lengths):
+    ranks = run(2, loads, how, lengths, timeout=30)
+    both = [1.5] * (min(lengths) + (how == "after"))
+    assert ranks == [(None, both), (None, both + [2.0] * (lengths[1] - lengths[0]))]
