@@ -152,7 +152,8 @@ class DdpParticipant(Participant):
     def rebuilds_buckets(self) -> bool:
         """Tell whether a forward that learns brings DDP's buckets into another order."""
         ddp = self.joinable
-        return not (ddp._has_rebuilt_buckets or ddp.find_unused_parameters)
+        dynamic = ddp.find_unused_parameters and not ddp.static_graph
+        return not (ddp._has_rebuilt_buckets or dynamic)
 
     def send_buffers(self, ranks: Sequence[int]) -> None:
         """Send the buffers of the last rank with data."""
