@@ -32,12 +32,16 @@ from zero_nb.join.participants import (
     innermost_participant,
 )
 from .session import MODEL_KINDS, JoinSession
-from .step_participants import LocalOptimizerParticipant, OptimizerParticipant
+from zero_nb.join.step_participants import (
+    LocalOptimizerParticipant,
+    OptimizerParticipant,
+    driver_of,
+)
 from ..optim.torch_interface import _Join
 
 # %% auto #0
-__all__ = ['kind_of', 'JoinEntry', 'check_kwargs', 'make_entries', 'silent_after', 'make_options', 'find_group', 'find_counter',
-           'Join']
+__all__ = ['kind_of', 'JoinEntry', 'check_kwargs', 'make_entries', 'announces', 'silent_after', 'make_options', 'find_group',
+           'find_counter', 'Join']
 
 # %% ../../nbs/join/15_join.ipynb #b86469c6
 def kind_of(joinable: Any, index: int) -> type[Participant]:
@@ -105,15 +109,20 @@ def make_entries(joinables: Sequence[Any], kwargs: dict[str, Any]) -> list[JoinE
     return entries
 
 
+def announces(entry: JoinEntry) -> bool:
+    """Tell whether a joinable announces anything; a model does it for an optimizer that steps inside backward."""
+    return entry.kind.announces and driver_of(entry.joinable) is None
+
+
 def silent_after(entries: Sequence[JoinEntry]) -> dict[int, list[int]]:
     """List the joinables that announce nothing, by the one before them that does."""
-    announcing = [i for i, entry in enumerate(entries) if entry.kind.announces]
+    announcing = [i for i, entry in enumerate(entries) if announces(entry)]
     found: dict[int, list[int]] = {}
     last = announcing[0] if announcing else -1
     for i, entry in enumerate(entries):
-        if entry.kind.announces:
+        if announces(entry):
             last = i
-        elif entry.kind is not SchedulerParticipant:
+        elif not issubclass(entry.kind, (SchedulerParticipant, OptimizerParticipant)):
             found.setdefault(last, []).append(i)
     return found
 
