@@ -3,13 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught_error
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from zero_nb.backward.ddp_overlap import overlap
 from zero_nb.comm.launch import run
 from zero_nb.join.join import Join, Joinable, JoinHook
+from zero_nb.join.own_joinables import shadowed_by
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -81,3 +84,56 @@ def counts(drives):
 @pytest.mark.parametrize("drives", [False, True])
 def test_what_follows_an_optimizer_follows_a_step_inside_backward(drives):
     assert run(2, counts, drives, timeout=30) == [[2], [2, 1, 1]]
+
+
+def add_nothing(_):
+    dist.all_reduce(torch.zeros(4))
+
+
+class Shifted(nn.Module):
+    """Subtracts the sum over all ranks."""
+
+    @shadowed_by(add_nothing)
+    def forward(self, x):
+        total = x.detach().sum(0)
+        dist.all_reduce(total)
+        return x - total
+
+
+class Recomputed(nn.Module):
+    """Runs a module that sends again inside backward."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.shifted = Shifted()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        def shift(x):
+            return self.shifted(x).tanh()
+
+        return self.last(checkpoint(shift, self.first(x), use_reentrant=self.reentrant))
+
+
+def recomputes(reentrant, policy, lengths):
+    model = DDP(Recomputed(reentrant), bucket_cap_mb=1e-6)
+    done = []
+
+    def train():
+        with Join([model], policy=policy):
+            for _ in range(lengths[dist.get_rank()]):
+                model.zero_grad()
+                model(torch.ones(2, 4)).sum().backward()
+                done.append(1)
+
+    return caught_error(train), len(done)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_module_that_sends_inside_backward_cannot_be_followed(reentrant):
+    for error, _ in run(2, recomputes, reentrant, "shadow", (1, 3), timeout=30):
+        assert error is not None and error[0] == "RuntimeError"
+        assert "Shifted" in error[1] and "checkpoint" in error[1]
+    ranks = run(2, recomputes, reentrant, "stop", (1, 3), timeout=30)
+    assert ranks == [(None, 1), (None, 1)]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..comm.objects import dump, plain_numbers
@@ -100,6 +101,16 @@ def shadowed_by(
 
 class ModuleParticipant(Participant):
     """A module that declares the collectives of its forward."""
+
+    def on_notify(self) -> None:
+        """Announce them; inside backward they would come between the model's own."""
+        if self.session.options.policy == "shadow" and torch._C._current_graph_task_id() >= 0:
+            raise RuntimeError(
+                f"forward of {type(self.joinable).__name__} was called inside backward, as a"
+                " checkpoint of activations does, and what it sends there a rank without data cannot"
+                " follow; leave the module out of the checkpoint, or use policy='stop'"
+            )
+        super().on_notify()
 
     def replay(self, event: JoinEvent) -> None:
         """Send what the module sends, without data."""
