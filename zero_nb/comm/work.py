@@ -30,7 +30,9 @@ LATER = 1  # something that must start before a later collective is waited for
 NEXT = 2  # something that must start before the next collective does
 
 
-def _failed(group: Ranks | None, what: object, error: Exception) -> RuntimeError:  # worth raising
+def _failed(
+    group: Ranks | None, what: object, error: BaseException
+) -> RuntimeError:  # worth raising
     hint = (_last_words(group) or _elsewhere(group)) if group else ""
     if group and group._ending.reason:
         return RuntimeError(f"{_plain(what)} failed: {group._ending.reason}")
@@ -108,7 +110,7 @@ class Work:
         self._steps = steps
         self._what = what
         self._group = group
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         traced = is_compiling()  # then there is nothing to wait for
         # several threads may wait for it, and pass it on
         self._lock: Any = nullcontext() if traced else RLock()
