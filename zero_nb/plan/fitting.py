@@ -69,7 +69,6 @@ def _fewest_ranks(
 ) -> int | None:
     """Double the number of ranks until a rank has the memory, then search between the last two, and
     then below: a bucket that does not divide may need more scratch memory on more ranks."""
-
     specs = find_model(model, setup.dtype)[1]  # once: a generator gives its parameters once
 
     def on(ranks: int) -> Estimate:
