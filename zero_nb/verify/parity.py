@@ -165,7 +165,7 @@ class _Comparison:
             pairs = ((unlike, p.grad), (GRADIENTS, used[name]))
             cause = SUMMATION
             for reason, gradient in pairs if used[name] is not None and p.grad is not None else ():
-                gap = (real_parts(gradient) - mean).abs()  # type: ignore[union-attr]
+                gap = (real_parts(gradient) - mean).abs()  # type: ignore[arg-type]
                 if cause == SUMMATION and not bool(((gap <= limit) | mean.isnan()).all()):
                     cause = reason
             if (used[name] is None) != (p.grad is None):
