@@ -128,9 +128,7 @@ class DataParallel(InBackward, _Joinable):
         """Go back to the user's code: parameters are there, or modules wait for them."""
         self.engine.wait_transformed()  # norm and scale are read where backward was called
         self.stepped = True
-        if self.arriving is None:
-            self.wait()
-        elif backward.shared:  # with tensors that the user's code may write now
+        if self.arriving is None or backward.shared:  # with tensors that the user may write now
             self.engine.wait()
         if self.arriving and _UNFINISHED:  # the user may wait next for a rank that waits for them
             _start_the_rest(self.optimizer.group, LATER)

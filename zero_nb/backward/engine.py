@@ -21,7 +21,8 @@ from ..comm.agreement import agreeing
 from ..comm.calls import mark_agreed
 from ..comm.groups import Group
 from ..optim.arguments import check_param_groups, check_references
-from ..optim.driver import AfterBackward, SideStream, StepOptions, read_options, write_options
+from ..optim.driver import AfterBackward, SideStream, StepOptions
+from ..optim.state_message import read_options, write_options
 from ..optim.flat import FlatBucket
 from ..optim.iteration import Iteration, Reduction, StepPlan
 from ..optim.local_optimizers import LocalOptimizers, check_options, snapshot_options
@@ -358,9 +359,8 @@ class InBackward(ABC):
     def settings(self) -> dict[str, Any]:  # for JSON
         """Give what the next step depends on beside gradients: options, and the scale of a scaler."""
         settings: dict[str, Any] = {"groups": read_options(self.optimizer)}
-        if self.engine.options.scales:
-            settings["scaler"] = self.engine.options.scaler.state_dict()
-        return settings
+        options = self.engine.options
+        return {**settings, "scaler": options.scaler.state_dict()} if options.scales else settings
 
     def load_settings(self, settings: dict[str, Any]) -> None:
         """Take over the settings of another rank, as far as they are given."""

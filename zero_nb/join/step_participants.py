@@ -12,7 +12,8 @@ from typing import Any
 from .event_log import JoinEvent
 from .gradient_record import _CHANGED_GRADIENTS
 from .participants import Participant, Session
-from ..optim.driver import Driver, read_options, write_options
+from ..optim.driver import Driver
+from ..optim.state_message import read_options, write_options
 
 # %% auto #0
 __all__ = ['StepAnnouncer', 'driver_of', 'OptimizerParticipant', 'LocalOptimizerParticipant']

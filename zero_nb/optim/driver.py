@@ -17,7 +17,6 @@ from torch import Tensor
 from ..comm.ending import fails_everywhere
 from ..comm.groups import Group
 from ..comm.native import unserved
-from ..comm.objects import plain_numbers
 from .arguments import check_param_groups
 from .param_specs import clear_gradients, with_gradients
 from .iteration import BucketRun, ParameterGathers, Phase, StepMonitor, Steppable
@@ -27,7 +26,7 @@ from .state_exchange import end_groups
 
 # %% auto #0
 __all__ = ['Driver', 'ShardedOptimizer', 'check_backends', 'gather_parameters', 'AfterBackward', 'norm_of', 'clip_parts',
-           'StepOptions', 'read_options', 'write_options', 'SideStream', 'on_stream']
+           'StepOptions', 'SideStream', 'on_stream']
 
 # %% ../../nbs/optim/22_driver.ipynb #0788cd90
 class Driver(Protocol):
@@ -302,47 +301,6 @@ class StepOptions:
                 " whether they are finite, is not known; use interleaved=False with max_grad_norm"
                 " or scaler"
             )
-
-# %% ../../nbs/optim/22_driver.ipynb #5eb21535
-_SCALARS = {bool, int, float, str, type(None)}
-
-
-def _plain_option(value: Any) -> Any:
-    """Replace tensors and numbers of NumPy, also in tuples and lists, by Python's."""
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if type(value) not in (tuple, list):
-        return plain_numbers(value)
-    is_plain = set(map(type, value)) <= _SCALARS
-    return value if is_plain else type(value)(map(_plain_option, value))
-
-
-def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:  # for JSON
-    """Give the options of each param group, which a scheduler may change."""
-    found = []
-    for group in optimizer.param_groups:
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        plain = {k: v if type(v) in _SCALARS else _plain_option(v) for k, v in options.items()}
-        kinds = (*_SCALARS, tuple, list)
-        found.append({k: v for k, v in plain.items() if isinstance(v, kinds)})
-    return found
-
-
-def _taken_over(old: Any, new: Any) -> Any:
-    """Give an option's value on another rank in the place of this rank's, in its tensors."""
-    if isinstance(old, Tensor):
-        return old.copy_(torch.as_tensor(new, dtype=old.dtype))
-    if isinstance(old, tuple):
-        return tuple(map(_taken_over, old, new)) if len(old) == len(new) else tuple(new)
-    return new
-
-
-def write_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    """Take over the options of another rank."""
-    for group, given in zip(optimizer.param_groups, options, strict=True):
-        for key, value in given.items():
-            old = group.get(key)
-            group[key] = _taken_over(old, value) if isinstance(old, (Tensor, tuple)) else value
 
 # %% ../../nbs/optim/22_driver.ipynb #c256c058
 class SideStream:

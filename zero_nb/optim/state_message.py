@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.objects import dump, load
+from ..comm.objects import dump, load, plain_numbers
 from .state_entry import StateEntry
 from ..plan.shards import Span
 
 # %% auto #0
-__all__ = ['pack_entries', 'unpack_entries']
+__all__ = ['pack_entries', 'unpack_entries', 'read_options', 'write_options']
 
 # %% ../../nbs/optim/13_state_message.ipynb #2a060d33
 _ALIGNED = 64  # bytes; where in a message the elements of a dtype may begin
@@ -141,3 +141,44 @@ def unpack_entries(data: memoryview) -> Iterator[StateEntry]:  # in CPU memory
             value = segments[segment][begin : offsets[segment]]
             values[key] = value if shape is None else value.clone().view(shape)
         yield StateEntry(own, whole, values)
+
+# %% ../../nbs/optim/13_state_message.ipynb #5eb21535
+_PLAIN_TYPES = {bool, int, float, str, type(None)}
+
+
+def _plain_option(value: Any) -> Any:
+    """Replace tensors and numbers of NumPy, also in tuples and lists, by Python's."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if type(value) not in (tuple, list):
+        return plain_numbers(value)
+    is_plain = set(map(type, value)) <= _PLAIN_TYPES
+    return value if is_plain else type(value)(map(_plain_option, value))
+
+
+def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:  # for JSON
+    """Give the options of each param group, which a scheduler may change."""
+    found = []
+    for group in optimizer.param_groups:
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        plain = {k: v if type(v) in _PLAIN_TYPES else _plain_option(v) for k, v in options.items()}
+        kinds = (*_PLAIN_TYPES, tuple, list)
+        found.append({k: v for k, v in plain.items() if isinstance(v, kinds)})
+    return found
+
+
+def _taken_over(old: Any, new: Any) -> Any:
+    """Give an option's value on another rank in the place of this rank's, in its tensors."""
+    if isinstance(old, Tensor):
+        return old.copy_(torch.as_tensor(new, dtype=old.dtype))
+    if isinstance(old, tuple):
+        return tuple(map(_taken_over, old, new)) if len(old) == len(new) else tuple(new)
+    return new
+
+
+def write_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    """Take over the options of another rank."""
+    for group, given in zip(optimizer.param_groups, options, strict=True):
+        for key, value in given.items():
+            old = group.get(key)
+            group[key] = _taken_over(old, value) if isinstance(old, (Tensor, tuple)) else value

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, TYPE_CHECKING, TypeAlias
+from typing import Any, TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -257,7 +257,10 @@ def _groups_of(group: Any) -> list[Group]:
     return [Group(group.get_group(i)) for i in range(group.ndim)]
 
 
-def most_frequent(values: Sequence[Hashable]) -> Any:
+_RankValue = TypeVar("_RankValue", bound=Hashable)
+
+
+def most_frequent(values: Sequence[_RankValue]) -> _RankValue:
     """Give the value that most ranks have; of two that are as frequent, that of the lower rank."""
     counts = Counter(values)
     return max(counts, key=counts.__getitem__)
