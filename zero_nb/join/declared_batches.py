@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -45,8 +45,7 @@ class DeclaredBatches:
         self.session = session
         self.attendance: Attendance | None = None  # None: some rank does not know its own
         self.used = 0  # by this rank
-        self.is_looped = False
-        self.is_over = False  # the loop, while the block goes on
+        self.loop: Literal["not begun", "running", "over"] = "not begun"
         self.longest = 0  # batches of the rank that loops longest, where all are known
         self.bar: Any = None  # shows iterations
 
@@ -59,15 +58,15 @@ class DeclaredBatches:
             self.used += 1
             yield batch
             self.advance(1)
-        self.is_over = True
+        self.loop = "over"
 
     def declare(self, batches: Any) -> int | None:  # how many batches may be taken
         """Exchange how many batches each rank has."""
-        if self.is_looped:
+        if self.loop != "not begun":
             raise RuntimeError(
                 "a Join block has one loop over join.loader(); use another block for the next epoch"
             )
-        self.is_looped = True
+        self.loop = "running"
         session = self.session
         count, sizes = lengths_of(batches)
         session.append(-1, "declare")
@@ -115,7 +114,7 @@ class DeclaredBatches:
         count = self.attendance.batches[group.group_rank] if self.attendance else 0
         if self.used > count:
             said = f"batch {self.used} came, and its length is {count}"
-        elif self.is_over and self.used < self.longest:
+        elif self.loop == "over" and self.used < self.longest:
             said = (
                 f"forward was called after its last batch, while others have up to {self.longest}"
             )

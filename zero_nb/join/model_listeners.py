@@ -205,7 +205,7 @@ class BackwardListener:
         self.session = model.session
         self.record = self.session.gradients.add(record)
         self.is_running = False  # a backward, which has added a gradient or is about to
-        self.reduces = False  # that backward, or the last one
+        self.reduced = 0  # the number of the last backward that was announced
         trained = [param for param in record.params if param.requires_grad]
         self.hooks = [AccumulationHook(param, self.before_accumulation) for param in trained]
         self.announced_settings = driver_settings(model.driver)
@@ -221,7 +221,6 @@ class BackwardListener:
         self.is_running = True
         if not self.model.is_reducing():  # else a part of the backward before
             self.record.begin()
-            self.reduces = False
         queue_end(lambda: queue_end(self.end))  # after what DDP does at the end of a backward
 
     def close(self) -> None:
@@ -241,13 +240,15 @@ class BackwardListener:
     def end(self) -> None:
         """Remember the gradients that a backward has left."""
         self.is_running = False
-        self.record.save(self.session.gradients.compares_norms(), self.reduces)
+        self.record.save(
+            self.session.gradients.compares_norms(), self.reduced == self.record.backwards
+        )
 
     def announce(self, **more: bool) -> None:  # to add to what is announced
         """Announce the reduction of a backward, and the step if it is part of that."""
-        self.reduces = True
         if not self.is_running:  # a step without a backward
             self.record.begin(arrived=True)
+        self.reduced = self.record.backwards
         settings = driver_settings(self.model.driver)
         news = settings if settings != self.announced_settings else {}
         gradients = self.record.describe(self.record.backwards)
