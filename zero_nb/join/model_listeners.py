@@ -65,9 +65,6 @@ class ModelParticipant(Protocol):
     def before_accumulation(self) -> None:
         """Note that a backward is about to add a gradient to a parameter's."""
 
-    def is_reducing(self) -> bool:
-        """Tell whether a backward before this one has begun a reduction that waits for more gradients."""
-
 # %% ../../nbs/join/11_model_listeners.ipynb #e20a0002
 class AccumulationHook:
     """A hook that is called before a backward adds to the gradient of a parameter."""
@@ -200,7 +197,14 @@ def driver_settings(driver: FollowedDriver | None) -> dict[str, Any]:
 class BackwardListener:
     """Announces the reductions of a model, and does to its gradients what the loops of other ranks do."""
 
-    def __init__(self, model: ModelParticipant, record: GradientRecord):
+    def __init__(
+        self,
+        model: ModelParticipant,
+        record: GradientRecord,
+        # whether an earlier backward has begun a reduction that waits for more gradients
+        is_reducing: Callable[[], bool] = lambda: False,
+    ):
+        self.is_reducing = is_reducing
         self.model = model
         self.session = model.session
         self.record = self.session.gradients.add(record)
@@ -219,7 +223,7 @@ class BackwardListener:
     def begin(self) -> None:
         """Note that a backward begins to add gradients."""
         self.is_running = True
-        if not self.model.is_reducing():  # else a part of the backward before
+        if not self.is_reducing():  # else a part of the backward before
             self.record.begin()
         queue_end(lambda: queue_end(self.end))  # after what DDP does at the end of a backward
 

@@ -24,7 +24,7 @@ from .model_listeners import BackwardListener, ForwardListener, driver_settings
 from .participants import NextReduction, Participant
 
 # %% auto #0
-__all__ = ['check_followed', 'WithheldBuffers', 'DdpParticipant', 'DataParallelParticipant']
+__all__ = ['check_followed', 'is_reducing', 'WithheldBuffers', 'DdpParticipant', 'DataParallelParticipant']
 
 # %% ../../nbs/join/12_model_participants.ipynb #a565c2d1
 def check_followed(
@@ -44,6 +44,15 @@ def check_followed(
         )
 
 # %% ../../nbs/join/12_model_participants.ipynb #5e1fb0a7
+def is_reducing(ddp: DistributedDataParallel) -> bool:
+    """Tell whether DDP waits for gradients of a reduction that an earlier backward has begun."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False
+
+
 class WithheldBuffers:
     """Keeps DDP from sending its buffers, which a block sends in its place."""
 
@@ -120,7 +129,7 @@ class DdpParticipant(Participant):
         self.next_backward = outer.next_backward if outer else NextBackward(ddp)
         self.forward = ForwardListener(self, ddp)
         params = [p for p in ddp.parameters() if p.requires_grad]
-        self.backward = BackwardListener(self, GradientRecord(params))
+        self.backward = BackwardListener(self, GradientRecord(params), partial(is_reducing, ddp))
         self.buffers = WithheldBuffers(ddp, outer.buffers if outer else None)
 
     def detach(self) -> None:
@@ -152,8 +161,9 @@ class DdpParticipant(Participant):
     def rebuilds_buckets(self) -> bool:
         """Tell whether a forward that learns brings DDP's buckets into another order."""
         ddp = self.joinable
-        dynamic = ddp.find_unused_parameters and not ddp.static_graph
-        return not (ddp._has_rebuilt_buckets or dynamic)
+        return not (
+            ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph)
+        )
 
     def send_buffers(self, ranks: Sequence[int]) -> None:
         """Send the buffers of the last rank with data."""
@@ -174,14 +184,6 @@ class DdpParticipant(Participant):
         elif next_backward.reduces == "unknown":
             next_backward.when_it_reduces(partial(self.announce, forward_before=True), looks)
         next_backward.note_backward()
-
-    def is_reducing(self) -> bool:
-        """Tell whether DDP waits for gradients of a reduction that an earlier backward has begun."""
-        try:
-            self.joinable.reducer._check_reducer_finalized()
-        except RuntimeError:
-            return True
-        return False
 
     def announce(self, **more: bool) -> None:
         """Announce what DDP does in a backward that reduces, for it or for a driver."""
@@ -318,10 +320,6 @@ class DataParallelParticipant(Participant):
 
     def before_accumulation(self) -> None:
         """Do nothing: the handle calls `before_reduction`."""
-
-    def is_reducing(self) -> bool:
-        """Tell that no reduction is left over: the handle's ends with its backward."""
-        return False
 
     def replay(self, event: JoinEvent) -> None:
         """Take part in what a rank with data does."""
