@@ -283,7 +283,7 @@ def execute(path: Path, storing: bool = False) -> Result:
 
 def send_result(path: Path, storing: bool, to: Connection) -> None:
     """Execute a notebook, and send what came of it."""
-    to.send(execute(path, storing))
+    to.send(tuple(execute(path, storing)))  # a notebook's shell has taken the place of this module
 
 
 def in_processes(
@@ -304,7 +304,7 @@ def in_processes(
         for ours in multiprocessing.connection.wait([*running]):
             path, process = running.pop(ours)
             try:
-                found = ours.recv()
+                found = Result(*ours.recv())
             except EOFError:
                 found = Result("its process died", [], 0.0)
             process.join()
@@ -338,6 +338,20 @@ def todays() -> list[Path]:
     return [path for path in every if name_of(path) not in late]
 
 
+def show_results(results: dict[Path, Result]) -> None:
+    """Print how long each notebook took and which times compare otherwise here; end with what is wrong."""
+    for path in sorted(results, key=lambda path: -results[path].seconds):
+        print(f"{path.relative_to(NBS)}: {results[path].seconds:.0f} s")
+    for claim in chain.from_iterable(result.slower for result in results.values()):
+        print(f"times compare otherwise on this machine: {claim}")
+    failed = [path for path, result in results.items() if result.wrong]
+    for path in failed:
+        print(f"{'=' * 75}\n{path.relative_to(NBS)}\n{results[path].wrong}", file=sys.stderr)
+    if failed:
+        names = ", ".join(str(path.relative_to(NBS)) for path in failed)
+        sys.exit(f"{len(failed)} of {len(results)} notebooks failed: {names}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path, help="(default: those that have their turn)")
@@ -357,18 +371,9 @@ def main() -> None:
     collapse_memory()  # the notebooks are forked from this process, and their ranks from them
 
     results = dict(sorted(in_turns(paths, given.workers, given.store)))
-    failed = [path for path, result in results.items() if result.wrong]
-    for path in sorted(results, key=lambda path: -results[path].seconds):
-        print(f"{path.relative_to(NBS)}: {results[path].seconds:.0f} s")
-    for claim in chain.from_iterable(result.slower for result in results.values()):
-        print(f"times compare otherwise on this machine: {claim}")
     if given.write_costs:
         write_costs({name_of(path): result.seconds for path, result in results.items()})
-    for path in failed:
-        print(f"{'=' * 75}\n{path.relative_to(NBS)}\n{results[path].wrong}", file=sys.stderr)
-    if failed:
-        names = ", ".join(str(path.relative_to(NBS)) for path in failed)
-        sys.exit(f"{len(failed)} of {len(paths)} notebooks failed: {names}")
+    show_results(results)
     if not COMPARES:
         print(f"{len(paths)} notebooks ran; what they show is compared on Python {STORED_BY} only")
         return

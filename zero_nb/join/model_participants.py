@@ -161,9 +161,8 @@ class DdpParticipant(Participant):
     def rebuilds_buckets(self) -> bool:
         """Tell whether a forward that learns brings DDP's buckets into another order."""
         ddp = self.joinable
-        return not (
-            ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph)
-        )
+        learns = ddp.static_graph or not ddp.find_unused_parameters
+        return learns and not ddp._has_rebuilt_buckets
 
     def send_buffers(self, ranks: Sequence[int]) -> None:
         """Send the buffers of the last rank with data."""
@@ -216,13 +215,12 @@ class DdpParticipant(Participant):
 
     def replay_forward(self, event: JoinEvent) -> None:
         """Send buffers of ranks with data, and bring buckets into another order with them."""
-        ddp = self.joinable
         if event.options["ranks"]:
             self.send_buffers(event.options["ranks"])
         if self.driver is not None:
             self.driver.remove_markers()  # DDP copies what is in .grad into new buckets
-        if event.options["rebuild"] and ddp.reducer._rebuild_buckets():
-            ddp._has_rebuilt_buckets = True
+        if event.options["rebuild"] and self.joinable.reducer._rebuild_buckets():
+            self.joinable._has_rebuilt_buckets = True
 
     def gradients_left(self) -> Any:
         """Look at the gradients once more when this rank's loop is over."""

@@ -9,6 +9,8 @@ import sys
 from types import FrameType
 from typing import Any
 
+import torch
+
 from .event_log import JoinEvent
 from .gradient_record import _CHANGED_GRADIENTS
 from .participants import Participant, Session
@@ -129,7 +131,9 @@ class LocalOptimizerParticipant(Participant):
         self.call = None
         super().detach()
 
-    def before(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def before(
+        self, _: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Begin an iteration, and look at the gradients: at those of a closure when it has made them."""
         if not self.guard.listens or _runs_in(self.call):
             return None
@@ -140,7 +144,7 @@ class LocalOptimizerParticipant(Participant):
             self.changed = self.steps.prepare()
             return None
 
-        def prepared() -> Any:
+        def prepared() -> object:
             loss = closure()
             self.changed = self.steps.prepare()
             return loss
