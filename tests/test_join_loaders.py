@@ -68,3 +68,24 @@ def test_a_forward_that_others_count_on_is_none(how, lengths):
     ranks = run(2, loads, how, lengths, timeout=30)
     both = [1.5] * (min(lengths) + (how == "after"))
     assert ranks == [(None, both), (None, both + [2.0] * (lengths[1] - lengths[0]))]
+
+
+def leaves_early():
+    """Break on rank 1 after one of three batches that both ranks have."""
+    rank = dist.get_rank()
+    model = DDP(nn.Linear(1, 1, bias=False))
+
+    def block():
+        with Join([model], policy="raise") as join:
+            for _ in join.loader([0, 1, 2]):
+                model(torch.ones(1, 1)).sum().backward()
+                if rank == 1:
+                    break
+
+    return caught_error(block)
+
+
+def test_a_rank_that_leaves_early_is_an_error_where_the_policy_is_to_raise():
+    for error in run(2, leaves_early, timeout=30):
+        assert error is not None and error[0] == "RuntimeError"
+        assert "rank 1 left its loop after 1 of 3 batches" in error[1]

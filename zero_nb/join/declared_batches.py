@@ -135,9 +135,9 @@ class DeclaredBatches:
         """Raise if a rank left its loop while others went on as if it had data."""
         session = self.session
         sends_buffers = any(participant.has_buffers for participant in session.participants)
-        if self.attendance is None or (
-            session.options.divide_by == "world_size" and not sends_buffers
-        ):
+        options = session.options
+        silent = options.divide_by == "world_size" and not sends_buffers  # whoever has left
+        if self.attendance is None or (silent and options.policy != "raise"):
             return
         for rank, mine, count in zip(
             session.group.ranks, used, self.attendance.batches, strict=False
