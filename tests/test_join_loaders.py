@@ -89,3 +89,25 @@ def test_a_rank_that_leaves_early_is_an_error_where_the_policy_is_to_raise():
     for error in run(2, leaves_early, timeout=30):
         assert error is not None and error[0] == "RuntimeError"
         assert "rank 1 left its loop after 1 of 3 batches" in error[1]
+
+
+def trains_beside_ignored(lengths):
+    """Train where DDP ignores a weight; the gradients of the one that it averages and of that one."""
+    rank = dist.get_rank()
+    net = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False)})
+    net.forward = lambda x: net["a"](x) + net["b"](x)
+    DDP._set_params_and_buffers_to_ignore_for_model(net, ["b.weight"])
+    model = DDP(net)
+    found = []
+    with Join([model], divide_by="active") as join:
+        for _ in join.loader([0] * lengths[rank]):
+            model.zero_grad()
+            model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+            found.append((net["a"].weight.grad.item(), net["b"].weight.grad.item()))
+    return found
+
+
+def test_a_gradient_that_ddp_ignores_gets_no_weight():
+    first, second = run(2, trains_beside_ignored, (1, 2), timeout=30)
+    assert first == [(1.5, 1.0)]
+    assert second == [(1.5, 2.0), (2.0, 2.0)]

@@ -5,13 +5,14 @@
 # %% ../../nbs/join/11_model_listeners.ipynb #1c5f41e2
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 
 from ..backward.watch import TransientHook, found_tensors, queue_end
 from .attendance import ActiveRanks, gradient_weight, weigh
@@ -20,8 +21,8 @@ from .gradient_record import _CHANGED_GRADIENTS, GradientRecord
 from .participants import ConfigGuard, FollowedDriver, Session
 
 # %% auto #0
-__all__ = ['Forward', 'samples_in', 'ModelParticipant', 'AccumulationHook', 'ForwardListener', 'driver_settings',
-           'BackwardListener']
+__all__ = ['Forward', 'samples_in', 'ModelParticipant', 'AccumulationHook', 'averaged_params', 'ForwardListener',
+           'driver_settings', 'BackwardListener']
 
 # %% ../../nbs/join/11_model_listeners.ipynb #f1000016
 def samples_in(args: Any, kwargs: Any, count: Callable[..., int] | None) -> int:
@@ -81,6 +82,13 @@ class AccumulationHook:
     def remove(self) -> None:
         """Remove the hook."""
         self.handle.remove()
+
+# %% ../../nbs/join/11_model_listeners.ipynb #11a4e2c6
+def averaged_params(module: nn.Module) -> Iterable[nn.Parameter]:
+    """Give the parameters whose gradients a model averages: all but those that DDP was told to ignore."""
+    if not isinstance(module, DistributedDataParallel):
+        return module.parameters()
+    return [*module._module_parameters, *getattr(module, "_delay_all_reduce_params", ())]
 
 # %% ../../nbs/join/11_model_listeners.ipynb #84d26674
 Forward = tuple[ActiveRanks, int]  # who has data, and the samples of this rank
@@ -146,7 +154,7 @@ class ForwardListener:
         self.last = [forward]
         self.reached = []
         self.weights = {}
-        for param in module.parameters():
+        for param in averaged_params(module):
             if param.requires_grad and id(param) not in self.weighed:
                 self.weighed[id(param)] = AccumulationHook(param, self.weigh)
 

@@ -20,7 +20,12 @@ from ..backward.stepped_gradients import unstepped_grad
 from .empty_reduction import NextBackward, reduce_no_gradients, reduce_nothing
 from .event_log import JoinEvent
 from .gradient_record import GradientRecord
-from .model_listeners import BackwardListener, ForwardListener, driver_settings
+from zero_nb.join.model_listeners import (
+    BackwardListener,
+    ForwardListener,
+    averaged_params,
+    driver_settings,
+)
 from .participants import NextReduction, Participant
 
 # %% auto #0
@@ -128,7 +133,7 @@ class DdpParticipant(Participant):
         outer: Any = self.guard.outer  # the block around this one, which goes on after it
         self.next_backward = outer.next_backward if outer else NextBackward(ddp)
         self.forward = ForwardListener(self, ddp)
-        params = [p for p in ddp.parameters() if p.requires_grad]
+        params = [p for p in averaged_params(ddp) if p.requires_grad]
         self.backward = BackwardListener(self, GradientRecord(params), partial(is_reducing, ddp))
         self.buffers = WithheldBuffers(ddp, outer.buffers if outer else None)
 
