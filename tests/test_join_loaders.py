@@ -111,3 +111,15 @@ def test_a_gradient_that_ddp_ignores_gets_no_weight():
     first, second = run(2, trains_beside_ignored, (1, 2), timeout=30)
     assert first == [(1.5, 1.0)]
     assert second == [(1.5, 2.0), (2.0, 2.0)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_layer_may_be_in_a_model():
+    def train(lengths):
+        model = DDP(nn.Sequential(torch.jit.script(nn.Linear(1, 1, bias=False))))
+        with Join([model], divide_by="active") as join:
+            for _ in join.loader([0] * lengths[dist.get_rank()]):
+                model(torch.ones(1, 1)).sum().backward()
+        return [p.grad.item() for p in model.parameters()]
+
+    assert run(2, train, (1, 2), timeout=30) == [[2.0]] * 2

@@ -122,4 +122,5 @@ class ModuleParticipant(Participant):
 
 def modules_with_collectives(model: nn.Module) -> list[nn.Module]:
     """List the modules that declare the collectives of their forward."""
-    return [module for module in model.modules() if hasattr(type(module).forward, "shadow")]
+    forwards = ((module, getattr(type(module), "forward", None)) for module in model.modules())
+    return [module for module, forward in forwards if hasattr(forward, "shadow")]
