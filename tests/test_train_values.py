@@ -2,7 +2,9 @@
 
 import importlib.util
 import math
+import os
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +122,13 @@ def test_corpus_from_a_folder(tmp_path):
     }  # a new file moves no other
     with pytest.raises(ValueError, match="--data must hold some dozens of Python files"):
         read_corpus(str(tmp_path / "tests"))
+
+
+def test_corpus_of_names_that_are_no_text(tmp_path):
+    for i in range(200):
+        Path(tmp_path, os.fsdecode(b"caf\xe9%03d.py" % i)).write_text(f"x = {i:0100}\n")
+    corpus = read_corpus(str(tmp_path))
+    assert len(corpus.train) + len(corpus.held_out) == 200 * 106  # each ends with a zero
 
 
 def test_missing_package_names_the_extra(monkeypatch):

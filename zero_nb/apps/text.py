@@ -188,7 +188,7 @@ def read_corpus(
     parts: tuple[bytearray, bytearray] = bytearray(), bytearray()
     for name in sorted(path.relative_to(root).as_posix() for path in paths):
         with suppress(OSError):  # no permission, a broken link
-            parts[zlib.crc32(name.encode()) % 20 == 0].extend(
+            parts[zlib.crc32(name.encode(errors="surrogateescape")) % 20 == 0].extend(
                 (root / name).read_bytes().replace(INDENT, b"\t") + b"\0"
             )
     if min(map(len, parts)) < 1000:
