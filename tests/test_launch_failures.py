@@ -251,6 +251,11 @@ def test_group_timeout_is_the_groups_own():
         run(2, f, group_timeout=2)
 
 
+@pytest.mark.parametrize("limits", [{"group_timeout": 1e10}, {"timeout": 1e10}])
+def test_a_limit_of_centuries_does_not_come_at_once(limits):
+    assert run(2, lambda: dist.barrier(), **limits) == [None, None]
+
+
 def test_a_rank_that_leaves_early_is_missed_by_the_others(capfd):
     def f():
         if rank() == 1:

@@ -151,7 +151,8 @@ def run(
     _check_run(n, f, timeout, group_timeout)
     _warm()
     chosen = _backend(n, backend)
-    limit = timeout + 60 if group_timeout is None else group_timeout
+    # more nanoseconds than 64 bits hold would be a limit in the past
+    limit = min(timeout + 60 if group_timeout is None else group_timeout, 1e9)
     files = NamelessFiles(n + 1)
     store = f"file://{files.inherited[n]}"
     pipes = [multiprocessing.Pipe() for _ in range(n)]
