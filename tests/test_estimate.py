@@ -445,6 +445,13 @@ def test_bad_shape_files_have_one_error(tmp_path, content, message):
             )
             for seconds in (-1.0, math.nan, math.inf, "1")
         ],
+        *[
+            (
+                lambda n=n: fewest_ranks(tiny, replicas=n),
+                f"replicas must be a whole number, at least 1, got {n!r}",
+            )
+            for n in (0, -1, 2.0)
+        ],
         (lambda: estimate(tiny, master_dtype="fp32"), "unknown master_dtype 'fp32'"),
         (lambda: estimate(tiny, master_dtype="int32"), "unknown master_dtype 'int32'"),
         *[

@@ -77,6 +77,8 @@ def _fewest_ranks(
     def enough(ranks: int) -> bool:
         return fits(on(ranks), memory, activations)
 
+    if type(setup.replicas) is not int or setup.replicas < 1:
+        raise ValueError(f"replicas must be a whole number, at least 1, got {setup.replicas!r}")
     limit = most // setup.replicas
     if limit < 1:
         raise ValueError(f"most must be at least replicas, {setup.replicas}, got {most}")
