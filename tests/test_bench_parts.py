@@ -98,3 +98,14 @@ def test_machines_with_different_flags_stop_before_anything_is_measured(tmp_path
     assert all(job.returncode for job in jobs)
     assert all("ValueError" in text and "--rounds: 1" in text for text in said), said
     assert not any("timing" in text for text in said) and not any(tmp_path.iterdir())
+
+
+def test_what_was_left_out_once_and_runs_now_is_not_left_out():
+    left_out = {"zero1": "it did not work", "fairscale": "not installed"}
+    machine = {"name": "here"}
+    old = BenchmarkReport(machine, False, (), (), None, left_out)
+    for new in (
+        BenchmarkReport(machine, False, (), COUNTS, None, {"torch": "why"}),
+        BenchmarkReport(machine, False, (LAUNCH,), (), None, {"torch": "why"}),
+    ):
+        assert merged(old, new).left_out == {"fairscale": "not installed", "torch": "why"}

@@ -178,6 +178,7 @@ def merged(old: BenchmarkReport, new: BenchmarkReport) -> BenchmarkReport:
     timed = {(launch.model, launch.world_size) for launch in new.launches}
     counted = {(c.model, c.world_size, c.variant) for c in new.counts}
     saved = {(c.model, c.world_size) for c in new.checkpoints}
+    runs = {c.variant for c in new.counts}.union(*(launch.losses for launch in new.launches))
     launches = [launch for launch in old.launches if (launch.model, launch.world_size) not in timed]
     kept = [c for c in old.counts if (c.model, c.world_size, c.variant) not in counted]
     return BenchmarkReport(
@@ -186,7 +187,7 @@ def merged(old: BenchmarkReport, new: BenchmarkReport) -> BenchmarkReport:
         (*launches, *new.launches),
         (*kept, *new.counts),
         new.makings or old.makings,
-        old.left_out | new.left_out,
+        {name: why for name, why in old.left_out.items() if name not in runs} | new.left_out,
         (*(c for c in old.checkpoints if (c.model, c.world_size) not in saved), *new.checkpoints),
         old.measured | new.measured,
     )
