@@ -216,7 +216,6 @@ class Progress:
         self.under_way: dict[int, Collective] = {}  # by number
         self.unpublished: deque[Collective] = deque()  # in the order in which they were started
         self.load = 0  # bytes that the collectives under way need in a pool, at most
-        self.least = 0  # bytes that every rank's pool has, as far as this rank knows
         # whether peers may be unable to publish all blocks of the last one until this rank advances again
         self.crowded = False
         # peer, number and entry of blocks for collectives that this rank has not started
@@ -226,9 +225,7 @@ class Progress:
         """Take a collective up, and read what has arrived for it."""
         self.under_way[collective.number] = collective
         self.load += self._needs(collective)
-        if 2 * self.load > self.least:  # a pool grows when it is full, and never shrinks
-            self.least = self.segment.least_pool(self.outbox.pool.size)
-        self.crowded = collective.blocks > _MAX_UNREAD or 2 * self.load > self.least
+        self.crowded = collective.blocks > _MAX_UNREAD or 2 * self.load > self.segment.layout.pool
         self.unpublished.append(collective)
         for arrived in self.early.pop(collective.number, ()):
             self._deliver(*arrived)

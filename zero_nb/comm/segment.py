@@ -103,10 +103,6 @@ class SegmentLayout:
         """8 bytes in which a rank writes that it has left."""
         return self.size * _SLOTS * 32 + rank * _LINE
 
-    def grown(self, rank: int) -> int:
-        """8 bytes in which a rank writes how many bytes its pool has, at least."""
-        return self.left(rank) + 8
-
     def bell(self, rank: int) -> int:
         """Semaphore on which a rank sleeps."""
         return self.left(self.size) + rank * _LINE
@@ -209,13 +205,6 @@ class Segment:
         """Give the number of blocks that a rank had published when it left."""
         value: int = struct.unpack_from("=Q", self.map, self.layout.left(rank))[0]
         return value - 1 if value else None
-
-    def least_pool(self, own: int) -> int:
-        """Write down how many bytes this rank's pool has, and give those of the smallest one, as far
-        as the ranks have written."""
-        struct.pack_into("=Q", self.map, self.layout.grown(self.rank), own)
-        ranks = range(self.layout.size)
-        return min(struct.unpack_from("=Q", self.map, self.layout.grown(r))[0] for r in ranks)
 
     def view(self, offset: int, like: Tensor) -> Tensor:
         """Give shared memory as a tensor of the size and dtype of another."""
