@@ -2,6 +2,7 @@
 
 import random
 import resource
+import subprocess
 import sys
 import threading
 
@@ -149,6 +150,37 @@ def test_threads_share_the_memory_that_messages_are_received_into():
     finally:
         sys.setswitchinterval(before)
     assert said == []
+
+
+SMALL = """
+import sys, ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.unshare(0x00020000) or libc.mount(b"none", b"/", None, 0x44000, None): sys.exit(77)
+if libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=12m"): sys.exit(77)
+import torch
+from zero_nb.comm.launch import run
+from zero_nb.comm.groups import Group
+def work():
+    g, x, y = Group(), torch.ones(4 << 20), torch.ones(1)
+    g.all_reduce(y)
+    x[g.group_rank * len(x) // 2 :] = g.group_rank + 1
+    gather = g.all_gather(x, async_op=True)
+    if g.group_rank: gather.wait()
+    g.all_reduce(y)
+    gather.wait()
+    return x[0].item(), x[-1].item(), g._traffic.transports[0].progress.outbox.pool.size >> 20
+print(run(2, work, timeout=60, group_timeout=20))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
+def test_a_rank_whose_pool_cannot_grow_is_read_before_its_peer_sleeps_elsewhere():
+    """A part of 8 MiB through a pool of at most 4: one rank waits for it, the other one for a sum."""
+    command = [sys.executable, "-c", SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode == 77:
+        pytest.skip("may not mount here")
+    assert "[(1.0, 2.0, " in done.stdout, done.stdout + done.stderr[-2000:]
 
 
 def test_a_device_may_be_named():

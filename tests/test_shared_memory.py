@@ -304,7 +304,11 @@ def test_little_memory_left_is_not_taken(monkeypatch):
         pool = blocks.Pool(fd, 0, 8 << 20)
         assert pool.reserve(2 << 20) == (0, 2 << 20)
         monkeypatch.setattr(os, "posix_fallocate", refuse_memory)
-        assert pool.reserve(1) is None and pool.size == pool.limit == 2 << 20
+        assert pool.reserve(1) is None and pool.size == 2 << 20
+        monkeypatch.undo()
+        assert pool.reserve(1 << 20) == (2 << 20, 3 << 20), "there is memory again"
+        monkeypatch.setattr(os, "posix_fallocate", refuse_memory)
+        assert pool.reserve(2 << 20) is None and pool.size == 4 << 20
         pool.free(0, 2 << 20)
         assert pool.reserve(1 << 20) == (0, 1 << 20)
     finally:

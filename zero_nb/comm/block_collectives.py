@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .blocks import Inbox, Outbox
-from .segment import BLOCK, Entry, Segment, _BATCH, _MAX_UNREAD, _SLOTS
+from .segment import BLOCK, Entry, Segment, _BATCH, _MAX_UNREAD, _SLOTS, _free_bytes
 
 # %% auto #0
 __all__ = ['add_in_order', 'Collective', 'AllGather', 'ReduceScatter', 'Progress']
@@ -216,6 +216,7 @@ class Progress:
         self.under_way: dict[int, Collective] = {}  # by number
         self.unpublished: deque[Collective] = deque()  # in the order in which they were started
         self.load = 0  # bytes that the collectives under way need in a pool, at most
+        self.least = 0  # bytes that each rank's pool has, as far as this rank has looked
         # whether peers may be unable to publish all blocks of the last one until this rank advances again
         self.crowded = False
         # peer, number and entry of blocks for collectives that this rank has not started
@@ -225,7 +226,7 @@ class Progress:
         """Take a collective up, and read what has arrived for it."""
         self.under_way[collective.number] = collective
         self.load += self._needs(collective)
-        self.crowded = collective.blocks > _MAX_UNREAD or 2 * self.load > self.segment.layout.pool
+        self.crowded = collective.blocks > _MAX_UNREAD or not self._have_room(2 * self.load)
         self.unpublished.append(collective)
         for arrived in self.early.pop(collective.number, ()):
             self._deliver(*arrived)
@@ -297,6 +298,15 @@ class Progress:
         if collective.over and collective.number in self.under_way:
             del self.under_way[collective.number]
             self.load -= self._needs(collective)
+
+    def _have_room(self, nbytes: int) -> bool:
+        """Tell whether each rank's pool has that many bytes, or will grow to them."""
+        if nbytes > self.least:
+            self.least = self.segment.least_pool()
+        if nbytes <= self.least or nbytes > self.segment.layout.pool:
+            return nbytes <= self.least
+        # the others may take twice as many bytes each, and a pool doubles to a quarter of what is free
+        return (2 * len(self.ranks) + 4) * nbytes <= _free_bytes(self.segment.fd)
 
     def _needs(self, collective: Collective) -> int:
         """Give the bytes of a pool that it takes, or as many as its entries are of all entries."""

@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 
-from .segment import BLOCK, Entry, Segment, _ENTRY, _LINE, _SLOTS
+from .segment import BLOCK, Entry, Segment, _ENTRY, _LINE, _SLOTS, _free_bytes
 
 # %% auto #0
 __all__ = ['Pool', 'Outbox', 'Inbox']
@@ -38,17 +38,14 @@ class Pool:
         self.free(self.start + self.size, self.start + size)
         self.size = size
 
-    def _extend(self) -> bool:  # False: it is as large as it can be
+    def _extend(self) -> bool:  # False: it is as large as it can be now
         more = min(self.size, self.limit - self.size)
-        disk = os.statvfs(self.fd)
-        if disk.f_blocks and 4 * more > disk.f_bavail * disk.f_frsize:
-            self.limit = self.size  # no more than a quarter of what others may need as well
-        if self.size == self.limit:
+        # no more than a quarter of what others may need as well
+        if not more or 4 * more > _free_bytes(self.fd):
             return False
         try:
             self._grow(self.size + more)
         except OSError:
-            self.limit = self.size
             return False
         return True
 
@@ -88,6 +85,7 @@ class Outbox:
         self.released = dict.fromkeys(segment.peers, 0)  # blocks that each peer wants no more
         # places of the blocks that a peer still wants, in their order
         self.held: deque[tuple[int, int]] = deque()
+        segment.note_pool(self.pool.size)
 
     def collect(self) -> None:
         """Free the blocks that no peer wants any more."""
@@ -134,6 +132,7 @@ class Outbox:
         self.count += 1
         for peer in self.released:
             self.segment.post(layout.published(rank, peer))
+        self.segment.note_pool(self.pool.size)
         self.segment.note_news(self.released)
 
 # %% ../../nbs/comm/20_blocks.ipynb #909f77d5

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import struct
@@ -42,6 +43,12 @@ def _library() -> tuple[Any, Any]:
     slow.memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     slow.memmove.restype = ctypes.c_void_p
     return quick, slow
+
+
+def _free_bytes(fd: int) -> float:
+    """Give the memory that a file may still take of its file system, which others take as well."""
+    disk = os.statvfs(fd)
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else math.inf  # 0: it has no limit
 
 
 def _wait_semaphore(address: int, seconds: float) -> bool:
@@ -100,7 +107,7 @@ class SegmentLayout:
         return (rank * _SLOTS + sequence % _SLOTS) * 32
 
     def left(self, rank: int) -> int:
-        """8 bytes in which a rank writes that it has left."""
+        """8 bytes in which a rank writes that it has left, and 8 with the size of its pool."""
         return self.size * _SLOTS * 32 + rank * _LINE
 
     def bell(self, rank: int) -> int:
@@ -205,6 +212,15 @@ class Segment:
         """Give the number of blocks that a rank had published when it left."""
         value: int = struct.unpack_from("=Q", self.map, self.layout.left(rank))[0]
         return value - 1 if value else None
+
+    def note_pool(self, nbytes: int) -> None:
+        """Write down how many bytes this rank's pool has."""
+        struct.pack_into("=Q", self.map, self.layout.left(self.rank) + 8, nbytes)
+
+    def least_pool(self) -> int:
+        """Give the bytes that each rank's pool has at least: a pool never shrinks."""
+        lines = "=" + f"8xQ{_LINE - 16}x" * self.layout.size
+        return min(struct.unpack_from(lines, self.map, self.layout.left(0)))
 
     def view(self, offset: int, like: Tensor) -> Tensor:
         """Give shared memory as a tensor of the size and dtype of another."""
