@@ -183,6 +183,22 @@ def test_a_rank_whose_pool_cannot_grow_is_read_before_its_peer_sleeps_elsewhere(
     assert "[(1.0, 2.0, " in done.stdout, done.stdout + done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast"])
+def test_a_tensor_whose_elements_share_memory_is_refused(kind):
+    """Of `expand`: a broadcast had sent it before the copy back failed, and blamed a peer."""
+
+    def expanded():
+        x = torch.tensor(3.0).expand(4)
+        args = (x, 0) if kind == "broadcast" else (x,)
+        refused = caught_error(lambda: getattr(Group(), kind)(*args))
+        mine = torch.ones(4)
+        Group().all_reduce(mine)
+        return refused, mine.tolist()
+
+    for (error, words), after in run(2, expanded, timeout=30):
+        assert error == "ValueError" and "contiguous()" in words and after == [2.0] * 4
+
+
 def test_a_device_may_be_named():
     def named():
         objects = ["a"] if dist.get_rank() == 0 else [None]

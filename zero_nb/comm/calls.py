@@ -165,6 +165,21 @@ class Call:
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
+
+def _check_layout(tensor: Tensor) -> None:
+    """Refuse a tensor that no collective can move, before anything is sent."""
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"a collective moves dense tensors, got {tensor.layout}; send its indices and values"
+            " apart"
+        )
+    lengths = zip(tensor.shape, tensor.stride(), strict=True)
+    if not tensor.is_contiguous() and any(size > 1 and not stride for size, stride in lengths):
+        raise ValueError(
+            f"a collective writes each element once, got strides {tensor.stride()} for shape"
+            f" {tuple(tensor.shape)}, as expand() gives; call contiguous() first"
+        )
+
 # %% ../../nbs/comm/09_calls.ipynb #91462aad
 def mark_agreed(
     group: Ranks,  # all its ranks call this, after an agreement on what the collective follows from

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
-from .calls import Call, Parts, _dtype
+from .calls import Call, Parts, _check_layout, _dtype
 from .comparison import _compare
 from .exchange import _all_to_all, _by_host, _exchange, _exchange_error
 from .exchange import _from_root, _off_host, _refuse_first, _to_root
@@ -205,11 +205,7 @@ def _check(group: Ranks, tensor: Tensor, peer: int | None = None) -> None:
             f"group_rank must be 0 to {group.size - 1} in {group}, got {peer}; get_group_rank()"
             " translates a global rank"
         )
-    if tensor.layout != torch.strided:
-        raise ValueError(
-            f"a collective moves dense tensors, got {tensor.layout}; send its indices and values"
-            " apart"
-        )
+    _check_layout(tensor)
     served = group.size == 1 or {"cpu", tensor.device.type} <= group.backends.keys()
     if not served and (why := unserved(group, tensor.device)):
         raise ValueError(why)
