@@ -56,12 +56,22 @@ def _write_grad(param: Tensor, grad: Tensor) -> None:
         param.grad.copy_(grad)
 
 
-def _send_used_params(ddp: torch.nn.parallel.DistributedDataParallel) -> set[int]:
+def _asks_for_unused(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Tell whether DDP asks in each backward which parameters some rank has used."""
+    return ddp.find_unused_parameters and not ddp.static_graph
+
+
+def _send_used_params(
+    ddp: torch.nn.parallel.DistributedDataParallel,
+    buckets: Sequence[Any],  # all of its own
+) -> set[int]:
     """Give the ids of the parameters that a backward has reached on some rank; where DDP asks in each
     backward, take part in that."""
-    params = ddp._build_params_for_reducer()[0]
-    if not ddp.find_unused_parameters or ddp.static_graph:
-        return set(map(id, params))
+    reduced = {id(p): p.requires_grad for bucket in buckets for p in bucket.parameters()}
+    if not _asks_for_unused(ddp):
+        return {param for param, trained in reduced.items() if trained}
+    # DDP's reducer keeps a parameter that was frozen after DDP was made
+    params = [p for p in ddp._module_parameters if id(p) in reduced]
     used = torch.zeros_like(ddp.reducer._get_local_used_map())
     used.copy_(torch.tensor([int(p.grad is not None) for p in params]))
     # the other ranks' is the reducer's own, which is not compared
@@ -71,7 +81,7 @@ def _send_used_params(ddp: torch.nn.parallel.DistributedDataParallel) -> set[int
 
 def _note_reduction(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
     """Have DDP's reducer forget and learn what it does at the end of a backward."""
-    if ddp.find_unused_parameters and not ddp.static_graph:
+    if _asks_for_unused(ddp):
         ddp.reducer._reset_state()  # forget which parameters were used under `no_sync`
     else:
         ddp.reducer._push_all_rebuilt_params()
@@ -112,7 +122,7 @@ def reduce_nothing(
     has_gradients = _fill_buckets(buckets, 1 if hooked else group.size)
     with nullcontext() if overlap is None else overlap.following(has_gradients):
         works = [ddp.reducer._run_comm_hook(bucket) for bucket in buckets]
-        used = _send_used_params(ddp)
+        used = _send_used_params(ddp, buckets)
     reduced = [work.wait() for work in works]
     if overlap is None or overlap.options.keeps_means:  # else there are no averages
         for bucket, value in zip(buckets, reduced, strict=True):
@@ -128,7 +138,8 @@ def reduce_no_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
     overlap = find_overlap(ddp)
     if overlap is not None:
         overlap.remove_markers()  # they are no gradients of an accumulation
-    _send_used_params(ddp)
+    if _asks_for_unused(ddp):
+        _send_used_params(ddp, ddp.reducer._get_zeros_like_grad_buckets())
     _note_reduction(ddp)
 
 # %% ../../nbs/join/10_empty_reduction.ipynb #b00caf01

@@ -218,13 +218,20 @@ class BackwardListener:
         self.record = self.session.gradients.add(record)
         self.is_running = False  # a backward, which has added a gradient or is about to
         self.reduced = 0  # the number of the last backward that was announced
-        trained = [param for param in record.params if param.requires_grad]
-        self.hooks = [AccumulationHook(param, self.before_accumulation) for param in trained]
+        self.hooks: dict[int, AccumulationHook] = {}  # by the index of a parameter
+        self.hook_trained()
         self.announced_settings = driver_settings(model.driver)
+
+    def hook_trained(self) -> None:
+        """Listen to the parameters that need a gradient, also to those that were frozen before."""
+        for i, param in enumerate(self.record.params):
+            if param.requires_grad and i not in self.hooks:
+                self.hooks[i] = AccumulationHook(param, self.before_accumulation)
 
     def after_forward(self, rebuilt: bool) -> None:
         """Get ready for a backward; `rebuilt`: gradients are in new buckets."""
         self.is_running = False
+        self.hook_trained()
         if rebuilt:
             self.record.save()
 
@@ -237,7 +244,7 @@ class BackwardListener:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self.hooks:
+        for hook in self.hooks.values():
             hook.remove()
 
     @torch._disable_dynamo

@@ -133,8 +133,8 @@ class DdpParticipant(Participant):
         outer: Any = self.guard.outer  # the block around this one, which goes on after it
         self.next_backward = outer.next_backward if outer else NextBackward(ddp)
         self.forward = ForwardListener(self, ddp)
-        params = [p for p in averaged_params(ddp) if p.requires_grad]
-        self.backward = BackwardListener(self, GradientRecord(params), partial(is_reducing, ddp))
+        record = GradientRecord([*averaged_params(ddp)])  # a loop may freeze and unfreeze them
+        self.backward = BackwardListener(self, record, partial(is_reducing, ddp))
         self.buffers = WithheldBuffers(ddp, outer.buffers if outer else None)
 
     def detach(self) -> None:
