@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from common import flatten, largest_gap
 from common.joining import batches, network
+from common.joining_modes import FEW, prepared
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD
 
@@ -26,24 +27,42 @@ def train_layers(net, layers):
         param.requires_grad_(name[0] in layers)
 
 
-def trained(lengths, case, unused):
+def plain(net, unused):
+    """Give the model and what is joined."""
+    model = DDP(net, find_unused_parameters=unused)
+    optimizer = SGD(net.parameters(), lr=1e-2, momentum=0.9)
+    return model, optimizer, [model, optimizer]
+
+
+def stepped_in_backward(net, mode):
+    looks = {"find_unused_parameters": True}
+    model, optimizer, joinable, _ = prepared(
+        mode, net, SGD, zero={"momentum": 0.9}, ddp=looks, parallel=looks
+    )
+    return model, optimizer, [joinable, optimizer]
+
+
+def result(net):
+    return flatten(net), [param.requires_grad for param in net.parameters()]
+
+
+def trained(lengths, case, make, *how):
     rank, net = dist.get_rank(), network()
     before, in_loop = CASES[case]
-    model = DDP(net, find_unused_parameters=unused)
-    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, joined = make(net, *how)
     train_layers(net, before)
-    with Join([model, optimizer]):
+    with Join(joined):
         for k, x in enumerate(batches(lengths[rank])):
             train_layers(net, in_loop[k])
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-    return flatten(net)
+    return result(net)
 
 
 def trained_alone(lengths, case):
     net = network()
-    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = SGD(net.parameters(), lr=1e-2, momentum=0.9)
     data = [batches(length, rank) for rank, length in enumerate(lengths)]
     for k, layers in enumerate(CASES[case][1]):
         train_layers(net, layers)
@@ -51,15 +70,25 @@ def trained_alone(lengths, case):
         losses = [net(mine[k]).square().mean() for mine in data if len(mine) > k]
         (torch.stack(losses).sum() / len(lengths)).backward()
         optimizer.step()
-    return flatten(net)
+    return result(net)
+
+
+def check(ranks, wanted):
+    for params, needs in ranks:
+        assert largest_gap(params, wanted[0]) < 1e-6 and needs == wanted[1]
 
 
 @pytest.mark.parametrize("lengths", [(3, 1), (0, 3)], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_may_be_frozen_and_unfrozen(case, lengths):
     wanted = trained_alone(lengths, case)
-    assert all(
-        largest_gap(params, wanted) < 1e-6
-        for unused in {True, "unfrozen" not in case}  # else DDP waits for the frozen ones
-        for params in run(2, trained, lengths, case, unused, timeout=30)
-    )
+    for unused in {True, "unfrozen" not in case}:  # else DDP waits for the frozen ones
+        check(run(2, trained, lengths, case, plain, unused, timeout=30), wanted)
+
+
+@pytest.mark.parametrize("lengths", [(3, 1), (0, 3)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_without_data_freeze_what_a_step_inside_backward_leaves_out(case, lengths):
+    wanted = trained_alone(lengths, case)
+    for mode in FEW:
+        check(run(2, trained, lengths, case, stepped_in_backward, mode, timeout=30), wanted)

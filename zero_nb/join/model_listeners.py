@@ -220,7 +220,7 @@ class BackwardListener:
         self.reduced = 0  # the number of the last backward that was announced
         self.hooks: dict[int, AccumulationHook] = {}  # by the index of a parameter
         self.hook_trained()
-        self.announced_settings = driver_settings(model.driver)
+        self.announced_settings = self.settings()
 
     def hook_trained(self) -> None:
         """Listen to the parameters that need a gradient, also to those that were frozen before."""
@@ -268,7 +268,7 @@ class BackwardListener:
         if not self.is_running:  # a step without a backward
             self.record.begin(arrived=True)
         self.reduced = self.record.backwards
-        settings = driver_settings(self.model.driver)
+        settings = self.settings()
         news = settings if settings != self.announced_settings else {}
         gradients = self.record.describe(self.record.backwards)
         self.session.append(self.model.index, "backward", **news, **more, gradients=gradients)
@@ -276,17 +276,25 @@ class BackwardListener:
 
     def follow(self, event: JoinEvent) -> None:
         """Do to this rank's gradients and settings what ranks with data did to theirs."""
-        if self.model.driver is not None:
-            self.model.driver.load_settings(event.options)
+        self.load_settings(event.options)
         gradients = event.options["gradients"]
         if gradients.get("changed"):
             rank = self.session.group.global_rank
             raise RuntimeError(_CHANGED_GRADIENTS.format("two backwards", rank))
         self.record.follow(gradients)
 
-    def settings(self) -> dict[str, Any] | None:
-        """Give what a step inside backward depends on; None: no step is."""
-        return driver_settings(self.model.driver) or None
+    def settings(self) -> dict[str, Any]:
+        """Give what the next backward depends on: frozen parameters, and what its driver says."""
+        frozen = [i for i, param in enumerate(self.record.params) if not param.requires_grad]
+        return {"frozen": frozen, **driver_settings(self.model.driver)}
+
+    def load_settings(self, settings: dict[str, Any]) -> None:
+        """Take over the settings of another rank, as far as they are given."""
+        if self.model.driver is not None:
+            self.model.driver.load_settings(settings)
+        if "frozen" in settings:
+            for i, param in enumerate(self.record.params):
+                param.requires_grad_(i not in settings["frozen"])
 
     def gradients_left(self) -> Any:
         """Look at the gradients once more when this rank's loop is over."""
@@ -295,8 +303,7 @@ class BackwardListener:
 
     def finish(self, is_last_joiner: bool, settings: Any, gradients: Any) -> None:
         """Take over the settings of the last joiner, and what its loop did to its gradients."""
-        if self.model.driver is not None:
-            self.model.driver.load_settings(settings)
+        self.load_settings(settings)
         if not is_last_joiner:
             found, missing = gradients
             self.record.follow(found)

@@ -232,7 +232,7 @@ class DdpParticipant(Participant):
         return self.backward.gradients_left()
 
     def final_state(self) -> Any:
-        """Give what a step inside backward depends on."""
+        """Give what the next backward depends on."""
         return self.backward.settings()
 
     def finish(self, is_last_joiner: bool, state: Any, gradients: Any) -> None:
@@ -337,7 +337,7 @@ class DataParallelParticipant(Participant):
         return self.backward.gradients_left()
 
     def final_state(self) -> Any:
-        """Give what a step inside backward depends on."""
+        """Give what the next backward depends on."""
         return self.backward.settings()
 
     def finish(self, is_last_joiner: bool, state: Any, gradients: Any) -> None:
