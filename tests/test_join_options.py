@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from common import caught_error
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Adam, lr_scheduler
 
@@ -79,3 +82,21 @@ def test_options_that_are_tensors_stay_tensors():
     ranks = run(2, with_tensors, timeout=30)
     assert ranks[0] == ranks[1]
     assert ranks[0][1:] == (0.125, [(torch.Tensor, 0.25), (torch.Tensor, 0.75)])
+
+
+def local_sgd():
+    ddp = DDP(weight_of_one())
+    averager = PeriodicModelAverager(period=2, warmup_steps=0)
+    optimizer = PostLocalSGDOptimizer(SGD(ddp.parameters(), lr=0.1), averager)
+
+    def enter():
+        with Join([ddp, optimizer]):
+            pass
+
+    return caught_error(enter), len(ddp._forward_hooks), ddp._join_config.enable
+
+
+def test_an_optimizer_without_hooks_is_refused_and_leaves_no_hooks():
+    for error, hooks, enabled in run(2, local_sgd, timeout=30):
+        assert error[0] == "TypeError" and "PostLocalSGDOptimizer" in error[1]
+        assert hooks == 0 and not enabled

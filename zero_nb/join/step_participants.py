@@ -113,6 +113,15 @@ class LocalOptimizerParticipant(Participant):
 
     steps: StepAnnouncer
 
+    def check(self) -> None:
+        """Refuse an optimizer that cannot be listened to."""
+        if not hasattr(self.joinable, "_optimizer_step_pre_hooks"):
+            raise TypeError(
+                f"joinable {self.index}, a {type(self.joinable).__name__}, takes no step hooks, by"
+                " which Join hears of steps; use a class whose constructor calls that of"
+                " torch.optim.Optimizer"
+            )
+
     def attach(self) -> None:
         """Listen to the steps of the optimizer."""
         super().attach()
