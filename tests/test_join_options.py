@@ -100,3 +100,34 @@ def test_an_optimizer_without_hooks_is_refused_and_leaves_no_hooks():
     for error, hooks, enabled in run(2, local_sgd, timeout=30):
         assert error[0] == "TypeError" and "PostLocalSGDOptimizer" in error[1]
         assert hooks == 0 and not enabled
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(7, 3, sparse=True)
+
+    def forward(self, words):
+        return self.words(words)
+
+
+def sparse(policy):
+    ddp = DDP(Words())
+    optimizer = SGD(ddp.parameters(), lr=0.1)
+
+    def train():
+        with Join([ddp, optimizer], policy=policy):
+            for k in range(LENGTHS[dist.get_rank()]):
+                ddp(torch.tensor([k, dist.get_rank()])).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return caught_error(train), ddp.module.words.weight.sum().item()
+
+
+def test_sparse_gradients_are_refused_where_a_rank_without_data_would_send_some():
+    for error, _ in run(2, sparse, "shadow", timeout=30):
+        assert error[0] == "ValueError" and "sparse=True" in error[1]
+    ranks = run(2, sparse, "stop", timeout=30)
+    assert ranks[0] == ranks[1] and ranks[0][0] is None

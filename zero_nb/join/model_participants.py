@@ -116,6 +116,7 @@ class DdpParticipant(Participant):
             return
         senders = {
             "a buffer hook": hasattr(ddp, "buffer_hook"),
+            "an embedding with sparse=True": any(ddp._build_params_for_reducer()[1]),
             "torch.compile's Python reducer": getattr(ddp, "_use_python_reducer", False),
             "delay_all_reduce_named_params": getattr(ddp, "_delay_all_reduce_params", ()),
             "skip_all_reduce_unused_params": getattr(ddp, "skip_all_reduce_unused_params", False),
