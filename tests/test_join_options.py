@@ -84,6 +84,21 @@ def test_options_that_are_tensors_stay_tensors():
     assert ranks[0][1:] == (0.125, [(torch.Tensor, 0.25), (torch.Tensor, 0.75)])
 
 
+def many_joinables(models):
+    """End a block of many models, one of which waits for a backward on rank 0 alone."""
+    layers = [DDP(weight_of_one()) for _ in range(models)]
+    optimizer = SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+    with Join([*layers, optimizer]) as join:
+        if dist.get_rank() == 0:
+            layers[0](torch.ones(1, 1, dtype=torch.float64))
+    return join.session.waits_differ
+
+
+def test_a_block_takes_more_joinables_than_a_number_has_bits():
+    for differ in run(2, many_joinables, 40, timeout=60):
+        assert differ == [True] + [False] * 40
+
+
 def local_sgd():
     ddp = DDP(weight_of_one())
     averager = PeriodicModelAverager(period=2, warmup_steps=0)

@@ -22,7 +22,7 @@ from .participants import NextReduction, Participant
 from .step_participants import OptimizerParticipant, driver_of
 
 # %% auto #0
-__all__ = ['MODEL_KINDS', 'ShadowLoop', 'StopLoop', 'check_drivers', 'with_waits', 'split_waits', 'JoinSession']
+__all__ = ['MODEL_KINDS', 'ShadowLoop', 'StopLoop', 'check_drivers', 'list_waits', 'waits_that_differ', 'JoinSession']
 
 # %% ../../nbs/join/14_session.ipynb #249dbd36
 _SKEW = 1000  # iterations
@@ -121,21 +121,14 @@ def check_drivers(participants: Sequence[Participant], before_step: Any) -> None
 _WAITS = get_args(NextReduction)
 
 
-def with_waits(number: int, participants: Sequence[Participant]) -> int:
-    """Add to a number, as its last bits, whether each participant of this rank waits for a backward."""
-    for each in participants:
-        number = number << 2 | _WAITS.index(each.reduces_next())
-    return number
+def list_waits(participants: Sequence[Participant]) -> list[int]:
+    """Give a number for each participant of this rank: whether it waits for a backward."""
+    return [_WAITS.index(each.reduces_next()) for each in participants]
 
 
-def split_waits(
-    numbers: Sequence[int],  # of `with_waits`, of each rank
-    participants: int,
-) -> tuple[list[int], list[bool]]:  # numbers of the ranks; whether they differ, by participant
-    """Take apart what `with_waits` has put together."""
-    places = [2 * i for i in reversed(range(participants))]  # of the bits
-    differ = [len({number >> place & 3 for number in numbers}) > 1 for place in places]
-    return [number >> 2 * participants for number in numbers], differ
+def waits_that_differ(rows: Sequence[Sequence[int]]) -> list[bool]:  # by participant
+    """Compare what `list_waits` has given on each rank."""
+    return [len(set(waits)) > 1 for waits in zip(*rows, strict=True)]
 
 # %% ../../nbs/join/14_session.ipynb #c8b62db6
 class JoinSession:
@@ -240,10 +233,10 @@ class JoinSession:
         self.log.depart()
         ShadowLoop(self).run()
         self.headcount.finish()
-        ending = with_waits(dropped, self.participants)
-        rows = self.gather(*reached, self.batches.used, iterations, ending)
-        unused, self.waits_differ = split_waits([row[4] for row in rows], len(self.participants))
-        self.attendance = Attendance(tuple(row[3] for row in rows), tuple(unused))
+        waits = list_waits(self.participants)
+        rows = self.gather(*reached, self.batches.used, iterations, dropped, *waits)
+        self.waits_differ = waits_that_differ([row[5:] for row in rows])
+        self.attendance = Attendance(tuple(row[3] for row in rows), tuple(row[4] for row in rows))
         with agreeing(self.group, "leaving Join"):
             self.last_joiner = max(range(len(rows)), key=lambda rank: (rows[rank][:2], rank))
             self.batches.check([row[2] for row in rows])
