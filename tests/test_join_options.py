@@ -84,6 +84,19 @@ def test_options_that_are_tensors_stay_tensors():
     assert ranks[0][1:] == (0.125, [(torch.Tensor, 0.25), (torch.Tensor, 0.75)])
 
 
+def contradicts(policy):
+    ddp = DDP(weight_of_one())
+    return caught_error(lambda: Join([ddp], throw_on_early_termination=True, policy=policy))
+
+
+@pytest.mark.parametrize("policy", ["shadow", "stop", "raise"])
+def test_a_policy_beside_torchs_name_for_another_is_refused(policy):
+    for error in run(2, contradicts, policy, timeout=30):
+        assert (error is None) == (policy == "raise")
+        if error is not None:
+            assert error[0] == "ValueError" and f"policy={policy!r}" in error[1]
+
+
 def many_joinables(models):
     """End a block of many models, one of which waits for a backward on rank 0 alone."""
     layers = [DDP(weight_of_one()) for _ in range(models)]

@@ -214,6 +214,11 @@ class Join:
             raise ValueError("The join context manager requires at least one joinable")
         if len(set(map(id, joinables))) < len(joinables):
             raise ValueError("a joinable may appear once in the list")
+        if throw_on_early_termination and policy not in (None, "raise"):
+            raise ValueError(
+                "throw_on_early_termination=True is torch's name for policy='raise', got"
+                f" policy={policy!r} as well; give one of them"
+            )
         policy = policy or ("raise" if throw_on_early_termination else "shadow")
         by_world_size = kwargs.get("divide_by_initial_world_size", True)
         divide_by = divide_by or ("world_size" if by_world_size else "active")
