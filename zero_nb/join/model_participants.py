@@ -17,7 +17,12 @@ from ..backward.data_parallelism import DataParallel
 from ..backward.ddp_overlap import DdpOverlap, find_overlap
 from ..backward.module_buffers import broadcast_from
 from ..backward.stepped_gradients import unstepped_grad
-from .empty_reduction import NextBackward, reduce_no_gradients, reduce_nothing
+from zero_nb.join.empty_reduction import (
+    NextBackward,
+    _asks_for_unused,
+    reduce_no_gradients,
+    reduce_nothing,
+)
 from .event_log import JoinEvent
 from .gradient_record import GradientRecord
 from zero_nb.join.model_listeners import (
@@ -167,8 +172,7 @@ class DdpParticipant(Participant):
     def rebuilds_buckets(self) -> bool:
         """Tell whether a forward that learns brings DDP's buckets into another order."""
         ddp = self.joinable
-        learns = ddp.static_graph or not ddp.find_unused_parameters
-        return learns and not ddp._has_rebuilt_buckets
+        return not (_asks_for_unused(ddp) or ddp._has_rebuilt_buckets)
 
     def send_buffers(self, ranks: Sequence[int]) -> None:
         """Send the buffers of the last rank with data."""
