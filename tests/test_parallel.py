@@ -103,6 +103,30 @@ def test_state_comes_and_goes_in_the_middle():
             assert max(worst) < 1e-9
 
 
+def copied(early):
+    """Train a copy of a model that is trained, made while its parameters may be on their way."""
+    models, optimizers = [network()], []
+    for i in (0, 3):
+        optimizers.append(sharded(one_adamw(models[-1])))
+        data_parallel(models[-1], optimizers[-1], interleaved=early, hidden=early, **SMALL)
+        iterate(models, optimizers, range(i, i + 3))
+        models.append(copy.deepcopy(models[-1]))
+    one = network()
+    wrapped = DDP(one)
+    iterate([wrapped], [AdamW(one.parameters(), lr=1e-2, weight_decay=0.1)], range(3))
+    iterate([wrapped], [AdamW(one.parameters(), lr=1e-2, weight_decay=0.1)], range(3, 6))
+    return float((flatten(one.parameters()) - flatten(models[1].parameters())).abs().max())
+
+
+def copied_both():
+    return copied(False), copied(True)
+
+
+def test_a_copy_of_a_trained_model_is_trained_as_any_other():
+    for rank in run(2, copied_both):
+        assert max(rank) < 1e-9
+
+
 def buffers():
     out = {}
     for how in ("broadcast", "average", "local"):

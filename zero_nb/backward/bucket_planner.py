@@ -246,7 +246,7 @@ def _check_module(module: Any, optimizer: Any) -> None:
             f"optimizer must be zero_nb's ZeroRedundancyOptimizer, got {type(optimizer).__name__}"
         )
     check_attachable(optimizer)
-    if any(isinstance(hook, TransientHook) for hook in module._forward_pre_hooks.values()):
+    if TransientHook.is_live(module):
         raise RuntimeError(
             "the module is trained with another optimizer already; detach that first"
         )

@@ -152,6 +152,12 @@ class TransientHook:
     def __reduce__(self) -> Any:
         return TransientHook, ()
 
+    @staticmethod
+    def is_live(module: nn.Module) -> bool:  # False for a copy, which holds hooks without a call
+        """Tell whether a hook of this class has something to do before the module's forward."""
+        hooks = module._forward_pre_hooks.values()
+        return any(isinstance(hook, TransientHook) and hook.call is not None for hook in hooks)
+
     @property
     def __name__(self) -> str:  # torch.jit.script asks for it
         raise AttributeError(

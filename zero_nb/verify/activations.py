@@ -92,7 +92,7 @@ def _check_model(model: Any, fake: bool) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
-        if any(isinstance(hook, TransientHook) for hook in module._forward_pre_hooks.values()):
+        if TransientHook.is_live(module):
             raise RuntimeError(
                 "the model's forward talks to other ranks; count before data_parallel, overlap or"
                 " Join is attached, or detach that first"
