@@ -25,6 +25,7 @@ from zero_nb.comm.objects import broadcast_object_list
 from zero_nb.comm.ranks import get_global_rank, get_group_rank, get_process_group_ranks
 from zero_nb.comm.simulation import simulate
 from zero_nb.comm.subgroups import clone, split, two_level
+from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 
 
 def check_of_outsider(group):
@@ -471,3 +472,15 @@ def test_a_group_that_cannot_be_simulated_is_one_clear_error(call, says):
     with pytest.raises(ValueError) as caught:
         call()
     assert says in str(caught.value)
+
+
+def test_a_rank_of_several_that_forgot_to_initialize_is_warned(monkeypatch):
+    params = [*torch.nn.Linear(2, 2).parameters()]
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as a scheduler does, for what it starts
+    ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    monkeypatch.setenv("RANK", "1")  # as torchrun does
+    with pytest.warns(
+        UserWarning, match=r"rank 1 of 2, but .* call init_process_group\(\)"
+    ) as said:
+        ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    assert said[0].filename == __file__

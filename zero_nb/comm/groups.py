@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+import os
+import warnings
 
 import torch
 from torch import Tensor
@@ -16,12 +18,12 @@ from .calls import Call, _dtype
 from .collectives import _divide, _start, _start_exchange
 from .ending import _leave_groups
 from .exchange import _connected
-from .ranks import Ranks
+from .ranks import Ranks, _ready
 from .watcher import _start_watcher
 from .work import LATER, Work, _UNFINISHED, _start_the_rest
 
 # %% auto #0
-__all__ = ['Group', 'connect']
+__all__ = ['Group', 'connect', 'warn_if_alone']
 
 # %% ../../nbs/comm/26_groups.ipynb #40cdabfe
 class Group(Ranks):
@@ -161,3 +163,20 @@ def connect(
     they are connected."""
     if group.size > 1 and not _connected(group, device):
         group.all_reduce(torch.zeros(1, device=device))
+
+
+def warn_if_alone(
+    given: object,  # a process group, or None: all ranks of the job
+    stacklevel: int,  # of the line to be named; 2: that of the caller
+) -> object:  # what was given
+    """Warn if one of several ranks is to be a group of one, as `init_process_group` was not called."""
+    rank = os.environ.get("RANK")
+    size = os.environ.get("WORLD_SIZE", "1")
+    if given is None and rank is not None and size != "1" and not _ready():
+        warnings.warn(
+            f"this process was started as rank {rank} of {size}, but torch.distributed is not"
+            " initialized, so it will train alone; call init_process_group() before the optimizer"
+            " is made",
+            stacklevel=stacklevel,
+        )
+    return given

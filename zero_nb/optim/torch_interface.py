@@ -27,7 +27,7 @@ from .state_exchange import changing
 from .state_plan import kept_numbers, untried_classes
 from .trial import difference, make_trial
 from ..comm.agreement import agreeing
-from ..comm.groups import Group
+from ..comm.groups import Group, warn_if_alone
 from ..comm.subgroups import GroupsLike, TwoLevel, two_level
 from .saved_state import check_destination
 
@@ -92,7 +92,7 @@ class StepWithoutData(_JoinHook):
 
 def find_groups(process_group: GroupsLike) -> Sequence[Group]:
     """Find the ranks that share the state, and of two levels those that hold the same part of it."""
-    given: Any = process_group
+    given: Any = warn_if_alone(process_group, stacklevel=4)
     if getattr(given, "ndim", 1) == 2:
         given = two_level(given)
     return given if isinstance(given, TwoLevel) else (Group(given),)
