@@ -2,6 +2,7 @@
 that was never used, in groups that fit or do not."""
 
 import copy
+import re
 from itertools import product
 
 import pytest
@@ -489,27 +490,34 @@ OTHER = {
 }
 
 
-def bring_best(best, device="cpu"):
+def bring_best(best, device="cpu", kind="full"):
     p = nn.Parameter(torch.ones(4, device=device))
-    zero = ZeroRedundancyOptimizer([p], KeepsBest, best=best, trust_optimizer_class=True)
+    zero = ZeroRedundancyOptimizer(
+        [p], KeepsBest, best=best, trust_optimizer_class=True, state_dict_type=kind
+    )
     p.grad = torch.ones_like(p)
     zero.step()
-    said = caught_error(lambda: zero.consolidate_state_dict(to=None))
+    said = caught_error(zero.state_dict)
     return said, None if said else zero.state_dict()["state"]["best"]
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_state_of_no_parameter_may_be_nan(size):
-    for name, found in run_each(size, bring_best, {k: (v,) for k, v in BEST.items()}).items():
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_state_of_no_parameter_may_be_nan(size, kind):
+    cases = {k: (v, "cpu", kind) for k, v in BEST.items()}
+    for name, found in run_each(size, bring_best, cases).items():
         assert [said for said, _ in found] == [None] * size, (name, found)
     assert all(torch.isnan(one[1]) for _, one in run(size, bring_best, nan))
 
 
-def test_state_of_no_parameter_that_differs_is_refused_on_every_rank():
-    for name, found in run_each(3, bring_best, {k: (v,) for k, v in OTHER.items()}).items():
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_state_of_no_parameter_that_differs_is_refused_on_every_rank(kind):
+    cases = {k: (v, "cpu", kind) for k, v in OTHER.items()}
+    for name, found in run_each(3, bring_best, cases).items():
         for said, _ in found:
-            assert said and said[0] == "RuntimeError", (name, found)
-            assert "state 'best', of no parameter, is not the same on all ranks" in said[1], name
+            assert said and said[0] == "ValueError", (name, found)
+            assert "rank 0 has \"state 'best', of no parameter: " in said[1], name
+            assert re.search(", rank [12] has \"state 'best', of no parameter: ", said[1]), name
 
 
 @cuda

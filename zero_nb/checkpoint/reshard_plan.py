@@ -27,7 +27,6 @@ from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.torch_interface import History, find_groups
 from ..optim.rules import Rule, Settings, find_rule
 from zero_nb.optim.state_entry import (
-    CommonState,
     StateEntry,
     check_complete,
     count_state,
@@ -155,23 +154,20 @@ def _own_progress(
     optimizer: ZeroRedundancyOptimizer, target: ReshardTarget, new: Any
 ) -> TrainingProgress:
     """Write down how far training has come; `TypeError` for what cannot be sent."""
-    common: CommonState = {}
-    for kind in optimizer.local.by_class:
-        common |= read_common(optimizer.local, kind)
     left_out = ("params", "param_names", "fused")
     options = [
         {k: v for k, v in group.items() if k not in left_out}
         for group in optimizer.groups_to_save()
     ]
     check_saved({"state": {}, "param_groups": options})
-    rows = [(place, key, value) for (place, key), value in common.items()]
+    common = [(place, key, value) for (place, key), value in read_common(optimizer.local).items()]
     placement = placement_text(optimizer.sharded_state.plan())
     plan = None if new.unsharded else new.plan.to_json()
     shard = target.settings.shard
     name = shard if isinstance(shard, str) else None
     cap = target.settings.bucket_cap_mb
     history = list(optimizer.history)
-    return TrainingProgress(placement, plan, name, cap, options, rows, history)
+    return TrainingProgress(placement, plan, name, cap, options, common, history)
 
 # %% ../../nbs/checkpoint/15_reshard_plan.ipynb #7e5a0016
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..comm.objects import broadcast_object_list, dump, load
 from ..comm.payloads import byte_device, gather_bytes
 from .state import ShardedState
 from .state_dict_check import comparable_names
-from .state_entry import CommonState, split_common
+from .state_entry import split_common
 from .state_forms import Forms, OwnState, describe_saved
 from zero_nb.optim.state_runs import (
     MemoryTarget,
@@ -38,30 +38,6 @@ __all__ = ['Objects', 'WholeState', 'describe_whole', 'check_kinds', 'check_dest
            'regroup']
 
 # %% ../../nbs/optim/20_saved_state.ipynb #5a7e001a
-def _same_tensor(one: Tensor, other: Tensor) -> bool:  # on any devices
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    here, there = (value.detach().cpu() for value in (one, other))
-    if here.layout != torch.strided or there.layout != torch.strided:
-        return here.layout == there.layout and _same_tensor(here.to_dense(), there.to_dense())
-    first, second = (value.reshape(-1).view(torch.uint8) for value in (here, there))
-    return first.equal(second) or here.equal(there)  # NaN is no equal of NaN, and 0 one of -0
-
-
-def _same_value(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return _same_tensor(one, other)
-    if isinstance(one, (float, complex)) and one != one:
-        return repr(one) == repr(other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same_value, one, other))
-    return bool(one == other)
-
-
 Objects = dict[int, dict[Any, Any]]  # by parameter and key
 
 
@@ -75,37 +51,22 @@ def _own_objects(own: OwnState, forms: Forms) -> Objects:
     return found
 
 
-def _differing(one: CommonState, other: CommonState) -> list[str]:
-    missing = object()
-    every = one.keys() | other.keys()
-    return [k[1] for k in every if not _same_value(one.get(k, missing), other.get(k, missing))]
-
-
-def _gather_objects(
-    group: Group, own: OwnState, forms: Forms, to: int
-) -> tuple[Objects, CommonState]:  # elsewhere those of this rank
-    objects = _own_objects(own, forms)
+def _gather_objects(group: Group, own: OwnState, forms: Forms, to: int) -> Objects:
+    objects = _own_objects(own, forms)  # elsewhere those of this rank
     payload: Any = b""
     with agreeing(group, "packing what is no tensor"):
-        if objects or own.common:
-            payload = dump((objects, own.common), weights_only=True)
+        if objects:
+            payload = dump(objects, weights_only=True)
     device = byte_device(group, own.params[0].device)
     received = gather_bytes(group, memoryview(payload), to, device)
     with agreeing(group, "putting the state together"):
-        other = list[str]()
         try:
             for data in received:
-                theirs, common = load(data, "cpu", weights_only=True) if len(data) else ({}, {})
-                objects |= theirs
-                other += _differing(own.common, common)
+                objects |= load(data, "cpu", weights_only=True) if len(data) else {}
         except Exception:
             deque(received, maxlen=0)  # from ranks that send all the same
             raise
-        if other:
-            raise RuntimeError(
-                f"state {min(other)!r}, of no parameter, is not the same on all ranks"
-            )
-    return objects, own.common
+    return objects
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +77,6 @@ class WholeState:
     forms: Forms  # equal on all ranks, like the values
     values: Values
     objects: Objects  # complete on the rank that receives
-    common: CommonState
 
     def put_together(
         self,
@@ -131,7 +91,7 @@ class WholeState:
                     values[form.key] = self.objects[index][form.key]
                 else:
                     values[form.key] = tensors.get((index, form.key), form.plain)
-        inside, beside = split_common(self.common)
+        inside, beside = split_common(self.own.common)
         return {"state": by_param | inside, **beside}
 
 
@@ -143,14 +103,14 @@ def describe_whole(
 ) -> WholeState:
     """Learn what the whole state consists of; all ranks call this, with two levels those of all nodes.
 
-    Raises as `describe_saved`, and `RuntimeError` on all ranks if they differ in state of no parameter."""
+    Raises as `describe_saved`."""
     group = state.groups[0]
     root = list[int]()
     found = list[WholeState]()
     with agreeing(state.groups, f"{what}, on all nodes"):  # each of which has found out by itself
         own, forms = describe_saved(state, what, lambda: root.append(check()), fresh)
-        objects, common = _gather_objects(group, own, forms, *root)
-        found.append(WholeState(own, forms, values_of(forms, own.params), objects, common))
+        objects = _gather_objects(group, own, forms, *root)
+        found.append(WholeState(own, forms, values_of(forms, own.params), objects))
     return found[0]
 
 # %% ../../nbs/optim/20_saved_state.ipynb #5a7e001d

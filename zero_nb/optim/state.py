@@ -21,7 +21,6 @@ from .load_state import laid_out_as, lay_out_whole, snapshot, split_state_dict
 from .local_optimizers import LocalOptimizers, make_shard
 from .shard import Shard, release_step_memory
 from zero_nb.optim.state_entry import (
-    CommonState,
     StateEntry,
     check_complete,
     count_state,
@@ -182,10 +181,7 @@ class ShardedState:
     def without_steps(self) -> dict[str, Any]:
         """Give the state before the first step, which all ranks know: of no parameter there is any."""
         self.local.change.check_finished()
-        common: CommonState = {}
-        for kind in self.local.by_class:
-            common |= read_common(self.local, kind)
-        inside, beside = split_common(common)
+        inside, beside = split_common(read_common(self.local))
         return {"state": inside, **beside}
 
     def replan(

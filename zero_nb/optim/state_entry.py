@@ -5,6 +5,7 @@
 # %% ../../nbs/optim/11_state_entry.ipynb #cec68bfb
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -25,8 +26,8 @@ from ..plan.shards import Span
 
 # %% auto #0
 __all__ = ['MASTER', 'CommonState', 'is_row', 'value_at', 'own_value', 'StateEntry', 'layout_of', 'check_dense_values',
-           'read_entry', 'take_unmoved', 'own_common', 'class_prefix', 'read_common', 'split_common', 'uneven_error',
-           'count_state', 'check_complete']
+           'read_entry', 'take_unmoved', 'own_common', 'class_prefix', 'read_common', 'describe_common', 'split_common',
+           'uneven_error', 'count_state', 'check_complete']
 
 # %% ../../nbs/optim/11_state_entry.ipynb #1034d0e6
 MASTER = "master_param"  # key of the copy that is stepped, in the state of a parameter that has one
@@ -225,15 +226,39 @@ def class_prefix(local: LocalOptimizers, kind: type) -> str:  # of its keys in s
     return "" if len(local.by_class) == 1 else f"{kind.__name__}."
 
 
-def read_common(local: LocalOptimizers, kind: type) -> CommonState:
-    """Give a class's state of no parameter.
+def read_common(local: LocalOptimizers) -> CommonState:
+    """Give the state of no parameter, of all classes.
 
     Raises `TypeError` for values that cannot be sent."""
-    prefix = class_prefix(local, kind)
-    own = plain_numbers(own_common(local.by_class[kind]))
-    for (_, key), value in own.items():
-        check_plain(f"state {prefix + key!r}, of no parameter,", value)
-    return {(place, prefix + key): value for (place, key), value in own.items()}
+    found: CommonState = {}
+    for kind, optim in local.by_class.items():
+        prefix = class_prefix(local, kind)
+        for (place, key), value in plain_numbers(own_common(optim)).items():
+            check_plain(f"state {prefix + key!r}, of no parameter,", value)
+            found[place, prefix + key] = value
+    return found
+
+
+def _value_text(value: Any) -> str:
+    """Write down a value in a text that is the same for equal ones: NaN equals NaN, and -0 equals 0."""
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        here = value.detach().to_dense().cpu()
+        if here.is_floating_point() or here.is_complex():
+            here = (here.float() if here.itemsize == 1 else here) + 0
+        data = here.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+        form = f"{value.layout} {value.dtype} {tuple(value.shape)}".replace("torch.", "")
+        return f"{form} with checksum {zlib.crc32(data.numpy().data):08x}"
+    if isinstance(value, dict):
+        return f"{kind} {sorted(f'{key!r}: {_value_text(each)}' for key, each in value.items())}"
+    if isinstance(value, (list, tuple)):
+        return f"{kind} {[*map(_value_text, value)]}"
+    return f"{kind} {value + 0 if isinstance(value, (float, complex)) else value!r}"
+
+
+def describe_common(state: CommonState) -> list[str]:  # one line a key
+    """Describe state of no parameter, of which one is kept for all ranks."""
+    return sorted(f"state {k!r}, of no parameter: {_value_text(v)}" for (_, k), v in state.items())
 
 
 def split_common(state: CommonState) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -30,6 +30,7 @@ from zero_nb.optim.state_entry import (
     StateEntry,
     check_complete,
     count_state,
+    describe_common,
     is_row,
     layout_of,
     read_common,
@@ -335,13 +336,13 @@ def describe_saved(
     """Read this rank's rows, and learn what those of all ranks look like; all ranks call this.
 
     Raises on all ranks: what `check` raises, `TypeError` or `ValueError` for values that cannot be saved,
-    `RuntimeError` if there are parts of a state only."""
+    `ValueError` for state of no parameter that differs, `RuntimeError` if there are parts of a state only."""
     state.follow_layouts()
     group = state.groups[0]
     params = params_of(state.shards)
     device = byte_device(group, params[0].device)
     found = list[OwnState]()
-    with agreeing(group, what):
+    with agreeing(state.groups, what, lambda: describe_common(found[0].common)):
         check()
         state.local.change.check_finished()
         rows = (
@@ -349,10 +350,7 @@ def describe_saved(
             if fresh
             else read_entries(state.local, state.shards, state.frozen)
         )
-        common: CommonState = {}
-        for kind in state.local.by_class:
-            common |= read_common(state.local, kind)
-        found.append(OwnState(rows, params, common))
+        found.append(OwnState(rows, params, read_common(state.local)))
     [own] = found
     simulated = group.backend(device) == "fake"
     with end_if_interrupted(state.groups, what):
