@@ -1,7 +1,10 @@
 """Comparisons at many ranks, and of parameters that are no plain matrices."""
 
+import functools
+
 import pytest
 import torch
+from common import caught_error
 from torch import nn
 
 from zero_nb.comm.launch import run
@@ -108,3 +111,27 @@ def rows(step, rank):
 def test_a_parameter_of_no_dimension_may_be_rounded_otherwise():
     for report in run(2, check_parity, Scaled, (torch.optim.AdamW, {"lr": 1e-3}), rows, 3):
         assert report.same, report
+
+
+def half_of_it(model):
+    return [model[0].weight], torch.optim.AdamW, {"lr": 0.1}
+
+
+def none_of_it(model):
+    return nn.Linear(4, 4).parameters(), torch.optim.AdamW, {"lr": 0.1}
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def compare_what_is_held(optimizer):
+    return check_parity(two_layers, optimizer, lambda step, rank: torch.ones(2, 4) + rank, 3)
+
+
+def test_parameters_that_the_optimizer_does_not_hold_are_not_compared():
+    report = run(2, compare_what_is_held, half_of_it)[0]
+    assert report.same and report.parameters == 1 and report.steps == 3, report
+    said = run(2, caught_error, functools.partial(compare_what_is_held, none_of_it))
+    assert [kind for kind, _ in said] == ["ValueError"] * 2
+    assert "of the Sequential that require gradients, got 2 others" in said[0][1]

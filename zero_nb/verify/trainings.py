@@ -27,8 +27,8 @@ from ..optim.rules import choose_fused
 from ..optim.arguments import read_params
 
 # %% auto #0
-__all__ = ['ParityMode', 'PARITY_MODES', 'seed_all', 'Recipe', 'trained_params', 'check_same_params', 'plain_optimizers',
-           'Unsharded', 'set_all', 'Sharded']
+__all__ = ['ParityMode', 'PARITY_MODES', 'seed_all', 'Recipe', 'trained_params', 'stepped_params', 'check_same_params',
+           'plain_optimizers', 'Unsharded', 'set_all', 'Sharded']
 
 # %% ../../nbs/verify/03_trainings.ipynb #9a71001d
 ParityMode = Literal[
@@ -150,6 +150,20 @@ def trained_params(model: nn.Module) -> dict[str, Tensor]:  # by name
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def stepped_params(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Tensor]:  # by name
+    """Give the parameters that are trained by optimizers. Raises `ValueError` if there are none."""
+    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    found = {name: p for name, p in trained_params(model).items() if id(p) in held}
+    if not found:
+        raise ValueError(
+            f"the optimizer must have parameters of the {type(model).__name__} that require gradients,"
+            f" got {len(held)} others; make it of the parameters of the model that it is given"
+        )
+    return found
+
+
 def check_same_params(what: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a model of which an optimizer has no parameter; it may have those of other models."""
     own = set(map(id, model.parameters()))
@@ -186,9 +200,9 @@ class Unsharded:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.model = recipe.make_model()
-        self.params = trained_params(self.model)
         self.arguments = recipe.arguments(self.model)
         self.optimizers = plain_optimizers(*self.arguments)
+        self.params = stepped_params(self.model, self.optimizers)
 
     def wrap(self) -> None:
         """Put the model into DDP."""
@@ -280,9 +294,9 @@ class Sharded:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.model = recipe.make_model()
-        self.params = trained_params(self.model)
         params, kind, options = recipe.arguments(self.model)
         self.zero = ZeroRedundancyOptimizer(params, kind, **recipe.sharded, **options)
+        self.params = stepped_params(self.model, [self.zero])
         self.noted: dict[tuple[int, int, int], Tensor] = {}  # gradients by span
 
     def wrap(self) -> None:
