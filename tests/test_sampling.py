@@ -74,7 +74,7 @@ def test_tests_that_share_a_name_run_the_same_cases(monkeypatch):
 @pytest.fixture
 def costs(monkeypatch):
     """Costs of tests of our own, in place of those that are stored."""
-    made = {"a/cheap": 0.5, "a/some": 1, "a/much": 2, "a/more": 3, "a/most": 99}
+    made = {"a/cheap": 0.4, "a/some": 1, "a/much": 2, "a/more": 3, "a/most": 99}
     made |= {"a/daily": 99, "a/marked[0]": 99}
     monkeypatch.setattr(sampling, "COSTS", made)
     sampling.days_of.cache_clear()
@@ -111,8 +111,8 @@ def test_no_day_costs_much_more_than_another(request, monkeypatch):
 def test_costs_that_are_written_take_the_place_of_older_ones(monkeypatch, tmp_path):
     monkeypatch.setattr(sampling, "COSTS_FILE", tmp_path / "costs.json")
     monkeypatch.setattr(sampling, "COSTS", {"a": 5, "b": 5, "c": 5})
-    sampling.write_costs({"a": 7.4, "b": 0.9, "d": 1.2})
-    assert json.loads((tmp_path / "costs.json").read_text()) == {"a": 7, "c": 5, "d": 1}
+    sampling.write_costs({"a": 7.44, "b": 0.49, "d": 0.52})
+    assert json.loads((tmp_path / "costs.json").read_text()) == {"a": 7.4, "c": 5, "d": 0.5}
 
 
 def test_no_file_that_chooses_ways_itself_runs_in_both():

@@ -17,11 +17,12 @@ import pytest
 # all workers of pytest and all ranks have the same, also at midnight
 SEED = int(os.environ.setdefault("ZERO_NB_SEED", str(date.today().toordinal())))
 
-# seconds of the processor of each test and notebook that takes one or more; `pytest -p common.costs
+# seconds of the processor of each test and notebook that takes half of one or more; `pytest -p common.costs
 # --write-costs` and `tests/notebooks.py --write-costs` write them
 COSTS_FILE = Path(__file__).parents[1] / "costs.json"
 COSTS: dict[str, float] = json.loads(COSTS_FILE.read_text(encoding="utf-8"))
-LIMITS = (1, 2, 3, 6)  # seconds: a test that takes 6 or more runs each fifth day
+LEAST = 0.5  # seconds: what costs less runs every day
+LIMITS = (LEAST, 1.5, 2.5, 6)  # seconds: a test that takes 6 or more runs each fifth day
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # what there is, of a run of the whole suite
 MUCH = 4  # seconds: cases that take as long, and are in turns already, wait twice as long
 
@@ -119,7 +120,7 @@ def resting(items: Iterable[Any]) -> set[Any]:
 
 
 def write_costs(found: Mapping[str, float]) -> None:
-    """Store what costs a second or more, in place of what was known of the same tests and notebooks."""
+    """Store what costs `LEAST` or more, in place of what was known of the same tests and notebooks."""
     new = {name: cost for name, cost in COSTS.items() if name not in found}
-    new |= {name: round(cost) for name, cost in found.items() if cost >= 1}
+    new |= {name: round(cost, 1) for name, cost in found.items() if cost >= LEAST}
     COSTS_FILE.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n", encoding="utf-8")
