@@ -61,7 +61,7 @@ def call_hooks(optimizer: torch.optim.Optimizer, hooks: dict[int, Any], state_di
 def _find_join() -> Any:
     """Give torch's module of `Join`, or what it takes to do without."""
     if not torch.distributed.is_available():
-        return SimpleNamespace(Joinable=object, JoinHook=object)
+        return SimpleNamespace(Joinable=type("Joinable", (), {}), JoinHook=object)
     from torch.distributed.algorithms import join
 
     return join

@@ -283,14 +283,14 @@ def _compare_ways(trial: Trial, together: list[list[Tensor]], cuts: bool) -> str
         except Exception as error:
             return f"steps a parameter differently {what}: {type(error).__name__}: {error!s:.300}"
         if found and difference(trial, together, again := trial.together()):
+            torch.default_generator.manual_seed(torch.initial_seed() ^ 1)
             if difference(trial, again, trial.together()):
                 return (
                     "steps the same small tensors differently a second time, as if it read a seed, a"
                     " clock or what another optimizer left, and each rank would step them differently"
                 )
-            together = (
-                again  # the first was watched, where nothing is compiled, and rounded otherwise
-            )
+            # the first was watched, where nothing is compiled, and rounded otherwise
+            together = again
             found = difference(trial, together, stepped[-1])
         if found:
             return (
