@@ -606,3 +606,22 @@ def test_L2_a_group_made_anew_hears_only_its_own_words_in_its_first_agreement(tm
 
 def test_L2_a_rank_takes_back_what_was_read_by_no_other(tmp_path):
     assert run(3, tries_again, tmp_path, True, True, timeout=60) == [[None]] * 3
+
+
+def one_more_number():
+    """Rank 0 gives up first and closes its connections; rank 2 comes when rank 1 has told of that."""
+    group = clone(Group(), timeout=timedelta(seconds=8))
+    group.all_reduce(torch.ones(4))
+    rank = group.group_rank
+    if rank == 0:
+        backend = group.process_group._get_backend(torch.device("cpu"))
+        backend._set_default_timeout(timedelta(seconds=1))
+    notes = _Notes(group, group._agreements.life.name)
+    while rank == 2 and not notes.peek("failed"):
+        time.sleep(0.05)  # `run` ends it after a minute
+    return caught_error(lambda: group.all_reduce(torch.ones(4 + (rank == 1))))
+
+
+def test_a_rank_that_waits_elsewhere_is_named_though_others_gave_up_before():
+    for kind, words in run(3, one_more_number, timeout=60):
+        assert kind == "RuntimeError" and "all_reduce of 5 float32" in words

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from .arrivals import _plain
+from .arrivals import _DIED_OR_LEFT, _plain
 from .group_store import _elsewhere, _last_words
 from .ranks import Ranks
 from .store import _described
@@ -33,7 +33,10 @@ NEXT = 2  # something that must start before the next collective does
 def _failed(
     group: Ranks | None, what: object, error: BaseException
 ) -> RuntimeError:  # worth raising
-    hint = (_last_words(group) or _elsewhere(group)) if group else ""
+    hint = _last_words(group) if group else ""
+    # ranks that gave up have closed their connections, while one may still wait elsewhere: the cause
+    if group and (not hint or _DIED_OR_LEFT in hint):
+        hint = "; ".join(filter(None, (_elsewhere(group), hint)))
     if group and group._ending.reason:
         return RuntimeError(f"{_plain(what)} failed: {group._ending.reason}")
     if group and group._ending.ended == "destroyed":
