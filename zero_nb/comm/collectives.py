@@ -205,7 +205,8 @@ def _check(group: Ranks, tensor: Tensor, peer: int | None = None) -> None:
             f"group_rank must be 0 to {group.size - 1} in {group}, got {peer}; get_group_rank()"
             " translates a global rank"
         )
-    _check_layout(tensor)
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        _check_layout(tensor)
     served = group.size == 1 or {"cpu", tensor.device.type} <= group.backends.keys()
     if not served and (why := unserved(group, tensor.device)):
         raise ValueError(why)
