@@ -255,6 +255,7 @@ def ask_while_a_client_is_busy(seconds, port):
     """Be three ranks, two of them as on another machine, that wait longer for a text of the first one than
     a request may take; torch's client asks one thing at a time, so the watcher's look waits, too."""
     rank = dist.get_rank()
+    dist.barrier()  # gloo may still connect another rank to this one
     dist.destroy_process_group()
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3)
