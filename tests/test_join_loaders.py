@@ -1,5 +1,7 @@
 """Join: a loader whose batches do not come when the other ranks count on them is an error, and no wrong mean."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -123,3 +125,50 @@ def test_a_scripted_layer_may_be_in_a_model():
         return [p.grad.item() for p in model.parameters()]
 
     assert run(2, train, (1, 2), timeout=30) == [[2.0]] * 2
+
+
+def skips(lengths, skipping, policy, hidden):
+    """Skip the first batch on some ranks; gradients, and the error."""
+    rank = dist.get_rank()
+    model = DDP(nn.Linear(1, 1, bias=False))
+    found = []
+
+    def block():
+        with Join([model], divide_by="active", policy=policy) as join:
+            batches = range(lengths[rank])
+            for i in join.loader(iter(batches) if hidden else batches):
+                if i == 0 and rank in skipping:
+                    continue
+                model.zero_grad()
+                model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+                found.append(model.module.weight.grad.item())
+
+    return caught_error(block), found
+
+
+@pytest.mark.parametrize("skipping", [(0,), (1,)])
+@pytest.mark.parametrize(
+    ("lengths", "policy"),
+    [((3, 2), "shadow"), ((3, 2), "stop"), ((3, 3), "shadow"), ((3, 3), "raise")],
+)
+def test_a_batch_that_one_rank_skips_is_an_error(lengths, policy, skipping):
+    for error, _ in run(2, skips, lengths, skipping, policy, False, timeout=30):
+        assert error is not None and error[0] == "RuntimeError"
+        assert re.search(r"rank \d called forward \d times in its \d batches, and rank", error[1])
+        assert "skip a batch on all ranks or on none" in error[1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "skipping", "hidden", "means"),
+    [
+        ((3, 2), (0, 1), False, [1.5, 1.0]),  # as a run does that goes on in the middle of an epoch
+        ((3, 2), (0,), True, [1.5, 1.5]),
+        ((3, 2), (1,), True, [1.5, 1.0, 1.0]),
+    ],
+)
+def test_a_batch_that_all_ranks_skip_or_none_counts_on_is_no_error(
+    lengths, skipping, hidden, means
+):
+    first, second = run(2, skips, lengths, skipping, "shadow", hidden, timeout=30)
+    assert first == (None, means)
+    assert second == (None, means[: len(second[1])])

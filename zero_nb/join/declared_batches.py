@@ -45,6 +45,8 @@ class DeclaredBatches:
         self.session = session
         self.attendance: Attendance | None = None  # None: some rank does not know its own
         self.used = 0  # by this rank
+        self.forwards = 0  # in which this rank and the others counted on each other
+        self.forwards_after: dict[int, int] = {}  # as many batches as some rank has
         self.loop: Literal["not begun", "running", "over"] = "not begun"
         self.longest = 0  # batches of the rank that loops longest, where all are known
         self.bar: Any = None  # shows iterations
@@ -58,6 +60,8 @@ class DeclaredBatches:
             self.used += 1
             yield batch
             self.advance(1)
+            if self.attendance and self.used in self.attendance.batches:
+                self.forwards_after[self.used] = self.forwards
         self.loop = "over"
 
     def declare(self, batches: Any) -> int | None:  # how many batches may be taken
@@ -96,6 +100,7 @@ class DeclaredBatches:
         at = self.used - 1
         active = known.active(at)
         if options.divide_by != "samples":
+            self.forwards += 1
             return ActiveRanks(group.size, lambda: (0, active))
         if options.samples is not None or None in known.sizes:
             return None
@@ -106,6 +111,7 @@ class DeclaredBatches:
                 f"batch {at} of rank {group.global_rank} has {declared} samples, and forward"
                 f" was called with {samples}; pass whole batches to the model, or samples= to Join"
             )
+        self.forwards += 1
         return ActiveRanks(group.size, lambda: (sum(counts), active))
 
     def check_counted(self) -> None:
@@ -131,8 +137,8 @@ class DeclaredBatches:
         if self.bar is not None and iterations:
             self.bar.update(iterations)
 
-    def check(self, used: Sequence[int]) -> None:
-        """Raise if a rank left its loop while others went on as if it had data."""
+    def check(self, used: Sequence[int], forwards: Sequence[int]) -> None:
+        """Raise if a rank left its loop, or skipped a batch, while others counted on it."""
         session = self.session
         sends_buffers = any(participant.has_buffers for participant in session.participants)
         options = session.options
@@ -146,6 +152,16 @@ class DeclaredBatches:
                 raise RuntimeError(
                     f"rank {rank} left its loop after {mine} of {count} batches while others counted"
                     " on it; leave it on all ranks together"
+                )
+        for rank, batches, theirs in zip(session.group.ranks, used, forwards, strict=True):
+            mine = self.forwards if batches == self.used else self.forwards_after.get(batches)
+            if mine not in (None, theirs):
+                raise RuntimeError(
+                    f"rank {rank} called forward {theirs} times in its {batches} batches, and rank"
+                    f" {session.group.global_rank} {mine} times in as many, so each counted on the"
+                    " other in the wrong batches, and the gradients were weighted wrongly; skip a"
+                    " batch on all ranks or on none, or hide how many there are:"
+                    " join.loader(iter(batches))"
                 )
 
     def used_and_dropped(self, stopped: bool) -> tuple[int, int]:

@@ -228,18 +228,18 @@ class JoinSession:
         """Wait until no rank has data, and take over what the last joiner has."""
         used, dropped = self.batches.used_and_dropped(stopped)
         reached = [self.log.number, self.iteration]
-        iterations = used or self.iteration
         gradients = [participant.gradients_left() for participant in self.participants]
         self.log.depart()
         ShadowLoop(self).run()
         self.headcount.finish()
         waits = list_waits(self.participants)
-        rows = self.gather(*reached, self.batches.used, iterations, dropped, *waits)
+        rows = self.gather(*reached, used, self.batches.forwards, dropped, *waits)
         self.waits_differ = waits_that_differ([row[5:] for row in rows])
-        self.attendance = Attendance(tuple(row[3] for row in rows), tuple(row[4] for row in rows))
+        batches = tuple(row[2] or row[1] for row in rows)  # or iterations: who has no loader
+        self.attendance = Attendance(batches, tuple(row[4] for row in rows))
         with agreeing(self.group, "leaving Join"):
             self.last_joiner = max(range(len(rows)), key=lambda rank: (rows[rank][:2], rank))
-            self.batches.check([row[2] for row in rows])
+            self.batches.check([row[2] for row in rows], [row[3] for row in rows])
             states = [participant.final_state() for participant in self.participants]
             kept = [[*zip(states, gradients, strict=True)]]
             if self.log.size > 1:
