@@ -1,9 +1,11 @@
 """Ranks that fail, hang, die, and callers that do."""
 
 import builtins
+import gc
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -561,3 +563,24 @@ def test_ranks_on_cpus_start_where_cuda_cannot_be_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "init", lambda: 1 / 0)
     assert run(2, rank) == [0, 1]
+
+
+@pytest.mark.parametrize("free", [2, 6])
+def test_a_launch_for_which_there_are_not_enough_files_leaves_none_open(free):
+    run(1, int)
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    holes = max(map(int, before)) + 1 - len(before)  # the lowest free number is given first
+    fillers = [os.dup(0) for _ in range(holes)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, before)) + 1 + free, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            run(4, int)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in fillers:
+            os.close(fd)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert run(2, int) == [0, 0]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -232,8 +233,14 @@ def signal_name(number: int) -> str:
     return f"SIGRTMIN+{number - first}" if number > first else f"signal {number}"
 
 # %% ../../nbs/comm/35_reaper.ipynb #79c703d5
+def _close_files(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
+
+
 class NamelessFiles:
-    """Files that are gone when this process is, and that other processes of this user can open by a path until then."""
+    """Files that are gone when this object or its process is, and that other processes of this user can open by a
+    path until then."""
 
     def __init__(
         self,
@@ -241,8 +248,10 @@ class NamelessFiles:
     ):
         self._folder: Any = None
         self._fds: list[int] = []
+        self._close = weakref.finalize(self, _close_files, self._fds)
         if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
-            self._fds = [os.memfd_create("zero_nb") for _ in range(n)]
+            for _ in range(n):  # all are closed if there can be no more
+                self._fds.append(os.memfd_create("zero_nb"))
             self.paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds]
             # paths for processes forked from this one: they need no permission
             self.inherited = [f"/proc/self/fd/{fd}" for fd in self._fds]
@@ -253,8 +262,6 @@ class NamelessFiles:
 
     def close(self) -> None:
         """Free the files."""
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
+        self._close()
         if self._folder is not None:
             self._folder.cleanup()
