@@ -333,6 +333,7 @@ def test_a_killed_caller_leaves_no_orphan(tmp_path):
             ValueError,
             "1000 ranks need 1000 GPUs for NCCL, and this machine has",
         ),
+        (1000, rank, {"backend": "NCCL"}, ValueError, "1000 ranks need 1000 GPUs for NCCL"),
         (2, rank, {"backend": "what"}, Exception, "what"),
     ],
 )
@@ -504,6 +505,7 @@ def test_one_gpu_a_rank(monkeypatch):
     for start in (
         lambda: World(4),
         lambda: World(4, "nccl"),
+        lambda: World(4, "NCCL"),
         lambda: run(4, rank, backend="cpu:gloo,cuda:nccl"),
     ):
         with pytest.raises(

@@ -189,7 +189,7 @@ def _leave() -> NoReturn:
 # %% ../../nbs/comm/37_rank_process.ipynb #130b5570
 def _backend(n: int, asked: str | None) -> str:
     gpus = torch.cuda.device_count()
-    chosen = asked or ("cpu:gloo,cuda:nccl" if gpus else "gloo")
+    chosen = (asked or ("cpu:gloo,cuda:nccl" if gpus else "gloo")).lower()  # as torch takes it
     if "nccl" in chosen and n > gpus:
         raise ValueError(
             f"{n} ranks need {n} GPUs for NCCL, and this machine has {gpus}; start fewer ranks, or"
