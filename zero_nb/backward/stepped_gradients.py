@@ -319,8 +319,8 @@ class SteppedVersions:
 # %% ../../nbs/backward/02_stepped_gradients.ipynb #5c0f1e02
 _MANY = (
     "backward() has taken {} since step() was last called{}; to add gradients up, run all but the"
-    " last backward under no_sync(), to leave out steps that are not finite, pass scaler=, and to"
-    " leave out others, detach() and step after backward"
+    " last backward under no_sync(); to skip steps that are not finite, pass scaler=; to train only"
+    " the model before this one, as in a GAN, freeze this one; else detach() and step after backward"
 )
 
 
