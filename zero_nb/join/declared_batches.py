@@ -154,11 +154,11 @@ class DeclaredBatches:
                     " on it; leave it on all ranks together"
                 )
         for rank, batches, theirs in zip(session.group.ranks, used, forwards, strict=True):
-            mine = self.forwards if batches == self.used else self.forwards_after.get(batches)
-            if mine not in (None, theirs):
+            here = self.forwards if batches == self.used else self.forwards_after.get(batches)
+            if here not in (None, theirs):
                 raise RuntimeError(
                     f"rank {rank} called forward {theirs} times in its {batches} batches, and rank"
-                    f" {session.group.global_rank} {mine} times in as many, so each counted on the"
+                    f" {session.group.global_rank} {here} times in as many, so each counted on the"
                     " other in the wrong batches, and the gradients were weighted wrongly; skip a"
                     " batch on all ranks or on none, or hide how many there are:"
                     " join.loader(iter(batches))"
