@@ -87,8 +87,8 @@ def trained(group):
 LIMIT = 15.0  # seconds, of the groups
 
 
-def interrupt(folder, name, at, key):
-    """Interrupt a call of rank 0 at one of its lines, in a group of its own. Rank 0 then waits until rank 1 has
+def interrupt(folder, name, trace, key):
+    """Interrupt a call of rank 0 where a trace does, in a group of its own. Rank 0 then waits until rank 1 has
     heard. Give whether rank 1 waited for the time limit, and whether the call came to its end."""
     store = dist.distributed_c10d._get_default_store()
     pair = dist.new_group(timeout=timedelta(seconds=LIMIT))
@@ -98,7 +98,7 @@ def interrupt(folder, name, at, key):
     ended = "returned"
     begin = time.monotonic()
     try:
-        sys.settrace(Interrupts(at, ROOM) if rank == 0 else None)
+        sys.settrace(trace if rank == 0 else None)
         CALLS[name](model, zero, folder)
     except (KeyboardInterrupt, Exception) as error:
         ended = type(error).__name__
@@ -124,7 +124,7 @@ def lines_that_leave_others(folder, name, stride):
     for at in range(1, 100_000, stride):
         # twice, as gloo may lose a message that meets a closed connection
         for attempt in range(2):
-            waited, is_over = interrupt(folder, name, at, f"{at} {attempt}")
+            waited, is_over = interrupt(folder, name, Interrupts(at, ROOM), f"{at} {attempt}")
             if not waited:
                 break
         else:
@@ -139,6 +139,50 @@ def test_no_line_at_which_a_call_is_interrupted_leaves_another_rank_waiting(name
     found = run(2, lines_that_leave_others, tmp_path, name, 397, timeout=280)
     for waited, lines in found:
         assert waited == [] and lines > 300, found
+
+
+class OwnLines:
+    """A trace that raises `KeyboardInterrupt` at one of the lines of the first function of zero_nb that is called."""
+
+    def __init__(self, at):
+        self.left = at
+        self.first = None
+
+    def __call__(self, frame, event, arg):
+        if ROOM not in frame.f_code.co_filename:
+            return None
+        self.first = self.first or frame
+        if frame is self.first and event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self if frame is self.first else None
+
+
+def own_lines_that_leave_others(folder, name):
+    """As above, for each line of the called function itself."""
+    found = []
+    for at in range(1, 1000):
+        for attempt in range(2):
+            waited, is_over = interrupt(folder, name, OwnLines(at), f"{at} {attempt}")
+            if not waited:
+                break
+        else:
+            found.append(at)
+        if is_over:
+            return found, at
+    return found, None
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("name", ["memory_report", "reshard"])
+def test_no_line_between_two_blocks_of_a_call_leaves_another_rank_waiting(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys.modules[__name__], "LIMIT", 5.0)
+    for waited, lines in run(2, own_lines_that_leave_others, tmp_path, name, timeout=280):
+        assert waited == [] and lines > 10, (waited, lines)
 
 
 def leave_join(place):

@@ -22,7 +22,7 @@ from .seats import parameter_sources, placement_from, send_parameters
 from ..comm.agreement import agreeing
 from ..comm.groups import Group
 from ..comm.subgroups import GroupsLike
-from ..comm.ending import end_if_interrupted, fail
+from ..comm.ending import end_if_interrupted, fail, note_known
 from ..comm.ranks import GroupLike
 from ..optim.optimizer import ZeroRedundancyOptimizer
 from ..optim.state import replace_shards
@@ -197,17 +197,18 @@ def reshard(
         if same or not isinstance(optimizer.driver, LeftGroup):
             optimizer.wait_for_driver()
         optimizer.sharded_state.follow_layouts()
-    with agreeing(ranks, "reshard", lambda: describe_request(optimizer, request)):
-        check_free(optimizer)
-        change = Resharding(optimizer, request, ranks)
     with end_if_interrupted(ranks, "reshard"):
+        with agreeing(ranks, "reshard", lambda: describe_request(optimizer, request)):
+            check_free(optimizer)
+            change = Resharding(optimizer, request, ranks)
         senders, receivers = change.find_rows()
         change.check_parts(senders)
         new = change.plan(senders, len(receivers.ranks[0]))
-    try:
-        with optimizer.local.change.during("reshard()"):
-            StateMover(change, new, senders, receivers).move(change.entries)
-    except BaseException as error:
-        for groups in filter(None, (ranks, optimizer.groups, change.target.groups)):
-            fail(groups, error)
-        raise
+        try:
+            with optimizer.local.change.during("reshard()"):
+                StateMover(change, new, senders, receivers).move(change.entries)
+        except BaseException as error:
+            for groups in filter(None, (ranks, optimizer.groups, change.target.groups)):
+                fail(groups, error)
+            note_known(error, ranks)
+            raise

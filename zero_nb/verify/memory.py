@@ -348,6 +348,14 @@ class MemoryReport:
         return "\n".join([f"| {' | '.join(head)} |", "|--:|:--|--:|--:|:--|", *rows])
 
 # %% ../../nbs/verify/05_memory.ipynb #9a720013
+def _check_report(model: object, optimizer: object, checkpointer: object) -> None:
+    kinds = f"a {type(model).__name__} and a {type(optimizer).__name__}"
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"memory_report takes a module and an optimizer, got {kinds}")
+    if not isinstance(checkpointer, AsyncCheckpointer | None):
+        raise TypeError(f"checkpointer must be an AsyncCheckpointer, got {checkpointer!r:.60}")
+
+
 def memory_report(
     model: nn.Module,  # as it is trained: plain, or in DDP
     optimizer: torch.optim.Optimizer,  # of its parameters, sharded or not
@@ -359,25 +367,19 @@ def memory_report(
     sharded = optimizer if isinstance(optimizer, ZeroRedundancyOptimizer) else None
     group = sharded.group if sharded else Group()
     rows: list[MemoryRow] = []
-    with agreeing(group, "memory_report"):
-        if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                "memory_report takes a module and an optimizer, got a"
-                f" {type(model).__name__} and a {type(optimizer).__name__}"
-            )
-        if not isinstance(checkpointer, AsyncCheckpointer | None):
-            raise TypeError(f"checkpointer must be an AsyncCheckpointer, got {checkpointer!r:.60}")
-        if sharded:  # a plain optimizer may step copies
-            check_same_params("memory_report", model, sharded)
-            sharded.wait_for_driver()
-        steps = bool(_state_tensors(optimizer))
-        facts = DriverFacts.of(optimizer)
-        planned = _planned(model, optimizer, group.group_rank)
-        copies = {} if checkpointer is None else {"copies": checkpointer.staged.nbytes}
-        for category, held in {**_held_now(model, optimizer), **copies}.items():
-            plan = planned.get(category, 0)
-            reason = _reason(category, held, plan, steps, _Counter().add(facts.free))
-            rows.append(MemoryRow(group.group_rank, category, held, plan, reason))
     with end_if_interrupted(group, "memory_report"):
+        with agreeing(group, "memory_report"):
+            _check_report(model, optimizer, checkpointer)
+            if sharded:  # a plain optimizer may step copies
+                check_same_params("memory_report", model, sharded)
+                sharded.wait_for_driver()
+            steps = bool(_state_tensors(optimizer))
+            facts = DriverFacts.of(optimizer)
+            planned = _planned(model, optimizer, group.group_rank)
+            copies = {} if checkpointer is None else {"copies": checkpointer.staged.nbytes}
+            for category, held in {**_held_now(model, optimizer), **copies}.items():
+                plan = planned.get(category, 0)
+                reason = _reason(category, held, plan, steps, _Counter().add(facts.free))
+                rows.append(MemoryRow(group.group_rank, category, held, plan, reason))
         found = gather_to_all(group, [asdict(row) for row in rows])
     return MemoryReport(facts.method, tuple(MemoryRow(**row) for part in found for row in part))
