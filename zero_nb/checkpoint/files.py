@@ -255,8 +255,7 @@ def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
     found = dict[str, Record]()
     try:
         with zipfile.ZipFile(file) as archive:
-            first = archive.start_dir
-            file.seek(first)
+            file.seek(archive.start_dir)
             directory = io.BytesIO(file.read())  # once, for it is at the other end
             if directory.getvalue()[-22:-18] != _END:
                 raise zipfile.BadZipFile("bytes follow its end")
@@ -265,13 +264,14 @@ def records_in(file: Any, path: str | os.PathLike[str]) -> dict[str, Record]:
             for name, info in named.items() if "data.pkl" in named else ():
                 listed, listed_nbytes = _header_at(directory, entry, *_IN_DIRECTORY)
                 own, own_nbytes = _header_at(file, info.header_offset, *_BEFORE_RECORD)
-                plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & _PACKED
-                if own != listed or not plain or info.external_attr & _FOLDER:
-                    raise zipfile.BadZipFile(
-                        f"record {info.filename!r} is compressed or a folder (packed by zip?), or listed as another"
-                    )
                 offset = info.header_offset + own_nbytes
-                places = [first + entry + 16]  # in the directory at the end
+                fits = own == listed and offset + info.file_size <= archive.start_dir
+                plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & _PACKED
+                if not fits or not plain or info.external_attr & _FOLDER:
+                    raise zipfile.BadZipFile(
+                        f"record {info.filename!r} is compressed or a folder (packed by zip?), or not as listed"
+                    )
+                places = [archive.start_dir + entry + 16]  # in the directory at the end
                 entry += listed_nbytes
                 if info.flag_bits & 8:  # and behind the record
                     places.append(offset + info.file_size + 4)
