@@ -21,8 +21,10 @@ from zero_nb import (
     reshard,
     save_sharded,
 )
+from zero_nb.checkpoint import full
 from zero_nb.comm.ending import fail
 from zero_nb.comm.launch import run
+from zero_nb.comm.subgroups import two_level
 from zero_nb.join import session
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.verify.memory import memory_report
@@ -63,6 +65,7 @@ CALLS = {
     "load_sharded": lambda model, zero, folder: load_sharded(
         folder / "saved", model, zero, zero.process_group
     ),
+    "full": lambda model, zero, folder: full_state_dict(zero, None),
     "load_full": lambda model, zero, folder: load_full_state_dict(zero, folder / "full.pt"),
     "add_param_group": add_group,
     "relaid": relaid,
@@ -114,12 +117,16 @@ def interrupt(folder, name, trace, key):
     return found[1][1] == "True", found[0][0] != "KeyboardInterrupt"
 
 
-def lines_that_leave_others(folder, name, stride):
-    """Interrupt a call of rank 0 at many of its lines; give those after which rank 1 had to wait, and how many
-    lines the call has."""
+def save(folder):
     model, zero = trained(None)
     save_sharded(folder / "saved", model, zero)
     full_state_dict(zero, folder / "full.pt")
+
+
+def lines_that_leave_others(folder, name, stride):
+    """Interrupt a call of rank 0 at many of its lines; give those after which rank 1 had to wait, and how many
+    lines the call has."""
+    save(folder)
     found = []
     for at in range(1, 100_000, stride):
         # twice, as gloo may lose a message that meets a closed connection
@@ -142,26 +149,25 @@ def test_no_line_at_which_a_call_is_interrupted_leaves_another_rank_waiting(name
 
 
 class OwnLines:
-    """A trace that raises `KeyboardInterrupt` at one of the lines of the first function of zero_nb that is called."""
+    """A trace that raises `KeyboardInterrupt` at one of the lines of the functions of zero_nb that this file calls."""
 
     def __init__(self, at):
         self.left = at
-        self.first = None
 
     def __call__(self, frame, event, arg):
-        if ROOM not in frame.f_code.co_filename:
+        if ROOM not in frame.f_code.co_filename or frame.f_back.f_code.co_filename != __file__:
             return None
-        self.first = self.first or frame
-        if frame is self.first and event == "line":
+        if event == "line":
             self.left -= 1
             if self.left == 0:
                 sys.settrace(None)
                 raise KeyboardInterrupt
-        return self if frame is self.first else None
+        return self
 
 
 def own_lines_that_leave_others(folder, name):
     """As above, for each line of the called function itself."""
+    save(folder)
     found = []
     for at in range(1, 1000):
         for attempt in range(2):
@@ -175,14 +181,42 @@ def own_lines_that_leave_others(folder, name):
     return found, None
 
 
-@pytest.mark.turns(2)
-@pytest.mark.parametrize("name", ["memory_report", "reshard"])
+@pytest.mark.turns(3)
+@pytest.mark.parametrize(
+    "name", ["full", "load_full", "load_sharded", "memory_report", "reshard", "state_dict full"]
+)
 def test_no_line_between_two_blocks_of_a_call_leaves_another_rank_waiting(
     name, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(sys.modules[__name__], "LIMIT", 5.0)
     for waited, lines in run(2, own_lines_that_leave_others, tmp_path, name, timeout=280):
-        assert waited == [] and lines > 10, (waited, lines)
+        assert waited == [] and lines > 9, (waited, lines)
+
+
+def saves_after_an_interrupt(nodes):
+    """Interrupt rank 0 while it checks arguments; what each rank raised, and whether the next call gives the state."""
+    _, zero = trained(two_level(2) if nodes else None)
+    check = full._check_arguments
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    full._check_arguments = check if dist.get_rank() else interrupted
+    try:
+        full_state_dict(zero, None)
+    except (KeyboardInterrupt, RuntimeError) as error:
+        said = f"{type(error).__name__}: {error}"
+    full._check_arguments = check
+    return said, sorted(full_state_dict(zero, None)["state"])
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(2, False), (4, True)])
+def test_an_interrupt_before_anything_is_sent_leaves_the_groups_usable(size, nodes):
+    (said, state), *others = run(size, saves_after_an_interrupt, nodes, timeout=60)
+    assert said == "KeyboardInterrupt: " and state == [0, 1, 2, 3]
+    for words, found in others:
+        assert words.startswith("RuntimeError") and "rank 0 failed with KeyboardInterrupt" in words
+        assert found == state
 
 
 def leave_join(place):

@@ -82,12 +82,12 @@ def full_state_dict(
         raise TypeError(f"full_state_dict is for a ZeroRedundancyOptimizer, got {optimizer!r:.80}")
     optimizer.wait_for_driver()
     given = [f"to={to}, key_by={key_by}"]
-    with agreeing(optimizer.groups, "full_state_dict", lambda: given, local=True):
-        _check_arguments(optimizer, to, key_by)
-        groups = _own_copy(optimizer.groups_to_save())
-        if isinstance(to, (str, os.PathLike)):
-            check_saved({"state": {}, "param_groups": groups})
     with end_if_interrupted(optimizer.groups, "full_state_dict"):
+        with agreeing(optimizer.groups, "full_state_dict", lambda: given, local=True):
+            _check_arguments(optimizer, to, key_by)
+            groups = _own_copy(optimizer.groups_to_save())
+            if isinstance(to, (str, os.PathLike)):
+                check_saved({"state": {}, "param_groups": groups})
         if isinstance(to, (str, os.PathLike)):
             _write_full(optimizer, Path(to), groups, key_by)
             return None
@@ -214,19 +214,19 @@ def load_full_state_dict(
 
     Raises on all ranks, with the optimizer as it was: `ValueError` for a file that is damaged or no
     state dict, or if groups or shapes do not fit, `OSError` if it cannot be opened."""
-    found = list[dict[str, Any]]()
     said = list[str]()
     agreed = agreeing(optimizer.groups, "load_full_state_dict", lambda: said, local=True)
-    with agreed, naming_source(source):
-        part = (optimizer.group.group_rank, optimizer.group.size)
-        if isinstance(source, Mapping):
-            full = dict(source)
-        else:
-            full = read_full(source, part, said.append, in_memory=_shows_user(optimizer))
-        names: list[Any] = [g.get("param_names") for g in optimizer.param_groups]
-        found.append(full if None in names else by_index(full, names))
-    with end_if_interrupted(optimizer.groups, "load_full_state_dict"), naming_source(source):
-        optimizer.load_state_dict(found[0])
+    with end_if_interrupted(optimizer.groups, "load_full_state_dict"):
+        with agreed, naming_source(source):
+            part = (optimizer.group.group_rank, optimizer.group.size)
+            if isinstance(source, Mapping):
+                full = dict(source)
+            else:
+                full = read_full(source, part, said.append, in_memory=_shows_user(optimizer))
+            names: list[Any] = [g.get("param_names") for g in optimizer.param_groups]
+            full = full if None in names else by_index(full, names)
+        with naming_source(source):
+            optimizer.load_state_dict(full)
 
 # %% ../../nbs/checkpoint/04_full.ipynb #f0110017
 def _names_by_group(

@@ -334,15 +334,15 @@ def load_sharded(
     said = dict[str, Any]()
     name = str(folder)
     describe = lambda: [f"folder={name}", f"a manifest with checksum {sealed(said)['crc32']}"]
-    with agreeing(group, "load_sharded", describe, local=True):
-        check_available()
-        check_kinds(model, optimizer, folder)
-        folder = os.path.realpath(folder)  # a link, such as `latest`, may lead elsewhere meanwhile
-        said |= check_folder(folder, (group.group_rank, group.size))
     groups = [group]
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         groups += optimizer.groups
     with end_if_interrupted(groups, f"loading {name}"):
+        with agreeing(group, "load_sharded", describe, local=True):
+            check_available()
+            check_kinds(model, optimizer, folder)
+            folder = os.path.realpath(folder)  # a link, such as `latest`, may lead elsewhere soon
+            said |= check_folder(folder, (group.group_rank, group.size))
         saved = _load_checked(folder, name, said, model, optimizer, groups)
     for words in () if group.group_rank else saved.overruled:
         warnings.warn(words, stacklevel=2)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from .ranks import _MARKS, _TAGS, Ranks, _sending_group
-from .store import _Notes, _described, _has_no_peers, _is_agreed, _note_agreed, _untold
-from .store import _shortened, _timeout
+from .store import _Notes, _described, _has_no_peers, _is_agreed, _note_agreed
+from .store import _note_in_step, _shortened, _timeout, _untold
 
 # %% auto #0
 __all__ = []
@@ -249,7 +249,9 @@ def _interrupt(
             with suppress(Exception):  # the store may be gone
                 outcome = _decide(_Notes(group, state.life.name), turn, f"left {words}")
     finally:
-        if not outcome.startswith(("left", "failed")):
+        if outcome.startswith(("left", "failed")):
+            _note_in_step(error, group)
+        else:
             group._interrupted(words)
         _note_agreed(error, group)
 

@@ -25,6 +25,7 @@ from zero_nb.comm.store import (
     _Notes,
     _described,
     _has_no_peers,
+    _leaves_in_step,
     _note_agreed,
     _shortened,
 )
@@ -134,13 +135,14 @@ def end_if_interrupted(
     what: str,  # what is done in the block, for the error
 ) -> Iterator[None]:
     """End groups if Ctrl-C, or the like, ends the block where no agreement or collective tells the other
-    ranks: some may wait for this one."""
+    ranks: some may wait for this one. Where one agreement has told them all, the groups go on."""
     since = next(_GROUP_COUNT)
+    every = all_groups(groups)
     try:
         yield
     except BaseException as error:
-        for group in all_groups(groups):
-            if not isinstance(error, Exception):
+        if not (isinstance(error, Exception) or _leaves_in_step(error, every, since)):
+            for group in every:
                 _interrupt(group, since, 0, what, error)
         raise
 

@@ -15,10 +15,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -367,6 +368,17 @@ def _note_agreed(error: BaseException, group: Ranks) -> None:
     with suppress(AttributeError):  # of a class that takes no attribute
         agreed = name, next(_GROUP_COUNT)  # an error may be pickled
         error.__dict__.setdefault("_agreed_by", []).append(agreed)
+
+
+def _note_in_step(error: BaseException, group: Ranks) -> None:
+    """Note that an agreement has brought an interrupt to all ranks of a group, which stay in step."""
+    error.__dict__.setdefault("_in_step", []).append((next(_GROUP_COUNT), {*group.ranks}))
+
+
+def _leaves_in_step(error: BaseException, groups: Sequence[Ranks], since: int) -> bool:
+    """Tell whether all ranks of some groups heard of an interrupt in one agreement after a count."""
+    ranks = {*chain.from_iterable(group.ranks for group in groups)}
+    return any(number > since and ranks <= told for number, told in getattr(error, "_in_step", ()))
 
 
 def _untold(group: Ranks, words: str) -> RuntimeError:
