@@ -17,13 +17,21 @@ import torch
 import torch.distributed as dist
 from common import Interrupts, caught
 from torch import nn
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 
-from zero_nb import convert_checkpoint, full_state_dict, newest_checkpoint, verify_checkpoint
+from zero_nb import (
+    activation_memory,
+    convert_checkpoint,
+    full_state_dict,
+    newest_checkpoint,
+    verify_checkpoint,
+)
 from zero_nb.checkpoint import checksums
 from zero_nb.checkpoint import sharded as sharded_module
 from zero_nb.checkpoint.async_save import AsyncCheckpointer, StagingMemory
 from zero_nb.checkpoint.folder import PlainPlanner
 from zero_nb.checkpoint.sharded import load_sharded, save_sharded
+from zero_nb.checkpoint.skeleton import SkeletonFile, TensorForm, unbacked
 from zero_nb.comm.agreement import agree, agreeing
 from zero_nb.comm.coalescing import coalescing_manager
 from zero_nb.comm.ending import end_if_interrupted
@@ -51,16 +59,33 @@ def load(folder):
     load_sharded(folder, *trained())
 
 
-def outcomes(action, stride, most=40):
-    """Interrupt an action at some of its lines; give what came out, but for interrupts."""
+def state_of_torch():
+    """Give what holds for all of a process, and what an interrupted call might leave behind."""
+    return (
+        _get_dispatch_mode(_TorchDispatchModeKey.FAKE),
+        torch.is_grad_enabled(),
+        {*torch.serialization.get_safe_globals()},
+        torch.serialization._serialization_tls.skip_data,
+        torch.serialization.get_crc32_options(),
+        torch.get_num_threads(),
+        gc.isenabled(),
+        sys.getswitchinterval(),
+    )
+
+
+def outcomes(action, stride, most=40, room=ROOM):
+    """Interrupt an action at some of its lines; give what came out, but for interrupts, and what stayed."""
     found = []
+    before = state_of_torch()
     for at in range(1, most * stride, stride):
         try:
-            sys.settrace(Interrupts(at, ROOM))
+            sys.settrace(Interrupts(at, room))
             action()
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt):
                 found.append((at, repr(error)))
+            if (now := state_of_torch()) != before:
+                found.append((at, f"{before} is now {now}"))
             continue
         finally:
             sys.settrace(None)
@@ -86,6 +111,34 @@ def test_an_interrupt_while_a_checkpoint_is_read_arrives_as_one(folder, tmp_path
         "convert back": partial(convert_checkpoint, plain, tmp_path / "folder"),
     }[what]
     assert outcomes(action, {"newest": 13}.get(what, 37)) == []
+
+
+def test_an_interrupt_while_activations_are_counted_arrives_as_one():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    room = os.path.join("zero_nb", "verify") + os.sep
+    assert outcomes(lambda: activation_memory(model, [torch.ones(2, 8)]), 1, 400, room) == []
+
+
+class SkippingInterrupted(Interrupts):
+    """A trace that interrupts where torch begins, or ends, to leave out the numbers of what is saved."""
+
+    def __call__(self, frame, event, arg):
+        skips = isinstance(frame.f_locals.get("self"), torch.serialization.skip_data)
+        return super().__call__(frame, event, arg) if skips else None
+
+
+def test_an_interrupt_while_a_skeleton_is_written_leaves_torch_with_numbers(tmp_path):
+    holes = unbacked({"a": TensorForm(torch.float32, (4,), (1,))})
+    before = state_of_torch()
+    for at in range(1, 10):
+        sys.settrace(SkippingInterrupted(at, "serialization.py"))
+        try:
+            SkeletonFile(tmp_path / "a.pt", holes, holes).close()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert state_of_torch() == before, at
 
 
 def test_an_interrupt_while_a_checkpoint_is_loaded_arrives_as_one(folder):

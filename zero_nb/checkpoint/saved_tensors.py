@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,12 @@ from .skeleton import BoxUnpickler, StoredTensor
 from ..comm.objects import explain_unread
 from ..optim.tensor_shard import boxes
 
+if TYPE_CHECKING:  # it takes torch a while to import
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
 # %% auto #0
-__all__ = ['SLAB', 'Stamp', 'stamp_of', 'Part', 'SavedTensor', 'reading', 'replace_tensors', 'load_saved', 'check_length']
+__all__ = ['SLAB', 'Stamp', 'stamp_of', 'Part', 'SavedTensor', 'reading', 'replace_tensors', 'entered', 'load_saved',
+           'check_length']
 
 # %% ../../nbs/checkpoint/07_saved_tensors.ipynb #f04a0007
 SLAB = 1 << 26  # bytes
@@ -221,6 +225,18 @@ def _describe(
     return SavedTensor(value.dtype, tuple(value.shape), (part,))
 
 
+@contextmanager
+def entered(mode: FakeTensorMode) -> Iterator[FakeTensorMode]:
+    """Run under a mode of torch, and leave it though Ctrl-C comes after the last line of the block and
+    before the first of torch's `__exit__`: the process would make tensors without elements ever after."""
+    try:
+        with mode:
+            yield mode
+    finally:
+        if mode.enter_stack:
+            mode.__exit__(None, None, None)
+
+
 def _without_elements() -> Any:  # a context
     """Let torch load tensors that have no elements, on no device but the CPU.
 
@@ -232,7 +248,7 @@ def _without_elements() -> Any:  # a context
     class OnlyCpu(FakeTensorMode):
         avoid_device_init = False
 
-    return OnlyCpu()
+    return entered(OnlyCpu())
 
 
 def _load_without_elements(file: Any, records: Mapping[str, Record]) -> Any:

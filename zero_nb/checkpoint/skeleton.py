@@ -86,6 +86,11 @@ def unbacked(forms: Mapping[_Key, TensorForm]) -> dict[_Key, Tensor]:
     return made
 
 # %% ../../nbs/checkpoint/02_skeleton.ipynb #f0110009
+def _save_without_numbers(content: Any, path: Path) -> None:
+    with with_checksums(), torch.serialization.skip_data(), open(path, "wb") as file:
+        torch.save(content, file)  # given a path, torch does not say what the disk said
+
+
 class SkeletonFile:
     """A file of `torch.save` whose tensors are written later, in any order."""
 
@@ -96,8 +101,9 @@ class SkeletonFile:
         later: Mapping[Any, Tensor],  # tensors in it whose elements come later, with own memory
     ):
         check_dense_values(content)
-        with with_checksums(), torch.serialization.skip_data(), open(path, "wb") as file:
-            torch.save(content, file)  # given a path, torch does not say what the disk said
+        # torch leaves numbers out in this thread only, where no Ctrl-C can keep it from stopping to
+        with ThreadPoolExecutor(1, "zero_nb skeleton") as thread:
+            thread.submit(_save_without_numbers, content, path).result()
         records = read_records(path)
         keys = {tensor.untyped_storage()._cdata: key for key, tensor in later.items()}
         self._records = dict[Any, Record]()
@@ -368,7 +374,7 @@ def read_box(
     except pickle.UnpicklingError:  # quantized, sparse or of a subclass
         file.seek(0)
         archive: Any = file
-        found = torch.load(archive, map_location="cpu", weights_only=True)
+        found = torch.load(archive, map_location="cpu", weights_only=True, mmap=False)
     if not isinstance(found, (StoredTensor, Tensor)):
         raise TypeError(f"a box of a tensor has a {type(found).__name__}")
     return found

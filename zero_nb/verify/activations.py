@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from ..backward.watch import TransientHook
+from ..checkpoint.saved_tensors import entered
 from ..plan.estimated import amount
 
 # %% auto #0
@@ -155,7 +156,7 @@ def activation_memory(
         return ActivationMemory(
             _count_kept(model, own.values(), lambda: model(*given[0], **given[1]))
         )
-    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with entered(fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)) as mode:
         own = tree_map_only(Tensor, partial(_without_memory, mode), own)
         given = tree_map_only(Tensor, partial(_without_memory, mode), given)
         forward = partial(torch.func.functional_call, model, own, *given)
