@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import fork_ranks
+from common import forking_agent
 from common.elastic import die_with_parent
 from common.two_machines import missing, torchrun_on_two_machines
-from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
 from zero_nb.comm.launch import run
@@ -47,8 +46,7 @@ def be_agent(path, flags, log):
         os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
         given = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--nproc-per-node=2"]
         config, _, _ = config_from_args(parse_args([*given, "--monitor-interval=0.05", str(path)]))
-        fork_ranks(config)
-        elastic_launch(config, be_rank)(path, flags)
+        forking_agent(config, be_rank)(path, flags)
         code = 0
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -14,11 +14,10 @@ import pytest
 import torch
 import torch._dynamo  # ranks are forked, and would each import it
 import torch.distributed as dist
-from common import fork_ranks
+from common import forking_agent
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.distributed.run import config_from_args, parse_args
 from torch.distributed.tensor.debug import CommDebugMode
@@ -51,8 +50,7 @@ def launched(tmp_path: Path, name: str, *arguments: str, ranks: int = 2, restart
     given += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     config, _, _ = config_from_args(parse_args([*given, script]))
     with patch.dict(os.environ):
-        fork_ranks(config)
-        elastic_launch(config, as_program)(script, [*arguments], str(log))
+        forking_agent(config, as_program)(script, [*arguments], str(log))
     found = log.read_text(encoding="utf-8")
     log.unlink()
     return found

@@ -153,7 +153,7 @@ import os
 from zero_nb.apps.train import run_rank
 options = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--nproc-per-node=2"]
 config, *_ = config_from_args(parse_args([*options, "a script"]))
-config.start_method = "fork" # ranks that have imported torch; see common.fork_ranks
+config.start_method = "fork" # ranks that have imported torch; see common.forking_agent
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 elastic_launch(config, run_rank)(sys.argv[1:])
 """

@@ -1,6 +1,6 @@
 """What several files of tests use, inside and outside the ranks of `run`."""
 
-from .agents import fork_ranks
+from .agents import forking_agent
 from .cases import run_each
 from .errors import caught, caught_error
 from .interrupts import Interrupts
@@ -13,7 +13,7 @@ __all__ = [
     "caught",
     "caught_error",
     "flatten",
-    "fork_ranks",
+    "forking_agent",
     "free_port",
     "largest_gap",
     "network",

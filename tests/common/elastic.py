@@ -17,12 +17,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
 from zero_nb.apps.train import run_rank
 
-from .agents import fork_ranks
+from .agents import forking_agent
 from .waiting import stop
 
 BEGUN = re.compile(r"ranks: (\d+), steps taken before: (\d+)")
@@ -304,17 +303,11 @@ def _be_agent(arguments: list[str], log: Path, environ: dict[str, str]) -> NoRet
         sys.stderr = os.fdopen(2, "w", buffering=1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-        config, _, (*_, flags) = _parsed(arguments)
-        elastic_launch(config, run_rank)(flags)
+        given = parse_args(arguments)
+        config, _, _ = config_from_args(given)
+        forking_agent(config, run_rank)(given.training_script_args)
         code = 0
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     finally:
         os._exit(code)
-
-
-def _parsed(arguments: list[str]) -> Any:
-    given = parse_args(arguments)
-    config, program, rest = config_from_args(given)
-    fork_ranks(config)
-    return config, program, (rest, given.training_script_args)
