@@ -136,6 +136,37 @@ def test_cells_that_import_do_nothing_else(path):
         assert len(kinds) < 2, source
 
 
+MAKERS = (
+    *(
+        "arange",
+        "as_tensor",
+        "asarray",
+        "empty",
+        "eye",
+        "full",
+        "linspace",
+        "ones",
+        "rand",
+        "randint",
+    ),
+    *("randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+)
+# by function: what each of its calls says, because a setting of the process says it otherwise
+SAID = {name: {"device"} for name in MAKERS} | {"load": {"weights_only", "mmap"}}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("apps.")])
+def test_no_default_of_torch_decides_where_a_tensor_is_or_how_a_file_is_read(module):
+    tree = ast.parse(source_of(module))
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        if name.startswith("torch.") and name[6:] in SAID:
+            said = {keyword.arg for keyword in call.keywords}
+            assert None in said or SAID[name[6:]] <= said, (
+                f"line {call.lineno}: {ast.unparse(call)}"
+            )
+
+
 def test_collectives_are_spelled_where_ways_are_made():
     names = (
         r"all_reduce|broadcast|reduce_scatter\w*|all_gather\w*|all_to_all\w*"

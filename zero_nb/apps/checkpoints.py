@@ -399,7 +399,7 @@ _ANEW = "to begin anew, move it away or name another folder with --out"
 def _file_state(path: Path, out: str, optimizer: str) -> dict[str, Any]:
     try:
         check_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=False)
     except Exception as error:
         raise ValueError(
             f"{path} is damaged, or no checkpoint ({type(error).__name__}); {_ANEW}"

@@ -86,7 +86,9 @@ def _count_owners(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-_OWNERS_OF_ONE = _count_owners(torch.empty(1))  # the tensor, and the object that is asked
+_OWNERS_OF_ONE = _count_owners(
+    torch.empty(1, device="cpu")
+)  # the tensor, and the object that is asked
 
 
 def is_shared(grad: Tensor) -> bool:

@@ -330,7 +330,7 @@ def _refuse_to_change(func: Any, args: Sequence[Any], given: Mapping[str, Any]) 
 def _read_one_by_one(parts: Sequence[Tensor]) -> Tensor:
     """Join tensors by their first dimension, each of which is read to its place."""
     dtype = reduce(torch.promote_types, [part.dtype for part in parts])
-    made = torch.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=dtype)
+    made = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=dtype)
     for part, place in zip(parts, made.split([*map(len, parts)]), strict=True):
         place.copy_(part)
     return made

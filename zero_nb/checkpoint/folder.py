@@ -314,7 +314,7 @@ def _trouble(path: Path, stopped: Event, table: Any, named: tuple[Any, Any]) -> 
                 tensor = read_box(box, found)
             except TypeError:  # it has no tensor
                 box.seek(0)
-                tensor = torch.load(box, map_location="cpu", weights_only=True)
+                tensor = torch.load(box, map_location="cpu", weights_only=True, mmap=False)
         except pickle.UnpicklingError as error:
             return f"cannot be read: {{}}: {explain_unread(error)}" if whole else _DAMAGED
         except Exception:  # bytes that make no sense raise anything
@@ -441,7 +441,7 @@ class PlainPlanner(_DefaultLoadPlanner):
     """Loads plain values and tensors."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Take a value that is no tensor."""
-        torch.load(value, weights_only=True)  # raises for what would run code
-        value.seek(0)
-        super().load_bytes(read_item, value)
+        """Take a value that is no tensor, and refuse what would run code."""
+        path = self.mappings[read_item.dest_index.fqn]
+        found = torch.load(value, weights_only=True, mmap=False)
+        DCP._nested_dict.set_element(self.original_state_dict, path, found)

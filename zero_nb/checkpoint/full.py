@@ -145,7 +145,7 @@ def _write_full(
 # %% ../../nbs/checkpoint/04_full.ipynb #f0110014
 def _load_into_memory(opened: Any) -> Any:
     opened.seek(0)
-    return torch.load(opened, map_location="cpu", weights_only=True)
+    return torch.load(opened, map_location="cpu", weights_only=True, mmap=False)
 
 
 def _load_unread(opened: Any, file: HeldFile, records: Mapping[str, Record]) -> Any:

@@ -282,7 +282,7 @@ class Resharding:
     def _gather_rows(self, own: list[int]) -> list[list[int]]:  # of all ranks that call
         table = torch.zeros(self.callers.size * len(own), dtype=torch.int64, device=self.device)
         rows = table.view(self.callers.size, len(own))
-        rows[self.callers.group_rank] = torch.tensor(own)
+        rows[self.callers.group_rank] = torch.tensor(own, device="cpu")
         self.callers.all_gather(table)
         return rows.tolist()
 

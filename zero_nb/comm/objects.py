@@ -84,10 +84,21 @@ class MemoryFile(RawIOBase):
         return len(part)
 
 
+def _load_trusted(file: Any, map_location: Any) -> Any:
+    """Unpickle what a process of this job wrote by `torch.save`, whatever it is.
+
+    As torch's collectives for objects, it does not ask `TORCH_FORCE_WEIGHTS_ONLY_LOAD`, which is
+    about files and makes `torch.load` refuse `weights_only=False`."""
+    with torch.serialization._open_zipfile_reader(file) as archive:
+        return torch.serialization._load(archive, map_location, pickle)
+
+
 def load(data: memoryview, map_location: Any, weights_only: bool) -> Any:
     """Read what `dump` wrote; `map_location` as for `torch.load`."""
     file: Any = MemoryFile(data)
-    return torch.load(file, map_location=map_location, weights_only=weights_only)
+    if not weights_only:
+        return _load_trusted(file, map_location)
+    return torch.load(file, map_location=map_location, weights_only=True, mmap=False)
 
 # %% ../../nbs/comm/30_objects.ipynb #835b6059
 _PYTHONS = (type(None), bool, int, float, complex, str, bytes)

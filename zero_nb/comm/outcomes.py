@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .objects import _load_trusted
 from .reaper import signal_name
 
 # %% ../../nbs/comm/36_outcomes.ipynb #6603369d
@@ -52,7 +53,7 @@ def serialize(
 
 def deserialize(data: bytes) -> Any:  # its tensors are on the CPU
     """Read what `serialize` wrote."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    return _load_trusted(io.BytesIO(data), "cpu")
 
 # %% ../../nbs/comm/36_outcomes.ipynb #130e452a
 def _attempt(link: Any, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:

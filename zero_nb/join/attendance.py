@@ -111,7 +111,7 @@ def gather_numbers(
     """Start to exchange a few numbers."""
     device = _device_of_counts(group, device)
     table = torch.zeros(group.size, len(numbers), dtype=torch.int64, device=device)
-    table[group.group_rank] = torch.tensor(numbers)
+    table[group.group_rank] = torch.tensor(numbers, device="cpu")
     work = group.all_reduce(table, async_op=True)
 
     def finish() -> list[list[int]]:

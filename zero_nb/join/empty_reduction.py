@@ -73,7 +73,7 @@ def _send_used_params(
     # DDP's reducer keeps a parameter that was frozen after DDP was made
     params = [p for p in ddp._module_parameters if id(p) in reduced]
     used = torch.zeros_like(ddp.reducer._get_local_used_map())
-    used.copy_(torch.tensor([int(p.grad is not None) for p in params]))
+    used.copy_(torch.tensor([int(p.grad is not None) for p in params], device="cpu"))
     # the other ranks' is the reducer's own, which is not compared
     ddp.process_group.allreduce([used]).wait()
     return {id(p) for p, n in zip(params, used.tolist(), strict=True) if n}

@@ -105,7 +105,7 @@ def _class_options(
     """Tell which options a class of torch needs in a state dict, and which it fills in itself."""
     if getattr(torch.optim, optimizer_class.__name__, None) is not optimizer_class:
         return set(), {}
-    stand_in = torch.nn.Parameter(torch.zeros(1, 1))
+    stand_in = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
     optimizer: Any = optimizer_class([stand_in])
     optimizer.__setstate__({"state": {}, "param_groups": [{"params": [stand_in]}]})
     [filled] = optimizer.param_groups

@@ -170,7 +170,7 @@ def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:  # f
 def _taken_over(old: Any, new: Any) -> Any:
     """Give an option's value on another rank in the place of this rank's, in its tensors."""
     if isinstance(old, Tensor):
-        return old.copy_(torch.as_tensor(new, dtype=old.dtype))
+        return old.copy_(torch.as_tensor(new, dtype=old.dtype, device=old.device))
     if isinstance(old, tuple):
         return tuple(map(_taken_over, old, new)) if len(old) == len(new) else tuple(new)
     return new

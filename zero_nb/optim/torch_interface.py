@@ -311,7 +311,7 @@ def _step_with_closure(
             for p, grad in zip(ps, grads, strict=True):
                 p.grad = grad.clone()
         calls.append(1)
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     closure()
     optim.step(closure)  # type: ignore[arg-type]  # a loss may be a tensor

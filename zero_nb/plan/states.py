@@ -94,7 +94,7 @@ def _rule_of_class(
     import torch
     from torch.utils._pytree import tree_leaves
 
-    p = torch.nn.Parameter(torch.ones(6, 4))
+    p = torch.nn.Parameter(torch.ones(6, 4, device="cpu"))
     p.grad = torch.ones_like(p)
     try:
         optimizer = optimizer_class([p], **({"lr": 1e-3, **options}))

@@ -66,8 +66,10 @@ class GradientSums:
     def __init__(self) -> None:
         self.names: list[str] = []  # of the buckets
         self.limits: list[tuple[float, float, float]] = []
-        self.total = torch.zeros(0, 3, dtype=torch.float64)  # sum, absolute, sum of averages
-        self.step = torch.zeros(0, 3, dtype=torch.float64)
+        self.total = torch.zeros(
+            0, 3, dtype=torch.float64, device="cpu"
+        )  # sum, absolute, sum of averages
+        self.step = torch.zeros(0, 3, dtype=torch.float64, device="cpu")
         self.averages: dict[int, Tensor] = {}  # digests of this rank's, by bucket
         self.changes: list[str] = []  # averages that have changed
 

@@ -59,7 +59,7 @@ class KeptDigests:
         # by name: the tensor, its version, and where its elements are
         self.kept: dict[str, tuple[weakref.ref[Tensor], int, _Place]] = {}
         self.plan = DigestPlan([])  # of the same tensors
-        self.values = torch.zeros(0, dtype=torch.int64)
+        self.values = torch.zeros(0, dtype=torch.int64, device="cpu")
         # name and step, and whether it differs; several may share a list
         self.differences = [] if differences is None else differences
 

@@ -166,9 +166,11 @@ class DivergenceReport:
         self.steps = steps
         self.arrived: Tensor | None = None  # int64 (ranks of a node, nodes, numbers)
         text = "".join(f"{kind}|{name}" for kind, name in faults[:1]).encode()[:_FAULT_BYTES]
-        fault = torch.zeros(1 + _FAULT_BYTES // 8, dtype=torch.int64)
+        fault = torch.zeros(1 + _FAULT_BYTES // 8, dtype=torch.int64, device="cpu")
         fault[0] = len(faults)
-        fault[1:].view(torch.uint8)[: len(text)] = torch.tensor([*text], dtype=torch.uint8)
+        fault[1:].view(torch.uint8)[: len(text)] = torch.tensor(
+            [*text], dtype=torch.uint8, device="cpu"
+        )
         values = [section.values for section in sections]
         device = values[0].device
         self.row = torch.cat([fault.to(device), *(value.to(device) for value in values)])
