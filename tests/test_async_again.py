@@ -1,5 +1,6 @@
 """Saves that are written while training goes on: after a failure, beside each other, and beside loads."""
 
+import atexit
 import errno
 import os
 
@@ -184,3 +185,25 @@ def later_steps(parent):
 def test_a_save_after_a_failed_one_has_the_steps_between(folder):
     for said, found in run(2, later_steps, folder):
         assert str(FULL) in said and found == ["b"]
+
+
+def fork_while_it_is_written(parent):
+    """Let a child of this rank end, as a forked program does, before the folder is complete."""
+    model, zero = stepped()
+    reader, writer = os.pipe()
+    with Held():
+        checkpoints = AsyncCheckpointer(model, zero)
+        checkpoints.save(parent / "first", 1)
+        if not (pid := os.fork()):
+            os.dup2(writer, 2)
+            atexit._run_exitfuncs()
+            os._exit(0)
+        os.waitpid(pid, 0)
+    os.close(writer)
+    checkpoints.close()
+    with os.fdopen(reader) as file:
+        return file.read(), names_in(parent)
+
+
+def test_a_fork_while_a_checkpoint_is_written_says_nothing_of_it(tmp_path):
+    assert run(2, fork_while_it_is_written, tmp_path) == [("", ["first"])] * 2

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -105,6 +105,7 @@ class SaveOutcome:
     own_error: Exception | None = None  # of this rank's part
     error: Exception | None = None  # of the folder, on the first rank; or writing did not end
     raised: bool = False  # whether `wait` has raised it
+    process: int = field(default_factory=os.getpid)
 
     def end(self, own_error: Exception | None, error: Exception | None) -> None:
         """Note what became of this rank's part and of the folder."""
@@ -118,9 +119,9 @@ class SaveOutcome:
             raise error
 
     def report(self) -> None:
-        """Write to stderr what was not raised."""
+        """Write to stderr what was not raised; a process forked meanwhile knows nothing of it."""
         error = self.own_error or self.error
-        if error is not None and not self.raised:
+        if error is not None and not self.raised and self.process == os.getpid():
             words = f"{type(error).__name__}: {error}"
             fate = "may not be on the disk yet" if self.folder.exists() else "was not saved"
             print(f"zero_nb: {self.folder} {fate} ({words})", file=sys.stderr, flush=True)
