@@ -7,10 +7,20 @@ import torch
 import torch.distributed as dist
 from common.bad_input import Case, all_cases, check, make, on_one, planned, stepped, weight
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, AdamW, Muon
 
 from zero_nb.optim.optimizer import ZeroRedundancyOptimizer
 from zero_nb.plan.balancing import balanced
+
+
+def distributed(*shape):
+    """Make a parameter of which each rank has some rows."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mine = weight(shape[0] // dist.get_world_size(), *shape[1:])
+    return nn.Parameter(DTensor.from_local(mine.detach(), mesh, [Shard(0)], run_check=False))
+
 
 CONSTRUCTOR = {
     "no parameters": Case(lambda: make([]), ValueError, "empty parameter list"),
@@ -75,6 +85,9 @@ CONSTRUCTOR = {
     "a group of a set": Case(lambda: make([{"params": {weight()}}]), TypeError, "order", "set"),
     "a sparse parameter": Case(
         lambda: make([nn.Parameter(torch.zeros(3, 3).to_sparse())]), ValueError, "only dense"
+    ),
+    "a parameter of tensor parallelism or FSDP2": Case(
+        lambda: make([weight(8, 4), distributed(8, 4)]), ValueError, "parameter 1 is a DTensor"
     ),
     "an overlapping parameter": Case(
         lambda: make([torch.zeros(1).expand(4).requires_grad_()]), ValueError, "must be dense"

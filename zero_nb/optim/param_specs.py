@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from .flat import flatten
 from ..plan.specs import ParamSpec, ParamTable
@@ -43,7 +43,7 @@ def param_name(param_groups: list[dict[str, Any]], index: int) -> str:
     return next(islice(names, index, None))
 
 
-_FACTS = attrgetter("shape", "dtype", "device", "layout")
+_FACTS = attrgetter("__class__", "shape", "dtype", "device", "layout")
 
 
 def _spec(
@@ -52,6 +52,11 @@ def _spec(
     if p.layout != torch.strided:
         raise ValueError(
             f"{name} is {p.layout}, only dense ones can be sharded; give it an optimizer of its own"
+        )
+    if is_traceable_wrapper_subclass(p):
+        raise ValueError(
+            f"{name} is a {type(p).__name__}, which holds its numbers in other tensors, and only plain"
+            " ones can be sharded; give it an optimizer of its own, such as one of torch.optim"
         )
     try:
         p.is_contiguous() or flatten(p.detach())
@@ -75,7 +80,8 @@ def group_specs(
 ) -> ParamTable:  # in registration order
     """Describe parameters for a plan.
 
-    Raises `ValueError` for a parameter that cannot be cut: sparse, or not dense in memory.
+    Raises `ValueError` for a parameter that cannot be cut: sparse, not dense in memory, or made of
+    other tensors, as those of FSDP2 and of tensor parallelism are.
     """
     names = list[str]()
     forms = list[ParamSpec]()
