@@ -44,7 +44,10 @@ gc.freeze() # each shell collects garbage at exit: 200 times, a quarter of a sec
 @pytest.fixture(scope="module")
 def processed() -> Path:
     """Give the folder of the notebooks as nbdev hands them to Quarto."""
-    subprocess.run([sys.executable, "-c", PROCESS], cwd=ROOT, check=True, stderr=subprocess.PIPE)
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0, done.stderr
     return ROOT / "_proc"
 
 

@@ -13,19 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .checksums import PartOfFile, cut_off, forget_sparse, read_stored
 from .files import Record, records_in, unpickle_records
 from .skeleton import BoxUnpickler, StoredTensor
 from ..comm.objects import explain_unread
 from ..optim.tensor_shard import boxes
-
-if TYPE_CHECKING:  # it takes torch a while to import
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
 # %% auto #0
 __all__ = ['SLAB', 'Stamp', 'stamp_of', 'Part', 'SavedTensor', 'reading', 'replace_tensors', 'entered', 'load_saved',
@@ -243,7 +241,6 @@ def _without_elements() -> Any:  # a context
     Where there is no GPU, torch's mode pretends that there are some. Torch's next backward starts a
     thread for each, and no process forked after that can run a backward.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     class OnlyCpu(FakeTensorMode):
         avoid_device_init = False

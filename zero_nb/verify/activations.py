@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -145,8 +146,6 @@ def activation_memory(
     Raises `TypeError` for what is no plain module, `ValueError` for layers whose kernels hide what
     they keep, and `RuntimeError` where forward must read numbers that a fake tensor has not.
     Source: `torch.autograd.graph.saved_tensors_hooks`, and PyTorch's fake tensors."""
-    from torch._subclasses import fake_tensor  # imports much
-
     _check_model(model, fake)
     if torch.is_inference_mode_enabled():
         raise RuntimeError("autograd keeps nothing in inference mode; leave it")
