@@ -109,7 +109,10 @@ def test_resumed_equals_uninterrupted(checkpoint, tmp_path):
     run(2, train_rank, configured({**chosen, "steps": 3, "out": str(tmp_path / "broken")}))
     resumed = configured({"resume": True, "steps": 6, "out": str(tmp_path / "broken")})
     again = run(2, train_rank, resumed)
-    assert again[0].losses == whole[0].losses and again[0].samples == whole[0].samples
+    ours, plain = again[0].losses["zero_nb"], again[0].losses["plain DDP"]
+    assert ours == whole[0].losses["zero_nb"] and again[0].samples == whole[0].samples
+    # which goes on from our parameters, and these are DDP's but for rounding
+    assert plain == pytest.approx(whole[0].losses["plain DDP"], abs=1e-6)
     assert again[0].held_out["zero_nb"][6] < math.log(400)  # in nats per byte
     texts = [read_checkpoint(str(tmp_path / n))["vocabulary"] for n in ("whole", "broken")]
     assert texts[0] == texts[1] and BytePairs(texts[0]).size == 400

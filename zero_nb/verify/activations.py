@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from ..backward.watch import TransientHook
 from ..checkpoint.saved_tensors import entered
@@ -63,6 +63,9 @@ class _KeptStorages:
         # by address; the storage too, so that no other one gets its address
         self.storages: dict[int, tuple[torch.UntypedStorage, str]] = {}
         self.own = {tensor.untyped_storage()._cdata for tensor in own}
+        self.asked = False  # by autograd, which keeps a tensor
+        self.packing = saved_tensors_hooks(self.pack, lambda tensor: tensor)
+        self.handles: list[RemovableHandle] = []  # of what modules call
 
     def enter(self, module: nn.Module, args: Any) -> None:
         if module in self.names:
@@ -73,11 +76,30 @@ class _KeptStorages:
             self.running.pop()
 
     def pack(self, tensor: Tensor) -> Tensor:
+        self.asked = True
         storage = tensor.untyped_storage()
         if storage._cdata not in self.own:
             running = self.running[-1] if self.running else ""
             self.storages.setdefault(storage._cdata, (storage, running))
         return tensor
+
+    def begin(self) -> None:
+        """Be called by all modules, and by autograd for each tensor that it keeps."""
+        torch.set_grad_enabled(True)
+        self.handles.append(register_module_forward_pre_hook(self.enter))
+        self.handles.append(register_module_forward_hook(self.leave, always_call=True))
+        self.packing.__enter__()
+
+    def end(self, grad_enabled: bool) -> None:
+        """Be called no more, and leave autograd as it was; the second time it does nothing."""
+        for handle in self.handles:
+            handle.remove()
+        torch.set_grad_enabled(True)
+        self.asked = False
+        torch.ones(1, device="cpu", requires_grad=True).square()
+        if self.asked:
+            self.packing.__exit__()
+        torch.set_grad_enabled(grad_enabled)
 
     def by_module(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -120,15 +142,17 @@ def _count_kept(
     model: nn.Module, own: Iterable[Tensor], forward: Callable[[], Any]
 ) -> dict[str, int]:
     kept = _KeptStorages(model, own)
-    with ExitStack() as stack:
-        stack.callback(register_module_forward_pre_hook(kept.enter).remove)
-        after = register_module_forward_hook(kept.leave, always_call=True)
-        stack.callback(after.remove)
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(saved_tensors_hooks(kept.pack, lambda tensor: tensor))
-        output = forward()
-        del output  # until here it holds what is kept
-        return kept.by_module()
+    before = torch.is_grad_enabled()
+    try:
+        try:
+            kept.begin()
+            output = forward()
+            del output  # until here it holds what is kept
+            return kept.by_module()
+        finally:
+            kept.end(before)
+    finally:
+        kept.end(before)  # again: Ctrl-C may have ended that
 
 
 def activation_memory(
