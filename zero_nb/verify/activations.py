@@ -63,7 +63,6 @@ class _KeptStorages:
         # by address; the storage too, so that no other one gets its address
         self.storages: dict[int, tuple[torch.UntypedStorage, str]] = {}
         self.own = {tensor.untyped_storage()._cdata for tensor in own}
-        self.asked = False  # by autograd, which keeps a tensor
         self.packing = saved_tensors_hooks(self.pack, lambda tensor: tensor)
         self.handles: list[RemovableHandle] = []  # of what modules call
 
@@ -76,7 +75,6 @@ class _KeptStorages:
             self.running.pop()
 
     def pack(self, tensor: Tensor) -> Tensor:
-        self.asked = True
         storage = tensor.untyped_storage()
         if storage._cdata not in self.own:
             running = self.running[-1] if self.running else ""
@@ -94,12 +92,10 @@ class _KeptStorages:
         """Be called no more, and leave autograd as it was; the second time it does nothing."""
         for handle in self.handles:
             handle.remove()
-        torch.set_grad_enabled(True)
-        self.asked = False
-        torch.ones(1, device="cpu", requires_grad=True).square()
-        if self.asked:
-            self.packing.__exit__()
         torch.set_grad_enabled(grad_enabled)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pack, unpack
+        if hooks and hooks[0] == self.pack:
+            self.packing.__exit__()
 
     def by_module(self) -> dict[str, int]:
         found: dict[str, int] = {}
